@@ -1,0 +1,29 @@
+"""Fully sharded data parallelism (FSDP) for any torch model.
+
+Words, used in this package with one meaning each:
+
+* **unit**: a module whose parameters are gathered and released together; the root is the unit of everything that no
+  other unit holds.
+* **parameter group**: parameters of one unit with equal dtype, ``requires_grad`` and mesh.
+* **compute weight**: what forward and backward read, in the model's dtype. **main weight**: what the optimizer
+  updates (float32 by default). **main grad**: what it reads. A **shard** is the part of each that a rank owns.
+* **gather**: all-gather compute weights. **release**: drop the gathered storage. **reduce**: reduce-scatter (or
+  all-reduce) gradients. **resting**: everything sharded, nothing in flight.
+* **inner**, **outer**: the ``dp_shard`` and ``dp_outer`` data-parallel axes.
+"""
+
+from megatron.fsdp.config import FSDPConfig
+from megatron.fsdp.fully_shard import fully_shard, fully_shard_model, fully_shard_optimizer
+from megatron.fsdp.megatron_fsdp import MegatronFSDP
+from megatron.fsdp.mesh import FSDPDistributedIndex
+from megatron.fsdp.precision import MixedPrecisionPolicy
+
+__all__ = [
+    "FSDPConfig",
+    "FSDPDistributedIndex",
+    "MegatronFSDP",
+    "MixedPrecisionPolicy",
+    "fully_shard",
+    "fully_shard_model",
+    "fully_shard_optimizer",
+]

@@ -1,0 +1,75 @@
+"""One flat storage with a layout, and the collectives that run on it. No copies around any of them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.fsdp.layout import Layout
+from megatron.fsdp.pool import Pool
+
+# torch 2.13 renamed these two and warns at the old names.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def all_gather(output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Gather flat shards in rank order into ``output``; ``shard`` may be this rank's part of ``output``."""
+    _all_gather(output, shard, group=group)
+
+
+def reduce_scatter(shard: torch.Tensor, flat: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> None:
+    """Reduce ``flat`` over the group into this rank's ``shard``, which may be this rank's part of ``flat``."""
+    _reduce_scatter(shard, flat, op=op, group=group)
+
+
+def all_reduce(flat: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> None:
+    """Reduce ``flat`` over the group in place."""
+    dist.all_reduce(flat, op=op, group=group)
+
+
+class FlatBuffer:
+    """All parameters of a group in one flat tensor, whose memory may come and go while its views stay.
+
+    Args:
+        layout: Where each parameter lies.
+        dtype: Element type.
+        device: Where the memory is.
+        pool: Gives the memory and takes it back.
+
+    Attributes:
+        flat: The whole buffer, one-dimensional, ``layout.numel`` elements.
+        views: One view per parameter, in its shape.
+    """
+
+    def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device, pool: Pool) -> None:
+        self.layout = layout
+        self.flat = torch.zeros(layout.numel, dtype=dtype, device=device)
+        self.views = [slot_view(self.flat, layout, index) for index in range(len(layout.slots))]
+        self._pool = pool
+        self._nbytes = self.flat.untyped_storage().nbytes()
+
+    def fill(self) -> None:
+        """Make memory available. The content is undefined."""
+        self._pool.fill(self.flat.untyped_storage(), self._nbytes)
+
+    def drain(self) -> None:
+        """Give the memory back."""
+        self._pool.drain(self.flat.untyped_storage())
+
+
+def slot_view(flat: torch.Tensor, layout: Layout, index: int) -> torch.Tensor:
+    """Parameter ``index`` as a view of a whole flat buffer."""
+    slot = layout.slots[index]
+    return flat[slot.offset : slot.end].view(slot.shape)
+
+
+def gap_views(flat: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
+    """The parts of a whole flat buffer that belong to no parameter."""
+    gaps, end = [], 0
+    for slot in sorted(layout.slots, key=lambda s: s.offset):
+        if slot.offset > end:
+            gaps.append(flat[end : slot.offset])
+        end = max(end, slot.end)
+    return [*gaps, flat[end:]] if end < layout.numel else gaps

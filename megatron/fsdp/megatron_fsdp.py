@@ -1,0 +1,370 @@
+"""MegatronFSDP: wraps a model so that data-parallel ranks share its parameters, gradients and optimizer state."""
+
+import functools
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from megatron.fsdp.buffer import all_gather, all_reduce
+from megatron.fsdp.config import FSDPConfig
+from megatron.fsdp.device import Stream, communication_stream, default_device
+from megatron.fsdp.gradients import GradientScaling
+from megatron.fsdp.mesh import FSDPDistributedIndex, default_index, require_process_group
+from megatron.fsdp.parameter_group import Environment, ParameterEntry, ParameterGroup
+from megatron.fsdp.partition import (
+    UnitClasses,
+    UnitPart,
+    check_devices,
+    check_dtypes,
+    check_not_wrapped,
+    mark_owner,
+    partition,
+    resolve_unit_classes,
+    root_modules,
+)
+from megatron.fsdp.pool import AllocatorPool
+from megatron.fsdp.schedule import Limits, Schedule
+from megatron.fsdp.uneven_dtensor import describe_piece
+from megatron.fsdp.unit import Unit
+from megatron.fsdp.weak import weak_method
+
+logger = logging.getLogger(__name__)
+
+
+class MegatronFSDP(nn.Module):
+    """Fully sharded data parallelism for any ``torch.nn.Module``.
+
+    At rest the model's parameters are main weights: DTensors of which each rank holds its part, in the dtype that
+    the optimizer updates. Around a unit's forward and backward its parameters are compute weights: plain, whole
+    tensors in the model's own dtype.
+
+    The idea is that of ZeRO (arXiv:1910.02054) and PyTorch FSDP (arXiv:2304.11277); buffers without copies around
+    communication, of units whose gradients are reduced from where they are collected, are that of Megatron-FSDP.
+
+    Args:
+        module: The model. Its parameters are taken over; all ranks must build it alike.
+        config: Settings; the defaults are those of :class:`FSDPConfig`.
+        index: Mesh and axes to shard over. None: one axis over all ranks.
+        fsdp_unit_modules: Module classes, or import paths of such: each module of one of them is a unit, gathered
+            and released together. The root is the unit of all other parameters. None: the root is the only unit.
+        device: Where to compute. None: where the parameters are, or the current CUDA device if there is one.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialized.
+        ValueError: The model or a setting is not fit; checked before anything is allocated.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: FSDPConfig | None = None,
+        index: FSDPDistributedIndex | None = None,
+        fsdp_unit_modules: UnitClasses | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        require_process_group()
+        self.fsdp_config = config or FSDPConfig()
+        self.device = torch.device(device) if device is not None else default_device(module)
+        check_not_wrapped(module)
+        check_devices(module, self.device)
+        check_dtypes(module, self.fsdp_config.mixed_precision)
+        classes = resolve_unit_classes(module, fsdp_unit_modules)
+        self.index = index or default_index(self.device)
+
+        self.module = module
+        stream = communication_stream(self.device, self.index.shard_group)
+        self._stream, self._group = stream, stream.group(self.index.shard_group)
+        self._is_last_microbatch = True
+        self._model_auto_sync = self.fsdp_config.sync_model_each_microbatch
+        self._unsynchronized = False
+        self.microbatch_count = 0
+        self._move_buffers()
+        self._build(partition(module, classes))
+        self._update_reduce_now()
+        self._hook_state_dict()
+        if not self.fsdp_config.placements.shards_optimizer:
+            self.broadcast_params()
+
+    # Construction ----------------------------------------------------------------------------------------------
+
+    def _move_buffers(self) -> None:
+        for buffer in self.module.buffers():
+            if buffer.device != self.device:
+                buffer.data = buffer.data.to(self.device)
+
+    def _build(self, part: UnitPart) -> None:
+        config = self.fsdp_config
+        environment = Environment(
+            index=self.index,
+            placements=config.placements,
+            policy=config.mixed_precision,
+            scaling=GradientScaling(
+                factor=1.0 if config.calculate_per_token_loss else 1.0 / self.index.shard_size,
+                average=config.average_in_collective,
+            ),
+            device=self.device,
+            stream=self._stream,
+            pool=AllocatorPool(),
+        )
+        modules: dict[int, nn.Module] = {}
+        self._units: list[Unit] = []
+        self._build_unit(part, environment, modules)
+        self._schedule = Schedule(
+            self._units,
+            Limits(
+                gathered=config.max_gathered_units,
+                reducing=config.max_reducing_units,
+                prefetch=config.overlap_param_gather and config.max_gathered_units > 1,
+                wait_for_reduction=not config.overlap_grad_reduce,
+            ),
+            exchange=functools.partial(_exchange, self._stream, self._group, self.device),
+            on_backward_end=self._backward_ended,
+        )
+        for unit in self._units:
+            module = modules[id(unit)]
+            unit.install_hooks(root_modules(module) if unit.is_root else [module], self._schedule)
+            for group in unit.groups:
+                group.show(compute=False)
+        for entry in self.entries():
+            mark_owner(entry.compute, self)
+            mark_owner(entry.main, self)
+
+    def _build_unit(self, part: UnitPart, environment: Environment, modules: dict[int, nn.Module]) -> Unit:
+        groups: dict[tuple, list[ParameterEntry]] = {}
+        for entry in part.entries:
+            groups.setdefault(entry.sort_key, []).append(entry)
+        unit = Unit(part.name, [ParameterGroup(entries, environment) for entries in groups.values()], children=[])
+        self._units.append(unit)
+        modules[id(unit)] = part.module
+        unit.children += [self._build_unit(child, environment, modules) for child in part.children]
+        return unit
+
+    def _hook_state_dict(self) -> None:
+        names = {id(module): name for name, module in self.named_modules()}
+        for module in (self, *root_modules(self.module)):
+            module.register_state_dict_pre_hook(weak_method(self._before_state_dict))
+            after = functools.partial(weak_method(self._after_state_dict), names[id(module)])
+            module.register_state_dict_post_hook(after)
+            module.register_load_state_dict_post_hook(weak_method(self._after_load_state_dict))
+
+    # Parts -----------------------------------------------------------------------------------------------------
+
+    @property
+    def groups(self) -> list[ParameterGroup]:
+        """All parameter groups, unit by unit."""
+        return [group for unit in self._units for group in unit.groups]
+
+    @property
+    def unit_names(self) -> list[str]:
+        """Names of the units; the root's is empty."""
+        return [unit.name for unit in self._units]
+
+    def entries(self) -> Iterator[ParameterEntry]:
+        """All parameters, each once."""
+        for group in self.groups:
+            yield from group.entries
+
+    # Running ---------------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the wrapped model."""
+        require_process_group()
+        return self.module(*args, **kwargs)
+
+    @property
+    def is_last_microbatch(self) -> bool:
+        """Whether the next backward is the last before the optimizer's step. Settable."""
+        return self._is_last_microbatch
+
+    @is_last_microbatch.setter
+    def is_last_microbatch(self, value: bool) -> None:
+        self._is_last_microbatch = value
+        self._update_reduce_now()
+
+    def _update_reduce_now(self) -> None:
+        overlapped = self._is_last_microbatch and self.fsdp_config.overlap_grad_reduce
+        self._schedule.reduce_now = self._model_auto_sync or overlapped
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Context for micro-batches before the last: gradients are accumulated and not yet synchronized.
+
+        Gradients that the strategy shards are reduced all the same, since no rank keeps whole ones.
+        """
+        was_last, was_auto = self._is_last_microbatch, self._model_auto_sync
+        self._model_auto_sync = False
+        self.is_last_microbatch = False
+        try:
+            yield
+        finally:
+            self._model_auto_sync = was_auto
+            self.is_last_microbatch = was_last
+
+    @contextmanager
+    def sync(self) -> Iterator[None]:
+        """Context in which every backward ends with reduced gradients in ``.grad``."""
+        was_auto = self._model_auto_sync
+        self.set_model_auto_sync(True)
+        try:
+            yield
+        finally:
+            self.set_model_auto_sync(was_auto)
+
+    def set_model_auto_sync(self, sync_model: bool = True) -> None:
+        """Choose whether every backward ends with reduced gradients in ``.grad``."""
+        self._model_auto_sync = sync_model
+        self._update_reduce_now()
+
+    def _backward_ended(self) -> None:
+        self.microbatch_count += 1
+        self._unsynchronized = True
+        if self._model_auto_sync:
+            self.finish_grad_sync()
+
+    # Parameters ------------------------------------------------------------------------------------------------
+
+    def install_optimized_model_weights(self) -> None:
+        """The main weights have changed: compute weights follow before their next use. Called after a step or a load."""
+        self._schedule.reset()
+        for group in self.groups:
+            group.weights.invalidate()
+
+    def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
+        """Start gathering what the next forward needs first.
+
+        Args:
+            unused: Accepted as Megatron-Core's wrappers do.
+            force_sync: Gather all weights that every rank keeps whole, and wait.
+            force_dispatch: Accepted as Megatron-Core's wrappers do; gathers are always dispatched at once.
+        """
+        if force_sync or not self.fsdp_config.overlap_param_gather:
+            persistent = [group.weights for group in self.groups if not group.weights.temporary]
+            for weights in persistent:
+                weights.gather()
+            for weights in persistent:
+                weights.wait()
+        else:
+            self._schedule.prime()
+
+    def synchronize_param_gather(self) -> None:
+        """Bring all units to rest: nothing gathered, main weights visible as the model's parameters."""
+        self._schedule.reset()
+
+    def broadcast_params(self) -> None:
+        """Make ranks agree on weights that they may have initialized differently.
+
+        Weights that are sharded agree as they are: each part has one owner. Others become those of the first rank.
+        """
+        for group in self.groups:
+            if not group.placements.shards_optimizer:
+                source = dist.get_global_rank(self._group, 0)
+                task = functools.partial(dist.broadcast, group.weights.main, source, group=self._group)
+                self._stream.run(task).wait()
+        self.install_optimized_model_weights()
+
+    # Gradients -------------------------------------------------------------------------------------------------
+
+    def start_grad_sync(self, *unused: Any) -> None:
+        """Start reducing gradients that wait for a reduction."""
+        self._schedule.reduce_waiting()
+
+    def synchronize_gradient_reduce(self) -> None:
+        """Make the compute wait for all reductions that were started."""
+        for group in self.groups:
+            group.gradients.wait()
+
+    def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
+        """Reduce what waits, wait for it, and put the gradients into ``.grad`` of the main weights.
+
+        Args:
+            force_all_reduce: Accepted as Megatron-Core's wrappers do.
+        """
+        self._schedule.reduce_waiting()
+        self._schedule.reset()
+        trainable = [group for group in self.groups if group.requires_grad]
+        used = iter(self._used_anywhere([flag for group in trainable for flag in group.used]))
+        for group in trainable:
+            flags = [next(used) for _ in group.entries]
+            group.attach_gradients(flags, self.fsdp_config.zero_unused_gradients)
+        self.microbatch_count = 0
+        self._unsynchronized = False
+
+    def finish_waiting_gradients(self) -> None:
+        """:meth:`finish_grad_sync`, unless it has been called since the last backward."""
+        if self._unsynchronized:
+            self.finish_grad_sync()
+
+    def _used_anywhere(self, used_here: list[bool]) -> list[bool]:
+        """For each trainable parameter, whether any rank had a gradient for it."""
+        if self.fsdp_config.zero_unused_gradients or not used_here:
+            return used_here
+        flags = torch.tensor(used_here, dtype=torch.uint8, device=self.device)
+        handle = self._stream.run(functools.partial(_all_reduce_max, self._stream, flags, self._group))
+        # What is used here is used: reading the flags, which stops the host, is for ranks that miss a gradient.
+        if all(used_here):
+            return used_here
+        handle.wait()
+        return [bool(flag) for flag in flags.tolist()]
+
+    def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
+        """Multiply the gradients in ``.grad`` in place.
+
+        Args:
+            scaling_factor: A number or a tensor with one element.
+        """
+        locals_ = [e.main.grad._local_tensor for e in self.entries() if e.main.grad is not None]
+        if isinstance(scaling_factor, torch.Tensor):
+            scaling_factor = scaling_factor.reshape(())
+        torch._foreach_mul_(locals_, scaling_factor)
+
+    def zero_grad_buffer(self) -> None:
+        """Drop all gradients, collected, reduced or in ``.grad``."""
+        for group in self.groups:
+            group.clear_gradients()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients."""
+        self.zero_grad_buffer()
+
+    # State -----------------------------------------------------------------------------------------------------
+
+    def _before_state_dict(self, *unused: Any) -> None:
+        self._schedule.show_main()
+
+    def _after_state_dict(self, path: str, module: nn.Module, state_dict: dict, prefix: str, *unused: Any) -> None:
+        """Describe each DTensor's part of the whole tensor, which torch.distributed.checkpoint asks for."""
+        for entry in self.entries():
+            for name in entry.names:
+                key = prefix + f"module.{name}"[len(path) + 1 if path else 0 :]
+                value = state_dict.get(key)
+                if isinstance(value, DTensor) and value.placements[0].is_shard():
+                    describe_piece(value, entry.piece)
+
+    def _after_load_state_dict(self, *unused: Any) -> None:
+        self.install_optimized_model_weights()
+
+
+def _all_reduce_max(stream: Stream, flags: torch.Tensor, group: dist.ProcessGroup) -> None:
+    stream.keep([flags])
+    all_reduce(flags, dist.ReduceOp.MAX, group)
+
+
+def _exchange(stream: Stream, group: dist.ProcessGroup, device: torch.device, numbers: list[int]) -> list[list[int]]:
+    """Every rank's list of integers, in rank order."""
+    if dist.get_backend(group) == "fake":
+        return [numbers]
+    size = torch.tensor(len(numbers), dtype=torch.int64, device=device)
+    stream.run(functools.partial(all_reduce, size, dist.ReduceOp.MAX, group)).wait()
+    # The first element is the length.
+    mine = torch.zeros(int(size) + 1, dtype=torch.int64, device=device)
+    mine[: len(numbers) + 1] = torch.tensor([len(numbers), *numbers], dtype=torch.int64, device=device)
+    everyone = torch.empty(group.size() * mine.numel(), dtype=torch.int64, device=device)
+    stream.run(functools.partial(all_gather, everyone, mine, group)).wait()
+    return [row[1 : row[0] + 1] for row in everyone.view(group.size(), -1).tolist()]

@@ -1,0 +1,185 @@
+"""Which parameters belong to which unit, and the checks that a model can be sharded. Allocates nothing."""
+
+import difflib
+import importlib
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from megatron.fsdp.parameter_group import ParameterEntry
+from megatron.fsdp.precision import MixedPrecisionPolicy
+
+# The one attribute that the engine sets on parameters: a weak reference to the MegatronFSDP that owns them.
+OWNER = "_fsdp_owner"
+
+UnitClasses = Sequence[type[nn.Module] | str]
+
+
+@dataclass
+class UnitPart:
+    """A unit before it is built: its module, its own parameters, and the units inside it."""
+
+    name: str
+    module: nn.Module
+    entries: list[ParameterEntry] = field(default_factory=list)
+    children: list["UnitPart"] = field(default_factory=list)
+
+
+def resolve_unit_classes(module: nn.Module, unit_modules: UnitClasses | None) -> tuple[type[nn.Module], ...]:
+    """The classes behind ``unit_modules``.
+
+    Args:
+        module: Model that must contain a module of each.
+        unit_modules: Classes, or import paths such as ``"torch.nn.TransformerEncoderLayer"``.
+
+    Raises:
+        ValueError: A path cannot be imported, is no module class, or a class occurs nowhere in the model; the
+            message names the nearest class that does occur.
+    """
+    present = {type(m).__name__: type(m) for m in module.modules()}
+    classes = []
+    for entry in unit_modules or ():
+        cls = _import_class(entry, present) if isinstance(entry, str) else entry
+        if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+            raise ValueError(f"fsdp_unit_modules: expected module classes or import paths; got {entry!r}.")
+        if not any(isinstance(m, cls) for m in module.modules()):
+            raise ValueError(f"fsdp_unit_modules: the model has no {cls.__name__}.{_nearest(cls.__name__, present)}")
+        classes.append(cls)
+    return tuple(classes)
+
+
+def _import_class(path: str, present: Iterable[str]) -> object:
+    module_path, _, name = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module_path), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"fsdp_unit_modules: cannot import {path!r} ({error}).{_nearest(name, present)}") from error
+
+
+def _nearest(name: str, present: Iterable[str]) -> str:
+    names = sorted(present)
+    nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f" Did you mean {nearest[0]!r}?" if nearest else f" It has: {', '.join(names)}."
+
+
+def check_not_wrapped(module: nn.Module) -> None:
+    """Raise if the model, or a part of it, is sharded already.
+
+    Raises:
+        ValueError: It is.
+    """
+    for name, parameter in module.named_parameters():
+        owner = getattr(parameter, OWNER, None)
+        if owner is not None and owner() is not None:
+            raise ValueError(f"The model is already wrapped: parameter {name} belongs to a MegatronFSDP.")
+
+
+def check_devices(module: nn.Module, device: torch.device) -> None:
+    """Raise unless all parameters are on ``device`` or on the CPU, from where they are moved.
+
+    Raises:
+        ValueError: One is elsewhere.
+    """
+    for name, parameter in module.named_parameters():
+        if parameter.device.type == "meta":
+            raise ValueError(f"Parameter {name} is on the meta device and has no values. Materialize the model first.")
+        if parameter.device.type != "cpu" and parameter.device != device:
+            raise ValueError(f"Parameter {name} is on another device: expected {device} or cpu; got {parameter.device}.")
+
+
+def check_dtypes(module: nn.Module, policy: MixedPrecisionPolicy) -> None:
+    """Raise if the policy does not fit a parameter.
+
+    Raises:
+        ValueError: It does not.
+    """
+    for name, parameter in module.named_parameters():
+        policy.resolve(parameter.dtype, name)
+
+
+def mark_owner(parameter: nn.Parameter, owner: object) -> None:
+    """Remember which model a parameter belongs to, without keeping that model alive."""
+    setattr(parameter, OWNER, weakref.ref(owner))
+
+
+def partition(module: nn.Module, unit_classes: tuple[type[nn.Module], ...]) -> UnitPart:
+    """Divide the model's parameters into units.
+
+    A parameter belongs to the innermost unit around it; one that is tied across units belongs to the innermost unit
+    around all of its places, so that it is there for each of them. Units that hold nothing of their own and nothing
+    in units inside them are left out.
+
+    Returns:
+        The root; all other units are below it, in the order of registration.
+    """
+    root = UnitPart("", module)
+    path_of: dict[int, tuple[UnitPart, ...]] = {id(module): (root,)}
+    _find_units(module, "", (root,), unit_classes, path_of)
+    entries: dict[int, ParameterEntry] = {}
+    homes: dict[int, tuple[UnitPart, ...]] = {}
+    for name, owner in module.named_modules():
+        path = path_of.get(id(owner))
+        if path is None:
+            continue
+        for attribute, parameter in owner._parameters.items():
+            if parameter is None:
+                continue
+            full_name = f"{name}.{attribute}" if name else attribute
+            entry = entries.get(id(parameter))
+            if entry is None:
+                entries[id(parameter)] = ParameterEntry(full_name, parameter, [(owner, attribute)], [full_name])
+                homes[id(parameter)] = path
+            else:
+                entry.sites.append((owner, attribute))
+                entry.names.append(full_name)
+                homes[id(parameter)] = _common(homes[id(parameter)], path)
+    for key, entry in entries.items():
+        homes[key][-1].entries.append(entry)
+    _drop_empty(root)
+    return root
+
+
+def _find_units(
+    module: nn.Module,
+    name: str,
+    path: tuple[UnitPart, ...],
+    classes: tuple[type[nn.Module], ...],
+    path_of: dict[int, tuple[UnitPart, ...]],
+) -> None:
+    for child_name, child in module.named_children():
+        if id(child) in path_of:
+            # Registered twice: where the two places have different units, their common one holds it.
+            path_of[id(child)] = _common(path_of[id(child)], path) if path_of[id(child)][-1].module is not child else path_of[id(child)]
+            continue
+        full_name = f"{name}.{child_name}" if name else child_name
+        child_path = path
+        if isinstance(child, classes):
+            part = UnitPart(full_name, child)
+            path[-1].children.append(part)
+            child_path = (*path, part)
+        path_of[id(child)] = child_path
+        _find_units(child, full_name, child_path, classes, path_of)
+
+
+def _common(a: tuple[UnitPart, ...], b: tuple[UnitPart, ...]) -> tuple[UnitPart, ...]:
+    shared = [x for x, y in zip(a, b, strict=False) if x is y]
+    return tuple(shared)
+
+
+def _drop_empty(part: UnitPart) -> bool:
+    part.children = [child for child in part.children if _drop_empty(child)]
+    return bool(part.entries or part.children)
+
+
+def root_modules(module: nn.Module) -> list[nn.Module]:
+    """The modules that hold all of the model's parameters: wrappers of wrappers, any of which may be called."""
+    chain = [module]
+    total = len(list(module.parameters()))
+    while True:
+        inner = [m for m in chain[-1].children() if len(list(m.parameters())) == total]
+        if len(inner) != 1 or not total:
+            return chain
+        chain.append(inner[0])

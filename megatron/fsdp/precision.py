@@ -1,0 +1,75 @@
+"""Mixed precision: which dtype each kind of tensor has."""
+
+from dataclasses import dataclass, fields
+
+import torch
+
+_WIDTH = {torch.float64: 8, torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """The dtypes of one parameter group, all of them resolved."""
+
+    compute: torch.dtype
+    main_params: torch.dtype
+    main_grads: torch.dtype
+    grad_comm: torch.dtype
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """Dtypes of main weights and gradients. The compute dtype is the dtype the model's parameters have.
+
+    Attributes:
+        main_params_dtype: What the optimizer updates. None: the compute weights are the main weights.
+        main_grads_dtype: What gradients are accumulated in. None: the compute dtype.
+        grad_comm_dtype: What gradients are reduced in. None: ``main_grads_dtype``.
+
+    Raises:
+        ValueError: A dtype is not a floating-point dtype of 16 bits or more, or two dtypes do not fit together.
+    """
+
+    main_params_dtype: torch.dtype | None = torch.float32
+    main_grads_dtype: torch.dtype | None = None
+    grad_comm_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            dtype = getattr(self, field.name)
+            if dtype is not None and dtype not in _WIDTH:
+                expected = ", ".join(str(d) for d in _WIDTH)
+                raise ValueError(f"MixedPrecisionPolicy.{field.name}: expected None or one of {expected}; got {dtype}.")
+        _reject_mixed_halves("main_grads_dtype", self.main_grads_dtype, "grad_comm_dtype", self.grad_comm_dtype)
+
+    def resolve(self, compute: torch.dtype, name: str) -> Dtypes:
+        """The dtypes of a group of parameters whose compute dtype is ``compute``.
+
+        Args:
+            compute: Dtype of the model's parameters.
+            name: Name of a parameter of the group, for error messages.
+
+        Raises:
+            ValueError: ``compute`` is not supported, or the main weights would be narrower than the compute weights.
+        """
+        if compute not in _WIDTH:
+            expected = ", ".join(str(d) for d in _WIDTH)
+            raise ValueError(f"Parameter {name}: expected a dtype out of {expected}; got {compute}.")
+        main_params = self.main_params_dtype or compute
+        if _WIDTH[main_params] < _WIDTH[compute]:
+            raise ValueError(
+                f"Parameter {name}: main weights must be at least as wide as compute weights, but main_params_dtype "
+                f"is {main_params} and the parameter is {compute}. Convert the model or widen main_params_dtype."
+            )
+        _reject_mixed_halves("main_params_dtype", main_params, f"parameter {name}", compute)
+        main_grads = self.main_grads_dtype or compute
+        _reject_mixed_halves("main_grads_dtype", main_grads, f"parameter {name}", compute)
+        return Dtypes(compute, main_params, main_grads, self.grad_comm_dtype or main_grads)
+
+
+def _reject_mixed_halves(name_a: str, a: torch.dtype | None, name_b: str, b: torch.dtype | None) -> None:
+    """bfloat16 and float16 have different ranges: a cast from one to the other overflows or loses the gradient."""
+    if {a, b} == {torch.bfloat16, torch.float16}:
+        raise ValueError(
+            f"Mismatched dtypes: {name_a} is {a} and {name_b} is {b}. Expected one 16-bit format, not both."
+        )

@@ -1,0 +1,316 @@
+"""What to gather next, what to reduce when, and how much may be in flight."""
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from megatron.fsdp.plan import Op, OpKind, Plan, hoist_gathers, merge_recorded
+from megatron.fsdp.unit import Unit, WeightState
+from megatron.fsdp.weak import weak_method
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much may be in flight.
+
+    Attributes:
+        gathered: Units, the root aside, with gathered weights at a time.
+        reducing: Units whose gradients are being reduced at a time.
+        prefetch: Gather ahead of the computation.
+        wait_for_reduction: Wait for every reduction where it is issued.
+    """
+
+    gathered: int
+    reducing: int
+    prefetch: bool
+    wait_for_reduction: bool
+
+
+class Schedule:
+    """Drives the units of one model through forward and backward passes.
+
+    The plan of the first pass is guessed from the order in which modules are registered. What the computation asks
+    for in the first forward and backward is recorded, compared between ranks, and is the plan from then on.
+
+    Args:
+        units: All units; the root first, then in the order of registration.
+        limits: How much may be in flight.
+        exchange: Gathers a list of integers from every rank; None where there is nothing to compare with.
+        on_backward_end: Called when a backward has ended; a method, held weakly.
+
+    Attributes:
+        reduce_now: Whether gradients that are not sharded are reduced in this backward, or wait for a later one.
+    """
+
+    def __init__(
+        self,
+        units: list[Unit],
+        limits: Limits,
+        exchange: Callable[[list[int]], list[list[int]]] | None,
+        on_backward_end: Callable[[], None],
+    ) -> None:
+        self.units = units
+        self.limits = limits
+        self.reduce_now = True
+        self._index = {id(unit): i for i, unit in enumerate(units)}
+        self._exchange = exchange
+        self._on_backward_end = weak_method(on_backward_end)
+        self._forward = Plan(self._guess_forward(0))
+        self._backward = Plan(self._hoisted(self._guess_backward(0)))
+        self._recording = True
+        self._in_backward = False
+        self._primed = False
+        self._kept: Unit | None = None
+        self._reducing: deque[Unit] = deque()
+
+    # Plans -----------------------------------------------------------------------------------------------------
+
+    def _guess_forward(self, i: int) -> list[Op]:
+        ops = [Op(OpKind.GATHER, i)]
+        for child in self.units[i].children:
+            ops += self._guess_forward(self._index[id(child)])
+        return ops
+
+    def _guess_backward(self, i: int) -> list[Op]:
+        ops = [Op(OpKind.GATHER, i)]
+        for child in reversed(self.units[i].children):
+            ops += self._guess_backward(self._index[id(child)])
+        return [*ops, Op(OpKind.REDUCE, i)] if self.units[i].trainable else ops
+
+    def _hoisted(self, ops: list[Op]) -> list[Op]:
+        return hoist_gathers(ops, self.limits.gathered - 1) if self.limits.prefetch else ops
+
+    def _adopt_recorded(self) -> None:
+        """Make what was recorded the plan, if the ranks agree."""
+        self._recording = False
+        passes = []
+        for plan in (self._forward, self._backward):
+            ops = [plan.recorded]
+            if self._exchange is not None:
+                numbers = self._exchange([value for op in plan.recorded for value in op])
+                ops = [[Op(OpKind(n[i]), n[i + 1]) for i in range(0, len(n), 2)] for n in numbers]
+            passes.append(merge_recorded(ops))
+        forward, backward = passes
+        if forward is None or backward is None:
+            logger.warning(
+                "FSDP: ranks ran different units in the first iteration, in orders that cannot be merged. "
+                "Communication follows the order in which the modules are registered."
+            )
+            return
+        self._forward, self._backward = Plan(forward), Plan(self._hoisted(backward))
+
+    # Passes ----------------------------------------------------------------------------------------------------
+
+    def prime(self) -> None:
+        """Start gathering what the next forward needs first."""
+        if not self._primed and not self._in_backward:
+            self._primed = True
+            self._forward.restart()
+            self._prefetch(self._forward)
+
+    def reset(self) -> None:
+        """Bring every unit to rest, whatever was going on."""
+        for unit in self.units:
+            unit.abandon()
+        self._kept = None
+        self._primed = self._in_backward = False
+
+    def show_main(self) -> None:
+        """Make main weights the model's parameters, also of units that are gathered."""
+        for unit in self.units:
+            unit.show(compute=False)
+
+    def begin_forward(self) -> None:
+        """The model is about to run."""
+        if self._in_backward and torch._C._current_graph_task_id() == -1:
+            self._abort_backward()
+        if self._in_backward:
+            return
+        for unit in self.units:
+            unit.new_pass()
+            if unit.state in (WeightState.FORWARD, WeightState.BACKWARD):
+                unit.abandon()
+        self._release_kept()
+        if not self._primed:
+            self._forward.restart()
+        self._primed = False
+
+    def _abort_backward(self) -> None:
+        """The last backward raised: nothing of it is of use."""
+        logger.warning("FSDP: the last backward did not end; its gradients are dropped.")
+        for unit in self.units:
+            for group in unit.groups:
+                group.collect_gradients()
+        self.reset()
+
+    def end_forward(self) -> None:
+        """The model has run."""
+        if not self._in_backward:
+            self._skip(self._forward)
+
+    def begin_backward(self) -> None:
+        """The first gradient of a backward has arrived."""
+        if self._in_backward:
+            return
+        self._in_backward = True
+        self._backward.restart()
+        for unit in self.units:
+            unit.reduced = False
+            unit.calls_done = 0
+        engine = torch.autograd.Variable._execution_engine
+        engine.queue_callback(weak_method(self.finish_backward))
+
+    def finish_backward(self) -> None:
+        """Backward has ended: release and reduce what is left, in the order of the plan."""
+        for unit in self.units:
+            if unit.state is WeightState.GATHERING:
+                unit.discard()
+            elif unit.state is not WeightState.RESTING:
+                unit.release()
+        # Inputs that need no gradients tell nobody when their unit's backward ends: its gradients are still there.
+        self._skip(self._backward)
+        for unit in reversed(self.units):
+            if unit.trainable and (unit.has_gradients() or (not unit.reduced and self._took_part(unit))):
+                self._reduce(unit)
+        self._kept = None
+        self._in_backward = False
+        if self._recording:
+            self._adopt_recorded()
+        self._on_backward_end()
+
+    def _took_part(self, unit: Unit) -> bool:
+        return unit.is_root or Op(OpKind.GATHER, self._index[id(unit)]) in self._backward.recorded
+
+    # Units -----------------------------------------------------------------------------------------------------
+
+    def before_forward(self, unit: Unit) -> bool:
+        """See :class:`megatron.fsdp.unit.UnitListener`."""
+        if unit.is_root:
+            self.begin_forward()
+        grad = torch.is_grad_enabled()
+        if not self._in_backward:
+            if self._kept is not None and self._kept is not unit:
+                self._release_kept()
+            self._ask(self._forward, unit, WeightState.FORWARD)
+            return grad and not unit.is_root
+        if unit.state is WeightState.BACKWARD:
+            unit.show(compute=True)
+            return False
+        # Activations are recomputed. What is gathered for that stays for the backward that follows at once; if
+        # another unit is recomputed first, then that backward is further away.
+        if self._kept is not None and self._kept is not unit:
+            self._release_kept()
+        self._ask(self._backward, unit, WeightState.FORWARD)
+        # Outputs of a recomputation that only restores saved tensors are thrown away, and its inputs with them.
+        return grad and not unit.is_root and unit.calls_done >= unit.calls
+
+    def after_forward(self, unit: Unit) -> bool:
+        """See :class:`megatron.fsdp.unit.UnitListener`."""
+        if unit.is_root:
+            self.end_forward()
+        if unit.state is not WeightState.FORWARD:
+            return False
+        grad = torch.is_grad_enabled()
+        if unit.is_root and grad:
+            unit.to(WeightState.GATHERED)
+        elif grad and (self._in_backward or self._forward.ops[-1].unit == self._index[id(unit)]):
+            # Backward begins with the unit that forward ends with.
+            unit.to(WeightState.GATHERED)
+            self._kept = unit
+        else:
+            unit.release()
+        return grad
+
+    def before_backward(self, unit: Unit) -> None:
+        """See :class:`megatron.fsdp.unit.UnitListener`."""
+        self.begin_backward()
+        if unit.state is WeightState.BACKWARD:
+            return
+        if self._kept is unit:
+            self._kept = None
+        self._ask(self._backward, unit, WeightState.BACKWARD)
+
+    def after_backward(self, unit: Unit) -> None:
+        """See :class:`megatron.fsdp.unit.UnitListener`."""
+        unit.calls_done += 1
+        if unit.state is WeightState.BACKWARD:
+            unit.release()
+        if unit.trainable and unit.calls_done >= unit.calls:
+            self._reduce(unit)
+
+    def _release_kept(self) -> None:
+        kept, self._kept = self._kept, None
+        if kept is not None and kept.state is WeightState.GATHERED:
+            kept.release()
+
+    # Communication ---------------------------------------------------------------------------------------------
+
+    def _ask(self, plan: Plan, unit: Unit, state: WeightState) -> None:
+        """The computation needs the unit's weights now."""
+        self._pass_over(plan, Op(OpKind.GATHER, self._index[id(unit)]))
+        self._gather(unit)
+        unit.use(state)
+        self._prefetch(plan)
+
+    def _reduce(self, unit: Unit) -> None:
+        """The unit's gradients are complete, or will not come: they take part in the reduction, or zeros do."""
+        self._pass_over(self._backward, Op(OpKind.REDUCE, self._index[id(unit)]))
+        self._issue_reduction(unit)
+
+    def _pass_over(self, plan: Plan, op: Op) -> None:
+        for passed, was_issued in plan.reach(op):
+            self._take_part(passed, was_issued)
+
+    def _skip(self, plan: Plan) -> None:
+        """The pass is over: issue what this rank did not ask for, as other ranks may have."""
+        for passed, was_issued in plan.rest():
+            self._take_part(passed, was_issued)
+
+    def _take_part(self, op: Op, was_issued: bool) -> None:
+        """Issue an operation for the other ranks' sake."""
+        unit = self.units[op.unit]
+        if op.kind is OpKind.REDUCE:
+            if not unit.reduced:
+                self._issue_reduction(unit)
+            return
+        if not was_issued and unit.state is WeightState.RESTING:
+            unit.gather()
+        if unit.state is WeightState.GATHERING:
+            unit.discard()
+
+    def _gather(self, unit: Unit) -> None:
+        if unit.state is WeightState.RESTING:
+            unit.gather()
+
+    def _prefetch(self, plan: Plan) -> None:
+        """Issue the gathers that come next, as far as the limit allows."""
+        while (op := plan.ahead()) is not None and op.kind is OpKind.GATHER:
+            unit = self.units[op.unit]
+            if unit.state is WeightState.RESTING:
+                if not self.limits.prefetch or (unit.temporary and not unit.is_root and self._full()):
+                    return
+                unit.gather()
+            plan.issued += 1
+
+    def _full(self) -> bool:
+        gathered = sum(u.temporary and not u.is_root and u.state is not WeightState.RESTING for u in self.units)
+        return gathered >= self.limits.gathered
+
+    def _issue_reduction(self, unit: Unit) -> None:
+        unit.reduced = True
+        while len(self._reducing) >= self.limits.reducing:
+            self._reducing.popleft().wait_for_gradients()
+        if unit.reduce_gradients(self.reduce_now):
+            self._reducing.append(unit)
+        if self.limits.wait_for_reduction:
+            unit.wait_for_gradients()
+
+    def reduce_waiting(self) -> None:
+        """Reduce what earlier micro-batches left, if no reduction has come after them."""
+        for unit in reversed(self.units):
+            unit.reduce_waiting()

@@ -1,0 +1,58 @@
+"""DTensors whose shards have sizes of their own: a rank's part is what the layout gives it, not an even chunk."""
+
+import functools
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from megatron.fsdp.layout import Piece
+
+
+def make_dtensor(local: torch.Tensor, mesh: DeviceMesh, shape: tuple[int, ...], sharded: bool) -> DTensor:
+    """A DTensor over a one-dimensional mesh whose local tensor is ``local`` itself.
+
+    Args:
+        local: This rank's rows (possibly none) if ``sharded``, else the whole tensor.
+        mesh: One-dimensional mesh.
+        shape: Shape of the whole tensor.
+        sharded: ``Shard(0)``, with as many rows per rank as each has, or ``Replicate()``.
+    """
+    stride = torch.empty(shape, device="meta").stride()
+    placement = Shard(0) if sharded else Replicate()
+    return DTensor.from_local(local, mesh, [placement], run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def describe_chunk(dtensor: DTensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> None:
+    """Tell torch.distributed.checkpoint which part of the whole tensor this rank holds; no communication.
+
+    DCP asks the local tensor for its chunks before it assumes that a ``Shard(0)`` is an even one.
+
+    Args:
+        dtensor: Tensor to describe. Only its local tensor object carries the description.
+        offsets: Where the part begins in the whole tensor.
+        sizes: Shape of the part; an empty part writes and reads nothing.
+    """
+    chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+    local = dtensor._local_tensor
+    local.__create_chunk_list__ = functools.partial(_chunks, chunk)  # type: ignore[attr-defined]
+    local.__create_write_items__ = functools.partial(_write_items, chunk)  # type: ignore[attr-defined]
+
+
+def describe_piece(dtensor: DTensor, piece: Piece) -> None:
+    """:func:`describe_chunk` for a parameter, or a tensor like it, of which this rank holds ``piece``."""
+    describe_chunk(dtensor, (piece.row_start, *(0 for _ in piece.shape[1:])), piece.shape)
+
+
+def _chunks(chunk: ChunkStorageMetadata) -> list[ChunkStorageMetadata]:
+    return [chunk] if chunk.sizes.numel() else []
+
+
+def _write_items(chunk: ChunkStorageMetadata, fqn: str, tensor: torch.Tensor) -> list[WriteItem]:
+    if not chunk.sizes.numel():
+        return []
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    data = TensorWriteData(chunk=chunk, properties=TensorProperties.create_from_tensor(local), size=tensor.size())
+    return [WriteItem(index=MetadataIndex(fqn, chunk.offsets), type=WriteItemType.SHARD, tensor_data=data)]

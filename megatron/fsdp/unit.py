@@ -1,0 +1,299 @@
+"""One FSDP unit: the parameters of a module that are gathered and released together, its lifecycle and its hooks."""
+
+import dataclasses
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from enum import Enum
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from megatron.fsdp.parameter_group import ParameterGroup
+from megatron.fsdp.weak import weak_method
+
+logger = logging.getLogger(__name__)
+
+
+class WeightState(Enum):
+    """What a unit's weights are there for. Gradients move independently: they may still be reduced at rest."""
+
+    RESTING = "resting"
+    GATHERING = "gathering"
+    GATHERED = "gathered, not in use"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+_W = WeightState
+# From the left to each on the right. Going to rest is allowed from everywhere: an abandoned pass ends so.
+TRANSITIONS: dict[WeightState, tuple[WeightState, ...]] = {
+    _W.RESTING: (_W.GATHERING, _W.RESTING),
+    _W.GATHERING: (_W.FORWARD, _W.BACKWARD, _W.GATHERED, _W.RESTING),
+    _W.GATHERED: (_W.FORWARD, _W.BACKWARD, _W.RESTING),
+    # Backward may begin while forward has not ended: recomputation stops as soon as it has what backward asked for.
+    _W.FORWARD: (_W.GATHERED, _W.BACKWARD, _W.RESTING),
+    _W.BACKWARD: (_W.RESTING,),
+}
+
+
+class UnitListener(Protocol):
+    """Decides what a unit's hooks lead to (the schedule)."""
+
+    def before_forward(self, unit: "Unit") -> bool:
+        """The module is about to run. True: watch its inputs for the end of its backward."""
+
+    def after_forward(self, unit: "Unit") -> bool:
+        """The module has run. True: watch its outputs for the beginning of its backward."""
+
+    def before_backward(self, unit: "Unit") -> None:
+        """The gradient of an output has arrived."""
+
+    def after_backward(self, unit: "Unit") -> None:
+        """The gradients of the inputs of one call are complete."""
+
+
+class Unit:
+    """A module's parameters, gathered and released together.
+
+    Args:
+        name: Name of the module in the wrapped model; empty for the root.
+        groups: Its parameters. May be empty.
+        children: Units inside this one, in the order of registration.
+
+    Attributes:
+        calls: Forward calls of the latest pass whose backward will be noticed.
+        calls_done: How many of those have ended their backward.
+        reduced: Gradients were handed over for reduction in this backward.
+    """
+
+    def __init__(self, name: str, groups: list[ParameterGroup], children: list["Unit"]) -> None:
+        self.name = name
+        self.groups = groups
+        self.children = children
+        self.calls = 0
+        self.calls_done = 0
+        self.reduced = False
+        self._listener: Callable[[], UnitListener | None] = lambda: None
+        self._state = WeightState.RESTING
+        self._shows_compute = False
+        self._depth = 0
+
+    def __repr__(self) -> str:
+        return f"Unit({self.label}, {self._state.value})"
+
+    @property
+    def is_root(self) -> bool:
+        """True for the unit of everything that no other unit holds."""
+        return self.name == ""
+
+    @property
+    def label(self) -> str:
+        """Name for messages."""
+        return self.name or "<root>"
+
+    @property
+    def state(self) -> WeightState:
+        """What the weights are there for."""
+        return self._state
+
+    def to(self, state: WeightState) -> None:
+        """Change the state.
+
+        Raises:
+            RuntimeError: The change is not in ``TRANSITIONS``.
+        """
+        if state not in TRANSITIONS[self._state]:
+            allowed = ", ".join(s.value for s in TRANSITIONS[self._state])
+            raise RuntimeError(
+                f"FSDP unit {self.label}: cannot go from '{self._state.value}' to '{state.value}'; "
+                f"expected one of: {allowed}. Was a forward or backward called out of order?"
+            )
+        self._state = state
+
+    @property
+    def temporary(self) -> bool:
+        """True if gathering takes memory that releasing gives back."""
+        return any(group.weights.temporary for group in self.groups)
+
+    @property
+    def trainable(self) -> bool:
+        """True if any parameter takes gradients."""
+        return any(group.requires_grad for group in self.groups)
+
+    def gather(self) -> None:
+        """Start gathering compute weights that are not there or not up to date."""
+        self.to(WeightState.GATHERING)
+        for group in self.groups:
+            group.weights.gather()
+
+    def use(self, state: WeightState) -> None:
+        """Wait for the gather and make the compute weights the module's parameters."""
+        for group in self.groups:
+            group.weights.wait()
+        self.to(state)
+        self.show(compute=True)
+
+    def release(self) -> None:
+        """Nothing reads the compute weights any more."""
+        for group in self.groups:
+            group.weights.release()
+        self.to(WeightState.RESTING)
+        self.show(compute=False)
+
+    def discard(self) -> None:
+        """Release weights whose gather nothing waited for."""
+        for group in self.groups:
+            group.weights.discard()
+        self.to(WeightState.RESTING)
+
+    def show(self, compute: bool) -> None:
+        """Make compute weights, or main weights, the module's parameters."""
+        if self._shows_compute != compute:
+            self._shows_compute = compute
+            for group in self.groups:
+                group.show(compute)
+
+    def has_gradients(self) -> bool:
+        """True if gradients of this micro-batch wait to be collected."""
+        return any(group.has_gradients() for group in self.groups if group.requires_grad)
+
+    def reduce_gradients(self, now: bool) -> bool:
+        """Hand this micro-batch's gradients over.
+
+        Args:
+            now: Reduce gradients of every kind. If False, those that are not sharded wait for a later micro-batch.
+
+        Returns:
+            Whether a reduction was started.
+        """
+        started = False
+        for group in self.groups:
+            if group.requires_grad:
+                started |= group.reduce_gradients(now)
+        return started
+
+    def reduce_waiting(self) -> None:
+        """Reduce gradients that wait for a reduction."""
+        for group in self.groups:
+            if group.gradients.waiting:
+                group.gradients.reduce([], group.device)
+
+    def wait_for_gradients(self) -> None:
+        """Make the compute wait for the reductions that were started."""
+        for group in self.groups:
+            group.gradients.wait()
+
+    def new_pass(self) -> None:
+        """A forward pass of the model begins."""
+        self.calls = self.calls_done = 0
+
+    # Hooks -----------------------------------------------------------------------------------------------------
+
+    def install_hooks(self, modules: list[nn.Module], listener: UnitListener) -> None:
+        """Hook the unit's module.
+
+        Args:
+            listener: Decides what the hooks lead to; held weakly.
+            modules: The module; for the root also the modules directly inside that hold all its parameters, since
+                any of them may be the one that is called.
+        """
+        self._listener = weakref.ref(listener)
+        for module in modules:
+            module.register_forward_pre_hook(weak_method(self.pre_forward), prepend=True, with_kwargs=True)
+            # Also after an exception: checkpointing stops a recomputed forward by raising one.
+            module.register_forward_hook(weak_method(self.post_forward), with_kwargs=True, always_call=True)
+
+    def pre_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        """Hook: the module is about to run."""
+        listener = self._listener()
+        if listener is None:
+            return None
+        self._depth += 1
+        if self._depth > 1 or not listener.before_forward(self):
+            return None
+        watched = _watch_inputs(self, args, kwargs)
+        if watched is not None:
+            self.calls += 1
+        return watched
+
+    def post_forward(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        """Hook: the module has run, or raised (``output`` is then None)."""
+        self._depth = max(self._depth - 1, 0)
+        listener = self._listener()
+        if listener is None or self._depth:
+            return
+        if listener.after_forward(self):
+            for tensor in tensors_in(output):
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(weak_method(self.pre_backward))
+
+    def pre_backward(self, grad: torch.Tensor) -> None:
+        """Hook: the gradient of an output has arrived."""
+        listener = self._listener()
+        if listener is not None:
+            listener.before_backward(self)
+
+    def post_backward(self) -> None:
+        """Hook: the gradients of the inputs of one call are complete."""
+        listener = self._listener()
+        if listener is not None:
+            listener.after_backward(self)
+
+    def abandon(self) -> None:
+        """Forget a pass that did not end, whatever it has reached."""
+        self._depth = 0
+        self.new_pass()
+        if self._state is not WeightState.RESTING:
+            self.release()
+
+
+class _EndOfBackward(torch.autograd.Function):
+    """Passes tensors on; its backward runs when their gradients are complete. FSDP2 marks units the same way."""
+
+    @staticmethod
+    def forward(ctx: Any, notify: Callable[[], None], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.notify = notify
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.notify()
+        return None, *grads
+
+
+def _watch_inputs(unit: Unit, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    """Pass inputs that need gradients through :class:`_EndOfBackward`; None if there are none."""
+    found: list[torch.Tensor] = []
+
+    def collect(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            found.append(value)
+        return value
+
+    tree_map(collect, (args, kwargs))
+    if not found:
+        return None
+    passed = iter(_EndOfBackward.apply(weak_method(unit.post_backward), *found))
+
+    def replace(value: Any) -> Any:
+        return next(passed) if isinstance(value, torch.Tensor) and value.requires_grad else value
+
+    return tree_map(replace, (args, kwargs))
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors in nested containers and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name, None))

@@ -1,0 +1,16 @@
+"""Callbacks that do not keep their object alive, so that deleting a model frees its memory at once."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+
+def weak_method(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A call of a bound method that returns None once the method's object is gone."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        target = reference()
+        return target(*args, **kwargs) if target is not None else None
+
+    return call

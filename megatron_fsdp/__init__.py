@@ -1,0 +1,21 @@
+"""The public API of ``megatron.fsdp`` under the import name that users of Megatron-FSDP know."""
+
+from megatron.fsdp import (
+    FSDPConfig,
+    FSDPDistributedIndex,
+    MegatronFSDP,
+    MixedPrecisionPolicy,
+    fully_shard,
+    fully_shard_model,
+    fully_shard_optimizer,
+)
+
+__all__ = [
+    "FSDPConfig",
+    "FSDPDistributedIndex",
+    "MegatronFSDP",
+    "MixedPrecisionPolicy",
+    "fully_shard",
+    "fully_shard_model",
+    "fully_shard_optimizer",
+]
