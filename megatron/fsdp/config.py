@@ -23,6 +23,8 @@ class FSDPConfig:
         calculate_per_token_loss: Sum gradients over ranks and divide by nothing: the caller scales them.
         zero_unused_gradients: Give a parameter that got no gradient on any rank a gradient of zeros. If False it
             gets None, as without sharding, for which ranks exchange one flag per parameter at each synchronization.
+        fused_weight_gradients: Let kernels that can (Transformer Engine's, Megatron-Core's) write weight gradients
+            into a buffer of ``main_grads_dtype`` by themselves.
         max_gathered_units: How many units, the root aside, may have gathered weights at a time.
         max_reducing_units: How many units' gradients may be on their way through a reduction at a time.
     """
@@ -35,6 +37,7 @@ class FSDPConfig:
     average_in_collective: bool = False
     calculate_per_token_loss: bool = False
     zero_unused_gradients: bool = False
+    fused_weight_gradients: bool = False
     max_gathered_units: int = 2
     max_reducing_units: int = 1
 

@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import _IncompatibleKeys
 
 from megatron.fsdp.buffer import all_gather, all_reduce
 from megatron.fsdp.config import FSDPConfig
@@ -30,6 +31,7 @@ from megatron.fsdp.partition import (
 )
 from megatron.fsdp.pool import AllocatorPool
 from megatron.fsdp.schedule import Limits, Schedule
+from megatron.fsdp.state_dict import load_parameter, match_keys
 from megatron.fsdp.uneven_dtensor import describe_piece
 from megatron.fsdp.unit import Unit
 from megatron.fsdp.weak import weak_method
@@ -132,6 +134,8 @@ class MegatronFSDP(nn.Module):
             unit.install_hooks(root_modules(module) if unit.is_root else [module], self._schedule)
             for group in unit.groups:
                 group.show(compute=False)
+                if config.fused_weight_gradients and group.requires_grad:
+                    group.let_kernels_write()
         for entry in self.entries():
             mark_owner(entry.compute, self)
             mark_owner(entry.main, self)
@@ -347,8 +351,42 @@ class MegatronFSDP(nn.Module):
                 if isinstance(value, DTensor) and value.placements[0].is_shard():
                     describe_piece(value, entry.piece)
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load main weights and buffers; compute weights follow.
+
+        Args:
+            state_dict: By the names that ``state_dict()`` uses: whole tensors, or DTensors sharded as here. A tied
+                parameter needs one of its names.
+            strict: Every parameter and buffer must be there, and nothing else.
+            assign: Must be False: the values are copied into the memory of the main weights.
+
+        Raises:
+            RuntimeError: ``strict``, and keys are missing or unexpected.
+            ValueError: A shape differs, or ``assign`` is set.
+        """
+        if assign:
+            raise ValueError("load_state_dict: assign=True would replace the main weights; expected assign=False.")
+        wanted: dict[str, ParameterEntry | torch.Tensor] = {
+            f"module.{name}": entry for entry in self.entries() for name in entry.names
+        }
+        wanted |= {key: value for key, value in self.state_dict().items() if key not in wanted}
+        tied = {f"module.{name}" for e in self.entries() if _any_in(e.names, state_dict) for name in e.names}
+        keys = match_keys({k: v for k, v in wanted.items() if k in state_dict or k not in tied}, state_dict, strict)
+        for key in keys:
+            target = wanted[key]
+            if isinstance(target, ParameterEntry):
+                load_parameter(target, state_dict[key], key)
+            elif isinstance(target, torch.Tensor):
+                target.copy_(state_dict[key])
+        self.install_optimized_model_weights()
+        return _IncompatibleKeys([k for k in wanted if k not in keys], [k for k in state_dict if k not in keys])
+
     def _after_load_state_dict(self, *unused: Any) -> None:
         self.install_optimized_model_weights()
+
+
+def _any_in(names: list[str], state_dict: Mapping[str, Any]) -> bool:
+    return any(f"module.{name}" in state_dict for name in names)
 
 
 def _all_reduce_max(stream: Stream, flags: torch.Tensor, group: dist.ProcessGroup) -> None:

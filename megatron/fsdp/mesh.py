@@ -19,9 +19,17 @@ class FSDPDistributedIndex:
             axis). May be None if the mesh has one axis.
         tp_dim: Name of the tensor-parallel axis, if the mesh has one.
 
+    Attributes:
+        shard_mesh: One-dimensional mesh of the inner axis.
+        dp_outer_dim: Name of the outer axis: None, there is none yet.
+
     Raises:
         ValueError: A name is not an axis of the mesh, or none is given and the mesh has several.
     """
+
+    dp_outer_dim: str | None = None
+    use_hybrid_fsdp: bool = False
+    hsdp_outer_dp_shard: bool = False
 
     def __init__(self, device_mesh: DeviceMesh, dp_shard_dim: str | None = None, tp_dim: str | None = None) -> None:
         if dp_shard_dim is None:

@@ -1,5 +1,6 @@
 """The parameters of one unit that share dtype and ``requires_grad``: their weights, gradients and DTensors."""
 
+import functools
 from dataclasses import dataclass, field
 
 import torch
@@ -13,6 +14,7 @@ from megatron.fsdp.pool import Pool
 from megatron.fsdp.precision import MixedPrecisionPolicy
 from megatron.fsdp.strategy import INNER, Placements
 from megatron.fsdp.uneven_dtensor import make_dtensor
+from megatron.fsdp.weak import weak_method
 from megatron.fsdp.weights import WeightBuffer
 
 
@@ -50,6 +52,18 @@ class ParameterEntry:
     main: nn.Parameter = field(init=False)
     piece: Piece = field(init=False)
     fused: list[torch.Tensor] = field(default_factory=list)
+
+    def take_fused(self, grad: torch.Tensor | None) -> torch.Tensor:
+        """The sum of what fused kernels wrote, and of ``grad``, what autograd has, if that is marked as real."""
+        total, *others = self.fused
+        self.fused = []
+        for other in others:
+            total.add_(other)
+        if grad is not None and getattr(self.compute, "zero_out_wgrad", False):
+            total.add_(grad)
+        self.compute.main_grad = None  # type: ignore[attr-defined]
+        self.compute.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+        return total
 
     @property
     def sort_key(self) -> tuple[torch.dtype, bool, bool]:
@@ -138,9 +152,7 @@ class ParameterGroup:
         grads: list[torch.Tensor | None] = []
         for entry in self.entries:
             grad, entry.compute.grad = entry.compute.grad, None
-            if entry.fused:
-                grad, entry.fused = _sum_fused(entry, grad), []
-            grads.append(grad)
+            grads.append(entry.take_fused(grad) if entry.fused else grad)
         return grads
 
     def reduce_gradients(self, now: bool) -> bool:
@@ -157,8 +169,23 @@ class ParameterGroup:
         """True if a gradient of this micro-batch has not been collected."""
         return any(e.compute.grad is not None or e.fused for e in self.entries)
 
+    def let_kernels_write(self) -> None:
+        """Let fused kernels write weight gradients into buffers of ours, instead of returning them to autograd.
+
+        Transformer Engine and Megatron-Core's tensor-parallel layers ask a parameter that has ``__fsdp_param__`` for
+        a buffer (``get_main_grad()``), keep it as ``main_grad`` while the kernel runs, and set
+        ``grad_added_to_main_grad``. Autograd then gets a placeholder of undefined content as ``.grad``, unless
+        ``zero_out_wgrad`` is set.
+        """
+        for i, entry in enumerate(self.entries):
+            parameter = entry.compute
+            parameter.__fsdp_param__ = True  # type: ignore[attr-defined]
+            parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+            # The parameter must not keep its group alive: the group keeps the parameter.
+            parameter.get_main_grad = functools.partial(weak_method(self.main_grad), i)  # type: ignore[attr-defined]
+
     def main_grad(self, i: int) -> torch.Tensor:
-        """A buffer of zeros that a fused kernel may write parameter ``i``'s gradient into, instead of returning it."""
+        """A new buffer of zeros, in parameter ``i``'s shape and ``main_grads_dtype``, for a kernel to write into."""
         entry = self.entries[i]
         buffer = torch.zeros(entry.compute.shape, dtype=self.dtypes.main_grads, device=self._env.device)
         entry.fused.append(buffer)
@@ -193,13 +220,3 @@ class ParameterGroup:
         for entry in self.entries:
             entry.compute.grad = entry.main.grad = None
             entry.fused.clear()
-
-
-def _sum_fused(entry: ParameterEntry, grad: torch.Tensor | None) -> torch.Tensor:
-    """Sum of what kernels wrote. ``.grad`` is then a placeholder of undefined content, unless it is marked as real."""
-    total = entry.fused[0]
-    for part in entry.fused[1:]:
-        total.add_(part)
-    if grad is not None and getattr(entry.compute, "zero_out_wgrad", False):
-        total.add_(grad)
-    return total

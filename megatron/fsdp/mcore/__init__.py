@@ -1,0 +1,21 @@
+"""The adapter to Megatron-Core: the wrapper, the plugin that makes Megatron use it, and Megatron on CPU.
+
+Importing this package imports nothing of Megatron-Core, so that :mod:`megatron.fsdp.mcore.cpu` can come first.
+"""
+
+from typing import TYPE_CHECKING
+
+from megatron.fsdp.mcore.plugin import install, is_installed, uninstall
+
+if TYPE_CHECKING:
+    from megatron.fsdp.mcore.adapter import FullyShardedDataParallel
+
+__all__ = ["FullyShardedDataParallel", "install", "is_installed", "uninstall"]
+
+
+def __getattr__(name: str) -> object:
+    if name == "FullyShardedDataParallel":
+        from megatron.fsdp.mcore.adapter import FullyShardedDataParallel
+
+        return FullyShardedDataParallel
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

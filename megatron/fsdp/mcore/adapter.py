@@ -1,0 +1,264 @@
+"""FullyShardedDataParallel: our engine behind the interface of Megatron-Core's data-parallel wrappers."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.ssm.mamba_layer import MambaLayer
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.utils import log_single_rank
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from megatron.fsdp.config import FSDPConfig
+from megatron.fsdp.device import default_device
+from megatron.fsdp.megatron_fsdp import MegatronFSDP
+from megatron.fsdp.mesh import FSDPDistributedIndex
+from megatron.fsdp.mcore.arguments import Settings, adjust, check
+from megatron.fsdp.partition import UnitClasses
+from megatron.fsdp.precision import MixedPrecisionPolicy
+
+logger = logging.getLogger(__name__)
+
+# Subclasses of these count too (MoETransformerLayer is one).
+DEFAULT_UNITS: tuple[type[nn.Module], ...] = (TransformerLayer, MambaLayer)
+
+
+class ShardedModule(MegatronFSDP):
+    """What a :class:`FullyShardedDataParallel` holds as ``module``: checkpointing takes only the wrapper off."""
+
+    def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
+        """Main weights and buffers; Megatron calls this to save a checkpoint."""
+        return self.state_dict(prefix=prefix, keep_vars=keep_vars)
+
+
+class WeightInstaller:
+    """The part of the original's ``param_and_grad_buffer`` that Megatron-Core's optimizer uses.
+
+    Args:
+        module: The sharded module.
+    """
+
+    def __init__(self, module: ShardedModule) -> None:
+        self._module = module
+
+    def copy_main_weights_to_model_weights(self) -> None:
+        """The optimizer has stepped."""
+        self._module.install_optimized_model_weights()
+
+
+class FullyShardedDataParallel(_BaseDataParallel):
+    """Wraps a Megatron model for training with ``use_megatron_fsdp``.
+
+    Args:
+        config: The model's own TransformerConfig.
+        ddp_config: Settings of data parallelism; adjusted in place where ``arguments.ADJUSTMENTS`` says so.
+        module: The model, or a Float16Module of it.
+        fsdp_unit_modules: Classes of the modules that are gathered one by one. None: transformer and Mamba layers.
+        disable_bucketing: Accepted as Megatron-Core's wrappers do; units are what is communicated together.
+        device: Where to compute. None: the current CUDA device, or the CPU where there is none.
+        pg_collection: Process groups. None: those of ``megatron.core.parallel_state``.
+
+    Raises:
+        ValueError: Settings do not fit together.
+        NotImplementedError: A setting is not supported yet.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        ddp_config: DistributedDataParallelConfig,
+        module: nn.Module,
+        fsdp_unit_modules: UnitClasses | None = None,
+        disable_bucketing: bool = False,
+        device: torch.device | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        settings = Settings(ddp_config, config)
+        check(settings)
+        adjust(settings)
+        if not config.gradient_accumulation_fusion:
+            _stop_fusing(module)
+        device = device or default_device(module)
+        sharded = ShardedModule(
+            module,
+            fsdp_config(config, ddp_config),
+            _index(pg_collection, device),
+            _units(module, ddp_config) if fsdp_unit_modules is None else fsdp_unit_modules,
+            device,
+        )
+        super().__init__(config=config, module=sharded)
+        self.ddp_config = ddp_config
+        self.param_and_grad_buffer = WeightInstaller(sharded)
+        # Set by the training loop, which asks for whole gradients with it; see arguments.LIMITS.
+        self.force_all_reduce = False
+        for entry in sharded.entries():
+            entry.main.__fsdp_param__ = True
+            entry.main.megatron_fsdp_slice = slice(entry.piece.start, entry.piece.stop)
+            entry.main.megatron_fsdp_dist_index = sharded.index
+        log_single_rank(
+            logger,
+            logging.INFO,
+            f"Megatron-FSDP: {len(sharded.unit_names)} units over {sharded.index.shard_size} ranks, "
+            f"{sharded.fsdp_config}",
+        )
+
+    # Gradients -------------------------------------------------------------------------------------------------
+
+    def no_sync(self) -> Any:
+        """Context for the micro-batches before the last."""
+        return self.module.no_sync()
+
+    def start_grad_sync(self, *unused: Any) -> None:
+        """Start reducing gradients that wait for a reduction."""
+        self.module.start_grad_sync()
+
+    def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
+        """Finish all reductions and put the gradients into ``.grad`` of the main weights.
+
+        Args:
+            force_all_reduce: Must be False: no rank can be given whole gradients.
+        """
+        if force_all_reduce:
+            raise NotImplementedError("finish_grad_sync(force_all_reduce=True): gradients stay sharded.")
+        self.module.finish_grad_sync()
+        if self.ddp_config.check_for_nan_in_grad:
+            self._check_gradients()
+        if not USING_PYTORCH_OPTIMIZER:
+            # Fused optimizers of Apex and Transformer Engine skip updates behind an empty tensor.
+            for entry in self.module.entries():
+                if entry.main._local_tensor.numel() == 0:
+                    entry.main.grad = None
+
+    def _check_gradients(self) -> None:
+        named = [(e.name, e.main.grad._local_tensor) for e in self.module.entries() if e.main.grad is not None]
+        norms = torch._foreach_norm([grad for _, grad in named if grad.numel()])
+        if not norms:
+            return
+        total = torch.stack(norms).float().sum()
+        message = "gradient norm of this rank's shards, after reduction"
+        if not torch.isfinite(total):
+            bad = [name for name, grad in named if not torch.isfinite(grad).all()]
+            message += f"; not finite in {', '.join(bad[:8])}{' and others' if len(bad) > 8 else ''}"
+        for what, rejects in (("NaN", torch.isnan), ("Inf", torch.isinf)):
+            get_rerun_state_machine().validate_result(
+                result=total,
+                rejection_func=rejects,
+                message=f"found {what} in {message}",
+                tolerance=0.001,
+                fatal=True,
+            )
+
+    def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
+        """Multiply all gradients in place."""
+        self.module.scale_gradients(scaling_factor)
+
+    def zero_grad_buffer(self) -> None:
+        """Drop all gradients."""
+        self.module.zero_grad_buffer()
+
+    # Parameters ------------------------------------------------------------------------------------------------
+
+    def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
+        """Start gathering what the next forward needs first."""
+        if self.ddp_config.fsdp_all_gather_in_start_param_sync or force_sync:
+            self.module.start_param_sync(force_sync=force_sync)
+
+    def synchronize_param_gather(self) -> None:
+        """Bring all units to rest."""
+        self.module.synchronize_param_gather()
+
+    def stop_communication(self) -> None:
+        """Wait for everything in flight; the parameters are main weights then."""
+        self.module.synchronize_gradient_reduce()
+        self.module.synchronize_param_gather()
+
+    def free_overlap_buffers(self) -> None:
+        """Release what was gathered ahead of the next forward, before a checkpoint is saved."""
+        self.module.synchronize_param_gather()
+
+    def broadcast_params(self) -> None:
+        """Make ranks agree on weights that they initialized differently."""
+        self.module.broadcast_params()
+
+    # State -----------------------------------------------------------------------------------------------------
+
+    def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
+        """Main weights and buffers."""
+        return self.module.state_dict_for_save_checkpoint(prefix=prefix, keep_vars=keep_vars)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
+        """Load main weights and buffers.
+
+        Args:
+            state_dict: Whole or sharded tensors, by names with any number of leading ``module.``: wrappers put one
+                in front, but not all of them do so in their state dicts.
+            strict: Every parameter and buffer must be there, and nothing else.
+        """
+        names = {bare_name(name): f"module.{name}" for entry in self.module.entries() for name in entry.names}
+        names |= {bare_name(name): name for name, _ in self.module.named_buffers()}
+        renamed = {names.get(bare_name(key), key): value for key, value in state_dict.items()}
+        return self.module.load_state_dict(renamed, strict=strict)
+
+
+def bare_name(name: str) -> str:
+    """A parameter's name in the model itself, without the wrappers around it."""
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    return name
+
+
+def fsdp_config(config: TransformerConfig, ddp_config: DistributedDataParallelConfig) -> FSDPConfig:
+    """The engine's settings for Megatron's."""
+    main_grads = ddp_config.megatron_fsdp_main_grads_dtype
+    if main_grads is None and ddp_config.grad_reduce_in_fp32:
+        # As DDP does: Megatron sets it for bf16 unless --grad-reduce-in-bf16 is given.
+        main_grads = torch.float32
+    return FSDPConfig(
+        strategy=ddp_config.data_parallel_sharding_strategy,
+        mixed_precision=MixedPrecisionPolicy(
+            main_params_dtype=ddp_config.megatron_fsdp_main_params_dtype,
+            main_grads_dtype=main_grads,
+            grad_comm_dtype=ddp_config.megatron_fsdp_grad_comm_dtype,
+        ),
+        overlap_param_gather=ddp_config.overlap_param_gather,
+        overlap_grad_reduce=ddp_config.overlap_grad_reduce,
+        sync_model_each_microbatch=False,
+        average_in_collective=ddp_config.average_in_collective,
+        calculate_per_token_loss=config.calculate_per_token_loss,
+        # Megatron's optimizer reads every trainable parameter's gradient.
+        zero_unused_gradients=True,
+        fused_weight_gradients=config.gradient_accumulation_fusion,
+    )
+
+
+def _index(pg_collection: ProcessGroupCollection | None, device: torch.device) -> FSDPDistributedIndex:
+    """The mesh of all data- and context-parallel ranks of this model replica."""
+    if pg_collection is None:
+        dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        tp = parallel_state.get_tensor_model_parallel_group()
+    else:
+        dp_cp, tp = pg_collection.dp_cp, pg_collection.tp
+    ranks = torch.tensor(dist.get_process_group_ranks(dp_cp)).view(-1, 1)
+    mesh = DeviceMesh.from_group([dp_cp, tp], device.type, mesh=ranks, mesh_dim_names=("dp_cp", "tp"))
+    return FSDPDistributedIndex(mesh, dp_shard_dim="dp_cp", tp_dim="tp")
+
+
+def _units(module: nn.Module, ddp_config: DistributedDataParallelConfig) -> list[type[nn.Module]]:
+    return [unit for unit in DEFAULT_UNITS if any(isinstance(m, unit) for m in module.modules())]
+
+
+def _stop_fusing(module: nn.Module) -> None:
+    """Layers remember the setting from when they were built."""
+    for layer in module.modules():
+        if getattr(layer, "gradient_accumulation_fusion", False):
+            layer.gradient_accumulation_fusion = False

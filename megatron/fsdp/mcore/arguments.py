@@ -1,0 +1,294 @@
+"""What Megatron's settings may be together with our FSDP: two tables, checked before anything is allocated.
+
+``LIMITS`` names what does not fit and what to do; ``ADJUSTMENTS`` names what is changed, and why. Both read settings
+by their names in Megatron, from a parsed command line or from the configs that a wrapper is given.
+
+``python -m megatron.fsdp.mcore.arguments`` prints both tables as they are in docs/limits.md.
+"""
+
+import functools
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+# Megatron's command line has other names for these fields of its configs.
+ALIASES = {
+    "average_in_collective": ("average_in_collective", "ddp_average_in_collective"),
+    "nccl_ub": ("nccl_ub", "use_nccl_ub"),
+}
+
+
+class Settings:
+    """Settings by name, out of several objects that have them as attributes.
+
+    Args:
+        sources: Parsed arguments or config objects; None is skipped.
+    """
+
+    def __init__(self, *sources: Any) -> None:
+        self._sources = [source for source in sources if source is not None]
+
+    def __getitem__(self, name: str) -> Any:
+        for source in self._sources:
+            for alias in ALIASES.get(name, (name,)):
+                if hasattr(source, alias):
+                    return getattr(source, alias)
+        return None
+
+    def set(self, name: str, value: Any) -> None:
+        """Change a setting wherever it is."""
+        for source in self._sources:
+            for alias in ALIASES.get(name, (name,)):
+                if hasattr(source, alias):
+                    setattr(source, alias, value)
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Settings that do not fit together with our FSDP.
+
+    Attributes:
+        setting: Name of the setting, with the value that is refused where it is not any.
+        applies: Whether the settings are so.
+        error: ValueError for what can never fit, NotImplementedError for what does not fit yet.
+        message: What does not fit.
+        remedy: What to do.
+    """
+
+    setting: str
+    applies: Callable[[Settings], bool]
+    error: type[Exception]
+    message: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Adjustment:
+    """A setting that is changed, and said so once.
+
+    Attributes:
+        setting: Its name.
+        applies: Whether it is changed.
+        value: What to.
+        reason: Why.
+    """
+
+    setting: str
+    applies: Callable[[Settings], bool]
+    value: Any
+    reason: str
+
+
+def _larger_than_one(name: str) -> Callable[[Settings], bool]:
+    return lambda s: (s[name] or 1) > 1
+
+
+def _is_set(name: str) -> Callable[[Settings], bool]:
+    return lambda s: bool(s[name])
+
+
+def _expandable_segments() -> bool:
+    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    return any("expandable_segments:true" in os.environ.get(name, "").lower() for name in names)
+
+
+def _parallelism(setting: str, what: str) -> Limit:
+    return Limit(
+        f"{setting} > 1",
+        _larger_than_one(setting),
+        NotImplementedError,
+        f"{what} does not work with this FSDP yet: data parallelism only.",
+        f"Leave {setting} at 1, or train with Megatron's DistributedDataParallel.",
+    )
+
+
+def _not_yet(setting: str, what: str, remedy: str = "Leave it off.") -> Limit:
+    return Limit(setting, _is_set(setting), NotImplementedError, f"{what} does not work with this FSDP yet.", remedy)
+
+
+LIMITS: tuple[Limit, ...] = (
+    Limit(
+        "use_torch_fsdp2",
+        _is_set("use_torch_fsdp2"),
+        ValueError,
+        "use_torch_fsdp2 and use_megatron_fsdp both ask to be the wrapper.",
+        "Choose one.",
+    ),
+    Limit(
+        "use_tp_pp_dp_mapping",
+        _is_set("use_tp_pp_dp_mapping"),
+        ValueError,
+        "use_tp_pp_dp_mapping numbers ranks so that data-parallel ranks of one model replica are far apart; FSDP "
+        "communicates between them in every layer and expects the order tp-cp-ep-dp-pp.",
+        "Leave it off.",
+    ),
+    Limit(
+        "reuse_grad_buf_for_mxfp8_param_ag",
+        _is_set("reuse_grad_buf_for_mxfp8_param_ag"),
+        ValueError,
+        "reuse_grad_buf_for_mxfp8_param_ag gathers weights into DDP's gradient buffer, which FSDP does not have.",
+        "Leave it off.",
+    ),
+    Limit(
+        "ckpt_format other than fsdp_dtensor",
+        lambda s: s["ckpt_format"] not in (None, "fsdp_dtensor"),
+        ValueError,
+        "Sharded parameters are saved and loaded in the checkpoint format fsdp_dtensor only.",
+        "Set ckpt_format (--ckpt-format) to fsdp_dtensor.",
+    ),
+    Limit(
+        "nccl_ub with expandable segments",
+        lambda s: bool(s["nccl_ub"]) and _expandable_segments(),
+        ValueError,
+        "nccl_ub registers memory with NCCL, which it cannot do for the allocator's expandable segments.",
+        "Remove expandable_segments:True from PYTORCH_CUDA_ALLOC_CONF, or leave nccl_ub off.",
+    ),
+    _parallelism("tensor_model_parallel_size", "Tensor parallelism"),
+    _parallelism("pipeline_model_parallel_size", "Pipeline parallelism"),
+    _parallelism("context_parallel_size", "Context parallelism"),
+    _parallelism("expert_model_parallel_size", "Expert parallelism"),
+    _parallelism("gtp_weight_remat_size", "Generalized tensor parallelism"),
+    _parallelism("num_distributed_optimizer_instances", "Hybrid sharding (HSDP)"),
+    _not_yet("init_model_with_meta_device", "Building the model on the meta device"),
+    _not_yet("nccl_ub", "Registering buffers with NCCL"),
+    _not_yet("fsdp_double_buffer", "Double buffering"),
+    _not_yet("fp8_param_gather", "Gathering weights in FP8"),
+    _not_yet("fp4_param_gather", "Gathering weights in FP4"),
+    _not_yet("keep_fp8_transpose_cache", "FP8 transpose caches"),
+    _not_yet("use_precision_aware_optimizer", "The precision-aware optimizer"),
+    _not_yet("optimizer_cpu_offload", "Offloading the optimizer to the CPU"),
+    _not_yet("delay_wgrad_compute", "Delaying weight gradients"),
+    _not_yet("defer_embedding_wgrad_compute", "Deferring the embedding's weight gradient"),
+    _not_yet("overlap_moe_expert_parallel_comm", "The 1F1B overlap of expert communication"),
+    _not_yet("overlap_param_gather_with_optimizer_step", "Gathering weights during the optimizer's step"),
+    _not_yet("megatron_fsdp_enable_fine_grained_param_gather", "Gathering weights module by module"),
+    _not_yet("reduce_scatter_with_fp32_accumulation", "Reduction by all-to-all", "Set megatron_fsdp_grad_comm_dtype."),
+    _not_yet("param_name_patterns_for_fp32_local_accumulation", "fp32 accumulation of some parameters only"),
+    _not_yet("save_wgrads_interval", "Saving whole weight gradients"),
+    Limit(
+        "cuda_graph_impl other than none",
+        lambda s: s["cuda_graph_impl"] not in (None, "none"),
+        NotImplementedError,
+        "CUDA graphs do not work with this FSDP yet.",
+        "Set cuda_graph_impl (--cuda-graph-impl) to none.",
+    ),
+)
+
+
+def _transformer_engine_fits() -> bool:
+    from megatron.core.utils import is_te_min_version
+
+    try:
+        import transformer_engine  # noqa: F401
+    except ImportError:
+        return False
+    return is_te_min_version("2.10")
+
+
+def _shards(*kinds: str) -> Callable[[Settings], bool]:
+    def applies(settings: Settings) -> bool:
+        from megatron.fsdp.strategy import INNER
+
+        placements = INNER.get(settings["data_parallel_sharding_strategy"])
+        return placements is not None and any(getattr(placements, f"shards_{kind}") for kind in kinds)
+
+    return applies
+
+
+def _off_though(name: str, condition: Callable[[Settings], bool]) -> Callable[[Settings], bool]:
+    return lambda s: s[name] is False and condition(s)
+
+
+ADJUSTMENTS: tuple[Adjustment, ...] = (
+    Adjustment(
+        "average_in_collective",
+        _is_set("average_in_collective"),
+        False,
+        "gradients are summed over ranks and a rank divides its shard only: no element is touched twice",
+    ),
+    Adjustment(
+        "gradient_accumulation_fusion",
+        lambda s: bool(s["gradient_accumulation_fusion"]) and not _transformer_engine_fits(),
+        False,
+        "it needs Transformer Engine 2.10 or later to write gradients of another dtype than the weights'",
+    ),
+    Adjustment(
+        "fsdp_double_buffer",
+        lambda s: bool(s["nccl_ub"]) and s["fsdp_double_buffer"] is False,
+        True,
+        "nccl_ub registers buffers with NCCL once, so they have to stay where they are",
+    ),
+    Adjustment(
+        "overlap_grad_reduce",
+        _off_though("overlap_grad_reduce", _shards("gradients")),
+        True,
+        "sharded gradients are reduced during backward, and there is no reason to wait for each",
+    ),
+    Adjustment(
+        "overlap_param_gather",
+        _off_though("overlap_param_gather", _shards("parameters")),
+        True,
+        "sharded weights are gathered for each unit, and there is no reason to begin late",
+    ),
+)
+
+
+def check(settings: Settings) -> None:
+    """Raise if the settings do not fit; one error names all that is wrong.
+
+    Raises:
+        ValueError: Something can never fit.
+        NotImplementedError: Everything that is wrong does not fit yet.
+    """
+    broken = [limit for limit in LIMITS if limit.applies(settings)]
+    if broken:
+        lines = [f"{limit.setting}: {limit.message} {limit.remedy}" for limit in broken]
+        error = ValueError if any(limit.error is ValueError for limit in broken) else NotImplementedError
+        raise error("\n".join(lines))
+
+
+def adjust(settings: Settings) -> None:
+    """Change what ``ADJUSTMENTS`` says, and log each change once."""
+    for adjustment in ADJUSTMENTS:
+        if adjustment.applies(settings):
+            settings.set(adjustment.setting, adjustment.value)
+            _log_once(f"{adjustment.setting} is set to {adjustment.value}: {adjustment.reason}.")
+
+
+@functools.cache
+def _log_once(message: str) -> None:
+    if int(os.environ.get("RANK", "0")) == 0:
+        logger.warning("Megatron-FSDP: %s", message)
+
+
+def checking_validate_args(validate_args: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's ``validate_args``, with our checks and adjustments before it where FSDP is asked for."""
+
+    @functools.wraps(validate_args)
+    def validate(args: Any, *rest: Any, **kwargs: Any) -> Any:
+        if getattr(args, "use_megatron_fsdp", False):
+            settings = Settings(args)
+            check(settings)
+            adjust(settings)
+        return validate_args(args, *rest, **kwargs)
+
+    return validate
+
+
+def as_markdown() -> str:
+    """Both tables, as docs/limits.md has them."""
+    lines = ["| setting | what happens | why | what to do |", "|---|---|---|---|"]
+    for limit in LIMITS:
+        lines.append(f"| `{limit.setting}` | {limit.error.__name__} | {limit.message} | {limit.remedy} |")
+    lines += ["", "| setting | is set to | why |", "|---|---|---|"]
+    for adjustment in ADJUSTMENTS:
+        lines.append(f"| `{adjustment.setting}` | `{adjustment.value}` | {adjustment.reason} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(as_markdown(), end="")
