@@ -78,13 +78,14 @@ def fully_shard_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optim
     without sharding.
 
     Args:
-        optimizer: Any optimizer of ``torch.optim`` that updates parameters element by element, without state yet.
+        optimizer: Any optimizer of ``torch.optim`` that updates parameters element by element. State that it has for
+            whole parameters is sharded along.
 
     Returns:
         The same object. ``step`` synchronizes what is left to synchronize before it updates.
 
     Raises:
-        ValueError: No parameter belongs to a sharded model, or there is state for whole parameters.
+        ValueError: No parameter belongs to a sharded model, or there is state of another shape than its parameter.
     """
     attach_optimizer(optimizer)
     return optimizer
@@ -97,7 +98,7 @@ def fully_shard(
 
     Args:
         module: The model.
-        optimizer: An optimizer of its parameters, without state yet.
+        optimizer: An optimizer of its parameters.
         model_arguments: Further arguments of :func:`fully_shard_model`.
 
     Returns:

@@ -1,14 +1,16 @@
 """Makes a torch optimizer update main weights: parameters out, DTensors in, and hooks around the step."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.megatron_fsdp import MegatronFSDP
+from megatron.fsdp.parameter_group import ParameterEntry, ParameterGroup
 from megatron.fsdp.partition import OWNER
-from megatron.fsdp.uneven_dtensor import describe_piece
+from megatron.fsdp.uneven_dtensor import describe_piece, make_dtensor
 from megatron.fsdp.weak import weak_method
 
 
@@ -26,11 +28,12 @@ def owners(parameters: Iterable[nn.Parameter]) -> list[MegatronFSDP]:
 def attach_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Replace the optimizer's parameters by the main weights of the models they belong to, and hook its step.
 
-    Parameter groups and their options stay as they are. A step first finishes the gradients' synchronization, and
+    Parameter groups and their options stay as they are; state for whole parameters (some optimizers create it when
+    they are built) becomes state for this rank's parts. A step first finishes the gradients' synchronization, and
     ends with the compute weights out of date, so that they are made of the new main weights before their next use.
 
     Raises:
-        ValueError: No parameter belongs to a sharded model, or the optimizer has state for unsharded parameters.
+        ValueError: No parameter belongs to a sharded model, or there is state that cannot be sharded.
     """
     models = owners(p for group in optimizer.param_groups for p in group["params"])
     if not models:
@@ -38,47 +41,160 @@ def attach_optimizer(optimizer: torch.optim.Optimizer) -> None:
             "fully_shard_optimizer: none of the optimizer's parameters belongs to a sharded model. Shard the model "
             "first, and give the optimizer parameters of the model before or after that."
         )
-    main = {id(e.compute): e.main for model in models for e in model.entries()}
-    replaced = [p for group in optimizer.param_groups for p in group["params"] if id(p) in main]
-    if any(p in optimizer.state for p in replaced):
-        raise ValueError("fully_shard_optimizer: the optimizer has state for whole parameters. Shard before the first step.")
-    for group in optimizer.param_groups:
-        group["params"] = [main.get(id(p), p) for p in group["params"]]
+    places = {id(e.compute): (group, i) for m in models for group in m.groups for i, e in enumerate(group.entries)}
+    for options in optimizer.param_groups:
+        options["params"] = [_main_weight(optimizer, p, places) for p in options["params"]]
+    local = _LocalStep([entry for model in models for entry in model.entries()])
     for model in models:
-        hooks = _StepHooks(model)
-        # The optimizer keeps the hooks alive, and the hooks do not keep the model alive.
-        optimizer.register_step_pre_hook(hooks.before)
-        optimizer.register_step_post_hook(hooks.after)
-        optimizer.register_state_dict_post_hook(hooks.describe_state)
+        optimizer.register_step_pre_hook(_Before(model))
+    # The optimizer keeps what these need, and they do not keep the optimizer or a model.
+    optimizer.register_step_pre_hook(local.before_step)
+    optimizer.register_step_post_hook(local.after_step)
+    for model in models:
+        optimizer.register_step_post_hook(_After(model))
+    optimizer.register_state_dict_post_hook(local.describe_state)
 
 
-class _StepHooks:
-    """What one model needs around an optimizer's step."""
+def _main_weight(
+    optimizer: torch.optim.Optimizer, parameter: nn.Parameter, places: dict[int, tuple[ParameterGroup, int]]
+) -> nn.Parameter:
+    """What the optimizer is to update in place of ``parameter``, whose state it gets."""
+    if id(parameter) not in places:
+        return parameter
+    group, i = places[id(parameter)]
+    entry = group.entries[i]
+    state = optimizer.state.pop(parameter, None)
+    if state:
+        sharded = {}
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.numel() > 1:
+                if value.shape != entry.main.shape:
+                    raise ValueError(
+                        f"fully_shard_optimizer: state {key!r} of {entry.name} has shape {tuple(value.shape)}, which "
+                        f"is not the parameter's {tuple(entry.main.shape)}: it cannot be sharded along with it."
+                    )
+                value = group.shard(i, value)
+            sharded[key] = value
+        optimizer.state[entry.main] = sharded
+    return entry.main
+
+
+def _closure(args: tuple, kwargs: dict) -> Callable[[], Any] | None:
+    """The closure that ``step`` was called with; the first of ``args`` is the optimizer."""
+    return args[1] if len(args) > 1 else kwargs.get("closure")
+
+
+class _Before:
+    """Step pre-hook: finish the model's gradients; refuse a step that would do nothing."""
 
     def __init__(self, model: MegatronFSDP) -> None:
         self._finish = weak_method(model.finish_waiting_gradients)
-        self._install = weak_method(model.install_optimized_model_weights)
-        self._pieces = {id(entry.main): entry.piece for entry in model.entries()}
 
-    def before(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-        """Finish gradients; refuse a step that would do nothing.
-
-        Raises:
-            RuntimeError: No parameter of the optimizer has a gradient.
-        """
+    def __call__(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         self._finish()
+        if _closure(args, kwargs) is not None:  # which computes the gradients
+            return
         if all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
             raise RuntimeError(
                 "The optimizer's step found no gradient on any of its parameters and would change nothing. "
                 "Call backward first, and check that the optimizer was given to fully_shard_optimizer."
             )
 
-    def after(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-        """Compute weights are made of the new main weights before their next use."""
+
+class _After:
+    """Step post-hook: compute weights are made of the new main weights before their next use."""
+
+    def __init__(self, model: MegatronFSDP) -> None:
+        self._install = weak_method(model.install_optimized_model_weights)
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         self._install()
 
+
+class _LocalStep:
+    """Shows an optimizer, during its step, plain tensors in place of DTensors: this rank's parts.
+
+    What an optimizer does element by element is the same on each part. So it needs nothing that DTensor has no rule
+    for, and spends no time on DTensor's dispatch. Outside of the step parameters and state are DTensors.
+
+    Args:
+        entries: Parameters that the optimizer may have.
+    """
+
+    def __init__(self, entries: list[ParameterEntry]) -> None:
+        self._pieces = {id(entry.main): entry.piece for entry in entries}
+        self._local: dict[int, nn.Parameter] = {}
+        self._dtensors: dict[int, dict[str, DTensor]] = {}
+        self._shown: list[list[nn.Parameter]] | None = None
+
+    def before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        """Step pre-hook."""
+        self._leave(optimizer)  # a step that raised has not left
+        self._enter(optimizer)
+        closure = _closure(args, kwargs)
+        return None if closure is None else (args[:1], {"closure": self._outside(optimizer, closure)})
+
+    def after_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+        """Step post-hook."""
+        self._leave(optimizer)
+
+    def _outside(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """A closure runs the model and its backward: it sees DTensors."""
+
+        def call() -> Any:
+            self._leave(optimizer)
+            try:
+                return closure()
+            finally:
+                self._enter(optimizer)
+
+        return call
+
+    def _enter(self, optimizer: torch.optim.Optimizer) -> None:
+        self._shown = [group["params"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["params"] = [self._localize(optimizer, p) for p in group["params"]]
+
+    def _localize(self, optimizer: torch.optim.Optimizer, main: nn.Parameter) -> nn.Parameter:
+        if id(main) not in self._pieces:
+            return main
+        local = self._local.get(id(main))
+        if local is None:
+            local = self._local[id(main)] = nn.Parameter(main._local_tensor, requires_grad=main.requires_grad)
+        local.grad = None if main.grad is None else main.grad._local_tensor
+        state = optimizer.state.pop(main, None)
+        if state is not None:
+            self._dtensors[id(main)] = {k: v for k, v in state.items() if isinstance(v, DTensor)}
+            optimizer.state[local] = {k: v._local_tensor if isinstance(v, DTensor) else v for k, v in state.items()}
+        return local
+
+    def _leave(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._shown is None:
+            return
+        for group, mains in zip(optimizer.param_groups, self._shown, strict=True):
+            group["params"] = mains
+            for main in mains:
+                if id(main) in self._pieces:
+                    self._globalize(optimizer, main)
+        self._shown = None
+
+    def _globalize(self, optimizer: torch.optim.Optimizer, main: nn.Parameter) -> None:
+        local = self._local[id(main)]
+        local.grad = None
+        state = optimizer.state.pop(local, None)
+        if state is None:
+            return
+        known = self._dtensors.get(id(main), {})
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.dim() and value.shape == local.shape:
+                dtensor = known.get(key)
+                if dtensor is None or dtensor._local_tensor is not value:
+                    dtensor = make_dtensor(value, main.device_mesh, tuple(main.shape), main.placements[0].is_shard())
+                state[key] = dtensor
+        optimizer.state[main] = state
+
     def describe_state(self, optimizer: torch.optim.Optimizer, state_dict: dict) -> None:
-        """Describe each DTensor's part of the whole tensor, which torch.distributed.checkpoint asks for."""
+        """State-dict post-hook: describe each DTensor's part of the whole, which torch's checkpointing asks for."""
         # State is numbered in the order in which parameters first occur.
         order = dict.fromkeys(id(p) for group in optimizer.param_groups for p in group["params"])
         for number, key in enumerate(order):

@@ -140,6 +140,12 @@ class ParameterGroup:
         local = flat[piece.shard_offset : piece.shard_offset + piece.stop - piece.start].view(piece.shape)
         return make_dtensor(local, self._env.index.shard_mesh, self.layout.slots[i].shape, self.placements.shards_optimizer)
 
+    def shard(self, i: int, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a whole tensor with parameter ``i``'s shape, copied, as a DTensor like its main weights."""
+        piece = self.entries[i].piece
+        local = tensor.detach().reshape(-1)[piece.start : piece.stop].view(piece.shape).clone()
+        return make_dtensor(local, self._env.index.shard_mesh, tuple(tensor.shape), self.placements.shards_optimizer)
+
     def show(self, compute: bool) -> None:
         """Register compute weights (or else main weights) as the modules' parameters."""
         for entry in self.entries:

@@ -1,10 +1,9 @@
 """The order of communication that all ranks follow: what to gather and reduce in one pass, and where a rank is in it.
 
 Collectives match up between ranks by their order alone. So every rank issues them in the order of one plan, whatever
-its own model does: an operation that this rank's data did not ask for is still issued when a later one is asked for.
+its own model does: an operation that this rank's data did not ask for is still issued when a later one is.
 """
 
-from collections.abc import Iterator
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -27,16 +26,21 @@ class Plan:
     """The operations of one pass (forward or backward), and how far this rank is.
 
     Args:
-        ops: The operations, in order.
+        asked: The operations in the order in which the computation asks for them.
+        distance: How many reductions a gather may be issued ahead of.
 
     Attributes:
-        issued: Operations before this index have been issued.
-        done: Operations before this index are behind the computation, too.
+        asked: See above.
+        order: Indices into ``asked`` in the order in which operations are issued.
+        issued: How many operations of ``order`` have been issued.
+        done: How many operations of ``asked`` the computation is past.
         recorded: What the computation asked for in this pass, in order.
     """
 
-    def __init__(self, ops: list[Op]) -> None:
-        self.ops = ops
+    def __init__(self, asked: list[Op], distance: int) -> None:
+        self.asked = asked
+        self.order = hoist_gathers(asked, distance)
+        self._position = {index: position for position, index in enumerate(self.order)}
         self.issued = 0
         self.done = 0
         self.recorded: list[Op] = []
@@ -46,54 +50,54 @@ class Plan:
         self.issued = self.done = 0
         self.recorded = []
 
-    def reach(self, op: Op) -> Iterator[tuple[Op, bool]]:
-        """Move on to ``op``, which the computation asks for.
+    def ask(self, op: Op) -> range | None:
+        """The computation asks for ``op``.
 
-        Yields:
-            The operations in between, which it passed over, with whether they have been issued. Nothing if the plan
-            does not have ``op`` ahead: the caller issues it then, as all ranks do that run the same code.
+        Returns:
+            The indices in ``asked`` of the operations that it left out since the last call, if any, and of ``op``
+            itself at the end. None if the plan does not have ``op`` ahead: the caller issues it then, as all ranks
+            do that run the same code.
         """
         self.recorded.append(op)
         try:
-            target = self.ops.index(op, self.done)
+            target = self.asked.index(op, self.done)
         except ValueError:
-            return
-        while self.done < target:
-            yield self._advance()
-        self._advance()
+            return None
+        first, self.done = self.done, target + 1
+        return range(first, target + 1)
 
-    def rest(self) -> Iterator[tuple[Op, bool]]:
-        """The operations that are left when the pass ends, with whether they have been issued."""
-        while self.done < len(self.ops):
-            yield self._advance()
-
-    def _advance(self) -> tuple[Op, bool]:
-        op, was_issued = self.ops[self.done], self.done < self.issued
-        self.done += 1
-        self.issued = max(self.issued, self.done)
-        return op, was_issued
+    def rest(self) -> range:
+        """The pass is over: the indices in ``asked`` of the operations that were left out at the end."""
+        first, self.done = self.done, len(self.asked)
+        return range(first, len(self.asked))
 
     def ahead(self) -> Op | None:
-        """The first operation that has not been issued."""
-        return self.ops[self.issued] if self.issued < len(self.ops) else None
+        """The next operation to issue."""
+        return self.asked[self.order[self.issued]] if self.issued < len(self.order) else None
+
+    def is_issued(self, index: int) -> bool:
+        """Whether the operation at ``index`` in ``asked`` has been issued."""
+        return self._position[index] < self.issued
 
 
-def hoist_gathers(ops: list[Op], distance: int) -> list[Op]:
-    """Move every gather ahead of up to ``distance`` reductions before it, so that it can be issued early.
+def hoist_gathers(asked: list[Op], distance: int) -> list[int]:
+    """The order in which to issue operations: every gather ahead of up to ``distance`` reductions before it.
 
-    A backward asks for: gather 3, reduce 3, gather 2, reduce 2. With a distance of 1 the plan is: gather 3, gather 2,
-    reduce 3, gather 1, reduce 2: unit 2 is on its way while unit 3 computes.
+    A backward asks for: gather 3, reduce 3, gather 2, reduce 2, gather 1, reduce 1. With a distance of 1 it issues:
+    gather 3, gather 2, reduce 3, gather 1, reduce 2, reduce 1: unit 2 is on its way while unit 3 computes.
+
+    Returns:
+        Indices into ``asked``. Gathers keep their order, and so do reductions.
     """
-    hoisted: list[Op] = []
-    for op in ops:
-        position = len(hoisted)
+    order: list[int] = []
+    for index, op in enumerate(asked):
+        position, crossed = len(order), 0
         if op.kind is OpKind.GATHER:
-            crossed = 0
-            while position and hoisted[position - 1].kind is OpKind.REDUCE and crossed < distance:
+            while position and asked[order[position - 1]].kind is OpKind.REDUCE and crossed < distance:
                 position -= 1
                 crossed += 1
-        hoisted.insert(position, op)
-    return hoisted
+        order.insert(position, index)
+    return order
 
 
 def merge_recorded(recorded: list[list[Op]]) -> list[Op] | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.fsdp.plan import Op, OpKind, Plan, hoist_gathers, merge_recorded
+from megatron.fsdp.plan import Op, OpKind, Plan, merge_recorded
 from megatron.fsdp.unit import Unit, WeightState
 from megatron.fsdp.weak import weak_method
 
@@ -60,8 +60,11 @@ class Schedule:
         self._index = {id(unit): i for i, unit in enumerate(units)}
         self._exchange = exchange
         self._on_backward_end = weak_method(on_backward_end)
-        self._forward = Plan(self._guess_forward(0))
-        self._backward = Plan(self._hoisted(self._guess_backward(0)))
+        forward = self._guess_forward(0)
+        # The root, and the unit that forward ends with, are still gathered when backward begins.
+        kept = (Op(OpKind.GATHER, 0), forward[-1])
+        self._forward = self._plan(forward)
+        self._backward = self._plan([op for op in self._guess_backward(0) if op not in kept])
         self._recording = True
         self._in_backward = False
         self._primed = False
@@ -82,8 +85,8 @@ class Schedule:
             ops += self._guess_backward(self._index[id(child)])
         return [*ops, Op(OpKind.REDUCE, i)] if self.units[i].trainable else ops
 
-    def _hoisted(self, ops: list[Op]) -> list[Op]:
-        return hoist_gathers(ops, self.limits.gathered - 1) if self.limits.prefetch else ops
+    def _plan(self, asked: list[Op]) -> Plan:
+        return Plan(asked, distance=self.limits.gathered - 1 if self.limits.prefetch else 0)
 
     def _adopt_recorded(self) -> None:
         """Make what was recorded the plan, if the ranks agree."""
@@ -102,7 +105,7 @@ class Schedule:
                 "Communication follows the order in which the modules are registered."
             )
             return
-        self._forward, self._backward = Plan(forward), Plan(self._hoisted(backward))
+        self._forward, self._backward = self._plan(forward), self._plan(backward)
 
     # Passes ----------------------------------------------------------------------------------------------------
 
@@ -115,7 +118,11 @@ class Schedule:
 
     def reset(self) -> None:
         """Bring every unit to rest, whatever was going on."""
+        if self._in_backward:
+            logger.warning("FSDP: the last backward did not end; its gradients are dropped.")
         for unit in self.units:
+            if self._in_backward:
+                unit.drop_gradients()
             unit.abandon()
         self._kept = None
         self._primed = self._in_backward = False
@@ -128,7 +135,7 @@ class Schedule:
     def begin_forward(self) -> None:
         """The model is about to run."""
         if self._in_backward and torch._C._current_graph_task_id() == -1:
-            self._abort_backward()
+            self.reset()
         if self._in_backward:
             return
         for unit in self.units:
@@ -140,18 +147,10 @@ class Schedule:
             self._forward.restart()
         self._primed = False
 
-    def _abort_backward(self) -> None:
-        """The last backward raised: nothing of it is of use."""
-        logger.warning("FSDP: the last backward did not end; its gradients are dropped.")
-        for unit in self.units:
-            for group in unit.groups:
-                group.collect_gradients()
-        self.reset()
-
     def end_forward(self) -> None:
         """The model has run."""
         if not self._in_backward:
-            self._skip(self._forward)
+            self._leave_out(self._forward, self._forward.rest())
 
     def begin_backward(self) -> None:
         """The first gradient of a backward has arrived."""
@@ -160,8 +159,7 @@ class Schedule:
         self._in_backward = True
         self._backward.restart()
         for unit in self.units:
-            unit.reduced = False
-            unit.calls_done = 0
+            unit.new_backward()
         engine = torch.autograd.Variable._execution_engine
         engine.queue_callback(weak_method(self.finish_backward))
 
@@ -173,18 +171,15 @@ class Schedule:
             elif unit.state is not WeightState.RESTING:
                 unit.release()
         # Inputs that need no gradients tell nobody when their unit's backward ends: its gradients are still there.
-        self._skip(self._backward)
+        self._leave_out(self._backward, self._backward.rest())
         for unit in reversed(self.units):
-            if unit.trainable and (unit.has_gradients() or (not unit.reduced and self._took_part(unit))):
+            if unit.trainable and (unit.has_gradients() or (unit.took_part and not unit.reduced)):
                 self._reduce(unit)
         self._kept = None
         self._in_backward = False
         if self._recording:
             self._adopt_recorded()
         self._on_backward_end()
-
-    def _took_part(self, unit: Unit) -> bool:
-        return unit.is_root or Op(OpKind.GATHER, self._index[id(unit)]) in self._backward.recorded
 
     # Units -----------------------------------------------------------------------------------------------------
 
@@ -218,7 +213,7 @@ class Schedule:
         grad = torch.is_grad_enabled()
         if unit.is_root and grad:
             unit.to(WeightState.GATHERED)
-        elif grad and (self._in_backward or self._forward.ops[-1].unit == self._index[id(unit)]):
+        elif grad and (self._in_backward or self._forward.asked[-1].unit == self._index[id(unit)]):
             # Backward begins with the unit that forward ends with.
             unit.to(WeightState.GATHERED)
             self._kept = unit
@@ -229,6 +224,7 @@ class Schedule:
     def before_backward(self, unit: Unit) -> None:
         """See :class:`megatron.fsdp.unit.UnitListener`."""
         self.begin_backward()
+        unit.took_part = True
         if unit.state is WeightState.BACKWARD:
             return
         if self._kept is unit:
@@ -252,40 +248,45 @@ class Schedule:
 
     def _ask(self, plan: Plan, unit: Unit, state: WeightState) -> None:
         """The computation needs the unit's weights now."""
-        self._pass_over(plan, Op(OpKind.GATHER, self._index[id(unit)]))
-        self._gather(unit)
+        if unit.state in (WeightState.RESTING, WeightState.GATHERING):
+            self._reach(plan, Op(OpKind.GATHER, self._index[id(unit)]))
+            if unit.state is WeightState.RESTING:
+                unit.gather()
         unit.use(state)
         self._prefetch(plan)
 
     def _reduce(self, unit: Unit) -> None:
-        """The unit's gradients are complete, or will not come: they take part in the reduction, or zeros do."""
-        self._pass_over(self._backward, Op(OpKind.REDUCE, self._index[id(unit)]))
-        self._issue_reduction(unit)
+        """The unit's gradients are complete, or no more will come."""
+        unit.reduced = False
+        self._reach(self._backward, Op(OpKind.REDUCE, self._index[id(unit)]))
+        if not unit.reduced:
+            self._issue_reduction(unit)
 
-    def _pass_over(self, plan: Plan, op: Op) -> None:
-        for passed, was_issued in plan.reach(op):
-            self._take_part(passed, was_issued)
+    def _reach(self, plan: Plan, op: Op) -> None:
+        indices = plan.ask(op)
+        if indices is not None:
+            self._leave_out(plan, indices[:-1])
+            self._issue_until(plan, indices[-1])
 
-    def _skip(self, plan: Plan) -> None:
-        """The pass is over: issue what this rank did not ask for, as other ranks may have."""
-        for passed, was_issued in plan.rest():
-            self._take_part(passed, was_issued)
+    def _leave_out(self, plan: Plan, indices: range) -> None:
+        """Issue operations that this rank's computation did not ask for, as other ranks' did."""
+        for index in indices:
+            self._issue_until(plan, index)
+            unit = self.units[plan.asked[index].unit]
+            if plan.asked[index].kind is OpKind.GATHER and unit.state is WeightState.GATHERING:
+                unit.discard()
 
-    def _take_part(self, op: Op, was_issued: bool) -> None:
-        """Issue an operation for the other ranks' sake."""
-        unit = self.units[op.unit]
-        if op.kind is OpKind.REDUCE:
-            if not unit.reduced:
+    def _issue_until(self, plan: Plan, index: int) -> None:
+        """Issue operations in the order of the plan, up to the one at ``index`` in ``plan.asked``."""
+        while not plan.is_issued(index):
+            op = plan.ahead()
+            assert op is not None, "an operation that is not issued is ahead"
+            plan.issued += 1
+            unit = self.units[op.unit]
+            if op.kind is OpKind.REDUCE:
                 self._issue_reduction(unit)
-            return
-        if not was_issued and unit.state is WeightState.RESTING:
-            unit.gather()
-        if unit.state is WeightState.GATHERING:
-            unit.discard()
-
-    def _gather(self, unit: Unit) -> None:
-        if unit.state is WeightState.RESTING:
-            unit.gather()
+            elif unit.state is WeightState.RESTING:
+                unit.gather()
 
     def _prefetch(self, plan: Plan) -> None:
         """Issue the gathers that come next, as far as the limit allows."""

@@ -66,6 +66,7 @@ class Unit:
     Attributes:
         calls: Forward calls of the latest pass whose backward will be noticed.
         calls_done: How many of those have ended their backward.
+        took_part: The gradient of an output has arrived in this backward.
         reduced: Gradients were handed over for reduction in this backward.
     """
 
@@ -75,6 +76,7 @@ class Unit:
         self.children = children
         self.calls = 0
         self.calls_done = 0
+        self.took_part = False
         self.reduced = False
         self._listener: Callable[[], UnitListener | None] = lambda: None
         self._state = WeightState.RESTING
@@ -189,6 +191,16 @@ class Unit:
     def new_pass(self) -> None:
         """A forward pass of the model begins."""
         self.calls = self.calls_done = 0
+
+    def new_backward(self) -> None:
+        """A backward begins."""
+        self.calls_done = 0
+        self.took_part = self.reduced = False
+
+    def drop_gradients(self) -> None:
+        """Forget this micro-batch's gradients."""
+        for group in self.groups:
+            group.collect_gradients()
 
     # Hooks -----------------------------------------------------------------------------------------------------
 

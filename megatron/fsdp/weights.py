@@ -85,6 +85,8 @@ class WeightBuffer:
 
     def invalidate(self) -> None:
         """The main weights have changed: gather before the next use."""
+        # A gather that nothing waited for was of the old ones; every rank has to start another.
+        self.wait()
         self._current = self._shares_memory and not self.placements.shards_optimizer
 
     def gather(self) -> None:

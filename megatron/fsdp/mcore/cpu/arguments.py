@@ -1,0 +1,76 @@
+"""Megatron's command line on a CPU: arguments that need a GPU take the value that works, and say so."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Adjustment:
+    """One argument that cannot keep its GPU value.
+
+    Attributes:
+        argument: the attribute's name in Megatron's argument namespace.
+        value: what it becomes; for an enum, the member's name.
+        reason: why the GPU value cannot work, or why this one must replace it.
+    """
+
+    argument: str
+    value: Any
+    reason: str
+
+
+ADJUSTMENTS: tuple[Adjustment, ...] = (
+    Adjustment("distributed_backend", "gloo", "NCCL connects GPUs only"),
+    Adjustment("transformer_impl", "local", "Transformer Engine needs CUDA"),
+    Adjustment("fp8", None, "Transformer Engine needs CUDA"),
+    Adjustment("fp8_param_gather", False, "Transformer Engine needs CUDA"),
+    Adjustment("fp4", None, "Transformer Engine needs CUDA"),
+    Adjustment("fp4_param_gather", False, "Transformer Engine needs CUDA"),
+    Adjustment("te_rng_tracker", False, "Transformer Engine needs CUDA"),
+    Adjustment("tp_comm_overlap", False, "Transformer Engine needs CUDA"),
+    Adjustment("gradient_accumulation_fusion", False, "the fused weight gradient is a CUDA kernel"),
+    Adjustment("masked_softmax_fusion", False, "the fused softmax is a CUDA kernel"),
+    Adjustment("no_persist_layer_norm", True, "the persistent layer norm is a CUDA kernel"),
+    Adjustment("apply_rope_fusion", False, "the fused rotary embedding is a CUDA kernel"),
+    Adjustment("moe_permute_fusion", False, "the fused permutation is a CUDA kernel"),
+    Adjustment("moe_router_fusion", False, "the fused router is a CUDA kernel"),
+    Adjustment("cuda_graph_impl", "none", "CUDA graphs need CUDA"),
+    Adjustment("gradient_reduce_div_fusion", False, "only NCCL scales while it reduces"),
+    Adjustment("nccl_ub", False, "buffers are registered with NCCL"),
+    Adjustment("fsdp_manual_registration", False, "buffers are registered with NCCL"),
+    Adjustment("num_workers", 0, "workers would take the cores that compute"),
+)
+
+
+def adjust(args: Namespace) -> list[Adjustment]:
+    """Give every argument of the table its CPU value and return the rows that changed something."""
+    changed = []
+    for row in ADJUSTMENTS:
+        current = getattr(args, row.argument)
+        value = type(current)[row.value] if isinstance(current, Enum) else row.value
+        if current != value:
+            setattr(args, row.argument, value)
+            changed.append(row)
+            if args.rank == 0:
+                logger.info("CPU: %s = %s instead of %s: %s", row.argument, row.value, current, row.reason)
+    return changed
+
+
+def adjusting(validate_args: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap Megatron's argument validation, so that it judges the adjusted arguments."""
+
+    @functools.wraps(validate_args)
+    def validate_adjusted(args: Namespace, *rest: Any, **kwargs: Any) -> Any:
+        adjust(args)
+        return validate_args(args, *rest, **kwargs)
+
+    return validate_adjusted

@@ -1,0 +1,94 @@
+"""How Megatron's modules come to see the changed torch: their imports are answered with views."""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from types import ModuleType
+from typing import Any
+
+from megatron.fsdp.mcore.cpu.changes import Change, Scope
+from megatron.fsdp.mcore.cpu.torch_view import build_views, is_within
+
+
+class MegatronLoader(SourceFileLoader):
+    """Loads a Megatron module with another import statement, then replaces names in it.
+
+    An import statement calls the `__import__` of its module's `__builtins__`. Giving Megatron's modules another one
+    reaches imports inside functions and code that runs while the module is imported (decorators, default arguments),
+    which replacing the global name `torch` afterwards would miss, and it leaves torch alone for everyone else.
+    """
+
+    def __init__(self, name: str, path: str, namespace: Mapping[str, Any], changes: Sequence[Change]) -> None:
+        super().__init__(name, path)
+        self.namespace = namespace
+        self.changes = changes
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run the module's code and apply the changes to its names."""
+        module.__dict__["__builtins__"] = self.namespace
+        super().exec_module(module)
+        for change in self.changes:
+            change.apply()
+
+
+class MegatronFinder(MetaPathFinder):
+    """Finds modules of the given packages as the other finders do, and has them loaded by MegatronLoader."""
+
+    def __init__(self, packages: tuple[str, ...], changes: Iterable[Change]) -> None:
+        self.packages = packages
+        self.hidden: set[str] = set()
+        self.absent: dict[tuple[str, str | None], Any] = {}
+        self.of_module: dict[str, list[Change]] = defaultdict(list)
+        viewed: dict[str, dict[str, Any]] = defaultdict(dict)
+        for change in changes:
+            if change.scope is Scope.VIEW:
+                original = getattr(importlib.import_module(change.where), change.name, None)
+                viewed[change.where][change.name] = change.make(original)
+            elif change.scope is Scope.MEGATRON:
+                self.of_module[change.where.partition(":")[0]].append(change)
+            elif change.scope is Scope.HIDDEN:
+                self.hidden.add(change.name)
+            elif change.scope is Scope.ABSENT:
+                self.absent[change.where, change.name] = change.make(None)
+        self.views = build_views(viewed)
+        self.namespace = {**vars(builtins), "__import__": self.import_view}
+
+    def import_view(
+        self,
+        name: str,
+        globals: Mapping[str, Any] | None = None,
+        locals: Mapping[str, Any] | None = None,
+        fromlist: Sequence[str] | None = (),
+        level: int = 0,
+    ) -> Any:
+        """Import as usual; return the view of the module, or the stand-in for an absent one, if there is any."""
+        importer = (globals or {}).get("__name__", "")
+        if level == 0 and name.partition(".")[0] in self.hidden:
+            raise ModuleNotFoundError(f"{name} needs CUDA, and {importer} runs on the CPU", name=name)
+        try:
+            module = builtins.__import__(name, globals, locals, fromlist or (), level)
+        except ModuleNotFoundError as error:
+            if (importer, error.name) not in self.absent:
+                raise
+            return self.absent[importer, error.name]
+        return self.views.get(module.__name__, module)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Find a Megatron module; return None for all other modules."""
+        if not is_within(fullname, self.packages):
+            return None
+        others = (finder for finder in sys.meta_path if finder is not self)
+        specs = (finder.find_spec(fullname, path, target) for finder in others)
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is not None and type(spec.loader) is SourceFileLoader:
+            changes = self.of_module.get(fullname, ())
+            spec.loader = MegatronLoader(spec.loader.name, spec.loader.path, self.namespace, changes)
+        return spec

@@ -1,0 +1,163 @@
+"""Tiny models with shapes that divide nothing evenly, and the unsharded reference that sharded runs are held against."""
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
+from tests.ranks import DEVICE
+
+FP32_GRADS = MixedPrecisionPolicy(main_grads_dtype=torch.float32)
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+
+
+def device() -> torch.device:
+    """Where this rank computes."""
+    return torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device("cpu")
+
+
+class Block(nn.Module):
+    """A residual MLP with a norm."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 3 * width + 1)
+        self.down = nn.Linear(3 * width + 1, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+class TinyModel(nn.Module):
+    """Embedding, blocks, norm and head; the head's weight is the embedding's if ``tied``."""
+
+    def __init__(self, width: int = 13, depth: int = 3, vocabulary: int = 31, tied: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """Mean cross entropy of the model's guesses of its own input, in float32."""
+    return nn.functional.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten())
+
+
+def batches(steps: int, per_step: int, seed: int = 1, vocabulary: int = 31) -> torch.Tensor:
+    """Random tokens, [steps, per_step, 2, 5]: ``per_step`` micro-batches for every step."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, vocabulary, (steps, per_step, 2, 5), generator=generator).to(device())
+
+
+def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Plain gradient descent: an update shows its gradient and nothing else."""
+    return torch.optim.SGD(parameters, lr=0.3)
+
+
+def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """AdamW with weight decay, which also shows parameters that should have no gradient."""
+    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
+
+
+def full(parameter: torch.Tensor) -> torch.Tensor:
+    """The whole of a sharded parameter (or a tensor like it), gathered with its uneven shards, on every rank."""
+    local = parameter._local_tensor.detach().cpu()  # type: ignore[attr-defined]
+    parts: list[torch.Tensor] = [local] * dist.get_world_size()
+    dist.all_gather_object(parts, local)
+    sharded = parameter.placements[0].is_shard()  # type: ignore[attr-defined]
+    return torch.cat(parts) if sharded else parts[0]
+
+
+def main_weights(model: MegatronFSDP) -> dict[str, torch.Tensor]:
+    """The main weights, gathered, by name."""
+    return {entry.name: full(entry.main) for entry in model.entries()}
+
+
+def train_reference(
+    model: nn.Module,
+    data: torch.Tensor,
+    make_optimizer: Callable[..., torch.optim.Optimizer] = sgd,
+    step_loss: Callable[[nn.Module, torch.Tensor], torch.Tensor] = loss_of,
+) -> list[float]:
+    """Train an unsharded model on all ranks' micro-batches; return the loss of every step."""
+    optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
+    losses = []
+    for step in data:
+        total = 0.0
+        for tokens in step:
+            loss = step_loss(model, tokens) / len(step)
+            loss.backward()
+            total += loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses
+
+
+def train_sharded(
+    model: nn.Module,
+    data: torch.Tensor,
+    make_optimizer: Callable[..., torch.optim.Optimizer] = sgd,
+    step_loss: Callable[[nn.Module, torch.Tensor], torch.Tensor] = loss_of,
+    use_no_sync: bool = False,
+    **fsdp_arguments: Any,
+) -> tuple[MegatronFSDP, list[float]]:
+    """Train a sharded model: of every step's micro-batches, rank r takes r, r + ranks, r + 2 ranks, ..."""
+    fsdp_arguments.setdefault("fsdp_unit_modules", [Block])
+    optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
+    sharded, optimizer = fully_shard(model, optimizer, **fsdp_arguments)
+    losses = []
+    for step in data:
+        mine = step[dist.get_rank() :: dist.get_world_size()]
+        total = torch.zeros(())
+        for number, tokens in enumerate(mine):
+            last = number == len(mine) - 1
+            if use_no_sync and not last:
+                with sharded.no_sync():
+                    loss = step_loss(sharded, tokens) / len(mine)
+                    loss.backward()
+            else:
+                loss = step_loss(sharded, tokens) / len(mine)
+                loss.backward()
+            total += loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.all_reduce(total)
+        losses.append(total.item() / dist.get_world_size())
+    return sharded, losses
+
+
+def assert_same_training(
+    model: nn.Module,
+    data: torch.Tensor,
+    make_optimizer: Callable[..., torch.optim.Optimizer] = sgd,
+    step_loss: Callable[[nn.Module, torch.Tensor], torch.Tensor] = loss_of,
+    tolerance: float = 2e-5,
+    **sharded_arguments: Any,
+) -> MegatronFSDP:
+    """Train ``model`` sharded and a copy of it unsharded; losses and weights must agree."""
+    model = model.to(device())
+    reference = copy.deepcopy(model)
+    expected = train_reference(reference, data, make_optimizer, step_loss)
+    sharded, losses = train_sharded(model, data, make_optimizer, step_loss, **sharded_arguments)
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=tolerance, atol=tolerance)
+    weights = main_weights(sharded)
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(
+            weights[name], parameter.detach().cpu(), rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )
+    return sharded

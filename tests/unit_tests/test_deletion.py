@@ -1,0 +1,67 @@
+"""Deleting a model frees its memory at once, without the garbage collector."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from megatron_fsdp import MegatronFSDP, fully_shard
+from tests.models import STRATEGIES, Block, TinyModel, adamw, batches, loss_of
+from tests.ranks import RankPool
+
+
+def _buffers(model: MegatronFSDP) -> list[weakref.ref]:
+    return [
+        weakref.ref(tensor)
+        for group in model.groups
+        for tensor in (group.weights.compute.flat, group.weights.main, *[e.main for e in group.entries])
+    ]
+
+
+def _delete(strategy: str, when: str) -> None:
+    # torch's own first optimizer of a process is kept by the frames of an import that it tries.
+    adamw([torch.nn.Parameter(torch.zeros(1))])
+    gc.collect()
+    gc.disable()
+    try:
+        model = TinyModel(tied=True)
+        module = weakref.ref(model)
+        sharded, optimizer = fully_shard(
+            model, adamw(model.parameters()), fsdp_unit_modules=[Block], zero_dp_strategy=strategy
+        )
+        buffers = _buffers(sharded)
+        owner = weakref.ref(sharded)
+        loss = None
+        if when != "built":
+            loss = loss_of(sharded, batches(1, 1)[0, 0])
+        if when in ("backward", "step"):
+            loss.backward()
+        if when == "step":
+            optimizer.step()
+        # The loss stays: a graph that is still there must not keep the model.
+        del model, sharded, optimizer
+        if when != "forward":
+            assert all(buffer() is None for buffer in buffers), when
+        assert owner() is None and module() is None
+        del loss
+        assert all(buffer() is None for buffer in buffers), when
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("when", ["built", "forward", "backward", "step"])
+def test_deletion(ranks: RankPool, strategy: str, when: str) -> None:
+    ranks.run(2, _delete, strategy, when)
+
+
+def test_stream_keeps_no_task() -> None:
+    from megatron.fsdp.device import CpuStream
+
+    stream = CpuStream()
+    tensor = torch.zeros(3)
+    reference = weakref.ref(tensor)
+    stream.run(lambda t=tensor: t.add_(1)).wait()
+    del tensor
+    stream.run(lambda: None).wait()
+    assert reference() is None

@@ -1,0 +1,120 @@
+"""16-bit compute with wider main weights and gradients."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron_fsdp import MixedPrecisionPolicy, fully_shard
+from tests.models import STRATEGIES, Block, TinyModel, adamw, batches, device, loss_of, main_weights
+from tests.ranks import RankPool
+
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
+def _reference_step(compute: torch.nn.Module, main: dict, data: torch.Tensor, grad_dtype: torch.dtype) -> None:
+    """One step of AdamW on fp32 main weights; gradients of bf16 compute, summed over micro-batches in grad_dtype."""
+    parameters = dict(compute.named_parameters())
+    sums = {name: torch.zeros(p.shape, dtype=grad_dtype, device=p.device) for name, p in parameters.items()}
+    for tokens in data:
+        loss_of(compute, tokens).backward()
+        for name, p in parameters.items():
+            sums[name] += p.grad.to(grad_dtype)
+            p.grad = None
+    for name, weight in main["weights"].items():
+        weight.grad = (sums[name] / len(data)).to(FP32)
+    main["optimizer"].step()
+    with torch.no_grad():
+        for name, p in parameters.items():
+            p.copy_(main["weights"][name])
+
+
+def _train(strategy: str, grad_dtype: torch.dtype) -> None:
+    model = TinyModel().to(device(), BF16)
+    reference = copy.deepcopy(model)
+    weights = {name: torch.nn.Parameter(p.detach().to(FP32)) for name, p in reference.named_parameters()}
+    main = {"weights": weights, "optimizer": adamw(weights.values())}
+    policy = MixedPrecisionPolicy(main_params_dtype=FP32, main_grads_dtype=grad_dtype)
+    sharded, optimizer = fully_shard(
+        model,
+        adamw(model.parameters()),
+        fsdp_unit_modules=[Block],
+        zero_dp_strategy=strategy,
+        mixed_precision_policy=policy,
+    )
+    for data in batches(steps=3, per_step=dist.get_world_size()):
+        _reference_step(reference, main, data, grad_dtype)
+        loss_of(sharded, data[dist.get_rank()]).backward()
+        assert all(p.dtype == FP32 and p.grad.dtype == FP32 for p in sharded.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+    # Two ranks add two gradients, in whichever order: in fp32 the sums are equal, in bf16 a bit may differ.
+    tolerance = 2e-6 if grad_dtype is FP32 else 2e-3
+    for name, weight in main_weights(sharded).items():
+        expected = weights[name].detach().cpu()
+        torch.testing.assert_close(weight, expected, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("grad_dtype", [FP32, BF16])
+def test_bf16_compute_with_fp32_main_weights(ranks: RankPool, strategy: str, grad_dtype: torch.dtype) -> None:
+    ranks.run(2, _train, strategy, grad_dtype)
+
+
+def _compute_dtype_and_main_dtype(strategy: str, policy: MixedPrecisionPolicy) -> None:
+    seen: list[torch.dtype] = []
+    model = TinyModel().to(device(), BF16)
+    model.blocks[0].register_forward_pre_hook(lambda module, args: seen.append(module.up.weight.dtype))
+    sharded, _ = fully_shard(
+        model,
+        adamw(model.parameters()),
+        fsdp_unit_modules=[Block],
+        zero_dp_strategy=strategy,
+        mixed_precision_policy=policy,
+    )
+    loss_of(sharded, batches(1, 1)[0, 0]).backward()
+    assert seen == [BF16]
+    assert {p.dtype for p in sharded.parameters()} == {policy.main_params_dtype or BF16}
+    assert {p.grad.dtype for p in sharded.parameters()} == {policy.main_params_dtype or BF16}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("main", [FP32, None])
+def test_forward_reads_the_models_dtype(ranks: RankPool, strategy: str, main: torch.dtype | None) -> None:
+    ranks.run(2, _compute_dtype_and_main_dtype, strategy, MixedPrecisionPolicy(main_params_dtype=main))
+
+
+def _reduced_in(comm: torch.dtype) -> None:
+    import megatron.fsdp.gradients as gradients
+
+    seen: set[torch.dtype] = set()
+    original = gradients.reduce_scatter
+
+    def recording(shard: torch.Tensor, flat: torch.Tensor, *rest: object) -> None:
+        seen.add(flat.dtype)
+        original(shard, flat, *rest)
+
+    gradients.reduce_scatter = recording
+    try:
+        model = TinyModel().to(device())
+        policy = MixedPrecisionPolicy(main_grads_dtype=FP32, grad_comm_dtype=comm)
+        sharded, _ = fully_shard(model, adamw(model.parameters()), mixed_precision_policy=policy)
+        data = batches(1, 2)[0]
+        loss_of(sharded, data[0]).backward()
+        loss_of(sharded, data[1]).backward()
+    finally:
+        gradients.reduce_scatter = original
+    assert seen == {comm}
+    reference = TinyModel().to(device())
+    reference.load_state_dict(main_weights(sharded))
+    (loss_of(reference, data[0]) + loss_of(reference, data[1])).backward()
+    tolerance = 1e-6 if comm is FP32 else 1e-2
+    for entry in sharded.entries():
+        expected = dict(reference.named_parameters())[entry.name].grad.reshape(-1)
+        expected = expected[entry.piece.start : entry.piece.stop].view(entry.piece.shape)
+        torch.testing.assert_close(entry.main.grad._local_tensor, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("comm", [FP32, BF16, torch.float16])
+def test_gradients_are_reduced_in_grad_comm_dtype(ranks: RankPool, comm: torch.dtype) -> None:
+    ranks.run(2, _reduced_in, comm)

@@ -1,0 +1,205 @@
+"""Any optimizer of torch.optim that works element by element, on DTensor main weights."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron_fsdp import fully_shard, fully_shard_model, fully_shard_optimizer
+from tests.models import STRATEGIES, Block, TinyModel, assert_same_training, batches, device, loss_of, main_weights
+from tests.ranks import RankPool
+from torch.distributed.tensor import DTensor
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
+    "SGD_momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "Adam": lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "AdamW_foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+    "Adadelta": lambda p: torch.optim.Adadelta(p),
+    "Adamax": lambda p: torch.optim.Adamax(p, lr=1e-2),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-2),
+    "RAdam": lambda p: torch.optim.RAdam(p, lr=1e-2),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-2),
+    "Rprop": lambda p: torch.optim.Rprop(p, lr=1e-3),
+    "ASGD": lambda p: torch.optim.ASGD(p, lr=1e-2),
+}
+
+
+def _train(name: str, strategy: str) -> None:
+    # Elements whose gradient is almost zero: optimizers that divide by it turn a rounding error into a step.
+    tolerance = 2e-4
+    data = batches(steps=4, per_step=dist.get_world_size())
+    assert_same_training(TinyModel(), data, OPTIMIZERS[name], zero_dp_strategy=strategy, tolerance=tolerance)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizer(ranks: RankPool, name: str) -> None:
+    ranks.run(3, _train, name, "optim_grads_params")
+
+
+def _first_step(strategy: str) -> None:
+    """The first update is that of the unsharded optimizer: no step is taken to create state."""
+    torch.manual_seed(3)
+    model = TinyModel().to(device())
+    reference = copy.deepcopy(model)
+    sharded, optimizer = fully_shard(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.5),
+        fsdp_unit_modules=[Block],
+        zero_dp_strategy=strategy,
+    )
+    assert not optimizer.state
+    tokens = batches(1, 1)[0, 0]
+    loss_of(sharded, tokens).backward()
+    optimizer.step()
+    reference_optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2, weight_decay=0.5)
+    loss_of(reference, tokens).backward()
+    reference_optimizer.step()
+    weights = main_weights(sharded)
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(weights[name], parameter.detach().cpu(), rtol=1e-5, atol=1e-6)
+    assert {float(state["step"]) for state in optimizer.state.values()} == {1.0}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_first_step_equals_the_unsharded_optimizers(ranks: RankPool, strategy: str) -> None:
+    ranks.run(3, _first_step, strategy)
+
+
+def _groups_keep_their_options() -> None:
+    model = TinyModel()
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    reference = copy.deepcopy(model)
+    own = [p for p in reference.parameters() if p.dim() < 2], [p for p in reference.parameters() if p.dim() >= 2]
+    options = {"weight_decay": 0.0, "lr": 0.02}, {"weight_decay": 0.3}
+    optimizer = torch.optim.AdamW([{"params": vectors, **options[0]}, {"params": matrices, **options[1]}], lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    expected = torch.optim.AdamW([{"params": own[0], **options[0]}, {"params": own[1], **options[1]}], lr=0.01)
+    expected_scheduler = torch.optim.lr_scheduler.StepLR(expected, step_size=1, gamma=0.5)
+
+    sharded = fully_shard_model(model, fsdp_unit_modules=[Block])
+    assert fully_shard_optimizer(optimizer) is optimizer
+    assert [len(g["params"]) for g in optimizer.param_groups] == [len(vectors), len(matrices)]
+    assert all(isinstance(p, DTensor) for g in optimizer.param_groups for p in g["params"])
+    for tokens in batches(3, 1)[:, 0]:
+        loss_of(sharded, tokens).backward()
+        loss_of(reference, tokens).backward()
+        for each in (optimizer, expected, scheduler, expected_scheduler):
+            each.step()
+        optimizer.zero_grad()
+        expected.zero_grad()
+    weights = main_weights(sharded)
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(weights[name], parameter.detach(), rtol=2e-5, atol=2e-5)
+
+
+def test_parameter_groups_and_schedulers(ranks: RankPool) -> None:
+    ranks.run(2, _groups_keep_their_options)
+
+
+def _closure() -> None:
+    """A closure that computes loss and gradients sees DTensors, whatever the optimizer sees."""
+    model = TinyModel()
+    reference = copy.deepcopy(model)
+    sharded, optimizer = fully_shard(model, torch.optim.AdamW(model.parameters(), lr=1e-2), fsdp_unit_modules=[Block])
+    expected = torch.optim.AdamW(reference.parameters(), lr=1e-2)
+    for tokens in batches(3, 1)[:, 0]:
+
+        def closure(each: torch.nn.Module, each_optimizer: torch.optim.Optimizer, data: torch.Tensor) -> torch.Tensor:
+            each_optimizer.zero_grad()
+            loss = loss_of(each, data)
+            loss.backward()
+            return loss
+
+        got = optimizer.step(lambda data=tokens: closure(sharded, optimizer, data))
+        want = expected.step(lambda data=tokens: closure(reference, expected, data))
+        torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
+    weights = main_weights(sharded)
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(weights[name], parameter.detach(), rtol=2e-5, atol=2e-5)
+
+
+def test_step_with_a_closure(ranks: RankPool) -> None:
+    ranks.run(2, _closure)
+
+
+class Interrupted(torch.optim.SGD):
+    """Raises in the middle of its first step."""
+
+    failed = False
+
+    def step(self, closure: Callable | None = None) -> None:  # type: ignore[override]
+        if not self.failed:
+            self.failed = True
+            raise KeyboardInterrupt
+        super().step(closure)
+
+
+def _step_that_raises() -> None:
+    model = TinyModel()
+    sharded, optimizer = fully_shard(model, Interrupted(model.parameters(), lr=0.1), fsdp_unit_modules=[Block])
+    loss_of(sharded, batches(1, 1)[0, 0]).backward()
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    before = main_weights(sharded)
+    optimizer.step()
+    after = main_weights(sharded)
+    assert all(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
+    assert all(not torch.equal(before[name], after[name]) for name in before)
+
+
+def test_step_after_one_that_raised(ranks: RankPool) -> None:
+    ranks.run(2, _step_that_raises)
+
+
+def _state_from_before() -> None:
+    """An optimizer that has stepped on the whole model goes on as if nothing had happened."""
+    model = TinyModel()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    first, second = batches(2, 1)[:, 0]
+    loss_of(model, first).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    reference = copy.deepcopy(model)
+    expected = torch.optim.AdamW(reference.parameters(), lr=1e-2)
+    expected.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    sharded, optimizer = fully_shard(model, optimizer, fsdp_unit_modules=[Block])
+    loss_of(sharded, second).backward()
+    loss_of(reference, second).backward()
+    optimizer.step()
+    expected.step()
+    weights = main_weights(sharded)
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(weights[name], parameter.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_state_of_the_whole_model_is_sharded_along(ranks: RankPool) -> None:
+    ranks.run(3, _state_from_before)
+
+
+def _optimizer_of_the_sharded_model() -> None:
+    model = TinyModel()
+    reference = copy.deepcopy(model)
+    sharded = fully_shard_model(model, fsdp_unit_modules=[Block])
+    optimizer = fully_shard_optimizer(torch.optim.SGD(sharded.parameters(), lr=0.1))
+    expected = torch.optim.SGD(reference.parameters(), lr=0.1)
+    tokens = batches(1, 1)[0, 0]
+    for each, each_optimizer in ((sharded, optimizer), (reference, expected)):
+        loss_of(each, tokens).backward()
+        norm = torch.nn.utils.clip_grad_norm_(each.parameters(), max_norm=0.01)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        each_optimizer.step()
+        if each is sharded:
+            sharded_norm = norm
+    torch.testing.assert_close(sharded_norm, norm)
+    weights = main_weights(sharded)
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(weights[name], parameter.detach(), rtol=1e-6, atol=1e-7)
+
+
+def test_optimizer_of_the_sharded_models_parameters_and_clipping(ranks: RankPool) -> None:
+    ranks.run(3, _optimizer_of_the_sharded_model)

@@ -1,0 +1,64 @@
+"""The order of communication: literal plans, and what a rank does that falls behind or runs ahead."""
+
+from megatron.fsdp.plan import Op, OpKind, Plan, hoist_gathers, merge_recorded
+
+
+def _ops(text: str) -> list[Op]:
+    kinds = {"G": OpKind.GATHER, "R": OpKind.REDUCE}
+    return [Op(kinds[word[0]], int(word[1:])) for word in text.split()]
+
+
+def _text(ops: list[Op]) -> str:
+    return " ".join(f"{op.kind.name[0]}{op.unit}" for op in ops)
+
+
+def _issue_order(text: str, distance: int) -> str:
+    asked = _ops(text)
+    return _text([asked[index] for index in hoist_gathers(asked, distance)])
+
+
+def test_gathers_move_ahead_of_one_reduction() -> None:
+    assert _issue_order("G0 G3 R3 G2 R2 G1 R1 R0", 1) == "G0 G3 G2 R3 G1 R2 R1 R0"
+
+
+def test_gathers_keep_their_order_when_they_move_further() -> None:
+    assert _issue_order("G3 R3 G2 R2 G1 R1", 2) == "G3 G2 G1 R3 R2 R1"
+    assert _issue_order("G3 R3 G2 R2 G1 R1", 0) == "G3 R3 G2 R2 G1 R1"
+
+
+def test_what_is_asked_in_order_leaves_nothing_out() -> None:
+    plan = Plan(_ops("G0 G1 R1 R0"), distance=1)
+    assert [list(plan.ask(op) or ()) for op in plan.asked] == [[0], [1], [2], [3]]
+    assert list(plan.rest()) == []
+
+
+def test_what_was_not_asked_for_comes_before_what_is() -> None:
+    plan = Plan(_ops("G0 G1 R1 G2 R2 R0"), distance=1)
+    assert list(plan.ask(Op(OpKind.GATHER, 0)) or ()) == [0]
+    assert list(plan.ask(Op(OpKind.GATHER, 2)) or ()) == [1, 2, 3]
+    assert list(plan.rest()) == [4, 5]
+
+
+def test_what_the_plan_does_not_have_ahead_changes_nothing() -> None:
+    plan = Plan(_ops("G0 G1"), distance=1)
+    plan.ask(Op(OpKind.GATHER, 1))
+    assert plan.ask(Op(OpKind.GATHER, 0)) is None
+    assert list(plan.rest()) == []
+    assert _text(plan.recorded) == "G1 G0"
+
+
+def test_issued_counts_in_the_order_of_issue() -> None:
+    plan = Plan(_ops("G2 R2 G1 R1"), distance=1)
+    plan.issued = 2
+    assert [plan.is_issued(index) for index in range(4)] == [True, False, True, False]
+    assert plan.ahead() == Op(OpKind.REDUCE, 2)
+    plan.issued = 4
+    assert plan.ahead() is None
+
+
+def test_recorded_orders_merge_into_the_one_that_holds_the_others() -> None:
+    assert merge_recorded([_ops("G0 G2"), _ops("G0 G1 G2"), _ops("G0 G1 G2")]) == _ops("G0 G1 G2")
+
+
+def test_recorded_orders_that_contradict_do_not_merge() -> None:
+    assert merge_recorded([_ops("G0 G2 G1"), _ops("G0 G1 G2")]) is None

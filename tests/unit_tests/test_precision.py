@@ -1,0 +1,43 @@
+"""Dtypes of weights and gradients, and which do not fit together."""
+
+import pytest
+import torch
+from megatron.fsdp.precision import Dtypes, MixedPrecisionPolicy
+
+
+def test_default_keeps_main_weights_in_fp32_and_gradients_in_the_compute_dtype() -> None:
+    bf16, fp32 = torch.bfloat16, torch.float32
+    assert MixedPrecisionPolicy().resolve(bf16, "w") == Dtypes(bf16, fp32, bf16, bf16)
+
+
+def test_none_means_the_compute_dtype_and_grad_comm_follows_main_grads() -> None:
+    policy = MixedPrecisionPolicy(main_params_dtype=None, main_grads_dtype=torch.float32)
+    bf16, fp32 = torch.bfloat16, torch.float32
+    assert policy.resolve(bf16, "w") == Dtypes(bf16, bf16, fp32, fp32)
+
+
+@pytest.mark.parametrize("field", ["main_params_dtype", "main_grads_dtype", "grad_comm_dtype"])
+def test_integer_dtype_is_refused_by_the_field_it_is_in(field: str) -> None:
+    with pytest.raises(ValueError, match=rf"{field}: expected None or one of .*got torch.int32"):
+        MixedPrecisionPolicy(**{field: torch.int32})
+
+
+def test_two_16_bit_formats_for_gradients_are_refused() -> None:
+    with pytest.raises(ValueError, match="Mismatched dtypes: main_grads_dtype is torch.bfloat16"):
+        MixedPrecisionPolicy(main_grads_dtype=torch.bfloat16, grad_comm_dtype=torch.float16)
+
+
+def test_main_weights_narrower_than_compute_weights_are_refused() -> None:
+    with pytest.raises(ValueError, match="layer.weight.*at least as wide"):
+        MixedPrecisionPolicy(main_params_dtype=torch.bfloat16).resolve(torch.float32, "layer.weight")
+
+
+@pytest.mark.parametrize("field", ["main_params_dtype", "main_grads_dtype"])
+def test_16_bit_format_that_differs_from_the_models_is_refused(field: str) -> None:
+    with pytest.raises(ValueError, match="Mismatched dtypes"):
+        MixedPrecisionPolicy(**{field: torch.float16}).resolve(torch.bfloat16, "w")
+
+
+def test_integer_parameter_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"Parameter table: expected a dtype out of .*got torch.int64"):
+        MixedPrecisionPolicy().resolve(torch.int64, "table")

@@ -1,0 +1,43 @@
+"""Strategies are rows of one table."""
+
+import re
+from pathlib import Path
+
+import megatron.fsdp
+import pytest
+from megatron.fsdp.strategy import INNER, Placement, resolve_strategy
+
+
+def test_stage_of_zero_is_the_position_in_the_table() -> None:
+    assert [resolve_strategy(stage) for stage in range(4)] == list(INNER)
+
+
+def test_placements_of_each_strategy() -> None:
+    replicate, partial, shard = Placement.REPLICATE, Placement.PARTIAL, Placement.SHARD
+    table = {name: (p.parameters, p.gradients, p.optimizer) for name, p in INNER.items()}
+    assert table == {
+        "no_shard": (replicate, partial, replicate),
+        "optim": (replicate, partial, shard),
+        "optim_grads": (replicate, shard, shard),
+        "optim_grads_params": (shard, shard, shard),
+    }
+
+
+@pytest.mark.parametrize("strategy", [4, -1, True, None, "zero3", "optim_grad"])
+def test_unknown_strategy_is_refused_with_the_choices(strategy: object) -> None:
+    with pytest.raises(ValueError, match="3 or 'optim_grads_params'"):
+        resolve_strategy(strategy)  # type: ignore[arg-type]
+
+
+def test_unknown_strategy_names_the_nearest() -> None:
+    with pytest.raises(ValueError, match="Did you mean 'optim_grads'"):
+        resolve_strategy("optim_grad")
+
+
+def test_no_other_file_of_the_engine_names_a_strategy_in_code() -> None:
+    folder = Path(megatron.fsdp.__file__).parent
+    allowed = {"strategy.py", "config.py", "fully_shard.py"}  # the table, the default, the documentation of it
+    pattern = re.compile(r"[\"'](optim|optim_grads|optim_grads_params)[\"']")
+    for path in folder.glob("*.py"):
+        if path.name not in allowed:
+            assert not pattern.search(path.read_text()), f"{path.name} names a strategy"
