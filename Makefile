@@ -1,0 +1,64 @@
+# `make` or `make help` says what there is. Everything runs in .venv, which `make install` creates.
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint typecheck unit functional parity gpu-test wheel clean clean-demo
+
+PYTHON := .venv/bin/python
+STAMP := .venv/.installed
+DEMO_FLAGS ?=
+PYTEST_FLAGS ?=
+PYTEST := $(PYTHON) -m pytest $(PYTEST_FLAGS)
+
+# A .venv whose interpreter has gone since is made anew.
+ifneq ($(wildcard $(STAMP)),)
+ifneq ($(shell $(PYTHON) -c 'print("runs")' 2>/dev/null),runs)
+$(shell rm -rf .venv)
+endif
+endif
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
+
+install: $(STAMP) ## create .venv with the pinned dependencies and the project (editable); nothing to do when up to date
+
+$(STAMP): constraints.txt pyproject.toml setup.py
+	@python="$$(scripts/find_python.sh)" || exit 2; \
+	$(PYTHON) -c '' 2>/dev/null || { echo "creating .venv with $$python"; "$$python" -m venv --clear .venv; }
+	@echo "installing the pinned dependencies (some GB, a few minutes the first time)"
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(PYTHON) -m pip install --quiet --constraint constraints.txt --editable '.[demo,dev]'
+	@touch $(STAMP)
+
+demo: install ## train a small GPT on Python's own library; again: go on from its checkpoint (DEMO_FLAGS="--iterations 100")
+	@$(PYTHON) examples/demo/run.py $(DEMO_FLAGS)
+
+test: lint typecheck unit functional ## all that CI runs
+
+lint: install ## ruff: style, annotations, docstrings, formatting
+	$(PYTHON) -m ruff check
+	$(PYTHON) -m ruff format --check
+
+typecheck: install ## mypy
+	$(PYTHON) -m mypy
+
+unit: install ## unit tests (PYTEST_FLAGS="-k layout")
+	$(PYTEST) tests/unit_tests
+
+functional: install ## whole runs: Megatron's training loop, checkpoints, the demo's data
+	$(PYTEST) tests/functional_tests
+
+parity: install ## the tests that compare losses with replicated training
+	$(PYTEST) tests -k parity
+
+gpu-test: install ## the tests that need a CUDA device
+	$(PYTEST) tests -m gpu
+
+wheel: install ## build the wheel into dist/
+	rm -rf build
+	$(PYTHON) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+
+clean-demo: ## remove what the demo wrote
+	rm -rf demo_output
+
+clean: clean-demo ## remove .venv, what the demo wrote, build outputs and caches
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

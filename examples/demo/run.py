@@ -1,0 +1,335 @@
+"""The demo: prepares data, trains a small GPT with Megatron and this project's FSDP, shows what came of it.
+
+    make demo        or        python examples/demo/run.py
+
+What exists is reused: the data of an earlier run is not built again, and training goes on from its last checkpoint.
+"""
+
+import argparse
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+import psutil
+from generate import iteration_folder, latest_iteration
+from plot import plot
+from prepare_data import DataMeta, meta_path, read_meta, tokenizer_path
+from rich.console import Console
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+from train_log import LogReader, Point, failure_excerpt, read_history, write_history
+from training import IMPLEMENTATIONS, ROOT, Machine, Paths, Training, command
+
+PROMPT = "def __init__(self"
+SECONDS_TO_STOP = 10
+SECONDS_BETWEEN_LINES = 15  # where the output is no terminal, so that a progress bar cannot be redrawn
+
+
+class StepFailed(RuntimeError):
+    """A process of the demo ended with an error; ``excerpt`` is the end of what it wrote."""
+
+    def __init__(self, message: str, excerpt: str) -> None:
+        super().__init__(message)
+        self.excerpt = excerpt
+
+
+def stop(process: subprocess.Popen[str]) -> None:
+    """Ends torchrun and all it started: asks first, and kills what is left after ``SECONDS_TO_STOP``."""
+    try:
+        parent = psutil.Process(process.pid)
+        processes = [parent, *parent.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return
+    for member in processes:
+        try:
+            member.terminate()
+        except psutil.NoSuchProcess:
+            continue
+    _, alive = psutil.wait_procs(processes, timeout=SECONDS_TO_STOP)
+    for member in alive:
+        member.kill()
+    process.wait()
+
+
+def resident_gigabytes(torchrun: int) -> list[float]:
+    """Resident memory of each rank, in GB (10^9 bytes): the ranks are the children of ``torchrun``."""
+    try:
+        children = psutil.Process(torchrun).children()
+        return [child.memory_info().rss / 1e9 for child in sorted(children, key=lambda child: child.pid)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+class Display:
+    """A progress bar on a terminal, a line now and then elsewhere."""
+
+    def __init__(self, console: Console, total: int) -> None:
+        self.console, self.total, self.step = console, total, 0
+        self.last_line = time.monotonic()
+        self.status = "loss   -   val   -  "
+        self.progress = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[status]}"),
+            TimeElapsedColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self.task = self.progress.add_task("starting", total=total, status=self.status)
+
+    def show(self, step: int, loss: float, validation: float, speed: float, memory: str) -> None:
+        """Shows the state after ``step`` iterations of this invocation."""
+        parts = [f"loss {loss:.2f}", f"val {validation:.2f}" if math.isfinite(validation) else "val   - "]
+        self.status = "  ".join([*parts, f"{speed:,.0f} tokens/s", memory])
+        self.step = step
+        description = "training" if step < self.total else "saving  "
+        self.progress.update(self.task, completed=step, status=self.status, description=description)
+        if time.monotonic() - self.last_line > SECONDS_BETWEEN_LINES:
+            self.print_line()
+
+    def print_line(self) -> None:
+        """Prints the state, where no bar shows it."""
+        self.last_line = time.monotonic()
+        if not self.console.is_terminal:
+            self.console.print(f"  {self.step}/{self.total}  {self.status}", soft_wrap=True)
+
+
+class Run:
+    """One invocation of the training processes: their output goes to the log, their losses to the history."""
+
+    def __init__(self, training: Training, machine: Machine, paths: Paths, console: Console) -> None:
+        self.training, self.machine, self.paths, self.console = training, machine, paths, console
+        self.done = latest_iteration(paths.checkpoints)
+        self.points = read_history(paths.history, self.done)
+        self.first_new = len(self.points)
+        self.reader = LogReader(training.sequence, self.points[-1].tokens if self.points else 0)
+        self.peak_memory = 0.0
+
+    def new_points(self, kind: str) -> list[Point]:
+        """The points of one kind that this invocation has added."""
+        return [point for point in self.points[self.first_new :] if point.kind == kind]
+
+    def memory(self, torchrun: int) -> str:
+        """Memory for the display; keeps the highest of it. On CUDA it is rank 0's report, and others are alike."""
+        if self.machine.cuda_devices:
+            self.peak_memory = max(self.peak_memory, self.reader.max_allocated_mb * 2**20 / 1e9)
+            return f"rank 0: {self.peak_memory:.1f} GB"
+        ranks = resident_gigabytes(torchrun)
+        self.peak_memory = max([self.peak_memory, *ranks])
+        return f"{' + '.join(f'{gigabytes:.1f}' for gigabytes in ranks)} GB"
+
+    def follow(self, process: subprocess.Popen[str], display: Display) -> None:
+        """Copies the processes' output to the log and shows the losses in it, until they close it."""
+        assert process.stdout is not None
+        validation = math.nan
+        with self.paths.log.open("a") as log:
+            for line in process.stdout:
+                log.write(line)
+                log.flush()
+                point = self.reader.read(line)
+                if point is None:
+                    continue
+                self.points.append(point)
+                if point.kind == "validation":
+                    validation = point.loss
+                train = self.points[-1] if point.kind == "train" else self.new_points("train")[-1]
+                step, memory = train.iteration - self.done, self.memory(process.pid)
+                display.show(step, train.loss, validation, train.tokens_per_second, memory)
+
+    def start(self) -> None:
+        """Trains.
+
+        Raises:
+            StepFailed: the processes ended with an error, or without a single iteration.
+        """
+        arguments = command(self.training, self.machine, self.paths, self.done)
+        self.paths.output.mkdir(parents=True, exist_ok=True)
+        with self.paths.log.open("a") as log:
+            offset = log.tell()
+            log.write("$ " + " ".join(arguments) + "\n")
+        process = subprocess.Popen(
+            arguments,
+            cwd=ROOT,
+            env=self.machine.environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # so that Ctrl-C reaches this process alone, and it decides how the others end
+        )
+        display = Display(self.console, self.training.iterations)
+        try:
+            with display.progress:
+                self.follow(process, display)
+                code = process.wait()
+            display.print_line()
+        finally:
+            stop(process)
+        if code or not self.new_points("train"):
+            raise StepFailed("the training processes failed", failure_excerpt(self.paths.log, offset))
+        write_history(self.paths.history, self.points)
+
+
+def data_line(meta: DataMeta) -> str:
+    """One line about the data."""
+    files, tokens = meta.files, meta.tokens
+    return (
+        f"{files['train']} + {files['validation']} files, {tokens['train'] / 1e6:.2f} + "
+        f"{tokens['validation'] / 1e6:.2f} million tokens (training + validation), vocabulary {meta.vocab_size}"
+    )
+
+
+def run_script(name: str, paths: Paths, arguments: list[str]) -> str:
+    """Runs a script of this folder in a process of its own, so that Megatron's warnings go to the log.
+
+    Returns what it printed.
+
+    Raises:
+        StepFailed: it ended with an error.
+    """
+    line = [sys.executable, str(Path(__file__).with_name(name)), *arguments]
+    paths.output.mkdir(parents=True, exist_ok=True)
+    with paths.log.open("a") as log:
+        offset = log.tell()
+        log.write("$ " + " ".join(line) + "\n")
+        log.flush()
+        result = subprocess.run(
+            line, env={**os.environ, "HF_HUB_OFFLINE": "1"}, stdout=subprocess.PIPE, stderr=log, text=True
+        )
+    if result.returncode:
+        raise StepFailed(f"{name} failed", failure_excerpt(paths.log, offset))
+    return result.stdout
+
+
+def prepare_data(paths: Paths) -> DataMeta:
+    """Builds the data unless they are complete."""
+    if not meta_path(paths.data).exists():
+        run_script("prepare_data.py", paths, ["--output", str(paths.data)])
+    return read_meta(paths.data)
+
+
+def write_sample(paths: Paths) -> str:
+    """Lets the trained model write a text, and keeps it."""
+    arguments = ["--prompt", PROMPT, "--checkpoints", str(paths.checkpoints)]
+    text = run_script("generate.py", paths, [*arguments, "--tokenizer", str(tokenizer_path(paths.data))])
+    paths.sample.write_text(text)
+    return text.rstrip()
+
+
+def summary(run: Run, meta: DataMeta, seconds: float) -> Table:
+    """What the training came to."""
+    train, validation = run.new_points("train"), run.new_points("validation")
+    steady = sorted(point.tokens_per_second for point in train)
+    table = Table(show_header=False, box=None, padding=(0, 2))
+    table.add_row(
+        "iterations", f"{run.done} -> {train[-1].iteration}, {train[-1].tokens / 1e6:.2f} million tokens seen"
+    )
+    if train[-1].iteration < run.done + run.training.iterations:
+        table.add_row(
+            "", f"stopped after {run.training.minutes} minutes instead of {run.training.iterations} iterations"
+        )
+    table.add_row("training loss", f"{train[-1].loss:.3f}")
+    table.add_row("validation loss", f"[bold]{validation[-1].loss:.3f}[/bold] nats per token" if validation else "-")
+    table.add_row("unigram entropy", f"[bold]{meta.unigram_entropy:.3f}[/bold] (validation text, training unigrams)")
+    table.add_row("", f"{meta.corpus_entropy:.3f} (training text)")
+    table.add_row("speed", f"{steady[len(steady) // 2]:,.0f} tokens/s (median iteration)")
+    memory = "allocated on rank 0" if run.machine.cuda_devices else "resident, largest rank"
+    table.add_row("peak memory", f"{run.peak_memory:.2f} GB {memory}")
+    table.add_row("time", f"{seconds:.0f} s")
+    return table
+
+
+def written(run: Run, iteration: int) -> Table:
+    """The paths of everything the demo wrote."""
+    paths = run.paths
+    table = Table(show_header=False, box=None, padding=(0, 2))
+    for name, path in {
+        "checkpoint": iteration_folder(paths.checkpoints, iteration),
+        "loss plot": paths.plot,
+        "losses": paths.history,
+        "sample": paths.sample,
+        "data": paths.data,
+        "log": paths.log,
+    }.items():
+        shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+        table.add_row(name, Text(str(shown), overflow="fold"))
+    return table
+
+
+def demo(arguments: argparse.Namespace, console: Console) -> int:
+    """Runs all steps and returns the exit code: 1 if the model is no better than counting tokens."""
+    began = time.monotonic()
+    paths = Paths(arguments.output.resolve())
+    machine = Machine.detect()
+    training = Training(arguments.iterations or machine.iterations, arguments.minutes, arguments.fsdp_implementation)
+    with console.status("preparing data"):
+        meta = prepare_data(paths)
+    console.print(f"[bold]data[/bold]      {data_line(meta)}", soft_wrap=True)
+    run = Run(training, machine, paths, console)
+    resumed = f", from the checkpoint of iteration {run.done}" if run.done else ""
+    console.print(f"[bold]training[/bold]  {training.iterations} iterations{resumed}, {machine.name}", soft_wrap=True)
+    console.print(f"[bold]log[/bold]       {paths.log}", soft_wrap=True)
+    run.start()
+    iteration = latest_iteration(paths.checkpoints)
+    plot(run.points, meta.unigram_entropy, paths.plot, "GPT on the source and documentation of Python's library")
+    with console.status("generating text"):
+        text = write_sample(paths)
+    console.print(Panel(Text(text), title=f"sample after {PROMPT!r}", title_align="left"))
+    console.print(summary(run, meta, time.monotonic() - began))
+    console.print(written(run, iteration))
+    validation = run.new_points("validation")
+    if not validation or validation[-1].loss >= min(meta.unigram_entropy, meta.corpus_entropy):
+        console.print("[red]The validation loss is not below the unigram entropy: train for more iterations.[/red]")
+        return 1
+    console.print("Run it again to go on from this checkpoint; `make clean` removes everything.")
+    return 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line of the demo."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--output", type=Path, default=ROOT / "demo_output", help="folder for everything written")
+    parser.add_argument("--iterations", type=int, help="how many to train now (default: by machine)")
+    parser.add_argument("--minutes", type=int, default=Training.minutes, help="save and stop training after this time")
+    parser.add_argument(
+        "--fsdp-implementation",
+        choices=IMPLEMENTATIONS,
+        default=Training.implementation,
+        help="this project's FSDP, or the one inside Megatron-Core",
+    )
+    return parser.parse_args()
+
+
+def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    """Lets SIGTERM take the same way out as Ctrl-C, which ends the training processes."""
+    raise KeyboardInterrupt
+
+
+def main() -> int:
+    """Command line; returns the exit code."""
+    signal.signal(signal.SIGTERM, interrupt)
+    console = Console(highlight=False)
+    arguments = parse_arguments()
+    try:
+        return demo(arguments, console)
+    except StepFailed as error:
+        console.print(Panel(Text(error.excerpt), title=str(error), border_style="red"))
+        console.print(f"The whole log: {Paths(arguments.output.resolve()).log}", soft_wrap=True)
+        return 1
+    except KeyboardInterrupt:
+        console.print("interrupted; the training processes have ended, and the last checkpoint remains")
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

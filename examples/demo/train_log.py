@@ -1,0 +1,74 @@
+"""Reads the losses out of Megatron's log lines, and keeps them across runs in a file of JSON lines."""
+
+import json
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+NUMBER = r"([-+0-9.eE]+)"
+TRAINING = re.compile(
+    rf"iteration +(\d+)/ *\d+ \| consumed samples: +(\d+) \|.*?elapsed time per iteration \(ms\): {NUMBER} \|"
+    rf".*?global batch size: +(\d+) \|.*?lm loss: {NUMBER} \|"
+)
+VALIDATION = re.compile(rf"validation loss at iteration (\d+).*?lm loss value: {NUMBER} \|")
+MEMORY = re.compile(rf"\[Rank \d+\].*? memory \(MB\).*?max allocated: {NUMBER}")
+# torchrun's own messages: the first one that names an exit code says which rank failed; its traceback follows.
+LAUNCHER_FAILURE = re.compile(r"torch/distributed/elastic/.*exitcode")
+
+
+@dataclass(frozen=True)
+class Point:
+    """A loss at an iteration, in nats per token. ``tokens`` are those trained on so far; validation has no speed."""
+
+    kind: str
+    iteration: int
+    loss: float
+    tokens: int
+    tokens_per_second: float = 0.0
+
+
+class LogReader:
+    """Turns lines into points. It remembers the tokens of the last training line for the validation that follows."""
+
+    def __init__(self, sequence: int, tokens: int = 0) -> None:
+        self.sequence = sequence
+        self.tokens = tokens
+        self.max_allocated_mb = 0.0
+
+    def read(self, line: str) -> Point | None:
+        """The point that ``line`` reports, if it reports one; also notes a memory report."""
+        if match := TRAINING.search(line):
+            iteration, samples, milliseconds, batch, loss = match.groups()
+            self.tokens = int(samples) * self.sequence
+            speed = int(batch) * self.sequence / (float(milliseconds) / 1000)
+            return Point("train", int(iteration), float(loss), self.tokens, speed)
+        if match := VALIDATION.search(line):
+            return Point("validation", int(match[1]), float(match[2]), self.tokens)
+        if match := MEMORY.search(line):
+            self.max_allocated_mb = float(match[1])
+        return None
+
+
+def read_history(path: Path, until: int) -> list[Point]:
+    """The points up to iteration ``until``, which is where training resumes.
+
+    Later ones are from a run that stopped before it saved: training will pass those iterations again.
+    """
+    if not path.exists():
+        return []
+    points = [Point(**json.loads(line)) for line in path.read_text().splitlines()]
+    return [point for point in points if point.iteration <= until]
+
+
+def write_history(path: Path, points: list[Point]) -> None:
+    """Writes all points anew."""
+    path.write_text("".join(json.dumps(asdict(point)) + "\n" for point in points))
+
+
+def failure_excerpt(log: Path, offset: int, lines: int = 30) -> str:
+    """The end of what a failed run wrote after byte ``offset``, without the traceback that torchrun adds of itself."""
+    with log.open("rb") as file:
+        file.seek(offset)
+        written = file.read().decode(errors="replace").splitlines()
+    end = next((index + 1 for index, line in enumerate(written) if LAUNCHER_FAILURE.search(line)), len(written))
+    return "\n".join(written[max(0, end - lines) : end])

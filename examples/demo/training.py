@@ -1,0 +1,222 @@
+"""What the demo trains: the model's size, the batch, the schedule, and the command line that says so to Megatron."""
+
+import importlib.util
+import os
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from prepare_data import dataset_prefix, tokenizer_path
+
+ROOT = Path(__file__).resolve().parents[2]
+IMPLEMENTATIONS = ("this", "megatron-core")
+CPU_RANKS = 2
+
+
+@dataclass(frozen=True)
+class Paths:
+    """Everything the demo writes, below one folder."""
+
+    output: Path
+
+    @property
+    def data(self) -> Path:
+        """Text, tokenizer, indexed datasets and Megatron's index cache."""
+        return self.output / "data"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Megatron's --save and --load."""
+        return self.output / "checkpoints"
+
+    @property
+    def log(self) -> Path:
+        """All that the training processes print."""
+        return self.output / "train.log"
+
+    @property
+    def history(self) -> Path:
+        """The losses of all runs so far, one JSON object per line."""
+        return self.output / "history.jsonl"
+
+    @property
+    def plot(self) -> Path:
+        """The picture of ``history``."""
+        return self.output / "loss.png"
+
+    @property
+    def sample(self) -> Path:
+        """Text written by the trained model."""
+        return self.output / "sample.txt"
+
+
+def has_bf16(cpuinfo: str) -> bool:
+    """Whether a CPU that the kernel describes so multiplies bf16 matrices in hardware (x86 or ARM)."""
+    flags = set(cpuinfo.split())
+    return not flags.isdisjoint({"avx512_bf16", "amx_bf16", "bf16"})
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where the ranks run: one per CUDA device, or two on the CPU.
+
+    ``bf16`` is what the demo trains in, except on a CPU without instructions for it: emulated, it is 25 times slower
+    than fp32, and the training would take an hour.
+    """
+
+    cuda_devices: int
+    cores: int
+    bf16: bool = True
+
+    @classmethod
+    def detect(cls) -> "Machine":
+        """This machine: the devices and cores that this process may use."""
+        devices, cpuinfo = torch.cuda.device_count(), Path("/proc/cpuinfo")
+        bf16 = devices > 0 or not cpuinfo.exists() or has_bf16(cpuinfo.read_text())
+        return cls(devices, len(os.sched_getaffinity(0)), bf16)
+
+    @property
+    def ranks(self) -> int:
+        """How many processes train."""
+        return self.cuda_devices or CPU_RANKS
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        if self.cuda_devices:
+            return f"{self.ranks} rank{'s' if self.ranks > 1 else ''} on CUDA over NCCL, bf16"
+        precision = "bf16" if self.bf16 else "fp32, because this CPU has no instructions for bf16"
+        return f"{self.ranks} ranks on CPU over gloo, {precision}"
+
+    @property
+    def iterations(self) -> int:
+        """How many one invocation trains: a minute or so on CUDA, three on two cores."""
+        if self.cuda_devices:
+            return 1000
+        return 300 if self.bf16 else 200
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Sequences per rank and iteration. Small on a CPU: with few tokens to see, more steps teach more."""
+        return 16 if self.cuda_devices else 4
+
+    def environment(self) -> dict[str, str]:
+        """The variables of the training processes, on top of this process's own."""
+        variables = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+        # One hardware queue would put communication behind compute; Megatron refuses FSDP with it.
+        variables.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
+        if not self.cuda_devices:
+            variables["OMP_NUM_THREADS"] = str(max(1, self.cores // self.ranks))
+            if "lo" in (name for _, name in socket.if_nameindex()):
+                # Both ranks are here, so no other interface, nor a host name that does not resolve, need be involved.
+                variables.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        return variables
+
+
+@dataclass(frozen=True)
+class Training:
+    """The run: sizes of the model (6.8 million parameters with 4096 tokens), and how long it trains.
+
+    ``iterations`` are added by each invocation, fewer if ``minutes`` are over before. In each, the learning rate is
+    constant, after a warm-up in the very first one, and falls over the last quarter ("WSD"): so every invocation ends
+    with a model worth looking at, and the next one simply goes on from a constant rate.
+    """
+
+    iterations: int
+    minutes: int = 4
+    implementation: str = "this"
+    layers: int = 6
+    hidden: int = 256
+    feed_forward: int = 688
+    heads: int = 8
+    sequence: int = 256
+    learning_rate: float = 2e-3
+    warmup: int = 20
+    evaluation_batches: int = 20
+
+    def __post_init__(self) -> None:
+        if self.iterations < 1:
+            raise ValueError(f"iterations: expected at least 1, got {self.iterations}")
+        if self.implementation not in IMPLEMENTATIONS:
+            raise ValueError(f"implementation: expected one of {IMPLEMENTATIONS}, got {self.implementation!r}")
+
+    @property
+    def evaluation_interval(self) -> int:
+        """Three validations on the way; Megatron adds one at the end, so no interval must end there."""
+        return self.iterations // 4 + 1
+
+
+def model_flags(training: Training) -> list[str]:
+    """A Llama-like GPT: RoPE, RMSNorm, SwiGLU, no biases, separate input and output embeddings."""
+    return [
+        *("--num-layers", str(training.layers), "--hidden-size", str(training.hidden)),
+        *("--ffn-hidden-size", str(training.feed_forward), "--num-attention-heads", str(training.heads)),
+        *("--seq-length", str(training.sequence), "--max-position-embeddings", str(training.sequence)),
+        *("--position-embedding-type", "rope", "--normalization", "RMSNorm", "--swiglu", "--disable-bias-linear"),
+        *("--untie-embeddings-and-output-weights", "--attention-dropout", "0", "--hidden-dropout", "0"),
+    ]
+
+
+def kernel_flags() -> list[str]:
+    """Without Transformer Engine, Megatron's own layers in PyTorch, and none of the fusions that need an extension."""
+    if importlib.util.find_spec("transformer_engine") is not None:
+        return []
+    return [
+        *("--transformer-impl", "local", "--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion"),
+        *("--no-persist-layer-norm", "--no-rope-fusion"),
+    ]
+
+
+def sharding_flags(training: Training, machine: Machine) -> list[str]:
+    """ZeRO-3 in bf16 with fp32 main weights and gradients, saved sharded."""
+    flags = [
+        *("--use-megatron-fsdp", "--data-parallel-sharding-strategy", "optim_grads_params"),
+        *("--use-distributed-optimizer", "--ckpt-format", "fsdp_dtensor"),
+        *("--fsdp-implementation", training.implementation),
+    ]
+    return flags + (["--bf16"] if machine.bf16 else [])
+
+
+def schedule_flags(training: Training, machine: Machine, done: int) -> list[str]:
+    """Batch, optimizer, schedule and validation of the invocation that begins after iteration ``done``."""
+    decay = max(1, training.iterations // 4)
+    return [
+        *("--micro-batch-size", str(machine.micro_batch_size)),
+        *("--global-batch-size", str(machine.micro_batch_size * machine.ranks)),
+        *("--train-iters", str(done + training.iterations), "--exit-duration-in-mins", str(training.minutes)),
+        *("--lr", str(training.learning_rate), "--min-lr", str(training.learning_rate / 20)),
+        *("--lr-warmup-iters", str(min(training.warmup, training.iterations // 2))),
+        *("--lr-decay-style", "WSD", "--lr-wsd-decay-style", "linear", "--lr-wsd-decay-iters", str(decay)),
+        # The checkpoint's schedule ends where the invocation that saved it did.
+        "--override-opt-param-scheduler",
+        *("--weight-decay", "0.1", "--adam-beta2", "0.95", "--clip-grad", "1.0"),
+        *("--eval-interval", str(training.evaluation_interval), "--eval-iters", str(training.evaluation_batches)),
+    ]
+
+
+def file_flags(paths: Paths, machine: Machine) -> list[str]:
+    """Data in, checkpoints out, and a log line per iteration."""
+    flags = [
+        *("--train-data-path", "1.0", str(dataset_prefix(paths.data, "train"))),
+        *("--valid-data-path", "1.0", str(dataset_prefix(paths.data, "validation"))),
+        *("--data-cache-path", str(paths.data / "cache"), "--num-workers", "1" if machine.cuda_devices else "0"),
+        *("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tokenizer_path(paths.data))),
+        *("--save", str(paths.checkpoints), "--load", str(paths.checkpoints), "--save-interval", "1000000"),
+        *("--log-interval", "1"),
+    ]
+    return flags + (["--log-memory-interval", "1"] if machine.cuda_devices else [])
+
+
+def command(training: Training, machine: Machine, paths: Paths, done: int) -> list[str]:
+    """The whole command line: torchrun, this project's ``pretrain_gpt.py`` and Megatron's flags."""
+    return [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(machine.ranks)),
+        str(ROOT / "pretrain_gpt.py"),
+        *sharding_flags(training, machine),
+        *model_flags(training),
+        *kernel_flags(),
+        *schedule_flags(training, machine, done),
+        *file_flags(paths, machine),
+    ]

@@ -1,0 +1,96 @@
+"""The demo as a user runs it: it trains, goes on from its checkpoint, says when a process fails, and can be stopped.
+
+The tests follow each other on one output folder, because the second needs the first one's checkpoint.
+"""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+ITERATIONS = 3
+SECONDS = 280
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that the demo writes to."""
+    return tmp_path_factory.mktemp("demo") / "demo_output"
+
+
+def command(output: Path, iterations: int) -> list[str]:
+    script = str(ROOT / "examples" / "demo" / "run.py")
+    return [sys.executable, script, "--output", str(output), "--iterations", str(iterations)]
+
+
+def run(output: Path) -> str:
+    """Runs the demo for a few iterations, too few to beat the unigrams, which it has to say, and returns its output."""
+    result = subprocess.run(command(output, ITERATIONS), capture_output=True, text=True, timeout=SECONDS)
+    assert "validation loss is not below the unigram entropy" in result.stdout, result.stdout + result.stderr
+    assert result.returncode == 1
+    return result.stdout
+
+
+def history(output: Path, kind: str) -> list[int]:
+    points = [json.loads(line) for line in (output / "history.jsonl").read_text().splitlines()]
+    return [point["iteration"] for point in points if point["kind"] == kind]
+
+
+def processes_of(output: Path) -> list[psutil.Process]:
+    return [process for process in psutil.process_iter(["cmdline"]) if str(output) in str(process.info["cmdline"])]
+
+
+@pytest.mark.timeout(SECONDS)
+def test_trains_and_writes_everything(output: Path) -> None:
+    printed = run(output)
+    assert "iterations         0 -> 3" in printed
+    assert history(output, "train") == [1, 2, 3]
+    assert history(output, "validation")[-1] == 3
+    for name in ("train.log", "loss.png", "sample.txt", "data/meta.json", "checkpoints/iter_0000003/.metadata"):
+        assert (output / name).stat().st_size > 0, name
+    assert (output / "sample.txt").read_text().startswith("def __init__(self")
+
+
+@pytest.mark.timeout(SECONDS)
+def test_goes_on_from_its_checkpoint(output: Path) -> None:
+    built = (output / "data" / "meta.json").stat().st_mtime_ns
+    printed = run(output)
+    assert "from the checkpoint of iteration 3" in printed
+    assert history(output, "train") == [1, 2, 3, 4, 5, 6]
+    assert (output / "checkpoints" / "latest_checkpointed_iteration.txt").read_text().strip() == "6"
+    assert (output / "data" / "meta.json").stat().st_mtime_ns == built
+
+
+@pytest.mark.timeout(SECONDS)
+def test_interrupting_it_ends_the_training_processes(output: Path) -> None:
+    log = output / "train.log"
+    offset = log.stat().st_size
+    process = subprocess.Popen(command(output, 1000), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        while "iteration        7/" not in log.read_text()[offset:]:
+            assert process.poll() is None
+            time.sleep(0.5)
+        assert len(processes_of(output)) >= 3, "expected the demo, torchrun and at least one rank"
+        process.send_signal(signal.SIGINT)
+        printed, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert "interrupted" in printed
+    assert processes_of(output) == []
+
+
+@pytest.mark.timeout(SECONDS)
+def test_a_failed_process_is_reported_with_its_own_words(output: Path) -> None:
+    (output / "data" / "tokenizer" / "tokenizer.json").write_text("not a tokenizer")
+    result = subprocess.run(command(output, ITERATIONS), capture_output=True, text=True, timeout=SECONDS)
+    assert result.returncode == 1
+    assert "the training processes failed" in result.stdout
+    assert "Unable to instantiate HuggingFace" in result.stdout
+    assert str(output / "train.log") in result.stdout
