@@ -6,6 +6,7 @@
 PYTHON := .venv/bin/python
 STAMP := .venv/.installed
 DEMO_FLAGS ?=
+PARITY_FLAGS ?=
 PYTEST_FLAGS ?=
 PYTEST := $(PYTHON) -m pytest $(PYTEST_FLAGS)
 
@@ -46,11 +47,11 @@ unit: install ## unit tests (PYTEST_FLAGS="-k layout")
 functional: install ## whole runs: Megatron's training loop, checkpoints, the demo's data
 	$(PYTEST) tests/functional_tests
 
-parity: install ## the tests that compare losses with replicated training
-	$(PYTEST) tests -k parity
+parity: install ## train with Megatron's DDP and with each strategy in the real loop, and compare (PARITY_FLAGS="--ranks 2")
+	@$(PYTHON) -W ignore tools/parity.py $(PARITY_FLAGS)
 
-gpu-test: install ## the tests that need a CUDA device
-	$(PYTEST) tests -m gpu
+gpu-test: install ## the unit tests on CUDA: one rank over NCCL, several over gloo on one device; skipped without one
+	FSDP_TEST_DEVICE=cuda $(PYTEST) tests/unit_tests
 
 wheel: install ## build the wheel into dist/
 	rm -rf build

@@ -9,6 +9,7 @@ allocation of the next buffer until the previous one is free, and because casts,
 then leave the computing thread too.
 """
 
+import atexit
 import logging
 import queue
 import threading
@@ -95,7 +96,7 @@ class CpuStream(Stream):
     """
 
     def __init__(self) -> None:
-        self._tasks: queue.SimpleQueue[tuple[Task, _CpuHandle]] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[tuple[Task, _CpuHandle] | None] = queue.SimpleQueue()
         self._groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
         self._thread: threading.Thread | None = None
 
@@ -104,13 +105,19 @@ class CpuStream(Stream):
         if self._thread is None:
             self._thread = threading.Thread(target=self._loop, name="megatron-fsdp-stream", daemon=True)
             self._thread.start()
+            # A thread that the interpreter stops at its end, in the middle of torch's code, takes the process with it.
+            atexit.register(self.close)
         handle = _CpuHandle()
         self._tasks.put((task, handle))
         return handle
 
     def _loop(self) -> None:
         while True:
-            task, handle = self._tasks.get()
+            item = self._tasks.get()
+            if item is None:
+                return
+            task, handle = item
+            del item
             error: BaseException | None = None
             try:
                 with torch.no_grad():
@@ -121,6 +128,13 @@ class CpuStream(Stream):
             del task
             handle.finish(error)
             del handle, error
+
+    def close(self, timeout: float = 10.0) -> None:
+        """Run what was given, and end the thread; ``timeout`` in seconds is for a collective that never ends."""
+        if self._thread is not None:
+            self._tasks.put(None)
+            self._thread.join(timeout)
+            self._thread = None
 
     def group(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
         """See :meth:`Stream.group`. The first call for a group is a collective of its ranks."""

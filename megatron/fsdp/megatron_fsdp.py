@@ -31,7 +31,7 @@ from megatron.fsdp.partition import (
 )
 from megatron.fsdp.pool import AllocatorPool
 from megatron.fsdp.schedule import Limits, Schedule
-from megatron.fsdp.state_dict import load_parameter, match_keys
+from megatron.fsdp.state_dict import load_parameter, match_keys, unsharded_state
 from megatron.fsdp.uneven_dtensor import describe_piece
 from megatron.fsdp.unit import Unit
 from megatron.fsdp.weak import weak_method
@@ -366,17 +366,19 @@ class MegatronFSDP(nn.Module):
         """
         if assign:
             raise ValueError("load_state_dict: assign=True would replace the main weights; expected assign=False.")
-        wanted: dict[str, ParameterEntry | torch.Tensor] = {
+        wanted: dict[str, Any] = {
             f"module.{name}": entry for entry in self.entries() for name in entry.names
         }
-        wanted |= {key: value for key, value in self.state_dict().items() if key not in wanted}
+        wanted |= unsharded_state(self)
         tied = {f"module.{name}" for e in self.entries() if _any_in(e.names, state_dict) for name in e.names}
         keys = match_keys({k: v for k, v in wanted.items() if k in state_dict or k not in tied}, state_dict, strict)
         for key in keys:
             target = wanted[key]
             if isinstance(target, ParameterEntry):
                 load_parameter(target, state_dict[key], key)
-            elif isinstance(target, torch.Tensor):
+            elif isinstance(target, nn.Module):
+                target.set_extra_state(state_dict[key])
+            else:
                 target.copy_(state_dict[key])
         self.install_optimized_model_weights()
         return _IncompatibleKeys([k for k in wanted if k not in keys], [k for k in state_dict if k not in keys])

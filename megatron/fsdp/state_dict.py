@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.parameter_group import ParameterEntry
@@ -33,13 +34,27 @@ def load_parameter(entry: ParameterEntry, value: torch.Tensor, key: str) -> None
         local.copy_(part)
 
 
+def unsharded_state(module: nn.Module) -> dict[str, torch.Tensor | nn.Module]:
+    """What a module's state dict has besides parameters, by name: buffers, and modules that keep extra state."""
+    state: dict[str, torch.Tensor | nn.Module] = {}
+    for path, part in module.named_modules():
+        prefix = f"{path}." if path else ""
+        for name, buffer in part.named_buffers(recurse=False):
+            if name not in part._non_persistent_buffers_set:
+                state[prefix + name] = buffer
+        if type(part).get_extra_state is not nn.Module.get_extra_state:
+            state[f"{prefix}_extra_state"] = part
+    return state
+
+
 def match_keys(wanted: Mapping[str, object], given: Mapping[str, object], strict: bool) -> list[str]:
     """The keys to load.
 
     Raises:
         RuntimeError: ``strict``, and keys are missing or unexpected; the message names all of them.
     """
-    missing = [key for key in wanted if key not in given]
+    # What layers keep beside their tensors comes and goes with versions and settings of theirs.
+    missing = [key for key in wanted if key not in given and not key.endswith("_extra_state")]
     unexpected = [key for key in given if key not in wanted and not key.endswith("_extra_state")]
     if strict and (missing or unexpected):
         raise RuntimeError(f"state_dict does not fit the model. Missing: {missing}. Unexpected: {unexpected}.")

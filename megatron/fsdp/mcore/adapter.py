@@ -26,6 +26,7 @@ from megatron.fsdp.mesh import FSDPDistributedIndex
 from megatron.fsdp.mcore.arguments import Settings, adjust, check
 from megatron.fsdp.partition import UnitClasses
 from megatron.fsdp.precision import MixedPrecisionPolicy
+from megatron.fsdp.state_dict import unsharded_state
 
 logger = logging.getLogger(__name__)
 
@@ -205,7 +206,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
             strict: Every parameter and buffer must be there, and nothing else.
         """
         names = {bare_name(name): f"module.{name}" for entry in self.module.entries() for name in entry.names}
-        names |= {bare_name(name): name for name, _ in self.module.named_buffers()}
+        names |= {bare_name(name): name for name in unsharded_state(self.module)}
         renamed = {names.get(bare_name(key), key): value for key, value in state_dict.items()}
         return self.module.load_state_dict(renamed, strict=strict)
 

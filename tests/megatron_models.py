@@ -1,0 +1,184 @@
+"""A tiny GPT of Megatron-Core, trained with Megatron's own schedule and optimizer, for tests of the adapter.
+
+Imported by rank processes only: it switches Megatron to the CPU before it imports it.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.fsdp.mcore import cpu
+
+cpu.enable()
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # noqa: E402
+from megatron.core.distributed import finalize_model_grads as finalize  # noqa: E402
+from megatron.core.models.gpt import GPTModel  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
+from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining  # noqa: E402
+from megatron.core.rerun_state_machine import destroy_rerun_state_machine, initialize_rerun_state_machine  # noqa: E402
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # noqa: E402
+from megatron.core.transformer import TransformerConfig  # noqa: E402
+from megatron.core.transformer.module import Float16Module  # noqa: E402
+
+from megatron.fsdp.mcore import FullyShardedDataParallel, install, uninstall  # noqa: E402
+
+VOCABULARY, SEQUENCE = 29, 6
+
+
+@contextmanager
+def megatron(plugin: bool = True) -> Iterator[None]:
+    """Megatron's process groups and random numbers, and our plugin."""
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(1234)
+    initialize_rerun_state_machine()
+    if plugin:
+        install()
+    try:
+        yield
+    finally:
+        uninstall()
+        destroy_rerun_state_machine()
+        parallel_state.destroy_model_parallel()
+
+
+def transformer_config(**changes: Any) -> TransformerConfig:
+    """Sizes that ranks do not divide."""
+    settings: dict[str, Any] = {
+        "num_layers": 2,
+        "hidden_size": 20,
+        "ffn_hidden_size": 36,
+        "num_attention_heads": 2,
+        "use_cpu_initialization": True,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "gradient_accumulation_fusion": False,
+        "masked_softmax_fusion": False,
+        "bias_dropout_fusion": False,
+        "persist_layer_norm": False,
+    }
+    return TransformerConfig(**{**settings, **changes})
+
+
+def ddp_config(strategy: str | None = "optim_grads_params", **changes: Any) -> DistributedDataParallelConfig:
+    """Settings of our FSDP with this strategy, or of DDP with the distributed optimizer if it is None."""
+    settings: dict[str, Any] = {"use_distributed_optimizer": True, "check_for_nan_in_grad": True}
+    if strategy is not None:
+        settings |= {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": strategy}
+    return DistributedDataParallelConfig(**{**settings, **changes})
+
+
+def gpt(config: TransformerConfig, tied: bool = True) -> torch.nn.Module:
+    """The unwrapped model, equal on all ranks; in a Float16Module if the config asks for bf16."""
+    torch.manual_seed(7)
+    model = GPTModel(
+        config,
+        get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm),
+        vocab_size=VOCABULARY,
+        max_sequence_length=SEQUENCE,
+        share_embeddings_and_output_weights=tied,
+    )
+    return Float16Module(config, model) if config.bf16 else model
+
+
+def wrapped(strategy: str | None, **changes: Any) -> torch.nn.Module:
+    """The model in our wrapper, or in DDP if ``strategy`` is None."""
+    transformer = {k: v for k, v in changes.items() if k in TransformerConfig.__dataclass_fields__}
+    data_parallel = {k: v for k, v in changes.items() if k not in transformer}
+    config = transformer_config(**transformer)
+    wrapper = DistributedDataParallel if strategy is None else FullyShardedDataParallel
+    model = wrapper(config=config, ddp_config=ddp_config(strategy, **data_parallel), module=gpt(config))
+    if config.finalize_model_grads_func is None:
+        config.finalize_model_grads_func = finalize
+    return model
+
+
+def optimizer_of(model: torch.nn.Module, **changes: Any) -> Any:
+    """Megatron's distributed optimizer, built as its training loop builds it."""
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=1e-2,
+        weight_decay=0.1,
+        clip_grad=1.0,
+        bf16=model.config.bf16,
+        params_dtype=torch.bfloat16 if model.config.bf16 else torch.float32,
+        use_distributed_optimizer=True,
+        log_num_zeros_in_grad=True,
+        **changes,
+    )
+    return get_megatron_optimizer(config, [model])
+
+
+def tokens(step: int, micro_batches: int) -> torch.Tensor:
+    """This rank's micro-batches of one step: [micro_batches, 1, SEQUENCE + 1]."""
+    generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+    return torch.randint(0, VOCABULARY, (micro_batches, 1, SEQUENCE + 1), generator=generator)
+
+
+def forward_backward(model: torch.nn.Module, data: torch.Tensor) -> None:
+    """Megatron's schedule over the micro-batches, with the gradients' finalization at the end."""
+
+    def forward_step(iterator: Iterator[torch.Tensor], module: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
+        rows = next(iterator)
+        positions = torch.arange(SEQUENCE).unsqueeze(0)
+        mask = torch.ones(1, 1, SEQUENCE, SEQUENCE).tril() < 0.5
+        losses = module(rows[:, :-1], positions, mask, labels=rows[:, 1:])
+
+        def loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
+            return output.float().sum(), torch.tensor(output.numel(), dtype=torch.int), {}
+
+        return losses, loss
+
+    model.config.no_sync_func = model.no_sync if model.ddp_config.overlap_grad_reduce else None
+    forward_backward_no_pipelining(
+        forward_step_func=forward_step,
+        data_iterator=iter(data),
+        model=[model],
+        num_microbatches=len(data),
+        seq_length=SEQUENCE,
+        micro_batch_size=1,
+        forward_only=False,
+    )
+
+
+@dataclass
+class Trained:
+    """What a few steps computed."""
+
+    norms: list[float] = field(default_factory=list)
+    zeros: list[float] = field(default_factory=list)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def train(strategy: str | None, steps: int = 3, micro_batches: int = 2, **changes: Any) -> Trained:
+    """Train with our wrapper, or with DDP if ``strategy`` is None, as Megatron's loop does."""
+    model = wrapped(strategy, **changes)
+    optimizer = optimizer_of(model)
+    result = Trained()
+    for step in range(steps):
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        forward_backward(model, tokens(step, micro_batches))
+        success, norm, zeros = optimizer.step()
+        assert success
+        result.norms.append(float(norm))
+        result.zeros.append(float(zeros or 0))
+    result.weights = weights_of(model)
+    return result
+
+
+def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Compute weights in fp32, whole, by their names in the model itself."""
+    from megatron.fsdp.mcore.adapter import bare_name
+
+    if isinstance(model, FullyShardedDataParallel):
+        from tests.models import full
+
+        compute = {e.name: e.compute.dtype for e in model.module.entries()}
+        return {bare_name(e.name): full(e.main).to(compute[e.name]).float() for e in model.module.entries()}
+    return {bare_name(name): p.detach().float().clone() for name, p in model.named_parameters()}

@@ -1,0 +1,454 @@
+"""What Megatron-Core reads from, calls on and expects of a wrapper: one test for each row that data parallelism touches."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.ranks import DEVICE, RankPool
+from torch.distributed.tensor import DTensor
+
+pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here")
+
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+
+
+# Training is DDP's -----------------------------------------------------------------------------------------------
+
+
+def _equals_ddp(strategy: str, changes: dict, micro_batches: int, tolerance: float) -> None:
+    from tests.megatron_models import megatron, train
+
+    with megatron():
+        expected = train(None, micro_batches=micro_batches, **changes)
+        found = train(strategy, micro_batches=micro_batches, **changes)
+    torch.testing.assert_close(found.norms, expected.norms, rtol=tolerance, atol=0)
+    # Some gradients are zero but for rounding (an attention's key bias): which are zero depends on the order of sums.
+    assert found.zeros == pytest.approx(expected.zeros, abs=0.01 * sum(w.numel() for w in expected.weights.values()))
+    assert found.weights.keys() == expected.weights.keys()
+    for name, weight in expected.weights.items():
+        torch.testing.assert_close(found.weights[name], weight, rtol=tolerance, atol=10 * tolerance, msg=name)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_norm_zeros_and_weights_equal_ddps(ranks: RankPool, strategy: str, world_size: int) -> None:
+    ranks.run(world_size, _equals_ddp, strategy, {}, 2, 1e-5)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"calculate_per_token_loss": True},
+        {"overlap_grad_reduce": True},
+        {"overlap_grad_reduce": True, "calculate_per_token_loss": True},
+        {"average_in_collective": True},
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        {"qk_layernorm": True, "normalization": "LayerNorm"},
+        {"gated_linear_unit": True, "add_bias_linear": False},
+    ],
+    ids=lambda changes: "-".join(changes),
+)
+def test_settings(ranks: RankPool, strategy: str, changes: dict) -> None:
+    ranks.run(2, _equals_ddp, strategy, changes, 3, 1e-5)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_bf16_reduces_in_fp32_as_ddp_does(ranks: RankPool, strategy: str) -> None:
+    ranks.run(2, _equals_ddp, strategy, {"bf16": True, "grad_reduce_in_fp32": True}, 2, 1e-5)
+
+
+# The wrapper's attributes and methods ----------------------------------------------------------------------------
+
+
+def _run(case: Callable[[], None]) -> None:
+    from tests.megatron_models import megatron
+
+    with megatron():
+        case()
+
+
+def class_and_wrapper_chain() -> None:
+    from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.utils import get_attr_wrapped_model, get_model_config, unwrap_model
+    from tests.megatron_models import wrapped
+
+    from megatron.fsdp import MegatronFSDP
+
+    for bf16 in (False, True):
+        model = wrapped("optim_grads_params", bf16=bf16)
+        assert isinstance(model, _BaseDataParallel)
+        # One wrapper is taken off, and what is inside is none: checkpoints' names depend on it.
+        assert unwrap_model([model])[0] is model.module
+        assert isinstance(model.module, MegatronFSDP)
+        inner = model.module.module.module if bf16 else model.module.module
+        assert isinstance(inner, GPTModel)
+        assert get_model_config(model) is model.config is inner.config
+        assert get_attr_wrapped_model(model, "pre_process") is True
+
+
+def configs_are_the_ones_given() -> None:
+    from tests.megatron_models import FullyShardedDataParallel, ddp_config, gpt, transformer_config
+
+    config, data_parallel = transformer_config(), ddp_config()
+    model = FullyShardedDataParallel(config=config, ddp_config=data_parallel, module=gpt(config))
+    assert model.config is config and model.ddp_config is data_parallel
+
+
+def named_parameters_are_the_same_objects_throughout() -> None:
+    from tests.megatron_models import forward_backward, optimizer_of, tokens, wrapped
+
+    model = wrapped("optim_grads_params", qk_layernorm=True, normalization="LayerNorm")
+    at_build = dict(model.named_parameters())
+    assert all(isinstance(p, DTensor) for p in at_build.values())
+    optimizer = optimizer_of(model)
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    assert held == {id(p) for p in at_build.values()}
+    forward_backward(model, tokens(0, 2))
+    after_sync = dict(model.named_parameters())
+    optimizer.step()
+    after_step = dict(model.named_parameters())
+    for later in (after_sync, after_step):
+        assert later.keys() == at_build.keys()
+        assert all(later[name] is at_build[name] for name in at_build)
+    assert all(name.startswith("module.module.") for name in at_build)
+    assert any("q_layernorm" in name for name in at_build) and any("k_layernorm" in name for name in at_build)
+
+
+def modules_and_buffers_are_reached() -> None:
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+    from tests.megatron_models import wrapped
+
+    model = wrapped("optim_grads_params")
+    assert sum(isinstance(m, TransformerLayer) for m in model.modules()) == 2
+    assert callable(model.buffers)
+    assert not hasattr(model, "expert_parallel_buffers") and not hasattr(model, "bucket_groups")
+
+
+def no_sync_can_be_entered_again() -> None:
+    from tests.megatron_models import forward_backward, tokens, wrapped
+
+    model = wrapped("optim")
+    data = tokens(0, 2)
+    with model.no_sync():
+        with model.no_sync():
+            forward_backward_without_finalizing(model, data[:1])
+    with model.no_sync():
+        pass
+    forward_backward(model, data[1:])
+    twice = {name: p.grad._local_tensor.clone() for name, p in model.named_parameters()}
+    model.zero_grad_buffer()
+    model.config.no_sync_func = None
+    forward_backward(model, data)
+    for name, parameter in model.named_parameters():
+        # The schedule divides the loss by the number of micro-batches, which was one in each of the runs above.
+        torch.testing.assert_close(2 * parameter.grad._local_tensor, twice[name])
+
+
+def forward_backward_without_finalizing(model: torch.nn.Module, data: torch.Tensor) -> None:
+    from tests.megatron_models import forward_backward
+
+    finalize, model.config.finalize_model_grads_func = model.config.finalize_model_grads_func, None
+    try:
+        forward_backward(model, data)
+    finally:
+        model.config.finalize_model_grads_func = finalize
+
+
+def finish_grad_sync_attaches_gradients() -> None:
+    from tests.megatron_models import tokens, wrapped
+
+    for strategy in STRATEGIES:
+        model = wrapped(strategy)
+        forward_backward_without_finalizing(model, tokens(0, 1))
+        model.start_grad_sync()
+        model.finish_grad_sync(force_all_reduce=False)
+        for parameter in model.parameters():
+            grad = parameter.grad
+            assert isinstance(grad, DTensor)
+            assert grad.dtype == parameter.dtype == torch.float32
+            assert (grad.device_mesh, grad.placements) == (parameter.device_mesh, parameter.placements)
+            assert (grad.shape, grad.stride()) == (parameter.shape, parameter.stride())
+            assert grad._local_tensor.shape == parameter._local_tensor.shape
+        with pytest.raises(NotImplementedError, match="force_all_reduce"):
+            model.finish_grad_sync(force_all_reduce=True)
+
+
+def trainable_parameter_without_gradient_gets_zeros() -> None:
+    from tests.megatron_models import FullyShardedDataParallel, ddp_config, gpt, tokens, transformer_config
+
+    config = transformer_config()
+    module = gpt(config)
+    module.spare = torch.nn.Parameter(torch.ones(7, 3))
+    module.decoder.layers[0].spare = torch.nn.Parameter(torch.ones(5))
+    model = FullyShardedDataParallel(config=config, ddp_config=ddp_config(), module=module)
+    forward_backward_without_finalizing(model, tokens(0, 1))
+    model.finish_grad_sync()
+    spare = {name: p for name, p in model.named_parameters() if "spare" in name}
+    assert len(spare) == 2
+    assert all(not p.grad._local_tensor.any() for p in spare.values())
+
+
+def scale_gradients_acts_once_and_in_place() -> None:
+    from tests.megatron_models import forward_backward, tokens, wrapped
+
+    for strategy in STRATEGIES:
+        model = wrapped(strategy)
+        forward_backward(model, tokens(0, 1))
+        grads = [p.grad for p in model.parameters()]
+        before = [grad._local_tensor.clone() for grad in grads]
+        pointers = [grad._local_tensor.data_ptr() for grad in grads]
+        model.scale_gradients(torch.tensor(0.25))
+        model.scale_gradients(torch.tensor([2.0]))
+        assert [p.grad for p in model.parameters()] == grads
+        assert [grad._local_tensor.data_ptr() for grad in grads] == pointers
+        torch.testing.assert_close([grad._local_tensor for grad in grads], [0.5 * value for value in before])
+
+
+def zero_grad_buffer_may_be_called_twice() -> None:
+    from tests.megatron_models import forward_backward, tokens, wrapped
+
+    for strategy in STRATEGIES:
+        model = wrapped(strategy)
+        forward_backward(model, tokens(0, 1))
+        expected = [p.grad._local_tensor.clone() for p in model.parameters()]
+        forward_backward_without_finalizing(model, tokens(1, 1))
+        model.zero_grad_buffer()
+        model.zero_grad_buffer()
+        assert all(p.grad is None for p in model.parameters())
+        forward_backward(model, tokens(0, 1))
+        torch.testing.assert_close([p.grad._local_tensor for p in model.parameters()], expected)
+
+
+def start_param_sync_takes_megatrons_arguments() -> None:
+    from tests.megatron_models import wrapped
+
+    for strategy in STRATEGIES:
+        model = wrapped(strategy)
+        model.start_param_sync()
+        model.start_param_sync("unused", force_sync=True)
+        model.start_param_sync(force_dispatch=True)
+        model.synchronize_param_gather()
+        assert all(unit.state.value == "resting" for unit in model.module._units)
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+
+
+def start_param_sync_gathers_ahead_unless_it_is_told_not_to() -> None:
+    from tests.megatron_models import wrapped
+
+    for wanted in (True, False):
+        model = wrapped("optim_grads_params", fsdp_all_gather_in_start_param_sync=wanted)
+        model.start_param_sync()
+        states = [unit.state.value for unit in model.module._units]
+        assert (states[:2] == ["gathering", "gathering"]) == wanted
+        model.synchronize_param_gather()
+
+
+def optimizer_step_reaches_compute_weights() -> None:
+    from tests.megatron_models import wrapped
+
+    for strategy in STRATEGIES:
+        model = wrapped(strategy, bf16=True)
+        seen: dict[str, torch.Tensor] = {}
+
+        def look(module: torch.nn.Module, args: object, into: dict = seen) -> None:
+            into["weight"] = module.weight.detach().clone()
+
+        layer = model.module.module.module.decoder.layers[0].mlp.linear_fc1
+        layer.register_forward_pre_hook(look)
+        _forward(model)
+        before = seen["weight"]
+        with torch.no_grad():
+            for entry in model.module.entries():
+                entry.main._local_tensor.mul_(2.0)
+        model.param_and_grad_buffer.copy_main_weights_to_model_weights()
+        model.start_param_sync()
+        _forward(model)
+        torch.testing.assert_close(seen["weight"], 2 * before)
+
+
+def _forward(model: torch.nn.Module) -> torch.Tensor:
+    from tests.megatron_models import SEQUENCE, VOCABULARY
+
+    rows = torch.arange(SEQUENCE + 1).unsqueeze(0) % VOCABULARY
+    mask = torch.ones(1, 1, SEQUENCE, SEQUENCE).tril() < 0.5
+    with torch.no_grad():
+        return model(rows[:, :-1], torch.arange(SEQUENCE).unsqueeze(0), mask)
+
+
+def state_dict_has_main_weights_and_loads_back() -> None:
+    from tests.megatron_models import wrapped
+
+    for bf16 in (False, True):
+        model = wrapped("optim_grads_params", bf16=bf16)
+        output = _forward(model)
+        state = model.module.state_dict_for_save_checkpoint()
+        assert all(key.startswith("module.") and not key.startswith("module.module.") for key in state)
+        weights = {k: v for k, v in state.items() if isinstance(v, torch.Tensor)}
+        assert all(isinstance(v, DTensor) and v.dtype == torch.float32 for v in weights.values())
+        saved = {k: DTensor.from_local(v._local_tensor.clone(), v.device_mesh, v.placements, run_check=False, shape=v.shape, stride=v.stride()) for k, v in weights.items()}
+        with torch.no_grad():
+            for entry in model.module.entries():
+                entry.main._local_tensor.zero_()
+        assert not torch.equal(_forward(model), output) or not bf16
+        model.load_state_dict(saved, strict=True)
+        assert torch.equal(_forward(model), output)
+        with pytest.raises(RuntimeError, match="Missing"):
+            model.load_state_dict({}, strict=True)
+        model.load_state_dict({}, strict=False)
+
+
+def stop_communication_leaves_main_weights() -> None:
+    from tests.megatron_models import wrapped
+
+    model = wrapped("optim_grads_params")
+    model.start_param_sync()
+    model.stop_communication()
+    assert all(hasattr(p, "_local_tensor") for p in model.parameters())
+    assert all(unit.state.value == "resting" for unit in model.module._units)
+    model.start_param_sync()
+    model.free_overlap_buffers()
+    assert all(unit.state.value == "resting" for unit in model.module._units)
+
+
+def broadcast_params_makes_ranks_agree() -> None:
+    from tests.megatron_models import FullyShardedDataParallel, ddp_config, gpt, transformer_config
+
+    for strategy in STRATEGIES:
+        config = transformer_config()
+        module = gpt(config)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.add_(dist.get_rank())
+        model = FullyShardedDataParallel(config=config, ddp_config=ddp_config(strategy), module=module)
+        model.broadcast_params()
+        outputs: list[torch.Tensor] = [torch.empty(0)] * dist.get_world_size()
+        dist.all_gather_object(outputs, _forward(model))
+        assert all(torch.equal(outputs[0], output) for output in outputs), strategy
+
+
+def set_is_first_microbatch_comes_from_megatrons_module() -> None:
+    from tests.megatron_models import wrapped
+
+    wrapped("optim_grads_params").set_is_first_microbatch()
+
+
+# Parameters ------------------------------------------------------------------------------------------------------
+
+
+def attributes_are_on_main_weights() -> None:
+    from megatron.core import tensor_parallel
+    from tests.megatron_models import FullyShardedDataParallel, ddp_config, gpt, transformer_config
+
+    config = transformer_config()
+    module = gpt(config)
+    for number, parameter in enumerate(module.parameters()):
+        tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+        parameter.sequence_parallel = bool(number % 2)
+        parameter.average_gradients_across_tp_domain = True
+    before = {name: copy.copy(vars(p)) for name, p in module.named_parameters()}
+    model = FullyShardedDataParallel(config=config, ddp_config=ddp_config(), module=module)
+    for name, parameter in model.named_parameters():
+        found = vars(parameter)
+        expected = before[name.removeprefix("module.module.")]
+        assert {key: found[key] for key in expected} == expected
+        assert parameter.requires_grad and parameter.__fsdp_param__ is True
+    embedding = dict(model.named_parameters())["module.module.embedding.word_embeddings.weight"]
+    assert embedding.is_embedding_or_output_parameter
+
+
+def shapes_are_those_of_the_whole_parameter() -> None:
+    from tests.megatron_models import gpt, optimizer_of, transformer_config, wrapped
+
+    shapes = {name: p.shape for name, p in gpt(transformer_config()).named_parameters()}
+    model = wrapped("optim_grads_params")
+    for name, parameter in model.named_parameters():
+        assert parameter.shape == shapes[name.removeprefix("module.module.")]
+    # Megatron gives vectors no weight decay.
+    for group in optimizer_of(model).param_groups:
+        expected = {1} if group["wd_mult"] == 0.0 else {2}
+        assert {p.dim() for p in group["params"]} == expected
+
+
+def slices_and_mesh_are_on_main_weights() -> None:
+    from tests.megatron_models import gpt, transformer_config, wrapped
+
+    whole = dict(gpt(transformer_config()).named_parameters())
+    model = wrapped("optim_grads_params")
+    for name, parameter in model.named_parameters():
+        expected = whole[name.removeprefix("module.module.")].detach().reshape(-1)[parameter.megatron_fsdp_slice]
+        assert torch.equal(parameter._local_tensor.detach().reshape(-1), expected)
+        index = parameter.megatron_fsdp_dist_index
+        assert index.get_submesh([index.tp_dim]).mesh.numel() == 1
+        assert index.get_submesh(index.dp_shard_dim).size() == dist.get_world_size()
+        assert index.dp_outer_dim is None and not index.use_hybrid_fsdp and not index.hsdp_outer_dp_shard
+
+
+def compute_weights_have_nothing_of_fused_kernels_unless_asked() -> None:
+    from tests.megatron_models import forward_backward, tokens, wrapped
+
+    model = wrapped("optim_grads_params")
+    forward_backward(model, tokens(0, 1))
+    for entry in model.module.entries():
+        assert not hasattr(entry.compute, "__fsdp_param__") and not hasattr(entry.compute, "main_grad")
+
+
+def optimizer_state_has_equal_keys_on_all_ranks() -> None:
+    """Ranks that own nothing of a parameter have state for it too: otherwise saving would exchange different things."""
+    from tests.megatron_models import forward_backward, optimizer_of, tokens, wrapped
+
+    model = wrapped("optim_grads_params")
+    optimizer = optimizer_of(model)
+    forward_backward(model, tokens(0, 1))
+    optimizer.step()
+    assert any(p._local_tensor.numel() == 0 for p in model.parameters()), "no rank owns nothing: the test shows nothing"
+    states = {name: sorted(optimizer.optimizer.state[p]) for name, p in model.named_parameters()}
+    everyone: list[dict] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyone, states)
+    assert all(each == states for each in everyone)
+
+
+def nan_in_a_gradient_is_reported_with_the_parameters_name() -> None:
+    from tests.megatron_models import tokens, wrapped
+
+    model = wrapped("optim_grads_params", check_for_nan_in_grad=True)
+    forward_backward_without_finalizing(model, tokens(0, 1))
+    group = model.module.groups[-1]
+    group.gradients.wait()
+    group.gradients._reduced.fill_(float("nan"))
+    with pytest.raises(RuntimeError, match=r"found NaN in gradient norm.*not finite in .*layers.1"):
+        model.finish_grad_sync()
+
+
+CASES = [
+    class_and_wrapper_chain,
+    configs_are_the_ones_given,
+    named_parameters_are_the_same_objects_throughout,
+    modules_and_buffers_are_reached,
+    no_sync_can_be_entered_again,
+    finish_grad_sync_attaches_gradients,
+    trainable_parameter_without_gradient_gets_zeros,
+    scale_gradients_acts_once_and_in_place,
+    zero_grad_buffer_may_be_called_twice,
+    start_param_sync_takes_megatrons_arguments,
+    start_param_sync_gathers_ahead_unless_it_is_told_not_to,
+    optimizer_step_reaches_compute_weights,
+    state_dict_has_main_weights_and_loads_back,
+    stop_communication_leaves_main_weights,
+    broadcast_params_makes_ranks_agree,
+    set_is_first_microbatch_comes_from_megatrons_module,
+    attributes_are_on_main_weights,
+    shapes_are_those_of_the_whole_parameter,
+    slices_and_mesh_are_on_main_weights,
+    compute_weights_have_nothing_of_fused_kernels_unless_asked,
+    optimizer_state_has_equal_keys_on_all_ranks,
+    nan_in_a_gradient_is_reported_with_the_parameters_name,
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_row(ranks: RankPool, case: Callable[[], None]) -> None:
+    ranks.run(3, _run, case)

@@ -1,0 +1,114 @@
+"""Imports go one way, the engine needs torch only, and files and functions keep to their size."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+ENGINE = ROOT / "megatron" / "fsdp"
+
+# Each module imports only from those before it.
+ORDER = [
+    "weak",
+    "strategy",
+    "mesh",
+    "precision",
+    "layout",
+    "device",
+    "pool",
+    "config",
+    "buffer",
+    "uneven_dtensor",
+    "weights",
+    "gradients",
+    "parameter_group",
+    "partition",
+    "unit",
+    "plan",
+    "schedule",
+    "state_dict",
+    "megatron_fsdp",
+    "optimizer",
+    "fully_shard",
+    "__init__",
+]
+# The adapter stands on the engine, in this order; launch on both.
+ADAPTER_ORDER = ["arguments", "adapter", "checkpoint", "plugin", "__init__"]
+
+SOURCES = sorted([*ENGINE.rglob("*.py"), *(ROOT / "megatron_fsdp").glob("*.py"), ROOT / "pretrain_gpt.py"])
+TOOLS = sorted([*(ROOT / "tools").rglob("*.py"), *(ROOT / "examples").rglob("*.py"), *(ROOT / "tests").rglob("*.py")])
+
+
+def _imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
+    return found
+
+
+def _modules_of(imports: set[str], package: str) -> set[str]:
+    """Which modules directly inside ``package`` these imports name."""
+    prefix = package + "."
+    return {name.removeprefix(prefix).split(".")[0] for name in imports if name.startswith(prefix)}
+
+
+def test_every_module_of_the_engine_has_its_place() -> None:
+    assert {path.stem for path in ENGINE.glob("*.py")} == {*ORDER, "launch"}
+    assert {path.stem for path in (ENGINE / "mcore").glob("*.py")} == set(ADAPTER_ORDER)
+
+
+@pytest.mark.parametrize("module", ORDER)
+def test_engine_imports_go_one_way(module: str) -> None:
+    before = set(ORDER[: ORDER.index(module)])
+    later = _modules_of(_imports(ENGINE / f"{module}.py"), "megatron.fsdp") & {*ORDER, "mcore", "launch"} - before
+    assert not later, f"{module} imports {sorted(later)}, which come later"
+
+
+@pytest.mark.parametrize("module", ADAPTER_ORDER)
+def test_adapter_imports_go_one_way(module: str) -> None:
+    before = set(ADAPTER_ORDER[: ADAPTER_ORDER.index(module)])
+    imports = _imports(ENGINE / "mcore" / f"{module}.py")
+    if module == "arguments":  # a wrapper's settings are looked up in the engine's table
+        imports -= {"megatron.fsdp.strategy", "megatron.fsdp.strategy.INNER"}
+    later = _modules_of(imports, "megatron.fsdp.mcore") & set(ADAPTER_ORDER) - before
+    assert not later, f"mcore/{module} imports {sorted(later)}, which come later"
+
+
+@pytest.mark.parametrize("path", sorted(ENGINE.glob("*.py")), ids=lambda path: path.name)
+def test_engine_needs_torch_only(path: Path) -> None:
+    if path.stem == "launch":
+        return
+    allowed = {"torch", "megatron", *sys.stdlib_module_names}
+    for name in _imports(path):
+        assert name.split(".")[0] in allowed, f"{path.name} imports {name}"
+        assert not name.startswith(("megatron.core", "megatron.training", "megatron.fsdp.mcore")), f"{path.name}: {name}"
+
+
+def test_importing_the_engine_imports_nothing_of_megatron_core() -> None:
+    code = "import megatron_fsdp, sys; print([m for m in sys.modules if m.startswith(('megatron.core', 'megatron.training'))])"
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert output.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("path", [*SOURCES, *TOOLS], ids=lambda path: str(path.relative_to(ROOT)))
+def test_size(path: Path) -> None:
+    source = path.read_text()
+    assert source.count("\n") <= 600
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            assert (node.end_lineno or 0) - node.lineno < 60, f"{node.name} has over 60 lines"
+            if node.name == "__init__":
+                parameters = len(node.args.args) + len(node.args.kwonlyargs) - 1
+                assert parameters <= 8, f"a constructor at line {node.lineno} has {parameters} parameters"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_file_opens_with_what_it_is_for(path: Path) -> None:
+    assert (ast.get_docstring(ast.parse(path.read_text())) or "").strip()

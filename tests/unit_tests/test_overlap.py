@@ -1,0 +1,132 @@
+"""Communication runs beside the compute: gathers before they are needed, reductions while backward goes on."""
+
+import threading
+import time
+
+import pytest
+import torch
+from megatron.fsdp.device import CpuStream
+from megatron_fsdp import fully_shard_model
+from tests.models import Block, TinyModel, batches, loss_of
+from tests.ranks import DEVICE, RankPool
+
+pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="these times are those of the CPU's stream")
+
+
+class _Slow(TinyModel):
+    """Each block computes for a while in forward and in backward."""
+
+    seconds = 0.05
+
+    def __init__(self) -> None:
+        super().__init__(depth=4)
+        for block in self.blocks:
+            block.register_forward_pre_hook(lambda *_: time.sleep(self.seconds))
+            block.register_full_backward_pre_hook(lambda *_: time.sleep(self.seconds))
+
+
+def _step_time(overlap: bool) -> float:
+    """Seconds of a step in which a collective takes as long as a block computes."""
+    run = CpuStream.run
+
+    def slow(self: CpuStream, task):  # noqa: ANN001, ANN202
+        return run(self, lambda: (time.sleep(_Slow.seconds), task()))
+
+    model = fully_shard_model(
+        _Slow(), fsdp_unit_modules=[Block], overlap_grad_reduce=overlap, overlap_param_gather=overlap
+    )
+    tokens = batches(1, 1)[0, 0]
+    loss_of(model, tokens).backward()
+    CpuStream.run = slow  # type: ignore[method-assign]
+    try:
+        start = time.perf_counter()
+        loss_of(model, tokens).backward()
+        return time.perf_counter() - start
+    finally:
+        CpuStream.run = run  # type: ignore[method-assign]
+
+
+def test_communication_hides_behind_compute(ranks: RankPool) -> None:
+    # Compute alone: 8 times. In order: 10 gathers and 5 reductions and the flags of unused parameters on top, 24.
+    # Overlapped, forward waits for the root and the first block; in backward a gather and a reduction of each block
+    # share the stream, which is then what takes longest: 7 more; the root's reduction and the flags come last.
+    overlapped = max(ranks.run(2, _step_time, True)) / _Slow.seconds
+    in_order = max(ranks.run(2, _step_time, False)) / _Slow.seconds
+    assert overlapped < 0.8 * in_order, f"overlapped {overlapped:.1f}, in order {in_order:.1f} block times"
+
+
+def _what_runs_beside_block(index: int) -> tuple[set[str], set[str]]:
+    """Units on their way while block ``index`` computes, in forward and in backward, of the second step."""
+    model = fully_shard_model(TinyModel(depth=5), fsdp_unit_modules=[Block])
+    tokens = batches(1, 1)[0, 0]
+    loss_of(model, tokens).backward()
+    seen: dict[str, set[str]] = {"forward": set(), "backward": set()}
+
+    def on_their_way() -> set[str]:
+        return {unit.name for unit in model._units if unit.state.value == "gathering"}
+
+    block = model.module.blocks[index]
+    block.up.register_forward_pre_hook(lambda *_: seen["forward"].update(on_their_way()))
+    block.up.register_full_backward_hook(lambda *_: seen["backward"].update(on_their_way()))
+    loss_of(model, tokens).backward()
+    return seen["forward"], seen["backward"]
+
+
+def test_the_next_unit_is_gathered_while_this_one_computes(ranks: RankPool) -> None:
+    assert ranks.run(2, _what_runs_beside_block, 2) == [({"blocks.3"}, {"blocks.1"})] * 2
+
+
+def _backward_does_not_wait_for_reductions() -> bool:
+    """Whether backward of the first blocks is over before the last block's reduction is."""
+    gate, passed = threading.Event(), []
+    model = fully_shard_model(TinyModel(), fsdp_unit_modules=[Block], zero_dp_strategy="optim_grads")
+    tokens = batches(1, 1)[0, 0]
+    loss_of(model, tokens).backward()
+    original = type(model.groups[0].gradients)._reduce
+
+    def held(self, *args):  # noqa: ANN001, ANN002, ANN202
+        if self is last:
+            passed.append(gate.wait(10))
+        original(self, *args)
+
+    last = model.groups[-1].gradients
+    type(last)._reduce = held  # type: ignore[method-assign]
+    model.module.blocks[1].norm.register_full_backward_hook(lambda *_: gate.set())
+    try:
+        loss_of(model, tokens).backward()
+    finally:
+        type(last)._reduce = original  # type: ignore[method-assign]
+    return passed == [True]
+
+
+def test_backward_goes_on_while_a_unit_is_reduced(ranks: RankPool) -> None:
+    assert ranks.run(2, _backward_does_not_wait_for_reductions) == [True, True]
+
+
+def _order_of_reductions() -> list[int]:
+    import megatron.fsdp.gradients as gradients
+
+    sizes: list[int] = []
+    original = gradients.reduce_scatter
+
+    def recording(shard: torch.Tensor, flat: torch.Tensor, *rest: object) -> None:
+        sizes.append(flat.numel())
+        original(shard, flat, *rest)
+
+    gradients.reduce_scatter = recording
+    try:
+        model = TinyModel()
+        for number, block in enumerate(model.blocks):  # blocks that can be told apart by their size
+            block.up, block.down = torch.nn.Linear(13, 40 + 9 * number), torch.nn.Linear(40 + 9 * number, 13)
+        sharded = fully_shard_model(model, fsdp_unit_modules=[Block])
+        loss_of(sharded, batches(1, 1)[0, 0]).backward()
+        sizes.clear()
+        loss_of(sharded, batches(1, 1)[0, 0]).backward()
+    finally:
+        gradients.reduce_scatter = original
+    by_size = {unit.groups[0].layout.numel: number for number, unit in enumerate(sharded._units)}
+    return [by_size[size] for size in sizes]
+
+
+def test_units_are_reduced_last_first_in_one_order_on_all_ranks(ranks: RankPool) -> None:
+    assert ranks.run(3, _order_of_reductions) == [[3, 2, 1, 0]] * 3

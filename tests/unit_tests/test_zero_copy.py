@@ -1,0 +1,100 @@
+"""No copies around communication: what is gathered is what is read, and a gradient is copied once."""
+
+import pytest
+import torch
+from megatron_fsdp import FSDPConfig, MegatronFSDP, MixedPrecisionPolicy
+from tests.models import STRATEGIES, Block, TinyModel, batches, loss_of
+from tests.ranks import RankPool
+from torch.utils._python_dispatch import TorchDispatchMode
+
+COPIES = {"aten.copy_.default", "aten._foreach_copy_.default", "aten.clone.default", "aten.cat.default", "aten._to_copy.default"}
+
+
+class _CountCopies(TorchDispatchMode):
+    """Counts elements that copying operations write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
+        out = func(*args, **(kwargs or {}))
+        if str(func) in COPIES:
+            targets = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
+            self.written[str(func)] = self.written.get(str(func), 0) + sum(t.numel() for t in targets)
+        return out
+
+
+def _views_of_the_gathered_buffer(strategy: str) -> None:
+    model = MegatronFSDP(TinyModel(), FSDPConfig(strategy=strategy), fsdp_unit_modules=[Block])
+    groups = {id(e.compute): (g, i) for g in model.groups for i, e in enumerate(g.entries)}
+    seen: dict[int, int] = {}
+
+    def look(module: torch.nn.Module, args: object) -> None:
+        for parameter in module.parameters(recurse=False):
+            group, i = groups[id(parameter)]
+            flat = group.weights.compute.flat
+            expected = flat.data_ptr() + group.layout.slots[i].offset * flat.element_size()
+            assert parameter.data_ptr() == expected
+            assert parameter.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+            seen[id(parameter)] = seen.get(id(parameter), 0) + 1
+
+    for module in model.module.modules():
+        module.register_forward_pre_hook(look)
+    loss_of(model, batches(1, 1)[0, 0]).backward()
+    assert len(seen) == len(groups)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_parameters_are_views_of_the_gathered_buffer(ranks: RankPool, strategy: str) -> None:
+    ranks.run(2, _views_of_the_gathered_buffer, strategy)
+
+
+def _main_weights_share_memory(strategy: str) -> None:
+    model = MegatronFSDP(TinyModel(), FSDPConfig(strategy=strategy), fsdp_unit_modules=[Block])
+    for group in model.groups:
+        whole = group.weights.compute.flat.untyped_storage()
+        shared = group.weights.main.untyped_storage().data_ptr() == whole.data_ptr()
+        assert shared == (strategy != "optim_grads_params")
+        assert (whole.nbytes() == 0) == (strategy == "optim_grads_params")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_rank_holds_one_copy_of_its_weights(ranks: RankPool, strategy: str) -> None:
+    ranks.run(2, _main_weights_share_memory, strategy)
+
+
+def _copied(dtype: torch.dtype, strategy: str) -> tuple[dict[str, int], int, int]:
+    """Elements that one gather and one reduction of a group copy, with the group's and the shard's size."""
+    from megatron.fsdp import buffer, gradients, weights
+
+    # What counts is what surrounds a collective; what gloo does inside of one is its own.
+    weights.all_gather = gradients.reduce_scatter = lambda *args: None
+    policy = MixedPrecisionPolicy(main_grads_dtype=torch.float32)
+    config = FSDPConfig(strategy=strategy, mixed_precision=policy)
+    model = MegatronFSDP(TinyModel().to(dtype), config, fsdp_unit_modules=[Block])
+    group = model.groups[-1]
+    group.weights.invalidate()
+    with _CountCopies() as gather:
+        group.weights._gather()
+    with _CountCopies() as reduce:
+        grads: list[torch.Tensor | None] = [torch.ones(e.compute.shape, dtype=dtype) for e in group.entries]
+        group.gradients._reduce(None, grads, torch.device("cpu"))
+        group.gradients.take()
+    weights.all_gather, gradients.reduce_scatter = buffer.all_gather, buffer.reduce_scatter
+    return {
+        "gather": sum(gather.written.values()),
+        "reduce": sum(reduce.written.values()),
+    }, sum(slot.numel for slot in group.layout.slots), group.layout.shard_numel
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
+def test_fp32_gathers_without_copying_and_places_each_gradient_once(ranks: RankPool, strategy: str) -> None:
+    for written, numel, _ in ranks.run(2, _copied, torch.float32, strategy):
+        assert written == {"gather": 0, "reduce": numel}
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
+def test_bf16_casts_its_shard_only(ranks: RankPool, strategy: str) -> None:
+    for written, numel, shard in ranks.run(2, _copied, torch.bfloat16, strategy):
+        assert written == {"gather": shard, "reduce": numel}

@@ -1,0 +1,137 @@
+"""Runs pretrain_gpt.py, Megatron's real training loop, in rank processes and returns every iteration's numbers.
+
+Processes are forked from one that has imported Megatron already: many short runs cost little more than their steps.
+"""
+
+import json
+import multiprocessing
+import os
+import socket
+import sys
+import tempfile
+from dataclasses import dataclass
+from multiprocessing.context import BaseContext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class RunFailure(RuntimeError):
+    """A rank of a run ended with an error, or did not end in time."""
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """What one iteration computed, in full precision."""
+
+    loss: float
+    grad_norm: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run computed.
+
+    Attributes:
+        iterations: Training, in order.
+        validation: Validation losses, in order.
+        log: What rank 0 and the last rank printed.
+    """
+
+    iterations: list[Iteration]
+    validation: list[float]
+    log: str
+
+
+def run(arguments: list[str], ranks: int, timeout: float = 300.0) -> Run:
+    """Run pretrain_gpt.py with these arguments on this many ranks of this machine.
+
+    Raises:
+        RunFailure: With the end of the log.
+    """
+    context = _context()
+    with tempfile.TemporaryDirectory() as folder:
+        port = _free_port()
+        processes = [
+            context.Process(target=_rank, args=(arguments, rank, ranks, port, folder), daemon=False)  # type: ignore[attr-defined]
+            for rank in range(ranks)
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(timeout)
+        late = [process for process in processes if process.is_alive()]
+        for process in processes:
+            process.kill()
+            process.join()
+        logs = [Path(folder, f"{rank}.log").read_text() for rank in sorted({0, ranks - 1})]
+        if late or any(process.exitcode for process in processes):
+            reason = f"no end within {timeout:.0f} s" if late else f"exit codes {[p.exitcode for p in processes]}"
+            raise RunFailure(f"{reason}\n{' '.join(arguments)}\n{logs[-1][-3000:]}")
+        numbers = json.loads(Path(folder, "numbers.json").read_text())
+    return Run([Iteration(*pair) for pair in numbers["iterations"]], numbers["validation"], "\n".join(logs))
+
+
+def _context() -> BaseContext:
+    if torch.cuda.is_available():  # a process that has seen CUDA cannot be forked
+        return multiprocessing.get_context("spawn")
+    if str(ROOT) not in sys.path:
+        sys.path.insert(0, str(ROOT))
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["pretrain_gpt"])
+    return context
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _rank(arguments: list[str], rank: int, ranks: int, port: int, folder: str) -> None:
+    log = open(Path(folder, f"{rank}.log"), "w", buffering=1)  # noqa: SIM115 - open until the process ends
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(ranks),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(ranks),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    sys.path.insert(0, str(ROOT))
+    sys.argv = ["pretrain_gpt.py", *arguments]
+    torch.set_num_threads(1)
+    import pretrain_gpt
+
+    numbers = _record()
+    try:
+        pretrain_gpt.main()
+    finally:
+        if rank == ranks - 1:
+            Path(folder, "numbers.json").write_text(json.dumps(numbers))
+
+
+def _record() -> dict[str, list[Any]]:
+    """Note what Megatron is about to round and print."""
+    from megatron.training import training
+
+    numbers: dict[str, list[Any]] = {"iterations": [], "validation": []}
+    log, evaluate = training.training_log, training.evaluate
+
+    def recording_log(loss_dict: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        # Arguments after the loss: total_loss_dict, learning_rate, iteration, loss_scale, report_memory, skipped, norm.
+        numbers["iterations"].append((float(loss_dict["lm loss"]), float(args[6])))
+        return log(loss_dict, *args, **kwargs)
+
+    def recording_evaluate(*args: Any, **kwargs: Any) -> Any:
+        result = evaluate(*args, **kwargs)
+        numbers["validation"].append(float(result[0]["lm loss"]))
+        return result
+
+    training.training_log, training.evaluate = recording_log, recording_evaluate
+    return numbers
