@@ -14,6 +14,7 @@ cpu.enable()
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # noqa: E402
 from megatron.core.distributed import finalize_model_grads as finalize  # noqa: E402
@@ -25,7 +26,6 @@ from megatron.core.rerun_state_machine import destroy_rerun_state_machine, initi
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 from megatron.core.transformer.module import Float16Module  # noqa: E402
-
 from megatron.fsdp.mcore import FullyShardedDataParallel, install, uninstall  # noqa: E402
 
 VOCABULARY, SEQUENCE = 29, 6

@@ -1,4 +1,4 @@
-"""Tiny models with shapes that divide nothing evenly, and the unsharded reference that sharded runs are held against."""
+"""Tiny models with shapes that divide nothing evenly, and the unsharded reference that sharded runs are compared to."""
 
 import copy
 from collections.abc import Callable, Iterable

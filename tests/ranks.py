@@ -1,4 +1,4 @@
-"""One pool of rank processes that all tests share: starting Python with torch takes seconds, a process group does not."""
+"""One pool of rank processes for all tests: starting Python with torch takes seconds, a process group does not."""
 
 import contextlib
 import os

@@ -37,7 +37,7 @@ SAME_DIGITS = 0.5 * 10.0**-DIGITS
 DDP = ["--use-distributed-optimizer"]
 # Equal sums, added up in another order: of smaller buckets, divided after the sum instead of before it, of whole
 # gradients instead of shards.
-DDP_ORDERS = (
+DDP_ORDERS: tuple[list[str], ...] = (
     [*DDP, "--ddp-bucket-size", "20000", "--overlap-grad-reduce"],
     [*DDP, "--ddp-average-in-collective"],
     [],
@@ -146,7 +146,9 @@ class Comparison:
         self._iterations = iterations
         self._report = report
         self.failed = 0
-        self.table = Table("kind", "ranks", "micro-\nbatches", "run", "loss,\nmean", "loss,\nlargest", "norm,\nlargest", "result")
+        self.table = Table(
+            "kind", "ranks", "micro-\nbatches", "run", "loss,\nmean", "loss,\nlargest", "norm,\nlargest", "result"
+        )
         for column in self.table.columns[4:7]:
             column.justify = "right"
 

@@ -19,7 +19,9 @@ def all_gather(output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGro
     _all_gather(output, shard, group=group)
 
 
-def reduce_scatter(shard: torch.Tensor, flat: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> None:
+def reduce_scatter(
+    shard: torch.Tensor, flat: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
+) -> None:
     """Reduce ``flat`` over the group into this rank's ``shard``, which may be this rank's part of ``flat``."""
     _reduce_scatter(shard, flat, op=op, group=group)
 

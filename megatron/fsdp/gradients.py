@@ -166,10 +166,10 @@ def _place(flat: torch.Tensor, layout: Layout, grads: list[torch.Tensor | None])
     if zeros:
         torch._foreach_zero_(zeros)
     if present:
-        torch._foreach_copy_([slot_view(flat, layout, i) for i in present], [grads[i] for i in present])
+        torch._foreach_copy_([slot_view(flat, layout, i) for i in present], [g for g in grads if g is not None])
 
 
 def _add(flat: torch.Tensor, layout: Layout, grads: list[torch.Tensor | None]) -> None:
     present = [i for i, g in enumerate(grads) if g is not None]
     if present:
-        torch._foreach_add_([slot_view(flat, layout, i) for i in present], [grads[i] for i in present])
+        torch._foreach_add_([slot_view(flat, layout, i) for i in present], [g for g in grads if g is not None])

@@ -134,7 +134,9 @@ def plan_layout(shapes: Sequence[tuple[int, ...]], num_shards: int, alignment: i
     rigid = [i for i, s in enumerate(sizes) if s.row > 1 and s.numel and num_shards > 1]
     fluid = [i for i, s in enumerate(sizes) if not (s.row > 1 and s.numel and num_shards > 1)]
     best: Layout | None = None
-    for shard_numel, step in _candidate_shards([sizes[i] for i in rigid], sum(s.numel for s in sizes), num_shards, alignment):
+    for shard_numel, step in _candidate_shards(
+        [sizes[i] for i in rigid], sum(s.numel for s in sizes), num_shards, alignment
+    ):
         if best is not None and shard_numel >= best.shard_numel:
             break
         layout = _pack_at_least(sizes, rigid, fluid, num_shards, shard_numel, step, alignment)

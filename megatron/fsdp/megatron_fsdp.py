@@ -31,8 +31,8 @@ from megatron.fsdp.partition import (
 )
 from megatron.fsdp.pool import AllocatorPool
 from megatron.fsdp.schedule import Limits, Schedule
-from megatron.fsdp.state_dict import load_parameter, match_keys, unsharded_state
-from megatron.fsdp.uneven_dtensor import describe_piece
+from megatron.fsdp.state_dict import copy_part, match_keys, own_part, unsharded_state
+from megatron.fsdp.uneven_dtensor import describe_piece, local_part
 from megatron.fsdp.unit import Unit
 from megatron.fsdp.weak import weak_method
 
@@ -235,7 +235,7 @@ class MegatronFSDP(nn.Module):
     # Parameters ------------------------------------------------------------------------------------------------
 
     def install_optimized_model_weights(self) -> None:
-        """The main weights have changed: compute weights follow before their next use. Called after a step or a load."""
+        """The main weights have changed, by a step or a load: compute weights follow before their next use."""
         self._schedule.reset()
         for group in self.groups:
             group.weights.invalidate()
@@ -323,7 +323,7 @@ class MegatronFSDP(nn.Module):
         Args:
             scaling_factor: A number or a tensor with one element.
         """
-        locals_ = [e.main.grad._local_tensor for e in self.entries() if e.main.grad is not None]
+        locals_ = [local_part(e.main.grad) for e in self.entries() if e.main.grad is not None]
         if isinstance(scaling_factor, torch.Tensor):
             scaling_factor = scaling_factor.reshape(())
         torch._foreach_mul_(locals_, scaling_factor)
@@ -351,6 +351,7 @@ class MegatronFSDP(nn.Module):
                 if isinstance(value, DTensor) and value.placements[0].is_shard():
                     describe_piece(value, entry.piece)
 
+    @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load main weights and buffers; compute weights follow.
 
@@ -366,16 +367,16 @@ class MegatronFSDP(nn.Module):
         """
         if assign:
             raise ValueError("load_state_dict: assign=True would replace the main weights; expected assign=False.")
-        wanted: dict[str, Any] = {
-            f"module.{name}": entry for entry in self.entries() for name in entry.names
-        }
+        wanted: dict[str, Any] = {f"module.{name}": entry for entry in self.entries() for name in entry.names}
         wanted |= unsharded_state(self)
         tied = {f"module.{name}" for e in self.entries() if _any_in(e.names, state_dict) for name in e.names}
         keys = match_keys({k: v for k, v in wanted.items() if k in state_dict or k not in tied}, state_dict, strict)
+        # Nothing is changed before everything is known to fit.
+        parts = {k: own_part(wanted[k], state_dict[k], k) for k in keys if isinstance(wanted[k], ParameterEntry)}
         for key in keys:
             target = wanted[key]
             if isinstance(target, ParameterEntry):
-                load_parameter(target, state_dict[key], key)
+                copy_part(target, parts[key])
             elif isinstance(target, nn.Module):
                 target.set_extra_state(state_dict[key])
             else:

@@ -35,14 +35,18 @@ class FSDPDistributedIndex:
         if dp_shard_dim is None:
             names = device_mesh.mesh_dim_names or ()
             if device_mesh.ndim != 1:
-                raise ValueError(f"dp_shard_dim: a mesh with axes {list(names)} needs the name of the one to shard over.")
+                raise ValueError(
+                    f"dp_shard_dim: a mesh with axes {list(names)} needs the name of the one to shard over."
+                )
             dp_shard_dim = names[0] if names else None
         self.device_mesh = device_mesh
         self.dp_shard_dim = dp_shard_dim
         self.tp_dim = tp_dim
         self.shard_mesh = device_mesh if dp_shard_dim is None else self.get_submesh(dp_shard_dim)
         if self.shard_mesh.ndim != 1:
-            raise ValueError(f"dp_shard_dim: expected one axis of the mesh; {dp_shard_dim!r} has {self.shard_mesh.ndim}.")
+            raise ValueError(
+                f"dp_shard_dim: expected one axis of the mesh; {dp_shard_dim!r} has {self.shard_mesh.ndim}."
+            )
         if tp_dim is not None:
             self.get_submesh(tp_dim)
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from megatron.fsdp.megatron_fsdp import MegatronFSDP
 from megatron.fsdp.parameter_group import ParameterEntry, ParameterGroup
 from megatron.fsdp.partition import OWNER
-from megatron.fsdp.uneven_dtensor import describe_piece, make_dtensor
+from megatron.fsdp.uneven_dtensor import describe_piece, local_part, make_like
 from megatron.fsdp.weak import weak_method
 
 
@@ -160,12 +160,12 @@ class _LocalStep:
             return main
         local = self._local.get(id(main))
         if local is None:
-            local = self._local[id(main)] = nn.Parameter(main._local_tensor, requires_grad=main.requires_grad)
-        local.grad = None if main.grad is None else main.grad._local_tensor
+            local = self._local[id(main)] = nn.Parameter(local_part(main), requires_grad=main.requires_grad)
+        local.grad = None if main.grad is None else local_part(main.grad)
         state = optimizer.state.pop(main, None)
         if state is not None:
             self._dtensors[id(main)] = {k: v for k, v in state.items() if isinstance(v, DTensor)}
-            optimizer.state[local] = {k: v._local_tensor if isinstance(v, DTensor) else v for k, v in state.items()}
+            optimizer.state[local] = {k: local_part(v) if isinstance(v, DTensor) else v for k, v in state.items()}
         return local
 
     def _leave(self, optimizer: torch.optim.Optimizer) -> None:
@@ -188,8 +188,8 @@ class _LocalStep:
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.dim() and value.shape == local.shape:
                 dtensor = known.get(key)
-                if dtensor is None or dtensor._local_tensor is not value:
-                    dtensor = make_dtensor(value, main.device_mesh, tuple(main.shape), main.placements[0].is_shard())
+                if dtensor is None or local_part(dtensor) is not value:
+                    dtensor = make_like(value, main)
                 state[key] = dtensor
         optimizer.state[main] = state
 

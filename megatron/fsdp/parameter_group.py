@@ -13,7 +13,7 @@ from megatron.fsdp.mesh import FSDPDistributedIndex
 from megatron.fsdp.pool import Pool
 from megatron.fsdp.precision import MixedPrecisionPolicy
 from megatron.fsdp.strategy import INNER, Placements
-from megatron.fsdp.uneven_dtensor import make_dtensor
+from megatron.fsdp.uneven_dtensor import local_part, make_dtensor
 from megatron.fsdp.weak import weak_method
 from megatron.fsdp.weights import WeightBuffer
 
@@ -138,10 +138,12 @@ class ParameterGroup:
         """Parameter ``i`` of a tensor that is flat like the main weights, as a DTensor whose local part is a view."""
         piece = self.entries[i].piece
         local = flat[piece.shard_offset : piece.shard_offset + piece.stop - piece.start].view(piece.shape)
-        return make_dtensor(local, self._env.index.shard_mesh, self.layout.slots[i].shape, self.placements.shards_optimizer)
+        return make_dtensor(
+            local, self._env.index.shard_mesh, self.layout.slots[i].shape, self.placements.shards_optimizer
+        )
 
     def shard(self, i: int, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a whole tensor with parameter ``i``'s shape, copied, as a DTensor like its main weights."""
+        """A copy of this rank's part of a whole tensor in parameter ``i``'s shape, as a DTensor."""
         piece = self.entries[i].piece
         local = tensor.detach().reshape(-1)[piece.start : piece.stop].view(piece.shape).clone()
         return make_dtensor(local, self._env.index.shard_mesh, tuple(tensor.shape), self.placements.shards_optimizer)
@@ -217,7 +219,7 @@ class ParameterGroup:
             if entry.main.grad is None:
                 entry.main.grad = grad
             else:
-                entry.main.grad._local_tensor.add_(grad._local_tensor)
+                local_part(entry.main.grad).add_(local_part(grad))
 
     def clear_gradients(self) -> None:
         """Drop gradients in every form."""

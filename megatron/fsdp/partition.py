@@ -87,7 +87,9 @@ def check_devices(module: nn.Module, device: torch.device) -> None:
         if parameter.device.type == "meta":
             raise ValueError(f"Parameter {name} is on the meta device and has no values. Materialize the model first.")
         if parameter.device.type != "cpu" and parameter.device != device:
-            raise ValueError(f"Parameter {name} is on another device: expected {device} or cpu; got {parameter.device}.")
+            raise ValueError(
+                f"Parameter {name} is on another device: expected {device} or cpu; got {parameter.device}."
+            )
 
 
 def check_dtypes(module: nn.Module, policy: MixedPrecisionPolicy) -> None:
@@ -152,7 +154,9 @@ def _find_units(
     for child_name, child in module.named_children():
         if id(child) in path_of:
             # Registered twice: where the two places have different units, their common one holds it.
-            path_of[id(child)] = _common(path_of[id(child)], path) if path_of[id(child)][-1].module is not child else path_of[id(child)]
+            path_of[id(child)] = (
+                _common(path_of[id(child)], path) if path_of[id(child)][-1].module is not child else path_of[id(child)]
+            )
             continue
         full_name = f"{name}.{child_name}" if name else child_name
         child_path = path

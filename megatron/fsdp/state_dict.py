@@ -7,10 +7,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.parameter_group import ParameterEntry
+from megatron.fsdp.uneven_dtensor import local_part
 
 
-def load_parameter(entry: ParameterEntry, value: torch.Tensor, key: str) -> None:
-    """Copy this rank's part of ``value`` into a parameter's main weights.
+def own_part(entry: ParameterEntry, value: torch.Tensor, key: str) -> torch.Tensor:
+    """This rank's part of a parameter's value, without copying it.
 
     Args:
         entry: The parameter.
@@ -20,15 +21,20 @@ def load_parameter(entry: ParameterEntry, value: torch.Tensor, key: str) -> None
     Raises:
         ValueError: The shape differs.
     """
-    local = entry.main._local_tensor
+    local = local_part(entry.main)
     if value.shape != entry.main.shape:
         raise ValueError(f"{key}: expected shape {tuple(entry.main.shape)}; got {tuple(value.shape)}.")
-    if isinstance(value, DTensor):
-        part = value._local_tensor
-        if part.shape != local.shape:
-            raise ValueError(f"{key}: expected this rank's part to have shape {tuple(local.shape)}; got {tuple(part.shape)}.")
-    else:
-        part = value.reshape(-1)[entry.piece.start : entry.piece.stop].view(local.shape)
+    if not isinstance(value, DTensor):
+        return value.reshape(-1)[entry.piece.start : entry.piece.stop].view(local.shape)
+    part = local_part(value)
+    if part.shape != local.shape:
+        raise ValueError(f"{key}: expected a part of shape {tuple(local.shape)} on this rank; got {tuple(part.shape)}.")
+    return part
+
+
+def copy_part(entry: ParameterEntry, part: torch.Tensor) -> None:
+    """Make ``part`` the value of this rank's part of a parameter."""
+    local = local_part(entry.main)
     # A checkpoint that was loaded in place comes back as the very memory it was loaded into.
     if part.data_ptr() != local.data_ptr() or part.dtype != local.dtype:
         local.copy_(part)

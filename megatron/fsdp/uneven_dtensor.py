@@ -25,6 +25,23 @@ def make_dtensor(local: torch.Tensor, mesh: DeviceMesh, shape: tuple[int, ...], 
     return DTensor.from_local(local, mesh, [placement], run_check=False, shape=torch.Size(shape), stride=stride)
 
 
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor: the very tensor, which ``to_local`` would make a view of for autograd.
+
+    Raises:
+        TypeError: ``tensor`` is no DTensor.
+    """
+    if not isinstance(tensor, DTensor):
+        raise TypeError(f"expected a DTensor; got {type(tensor).__name__}.")
+    return tensor._local_tensor
+
+
+def make_like(local: torch.Tensor, other: torch.Tensor) -> DTensor:
+    """A DTensor with local tensor ``local``, distributed as the DTensor ``other`` is."""
+    assert isinstance(other, DTensor)
+    return make_dtensor(local, other.device_mesh, tuple(other.shape), other.placements[0].is_shard())
+
+
 def describe_chunk(dtensor: DTensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> None:
     """Tell torch.distributed.checkpoint which part of the whole tensor this rank holds; no communication.
 
@@ -36,7 +53,7 @@ def describe_chunk(dtensor: DTensor, offsets: tuple[int, ...], sizes: tuple[int,
         sizes: Shape of the part; an empty part writes and reads nothing.
     """
     chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-    local = dtensor._local_tensor
+    local = local_part(dtensor)
     local.__create_chunk_list__ = functools.partial(_chunks, chunk)  # type: ignore[attr-defined]
     local.__create_write_items__ = functools.partial(_write_items, chunk)  # type: ignore[attr-defined]
 

@@ -3,9 +3,10 @@
 import pytest
 import torch
 import torch.distributed as dist
+
+from megatron_fsdp import fully_shard_model
 from tests.models import FP32_GRADS, STRATEGIES, TinyModel, adamw, assert_same_training, batches, loss_of
 from tests.ranks import RankPool
-from megatron_fsdp import fully_shard_model
 
 
 def _train(strategy: str, micro_batches: int, use_no_sync: bool, sync_each: bool, overlap: bool) -> None:

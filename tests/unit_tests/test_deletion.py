@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 import torch
+
 from megatron_fsdp import MegatronFSDP, fully_shard
 from tests.models import STRATEGIES, Block, TinyModel, adamw, batches, loss_of
 from tests.ranks import RankPool

@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+
 from megatron.fsdp.device import CpuStream, InlineStream
 
 

@@ -4,11 +4,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
 from megatron_fsdp import FSDPConfig, MegatronFSDP, MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
 from tests.models import Block, TinyModel
 from tests.ranks import RankPool
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 
 def _unchanged_after(error: type[Exception], match: str, shard: Callable[[nn.Module], object]) -> None:
@@ -28,7 +29,9 @@ class Blok(nn.Module):
 
 
 def _unit_class_that_matches_nothing() -> None:
-    _unchanged_after(ValueError, "no Blok. Did you mean 'Block'", lambda m: fully_shard_model(m, fsdp_unit_modules=[Blok]))
+    _unchanged_after(
+        ValueError, "no Blok. Did you mean 'Block'", lambda m: fully_shard_model(m, fsdp_unit_modules=[Blok])
+    )
 
 
 def _unit_path_that_cannot_be_imported() -> None:
@@ -76,7 +79,9 @@ def _mismatched_dtypes() -> None:
     policy = MixedPrecisionPolicy(main_params_dtype=torch.bfloat16)
     match = "embedding.weight.*at least as wide"
     _unchanged_after(ValueError, match, lambda m: fully_shard_model(m, mixed_precision_policy=policy))
-    _unchanged_after(ValueError, "MixedPrecisionPolicy; got 'bf16'", lambda m: MegatronFSDP(m, FSDPConfig(mixed_precision="bf16")))  # type: ignore[arg-type]
+    _unchanged_after(
+        ValueError, "MixedPrecisionPolicy; got 'bf16'", lambda m: MegatronFSDP(m, FSDPConfig(mixed_precision="bf16"))
+    )  # type: ignore[arg-type]
 
 
 def _settings_that_contradict() -> None:

@@ -5,6 +5,8 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+
 from megatron_fsdp import fully_shard, fully_shard_model
 from tests.models import (
     STRATEGIES,
@@ -18,7 +20,6 @@ from tests.models import (
     main_weights,
 )
 from tests.ranks import RankPool
-from torch import nn
 
 
 def _all_forwards_first(strategy: str, backward_order: list[int]) -> None:
@@ -94,7 +95,9 @@ def _weights_change_between_forward_and_forward(strategy: str) -> None:
     """A forward keeps weights for its backward; a step in between must not be missed by the next forward."""
     torch.manual_seed(3)
     model = TinyModel().to(device())
-    sharded, optimizer = fully_shard(model, adamw(model.parameters()), fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
+    sharded, optimizer = fully_shard(
+        model, adamw(model.parameters()), fsdp_unit_modules=[Block], zero_dp_strategy=strategy
+    )
     tokens = batches(1, 1)[0, 0]
     loss_of(sharded, tokens).backward()
     kept = loss_of(sharded, tokens)
@@ -195,6 +198,8 @@ def _nested(units: list) -> None:
     assert_same_training(Nested(), batches(3, dist.get_world_size()), adamw, fsdp_unit_modules=units)
 
 
-@pytest.mark.parametrize("units", [[Block], [Nested.Outer], [Nested.Outer, Block], [TinyModel, Block, "torch.nn.LayerNorm"]])
+@pytest.mark.parametrize(
+    "units", [[Block], [Nested.Outer], [Nested.Outer, Block], [TinyModel, Block, "torch.nn.LayerNorm"]]
+)
 def test_nested_units_and_containers(ranks: RankPool, units: list) -> None:
     ranks.run(2, _nested, units)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+
 from tests.models import STRATEGIES, TinyModel, adamw, assert_same_training, batches
 from tests.ranks import RankPool
 

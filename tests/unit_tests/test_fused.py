@@ -5,10 +5,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+
 from megatron_fsdp import FSDPConfig, MegatronFSDP, MixedPrecisionPolicy
 from tests.models import STRATEGIES, Block, TinyModel, batches, device, loss_of
 from tests.ranks import RankPool
-from torch import nn
 
 
 class _FusedLinear(torch.autograd.Function):

@@ -6,6 +6,7 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from megatron.fsdp.layout import Layout, Slot, plan_layout
 
 
@@ -50,9 +51,7 @@ def test_a_buffer_that_is_too_small_is_refused() -> None:
         Layout((Slot(0, (9,)),), num_shards=2, shard_numel=4)
 
 
-SHAPES = st.lists(
-    st.lists(st.integers(1, 9), min_size=0, max_size=3).map(tuple), min_size=1, max_size=8
-)
+SHAPES = st.lists(st.lists(st.integers(1, 9), min_size=0, max_size=3).map(tuple), min_size=1, max_size=8)
 
 
 @settings(max_examples=300, deadline=None)

@@ -3,6 +3,7 @@
 import itertools
 
 import pytest
+
 from megatron.fsdp.unit import TRANSITIONS, Unit, WeightState
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from tests.ranks import DEVICE
 from tests.tensor_bytes import TensorBytes, build, call_counted
 
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="counts CPU tensors")
 def _model(dtype: str) -> Any:
     """Of blocks whose rows leave little padding: what is counted is the engine's memory."""
     import torch
+
     from tests.models import TinyModel
 
     torch.manual_seed(0)
@@ -62,13 +64,12 @@ def measure_activations(dtype: str) -> int:
 
 def measure_sharded(strategy: str, dtype: str, collective: float, compute: float) -> dict[str, int]:
     """Bytes of a rank that trains with the given delays, in seconds, of each collective and each block."""
-    import torch
     import torch.distributed as dist
-    from megatron.fsdp import device
-    from tests.models import FP32_GRADS, Block, adamw, loss_of
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    from megatron.fsdp import device
     from megatron_fsdp import fully_shard
+    from tests.models import FP32_GRADS, Block, adamw, loss_of
 
     class SlowStream(device.CpuStream):
         def run(self, task: device.Task) -> device.Handle:

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from tests.models import STRATEGIES, Block, TinyModel, adamw, batches, device, loss_of, main_weights
 from tests.ranks import RankPool

@@ -6,10 +6,11 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
 from megatron_fsdp import fully_shard, fully_shard_model, fully_shard_optimizer
 from tests.models import STRATEGIES, Block, TinyModel, assert_same_training, batches, device, loss_of, main_weights
 from tests.ranks import RankPool
-from torch.distributed.tensor import DTensor
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1),

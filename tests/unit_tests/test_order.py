@@ -1,4 +1,4 @@
-"""Results do not depend on timing: with random delays in collectives and compute on each rank they are bit-identical."""
+"""Results do not depend on timing: with random delays in each rank's collectives and compute they are bit-identical."""
 
 import random
 import time
@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+
 from megatron.fsdp.device import CpuStream
 from megatron_fsdp import fully_shard
 from tests.models import FP32_GRADS, STRATEGIES, Block, TinyModel, adamw, batches, device, loss_of

@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+
 from megatron.fsdp.device import CpuStream
 from megatron_fsdp import fully_shard_model
 from tests.models import Block, TinyModel, batches, loss_of
@@ -78,7 +79,8 @@ def test_the_next_unit_is_gathered_while_this_one_computes(ranks: RankPool) -> N
 
 def _backward_does_not_wait_for_reductions() -> bool:
     """Whether backward of the first blocks is over before the last block's reduction is."""
-    gate, passed = threading.Event(), []
+    gate = threading.Event()
+    passed: list[bool] = []
     model = fully_shard_model(TinyModel(), fsdp_unit_modules=[Block], zero_dp_strategy="optim_grads")
     tokens = batches(1, 1)[0, 0]
     loss_of(model, tokens).backward()

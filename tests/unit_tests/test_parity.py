@@ -1,6 +1,7 @@
 """Sharded training equals unsharded training: every strategy, every world size."""
 
 import pytest
+
 from tests.models import STRATEGIES, TinyModel, adamw, assert_same_training, batches
 from tests.ranks import RankPool
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from megatron.fsdp.precision import Dtypes, MixedPrecisionPolicy
 
 

@@ -5,10 +5,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.models import STRATEGIES, Block, TinyModel, adamw, assert_same_training, batches
-from tests.ranks import RankPool
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+from tests.models import STRATEGIES, Block, TinyModel, adamw, assert_same_training, batches
+from tests.ranks import RankPool
 
 
 class Recomputing(TinyModel):
@@ -20,8 +21,8 @@ class Recomputing(TinyModel):
         if what == "inside":
             for block in self.blocks:
                 up = block.up
-                block.forward = lambda x, b=block, u=up: x + b.down(
-                    checkpoint(lambda y: torch.nn.functional.gelu(u(b.norm(y))), x, use_reentrant=reentrant)
+                block.forward = lambda x, b=block, u=up: (
+                    x + b.down(checkpoint(lambda y: torch.nn.functional.gelu(u(b.norm(y))), x, use_reentrant=reentrant))
                 )
 
     def _run(self, function: Any, x: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
 from tests.models import STRATEGIES, Block, TinyModel, adamw, batches, device, full, loss_of, main_weights
 from tests.ranks import RankPool
@@ -72,7 +73,10 @@ def _load(folder: str, strategy: str, expected: dict[str, torch.Tensor]) -> None
         torch.testing.assert_close(main_weights(model)[name], weight, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("saver", "loader"), [(s, s) for s in STRATEGIES] + [("optim_grads_params", "no_shard"), ("optim", "optim_grads_params")])
+@pytest.mark.parametrize(
+    ("saver", "loader"),
+    [(s, s) for s in STRATEGIES] + [("optim_grads_params", "no_shard"), ("optim", "optim_grads_params")],
+)
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (3, 2), (1, 4)])
 def test_torch_checkpoint_resumes_on_other_ranks(
     ranks: RankPool, saver: str, loader: str, before: int, after: int
@@ -120,7 +124,10 @@ def _wrong_keys() -> None:
     state = {f"module.{name}": value for name, value in TinyModel().state_dict().items()}
     before = main_weights(sharded)
     missing = {key: value for key, value in state.items() if "norm.bias" not in key}
-    with pytest.raises(RuntimeError, match=r"Missing: \['module.norm.bias', 'module.blocks.0.norm.bias', .*'module.blocks.2.norm.bias'\]"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"Missing: \['module.norm.bias', 'module.blocks.0.norm.bias', .*'module.blocks.2.norm.bias'\]",
+    ):
         sharded.load_state_dict(missing)
     with pytest.raises(RuntimeError, match=r"Unexpected: \['module.tail'\]"):
         sharded.load_state_dict({**state, "module.tail": torch.zeros(1)})

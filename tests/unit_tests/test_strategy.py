@@ -3,8 +3,9 @@
 import re
 from pathlib import Path
 
-import megatron.fsdp
 import pytest
+
+import megatron.fsdp
 from megatron.fsdp.strategy import INNER, Placement, resolve_strategy
 
 

@@ -3,10 +3,11 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+
 from megatron_fsdp import fully_shard_model
 from tests.models import STRATEGIES, Block, TinyModel, adamw, assert_same_training, batches, loss_of
 from tests.ranks import RankPool
-from torch import nn
 
 
 def _tied_embedding(strategy: str) -> None:

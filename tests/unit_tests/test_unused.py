@@ -5,6 +5,8 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+
 from megatron_fsdp import FSDPConfig, MegatronFSDP, fully_shard
 from tests.models import (
     STRATEGIES,
@@ -18,7 +20,6 @@ from tests.models import (
     main_weights,
 )
 from tests.ranks import RankPool
-from torch import nn
 
 
 class WithUnused(TinyModel):

@@ -2,12 +2,19 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from megatron_fsdp import FSDPConfig, MegatronFSDP, MixedPrecisionPolicy
 from tests.models import STRATEGIES, Block, TinyModel, batches, loss_of
 from tests.ranks import RankPool
-from torch.utils._python_dispatch import TorchDispatchMode
 
-COPIES = {"aten.copy_.default", "aten._foreach_copy_.default", "aten.clone.default", "aten.cat.default", "aten._to_copy.default"}
+COPIES = {
+    "aten.copy_.default",
+    "aten._foreach_copy_.default",
+    "aten.clone.default",
+    "aten.cat.default",
+    "aten._to_copy.default",
+}
 
 
 class _CountCopies(TorchDispatchMode):
@@ -82,10 +89,14 @@ def _copied(dtype: torch.dtype, strategy: str) -> tuple[dict[str, int], int, int
         group.gradients._reduce(None, grads, torch.device("cpu"))
         group.gradients.take()
     weights.all_gather, gradients.reduce_scatter = buffer.all_gather, buffer.reduce_scatter
-    return {
-        "gather": sum(gather.written.values()),
-        "reduce": sum(reduce.written.values()),
-    }, sum(slot.numel for slot in group.layout.slots), group.layout.shard_numel
+    return (
+        {
+            "gather": sum(gather.written.values()),
+            "reduce": sum(reduce.written.values()),
+        },
+        sum(slot.numel for slot in group.layout.slots),
+        group.layout.shard_numel,
+    )
 
 
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])

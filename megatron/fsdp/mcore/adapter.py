@@ -6,6 +6,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
 from megatron.core import parallel_state
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
@@ -16,17 +19,15 @@ from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import log_single_rank
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.device import default_device
+from megatron.fsdp.mcore.arguments import Settings, adjust, check
 from megatron.fsdp.megatron_fsdp import MegatronFSDP
 from megatron.fsdp.mesh import FSDPDistributedIndex
-from megatron.fsdp.mcore.arguments import Settings, adjust, check
 from megatron.fsdp.partition import UnitClasses
 from megatron.fsdp.precision import MixedPrecisionPolicy
 from megatron.fsdp.state_dict import unsharded_state
+from megatron.fsdp.uneven_dtensor import local_part
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
             module,
             fsdp_config(config, ddp_config),
             _index(pg_collection, device),
-            _units(module, ddp_config) if fsdp_unit_modules is None else fsdp_unit_modules,
+            _units(module) if fsdp_unit_modules is None else fsdp_unit_modules,
             device,
         )
         super().__init__(config=config, module=sharded)
@@ -103,9 +104,13 @@ class FullyShardedDataParallel(_BaseDataParallel):
         # Set by the training loop, which asks for whole gradients with it; see arguments.LIMITS.
         self.force_all_reduce = False
         for entry in sharded.entries():
-            entry.main.__fsdp_param__ = True
-            entry.main.megatron_fsdp_slice = slice(entry.piece.start, entry.piece.stop)
-            entry.main.megatron_fsdp_dist_index = sharded.index
+            marks = {
+                "__fsdp_param__": True,
+                "megatron_fsdp_slice": slice(entry.piece.start, entry.piece.stop),
+                "megatron_fsdp_dist_index": sharded.index,
+            }
+            for name, value in marks.items():
+                setattr(entry.main, name, value)
         log_single_rank(
             logger,
             logging.INFO,
@@ -137,11 +142,11 @@ class FullyShardedDataParallel(_BaseDataParallel):
         if not USING_PYTORCH_OPTIMIZER:
             # Fused optimizers of Apex and Transformer Engine skip updates behind an empty tensor.
             for entry in self.module.entries():
-                if entry.main._local_tensor.numel() == 0:
+                if local_part(entry.main).numel() == 0:
                     entry.main.grad = None
 
     def _check_gradients(self) -> None:
-        named = [(e.name, e.main.grad._local_tensor) for e in self.module.entries() if e.main.grad is not None]
+        named = [(e.name, local_part(e.main.grad)) for e in self.module.entries() if e.main.grad is not None]
         norms = torch._foreach_norm([grad for _, grad in named if grad.numel()])
         if not norms:
             return
@@ -254,7 +259,7 @@ def _index(pg_collection: ProcessGroupCollection | None, device: torch.device) -
     return FSDPDistributedIndex(mesh, dp_shard_dim="dp_cp", tp_dim="tp")
 
 
-def _units(module: nn.Module, ddp_config: DistributedDataParallelConfig) -> list[type[nn.Module]]:
+def _units(module: nn.Module) -> list[type[nn.Module]]:
     return [unit for unit in DEFAULT_UNITS if any(isinstance(m, unit) for m in module.modules())]
 
 
@@ -262,4 +267,4 @@ def _stop_fusing(module: nn.Module) -> None:
     """Layers remember the setting from when they were built."""
     for layer in module.modules():
         if getattr(layer, "gradient_accumulation_fusion", False):
-            layer.gradient_accumulation_fusion = False
+            setattr(layer, "gradient_accumulation_fusion", False)  # noqa: B010 - nn.Module declares tensors only

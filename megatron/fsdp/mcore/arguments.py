@@ -16,10 +16,7 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 # Megatron's command line has other names for these fields of its configs.
-ALIASES = {
-    "average_in_collective": ("average_in_collective", "ddp_average_in_collective"),
-    "nccl_ub": ("nccl_ub", "use_nccl_ub"),
-}
+ALIASES = {"average_in_collective": ("average_in_collective", "ddp_average_in_collective")}
 
 
 class Settings:

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.layout import Piece
 from megatron.fsdp.mcore.adapter import ShardedModule, bare_name
-from megatron.fsdp.uneven_dtensor import describe_chunk, describe_piece, make_dtensor
+from megatron.fsdp.uneven_dtensor import describe_chunk, describe_piece, local_part, make_dtensor
 
 # Weights of the first linear layer of an MLP, whose rows are [gate | up] where the activation is gated.
 GATED = re.compile(
@@ -86,7 +86,7 @@ def _half(tensor: DTensor, piece: Piece, half: int) -> DTensor:
     first, last = half * rows, (half + 1) * rows
     begin = min(max(first - piece.row_start, 0), piece.shape[0])
     end = min(max(last - piece.row_start, begin), piece.shape[0])
-    local: torch.Tensor = tensor._local_tensor[begin:end]
+    local: torch.Tensor = local_part(tensor)[begin:end]
     sharded = tensor.placements[0].is_shard()
     part = make_dtensor(local, tensor.device_mesh, (rows, *tensor.shape[1:]), sharded)
     if sharded:

@@ -1,4 +1,4 @@
-"""What Megatron-Core reads from, calls on and expects of a wrapper: one test for each row that data parallelism touches."""
+"""What Megatron-Core reads from, calls on and expects of a wrapper: a test per row that data parallelism touches."""
 
 import copy
 from collections.abc import Callable
@@ -6,8 +6,9 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from tests.ranks import DEVICE, RankPool
 from torch.distributed.tensor import DTensor
+
+from tests.ranks import DEVICE, RankPool
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here")
 
@@ -74,9 +75,8 @@ def class_and_wrapper_chain() -> None:
     from megatron.core.distributed.data_parallel_base import _BaseDataParallel
     from megatron.core.models.gpt import GPTModel
     from megatron.core.utils import get_attr_wrapped_model, get_model_config, unwrap_model
-    from tests.megatron_models import wrapped
-
     from megatron.fsdp import MegatronFSDP
+    from tests.megatron_models import wrapped
 
     for bf16 in (False, True):
         model = wrapped("optim_grads_params", bf16=bf16)
@@ -289,7 +289,12 @@ def state_dict_has_main_weights_and_loads_back() -> None:
         assert all(key.startswith("module.") and not key.startswith("module.module.") for key in state)
         weights = {k: v for k, v in state.items() if isinstance(v, torch.Tensor)}
         assert all(isinstance(v, DTensor) and v.dtype == torch.float32 for v in weights.values())
-        saved = {k: DTensor.from_local(v._local_tensor.clone(), v.device_mesh, v.placements, run_check=False, shape=v.shape, stride=v.stride()) for k, v in weights.items()}
+        saved = {
+            k: DTensor.from_local(
+                v._local_tensor.clone(), v.device_mesh, v.placements, run_check=False, shape=v.shape, stride=v.stride()
+            )
+            for k, v in weights.items()
+        }
         with torch.no_grad():
             for entry in model.module.entries():
                 entry.main._local_tensor.zero_()

@@ -1,0 +1,158 @@
+"""Preparing state for an fsdp_dtensor checkpoint: fused projections split, parts described, nothing communicated."""
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import DTensor
+
+from tests.ranks import DEVICE, RankPool
+
+pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here")
+
+LLAMA = {"gated_linear_unit": True, "add_bias_linear": False, "normalization": "RMSNorm"}
+
+
+def _state(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
+    from megatron.fsdp.mcore.checkpoint import preprocess_fsdp_dtensor_state_dict
+
+    metadata = {"distrib_optim_sharding_type": "fsdp_dtensor"}
+    raw = {
+        "model": model.module.state_dict_for_save_checkpoint(),
+        "optimizer": optimizer.sharded_state_dict({}, metadata=metadata),
+        "iteration": 3,
+    }
+    return preprocess_fsdp_dtensor_state_dict(SimpleNamespace(), raw, model.module)
+
+
+def _trained(strategy: str, changes: dict[str, Any]) -> tuple[torch.nn.Module, Any]:
+    from tests.megatron_models import forward_backward, optimizer_of, tokens, wrapped
+
+    model = wrapped(strategy, **changes)
+    optimizer = optimizer_of(model)
+    model.zero_grad_buffer()
+    forward_backward(model, tokens(0, 1))
+    optimizer.step()
+    return model, optimizer
+
+
+def _save(folder: str, strategy: str, changes: dict[str, Any]) -> dict[str, torch.Tensor]:
+    from tests.megatron_models import megatron
+    from tests.models import full
+
+    with megatron():
+        model, optimizer = _trained(strategy, changes)
+        state = _state(model, optimizer)
+        dcp.save(state, checkpoint_id=folder)
+        whole = {}
+        for entry in model.module.entries():
+            key = f"module.{entry.name.removeprefix('module.')}"
+            whole[f"model.{key}"] = full(entry.main)
+            for kind in ("exp_avg", "exp_avg_sq"):
+                name = f"optimizer.state.module.module.{entry.name}.{kind}"
+                whole[name] = full(optimizer.optimizer.state[entry.main][kind])
+        return whole
+
+
+def _expected_on_disk(whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Keys and values of the format: gate and up of every fused projection apart."""
+    expected = {}
+    for key, value in whole.items():
+        name, _, kind = key.rpartition(".exp_avg")
+        base, suffix = (name, ".exp_avg" + kind) if name else (key, "")
+        if base.endswith("mlp.linear_fc1.weight"):
+            half = value.shape[0] // 2
+            expected[f"{base}_w{suffix}"], expected[f"{base}_v{suffix}"] = value[:half], value[half:]
+        else:
+            expected[key] = value
+    return expected
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+@pytest.mark.parametrize("changes", [LLAMA, {**LLAMA, "bf16": True}], ids=["fp32", "bf16"])
+def test_what_is_on_disk(ranks: RankPool, strategy: str, changes: dict[str, Any]) -> None:
+    with TemporaryDirectory() as folder:
+        whole = ranks.run(3, _save, folder, strategy, changes)[0]
+        metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        expected = _expected_on_disk(whole)
+        tensors = {
+            key: value for key, value in metadata.items() if hasattr(value, "size") and not key.endswith(".step")
+        }
+        assert set(tensors) == set(expected)
+        assert sum("_w" in key for key in expected) == 6  # two layers: weights and two moments
+        loaded: dict[str, Any] = {key: torch.zeros_like(value) for key, value in expected.items()}
+        dcp.load(loaded, checkpoint_id=folder, no_dist=True)
+        for key, value in expected.items():
+            assert torch.equal(loaded[key], value), key
+        assert not list(Path(folder).glob("*.json")), "a metadata.json would make Megatron take it for torch_dist"
+
+
+def _load(folder: str, strategy: str, changes: dict[str, Any], whole: dict[str, torch.Tensor]) -> None:
+    from tests.megatron_models import megatron
+    from tests.models import full
+
+    with megatron():
+        model, optimizer = _trained(strategy, changes)
+        for entry in model.module.entries():
+            entry.main._local_tensor.data.zero_()
+        state = _state(model, optimizer)
+        dcp.load(state, checkpoint_id=folder)
+        compared = 0
+        for entry in model.module.entries():
+            key = f"model.module.{entry.name.removeprefix('module.')}"
+            assert torch.equal(full(entry.main), whole[key]), key
+            compared += 1
+        assert compared == len(whole) // 3
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3), (1, 3)])
+def test_loading_in_place_on_other_ranks(ranks: RankPool, before: int, after: int) -> None:
+    with TemporaryDirectory() as folder:
+        whole = ranks.run(before, _save, folder, "optim_grads_params", LLAMA)[0]
+        ranks.run(after, _load, folder, "optim_grads_params", LLAMA, whole)
+
+
+def _halves_are_views_and_cover_the_whole() -> int:
+    from tests.megatron_models import megatron
+
+    with megatron():
+        model, optimizer = _trained("optim_grads_params", LLAMA)
+        before = dist.group.WORLD._get_sequence_number_for_group()
+        state = _state(model, optimizer)
+        assert dist.group.WORLD._get_sequence_number_for_group() == before, "preparing a checkpoint communicated"
+        rows = 0
+        for entry in model.module.entries():
+            if not entry.name.endswith("linear_fc1.weight"):
+                continue
+            for suffix in ("_w", "_v"):
+                half = state["model"][f"module.{entry.name}{suffix}"]
+                assert isinstance(half, DTensor) and half.shape[0] * 2 == entry.main.shape[0]
+                local = half._local_tensor
+                rows += len(local)
+                if len(local):
+                    assert local.untyped_storage().data_ptr() == entry.main._local_tensor.untyped_storage().data_ptr()
+                    (chunk,) = half.__create_chunk_list__()
+                    assert chunk.sizes == local.shape
+        return rows
+
+
+def test_halves_share_the_weights_memory(ranks: RankPool) -> None:
+    assert sum(ranks.run(3, _halves_are_views_and_cover_the_whole)) == 2 * 72
+
+
+def _not_gated() -> list[str]:
+    from tests.megatron_models import megatron
+
+    with megatron():
+        model, optimizer = _trained("optim_grads_params", {})
+        return [key for key in _state(model, optimizer)["model"] if "linear_fc1" in key]
+
+
+def test_layers_without_a_gate_are_not_split(ranks: RankPool) -> None:
+    (keys,) = ranks.run(1, _not_gated)
+    assert keys and not any(key.endswith(("_w", "_v")) for key in keys)
