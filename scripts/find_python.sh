@@ -1,7 +1,8 @@
 #!/bin/sh
 # Prints the path of a Python >= 3.12 that runs and can make virtual environments; says so and exits with 2 if none can.
 #
-# Looks on PATH and under ~/.pyenv/versions, for 3.12 first, because that is the version the project is tested with.
+# Looks on PATH and under ~/.pyenv/versions (and PYENV_ROOT's), for 3.12 first, because that is the version the project
+# is tested with.
 # Every candidate is run: a pyenv shim of that name may exist although no such version is selected.
 
 works() {
@@ -10,7 +11,7 @@ works() {
 
 IFS=:
 for name in python3.12 python3.13 'python3.[0-9]*' python3 python; do
-    for folder in $PATH "${HOME:-}"/.pyenv/versions/*/bin; do
+    for folder in $PATH "${HOME:-}"/.pyenv/versions/*/bin ${PYENV_ROOT:+"$PYENV_ROOT"/versions/*/bin}; do
         for candidate in "$folder"/$name; do
             if [ -x "$candidate" ] && [ ! -d "$candidate" ] && works "$candidate"; then
                 printf '%s\n' "$candidate"

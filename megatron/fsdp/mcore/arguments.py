@@ -155,7 +155,7 @@ LIMITS: tuple[Limit, ...] = (
     _not_yet("fsdp_double_buffer", "Double buffering"),
     _not_yet("fp8_param_gather", "Gathering weights in FP8"),
     _not_yet("fp4_param_gather", "Gathering weights in FP4"),
-    _not_yet("keep_fp8_transpose_cache", "FP8 transpose caches"),
+    _not_yet("keep_fp8_transpose_cache", "An FP8 transpose cache"),
     _not_yet("use_precision_aware_optimizer", "The precision-aware optimizer"),
     _not_yet("optimizer_cpu_offload", "Offloading the optimizer to the CPU"),
     _not_yet("delay_wgrad_compute", "Delaying weight gradients"),

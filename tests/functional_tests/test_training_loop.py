@@ -1,0 +1,123 @@
+"""Megatron's training loop from the command line: resumed runs, other numbers of ranks, scripts of others."""
+
+import functools
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="several ranks over gloo; Megatron runs on CUDA here")
+
+MODEL = (
+    "--num-layers 2 --hidden-size 60 --ffn-hidden-size 172 --num-attention-heads 4 --seq-length 64 --swiglu "
+    "--disable-bias-linear --max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 6 --train-iters 4 "
+    "--lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 255 --eval-iters 1 --log-interval 1 "
+    "--save-interval 2 --hidden-dropout 0 --attention-dropout 0"
+)
+DDP = "--use-distributed-optimizer --ckpt-format torch_dist"
+OURS = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --ckpt-format fsdp_dtensor"
+KINDS = {"ddp": DDP, "ours": OURS, "ours_bf16": f"{OURS} --bf16"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run logged, as printed.
+
+    Attributes:
+        iterations: iteration -> its loss and gradient norm.
+        validation: losses of the validation and the test set after the last iteration.
+        output: everything.
+    """
+
+    iterations: dict[int, tuple[str, str]]
+    validation: list[str]
+    output: str
+
+
+def launch(script: str, arguments: str, ranks: int) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [*command, *script.split(), *MODEL.split(), *arguments.split()],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+
+
+def train(arguments: str, script: str = "pretrain_gpt.py", ranks: int = 2) -> Run:
+    """Run a script and return what it logged."""
+    result = launch(script, arguments, ranks)
+    output = result.stdout + result.stderr
+    assert result.returncode == 0, output[-5000:]
+    number = r"(\S+)"
+    steps = re.findall(rf"iteration +{number}/.*?lm loss: {number} .*?grad norm: {number} ", output)
+    validation = re.findall(rf"validation loss at .*?lm loss value: {number}", output)
+    return Run({int(step): (loss, norm) for step, loss, norm in steps}, validation, output)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the checkpoints are."""
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@functools.cache
+def uninterrupted(kind: str, folder: Path) -> Run:
+    """A run that leaves checkpoints of iterations 2 and 4."""
+    return train(f"{KINDS[kind]} --save {folder / kind}")
+
+
+def numbers(run: Run) -> list[float]:
+    steps = [value for pair in run.iterations.values() for value in pair]
+    return [float(value) for value in steps + run.validation]
+
+
+def test_prints_what_ddp_prints_to_six_digits(folder: Path) -> None:
+    ddp, ours = uninterrupted("ddp", folder), uninterrupted("ours", folder)
+    assert list(ours.iterations) == list(ddp.iterations) == [1, 2, 3, 4]
+    assert len(ours.validation) == len(ddp.validation) == 2
+    # Gradients are clipped by a norm that each adds up in an order of its own; norms are printed with three digits.
+    assert numbers(ours) == pytest.approx(numbers(ddp), rel=5e-7)
+
+
+@pytest.mark.parametrize("kind", ["ours", "ours_bf16"])
+def test_a_resumed_run_goes_on_as_if_not_stopped(kind: str, folder: Path) -> None:
+    whole = uninterrupted(kind, folder)
+    resumed = train(f"{KINDS[kind]} --load {folder / kind} --ckpt-step 2")
+    assert list(resumed.iterations) == [3, 4]
+    assert resumed.iterations[3] == whole.iterations[3]
+    # The loss of the second iteration after a start is logged as the mean of two.
+    assert resumed.iterations[4][1] == whole.iterations[4][1]
+    assert resumed.validation == whole.validation
+
+
+def test_a_checkpoint_is_resumed_by_another_number_of_ranks(folder: Path) -> None:
+    whole = uninterrupted("ours", folder)
+    resumed = train(f"{OURS} --load {folder / 'ours'} --ckpt-step 2", ranks=3)
+    for ours, reference in zip(resumed.iterations[3], whole.iterations[3], strict=True):
+        assert float(ours) == pytest.approx(float(reference), rel=2e-6)
+
+
+def test_a_script_that_knows_nothing_of_this_project_trains_with_it_by_the_launcher(folder: Path) -> None:
+    script = "-m megatron.fsdp.launch tests/functional_tests/plain_script.py"
+    run = train(OURS, script)
+    assert "wrapped by megatron.fsdp.mcore.adapter: True" in run.output
+    assert run.iterations == uninterrupted("ours", folder).iterations
+
+
+def test_what_does_not_fit_is_said_before_anything_is_built() -> None:
+    result = launch("pretrain_gpt.py", f"{OURS} --ckpt-format torch_dist --use-tp-pp-dp-mapping", ranks=1)
+    assert result.returncode != 0
+    error = result.stderr[result.stderr.index("ValueError") :]
+    assert "use_tp_pp_dp_mapping" in error and "fsdp_dtensor" in error
+    assert "building" not in result.stdout
