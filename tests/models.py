@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron.fsdp.parameter import ParameterEntry
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
 from tests.ranks import DEVICE
 
@@ -73,18 +74,23 @@ def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
 
 
-def full(parameter: torch.Tensor) -> torch.Tensor:
-    """The whole of a sharded parameter (or a tensor like it), gathered with its uneven shards, on every rank."""
-    local = parameter._local_tensor.detach().cpu()  # type: ignore[attr-defined]
-    parts: list[torch.Tensor] = [local] * dist.get_world_size()
-    dist.all_gather_object(parts, local)
-    sharded = parameter.placements[0].is_shard()  # type: ignore[attr-defined]
-    return torch.cat(parts) if sharded else parts[0]
+def whole(entry: ParameterEntry, tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a main weight, or of a tensor like it, gathered by what each rank says it holds, on every rank."""
+    local = tensor._local_tensor.detach().cpu().flatten()  # type: ignore[attr-defined]
+    parts: list[tuple[int, torch.Tensor]] = [(0, local)] * dist.get_world_size()
+    dist.all_gather_object(parts, (entry.piece.start, local))
+    result = torch.full((tensor.numel(),), torch.nan, dtype=local.dtype)
+    for start, part in parts:
+        known = result[start : start + part.numel()]
+        # Replicas have to agree bit by bit.
+        assert known.isnan().all() or torch.equal(known, part)
+        known.copy_(part)
+    return result.view(tensor.shape)
 
 
 def main_weights(model: MegatronFSDP) -> dict[str, torch.Tensor]:
     """The main weights, gathered, by name."""
-    return {entry.name: full(entry.main) for entry in model.entries()}
+    return {entry.name: whole(entry, entry.main) for entry in model.entries()}
 
 
 def train_reference(

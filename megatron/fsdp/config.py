@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass, field
 
+import torch
+
 from megatron.fsdp.precision import MixedPrecisionPolicy
-from megatron.fsdp.strategy import INNER, Placements, resolve_strategy
+from megatron.fsdp.strategy import INNER, OUTER, Sharding, resolve_strategy
 
 
 @dataclass(frozen=True)
@@ -12,7 +14,12 @@ class FSDPConfig:
 
     Attributes:
         strategy: Sharding strategy of the inner axis: a name or a stage of ZeRO (see ``strategy.INNER``).
+        outer_strategy: Strategy of the outer axis, if the mesh has one: 0 or ``"no_shard"`` repeats what the inner axis
+            shards (HSDP), 1 or ``"optim"`` shards main weights and optimizer state over it too (hybrid FSDP).
         mixed_precision: Dtypes of main weights and gradients.
+        granularity: What is not divided between ranks: ``"row"``, ``"tensor"``, ``"block(N)"`` or ``"element"``.
+        materialize: Parameters may be on the meta device; they are materialized unit by unit.
+        offload_optimizer: Keep main weights, their gradients and so the optimizer's state in host memory.
         overlap_param_gather: Gather the next unit's weights while the current unit computes. If False, a unit's
             weights are gathered when it needs them.
         overlap_grad_reduce: Reduce a unit's gradients while backward goes on. If False, backward waits for each
@@ -23,26 +30,56 @@ class FSDPConfig:
         calculate_per_token_loss: Sum gradients over ranks and divide by nothing: the caller scales them.
         zero_unused_gradients: Give a parameter that got no gradient on any rank a gradient of zeros. If False it
             gets None, as without sharding, for which ranks exchange one flag per parameter at each synchronization.
+        report_nan_in_grad: Raise at the first gradient that is not finite, before it is reduced, naming its parameter.
+        decoupled_grad: Put gradients into ``.decoupled_grad`` of the main weights instead of ``.grad``.
+        describe_state_dict: Tensors in state dicts tell torch.distributed.checkpoint which part this rank holds.
         fused_weight_gradients: Let kernels that can (Transformer Engine's, Megatron-Core's) write weight gradients
             into a buffer of ``main_grads_dtype`` by themselves.
+        every_module_is_a_unit: Inside a unit, gather every module that has parameters of its own by itself.
+        double_buffer: Gather into ``max_gathered_units`` fixed buffers, which units take in turn.
+        own_buffer_if_none_is_free: Give a unit that would share its fixed buffer with a unit around it one of its own.
+        register_with_nccl: Register fixed buffers with NCCL.
+        symmetric_registration: Register them as windows of symmetric memory.
+        cuda_graphs: Keep all buffers where they are, for capture in CUDA graphs.
         max_gathered_units: How many units, the root aside, may have gathered weights at a time.
         max_reducing_units: How many units' gradients may be on their way through a reduction at a time.
+        sharding: Where parameters, gradients and optimizer state live, by the strategies.
+
+    Raises:
+        ValueError: A setting is unknown, or two do not fit together.
+        NotImplementedError: A setting is not supported yet.
     """
 
     strategy: str | int = "optim_grads_params"
+    outer_strategy: str | int = "no_shard"
     mixed_precision: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    granularity: str = "row"
+    materialize: bool = False
+    offload_optimizer: bool = False
     overlap_param_gather: bool = True
     overlap_grad_reduce: bool = True
     sync_model_each_microbatch: bool = True
     average_in_collective: bool = False
     calculate_per_token_loss: bool = False
     zero_unused_gradients: bool = False
+    report_nan_in_grad: bool = False
+    decoupled_grad: bool = False
+    describe_state_dict: bool = True
     fused_weight_gradients: bool = False
+    every_module_is_a_unit: bool = False
+    double_buffer: bool = False
+    own_buffer_if_none_is_free: bool = False
+    register_with_nccl: bool = False
+    symmetric_registration: bool = True
+    cuda_graphs: bool = False
     max_gathered_units: int = 2
     max_reducing_units: int = 1
+    sharding: Sharding = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "strategy", resolve_strategy(self.strategy))
+        object.__setattr__(self, "outer_strategy", resolve_strategy(self.outer_strategy, OUTER))
+        object.__setattr__(self, "sharding", Sharding(INNER[str(self.strategy)], OUTER[str(self.outer_strategy)]))
         if not isinstance(self.mixed_precision, MixedPrecisionPolicy):
             raise ValueError(f"mixed_precision: expected a MixedPrecisionPolicy; got {self.mixed_precision!r}.")
         if self.average_in_collective and self.calculate_per_token_loss:
@@ -50,8 +87,12 @@ class FSDPConfig:
         for name in ("max_gathered_units", "max_reducing_units"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1; got {getattr(self, name)}.")
+        self._check_device()
 
-    @property
-    def placements(self) -> Placements:
-        """Where parameters, gradients and optimizer state live."""
-        return INNER[str(self.strategy)]
+    def _check_device(self) -> None:
+        for name, flag in (
+            ("register_with_nccl (nccl_ub)", self.register_with_nccl),
+            ("cuda_graphs (cuda_graph_mode)", self.cuda_graphs),
+        ):
+            if flag and not torch.cuda.is_available():
+                raise ValueError(f"{name}: expected a CUDA device; there is none. Leave it off on a CPU.")

@@ -186,14 +186,20 @@ class CudaStream(Stream):
             tensor.record_stream(self._stream)
 
 
-_STREAMS: dict[tuple[str, int | None], Stream] = {}
+_STREAMS: dict[tuple[str, int | None] | tuple[str, int | None, str], Stream] = {}
 
 
-def communication_stream(device: torch.device, group: dist.ProcessGroup) -> Stream:
-    """The stream that all collectives of this process on ``device`` share, so that they have one order."""
+def communication_stream(device: torch.device, group: dist.ProcessGroup, second: bool = False) -> Stream:
+    """The stream that all collectives of this process on ``device`` share, so that they have one order.
+
+    Args:
+        device: Where the collectives run.
+        group: One of the groups they use.
+        second: Another stream, for collectives on groups that no others use.
+    """
     if dist.get_backend(group) == "fake" and device.type == "cpu":
         return _STREAMS.setdefault(("fake", None), InlineStream())
-    key = (device.type, device.index)
+    key = (device.type, device.index, "second") if second else (device.type, device.index)
     if key not in _STREAMS:
         _STREAMS[key] = CudaStream(device) if device.type == "cuda" else CpuStream()
     return _STREAMS[key]

@@ -9,9 +9,11 @@ import torch.distributed as dist
 from megatron.fsdp.buffer import all_reduce, gap_views, reduce_scatter, slot_view
 from megatron.fsdp.device import Handle, Stream
 from megatron.fsdp.layout import Layout
+from megatron.fsdp.mesh import DataParallelAxes
+from megatron.fsdp.ownership import Ownership, within
 from megatron.fsdp.pool import Pool
 from megatron.fsdp.precision import Dtypes
-from megatron.fsdp.strategy import Placements
+from megatron.fsdp.strategy import Placements, Sharding
 
 
 @dataclass(frozen=True)
@@ -31,16 +33,18 @@ class GradientBuffer:
     """Gradients of one group between backward and the optimizer.
 
     A micro-batch's gradients are copied once, into the buffer that is reduced. Between micro-batches a rank keeps
-    the sum of what was reduced (its shard) or, if gradients are not sharded, the sum of what was not reduced yet.
+    the sum of what was reduced over the inner axis (its shard) or, if gradients are not sharded, the sum of what was not
+    reduced yet. Over the outer axis, if there is one, that sum is reduced once, after the last micro-batch.
 
     Args:
         layout: Packing of the group's parameters.
         dtypes: Dtypes of the group.
-        placements: Where gradients and optimizer state live.
+        sharding: Where gradients and optimizer state live.
         scaling: How the sum over ranks becomes the gradient.
-        group: Process group that gradients are reduced over.
+        axes: Process groups that gradients are reduced over.
         stream: Runs reductions.
         pool: Gives memory to the buffers that are reduced.
+        main_device: Where the gradients go in the end.
 
     Attributes:
         waiting: Gradients of earlier micro-batches, on this rank or another, wait for a reduction.
@@ -50,28 +54,37 @@ class GradientBuffer:
         self,
         layout: Layout,
         dtypes: Dtypes,
-        placements: Placements,
+        sharding: Sharding,
         scaling: GradientScaling,
-        group: dist.ProcessGroup,
+        axes: DataParallelAxes,
         stream: Stream,
         pool: Pool,
+        main_device: torch.device,
     ) -> None:
         self.layout = layout
         self.dtypes = dtypes
-        self.placements = placements
-        self._rank = group.rank()
+        self.sharding = sharding
+        self._owned = Ownership.of(layout, sharding, axes)
         self._op = dist.ReduceOp.AVG if scaling.average else dist.ReduceOp.SUM
-        factor = scaling.factor * group.size() if scaling.average else scaling.factor
+        factor = scaling.factor * axes.size if scaling.average else scaling.factor
         # The sum over many ranks may not fit into float16: scale it before, at the cost of touching every element.
         before = dtypes.grad_comm == torch.float16
         self._factor_before, self._factor_after = (factor, 1.0) if before else (1.0, factor)
         self._stream = stream
-        self._group = stream.group(group)
+        self._inner = stream.group(axes.inner)
+        self._outer = None if axes.outer is None else stream.group(axes.outer)
         self._pool = pool
+        self._main_device = main_device
         self._partial: torch.Tensor | None = None
+        self._inner_sum: torch.Tensor | None = None
         self._reduced: torch.Tensor | None = None
         self._handles: list[Handle] = []
-        self.waiting = False
+        self._waiting_partial = self._waiting_outer = False
+
+    @property
+    def waiting(self) -> bool:
+        """See the class."""
+        return self._waiting_partial or self._waiting_outer
 
     def accumulate(self, grads: list[torch.Tensor | None]) -> None:
         """Add a micro-batch's gradients to those that wait for a reduction.
@@ -79,7 +92,7 @@ class GradientBuffer:
         Args:
             grads: Gradient of each parameter, in its shape and any dtype, or None.
         """
-        self.waiting = True
+        self._waiting_partial = True
         device = next((g.device for g in grads if g is not None), None)
         if device is None:
             return
@@ -89,22 +102,34 @@ class GradientBuffer:
         else:
             _add(self._partial, self.layout, grads)
 
-    def reduce(self, grads: list[torch.Tensor | None], device: torch.device) -> None:
-        """Start reducing a micro-batch's gradients, and those that wait, over the group.
+    def reduce(self, grads: list[torch.Tensor | None], device: torch.device, last: bool) -> None:
+        """Start reducing a micro-batch's gradients, and those that wait.
 
         Args:
             grads: Gradient of each parameter, or None for zeros; empty for none at all. The list is emptied when
                 its tensors are placed.
             device: Where the buffers are.
+            last: Reduce over the outer axis too.
         """
         if self._partial is not None:
             self.accumulate(grads)
             grads.clear()
-        self.waiting = False
+        self._waiting_partial = False
+        self._waiting_outer = self._outer is not None and not last
         waiting, self._partial = self._partial, None
-        self._handles.append(self._stream.run(functools.partial(self._reduce, waiting, grads, device)))
+        self._handles.append(self._stream.run(functools.partial(self._reduce, waiting, grads, device, last)))
 
-    def _reduce(self, waiting: torch.Tensor | None, grads: list[torch.Tensor | None], device: torch.device) -> None:
+    def reduce_waiting(self, device: torch.device) -> None:
+        """Start reducing what waits, over the axes that it waits for."""
+        if self._waiting_partial:
+            self.reduce([], device, last=True)
+        elif self._waiting_outer:
+            self._waiting_outer = False
+            self._handles.append(self._stream.run(self._finish))
+
+    def _reduce(
+        self, waiting: torch.Tensor | None, grads: list[torch.Tensor | None], device: torch.device, last: bool
+    ) -> None:
         if waiting is None:
             flat = self._pool.scratch(self.layout.numel, self.dtypes.grad_comm, device)
             self._stream.keep([g for g in grads if g is not None])
@@ -115,26 +140,46 @@ class GradientBuffer:
             flat = waiting.to(self.dtypes.grad_comm)
         if self._factor_before != 1.0:
             flat.mul_(self._factor_before)
-        self._add_reduced(self._communicate(flat))
+        kept = (self._reduced if self._outer is None else self._inner_sum) is None
+        reduced = self._communicate(flat, self._inner, self.sharding.inner, self._owned.inner, kept)
+        if self._outer is None:
+            self._reduced = _sum(self._reduced, reduced, self._factor_after)
+            return
+        self._inner_sum = _sum(self._inner_sum, reduced, 1.0)
+        if last:
+            self._finish()
 
-    def _communicate(self, flat: torch.Tensor) -> torch.Tensor:
-        """Reduce ``flat`` and return the part of the sum that this rank keeps, in ``main_grads_dtype``."""
-        if not self.placements.shards_optimizer:
-            all_reduce(flat, self._op, self._group)
+    def _finish(self) -> None:
+        """Reduce the micro-batches' sum over the outer axis."""
+        assert self._inner_sum is not None, "every rank has reduced over the inner axis"
+        flat, self._inner_sum = self._inner_sum.to(self.dtypes.grad_comm), None
+        own = within(self._owned.main, self._owned.inner)
+        reduced = self._communicate(flat, self._outer, self.sharding.outer, own, self._reduced is None)
+        self._reduced = _sum(self._reduced, reduced, self._factor_after)
+
+    def _communicate(
+        self, flat: torch.Tensor, group: dist.ProcessGroup | None, placements: Placements, own: slice, kept: bool
+    ) -> torch.Tensor:
+        """Reduce ``flat`` over one axis and return this rank's part of the sum in ``main_grads_dtype``.
+
+        Args:
+            flat: What to reduce; it is overwritten.
+            group: Group of the axis.
+            placements: Where gradients live on the axis.
+            own: This rank's part of ``flat``.
+            kept: The result will be kept, and must not keep ``flat`` alive.
+        """
+        assert group is not None
+        if not placements.shards_optimizer:
+            all_reduce(flat, self._op, group)
             return flat.to(self.dtypes.main_grads)
-        if self._reduced is None and flat.dtype == self.dtypes.main_grads:
-            shard = self._pool.scratch(self.layout.shard_numel, flat.dtype, flat.device)
+        if kept and flat.dtype == self.dtypes.main_grads:
+            shard = self._pool.scratch(own.stop - own.start, flat.dtype, flat.device)
         else:
-            shard = flat[self.layout.shard(self._rank)]
-        reduce_scatter(shard, flat, self._op, self._group)
+            shard = flat[own]
+        reduce_scatter(shard, flat, self._op, group)
         # A shard that is cast is a copy of its own; one that is added to the sum is not kept.
         return shard.to(self.dtypes.main_grads)
-
-    def _add_reduced(self, reduced: torch.Tensor) -> None:
-        if self._reduced is None:
-            self._reduced = reduced.mul_(self._factor_after) if self._factor_after != 1.0 else reduced
-        else:
-            self._reduced.add_(reduced, alpha=self._factor_after)
 
     def wait(self) -> None:
         """Make the compute wait for the reductions that were started."""
@@ -145,17 +190,24 @@ class GradientBuffer:
     def take(self) -> torch.Tensor | None:
         """The reduced gradients since the last call, flat like the main weights; None if nothing was reduced.
 
-        They are in the main weights' dtype, which is what optimizers ask of a gradient.
+        They are in the main weights' dtype, which is what optimizers ask of a gradient, and on their device.
         """
         self.wait()
         reduced, self._reduced = self._reduced, None
-        return None if reduced is None else reduced.to(self.dtypes.main_params)
+        return None if reduced is None else reduced.to(self._main_device, self.dtypes.main_params)
 
     def clear(self) -> None:
         """Drop everything collected or reduced."""
         self.wait()
-        self.waiting = False
-        self._partial = self._reduced = None
+        self._waiting_partial = self._waiting_outer = False
+        self._partial = self._inner_sum = self._reduced = None
+
+
+def _sum(total: torch.Tensor | None, reduced: torch.Tensor, factor: float) -> torch.Tensor:
+    """``total + factor * reduced``, in the memory of one of them."""
+    if total is not None:
+        return total.add_(reduced, alpha=factor)
+    return reduced.mul_(factor) if factor != 1.0 else reduced
 
 
 def _place(flat: torch.Tensor, layout: Layout, grads: list[torch.Tensor | None]) -> None:

@@ -9,15 +9,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 
 from megatron.fsdp.buffer import all_gather, all_reduce
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.device import Stream, communication_stream, default_device
 from megatron.fsdp.gradients import GradientScaling
+from megatron.fsdp.materialize import check_can_materialize, initialize, materialize_buffers
 from megatron.fsdp.mesh import FSDPDistributedIndex, default_index, require_process_group
-from megatron.fsdp.parameter_group import Environment, ParameterEntry, ParameterGroup
+from megatron.fsdp.parameter import GroupKey, ParameterEntry
+from megatron.fsdp.parameter_group import Environment, ParameterGroup
 from megatron.fsdp.partition import (
     UnitClasses,
     UnitPart,
@@ -28,13 +29,15 @@ from megatron.fsdp.partition import (
     partition,
     resolve_unit_classes,
     root_modules,
+    tensor_parallel_mesh,
 )
 from megatron.fsdp.pool import AllocatorPool
 from megatron.fsdp.schedule import Limits, Schedule
 from megatron.fsdp.state_dict import copy_part, match_keys, own_part, unsharded_state
-from megatron.fsdp.uneven_dtensor import describe_piece, local_part
+from megatron.fsdp.uneven_dtensor import describe_piece, is_sharded, local_part
 from megatron.fsdp.unit import Unit
 from megatron.fsdp.weak import weak_method
+from megatron.fsdp.weights import WeightBuffer
 
 logger = logging.getLogger(__name__)
 
@@ -75,24 +78,28 @@ class MegatronFSDP(nn.Module):
         self.fsdp_config = config or FSDPConfig()
         self.device = torch.device(device) if device is not None else default_device(module)
         check_not_wrapped(module)
-        check_devices(module, self.device)
+        check_devices(module, self.device, self.fsdp_config.materialize)
+        if self.fsdp_config.materialize:
+            check_can_materialize(module)
         check_dtypes(module, self.fsdp_config.mixed_precision)
         classes = resolve_unit_classes(module, fsdp_unit_modules)
         self.index = index or default_index(self.device)
+        self._tp_mesh = tensor_parallel_mesh(module, self.index)
 
         self.module = module
-        stream = communication_stream(self.device, self.index.shard_group)
-        self._stream, self._group = stream, stream.group(self.index.shard_group)
+        everyone = self.index.dense.everyone
+        self._stream = communication_stream(self.device, everyone)
+        self._everyone = self._stream.group(everyone)
         self._is_last_microbatch = True
         self._model_auto_sync = self.fsdp_config.sync_model_each_microbatch
         self._unsynchronized = False
         self.microbatch_count = 0
+        self._without_parameters = materialize_buffers(module, self.device)
         self._move_buffers()
-        self._build(partition(module, classes))
+        self._build(partition(module, classes, self.fsdp_config.every_module_is_a_unit))
         self._update_reduce_now()
         self._hook_state_dict()
-        if not self.fsdp_config.placements.shards_optimizer:
-            self.broadcast_params()
+        self.broadcast_params()
 
     # Construction ----------------------------------------------------------------------------------------------
 
@@ -102,18 +109,23 @@ class MegatronFSDP(nn.Module):
                 buffer.data = buffer.data.to(self.device)
 
     def _build(self, part: UnitPart) -> None:
-        config = self.fsdp_config
+        config, everyone = self.fsdp_config, self.index.dense.everyone
         environment = Environment(
             index=self.index,
-            placements=config.placements,
+            tp_mesh=self._tp_mesh,
+            sharding=config.sharding,
             policy=config.mixed_precision,
             scaling=GradientScaling(
-                factor=1.0 if config.calculate_per_token_loss else 1.0 / self.index.shard_size,
+                factor=1.0 if config.calculate_per_token_loss else 1.0 / self.index.size,
                 average=config.average_in_collective,
             ),
             device=self.device,
+            main_device=torch.device("cpu") if config.offload_optimizer else self.device,
             stream=self._stream,
+            gather_stream=communication_stream(self.device, everyone, second=self.index.gathers_apart),
             pool=AllocatorPool(),
+            report_nan=config.report_nan_in_grad,
+            grad_attribute="decoupled_grad" if config.decoupled_grad else "grad",
         )
         modules: dict[int, nn.Module] = {}
         self._units: list[Unit] = []
@@ -126,7 +138,7 @@ class MegatronFSDP(nn.Module):
                 prefetch=config.overlap_param_gather and config.max_gathered_units > 1,
                 wait_for_reduction=not config.overlap_grad_reduce,
             ),
-            exchange=functools.partial(_exchange, self._stream, self._group, self.device),
+            exchange=functools.partial(_exchange, self._stream, self._everyone, self.device),
             on_backward_end=self._backward_ended,
         )
         for unit in self._units:
@@ -137,14 +149,21 @@ class MegatronFSDP(nn.Module):
                 if config.fused_weight_gradients and group.requires_grad:
                     group.let_kernels_write()
         for entry in self.entries():
-            mark_owner(entry.compute, self)
+            for parameter in (entry.given, entry.compute):
+                mark_owner(parameter, self)
             mark_owner(entry.main, self)
 
     def _build_unit(self, part: UnitPart, environment: Environment, modules: dict[int, nn.Module]) -> Unit:
-        groups: dict[tuple, list[ParameterEntry]] = {}
+        groups: dict[GroupKey, list[ParameterEntry]] = {}
         for entry in part.entries:
-            groups.setdefault(entry.sort_key, []).append(entry)
+            groups.setdefault(entry.key, []).append(entry)
         unit = Unit(part.name, [ParameterGroup(entries, environment) for entries in groups.values()], children=[])
+        empty = [group for group in unit.groups if not group.adopted]
+        if empty or (unit.is_root and self._without_parameters):
+            initialize([entry for group in empty for entry in group.entries], self._without_parameters)
+            self._without_parameters = []
+        for group in empty:
+            group.adopt()
         self._units.append(unit)
         modules[id(unit)] = part.module
         unit.children += [self._build_unit(child, environment, modules) for child in part.children]
@@ -264,14 +283,20 @@ class MegatronFSDP(nn.Module):
     def broadcast_params(self) -> None:
         """Make ranks agree on weights that they may have initialized differently.
 
-        Weights that are sharded agree as they are: each part has one owner. Others become those of the first rank.
+        Weights that are sharded agree as they are: each part has one owner. Others, and parts that an outer axis
+        repeats, become those of the first rank of the axis.
         """
         for group in self.groups:
-            if not group.placements.shards_optimizer:
-                source = dist.get_global_rank(self._group, 0)
-                task = functools.partial(dist.broadcast, group.weights.main, source, group=self._group)
-                self._stream.run(task).wait()
+            for axis, placements in zip(group.axes.groups, group.sharding.axes, strict=False):
+                if not placements.shards_optimizer:
+                    self._stream.run(functools.partial(self._broadcast, group.weights, axis)).wait()
         self.install_optimized_model_weights()
+
+    def _broadcast(self, weights: WeightBuffer, axis: dist.ProcessGroup) -> None:
+        # Only what is on the computing device can be sent: main weights may be on the host.
+        sent = weights.main.to(self.device)
+        dist.broadcast(sent, dist.get_global_rank(axis, 0), group=self._stream.group(axis))
+        weights.main.copy_(sent)
 
     # Gradients -------------------------------------------------------------------------------------------------
 
@@ -310,7 +335,7 @@ class MegatronFSDP(nn.Module):
         if self.fsdp_config.zero_unused_gradients or not used_here:
             return used_here
         flags = torch.tensor(used_here, dtype=torch.uint8, device=self.device)
-        handle = self._stream.run(functools.partial(_all_reduce_max, self._stream, flags, self._group))
+        handle = self._stream.run(functools.partial(_all_reduce_max, self._stream, flags, self._everyone))
         # What is used here is used: reading the flags, which stops the host, is for ranks that miss a gradient.
         if all(used_here):
             return used_here
@@ -323,7 +348,9 @@ class MegatronFSDP(nn.Module):
         Args:
             scaling_factor: A number or a tensor with one element.
         """
-        locals_ = [local_part(e.main.grad) for e in self.entries() if e.main.grad is not None]
+        attribute = "decoupled_grad" if self.fsdp_config.decoupled_grad else "grad"
+        grads = [getattr(entry.main, attribute, None) for entry in self.entries()]
+        locals_ = [local_part(grad) for grad in grads if grad is not None]
         if isinstance(scaling_factor, torch.Tensor):
             scaling_factor = scaling_factor.reshape(())
         torch._foreach_mul_(locals_, scaling_factor)
@@ -344,12 +371,14 @@ class MegatronFSDP(nn.Module):
 
     def _after_state_dict(self, path: str, module: nn.Module, state_dict: dict, prefix: str, *unused: Any) -> None:
         """Describe each DTensor's part of the whole tensor, which torch.distributed.checkpoint asks for."""
+        if not self.fsdp_config.describe_state_dict:
+            return
         for entry in self.entries():
             for name in entry.names:
                 key = prefix + f"module.{name}"[len(path) + 1 if path else 0 :]
                 value = state_dict.get(key)
-                if isinstance(value, DTensor) and value.placements[0].is_shard():
-                    describe_piece(value, entry.piece)
+                if is_sharded(value):
+                    describe_piece(value, entry.piece, entry.offset)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:

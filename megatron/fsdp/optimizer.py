@@ -8,9 +8,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.megatron_fsdp import MegatronFSDP
-from megatron.fsdp.parameter_group import ParameterEntry, ParameterGroup
+from megatron.fsdp.parameter import ParameterEntry
+from megatron.fsdp.parameter_group import ParameterGroup
 from megatron.fsdp.partition import OWNER
-from megatron.fsdp.uneven_dtensor import describe_piece, local_part, make_like
+from megatron.fsdp.uneven_dtensor import describe_piece, is_sharded, local_part, make_like
 from megatron.fsdp.weak import weak_method
 
 
@@ -25,12 +26,16 @@ def owners(parameters: Iterable[nn.Parameter]) -> list[MegatronFSDP]:
     return found
 
 
-def attach_optimizer(optimizer: torch.optim.Optimizer) -> None:
+def attach_optimizer(optimizer: torch.optim.Optimizer, describe_state: bool = True) -> None:
     """Replace the optimizer's parameters by the main weights of the models they belong to, and hook its step.
 
     Parameter groups and their options stay as they are; state for whole parameters (some optimizers create it when
     they are built) becomes state for this rank's parts. A step first finishes the gradients' synchronization, and
     ends with the compute weights out of date, so that they are made of the new main weights before their next use.
+
+    Args:
+        optimizer: The optimizer.
+        describe_state: Its state dicts tell torch.distributed.checkpoint which parts this rank holds.
 
     Raises:
         ValueError: No parameter belongs to a sharded model, or there is state that cannot be sharded.
@@ -41,7 +46,7 @@ def attach_optimizer(optimizer: torch.optim.Optimizer) -> None:
             "fully_shard_optimizer: none of the optimizer's parameters belongs to a sharded model. Shard the model "
             "first, and give the optimizer parameters of the model before or after that."
         )
-    places = {id(e.compute): (group, i) for m in models for group in m.groups for i, e in enumerate(group.entries)}
+    places = {id(e.given): (group, i) for m in models for group in m.groups for i, e in enumerate(group.entries)}
     for options in optimizer.param_groups:
         options["params"] = [_main_weight(optimizer, p, places) for p in options["params"]]
     local = _LocalStep([entry for model in models for entry in model.entries()])
@@ -52,7 +57,8 @@ def attach_optimizer(optimizer: torch.optim.Optimizer) -> None:
     optimizer.register_step_post_hook(local.after_step)
     for model in models:
         optimizer.register_step_post_hook(_After(model))
-    optimizer.register_state_dict_post_hook(local.describe_state)
+    if describe_state:
+        optimizer.register_state_dict_post_hook(local.describe_state)
 
 
 def _main_weight(
@@ -94,7 +100,8 @@ class _Before:
         self._finish()
         if _closure(args, kwargs) is not None:  # which computes the gradients
             return
-        if all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if all(p.grad is None and getattr(p, "decoupled_grad", None) is None for p in parameters):
             raise RuntimeError(
                 "The optimizer's step found no gradient on any of its parameters and would change nothing. "
                 "Call backward first, and check that the optimizer was given to fully_shard_optimizer."
@@ -122,7 +129,7 @@ class _LocalStep:
     """
 
     def __init__(self, entries: list[ParameterEntry]) -> None:
-        self._pieces = {id(entry.main): entry.piece for entry in entries}
+        self._pieces = {id(entry.main): (entry.piece, entry.offset) for entry in entries}
         self._local: dict[int, nn.Parameter] = {}
         self._dtensors: dict[int, dict[str, DTensor]] = {}
         self._shown: list[list[nn.Parameter]] | None = None
@@ -162,6 +169,9 @@ class _LocalStep:
         if local is None:
             local = self._local[id(main)] = nn.Parameter(local_part(main), requires_grad=main.requires_grad)
         local.grad = None if main.grad is None else local_part(main.grad)
+        decoupled = getattr(main, "decoupled_grad", None)
+        if decoupled is not None:
+            local.decoupled_grad = local_part(decoupled)  # type: ignore[attr-defined]
         state = optimizer.state.pop(main, None)
         if state is not None:
             self._dtensors[id(main)] = {k: v for k, v in state.items() if isinstance(v, DTensor)}
@@ -181,6 +191,8 @@ class _LocalStep:
     def _globalize(self, optimizer: torch.optim.Optimizer, main: nn.Parameter) -> None:
         local = self._local[id(main)]
         local.grad = None
+        if hasattr(local, "decoupled_grad"):
+            del local.decoupled_grad
         state = optimizer.state.pop(local, None)
         if state is None:
             return
@@ -200,5 +212,5 @@ class _LocalStep:
         for number, key in enumerate(order):
             piece = self._pieces.get(key)
             for value in state_dict["state"].get(number, {}).values():
-                if piece is not None and isinstance(value, DTensor) and value.placements[0].is_shard():
-                    describe_piece(value, piece)
+                if piece is not None and is_sharded(value):
+                    describe_piece(value, *piece)

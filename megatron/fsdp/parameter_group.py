@@ -1,18 +1,23 @@
 """The parameters of one unit that share dtype and ``requires_grad``: their weights, gradients and DTensors."""
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from megatron.fsdp.device import Stream
 from megatron.fsdp.gradients import GradientBuffer, GradientScaling
 from megatron.fsdp.layout import Layout, Piece, plan_layout
-from megatron.fsdp.mesh import FSDPDistributedIndex
+from megatron.fsdp.mesh import DataParallelAxes, FSDPDistributedIndex
+from megatron.fsdp.ownership import shards_of
+from megatron.fsdp.parameter import ParameterEntry
 from megatron.fsdp.pool import Pool
 from megatron.fsdp.precision import MixedPrecisionPolicy
-from megatron.fsdp.strategy import INNER, Placements
+from megatron.fsdp.strategy import UNSHARDED, Sharding
 from megatron.fsdp.uneven_dtensor import local_part, make_dtensor
 from megatron.fsdp.weak import weak_method
 from megatron.fsdp.weights import WeightBuffer
@@ -20,93 +25,78 @@ from megatron.fsdp.weights import WeightBuffer
 
 @dataclass(frozen=True)
 class Environment:
-    """What every parameter group of a model shares."""
+    """What every parameter group of a model shares.
+
+    Attributes:
+        index: Mesh and groups.
+        tp_mesh: Tensor-parallel axis, if any parameter is a DTensor over it.
+        sharding: Where parameters, gradients and optimizer state live.
+        policy: Dtypes.
+        scaling: Of gradients.
+        device: Where the model computes.
+        main_device: Where main weights are.
+        stream: Runs reductions, and whatever else is communicated.
+        gather_stream: Runs gathers: the same stream, unless gathers have groups of their own.
+        pool: Gives memory to temporary buffers.
+        report_nan: Raise at gradients that are not finite.
+        grad_attribute: Where main weights get their gradients.
+    """
 
     index: FSDPDistributedIndex
-    placements: Placements
+    tp_mesh: DeviceMesh | None
+    sharding: Sharding
     policy: MixedPrecisionPolicy
     scaling: GradientScaling
     device: torch.device
+    main_device: torch.device
     stream: Stream
+    gather_stream: Stream
     pool: Pool
-
-
-@dataclass
-class ParameterEntry:
-    """One parameter of the model, however often it is registered.
-
-    Attributes:
-        name: First of its names in the wrapped model.
-        compute: The model's own Parameter: what forward and backward read.
-        sites: Every (module, attribute) it is registered as: more than one if it is tied.
-        names: Its name at each site.
-        main: What the optimizer updates: a Parameter that is a DTensor.
-        piece: Which part of it this rank owns.
-        fused: Gradients that kernels wrote by themselves during this backward, in the parameter's shape.
-    """
-
-    name: str
-    compute: nn.Parameter
-    sites: list[tuple[nn.Module, str]]
-    names: list[str]
-    main: nn.Parameter = field(init=False)
-    piece: Piece = field(init=False)
-    fused: list[torch.Tensor] = field(default_factory=list)
-
-    def take_fused(self, grad: torch.Tensor | None) -> torch.Tensor:
-        """The sum of what fused kernels wrote, and of ``grad``, what autograd has, if that is marked as real."""
-        total, *others = self.fused
-        self.fused = []
-        for other in others:
-            total.add_(other)
-        if grad is not None and getattr(self.compute, "zero_out_wgrad", False):
-            total.add_(grad)
-        self.compute.main_grad = None  # type: ignore[attr-defined]
-        self.compute.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-        return total
-
-    @property
-    def sort_key(self) -> tuple[torch.dtype, bool, bool]:
-        """Parameters of a unit with equal keys share a group. A scalar cannot be sharded along dimension 0."""
-        return self.compute.dtype, self.compute.requires_grad, self.compute.dim() > 0
+    report_nan: bool
+    grad_attribute: str
 
 
 class ParameterGroup:
     """Parameters of one unit in one flat buffer.
 
     Args:
-        entries: Parameters with equal ``sort_key``; at least one.
+        entries: Parameters with equal keys; at least one.
         environment: What all groups of the model share.
 
     Attributes:
+        adopted: Whether the parameters have values; those on the meta device have none until :meth:`adopt`.
         used: For each parameter, whether this rank has had a gradient for it since the last synchronization.
     """
 
     def __init__(self, entries: list[ParameterEntry], environment: Environment) -> None:
-        dtype, self.requires_grad, shardable = entries[0].sort_key
+        key = entries[0].key
+        self.requires_grad = key.requires_grad
         self.entries = entries
         self._env = environment
-        self.placements = environment.placements if shardable else INNER["no_shard"]
-        self.dtypes = environment.policy.resolve(dtype, entries[0].name)
-        index = environment.index
-        self.layout: Layout = plan_layout([tuple(e.compute.shape) for e in entries], index.shard_size)
+        self.sharding = environment.sharding if key.divisible else UNSHARDED
+        self.dtypes = environment.policy.resolve(key.dtype, entries[0].name)
+        self.axes: DataParallelAxes = environment.index.experts if key.expert else environment.index.dense
+        shards = shards_of(self.sharding, self.axes)
+        self.layout: Layout = plan_layout([e.local_shape for e in entries], shards)
         self.weights = WeightBuffer(
             self.layout,
             self.dtypes,
-            self.placements,
-            index.shard_group,
-            environment.stream,
+            self.sharding,
+            self.axes,
+            environment.gather_stream,
             environment.pool,
             environment.device,
+            environment.main_device,
         )
         self.gradients = GradientBuffer(
             self.layout,
             self.dtypes,
-            self.placements,
+            self.sharding,
             environment.scaling,
-            index.shard_group,
+            self.axes,
             environment.stream,
             environment.pool,
+            environment.main_device,
         )
         self.used = [False] * len(entries)
         self._take_over()
@@ -117,10 +107,23 @@ class ParameterGroup:
         return self._env.device
 
     def _take_over(self) -> None:
-        """Move the parameters' values into the buffers and make the parameters views of them."""
-        self.weights.load([e.compute.data for e in self.entries])
+        """Move the parameters' values into the buffers and make the parameters views of them.
+
+        Parameters on the meta device have no values: they get memory, and :meth:`adopt` follows when it is filled.
+        """
+        values = [None if e.is_meta else e.local_value for e in self.entries]
+        self.weights.load(values)
         for i, entry in enumerate(self.entries):
-            entry.compute.data = self.weights.compute.views[i]
+            entry.point_to(self.weights.compute.views[i])
+        self.adopted = False
+        if all(value is not None for value in values):
+            self.adopt()
+
+    def adopt(self) -> None:
+        """What is in the compute weights now are the parameters' values: make main weights of them."""
+        self.adopted = True
+        self.weights.adopt()
+        for i, entry in enumerate(self.entries):
             entry.piece = self._piece(i)
             entry.main = nn.Parameter(self._as_dtensor(self.weights.main, i), requires_grad=self.requires_grad)
             # Frameworks mark parameters with attributes, and read them from whichever the optimizer holds.
@@ -129,8 +132,8 @@ class ParameterGroup:
                     setattr(entry.main, name, value)
 
     def _piece(self, i: int) -> Piece:
-        if self.placements.shards_optimizer:
-            return self.layout.piece(i, self._env.index.shard_rank)
+        if self.weights.owned.index is not None:
+            return self.layout.piece(i, self.weights.owned.index)
         slot = self.layout.slots[i]
         return Piece(0, slot.numel, 0, slot.shape, slot.offset)
 
@@ -138,15 +141,30 @@ class ParameterGroup:
         """Parameter ``i`` of a tensor that is flat like the main weights, as a DTensor whose local part is a view."""
         piece = self.entries[i].piece
         local = flat[piece.shard_offset : piece.shard_offset + piece.stop - piece.start].view(piece.shape)
-        return make_dtensor(
-            local, self._env.index.shard_mesh, self.layout.slots[i].shape, self.placements.shards_optimizer
-        )
+        return self._distribute(local, i)
+
+    def _distribute(self, local: torch.Tensor, i: int) -> DTensor:
+        mesh: DeviceMesh = self.axes.mesh
+        axes = [self.sharding.inner] if self.axes.outer is None else [self.sharding.outer, self.sharding.inner]
+        placements: list[Placement] = [Shard(0) if axis.shards_optimizer else Replicate() for axis in axes]
+        entry, tp_mesh = self.entries[i], self._env.tp_mesh
+        if tp_mesh is not None:
+            # Also what is no DTensor, so that all main weights have one mesh, as clipping expects.
+            mesh = self._env.index.with_tensor_parallel(mesh, tp_mesh, entry.name)
+            tp_placements = [Replicate()] if entry.tensor_parallel is None else entry.tensor_parallel[1]
+            if tp_placements[0].is_shard(0):
+                # The data-parallel ranks divide what the tensor-parallel ranks have divided already.
+                placements = [_StridedShard(0, split_factor=tp_mesh.size()) if p.is_shard() else p for p in placements]
+            placements += tp_placements
+        return make_dtensor(local, mesh, tuple(entry.compute.shape), placements)
 
     def shard(self, i: int, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of this rank's part of a whole tensor in parameter ``i``'s shape, as a DTensor."""
         piece = self.entries[i].piece
+        if isinstance(tensor, DTensor):
+            tensor = local_part(tensor)
         local = tensor.detach().reshape(-1)[piece.start : piece.stop].view(piece.shape).clone()
-        return make_dtensor(local, self._env.index.shard_mesh, tuple(tensor.shape), self.placements.shards_optimizer)
+        return self._distribute(local, i)
 
     def show(self, compute: bool) -> None:
         """Register compute weights (or else main weights) as the modules' parameters."""
@@ -157,25 +175,25 @@ class ParameterGroup:
 
     def collect_gradients(self) -> list[torch.Tensor | None]:
         """Take this micro-batch's gradients off the parameters: one per parameter, None where there is none."""
-        grads: list[torch.Tensor | None] = []
-        for entry in self.entries:
-            grad, entry.compute.grad = entry.compute.grad, None
-            grads.append(entry.take_fused(grad) if entry.fused else grad)
+        grads = [entry.take_gradient() for entry in self.entries]
+        if self._env.report_nan:
+            for entry, grad in zip(self.entries, grads, strict=True):
+                _require_finite(entry.name, grad)
         return grads
 
-    def reduce_gradients(self, now: bool) -> bool:
+    def reduce_gradients(self, last: bool) -> bool:
         """Hand this micro-batch's gradients over; see :meth:`megatron.fsdp.unit.Unit.reduce_gradients`."""
         grads = self.collect_gradients()
         self.used = [used or grad is not None for used, grad in zip(self.used, grads, strict=True)]
-        if now or self.placements.shards_gradients:
-            self.gradients.reduce(grads, self.device)
+        if last or self.sharding.inner.shards_gradients:
+            self.gradients.reduce(grads, self.device, last)
             return True
         self.gradients.accumulate(grads)
         return False
 
     def has_gradients(self) -> bool:
         """True if a gradient of this micro-batch has not been collected."""
-        return any(e.compute.grad is not None or e.fused for e in self.entries)
+        return any(entry.has_gradient for entry in self.entries)
 
     def let_kernels_write(self) -> None:
         """Let fused kernels write weight gradients into buffers of ours, instead of returning them to autograd.
@@ -195,7 +213,7 @@ class ParameterGroup:
     def main_grad(self, i: int) -> torch.Tensor:
         """A new buffer of zeros, in parameter ``i``'s shape and ``main_grads_dtype``, for a kernel to write into."""
         entry = self.entries[i]
-        buffer = torch.zeros(entry.compute.shape, dtype=self.dtypes.main_grads, device=self._env.device)
+        buffer = torch.zeros(entry.local_shape, dtype=self.dtypes.main_grads, device=self._env.device)
         entry.fused.append(buffer)
         return buffer
 
@@ -203,7 +221,8 @@ class ParameterGroup:
         """Add what was reduced to the main weights' ``.grad``.
 
         Args:
-            used: For each parameter, whether any rank had a gradient for it.
+            adopted: Whether the parameters have values; those on the meta device have none until :meth:`adopt`.
+        used: For each parameter, whether any rank had a gradient for it.
             zero_unused: Give the others zeros instead of nothing.
         """
         self.used = [False] * len(self.entries)
@@ -215,11 +234,11 @@ class ParameterGroup:
         for i, entry in enumerate(self.entries):
             if not used[i] and not zero_unused:
                 continue
-            grad = self._as_dtensor(reduced, i)
-            if entry.main.grad is None:
-                entry.main.grad = grad
+            grad, before = self._as_dtensor(reduced, i), getattr(entry.main, self._env.grad_attribute, None)
+            if before is None:
+                setattr(entry.main, self._env.grad_attribute, grad)
             else:
-                local_part(entry.main.grad).add_(local_part(grad))
+                local_part(before).add_(local_part(grad))
 
     def clear_gradients(self) -> None:
         """Drop gradients in every form."""
@@ -227,4 +246,12 @@ class ParameterGroup:
         self.used = [False] * len(self.entries)
         for entry in self.entries:
             entry.compute.grad = entry.main.grad = None
+            if hasattr(entry.main, self._env.grad_attribute):
+                setattr(entry.main, self._env.grad_attribute, None)
             entry.fused.clear()
+
+
+def _require_finite(name: str, grad: torch.Tensor | None) -> None:
+    if grad is not None and not torch.isfinite(grad).all():
+        kind = "NaN" if torch.isnan(grad).any() else "infinity"
+        raise RuntimeError(f"The gradient of {name} has {kind} on this rank, before it is reduced.")

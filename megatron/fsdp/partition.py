@@ -3,13 +3,16 @@
 import difflib
 import importlib
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
-from megatron.fsdp.parameter_group import ParameterEntry
+from megatron.fsdp.mesh import FSDPDistributedIndex
+from megatron.fsdp.parameter import ParameterEntry
 from megatron.fsdp.precision import MixedPrecisionPolicy
 
 # The one attribute that the engine sets on parameters: a weak reference to the MegatronFSDP that owns them.
@@ -77,15 +80,25 @@ def check_not_wrapped(module: nn.Module) -> None:
             raise ValueError(f"The model is already wrapped: parameter {name} belongs to a MegatronFSDP.")
 
 
-def check_devices(module: nn.Module, device: torch.device) -> None:
+def check_devices(module: nn.Module, device: torch.device, materialize: bool = False) -> None:
     """Raise unless all parameters are on ``device`` or on the CPU, from where they are moved.
+
+    Args:
+        module: The model.
+        device: Where it will compute.
+        materialize: Parameters may also be on the meta device.
 
     Raises:
         ValueError: One is elsewhere.
     """
     for name, parameter in module.named_parameters():
         if parameter.device.type == "meta":
-            raise ValueError(f"Parameter {name} is on the meta device and has no values. Materialize the model first.")
+            if materialize:
+                continue
+            raise ValueError(
+                f"Parameter {name} is on the meta device and has no values. Materialize the model first, or give "
+                "init_model_with_meta_device=True."
+            )
         if parameter.device.type != "cpu" and parameter.device != device:
             raise ValueError(
                 f"Parameter {name} is on another device: expected {device} or cpu; got {parameter.device}."
@@ -102,13 +115,32 @@ def check_dtypes(module: nn.Module, policy: MixedPrecisionPolicy) -> None:
         policy.resolve(parameter.dtype, name)
 
 
+def tensor_parallel_mesh(module: nn.Module, index: FSDPDistributedIndex) -> DeviceMesh | None:
+    """The tensor-parallel axis, if any parameter is a DTensor over it.
+
+    Raises:
+        ValueError: A parameter is a DTensor over another mesh.
+    """
+    found = None
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter.data, DTensor):
+            found = parameter.data.device_mesh
+            index.with_tensor_parallel(index.dense.mesh, found, name)
+    return found
+
+
 def mark_owner(parameter: nn.Parameter, owner: object) -> None:
     """Remember which model a parameter belongs to, without keeping that model alive."""
     setattr(parameter, OWNER, weakref.ref(owner))
 
 
-def partition(module: nn.Module, unit_classes: tuple[type[nn.Module], ...]) -> UnitPart:
+def partition(module: nn.Module, unit_classes: tuple[type[nn.Module], ...], every_module: bool = False) -> UnitPart:
     """Divide the model's parameters into units.
+
+    Args:
+        module: The model.
+        unit_classes: A module of one of these is a unit.
+        every_module: Inside a unit, every module that has parameters of its own is one, too.
 
     A parameter belongs to the innermost unit around it; one that is tied across units belongs to the innermost unit
     around all of its places, so that it is there for each of them. Units that hold nothing of their own and nothing
@@ -119,7 +151,7 @@ def partition(module: nn.Module, unit_classes: tuple[type[nn.Module], ...]) -> U
     """
     root = UnitPart("", module)
     path_of: dict[int, tuple[UnitPart, ...]] = {id(module): (root,)}
-    _find_units(module, "", (root,), unit_classes, path_of)
+    _find_units(module, "", (root,), lambda m, path: _is_unit(m, path, unit_classes, every_module), path_of)
     entries: dict[int, ParameterEntry] = {}
     homes: dict[int, tuple[UnitPart, ...]] = {}
     for name, owner in module.named_modules():
@@ -144,11 +176,18 @@ def partition(module: nn.Module, unit_classes: tuple[type[nn.Module], ...]) -> U
     return root
 
 
+def _is_unit(
+    module: nn.Module, path: tuple[UnitPart, ...], classes: tuple[type[nn.Module], ...], every_module: bool
+) -> bool:
+    inside_unit = len(path) > 1
+    return isinstance(module, classes) or (every_module and inside_unit and bool(module._parameters))
+
+
 def _find_units(
     module: nn.Module,
     name: str,
     path: tuple[UnitPart, ...],
-    classes: tuple[type[nn.Module], ...],
+    is_unit: Callable[[nn.Module, tuple[UnitPart, ...]], bool],
     path_of: dict[int, tuple[UnitPart, ...]],
 ) -> None:
     for child_name, child in module.named_children():
@@ -160,12 +199,12 @@ def _find_units(
             continue
         full_name = f"{name}.{child_name}" if name else child_name
         child_path = path
-        if isinstance(child, classes):
+        if is_unit(child, path):
             part = UnitPart(full_name, child)
             path[-1].children.append(part)
             child_path = (*path, part)
         path_of[id(child)] = child_path
-        _find_units(child, full_name, child_path, classes, path_of)
+        _find_units(child, full_name, child_path, is_unit, path_of)
 
 
 def _common(a: tuple[UnitPart, ...], b: tuple[UnitPart, ...]) -> tuple[UnitPart, ...]:

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron.fsdp.parameter_group import ParameterEntry
-from megatron.fsdp.uneven_dtensor import local_part
+from megatron.fsdp.parameter import ParameterEntry
+from megatron.fsdp.uneven_dtensor import is_sharded, local_part
 
 
 def own_part(entry: ParameterEntry, value: torch.Tensor, key: str) -> torch.Tensor:
@@ -24,7 +24,11 @@ def own_part(entry: ParameterEntry, value: torch.Tensor, key: str) -> torch.Tens
     local = local_part(entry.main)
     if value.shape != entry.main.shape:
         raise ValueError(f"{key}: expected shape {tuple(entry.main.shape)}; got {tuple(value.shape)}.")
-    if not isinstance(value, DTensor):
+    if not is_sharded(value):
+        value = local_part(value) if isinstance(value, DTensor) else value
+        if entry.tensor_parallel is not None:
+            begin, size = entry.offset, entry.local_shape
+            value = value[tuple(slice(b, b + n) for b, n in zip(begin, size, strict=True))]
         return value.reshape(-1)[entry.piece.start : entry.piece.stop].view(local.shape)
     part = local_part(value)
     if part.shape != local.shape:

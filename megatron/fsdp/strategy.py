@@ -51,11 +51,47 @@ INNER: dict[str, Placements] = {
     "optim_grads_params": Placements(parameters=_S, gradients=_S, optimizer=_S),
 }
 
-# Strategy of the outer axis (dp_outer), where there is one.
+# Strategy of the outer axis (dp_outer), where there is one: HSDP, and hybrid FSDP.
 OUTER: dict[str, Placements] = {
     "no_shard": Placements(parameters=_R, gradients=_P, optimizer=_R),
     "optim": Placements(parameters=_R, gradients=_P, optimizer=_S),
 }
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Placements on both data-parallel axes.
+
+    Attributes:
+        inner: On the inner axis.
+        outer: On the outer axis; those of ``no_shard`` if there is none.
+
+    Raises:
+        ValueError: The combination is not defined.
+    """
+
+    inner: Placements
+    outer: Placements = OUTER["no_shard"]
+
+    def __post_init__(self) -> None:
+        if self.outer.shards_optimizer and not self.inner.shards_optimizer:
+            raise ValueError(
+                "Optimizer state that is sharded over the outer axis is a part of each inner rank's part; with the "
+                "inner strategy 'no_shard' there is none. Use 'optim' or a later one as the inner strategy."
+            )
+
+    @property
+    def axes(self) -> tuple[Placements, Placements]:
+        """Placements on each axis, from the inner to the outer."""
+        return self.inner, self.outer
+
+    @property
+    def keeps_shard(self) -> bool:
+        """True if a rank keeps a shard of compute weights, since its main weights are only a part of it."""
+        return self.inner.shards_parameters and self.outer.shards_optimizer
+
+
+UNSHARDED = Sharding(INNER["no_shard"])
 
 
 def resolve_strategy(strategy: str | int, table: dict[str, Placements] | None = None) -> str:

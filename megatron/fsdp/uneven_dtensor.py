@@ -1,28 +1,37 @@
 """DTensors whose shards have sizes of their own: a rank's part is what the layout gives it, not an even chunk."""
 
 import functools
+from collections.abc import Sequence
+from typing import TypeGuard
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 
 from megatron.fsdp.layout import Piece
 
 
-def make_dtensor(local: torch.Tensor, mesh: DeviceMesh, shape: tuple[int, ...], sharded: bool) -> DTensor:
-    """A DTensor over a one-dimensional mesh whose local tensor is ``local`` itself.
+def make_dtensor(
+    local: torch.Tensor, mesh: DeviceMesh, shape: tuple[int, ...], placements: Sequence[Placement]
+) -> DTensor:
+    """A DTensor whose local tensor is ``local`` itself.
 
     Args:
-        local: This rank's rows (possibly none) if ``sharded``, else the whole tensor.
-        mesh: One-dimensional mesh.
+        local: This rank's part, possibly empty.
+        mesh: Mesh it is distributed over.
         shape: Shape of the whole tensor.
-        sharded: ``Shard(0)``, with as many rows per rank as each has, or ``Replicate()``.
+        placements: One per axis of the mesh. ``Shard(0)`` stands for as many rows per rank as each has.
     """
     stride = torch.empty(shape, device="meta").stride()
-    placement = Shard(0) if sharded else Replicate()
-    return DTensor.from_local(local, mesh, [placement], run_check=False, shape=torch.Size(shape), stride=stride)
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def is_sharded(value: object) -> TypeGuard[DTensor]:
+    """True for a DTensor of which this rank may hold a part only."""
+    return isinstance(value, DTensor) and not all(placement.is_replicate() for placement in value.placements)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -39,7 +48,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 def make_like(local: torch.Tensor, other: torch.Tensor) -> DTensor:
     """A DTensor with local tensor ``local``, distributed as the DTensor ``other`` is."""
     assert isinstance(other, DTensor)
-    return make_dtensor(local, other.device_mesh, tuple(other.shape), other.placements[0].is_shard())
+    return make_dtensor(local, other.device_mesh, tuple(other.shape), other.placements)
 
 
 def describe_chunk(dtensor: DTensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> None:
@@ -58,9 +67,18 @@ def describe_chunk(dtensor: DTensor, offsets: tuple[int, ...], sizes: tuple[int,
     local.__create_write_items__ = functools.partial(_write_items, chunk)  # type: ignore[attr-defined]
 
 
-def describe_piece(dtensor: DTensor, piece: Piece) -> None:
-    """:func:`describe_chunk` for a parameter, or a tensor like it, of which this rank holds ``piece``."""
-    describe_chunk(dtensor, (piece.row_start, *(0 for _ in piece.shape[1:])), piece.shape)
+def describe_piece(dtensor: DTensor, piece: Piece, offset: tuple[int, ...] | None = None) -> None:
+    """:func:`describe_chunk` for a parameter, or a tensor like it, of which this rank holds ``piece``.
+
+    Args:
+        dtensor: The parameter.
+        piece: Part of what the rank computes with.
+        offset: Where that begins in the whole parameter; None: at its beginning.
+    """
+    begin = (piece.row_start, *(0 for _ in piece.shape[1:]))
+    if offset is not None:
+        begin = tuple(a + b for a, b in zip(begin, offset, strict=True))
+    describe_chunk(dtensor, begin, piece.shape)
 
 
 def _chunks(chunk: ChunkStorageMetadata) -> list[ChunkStorageMetadata]:

@@ -162,11 +162,12 @@ class Unit:
         """True if gradients of this micro-batch wait to be collected."""
         return any(group.has_gradients() for group in self.groups if group.requires_grad)
 
-    def reduce_gradients(self, now: bool) -> bool:
+    def reduce_gradients(self, last: bool) -> bool:
         """Hand this micro-batch's gradients over.
 
         Args:
-            now: Reduce gradients of every kind. If False, those that are not sharded wait for a later micro-batch.
+            last: Reduce gradients of every kind, over every axis. If False, those that are not sharded wait for a later
+                micro-batch, and others for their reduction over the outer axis.
 
         Returns:
             Whether a reduction was started.
@@ -174,14 +175,13 @@ class Unit:
         started = False
         for group in self.groups:
             if group.requires_grad:
-                started |= group.reduce_gradients(now)
+                started |= group.reduce_gradients(last)
         return started
 
     def reduce_waiting(self) -> None:
         """Reduce gradients that wait for a reduction."""
         for group in self.groups:
-            if group.gradients.waiting:
-                group.gradients.reduce([], group.device)
+            group.gradients.reduce_waiting(group.device)
 
     def wait_for_gradients(self) -> None:
         """Make the compute wait for the reductions that were started."""

@@ -1,85 +1,118 @@
 """The weights of one parameter group: main weights, and the compute weights that are made of them."""
 
+import functools
+
 import torch
-import torch.distributed as dist
 
 from megatron.fsdp.buffer import FlatBuffer, all_gather
 from megatron.fsdp.device import Handle, Stream
 from megatron.fsdp.layout import Layout
+from megatron.fsdp.mesh import DataParallelAxes
+from megatron.fsdp.ownership import Ownership, within
 from megatron.fsdp.pool import Pool
 from megatron.fsdp.precision import Dtypes
-from megatron.fsdp.strategy import Placements
+from megatron.fsdp.strategy import Sharding
 
 
 class WeightBuffer:
     """Main weights of one group, and the buffer that its compute weights are views of.
 
-    Where compute weights are sharded, no shard of them is kept: gathering casts the main shard into this rank's part
-    of the gathered buffer and gathers in place. So a rank holds one copy of its weights, and compute weights can
-    never be older than the main weights they come from.
+    Compute weights are made of main weights in up to two gathers, first over the outer axis and then over the inner.
+    What is kept between uses is the *home* of the compute weights:
 
-    Where every rank keeps whole compute weights of the main weights' dtype, the main weights are this rank's part of
-    that very buffer.
+    * all of them, where every rank keeps whole compute weights. The main weights, if they have the same dtype, are
+      this rank's part of that very buffer;
+    * the inner rank's shard of them, in hybrid FSDP: there the main weights are only a part of it;
+    * nothing, where main weights and shard are the same part: gathering casts the main weights into their place in the
+      gathered buffer and gathers in place. So a rank holds one copy of its weights, and compute weights can never be
+      older than the main weights they come from.
 
     Args:
         layout: Packing of the group's parameters.
         dtypes: Dtypes of the group.
-        placements: Where weights and optimizer state live.
-        group: Process group of the axis they are sharded over.
+        sharding: Where weights and optimizer state live.
+        axes: Process groups that they are sharded over.
         stream: Runs gathers.
         pool: Gives memory to gathered weights.
-        device: Where the weights are.
+        device: Where the compute weights are.
+        main_device: Where the main weights are.
 
     Attributes:
         compute: Compute weights, one view per parameter.
-        main: Main weights, flat: this rank's shard (``layout.shard_numel`` elements) or, if the optimizer state is
-            not sharded, all of them (``layout.numel``).
+        owned: Which part of the flat buffer this rank holds of what.
+        main: Main weights, flat: the elements ``owned.main`` of the buffer.
     """
 
     def __init__(
         self,
         layout: Layout,
         dtypes: Dtypes,
-        placements: Placements,
-        group: dist.ProcessGroup,
+        sharding: Sharding,
+        axes: DataParallelAxes,
         stream: Stream,
         pool: Pool,
         device: torch.device,
+        main_device: torch.device,
     ) -> None:
         self.layout = layout
-        self.placements = placements
+        self.sharding = sharding
+        self._axes = axes
         self._stream = stream
-        self._group = stream.group(group)
+        self._inner = stream.group(axes.gather)
+        self._outer = None if axes.outer is None else stream.group(axes.outer)
+        self.owned = Ownership.of(layout, sharding, axes)
         self.compute = FlatBuffer(layout, dtypes.compute, device, pool)
-        self._span = layout.shard(group.rank()) if placements.shards_optimizer else slice(0, layout.numel)
-        self._own = self.compute.flat[self._span]
-        self._shares_memory = not placements.shards_parameters and dtypes.main_params == dtypes.compute
-        self._casts = dtypes.main_params != dtypes.compute
-        self.main = (
-            self._own
-            if self._shares_memory
-            else torch.zeros(self._own.numel(), dtype=dtypes.main_params, device=device)
-        )
+        self._home: torch.Tensor | None = self.compute.flat
+        self._home_span = slice(0, layout.numel)
+        if sharding.keeps_shard:
+            self._home = torch.zeros(_length(self.owned.inner), dtype=dtypes.compute, device=device)
+            self._home_span = self.owned.inner
+        elif self.temporary:
+            self._home = None
+        self._casts = dtypes.main_params != dtypes.compute or main_device != device
+        if self._home is not None and not self._casts:
+            self.main = self._home[within(self.owned.main, self._home_span)]
+        else:
+            self.main = torch.zeros(
+                _length(self.owned.main),
+                dtype=dtypes.main_params,
+                device=main_device,
+                pin_memory=main_device.type == "cpu" and device.type == "cuda",
+            )
         self._current = False
+        self._home_current = False
         self._handle: Handle | None = None
 
     @property
     def temporary(self) -> bool:
         """True if the compute weights' memory exists only while they are gathered."""
-        return self.placements.shards_parameters
+        return self.sharding.inner.shards_parameters
 
-    def load(self, tensors: list[torch.Tensor]) -> None:
-        """Take over whole parameters: main weights from them, cast; the compute weights are released if temporary.
+    @property
+    def _needs_nothing(self) -> bool:
+        """True if compute weights and main weights are the same memory on every rank."""
+        return not self._casts and not self.sharding.inner.shards_optimizer
+
+    def load(self, tensors: list[torch.Tensor | None]) -> None:
+        """Put whole parameters into the compute weights, for which there is memory then until :meth:`adopt`.
 
         Args:
-            tensors: Value of each parameter, on any device, in the order of the layout.
+            tensors: Value of each parameter, on any device, in the order of the layout; None where it is to follow.
         """
+        self.compute.fill()
         for view, tensor in zip(self.compute.views, tensors, strict=True):
-            view.copy_(tensor)
-        if not self._shares_memory:
-            self.main.copy_(self._own)
+            if tensor is not None:
+                view.copy_(tensor)
+
+    def adopt(self) -> None:
+        """Make main weights of the compute weights, which are released if they are temporary."""
+        flat = self.compute.flat
+        if self._home is not None and self._home is not flat:
+            self._home.copy_(flat[self._home_span])
+        if self._home is None or self._casts:
+            self.main.copy_(flat[self.owned.main])
         # Ranks may have been initialized differently: whole compute weights come from their owners at the first use.
-        self._current = self._shares_memory and not self.placements.shards_optimizer
+        self._current = self._home_current = self._needs_nothing
         if self.temporary:
             self.compute.drain()
 
@@ -87,22 +120,33 @@ class WeightBuffer:
         """The main weights have changed: gather before the next use."""
         # A gather that nothing waited for was of the old ones; every rank has to start another.
         self.wait()
-        self._current = self._shares_memory and not self.placements.shards_optimizer
+        self._current = self._home_current = self._needs_nothing
 
     def gather(self) -> None:
         """Start making the compute weights whole and equal to the main weights, unless they are."""
         if not self._current and self._handle is None:
-            self._handle = self._stream.run(self._gather)
+            refresh, self._home_current = not self._home_current, True
+            self._handle = self._stream.run(functools.partial(self._gather, refresh))
 
-    def _gather(self) -> None:
+    def _gather(self, refresh: bool) -> None:
         if self.temporary:
             self.compute.fill()
-        source = self.main
-        if self._casts:
-            self._own.copy_(self.main)
-            source = self._own
-        if self.placements.shards_optimizer:
-            all_gather(self.compute.flat, source, self._group)
+        source: torch.Tensor | None = self._home
+        if self._home is None:
+            source = self._cast_into(self.compute.flat[self.owned.main])
+        elif refresh:
+            own = self._cast_into(self._home[within(self.owned.main, self._home_span)])
+            if self.sharding.outer.shards_optimizer:
+                all_gather(self._home[within(self.owned.inner, self._home_span)], own, self._outer)
+        if self.sharding.inner.shards_optimizer:
+            shard = self.compute.flat[self.owned.inner] if source is self.compute.flat else source
+            all_gather(self.compute.flat, shard, self._inner)
+
+    def _cast_into(self, own: torch.Tensor) -> torch.Tensor:
+        """The main weights in the compute weights' dtype: themselves, or in ``own``."""
+        if not self._casts:
+            return self.main
+        return own.copy_(self.main, non_blocking=True)
 
     def wait(self) -> None:
         """Make the compute wait for a gather that was started."""
@@ -123,3 +167,7 @@ class WeightBuffer:
         if self.temporary and self._handle is not None:
             self._handle = None
             self._stream.run(self.compute.drain)
+
+
+def _length(span: slice) -> int:
+    return int(span.stop - span.start)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
-from tests.models import STRATEGIES, Block, TinyModel, adamw, batches, device, full, loss_of, main_weights
+from tests.models import STRATEGIES, Block, TinyModel, adamw, batches, device, loss_of, main_weights, whole
 from tests.ranks import RankPool
 
 
@@ -36,7 +36,7 @@ def _gathered(model: MegatronFSDP, optimizer: torch.optim.Optimizer) -> dict[str
     state = {f"weight {name}": weight for name, weight in main_weights(model).items()}
     for entry in model.entries():
         for key in ("exp_avg", "exp_avg_sq"):
-            state[f"{key} {entry.name}"] = full(optimizer.state[entry.main][key])
+            state[f"{key} {entry.name}"] = whole(entry, optimizer.state[entry.main][key])
         state[f"step {entry.name}"] = optimizer.state[entry.main]["step"].cpu()
     return state
 

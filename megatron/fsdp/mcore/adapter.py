@@ -114,8 +114,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
         log_single_rank(
             logger,
             logging.INFO,
-            f"Megatron-FSDP: {len(sharded.unit_names)} units over {sharded.index.shard_size} ranks, "
-            f"{sharded.fsdp_config}",
+            f"Megatron-FSDP: {len(sharded.unit_names)} units over {sharded.index.size} ranks, {sharded.fsdp_config}",
         )
 
     # Gradients -------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.layout import Piece
 from megatron.fsdp.mcore.adapter import ShardedModule, bare_name
-from megatron.fsdp.uneven_dtensor import describe_chunk, describe_piece, local_part, make_dtensor
+from megatron.fsdp.uneven_dtensor import describe_chunk, describe_piece, is_sharded, local_part, make_dtensor
 
 # Weights of the first linear layer of an MLP, whose rows are [gate | up] where the activation is gated.
 GATED = re.compile(
@@ -75,7 +75,7 @@ def _on_tensors(value: Any, piece: Piece, half: int | None) -> Any:
         return value
     if half is not None:
         return _half(value, piece, half)
-    if value.placements[0].is_shard():
+    if is_sharded(value):
         describe_piece(value, piece)
     return value
 
@@ -87,9 +87,8 @@ def _half(tensor: DTensor, piece: Piece, half: int) -> DTensor:
     begin = min(max(first - piece.row_start, 0), piece.shape[0])
     end = min(max(last - piece.row_start, begin), piece.shape[0])
     local: torch.Tensor = local_part(tensor)[begin:end]
-    sharded = tensor.placements[0].is_shard()
-    part = make_dtensor(local, tensor.device_mesh, (rows, *tensor.shape[1:]), sharded)
-    if sharded:
+    part = make_dtensor(local, tensor.device_mesh, (rows, *tensor.shape[1:]), tensor.placements)
+    if is_sharded(part):
         offset = max(piece.row_start - first, 0) if end > begin else 0
         describe_chunk(part, (offset, *(0 for _ in tensor.shape[1:])), tuple(local.shape))
     return part

@@ -43,7 +43,7 @@ def _trained(strategy: str, changes: dict[str, Any]) -> tuple[torch.nn.Module, A
 
 def _save(folder: str, strategy: str, changes: dict[str, Any]) -> dict[str, torch.Tensor]:
     from tests.megatron_models import megatron
-    from tests.models import full
+    from tests.models import whole
 
     with megatron():
         model, optimizer = _trained(strategy, changes)
@@ -52,10 +52,10 @@ def _save(folder: str, strategy: str, changes: dict[str, Any]) -> dict[str, torc
         whole = {}
         for entry in model.module.entries():
             key = f"module.{entry.name.removeprefix('module.')}"
-            whole[f"model.{key}"] = full(entry.main)
+            whole[f"model.{key}"] = whole(entry, entry.main)
             for kind in ("exp_avg", "exp_avg_sq"):
                 name = f"optimizer.state.module.module.{entry.name}.{kind}"
-                whole[name] = full(optimizer.optimizer.state[entry.main][kind])
+                whole[name] = whole(entry, optimizer.optimizer.state[entry.main][kind])
         return whole
 
 
@@ -94,7 +94,7 @@ def test_what_is_on_disk(ranks: RankPool, strategy: str, changes: dict[str, Any]
 
 def _load(folder: str, strategy: str, changes: dict[str, Any], whole: dict[str, torch.Tensor]) -> None:
     from tests.megatron_models import megatron
-    from tests.models import full
+    from tests.models import whole
 
     with megatron():
         model, optimizer = _trained(strategy, changes)
@@ -105,7 +105,7 @@ def _load(folder: str, strategy: str, changes: dict[str, Any], whole: dict[str, 
         compared = 0
         for entry in model.module.entries():
             key = f"model.module.{entry.name.removeprefix('module.')}"
-            assert torch.equal(full(entry.main), whole[key]), key
+            assert torch.equal(whole(entry, entry.main), whole[key]), key
             compared += 1
         assert compared == len(whole) // 3
 

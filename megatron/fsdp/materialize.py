@@ -1,0 +1,90 @@
+"""Gives values to parameters that a model was built without (on the meta device), one unit at a time."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from megatron.fsdp.parameter import ParameterEntry
+
+# What a module may call the method that initializes its own parameters and buffers.
+RESET_METHODS = ("reset_parameters", "_reset_parameters")
+
+
+def reset_method(module: nn.Module) -> Callable[[], object] | None:
+    """The method that initializes the module's own parameters; None if it has none."""
+    for name in RESET_METHODS:
+        method = getattr(module, name, None)
+        if callable(method):
+            return method  # type: ignore[no-any-return]
+    return None
+
+
+def check_can_materialize(module: nn.Module) -> None:
+    """Raise unless every module with parameters or buffers on the meta device can initialize them.
+
+    Raises:
+        ValueError: One cannot; the message names it.
+    """
+    for name, part in module.named_modules():
+        own = [*part._parameters.items(), *part._buffers.items()]
+        missing = [key for key, tensor in own if tensor is not None and tensor.device.type == "meta"]
+        if missing and reset_method(part) is None:
+            where = name or "the model itself"
+            raise ValueError(
+                f"init_model_with_meta_device: {where} ({type(part).__name__}) has {', '.join(missing)} on the meta "
+                f"device and no method {' or '.join(RESET_METHODS)} to initialize it. Give its class one."
+            )
+
+
+def materialize_buffers(module: nn.Module, device: torch.device) -> list[nn.Module]:
+    """Give memory to all buffers on the meta device; return the modules that have such and no parameters."""
+    found = []
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and buffer.device.type == "meta":
+                part._buffers[name] = torch.empty_like(buffer, device=device)
+                if not part._parameters and part not in found:
+                    found.append(part)
+    return found
+
+
+def initialize(entries: Iterable[ParameterEntry], others: Iterable[nn.Module] = ()) -> None:
+    """Initialize parameters that have memory and no values yet.
+
+    Args:
+        entries: Parameters of one unit. Modules that hold one are reset, inner ones before those around them, as
+            they are when a model is built.
+        others: Modules that are reset, too.
+    """
+    mine = {id(entry.compute) for entry in entries}
+    modules: dict[int, nn.Module] = {id(m): m for m in others}
+    for entry in entries:
+        modules |= {id(module): module for module, _ in entry.sites}
+    for module in sorted(modules.values(), key=_depth):
+        reset = reset_method(module)
+        if reset is not None:
+            with torch.no_grad(), _strangers_on_meta(module, mine):
+                reset()
+
+
+def _depth(module: nn.Module) -> int:
+    """How many levels of modules are inside."""
+    return 1 + max((_depth(child) for child in module.children()), default=0)
+
+
+@contextmanager
+def _strangers_on_meta(module: nn.Module, mine: set[int]) -> Iterator[None]:
+    """Hide parameters of other units, whose memory is not there: what resetting writes to them is lost."""
+    hidden = []
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None and id(parameter) not in mine:
+                hidden.append((part, name, parameter))
+                part._parameters[name] = nn.Parameter(torch.empty_like(parameter, device="meta"))
+    try:
+        yield
+    finally:
+        for part, name, parameter in hidden:
+            part._parameters[name] = parameter

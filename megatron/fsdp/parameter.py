@@ -1,0 +1,148 @@
+"""One parameter of the model: what forward and backward read, what the optimizer updates, and where it is registered."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Placement
+
+from megatron.fsdp.layout import Piece
+from megatron.fsdp.uneven_dtensor import local_part, make_dtensor
+
+
+class GroupKey(NamedTuple):
+    """Parameters of a unit with equal keys share a group.
+
+    Attributes:
+        dtype: Of the compute weights.
+        requires_grad: Whether they take gradients.
+        divisible: False for scalars, of which every rank has all.
+        expert: Sharded over the mesh of experts.
+    """
+
+    dtype: torch.dtype
+    requires_grad: bool
+    divisible: bool
+    expert: bool
+
+
+@dataclass
+class ParameterEntry:
+    """One parameter of the model, however often it is registered.
+
+    A parameter may be a DTensor over a tensor-parallel mesh. Then what is sharded here is its local part.
+
+    Attributes:
+        name: First of its names in the wrapped model.
+        compute: The model's own Parameter: what forward and backward read.
+        sites: Every (module, attribute) it is registered as: more than one if it is tied.
+        names: Its name at each site.
+        given: The Parameter that the model had before it was sharded, by which an optimizer may know it. Mostly
+            ``compute`` itself.
+        main: What the optimizer updates: a Parameter that is a DTensor.
+        piece: Which part of it this rank owns.
+        fused: Gradients that kernels wrote by themselves during this backward, in the parameter's shape.
+    """
+
+    name: str
+    compute: nn.Parameter
+    sites: list[tuple[nn.Module, str]]
+    names: list[str]
+    given: nn.Parameter = field(init=False)
+    main: nn.Parameter = field(init=False)
+    piece: Piece = field(init=False)
+    fused: list[torch.Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.given = self.compute
+
+    @property
+    def key(self) -> GroupKey:
+        """Which group of its unit it belongs to."""
+        parameter = self.compute
+        # Megatron-Core marks so what is not reduced over all data-parallel ranks.
+        expert = not getattr(parameter, "allreduce", True)
+        return GroupKey(parameter.dtype, parameter.requires_grad, len(self.local_shape) > 0, expert)
+
+    @property
+    def is_meta(self) -> bool:
+        """True if the parameter has no values yet."""
+        return self.compute.device.type == "meta"
+
+    @property
+    def tensor_parallel(self) -> tuple[DeviceMesh, Sequence[Placement]] | None:
+        """Mesh and placements of a parameter that is a DTensor; None for others."""
+        value = self.compute.data
+        return (value.device_mesh, value.placements) if isinstance(value, DTensor) else None
+
+    @property
+    def local_value(self) -> torch.Tensor:
+        """What this rank has of the parameter before it is sharded."""
+        value = self.compute.data
+        return local_part(value) if isinstance(value, DTensor) else value
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of what this rank computes with."""
+        return tuple(self.local_value.shape)
+
+    @property
+    def offset(self) -> tuple[int, ...]:
+        """Where this rank's tensor-parallel part begins in the whole parameter."""
+        if self.tensor_parallel is None:
+            return (0,) * self.compute.dim()
+        mesh, placements = self.tensor_parallel
+        return tuple(compute_local_shape_and_global_offset(self.compute.shape, mesh, placements)[1])
+
+    def point_to(self, memory: torch.Tensor) -> None:
+        """Make the compute weight a view of ``memory``, which has its local shape."""
+        if self.tensor_parallel is None and not self.is_meta:
+            self.compute.data = memory
+            return
+        # Autograd must not take a gather, which writes to the memory, for a change of the parameter.
+        value = memory = memory.data
+        if self.tensor_parallel is not None:
+            mesh, placements = self.tensor_parallel
+            value = make_dtensor(memory, mesh, tuple(self.compute.shape), placements)
+        replacement = nn.Parameter(value, requires_grad=self.compute.requires_grad)
+        for name, mark in vars(self.compute).items():
+            setattr(replacement, name, mark)
+        self.compute = replacement
+        for module, attribute in self.sites:
+            module._parameters[attribute] = replacement
+
+    def take_gradient(self) -> torch.Tensor | None:
+        """Take this micro-batch's gradient off the parameter: in its local shape, None if there is none."""
+        grad, self.compute.grad = self.compute.grad, None
+        if self.fused:
+            return self._take_fused(grad)
+        if isinstance(grad, DTensor):
+            assert self.tensor_parallel is not None
+            placements = self.tensor_parallel[1]
+            # Autograd may leave it as a sum that is still to be made over the tensor-parallel ranks.
+            return local_part(
+                grad if tuple(grad.placements) == tuple(placements) else grad.redistribute(None, placements)
+            )
+        return grad
+
+    @property
+    def has_gradient(self) -> bool:
+        """True if a gradient of this micro-batch is there to be taken."""
+        return self.compute.grad is not None or bool(self.fused)
+
+    def _take_fused(self, grad: torch.Tensor | None) -> torch.Tensor:
+        """The sum of what fused kernels wrote, and of ``grad``, what autograd has, if that is marked as real."""
+        total, *others = self.fused
+        self.fused = []
+        for other in others:
+            total.add_(other)
+        if grad is not None and getattr(self.compute, "zero_out_wgrad", False):
+            total.add_(grad)
+        self.compute.main_grad = None  # type: ignore[attr-defined]
+        self.compute.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+        return total

@@ -1,0 +1,171 @@
+"""Models built on the meta device: values appear unit by unit, and no more than one unit is whole at any time."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_fsdp import fully_shard, fully_shard_model
+from tests.models import STRATEGIES, Block, TinyModel, adamw, batches, device, loss_of, main_weights
+from tests.ranks import DEVICE, RankPool
+from tests.tensor_bytes import TensorBytes, build, call_counted
+
+
+def _reset_like_the_engine(model: nn.Module) -> None:
+    """What materializing promises: the root's own modules first, then unit by unit, inner modules before outer."""
+    model.to_empty(device=device())
+    units = [m for m in model.modules() if isinstance(m, Block)]
+    inside = {id(m) for unit in units for m in unit.modules()}
+    root = [m for m in model.modules() if id(m) not in inside]
+    for group in (root, *(list(unit.modules()) for unit in units)):
+        for module in group:
+            if module._parameters:
+                module.reset_parameters()
+
+
+def _build(strategy: str, meta_optimizer: bool) -> None:
+    with torch.device("meta"):
+        model = TinyModel()
+    assert all(p.is_meta for p in model.parameters())
+    reference = copy.deepcopy(model)
+    torch.manual_seed(11)
+    _reset_like_the_engine(reference)
+    reference_optimizer = adamw(reference.parameters())
+    torch.manual_seed(11)
+    arguments = {
+        "fsdp_unit_modules": [Block],
+        "zero_dp_strategy": strategy,
+        "init_model_with_meta_device": True,
+        "device": device(),
+    }
+    if meta_optimizer:
+        sharded, optimizer = fully_shard(model, adamw(model.parameters()), **arguments)
+    else:
+        sharded = fully_shard_model(model, **arguments)
+        optimizer = adamw(sharded.parameters())
+    weights = main_weights(sharded)
+    for name, parameter in reference.named_parameters():
+        assert torch.equal(weights[name], parameter.detach().cpu()), name
+    if not meta_optimizer:
+        return
+    for step in batches(steps=2, per_step=dist.get_world_size()):
+        for tokens in step:
+            (loss_of(reference, tokens) / len(step)).backward()
+        reference_optimizer.step()
+        reference_optimizer.zero_grad()
+        loss_of(sharded, step[dist.get_rank()]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = main_weights(sharded)
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(weights[name], parameter.detach().cpu(), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("meta_optimizer", [True, False], ids=["optimizer_before", "optimizer_after"])
+def test_values_are_those_of_the_modules_own_initialization(
+    ranks: RankPool, strategy: str, world_size: int, meta_optimizer: bool
+) -> None:
+    ranks.run(world_size, _build, strategy, meta_optimizer)
+
+
+class Big(nn.Module):
+    """Ten units of equal size, and little else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)) for _ in range(10))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def measure_building() -> dict[str, int]:
+    """The most bytes that a rank of eight holds while the model is sharded, and what it keeps."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    nn.Linear(64, 64)  # its kernels keep scratch memory from their first call on
+    with torch.device("meta"):
+        model = Big()
+    counter = TensorBytes()
+    counter.reset()
+    sharded = fully_shard_model(
+        model, fsdp_unit_modules=[nn.Sequential], init_model_with_meta_device=True, device="cpu"
+    )
+    unit = max(group.layout.numel for group in sharded.groups)
+    return {"peak": counter.peak(), "built": counter.live(), "unit": 4 * unit}
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="counts CPU tensors")
+def test_no_more_than_one_unit_is_whole(tmp_path: Path) -> None:
+    found = call_counted(build(tmp_path), "tests.unit_tests.test_meta_device:measure_building")
+    assert found["built"] == pytest.approx(10 * found["unit"] / 8, rel=0.02)
+    assert found["unit"] < found["peak"] <= found["built"] + 1.02 * found["unit"]
+
+
+class Silent(nn.Module):
+    """Has a parameter and no method to initialize it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        self.gain = nn.Parameter(torch.ones(3))
+
+
+def _silent() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 3), Silent())
+    with pytest.raises(ValueError, match=r"1 \(Silent\) has gain on the meta device and no method reset_parameters"):
+        fully_shard_model(model, init_model_with_meta_device=True)
+    with pytest.raises(ValueError, match="0.weight is on the meta device.*init_model_with_meta_device=True"):
+        fully_shard_model(model)
+
+
+def test_module_that_cannot_initialize_itself_is_named(ranks: RankPool) -> None:
+    ranks.run(1, _silent)
+
+
+class Tied(nn.Module):
+    """Embedding and output share their weight, across units; buffers are on the meta device, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(31, 8)
+        self.body = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+        self.head = nn.Linear(8, 31)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(self.embedding(tokens).flatten(0, 1)))
+
+
+def _tied() -> None:
+    with torch.device("meta"):
+        model = Tied()
+    torch.manual_seed(5)
+    sharded = fully_shard_model(
+        model, fsdp_unit_modules=[nn.Sequential, nn.Linear], init_model_with_meta_device=True, device=device()
+    )
+    assert {name for name in main_weights(sharded)} == {
+        "embedding.weight",
+        "body.0.weight",
+        "body.0.bias",
+        "body.1.weight",
+        "body.1.bias",
+        "head.bias",
+    }
+    assert torch.equal(model.body[1].running_var, torch.ones(8, device=device()))
+    for value in main_weights(sharded).values():
+        assert value.isfinite().all()
+    sharded(torch.zeros(2, 3, dtype=torch.int64, device=device())).sum().backward()
+
+
+def test_tied_parameters_stay_tied_and_buffers_are_initialized(ranks: RankPool) -> None:
+    ranks.run(2, _tied)

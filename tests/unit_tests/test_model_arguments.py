@@ -1,0 +1,229 @@
+"""Arguments of fully_shard_model that have no file of their own: each does what its description says."""
+
+import copy
+import inspect
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import megatron_fsdp
+from megatron.fsdp.uneven_dtensor import local_part
+from megatron_fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_model, fully_shard_optimizer
+from tests.models import DEVICE, Block, TinyModel, adamw, assert_same_training, batches, device, loss_of, main_weights
+from tests.ranks import RankPool
+
+# Frozen: users' calls depend on names, order and defaults of the first 33.
+ARGUMENTS = """module device_mesh dp_shard_dim dp_outer_dim tp_dim hybrid_fsdp_group hybrid_fsdp_expt_group expt_device_mesh
+    fsdp_group_ag expt_fsdp_group_ag fsdp_unit_modules zero_dp_strategy outer_dp_sharding_strategy device
+    init_model_with_meta_device mixed_precision_policy overlap_grad_reduce overlap_param_gather
+    sync_model_each_microbatch preproc_state_dict_for_dcp_ckpt report_nan_in_param_grad average_in_collective
+    disable_bucketing calculate_per_token_loss keep_fp8_transpose_cache nccl_ub fsdp_double_buffer
+    fsdp_db_use_persist_buf_on_alloc_fail disable_symmetric_registration enable_fine_grained_param_gather
+    use_decoupled_grad cuda_graph_mode maxpool_double_buffer""".split()
+
+
+def test_names_and_order_of_the_arguments() -> None:
+    parameters = inspect.signature(fully_shard_model).parameters
+    positional = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert positional == ARGUMENTS
+    assert parameters["zero_dp_strategy"].default == 3
+    for name in positional:
+        assert f"\n        {name}: " in (inspect.getdoc(fully_shard_model) or "").replace(
+            "    " + name, "        " + name
+        )
+
+
+def test_public_names() -> None:
+    assert set(megatron_fsdp.__all__) >= {
+        "fully_shard",
+        "fully_shard_model",
+        "fully_shard_optimizer",
+        "MegatronFSDP",
+        "MixedPrecisionPolicy",
+        "FSDPDistributedIndex",
+    }
+
+
+def _older_names() -> None:
+    fp32, bf16 = torch.float32, torch.bfloat16
+    with pytest.warns(DeprecationWarning, match="preserve_fp32_weights is deprecated") as caught:
+        model = fully_shard_model(TinyModel().bfloat16(), preserve_fp32_weights=False)
+    assert all(warning.filename == __file__ for warning in caught)
+    assert model.fsdp_config.mixed_precision == MixedPrecisionPolicy(main_params_dtype=None)
+    assert next(model.parameters()).dtype == bf16
+    with pytest.warns(DeprecationWarning, match="grad_reduce_in_fp32 is deprecated"):
+        model = fully_shard_model(TinyModel().bfloat16(), preserve_fp32_weights=True, grad_reduce_in_fp32=True)
+    assert model.fsdp_config.mixed_precision == MixedPrecisionPolicy(fp32, fp32, fp32)
+    with pytest.raises(ValueError, match="give one"):
+        fully_shard_model(TinyModel(), mixed_precision_policy=MixedPrecisionPolicy(), grad_reduce_in_fp32=True)
+    with (
+        pytest.warns(DeprecationWarning, match="use keep_fp8_transpose_cache"),
+        pytest.raises(NotImplementedError, match="FP8"),
+    ):
+        fully_shard_model(TinyModel(), keep_fp8_transpose_cache_when_using_custom_fsdp=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fully_shard_model(TinyModel())
+
+
+def test_older_names_warn_and_mean_what_they_meant(ranks: RankPool) -> None:
+    ranks.run(1, _older_names)
+
+
+def _needs_cuda(argument: str) -> None:
+    model = TinyModel()
+    with pytest.raises(ValueError, match=f"{argument}.*expected a CUDA device"):
+        fully_shard_model(model, **{argument: True})
+    fully_shard_model(model)  # nothing was changed
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize("argument", ["nccl_ub", "cuda_graph_mode"])
+def test_what_needs_cuda_says_so(ranks: RankPool, argument: str) -> None:
+    ranks.run(1, _needs_cuda, argument)
+
+
+class Poisoned(TinyModel):
+    """Multiplies by NaN on the last rank, in the second block."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if number == 1 and dist.get_rank() == dist.get_world_size() - 1:
+                x = x * torch.nan
+        return self.head(self.norm(x))
+
+
+def _nan() -> str:
+    model = fully_shard_model(Poisoned(), fsdp_unit_modules=[Block], report_nan_in_param_grad=True)
+    try:
+        loss_of(model, batches(1, 1)[0, 0]).backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_gradient_that_is_not_finite_is_reported_with_its_parameter(ranks: RankPool) -> None:
+    # One rank alone, since the others would wait for the one that raised.
+    (message,) = ranks.run(1, _nan)
+    assert message.startswith("The gradient of blocks.") or message.startswith("The gradient of head")
+    assert "NaN" in message
+
+
+class ReadsDecoupled(torch.optim.SGD):
+    """Has the interface of fused optimizers that read gradients from ``decoupled_grad``."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.numel():
+                    parameter.sub_(parameter.decoupled_grad, alpha=group["lr"])
+
+
+def _decoupled() -> None:
+    torch.manual_seed(1)
+    model = TinyModel().to(device())
+    reference = copy.deepcopy(model)
+    tokens = batches(1, 1)[0, 0]
+    loss_of(reference, tokens).backward()
+    torch.optim.SGD(reference.parameters(), lr=0.1).step()
+    sharded, optimizer = fully_shard(
+        model, ReadsDecoupled(model.parameters(), lr=0.1), fsdp_unit_modules=[Block], use_decoupled_grad=True
+    )
+    loss_of(sharded, tokens).backward()
+    for entry in sharded.entries():
+        assert entry.main.grad is None
+        assert local_part(entry.main.decoupled_grad).shape == local_part(entry.main).shape
+    sharded.scale_gradients(2.0)
+    sharded.scale_gradients(0.5)
+    optimizer.step()
+    weights = main_weights(sharded)
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(weights[name], parameter.detach().cpu())
+    sharded.zero_grad()
+    assert all(entry.main.decoupled_grad is None for entry in sharded.entries())
+
+
+def test_decoupled_gradients(ranks: RankPool) -> None:
+    ranks.run(2, _decoupled)
+
+
+def _fine_grained() -> None:
+    sharded = assert_same_training(
+        TinyModel(), batches(2, dist.get_world_size()), adamw, enable_fine_grained_param_gather=True
+    )
+    assert "blocks.0" not in sharded.unit_names or "blocks.0.up" in sharded.unit_names
+    assert {f"blocks.{i}.{name}" for i in range(3) for name in ("up", "down")} <= set(sharded.unit_names)
+
+
+def test_fine_grained_gather_makes_every_module_a_unit(ranks: RankPool) -> None:
+    ranks.run(2, _fine_grained)
+
+
+def _group_for_gathers() -> None:
+    size = dist.get_world_size()
+    mesh = init_device_mesh(DEVICE, (size,), mesh_dim_names=("dp",))
+    apart = dist.new_group(list(range(size)))
+    sharded = assert_same_training(
+        TinyModel(), batches(3, size), adamw, device_mesh=mesh, dp_shard_dim="dp", fsdp_group_ag=apart
+    )
+    assert sharded.index.gathers_apart
+    group = sharded.groups[0]
+    assert group.weights._stream is not group.gradients._stream
+
+
+def test_gathers_may_have_a_group_of_their_own(ranks: RankPool) -> None:
+    ranks.run(2, _group_for_gathers)
+
+
+class Expert(nn.Linear):
+    """Its parameters are marked as Megatron-Core marks experts: not reduced over all data-parallel ranks."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width)
+        for parameter in self.parameters():
+            parameter.allreduce = False
+
+
+def _experts() -> tuple[int, int]:
+    """Two expert-parallel ranks times two that share an expert: each expert is sharded over its two."""
+    dense = init_device_mesh(DEVICE, (4,), mesh_dim_names=("dp",))
+    expert = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "ep"))
+    torch.manual_seed(dist.get_rank() % 2)
+    model = nn.Sequential(nn.Linear(8, 8), Expert(8)).to(device())
+    torch.manual_seed(9)
+    nn.init.normal_(model[0].weight)
+    sharded = fully_shard_model(model, dense, "dp", expt_device_mesh=expert)
+    entries = {entry.name: entry for entry in sharded.entries()}
+    sharded(torch.ones(1, 8, device=device()) * (1 + dist.get_rank())).sum().backward()
+    expected = torch.full((8,), 2 / 4)  # two ranks, each with a gradient of one, of which all four take the mean
+    grad, piece = local_part(entries["1.bias"].main.grad), entries["1.bias"].piece
+    torch.testing.assert_close(grad.cpu(), expected[piece.start : piece.stop])
+    return local_part(entries["0.weight"].main).numel(), local_part(entries["1.weight"].main).numel()
+
+
+def test_experts_are_sharded_over_their_own_mesh(ranks: RankPool) -> None:
+    found = ranks.run(4, _experts)
+    assert sum(dense for dense, _ in found) == 64
+    assert found[0][1] + found[2][1] == found[1][1] + found[3][1] == 64
+
+
+def _without_description() -> None:
+    model = TinyModel()
+    sharded, optimizer = fully_shard(
+        model, adamw(model.parameters()), fsdp_unit_modules=[Block], preproc_state_dict_for_dcp_ckpt=False
+    )
+    for value in sharded.state_dict().values():
+        assert not hasattr(local_part(value), "__create_chunk_list__")
+    other = fully_shard_optimizer(adamw(sharded.parameters()))
+    assert other.state_dict()["state"] == {}
+
+
+def test_state_dicts_are_described_only_if_wanted(ranks: RankPool) -> None:
+    ranks.run(1, _without_description)
