@@ -209,7 +209,7 @@ def main() -> int:
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES)
     parser.add_argument("--original", action="store_true", help="also run the FSDP inside Megatron-Core, in fp32")
     options = parser.parse_args()
-    console = Console(width=max(Console().width, 100))
+    console = Console(width=max(Console().width, 112))
     with tempfile.TemporaryDirectory() as folder, console.status("") as status:
         comparison = Comparison(write_corpus(Path(folder)), options.iterations, status.update)
         for ranks in options.ranks:

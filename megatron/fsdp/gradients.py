@@ -33,8 +33,8 @@ class GradientBuffer:
     """Gradients of one group between backward and the optimizer.
 
     A micro-batch's gradients are copied once, into the buffer that is reduced. Between micro-batches a rank keeps
-    the sum of what was reduced over the inner axis (its shard) or, if gradients are not sharded, the sum of what was not
-    reduced yet. Over the outer axis, if there is one, that sum is reduced once, after the last micro-batch.
+    the sum of what was reduced over the inner axis (its shard) or, if gradients are not sharded, the sum of what was
+    not reduced yet. Over the outer axis, if there is one, that sum is reduced once, after the last micro-batch.
 
     Args:
         layout: Packing of the group's parameters.

@@ -17,7 +17,7 @@ def reset_method(module: nn.Module) -> Callable[[], object] | None:
     for name in RESET_METHODS:
         method = getattr(module, name, None)
         if callable(method):
-            return method  # type: ignore[no-any-return]
+            return method
     return None
 
 

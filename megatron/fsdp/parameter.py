@@ -1,4 +1,4 @@
-"""One parameter of the model: what forward and backward read, what the optimizer updates, and where it is registered."""
+"""One parameter of the model: what forward and backward read, what the optimizer updates, where it is registered."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -131,16 +131,17 @@ class WeightBuffer:
     def _gather(self, refresh: bool) -> None:
         if self.temporary:
             self.compute.fill()
-        source: torch.Tensor | None = self._home
+        flat = self.compute.flat
         if self._home is None:
-            source = self._cast_into(self.compute.flat[self.owned.main])
-        elif refresh:
-            own = self._cast_into(self._home[within(self.owned.main, self._home_span)])
-            if self.sharding.outer.shards_optimizer:
-                all_gather(self._home[within(self.owned.inner, self._home_span)], own, self._outer)
+            shard = self._cast_into(flat[self.owned.main])
+        else:
+            shard = self._home[within(self.owned.inner, self._home_span)]
+            if refresh:
+                own = self._cast_into(self._home[within(self.owned.main, self._home_span)])
+                if self.sharding.outer.shards_optimizer and self._outer is not None:
+                    all_gather(shard, own, self._outer)
         if self.sharding.inner.shards_optimizer:
-            shard = self.compute.flat[self.owned.inner] if source is self.compute.flat else source
-            all_gather(self.compute.flat, shard, self._inner)
+            all_gather(flat, shard, self._inner)
 
     def _cast_into(self, own: torch.Tensor) -> torch.Tensor:
         """The main weights in the compute weights' dtype: themselves, or in ``own``."""

@@ -58,7 +58,7 @@ def test_axes_of_one_rank(ranks: RankPool, shape: tuple[int, int], outer: str) -
 
 
 def _kept(strategy: str, outer_strategy: str) -> dict[str, int]:
-    """Elements of the largest unit that a rank holds at rest: main weights, and memory of compute weights beside them."""
+    """Elements of the largest unit that a rank holds at rest: main weights, and memory of compute weights."""
     policy = MixedPrecisionPolicy(main_params_dtype=torch.float32)
     model = fully_shard_model(
         TinyModel().bfloat16(),

@@ -17,13 +17,16 @@ from tests.models import DEVICE, Block, TinyModel, adamw, assert_same_training, 
 from tests.ranks import RankPool
 
 # Frozen: users' calls depend on names, order and defaults of the first 33.
-ARGUMENTS = """module device_mesh dp_shard_dim dp_outer_dim tp_dim hybrid_fsdp_group hybrid_fsdp_expt_group expt_device_mesh
-    fsdp_group_ag expt_fsdp_group_ag fsdp_unit_modules zero_dp_strategy outer_dp_sharding_strategy device
-    init_model_with_meta_device mixed_precision_policy overlap_grad_reduce overlap_param_gather
-    sync_model_each_microbatch preproc_state_dict_for_dcp_ckpt report_nan_in_param_grad average_in_collective
-    disable_bucketing calculate_per_token_loss keep_fp8_transpose_cache nccl_ub fsdp_double_buffer
-    fsdp_db_use_persist_buf_on_alloc_fail disable_symmetric_registration enable_fine_grained_param_gather
-    use_decoupled_grad cuda_graph_mode maxpool_double_buffer""".split()
+ARGUMENTS = """
+    module device_mesh dp_shard_dim dp_outer_dim tp_dim hybrid_fsdp_group hybrid_fsdp_expt_group
+    expt_device_mesh fsdp_group_ag expt_fsdp_group_ag fsdp_unit_modules zero_dp_strategy
+    outer_dp_sharding_strategy device init_model_with_meta_device mixed_precision_policy
+    overlap_grad_reduce overlap_param_gather sync_model_each_microbatch
+    preproc_state_dict_for_dcp_ckpt report_nan_in_param_grad average_in_collective disable_bucketing
+    calculate_per_token_loss keep_fp8_transpose_cache nccl_ub fsdp_double_buffer
+    fsdp_db_use_persist_buf_on_alloc_fail disable_symmetric_registration
+    enable_fine_grained_param_gather use_decoupled_grad cuda_graph_mode maxpool_double_buffer
+""".split()
 
 
 def test_names_and_order_of_the_arguments() -> None:

@@ -49,14 +49,14 @@ def _save(folder: str, strategy: str, changes: dict[str, Any]) -> dict[str, torc
         model, optimizer = _trained(strategy, changes)
         state = _state(model, optimizer)
         dcp.save(state, checkpoint_id=folder)
-        whole = {}
+        saved = {}
         for entry in model.module.entries():
             key = f"module.{entry.name.removeprefix('module.')}"
-            whole[f"model.{key}"] = whole(entry, entry.main)
+            saved[f"model.{key}"] = whole(entry, entry.main)
             for kind in ("exp_avg", "exp_avg_sq"):
                 name = f"optimizer.state.module.module.{entry.name}.{kind}"
-                whole[name] = whole(entry, optimizer.optimizer.state[entry.main][kind])
-        return whole
+                saved[name] = whole(entry, optimizer.optimizer.state[entry.main][kind])
+        return saved
 
 
 def _expected_on_disk(whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -92,7 +92,7 @@ def test_what_is_on_disk(ranks: RankPool, strategy: str, changes: dict[str, Any]
         assert not list(Path(folder).glob("*.json")), "a metadata.json would make Megatron take it for torch_dist"
 
 
-def _load(folder: str, strategy: str, changes: dict[str, Any], whole: dict[str, torch.Tensor]) -> None:
+def _load(folder: str, strategy: str, changes: dict[str, Any], expected: dict[str, torch.Tensor]) -> None:
     from tests.megatron_models import megatron
     from tests.models import whole
 
@@ -105,9 +105,9 @@ def _load(folder: str, strategy: str, changes: dict[str, Any], whole: dict[str, 
         compared = 0
         for entry in model.module.entries():
             key = f"model.module.{entry.name.removeprefix('module.')}"
-            assert torch.equal(whole(entry, entry.main), whole[key]), key
+            assert torch.equal(whole(entry, entry.main), expected[key]), key
             compared += 1
-        assert compared == len(whole) // 3
+        assert compared == len(expected) // 3
 
 
 @pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3), (1, 3)])
