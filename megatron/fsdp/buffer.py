@@ -38,27 +38,31 @@ class FlatBuffer:
         layout: Where each parameter lies.
         dtype: Element type.
         device: Where the memory is.
-        pool: Gives the memory and takes it back.
+        pool: Gives the memory and takes it back; None: the buffer has memory of its own throughout.
 
     Attributes:
         flat: The whole buffer, one-dimensional, ``layout.numel`` elements.
         views: One view per parameter, in its shape.
     """
 
-    def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device, pool: Pool) -> None:
+    def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device, pool: Pool | None) -> None:
         self.layout = layout
-        self.flat = torch.zeros(layout.numel, dtype=dtype, device=device)
+        if pool is None:
+            self.flat = torch.zeros(layout.numel, dtype=dtype, device=device)
+        else:
+            self.flat = pool.reserve(layout.numel, dtype, device)
         self.views = [slot_view(self.flat, layout, index) for index in range(len(layout.slots))]
         self._pool = pool
-        self._nbytes = self.flat.untyped_storage().nbytes()
 
     def fill(self) -> None:
         """Make memory available. The content is undefined."""
-        self._pool.fill(self.flat.untyped_storage(), self._nbytes)
+        if self._pool is not None:
+            self._pool.fill(self.flat)
 
     def drain(self) -> None:
         """Give the memory back."""
-        self._pool.drain(self.flat.untyped_storage())
+        if self._pool is not None:
+            self._pool.drain(self.flat)
 
 
 def slot_view(flat: torch.Tensor, layout: Layout, index: int) -> torch.Tensor:

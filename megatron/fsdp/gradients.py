@@ -79,6 +79,8 @@ class GradientBuffer:
         self._inner_sum: torch.Tensor | None = None
         self._reduced: torch.Tensor | None = None
         self._handles: list[Handle] = []
+        # Written by the computation, read by tasks: given back when the computation has waited for those.
+        self._spent: list[torch.Tensor] = []
         self._waiting_partial = self._waiting_outer = False
 
     @property
@@ -97,7 +99,7 @@ class GradientBuffer:
         if device is None:
             return
         if self._partial is None:
-            self._partial = self._pool.scratch(self.layout.numel, self.dtypes.main_grads, device)
+            self._partial = self._pool.scratch(self.layout.numel, self.dtypes.main_grads, device, for_compute=True)
             _place(self._partial, self.layout, grads)
         else:
             _add(self._partial, self.layout, grads)
@@ -137,25 +139,45 @@ class GradientBuffer:
             grads.clear()
         else:
             self._stream.keep([waiting])
-            flat = waiting.to(self.dtypes.grad_comm)
+            flat = self._cast(waiting, self.dtypes.grad_comm)
         if self._factor_before != 1.0:
             flat.mul_(self._factor_before)
-        kept = (self._reduced if self._outer is None else self._inner_sum) is None
-        reduced = self._communicate(flat, self._inner, self.sharding.inner, self._owned.inner, kept)
+        before = self._reduced if self._outer is None else self._inner_sum
+        reduced = self._communicate(flat, self._inner, self.sharding.inner, self._owned.inner, before is None)
         if self._outer is None:
-            self._reduced = _sum(self._reduced, reduced, self._factor_after)
-            return
-        self._inner_sum = _sum(self._inner_sum, reduced, 1.0)
-        if last:
+            total = self._reduced = _sum(before, reduced, self._factor_after)
+        else:
+            total = self._inner_sum = _sum(before, reduced, 1.0)
+        self._drop([flat, reduced], total, waiting)
+        if last and self._outer is not None:
             self._finish()
 
     def _finish(self) -> None:
         """Reduce the micro-batches' sum over the outer axis."""
         assert self._inner_sum is not None, "every rank has reduced over the inner axis"
-        flat, self._inner_sum = self._inner_sum.to(self.dtypes.grad_comm), None
+        inner_sum, self._inner_sum = self._inner_sum, None
+        flat = self._cast(inner_sum, self.dtypes.grad_comm)
         own = within(self._owned.main, self._owned.inner)
         reduced = self._communicate(flat, self._outer, self.sharding.outer, own, self._reduced is None)
         self._reduced = _sum(self._reduced, reduced, self._factor_after)
+        self._drop([inner_sum, flat, reduced], self._reduced, None)
+
+    def _drop(self, tensors: list[torch.Tensor], keep: torch.Tensor, waiting: torch.Tensor | None) -> None:
+        """Give tensors back to the pool, if they have other memory than ``keep``.
+
+        Args:
+            tensors: Some may be views of others before them.
+            keep: What is kept.
+            waiting: Written by the computation, which gives it back when it has waited for this task.
+        """
+        done = {_memory(keep)}
+        if waiting is not None and _memory(waiting) not in done:
+            done.add(_memory(waiting))
+            self._spent.append(waiting)
+        for tensor in tensors:
+            if _memory(tensor) not in done:
+                done.add(_memory(tensor))
+                self._pool.give_back(tensor)
 
     def _communicate(
         self, flat: torch.Tensor, group: dist.ProcessGroup | None, placements: Placements, own: slice, kept: bool
@@ -172,34 +194,57 @@ class GradientBuffer:
         assert group is not None
         if not placements.shards_optimizer:
             all_reduce(flat, self._op, group)
-            return flat.to(self.dtypes.main_grads)
+            return self._cast(flat, self.dtypes.main_grads)
         if kept and flat.dtype == self.dtypes.main_grads:
             shard = self._pool.scratch(own.stop - own.start, flat.dtype, flat.device)
         else:
             shard = flat[own]
         reduce_scatter(shard, flat, self._op, group)
         # A shard that is cast is a copy of its own; one that is added to the sum is not kept.
-        return shard.to(self.dtypes.main_grads)
+        return self._cast(shard, self.dtypes.main_grads)
+
+    def _cast(self, tensor: torch.Tensor, dtype: torch.dtype, for_compute: bool = False) -> torch.Tensor:
+        """The tensor itself or, if the dtype is another, a copy in memory of the pool."""
+        if tensor.dtype == dtype:
+            return tensor
+        return self._pool.scratch(tensor.numel(), dtype, tensor.device, for_compute).copy_(tensor)
 
     def wait(self) -> None:
         """Make the compute wait for the reductions that were started."""
         handles, self._handles = self._handles, []
         for handle in handles:
             handle.wait()
+        while self._spent:
+            self._pool.give_back(self._spent.pop())
 
     def take(self) -> torch.Tensor | None:
         """The reduced gradients since the last call, flat like the main weights; None if nothing was reduced.
 
-        They are in the main weights' dtype, which is what optimizers ask of a gradient, and on their device.
+        They are in the main weights' dtype, which is what optimizers ask of a gradient, and on their device. Give them
+        back when nothing reads them any more (:meth:`give_back`).
         """
         self.wait()
         reduced, self._reduced = self._reduced, None
-        return None if reduced is None else reduced.to(self._main_device, self.dtypes.main_params)
+        if reduced is None:
+            return None
+        taken = self._cast(reduced, self.dtypes.main_params, for_compute=True)
+        if taken.device != self._main_device:
+            taken = taken.to(self._main_device)
+        if taken is not reduced:
+            self._pool.give_back(reduced)
+        return taken
+
+    def give_back(self, taken: torch.Tensor) -> None:
+        """Nothing reads what :meth:`take` returned any more."""
+        self._pool.give_back(taken)
 
     def clear(self) -> None:
         """Drop everything collected or reduced."""
         self.wait()
         self._waiting_partial = self._waiting_outer = False
+        for dropped in (self._partial, self._inner_sum, self._reduced):
+            if dropped is not None:
+                self._pool.give_back(dropped)
         self._partial = self._inner_sum = self._reduced = None
 
 
@@ -208,6 +253,10 @@ def _sum(total: torch.Tensor | None, reduced: torch.Tensor, factor: float) -> to
     if total is not None:
         return total.add_(reduced, alpha=factor)
     return reduced.mul_(factor) if factor != 1.0 else reduced
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _place(flat: torch.Tensor, layout: Layout, grads: list[torch.Tensor | None]) -> None:

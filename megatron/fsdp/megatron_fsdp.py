@@ -1,5 +1,6 @@
 """MegatronFSDP: wraps a model so that data-parallel ranks share its parameters, gradients and optimizer state."""
 
+import dataclasses
 import functools
 import logging
 from collections.abc import Iterator, Mapping
@@ -31,7 +32,7 @@ from megatron.fsdp.partition import (
     root_modules,
     tensor_parallel_mesh,
 )
-from megatron.fsdp.pool import AllocatorPool
+from megatron.fsdp.pool import AllocatorPool, FixedPool
 from megatron.fsdp.schedule import Limits, Schedule
 from megatron.fsdp.state_dict import copy_part, match_keys, own_part, unsharded_state
 from megatron.fsdp.uneven_dtensor import describe_piece, is_sharded, local_part
@@ -129,6 +130,7 @@ class MegatronFSDP(nn.Module):
         )
         modules: dict[int, nn.Module] = {}
         self._units: list[Unit] = []
+        self.pool = FixedPool(config.max_gathered_units) if config.double_buffer else None
         self._build_unit(part, environment, modules)
         self._schedule = Schedule(
             self._units,
@@ -153,11 +155,18 @@ class MegatronFSDP(nn.Module):
                 mark_owner(parameter, self)
             mark_owner(entry.main, self)
 
-    def _build_unit(self, part: UnitPart, environment: Environment, modules: dict[int, nn.Module]) -> Unit:
+    def _build_unit(
+        self, part: UnitPart, environment: Environment, modules: dict[int, nn.Module], depth: int = 0
+    ) -> Unit:
+        slot = None
+        if self.pool is not None:
+            inside_another = depth > 1 and self.fsdp_config.own_buffer_if_none_is_free
+            unit_pool = self.pool.for_unit(len(self._units), depth, shared=depth > 0 and not inside_another)
+            environment, slot = dataclasses.replace(environment, pool=unit_pool), unit_pool.slot
         groups: dict[GroupKey, list[ParameterEntry]] = {}
         for entry in part.entries:
             groups.setdefault(entry.key, []).append(entry)
-        unit = Unit(part.name, [ParameterGroup(entries, environment) for entries in groups.values()], children=[])
+        unit = Unit(part.name, [ParameterGroup(entries, environment) for entries in groups.values()], [], slot)
         empty = [group for group in unit.groups if not group.adopted]
         if empty or (unit.is_root and self._without_parameters):
             initialize([entry for group in empty for entry in group.entries], self._without_parameters)
@@ -166,7 +175,7 @@ class MegatronFSDP(nn.Module):
             group.adopt()
         self._units.append(unit)
         modules[id(unit)] = part.module
-        unit.children += [self._build_unit(child, environment, modules) for child in part.children]
+        unit.children += [self._build_unit(child, environment, modules, depth + 1) for child in part.children]
         return unit
 
     def _hook_state_dict(self) -> None:

@@ -99,6 +99,7 @@ class ParameterGroup:
             environment.main_device,
         )
         self.used = [False] * len(entries)
+        self._handed: torch.Tensor | None = None
         self._take_over()
 
     @property
@@ -184,6 +185,7 @@ class ParameterGroup:
     def reduce_gradients(self, last: bool) -> bool:
         """Hand this micro-batch's gradients over; see :meth:`megatron.fsdp.unit.Unit.reduce_gradients`."""
         grads = self.collect_gradients()
+        self._recover_handed()
         self.used = [used or grad is not None for used, grad in zip(self.used, grads, strict=True)]
         if last or self.sharding.inner.shards_gradients:
             self.gradients.reduce(grads, self.device, last)
@@ -226,6 +228,7 @@ class ParameterGroup:
             zero_unused: Give the others zeros instead of nothing.
         """
         self.used = [False] * len(self.entries)
+        self._recover_handed()
         reduced = self.gradients.take()
         if reduced is None and zero_unused:
             reduced = torch.zeros_like(self.weights.main)
@@ -234,11 +237,23 @@ class ParameterGroup:
         for i, entry in enumerate(self.entries):
             if not used[i] and not zero_unused:
                 continue
+            self._handed = reduced if self._env.pool.recycles else None
             grad, before = self._as_dtensor(reduced, i), getattr(entry.main, self._env.grad_attribute, None)
             if before is None:
                 setattr(entry.main, self._env.grad_attribute, grad)
             else:
                 local_part(before).add_(local_part(grad))
+
+    def _recover_handed(self) -> None:
+        """Give gradients of an earlier step back to a pool that uses them again, if nobody has them any more."""
+        handed = self._handed
+        if handed is None:
+            return
+        name, memory = self._env.grad_attribute, handed.untyped_storage().data_ptr()
+        held = [getattr(entry.main, name, None) for entry in self.entries]
+        if all(grad is None or local_part(grad).untyped_storage().data_ptr() != memory for grad in held):
+            self._handed = None
+            self.gradients.give_back(handed)
 
     def clear_gradients(self) -> None:
         """Drop gradients in every form."""

@@ -293,7 +293,8 @@ class Schedule:
         while (op := plan.ahead()) is not None and op.kind is OpKind.GATHER:
             unit = self.units[op.unit]
             if unit.state is WeightState.RESTING:
-                if not self.limits.prefetch or (unit.temporary and not unit.is_root and self._full()):
+                full = unit.temporary and not unit.is_root and self._full()
+                if not self.limits.prefetch or full or unit.must_wait:
                     return
                 unit.gather()
             plan.issued += 1

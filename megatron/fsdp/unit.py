@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from megatron.fsdp.parameter_group import ParameterGroup
+from megatron.fsdp.pool import Slot
 from megatron.fsdp.weak import weak_method
 
 logger = logging.getLogger(__name__)
@@ -62,6 +63,7 @@ class Unit:
         name: Name of the module in the wrapped model; empty for the root.
         groups: Its parameters. May be empty.
         children: Units inside this one, in the order of registration.
+        slot: Memory for gathered weights that it takes in turn with other units, if there is such.
 
     Attributes:
         calls: Forward calls of the latest pass whose backward will be noticed.
@@ -70,10 +72,13 @@ class Unit:
         reduced: Gradients were handed over for reduction in this backward.
     """
 
-    def __init__(self, name: str, groups: list[ParameterGroup], children: list["Unit"]) -> None:
+    def __init__(
+        self, name: str, groups: list[ParameterGroup], children: list["Unit"], slot: Slot | None = None
+    ) -> None:
         self.name = name
         self.groups = groups
         self.children = children
+        self._slot = slot
         self.calls = 0
         self.calls_done = 0
         self.took_part = False
@@ -128,8 +133,35 @@ class Unit:
     def gather(self) -> None:
         """Start gathering compute weights that are not there or not up to date."""
         self.to(WeightState.GATHERING)
+        if self._slot is not None:
+            holder = self._slot.holder() if self._slot.holder is not None else None
+            if holder is not None and holder is not self:
+                holder.make_way(self)
+            self._slot.holder = weakref.ref(self)
         for group in self.groups:
             group.weights.gather()
+
+    @property
+    def must_wait(self) -> bool:
+        """True if another unit's weights are where this one's would be gathered to."""
+        holder = self._slot.holder() if self._slot is not None and self._slot.holder is not None else None
+        return holder is not None and holder is not self and holder.state is not WeightState.RESTING
+
+    def make_way(self, other: "Unit") -> None:
+        """Leave the slot to ``other``, whose weights are needed now.
+
+        Raises:
+            RuntimeError: The weights are in use.
+        """
+        if self._state is WeightState.GATHERING:
+            self.discard()
+        elif self._state is WeightState.GATHERED:
+            self.release()
+        elif self._state is not WeightState.RESTING:
+            raise RuntimeError(
+                f"FSDP units {self.label} and {other.label} share a buffer (double buffer) and are needed at the same "
+                "time. Leave fsdp_double_buffer off for this model."
+            )
 
     def use(self, state: WeightState) -> None:
         """Wait for the gather and make the compute weights the module's parameters."""

@@ -61,7 +61,7 @@ class WeightBuffer:
         self._inner = stream.group(axes.gather)
         self._outer = None if axes.outer is None else stream.group(axes.outer)
         self.owned = Ownership.of(layout, sharding, axes)
-        self.compute = FlatBuffer(layout, dtypes.compute, device, pool)
+        self.compute = FlatBuffer(layout, dtypes.compute, device, pool if self.temporary else None)
         self._home: torch.Tensor | None = self.compute.flat
         self._home_span = slice(0, layout.numel)
         if sharding.keeps_shard:
