@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from megatron.fsdp.layout import parse_granularity
 from megatron.fsdp.precision import MixedPrecisionPolicy
 from megatron.fsdp.strategy import INNER, OUTER, Sharding, resolve_strategy
 
@@ -80,6 +81,7 @@ class FSDPConfig:
         object.__setattr__(self, "strategy", resolve_strategy(self.strategy))
         object.__setattr__(self, "outer_strategy", resolve_strategy(self.outer_strategy, OUTER))
         object.__setattr__(self, "sharding", Sharding(INNER[str(self.strategy)], OUTER[str(self.outer_strategy)]))
+        parse_granularity(self.granularity)
         if not isinstance(self.mixed_precision, MixedPrecisionPolicy):
             raise ValueError(f"mixed_precision: expected a MixedPrecisionPolicy; got {self.mixed_precision!r}.")
         if self.average_in_collective and self.calculate_per_token_loss:

@@ -1,32 +1,113 @@
 """Where each parameter lies in a flat buffer, and which part of it each rank owns. Pure arithmetic, no tensors.
 
-A parameter group's flat buffer is cut into as many shards as there are ranks, all of one size. A boundary between
-two shards that falls inside a parameter falls between two of its rows (slices along dimension 0), so that every
-rank's part of every parameter is a ``Shard(0)`` of it. Five ranks, three parameters::
+A parameter group's flat buffer is cut into as many shards as there are ranks, all of one size. Each parameter has a
+granularity, which says where a boundary between two shards may cut it: by default between two rows (slices along
+dimension 0), so that every rank's part of it is a ``Shard(0)`` of it. Five ranks, four parameters::
 
     rank      |    0    |    1    |    2    |    3    |    4    |
-    parameter |aaaaaaaaaaaaaaa bb bbbbbbbbbb bbbbbbbbbbbb c ....|
-                        ^ inside a: on a row of a   ^ inside b: on a row of b
+    parameter |aaaaaaaaaaaaa b cccccccccccccccccccc dddddddd....|
+                        ^ a is shifted: between two of its rows   ^ padding
+                                  ^         ^ between rows of c at both: only if its row divides the shard
+                                                      ^ d is shifted; b fills a gap that shifting left
 
 * A parameter crossed by one boundary is shifted until the boundary meets the edge of a row.
 * A parameter crossed by two or more needs a shard size that is a multiple of its row.
-* One-dimensional parameters can be cut anywhere: they fill the gaps that shifting leaves.
+* What can be cut anywhere (one-dimensional parameters) fills the gaps that shifting leaves.
+* Where a shard size that suits every row would waste too much, some parameters are cut inside a row, as few as
+  possible. This happens to the default granularity only: the others are promises.
 """
 
+import functools
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 # Elements. A parameter starts at a multiple of 32 bytes in bfloat16, which is what vectorized kernels want.
 ALIGNMENT = 16
+# Rows stay whole while padding is at most this part of the parameters,
+WASTE = 0.01
+# on ranks that own at least this many elements; on others, rounding a shard up to the alignment is all they may waste.
+SMALL_SHARD = 10_000
+
+_KINDS = ("row", "tensor", "block", "element")
+# A hundredth of what may be wasted is as good as nothing: the search for a smaller shard ends there.
+_GOOD = WASTE / 100
+# Bounds on the search, which make its time independent of the number of ranks.
+_MAX_STEPS = 64
+_MAX_CANDIDATES = 6
+_MAX_HALVINGS = 8
+
+
+@dataclass(frozen=True)
+class Granularity:
+    """Where a boundary between two shards may cut a parameter. Use ``ROW``, ``TENSOR``, ``ELEMENT`` or ``block(n)``.
+
+    Attributes:
+        kind: ``row``: between rows; if that wastes too much, the layout may cut inside rows. ``tensor``: nowhere,
+            unless the parameter has less than two dimensions. ``block``: between blocks of rows, of which the last
+            may be incomplete. ``element``: anywhere.
+        rows: Rows of a block; 1 for every other kind.
+    """
+
+    kind: str
+    rows: int = 1
+
+    def __post_init__(self) -> None:
+        if self.kind not in _KINDS:
+            raise ValueError(f"Granularity: expected a kind out of {', '.join(_KINDS)}; got {self.kind!r}.")
+        if self.rows < 1 or (self.rows > 1 and self.kind != "block"):
+            raise ValueError(f"Granularity: expected rows >= 1, and 1 unless block; got {self.kind!r}, {self.rows}.")
+
+    def __str__(self) -> str:
+        return f"block({self.rows})" if self.kind == "block" else self.kind
+
+    def unit(self, shape: tuple[int, ...]) -> int:
+        """Elements that stay together: a boundary inside a parameter of this shape is at a multiple of as many."""
+        numel, row = math.prod(shape), max(math.prod(shape[1:]), 1)
+        units = {"row": row, "block": min(self.rows * row, numel), "tensor": numel if len(shape) > 1 else 1}
+        return max(units.get(self.kind, 1), 1)
+
+
+ROW = Granularity("row")
+TENSOR = Granularity("tensor")
+ELEMENT = Granularity("element")
+
+
+def block(rows: int) -> Granularity:
+    """Boundaries fall between blocks of ``rows`` rows; raises ValueError if that is less than 1."""
+    return Granularity("block", rows)
+
+
+def parse_granularity(text: str) -> Granularity:
+    """The granularity that a user names.
+
+    Args:
+        text: ``row``, ``tensor``, ``element``, or ``block(128)`` with any number of rows from 1 on.
+
+    Raises:
+        ValueError: Anything else.
+    """
+    match = re.fullmatch(r"(row|tensor|element)|block\((\d*[1-9]\d*)\)", text.strip())
+    if match is None:
+        raise ValueError(
+            f"granularity: expected row, tensor, element or block(<rows>), as in block(128); got {text!r}."
+        )
+    return Granularity(match[1]) if match[1] else block(int(match[2]))
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter's place in the flat buffer: ``numel`` elements from ``offset`` on, in rows of ``row`` elements."""
+    """One parameter's place in the flat buffer: ``numel`` elements from ``offset`` on, in rows of ``row`` elements.
+
+    ``granularity`` is what the boundaries inside the parameter respect: ``ELEMENT`` if the layout had to cut a row of
+    a parameter that was to be cut between rows.
+    """
 
     offset: int
     shape: tuple[int, ...]
+    granularity: Granularity = ROW
 
     @property
     def numel(self) -> int:
@@ -51,9 +132,11 @@ class Piece:
     Attributes:
         start: First element, counted within the flattened parameter.
         stop: One past the last element; equal to ``start`` if the rank owns nothing of it.
-        row_start: First row.
-        shape: Shape of the part; dimension 0 is the number of rows.
-        shard_offset: Where the part starts within the rank's shard.
+        row_start: First row; the one that ``start`` lies in, if the part begins inside a row.
+        shape: Shape of the part. Whole rows: dimension 0 is their number, the others are the parameter's. If it
+            begins or ends inside a row: flat, ``(stop - start,)``; :func:`boxes` tells what it covers.
+        shard_offset: Where the part starts within the rank's shard, in elements.
+        whole_rows: The part begins and ends at the edge of a row, as an empty one does.
     """
 
     start: int
@@ -61,11 +144,16 @@ class Piece:
     row_start: int
     shape: tuple[int, ...]
     shard_offset: int
+    whole_rows: bool = True
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A validated packing of parameters into ``num_shards`` shards of ``shard_numel`` elements each."""
+    """A validated packing of parameters into ``num_shards`` shards of ``shard_numel`` elements each.
+
+    Raises:
+        ValueError: Slots overlap or do not fit, or a boundary cuts a slot where its granularity forbids it.
+    """
 
     slots: tuple[Slot, ...]
     num_shards: int
@@ -73,19 +161,18 @@ class Layout:
 
     def __post_init__(self) -> None:
         end = 0
-        for slot in sorted(self.slots, key=lambda s: s.offset):
+        for slot in sorted(self.slots, key=lambda s: (s.offset, s.end)):
             if slot.offset < end:
                 raise ValueError(f"Layout: slots overlap at element {slot.offset}.")
             end = slot.end
-            for boundary in self._boundaries_inside(slot):
-                if (boundary - slot.offset) % slot.row:
-                    raise ValueError(f"Layout: boundary {boundary} cuts a row of the slot at {slot.offset}.")
+            unit = slot.granularity.unit(slot.shape)
+            boundary = _bad_boundary(slot.offset, slot.numel, unit, self.shard_numel)
+            if boundary is not None:
+                raise ValueError(
+                    f"Layout: boundary {boundary} cuts a {slot.granularity.kind} of the slot at {slot.offset}."
+                )
         if end > self.numel:
             raise ValueError(f"Layout: slots need {end} elements, the buffer has {self.numel}.")
-
-    def _boundaries_inside(self, slot: Slot) -> range:
-        first = (slot.offset // self.shard_numel + 1) * self.shard_numel if self.shard_numel else slot.end
-        return range(first, slot.end, max(self.shard_numel, 1))
 
     @property
     def numel(self) -> int:
@@ -97,6 +184,15 @@ class Layout:
         """Number of elements that belong to no parameter."""
         return self.numel - sum(slot.numel for slot in self.slots)
 
+    @property
+    def cut_rows(self) -> tuple[int, ...]:
+        """Indices of the parameters that a boundary cuts inside a row: not all of their pieces are whole rows."""
+        return tuple(
+            i
+            for i, slot in enumerate(self.slots)
+            if _bad_boundary(slot.offset, slot.numel, slot.row, self.shard_numel) is not None
+        )
+
     def shard(self, rank: int) -> slice:
         """The part of the buffer that ``rank`` owns."""
         return slice(rank * self.shard_numel, (rank + 1) * self.shard_numel)
@@ -106,121 +202,366 @@ class Layout:
         slot, shard = self.slots[index], self.shard(rank)
         start = min(max(shard.start - slot.offset, 0), slot.numel)
         stop = min(max(shard.stop - slot.offset, start), slot.numel)
-        rows = (stop - start) // slot.row
+        whole_rows = start == stop or (start % slot.row == 0 and stop % slot.row == 0)
+        rows = ((stop - start) // slot.row, *slot.shape[1:]) if slot.shape else ()
         return Piece(
             start=start,
             stop=stop,
             row_start=start // slot.row,
-            shape=(rows, *slot.shape[1:]) if slot.shape else (),
+            shape=rows if whole_rows else (stop - start,),
             shard_offset=slot.offset + start - shard.start if stop > start else 0,
+            whole_rows=whole_rows,
         )
 
 
-def plan_layout(shapes: Sequence[tuple[int, ...]], num_shards: int, alignment: int = ALIGNMENT) -> Layout:
-    """Pack parameters of the given shapes into ``num_shards`` equal shards with as little padding as rows allow.
+class Box(NamedTuple):
+    """An axis-aligned part of a tensor: in dimension d, ``sizes[d]`` indices from ``offsets[d]`` on."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+def boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
+    """The fewest boxes that cover a range of a row-major tensor, in order and without overlap.
+
+    Each box is a contiguous part of the range, so that flat storage of the range holds one box after the other. In
+    two dimensions there are at most three: the end of a row, whole rows, the beginning of a row; in n, 2n - 1.
+
+    Args:
+        shape: Shape of the tensor.
+        start: First element, counted within the flattened tensor.
+        stop: One past the last element; an empty range has no box.
+
+    Raises:
+        ValueError: The range is not within the tensor.
+    """
+    if not 0 <= start <= stop <= math.prod(shape):
+        raise ValueError(f"boxes: expected a range within a tensor of shape {shape}; got {start}..{stop}.")
+    covered = []
+    while start < stop:
+        covered.append(_largest_box(shape, start, stop))
+        start += math.prod(covered[-1].sizes)
+    return covered
+
+
+def _largest_box(shape: tuple[int, ...], start: int, stop: int) -> Box:
+    """The largest box that begins at ``start``, is contiguous and does not pass ``stop``."""
+    offsets: list[int] = []
+    for d, size in enumerate(shape):
+        stride = math.prod(shape[d + 1 :])
+        offsets.append(start // stride % size)
+        if start % stride == 0 and stop - start >= stride:
+            count = min((stop - start) // stride, size - offsets[-1])
+            inner = shape[d + 1 :]
+            return Box((*offsets, *(0 for _ in inner)), (*(1 for _ in range(d)), count, *inner))
+    return Box((), ())
+
+
+def plan_layout(
+    shapes: Sequence[tuple[int, ...]],
+    num_shards: int,
+    granularity: Granularity | Sequence[Granularity] = ROW,
+    alignment: int = ALIGNMENT,
+) -> Layout:
+    """Pack parameters of the given shapes into ``num_shards`` equal shards with little padding.
+
+    Of the layouts tried with shards up to :func:`allowed_shard`, the one that cuts the fewest parameters inside a row;
+    of these, the one that leaves the fewest unaligned; of these, nearly the smallest. Where granularities other than
+    ``row`` do not allow so small a shard, the smallest found.
 
     Args:
         shapes: Shape of each parameter, as this rank computes with it.
         num_shards: Number of ranks that share the buffer; at least 1.
-        alignment: Shards, and parameters where possible, start at a multiple of this many elements.
+        granularity: Where parameters may be cut: one for all, or one for each.
+        alignment: Shards, and parameters where there is room, start at a multiple of this many elements.
 
     Returns:
         A layout whose ``slots`` are in the order of ``shapes``.
+
+    Raises:
+        ValueError: ``num_shards`` or ``alignment`` is below 1, or there are not as many granularities as shapes.
     """
-    if num_shards < 1:
-        raise ValueError(f"plan_layout: expected num_shards >= 1; got {num_shards}.")
-    sizes = [Slot(0, tuple(shape)) for shape in shapes]
+    if num_shards < 1 or alignment < 1:
+        raise ValueError(f"plan_layout: expected num_shards and alignment >= 1; got {num_shards} and {alignment}.")
+    wanted = [granularity] * len(shapes) if isinstance(granularity, Granularity) else list(granularity)
+    if len(wanted) != len(shapes):
+        raise ValueError(f"plan_layout: expected a granularity for each of {len(shapes)} shapes; got {len(wanted)}.")
+    slots = [Slot(0, tuple(shape), g) for shape, g in zip(shapes, wanted, strict=True)]
     # One shard has no boundary to respect.
-    rigid = [i for i, s in enumerate(sizes) if s.row > 1 and s.numel and num_shards > 1]
-    fluid = [i for i, s in enumerate(sizes) if not (s.row > 1 and s.numel and num_shards > 1)]
-    best: Layout | None = None
-    for shard_numel, step in _candidate_shards(
-        [sizes[i] for i in rigid], sum(s.numel for s in sizes), num_shards, alignment
-    ):
-        if best is not None and shard_numel >= best.shard_numel:
-            break
-        layout = _pack_at_least(sizes, rigid, fluid, num_shards, shard_numel, step, alignment)
-        if layout is not None and (best is None or layout.shard_numel < best.shard_numel):
-            best = layout
-    assert best is not None, "a shard that holds every parameter always packs"
+    kinds = [_Kind(s.numel, s.granularity.unit(s.shape) if num_shards > 1 else 1, s.granularity == ROW) for s in slots]
+    total = sum(k.numel for k in kinds)
+    low = _round_up(max(-(-total // num_shards), 1), alignment)
+    high = allowed_shard(total, num_shards, alignment)
+    while (plan := _search(kinds, num_shards, low, high, alignment)) is None:
+        # Nothing fits. A unit that must stay whole fits into no smaller shard.
+        whole = max(min(k.unit, k.numel) for k in kinds if not k.may_cut)
+        low, high = high + 1, max(high + alignment, high * 9 // 8, _round_up(whole, alignment))
+    placed = [
+        Slot(offset, s.shape, ELEMENT if i in plan.cuts else s.granularity)
+        for i, (offset, s) in enumerate(zip(plan.offsets, slots, strict=True))
+    ]
+    return Layout(tuple(placed), num_shards, plan.shard_numel)
+
+
+def allowed_shard(total: int, num_shards: int, alignment: int = ALIGNMENT) -> int:
+    """The largest shard, in elements, that wastes so little that no row needs to be cut.
+
+    Args:
+        total: Number of elements of all parameters.
+        num_shards: Number of ranks.
+        alignment: What a shard is a multiple of.
+    """
+    share = -(-total // num_shards)
+    # An alignment finer than the usual one is no reason to waste less.
+    rounded = max(_round_up(max(share, 1), a) for a in (alignment, ALIGNMENT))
+    if total < SMALL_SHARD * num_shards:
+        return rounded
+    return max(rounded, (total + math.floor(total * WASTE)) // num_shards)
+
+
+class _Kind(NamedTuple):
+    """What packing needs to know of a parameter: ``unit`` elements stay together, unless it ``may_cut`` them."""
+
+    numel: int
+    unit: int
+    may_cut: bool
+
+
+class _Plan(NamedTuple):
+    """A packing: the parameters cut inside a unit, the number that is not aligned, and each one's offset."""
+
+    cuts: frozenset[int]
+    unaligned: int
+    shard_numel: int
+    offsets: list[int]
+
+    @property
+    def cost(self) -> tuple[int, int, int]:
+        """What to minimize, the most important first."""
+        return len(self.cuts), self.unaligned, self.shard_numel
+
+
+class _Sizes(NamedTuple):
+    """Shard sizes to try: multiples of ``step``. At least ``forced`` parameters are cut inside a unit with them."""
+
+    forced: int
+    first: int
+    last: int
+    step: int
+
+
+def _search(kinds: list[_Kind], num_shards: int, low: int, high: int, alignment: int) -> _Plan | None:
+    """The cheapest plan found with a shard size from ``low`` to ``high``; None if nothing fits."""
+    total = sum(k.numel for k in kinds)
+    good = low + math.floor(low * _GOOD)
+    best: _Plan | None = None
+
+    def attempt(in_order: bool, shard_numel: int) -> _Plan | None:
+        packer = _Packer(kinds, shard_numel, num_shards * shard_numel - total, alignment, in_order)
+        offsets = packer.pack()
+        if offsets is None:
+            return None
+        placed = [(i, o, k) for i, (o, k) in enumerate(zip(offsets, kinds, strict=True))]
+        cuts = frozenset(i for i, o, k in placed if _bad_boundary(o, k.numel, k.unit, shard_numel) is not None)
+        return _Plan(cuts, sum(o % alignment != 0 for o in offsets), shard_numel, offsets)
+
+    for sizes in _candidates(kinds, low, high, alignment):
+        # Model order is the first choice among equals.
+        for in_order in (True, False):
+            if best is None or best.cost > (sizes.forced, 0, max(sizes.first, good)):
+                plan = _smallest(functools.partial(attempt, in_order), sizes, good, best)
+                if plan is not None and (best is None or plan.cost < best.cost):
+                    best = plan
     return best
 
 
-def _candidate_shards(rigid: list[Slot], total: int, num_shards: int, alignment: int) -> list[tuple[int, int]]:
-    """Shard sizes worth trying, smallest first, each with the step by which it may grow.
+def _smallest(attempt: Callable[[int], _Plan | None], sizes: _Sizes, good: int, best: _Plan | None) -> _Plan | None:
+    """Bisect for a shard as good as the largest of ``sizes`` but not above ``good``, or else the smallest there is.
 
-    If every parameter of more than ``limit`` elements has a row that divides the shard, and the shard is at least
-    ``limit``, then the others are crossed by at most one boundary and can be shifted. Each distinct size of a
-    parameter is one ``limit`` to try.
+    Args:
+        attempt: Makes a plan for a shard size, or None.
+        sizes: What to choose from.
+        good: A shard size that is not worth improving on.
+        best: A plan to be better than: None is returned for sizes that cannot be.
     """
-    lower = -(-total // num_shards)
-    candidates = set()
-    for limit in {0} | {s.numel for s in rigid}:
-        step = math.lcm(alignment, *{s.row for s in rigid if s.numel > limit})
-        candidates.add((_round_up(max(lower, limit, 1), step), step))
-    return sorted(candidates)
+    step = sizes.step
+    found = attempt(sizes.last)
+    if found is None or (best is not None and found.cost[:2] > best.cost[:2]):
+        return None
+    wanted = found.cost[:2]
+    low, high = sizes.first // step, sizes.last // step
+    for probe in range(_MAX_HALVINGS):
+        if low >= high or found.shard_numel <= good:
+            break
+        middle = low if probe == 0 else (low + high) // 2
+        plan = attempt(middle * step)
+        if plan is not None and plan.cost[:2] <= wanted:
+            found, high = plan, middle
+        else:
+            low = middle + 1
+    return found
 
 
-def _pack_at_least(
-    sizes: list[Slot], rigid: list[int], fluid: list[int], num_shards: int, shard_numel: int, step: int, alignment: int
-) -> Layout | None:
-    """The first layout that packs, growing the shard by multiples of ``step``; None if a few tries do not get there."""
-    for _ in range(16):
-        offsets, end = _place(sizes, rigid, fluid, shard_numel, alignment)
-        missing = end - num_shards * shard_numel
-        if missing <= 0:
-            return Layout(tuple(Slot(o, s.shape) for o, s in zip(offsets, sizes, strict=True)), num_shards, shard_numel)
-        shard_numel += _round_up(-(-missing // num_shards), step)
-    return None
+def _candidates(kinds: list[_Kind], low: int, high: int, alignment: int) -> list[_Sizes]:
+    """Shard sizes from ``low`` to ``high`` worth trying, the most promising first.
+
+    A step is a multiple of some of the units: with such a shard, parameters of these units are cut between units
+    wherever they lie.
+    """
+    weight: dict[int, int] = {}
+    for k in kinds:
+        if 1 < k.unit < k.numel:
+            weight[k.unit] = weight.get(k.unit, 0) + k.numel
+    steps = {alignment}
+    for unit in sorted(weight, key=lambda u: -weight[u]):
+        for step in sorted(steps):
+            multiple = math.lcm(step, unit)
+            if multiple <= high and len(steps) < _MAX_STEPS:
+                steps.add(multiple)
+    found = []
+    for step in steps:
+        first, last = _round_up(low, step), high // step * step
+        if first <= last:
+            found.append(_Sizes(sum(_is_forced(k, last) for k in kinds), first, last, step))
+    return sorted(found)[:_MAX_CANDIDATES]
 
 
-def _place(
-    sizes: list[Slot], rigid: list[int], fluid: list[int], shard_numel: int, alignment: int
-) -> tuple[list[int], int]:
-    """Offsets for a given shard size, and where the last parameter ends."""
-    offsets = [0] * len(sizes)
-    cursor = 0
-    gaps: list[tuple[int, int]] = []
-    for i in rigid:
-        offset = _first_fit(cursor, sizes[i], shard_numel, alignment)
-        if offset > cursor:
-            gaps.append((cursor, offset))
-        offsets[i] = offset
-        cursor = offset + sizes[i].numel
-    for i in fluid:
-        offsets[i], cursor = _place_fluid(sizes[i].numel, gaps, cursor, alignment)
-    return offsets, cursor
+class _Packer:
+    """Places parameters one after the other into shards of a given size.
+
+    Args:
+        kinds: What is to be placed.
+        shard_numel: Size of a shard.
+        room: Number of elements that may be left empty before or between parameters.
+        alignment: Parameters start at a multiple of this many elements while there is room.
+        in_order: Keep the given order, but for what can be cut anywhere: this fills gaps, the rest of it comes last.
+            Otherwise what comes next is what leaves no gap where it comes.
+    """
+
+    def __init__(self, kinds: list[_Kind], shard_numel: int, room: int, alignment: int, in_order: bool) -> None:
+        self._shard = shard_numel
+        self._room = room
+        self._alignment = alignment
+        self._in_order = in_order
+        self._cursor = 0
+        self._offsets = [0] * len(kinds)
+        self._rigid: list[tuple[_Kind, list[int]]] = []
+        self._fluid: list[tuple[_Kind, list[int]]] = []
+        self._possible = True
+        queues: dict[tuple[_Kind, int], list[int]] = {}
+        for i, kind in enumerate(kinds):
+            queues.setdefault((kind, i if in_order else 0), []).append(i)
+        for (kind, _), queue in queues.items():
+            forced = _is_forced(kind, shard_numel)
+            self._possible &= kind.may_cut or not forced
+            (self._fluid if kind.unit == 1 or forced else self._rigid).append((kind, queue[::-1]))
+        if not in_order:
+            # Units that divide the shard fit together best, large ones before small ones; what shifts them comes later.
+            self._rigid.sort(key=lambda q: (shard_numel % q[0].unit != 0, -q[0].unit, -q[0].numel))
+            self._fluid.sort(key=lambda q: (q[0].numel % alignment != 0, -q[0].numel))
+
+    def pack(self) -> list[int] | None:
+        """The offset of each parameter; None if they do not fit."""
+        while self._possible and (self._rigid or self._fluid):
+            self._possible = self._place_next()
+        return self._offsets if self._possible else None
+
+    def _place_next(self) -> bool:
+        start = _round_up(self._cursor, self._alignment)
+        if start - self._cursor > self._room:
+            start = self._cursor
+        rigid, offset = self._nearest(start)
+        if rigid is not None and offset == start:
+            self._put(self._rigid, rigid, start)
+            return True
+        fluid = self._filler(offset - start if rigid is not None else None)
+        if fluid is not None:
+            self._put(self._fluid, fluid, start)
+            return True
+        if rigid is not None and offset - self._cursor <= self._room:
+            self._put(self._rigid, rigid, offset)
+            return True
+        # No room left for a gap. A large parameter covers many boundaries, so that few have to be cut; one whose
+        # unit divides the shard would be cut inside units at each of them.
+        cuttable = [(self._shard % k.unit != 0, k.numel, -i) for i, (k, _) in enumerate(self._next()) if k.may_cut]
+        if cuttable:
+            self._put(self._rigid, -max(cuttable)[2], start)
+        return bool(cuttable)
+
+    def _next(self) -> list[tuple[_Kind, list[int]]]:
+        """The rigid queues that the next parameter may come from."""
+        return self._rigid[:1] if self._in_order else self._rigid
+
+    def _nearest(self, start: int) -> tuple[int | None, int]:
+        """Which rigid queue's parameter can begin first from ``start`` on, and where; None if none is left."""
+        nearest, nearest_offset = None, 0
+        for i, (kind, _) in enumerate(self._next()):
+            offset = self._first_fit(start, kind)
+            if nearest is None or offset < nearest_offset:
+                nearest, nearest_offset = i, offset
+            if offset == start:
+                break
+        return nearest, nearest_offset
+
+    def _first_fit(self, start: int, kind: _Kind) -> int:
+        """The first offset from ``start`` on that suits the boundaries, an aligned one if one is near."""
+        offset = aligned = _shifted(start, kind, self._shard)
+        # A unit that is no multiple of the alignment meets it only after some units: give up rather than search.
+        for _ in range(4):
+            if aligned % self._alignment == 0:
+                return aligned if aligned - self._cursor <= self._room else offset
+            aligned = _shifted(_round_up(aligned, self._alignment), kind, self._shard)
+        return offset
+
+    def _filler(self, gap: int | None) -> int | None:
+        """Which fluid queue's parameter to place next, where rigid ones would leave a gap; gap None: none is left."""
+        if gap is None:
+            return 0 if self._fluid else None
+        fits = (i for i, (kind, _) in enumerate(self._fluid) if kind.numel <= gap)
+        filler = next(fits, None)
+        if filler is not None or self._in_order or not self._fluid:
+            return filler
+        # It takes the place on the boundary; the smallest that does, to have others for other boundaries.
+        return min(range(len(self._fluid)), key=lambda i: self._fluid[i][0].numel)
+
+    def _put(self, queues: list[tuple[_Kind, list[int]]], index: int, offset: int) -> None:
+        kind, queue = queues[index]
+        self._offsets[queue.pop()] = offset
+        if not queue:
+            queues.pop(index)
+        self._room -= offset - self._cursor
+        self._cursor = offset + kind.numel
 
 
-def _place_fluid(numel: int, gaps: list[tuple[int, int]], cursor: int, alignment: int) -> tuple[int, int]:
-    """Put a parameter that can be cut anywhere into the first gap that holds it, else at the end."""
-    for g, (start, stop) in enumerate(gaps):
-        offset = _round_up(start, alignment)
-        if offset + numel <= stop:
-            gaps[g] = (offset + numel, stop)
-            return offset, cursor
-    offset = _round_up(cursor, alignment)
-    return offset, offset + numel
+def _is_forced(kind: _Kind, shard_numel: int) -> bool:
+    """Two or more boundaries cross the parameter wherever it lies, and they cannot all fall between its units."""
+    remainder = shard_numel % kind.unit
+    return remainder != 0 and kind.numel > 2 * shard_numel - remainder
 
 
-def _first_fit(cursor: int, size: Slot, shard_numel: int, alignment: int) -> int:
-    """The first offset from ``cursor`` on at which the first boundary inside the parameter meets the edge of a row."""
-
-    def shifted(start: int) -> int:
-        boundary = (start // shard_numel + 1) * shard_numel
-        if boundary >= start + size.numel:
-            return start
-        return start + (boundary - start) % size.row
-
-    aligned = _round_up(cursor, alignment)
-    unaligned = shifted(cursor)
-    # A row that is no multiple of the alignment meets it only after some rows: give up alignment rather than search.
-    for _ in range(4):
-        offset = shifted(aligned)
-        if offset % alignment == 0:
+def _shifted(start: int, kind: _Kind, shard_numel: int) -> int:
+    """The first offset from ``start`` on where every boundary falls between units of a parameter not forced."""
+    boundary = (start // shard_numel + 1) * shard_numel
+    # It fits at the second boundary at the latest.
+    while True:
+        offset = max(start, boundary - shard_numel)
+        if offset + kind.numel <= boundary:
             return offset
-        aligned = _round_up(offset, alignment)
-    return unaligned
+        offset += (boundary - offset) % kind.unit
+        if offset + kind.numel <= boundary + shard_numel or shard_numel % kind.unit == 0:
+            return offset
+        boundary += shard_numel
+
+
+def _bad_boundary(offset: int, numel: int, unit: int, shard_numel: int) -> int | None:
+    """The first boundary inside a parameter that is not between its units. Not a loop: there may be thousands."""
+    if unit == 1 or not shard_numel:
+        return None
+    first = (offset // shard_numel + 1) * shard_numel
+    if first < offset + numel and (first - offset) % unit:
+        return first
+    second = first + shard_numel
+    return second if second < offset + numel and shard_numel % unit else None
 
 
 def _round_up(value: int, multiple: int) -> int:

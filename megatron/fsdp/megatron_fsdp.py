@@ -16,6 +16,7 @@ from megatron.fsdp.buffer import all_gather, all_reduce
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.device import Stream, communication_stream, default_device
 from megatron.fsdp.gradients import GradientScaling
+from megatron.fsdp.layout import parse_granularity
 from megatron.fsdp.materialize import check_can_materialize, initialize, materialize_buffers
 from megatron.fsdp.mesh import FSDPDistributedIndex, default_index, require_process_group
 from megatron.fsdp.parameter import GroupKey, ParameterEntry
@@ -35,7 +36,7 @@ from megatron.fsdp.partition import (
 from megatron.fsdp.pool import AllocatorPool, FixedPool
 from megatron.fsdp.schedule import Limits, Schedule
 from megatron.fsdp.state_dict import copy_part, match_keys, own_part, unsharded_state
-from megatron.fsdp.uneven_dtensor import describe_piece, is_sharded, local_part
+from megatron.fsdp.uneven_dtensor import is_sharded, local_part
 from megatron.fsdp.unit import Unit
 from megatron.fsdp.weak import weak_method
 from megatron.fsdp.weights import WeightBuffer
@@ -114,6 +115,7 @@ class MegatronFSDP(nn.Module):
         environment = Environment(
             index=self.index,
             tp_mesh=self._tp_mesh,
+            granularity=parse_granularity(config.granularity),
             sharding=config.sharding,
             policy=config.mixed_precision,
             scaling=GradientScaling(
@@ -387,7 +389,7 @@ class MegatronFSDP(nn.Module):
                 key = prefix + f"module.{name}"[len(path) + 1 if path else 0 :]
                 value = state_dict.get(key)
                 if is_sharded(value):
-                    describe_piece(value, entry.piece, entry.offset)
+                    entry.describe(value)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:

@@ -11,7 +11,7 @@ from megatron.fsdp.megatron_fsdp import MegatronFSDP
 from megatron.fsdp.parameter import ParameterEntry
 from megatron.fsdp.parameter_group import ParameterGroup
 from megatron.fsdp.partition import OWNER
-from megatron.fsdp.uneven_dtensor import describe_piece, is_sharded, local_part, make_like
+from megatron.fsdp.uneven_dtensor import is_sharded, local_part, make_like
 from megatron.fsdp.weak import weak_method
 
 
@@ -129,7 +129,7 @@ class _LocalStep:
     """
 
     def __init__(self, entries: list[ParameterEntry]) -> None:
-        self._pieces = {id(entry.main): (entry.piece, entry.offset) for entry in entries}
+        self._entries = {id(entry.main): entry for entry in entries}
         self._local: dict[int, nn.Parameter] = {}
         self._dtensors: dict[int, dict[str, DTensor]] = {}
         self._shown: list[list[nn.Parameter]] | None = None
@@ -163,7 +163,7 @@ class _LocalStep:
             group["params"] = [self._localize(optimizer, p) for p in group["params"]]
 
     def _localize(self, optimizer: torch.optim.Optimizer, main: nn.Parameter) -> nn.Parameter:
-        if id(main) not in self._pieces:
+        if id(main) not in self._entries:
             return main
         local = self._local.get(id(main))
         if local is None:
@@ -184,7 +184,7 @@ class _LocalStep:
         for group, mains in zip(optimizer.param_groups, self._shown, strict=True):
             group["params"] = mains
             for main in mains:
-                if id(main) in self._pieces:
+                if id(main) in self._entries:
                     self._globalize(optimizer, main)
         self._shown = None
 
@@ -210,7 +210,7 @@ class _LocalStep:
         # State is numbered in the order in which parameters first occur.
         order = dict.fromkeys(id(p) for group in optimizer.param_groups for p in group["params"])
         for number, key in enumerate(order):
-            piece = self._pieces.get(key)
+            entry = self._entries.get(key)
             for value in state_dict["state"].get(number, {}).values():
-                if piece is not None and is_sharded(value):
-                    describe_piece(value, *piece)
+                if entry is not None and is_sharded(value):
+                    entry.describe(value)

@@ -43,7 +43,9 @@ class Ownership:
 
 
 def shards_of(sharding: Sharding, axes: DataParallelAxes) -> int:
-    """How many shards a group's layout has."""
+    """How many shards a group's layout has: one, which needs no padding, if all ranks hold everything."""
+    if not sharding.inner.shards_optimizer:
+        return 1
     outer = axes.outer.size() if axes.outer is not None and sharding.outer.shards_optimizer else 1
     return axes.inner.size() * outer
 

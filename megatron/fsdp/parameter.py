@@ -12,7 +12,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import Placement
 
 from megatron.fsdp.layout import Piece
-from megatron.fsdp.uneven_dtensor import local_part, make_dtensor
+from megatron.fsdp.uneven_dtensor import describe_part, local_part, make_dtensor
 
 
 class GroupKey(NamedTuple):
@@ -98,6 +98,10 @@ class ParameterEntry:
             return (0,) * self.compute.dim()
         mesh, placements = self.tensor_parallel
         return tuple(compute_local_shape_and_global_offset(self.compute.shape, mesh, placements)[1])
+
+    def describe(self, tensor: DTensor) -> None:
+        """Tell torch.distributed.checkpoint which part of the parameter, or of a tensor like it, this rank holds."""
+        describe_part(tensor, self.piece.start, self.piece.stop, self.local_shape, self.offset)
 
     def point_to(self, memory: torch.Tensor) -> None:
         """Make the compute weight a view of ``memory``, which has its local shape."""

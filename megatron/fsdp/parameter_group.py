@@ -11,7 +11,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from megatron.fsdp.device import Stream
 from megatron.fsdp.gradients import GradientBuffer, GradientScaling
-from megatron.fsdp.layout import Layout, Piece, plan_layout
+from megatron.fsdp.layout import Granularity, Layout, Piece, plan_layout
 from megatron.fsdp.mesh import DataParallelAxes, FSDPDistributedIndex
 from megatron.fsdp.ownership import shards_of
 from megatron.fsdp.parameter import ParameterEntry
@@ -30,6 +30,7 @@ class Environment:
     Attributes:
         index: Mesh and groups.
         tp_mesh: Tensor-parallel axis, if any parameter is a DTensor over it.
+        granularity: What is not divided between ranks.
         sharding: Where parameters, gradients and optimizer state live.
         policy: Dtypes.
         scaling: Of gradients.
@@ -44,6 +45,7 @@ class Environment:
 
     index: FSDPDistributedIndex
     tp_mesh: DeviceMesh | None
+    granularity: Granularity
     sharding: Sharding
     policy: MixedPrecisionPolicy
     scaling: GradientScaling
@@ -77,7 +79,7 @@ class ParameterGroup:
         self.dtypes = environment.policy.resolve(key.dtype, entries[0].name)
         self.axes: DataParallelAxes = environment.index.experts if key.expert else environment.index.dense
         shards = shards_of(self.sharding, self.axes)
-        self.layout: Layout = plan_layout([e.local_shape for e in entries], shards)
+        self.layout: Layout = plan_layout([e.local_shape for e in entries], shards, environment.granularity)
         self.weights = WeightBuffer(
             self.layout,
             self.dtypes,

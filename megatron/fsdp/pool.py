@@ -102,7 +102,7 @@ class Slot:
         if self._storage.nbytes() < end:
             self._storage.resize_(end)
         flat = torch.empty(0, dtype=dtype, device=device)
-        flat.set_(self._storage, begin // dtype.itemsize, (numel,), (1,))  # type: ignore[call-overload]
+        flat.set_(self._storage, begin // dtype.itemsize, (numel,), (1,))
         return flat.zero_()
 
 

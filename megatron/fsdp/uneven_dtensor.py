@@ -1,6 +1,7 @@
 """DTensors whose shards have sizes of their own: a rank's part is what the layout gives it, not an even chunk."""
 
 import functools
+import weakref
 from collections.abc import Sequence
 from typing import TypeGuard
 
@@ -11,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from megatron.fsdp.layout import Piece
+from megatron.fsdp.layout import boxes
 
 
 def make_dtensor(
@@ -51,43 +52,62 @@ def make_like(local: torch.Tensor, other: torch.Tensor) -> DTensor:
     return make_dtensor(local, other.device_mesh, tuple(other.shape), other.placements)
 
 
-def describe_chunk(dtensor: DTensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> None:
+def describe_part(
+    dtensor: DTensor,
+    start: int,
+    stop: int,
+    shape: tuple[int, ...] | None = None,
+    offset: tuple[int, ...] | None = None,
+) -> None:
     """Tell torch.distributed.checkpoint which part of the whole tensor this rank holds; no communication.
 
-    DCP asks the local tensor for its chunks before it assumes that a ``Shard(0)`` is an even one.
+    DCP asks the local tensor for its chunks before it assumes that a ``Shard(0)`` is an even one. A part that begins or
+    ends inside a row is described as the boxes that cover it.
 
     Args:
         dtensor: Tensor to describe. Only its local tensor object carries the description.
-        offsets: Where the part begins in the whole tensor.
-        sizes: Shape of the part; an empty part writes and reads nothing.
+        start: First element of the part, counted within a flattened tensor of ``shape``.
+        stop: One past the last element; an empty part writes and reads nothing.
+        shape: Shape of what the rank computes with, None: of the whole tensor. A tensor-parallel rank computes with
+            a part of the whole.
+        offset: Where that begins in the whole tensor; None: at its beginning.
     """
-    chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+    shape = tuple(dtensor.shape) if shape is None else shape
+    offset = (0,) * len(shape) if offset is None else offset
+    covering = boxes(shape, start, stop)
+    chunks = [
+        ChunkStorageMetadata(torch.Size(o + b for o, b in zip(offset, box.offsets, strict=True)), torch.Size(box.sizes))
+        for box in covering
+    ]
     local = local_part(dtensor)
-    local.__create_chunk_list__ = functools.partial(_chunks, chunk)  # type: ignore[attr-defined]
-    local.__create_write_items__ = functools.partial(_write_items, chunk)  # type: ignore[attr-defined]
+    local.__create_chunk_list__ = lambda: list(chunks)  # type: ignore[attr-defined]
+    local.__create_write_items__ = functools.partial(_write_items, chunks)  # type: ignore[attr-defined]
+    local.__get_tensor_shard__ = functools.partial(_chunk_data, weakref.ref(local), chunks)  # type: ignore[attr-defined]
 
 
-def describe_piece(dtensor: DTensor, piece: Piece, offset: tuple[int, ...] | None = None) -> None:
-    """:func:`describe_chunk` for a parameter, or a tensor like it, of which this rank holds ``piece``.
-
-    Args:
-        dtensor: The parameter.
-        piece: Part of what the rank computes with.
-        offset: Where that begins in the whole parameter; None: at its beginning.
-    """
-    begin = (piece.row_start, *(0 for _ in piece.shape[1:]))
-    if offset is not None:
-        begin = tuple(a + b for a, b in zip(begin, offset, strict=True))
-    describe_chunk(dtensor, begin, piece.shape)
-
-
-def _chunks(chunk: ChunkStorageMetadata) -> list[ChunkStorageMetadata]:
-    return [chunk] if chunk.sizes.numel() else []
+def _write_items(chunks: list[ChunkStorageMetadata], fqn: str, tensor: torch.Tensor) -> list[WriteItem]:
+    local = local_part(tensor)
+    properties = TensorProperties.create_from_tensor(local)
+    return [
+        WriteItem(
+            index=MetadataIndex(fqn, chunk.offsets),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=tensor.size()),
+        )
+        for chunk in chunks
+    ]
 
 
-def _write_items(chunk: ChunkStorageMetadata, fqn: str, tensor: torch.Tensor) -> list[WriteItem]:
-    if not chunk.sizes.numel():
-        return []
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    data = TensorWriteData(chunk=chunk, properties=TensorProperties.create_from_tensor(local), size=tensor.size())
-    return [WriteItem(index=MetadataIndex(fqn, chunk.offsets), type=WriteItemType.SHARD, tensor_data=data)]
+def _chunk_data(
+    local: weakref.ref[torch.Tensor], chunks: list[ChunkStorageMetadata], index: MetadataIndex
+) -> torch.Tensor:
+    """The elements of one chunk, in its shape, as a view of the local tensor. Chunks lie in it one after the other."""
+    tensor = local()
+    assert tensor is not None, "who asks for a chunk holds the tensor"
+    begin = 0
+    for chunk in chunks:
+        numel = chunk.sizes.numel()
+        if index.offset is None or chunk.offsets == torch.Size(index.offset):
+            return tensor.detach().reshape(-1)[begin : begin + numel].view(chunk.sizes)
+        begin += numel
+    raise ValueError(f"{index.fqn}: expected the offset of a chunk of this rank; got {index.offset}.")

@@ -1,6 +1,7 @@
 """Prepares model and optimizer state for an ``fsdp_dtensor`` checkpoint, without any communication."""
 
 import argparse
+import math
 import re
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.layout import Piece
 from megatron.fsdp.mcore.adapter import ShardedModule, bare_name
-from megatron.fsdp.uneven_dtensor import describe_chunk, describe_piece, is_sharded, local_part, make_dtensor
+from megatron.fsdp.uneven_dtensor import describe_part, is_sharded, local_part, make_dtensor
 
 # Weights of the first linear layer of an MLP, whose rows are [gate | up] where the activation is gated.
 GATED = re.compile(
@@ -76,19 +77,25 @@ def _on_tensors(value: Any, piece: Piece, half: int | None) -> Any:
     if half is not None:
         return _half(value, piece, half)
     if is_sharded(value):
-        describe_piece(value, piece)
+        describe_part(value, piece.start, piece.stop)
     return value
 
 
 def _half(tensor: DTensor, piece: Piece, half: int) -> DTensor:
     """The first or second half of a tensor's rows, as a DTensor on the same memory."""
     rows = tensor.shape[0] // 2
-    first, last = half * rows, (half + 1) * rows
-    begin = min(max(first - piece.row_start, 0), piece.shape[0])
-    end = min(max(last - piece.row_start, begin), piece.shape[0])
-    local: torch.Tensor = local_part(tensor)[begin:end]
-    part = make_dtensor(local, tensor.device_mesh, (rows, *tensor.shape[1:]), tensor.placements)
+    shape = (rows, *tensor.shape[1:])
+    numel = math.prod(shape)
+    first = half * numel
+    # This rank's part of the half, counted within the flattened half.
+    start = min(max(piece.start - first, 0), numel)
+    stop = min(max(piece.stop - first, start), numel)
+    local = local_part(tensor)
+    begin = max(first - piece.start, 0)
+    part_local: torch.Tensor = local.reshape(-1)[begin : begin + stop - start]
+    if piece.whole_rows:
+        part_local = part_local.view(-1, *tensor.shape[1:])
+    part = make_dtensor(part_local, tensor.device_mesh, shape, tensor.placements)
     if is_sharded(part):
-        offset = max(piece.row_start - first, 0) if end > begin else 0
-        describe_chunk(part, (offset, *(0 for _ in tensor.shape[1:])), tuple(local.shape))
+        describe_part(part, start, stop)
     return part

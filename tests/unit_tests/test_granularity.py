@@ -1,0 +1,172 @@
+"""What is not divided between ranks: rows, matrices, blocks of rows, or nothing. Training and checkpoints are equal."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from megatron.fsdp.uneven_dtensor import local_part
+from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model, fully_shard_optimizer
+from tests.models import (
+    STRATEGIES,
+    Block,
+    TinyModel,
+    adamw,
+    assert_same_training,
+    batches,
+    device,
+    loss_of,
+    main_weights,
+)
+from tests.ranks import RankPool
+
+GRANULARITIES = ("row", "tensor", "block(4)", "element")
+
+
+def _train(granularity: str, strategy: str) -> None:
+    data = batches(steps=3, per_step=dist.get_world_size())
+    assert_same_training(TinyModel(), data, adamw, zero_dp_strategy=strategy, shard_granularity=granularity)
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("strategy", STRATEGIES[1:])
+def test_trains_as_unsharded(ranks: RankPool, granularity: str, strategy: str) -> None:
+    ranks.run(4, _train, granularity, strategy)
+
+
+class Awkward(nn.Module):
+    """Parameters whose rows no even division respects: the layout has to cut rows even if it would rather not."""
+
+    def __init__(self, cube: bool) -> None:
+        super().__init__()
+        self.tall = nn.Parameter(torch.randn(100, 7))
+        self.bias = nn.Parameter(torch.randn(6))
+        self.wide = nn.Parameter(torch.randn(8, 4))
+        self.cube = nn.Parameter(torch.randn(3, 5, 7)) if cube else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = (x @ self.tall.T).tanh().sum(-1, keepdim=True) * self.bias.sum()
+        y = y + self.wide.pow(2).sum()
+        return y if self.cube is None else y + (self.cube * x[0]).sum()
+
+
+def _sharded(granularity: str, cube: bool = True) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+    torch.manual_seed(1)
+    model = Awkward(cube).to(device())
+    return fully_shard(model, adamw(model.parameters()), shard_granularity=granularity)
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    x = torch.randn(2, 7, generator=torch.Generator().manual_seed(seed)).to(device())
+    model(x).pow(2).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _cut(granularity: str, cube: bool) -> list[str]:
+    """Names of parameters of which some rank's part begins or ends inside a row."""
+    torch.manual_seed(1)
+    reference = Awkward(cube).to(device())
+    optimizer = adamw(reference.parameters())
+    sharded, sharded_optimizer = _sharded(granularity, cube)
+    for seed in range(3):
+        _step(reference, optimizer, seed)
+        _step(sharded, sharded_optimizer, seed)
+    weights = main_weights(sharded)
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(weights[name], parameter.detach().cpu(), rtol=2e-5, atol=2e-5)
+    for entry in sharded.entries():
+        assert local_part(entry.main).shape == entry.piece.shape
+    return [entry.name for entry in sharded.entries() if not entry.piece.whole_rows]
+
+
+def test_rows_are_cut_where_they_have_to_be(ranks: RankPool) -> None:
+    assert any(ranks.run(4, _cut, "row", False))
+    assert any(ranks.run(3, _cut, "element", True))
+    assert not any(ranks.run(4, _cut, "tensor", True))
+
+
+def _save(granularity: str, folder: str) -> dict[str, torch.Tensor]:
+    model, optimizer = _sharded(granularity)
+    _step(model, optimizer, 0)
+    names = {f"module.{name}" for name in main_weights(model)}
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()["state"]}
+    assert set(state["model"]) == names
+    dcp.save(state, checkpoint_id=folder)
+    _step(model, optimizer, 1)
+    return main_weights(model)
+
+
+def _resume(granularity: str, folder: str) -> dict[str, torch.Tensor]:
+    model, optimizer = _sharded(granularity)
+    _step(model, optimizer, 7)  # makes the state to load into, and other weights
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()["state"]}
+    dcp.load(state, checkpoint_id=folder)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": state["optimizer"]})
+    _step(model, optimizer, 1)
+    return main_weights(model)
+
+
+@pytest.mark.parametrize("saved, ranks_saved", [("row", 4), ("element", 3), ("tensor", 2)])
+@pytest.mark.parametrize("loaded, ranks_loaded", [("row", 4), ("element", 2), ("block(4)", 3), ("row", 1)])
+def test_checkpoint_is_loaded_whatever_was_cut(
+    ranks: RankPool, tmp_path: Path, saved: str, ranks_saved: int, loaded: str, ranks_loaded: int
+) -> None:
+    expected = ranks.run(ranks_saved, _save, saved, str(tmp_path))[0]
+    found = ranks.run(ranks_loaded, _resume, loaded, str(tmp_path))[0]
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-6)
+
+
+class Split:
+    """Muon for matrices and AdamW for the rest, as they are used together."""
+
+    def __init__(self, model: nn.Module) -> None:
+        matrices = [p for p in model.parameters() if p.dim() == 2]
+        others = [p for p in model.parameters() if p.dim() != 2]
+        self.optimizers = [torch.optim.Muon(matrices, lr=0.05), torch.optim.AdamW(others, lr=0.01)]
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def _muon(strategy: str) -> None:
+    torch.manual_seed(3)
+    model = TinyModel().to(device())
+    reference = copy.deepcopy(model)
+    split, reference_split = Split(model), Split(reference)
+    sharded = fully_shard_model(model, fsdp_unit_modules=[Block], zero_dp_strategy=strategy, shard_granularity="tensor")
+    split.optimizers = [fully_shard_optimizer(optimizer) for optimizer in split.optimizers]
+    # Every rank has the same tokens, so that sums over a power of two ranks are exact: Muon's orthogonalization, in
+    # bfloat16, would make a large difference of a small one.
+    for (tokens,) in batches(steps=4, per_step=1):
+        loss_of(reference, tokens).backward()
+        reference_split.step()
+        loss_of(sharded, tokens).backward()
+        split.step()
+    weights = main_weights(sharded)
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(weights[name], parameter.detach().cpu(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_muon_sees_whole_matrices(ranks: RankPool, strategy: str, world_size: int) -> None:
+    ranks.run(world_size, _muon, strategy)
+
+
+def _wrong() -> None:
+    with pytest.raises(ValueError, match=r"expected row, tensor, element or block\(<rows>\)"):
+        fully_shard_model(TinyModel(), shard_granularity="rows")
+
+
+def test_unknown_granularity_is_refused(ranks: RankPool) -> None:
+    ranks.run(1, _wrong)
