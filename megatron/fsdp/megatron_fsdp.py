@@ -19,6 +19,7 @@ from megatron.fsdp.gradients import GradientScaling
 from megatron.fsdp.layout import parse_granularity
 from megatron.fsdp.materialize import check_can_materialize, initialize, materialize_buffers
 from megatron.fsdp.mesh import FSDPDistributedIndex, default_index, require_process_group
+from megatron.fsdp.nccl_memory import NcclMemory
 from megatron.fsdp.parameter import GroupKey, ParameterEntry
 from megatron.fsdp.parameter_group import Environment, ParameterGroup
 from megatron.fsdp.partition import (
@@ -88,6 +89,9 @@ class MegatronFSDP(nn.Module):
         self.index = index or default_index(self.device)
         self._tp_mesh = tensor_parallel_mesh(module, self.index)
 
+        if self.fsdp_config.average_in_collective and dist.get_backend(self.index.dense.inner) == "gloo":
+            raise ValueError("average_in_collective: gloo can sum only. Leave it off; the result is the same.")
+
         self.module = module
         everyone = self.index.dense.everyone
         self._stream = communication_stream(self.device, everyone)
@@ -132,7 +136,14 @@ class MegatronFSDP(nn.Module):
         )
         modules: dict[int, nn.Module] = {}
         self._units: list[Unit] = []
-        self.pool = FixedPool(config.max_gathered_units) if config.double_buffer else None
+        self._nccl_memory: NcclMemory | None = None
+        self.pool: FixedPool | None = None
+        if config.register_with_nccl:
+            groups = list(dict.fromkeys([self.index.dense.inner, self.index.dense.gather, *self.index.dense.groups]))
+            self._nccl_memory = NcclMemory(groups, self.device, config.symmetric_registration)
+            self.pool = FixedPool(config.max_gathered_units, self._nccl_memory.allocation)
+        elif config.double_buffer:
+            self.pool = FixedPool(config.max_gathered_units)
         self._build_unit(part, environment, modules)
         self._schedule = Schedule(
             self._units,
@@ -328,6 +339,8 @@ class MegatronFSDP(nn.Module):
         """
         self._schedule.reduce_waiting()
         self._schedule.reset()
+        if self._nccl_memory is not None and self.pool is not None:
+            self._nccl_memory.register(self.pool.allocations)
         trainable = [group for group in self.groups if group.requires_grad]
         used = iter(self._used_anywhere([flag for group in trainable for flag in group.used]))
         for group in trainable:

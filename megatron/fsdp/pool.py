@@ -8,6 +8,7 @@ memory comes and goes (:class:`AllocatorPool`), or the storage is one of a few t
 
 import threading
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -113,16 +114,16 @@ class FixedPool:
 
     Args:
         slots: How many units that are not inside each other may be gathered at a time.
-        allocation: Entered around every allocation: makes memory that NCCL knows, for instance.
+        allocation: Gives a context for each allocation: makes memory that NCCL knows, for instance.
 
     Attributes:
         allocations: How many buffers have been made.
     """
 
-    def __init__(self, slots: int, allocation: AbstractContextManager[Any] | None = None) -> None:
+    def __init__(self, slots: int, allocation: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
         self.allocations = 0
         self._slots = slots
-        self._allocation = allocation or nullcontext()
+        self._allocation = allocation
         self._by_place: dict[tuple[object, int], Slot] = defaultdict(Slot)
         self._free: dict[_Kind, list[torch.Tensor]] = defaultdict(list)
         self._lent: dict[int, tuple[_Kind, torch.Tensor]] = {}
@@ -142,7 +143,7 @@ class FixedPool:
 
     def view(self, slot: Slot, begin: int, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """See :meth:`Slot.view`."""
-        with self._allocation:
+        with self._allocation():
             self.allocations += 1
             return slot.view(begin, numel, dtype, device)
 
@@ -157,7 +158,7 @@ class FixedPool:
             free = self._free[kind]
             fitting = min((t for t in free if t.numel() >= numel), key=torch.Tensor.numel, default=None)
             if fitting is None:
-                with self._allocation:
+                with self._allocation():
                     self.allocations += 1
                     fitting = torch.empty(numel, dtype=dtype, device=device)
             else:

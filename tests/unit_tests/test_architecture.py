@@ -20,6 +20,7 @@ ORDER = [
     "ownership",
     "device",
     "pool",
+    "nccl_memory",
     "config",
     "buffer",
     "uneven_dtensor",

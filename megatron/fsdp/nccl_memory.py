@@ -1,0 +1,52 @@
+"""Memory that NCCL knows (user buffer registration): its collectives read and write it without copies of theirs."""
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class NcclMemory:
+    """A memory pool that is registered with the communicators that use what is allocated in it.
+
+    Args:
+        groups: NCCL process groups whose collectives will use the memory.
+        device: CUDA device.
+        symmetric: Register as windows of symmetric memory, which NCCL 2.27 and later can reduce in the network.
+
+    Raises:
+        ValueError: A group's backend is not NCCL.
+    """
+
+    def __init__(self, groups: list[dist.ProcessGroup], device: torch.device, symmetric: bool) -> None:
+        for group in groups:
+            if dist.get_backend(group) != "nccl":
+                raise ValueError(f"nccl_ub: expected NCCL as the backend; got {dist.get_backend(group)!r}.")
+        self._backends = [group._get_backend(device) for group in groups]
+        self._device = device
+        self._symmetric = symmetric
+        # Every communicator of a process takes memory of one allocator.
+        self._pool = torch.cuda.MemPool(self._backends[0].mem_allocator)
+        self._registered = 0
+
+    def allocation(self) -> AbstractContextManager[Any]:
+        """A context in which the thread's CUDA allocations are in the pool."""
+        return torch.cuda.use_mem_pool(self._pool, device=self._device)
+
+    def register(self, allocations: int) -> None:
+        """Register what has been allocated, unless it has been.
+
+        Args:
+            allocations: How many allocations have been made in the pool.
+        """
+        if allocations == self._registered:
+            return
+        for backend in self._backends:
+            if self._registered:
+                backend.deregister_mem_pool(self._pool)
+            if self._symmetric:
+                backend.register_mem_pool(self._pool, symm=True)
+            else:
+                backend.register_mem_pool(self._pool)
+        self._registered = allocations
