@@ -1,4 +1,4 @@
-"""Prints docs/arguments.md: every argument of `fully_shard_model` with its type, default, and effect on memory and speed.
+"""Prints docs/arguments.md: every argument of `fully_shard_model`, its type, default, and effect on memory and speed.
 
     python tools/argument_table.py > docs/arguments.md
 

@@ -23,7 +23,8 @@ class NcclMemory:
         for group in groups:
             if dist.get_backend(group) != "nccl":
                 raise ValueError(f"nccl_ub: expected NCCL as the backend; got {dist.get_backend(group)!r}.")
-        self._backends = [group._get_backend(device) for group in groups]
+        # ProcessGroupNCCL, whose name exists only where torch was built with NCCL.
+        self._backends: list[Any] = [group._get_backend(device) for group in groups]
         self._device = device
         self._symmetric = symmetric
         # Every communicator of a process takes memory of one allocator.

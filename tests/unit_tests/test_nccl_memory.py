@@ -53,8 +53,9 @@ def test_memory_is_registered_with_every_group_and_again_only_after_allocations(
     memory.register(3)
     memory.register(3)
     memory.register(4)
-    options = {"symm": True} if symmetric else {}
-    register, deregister = (f"register {pool}", options), (f"deregister {pool}", {})
+    options: dict[str, Any] = {"symm": True} if symmetric else {}
+    register, nothing = (f"register {pool}", options), dict[str, Any]()
+    deregister = (f"deregister {pool}", nothing)
     for group in groups:
         assert group.backend.calls == [register, deregister, register]
 

@@ -243,6 +243,8 @@ def fsdp_config(config: TransformerConfig, ddp_config: DistributedDataParallelCo
         # Megatron's optimizer reads every trainable parameter's gradient.
         zero_unused_gradients=True,
         fused_weight_gradients=config.gradient_accumulation_fusion,
+        double_buffer=ddp_config.fsdp_double_buffer,
+        own_buffer_if_none_is_free=ddp_config.fsdp_db_use_persist_buf_on_alloc_fail,
     )
 
 

@@ -152,7 +152,6 @@ LIMITS: tuple[Limit, ...] = (
     _parallelism("num_distributed_optimizer_instances", "Hybrid sharding (HSDP)"),
     _not_yet("init_model_with_meta_device", "Building the model on the meta device"),
     _not_yet("nccl_ub", "Registering buffers with NCCL"),
-    _not_yet("fsdp_double_buffer", "Double buffering"),
     _not_yet("fp8_param_gather", "Gathering weights in FP8"),
     _not_yet("fp4_param_gather", "Gathering weights in FP4"),
     _not_yet("keep_fp8_transpose_cache", "An FP8 transpose cache"),

@@ -49,6 +49,7 @@ def test_norm_zeros_and_weights_equal_ddps(ranks: RankPool, strategy: str, world
         {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
         {"qk_layernorm": True, "normalization": "LayerNorm"},
         {"gated_linear_unit": True, "add_bias_linear": False},
+        {"fsdp_double_buffer": True},
     ],
     ids=lambda changes: "-".join(changes),
 )
