@@ -1,7 +1,7 @@
 # `make` or `make help` says what there is. Everything runs in .venv, which `make install` creates.
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint typecheck unit functional parity gpu-test wheel clean clean-demo
+.PHONY: help install demo test lint typecheck unit functional parity gpu-test compatibility wheel clean clean-demo
 
 PYTHON := .venv/bin/python
 STAMP := .venv/.installed
@@ -18,7 +18,7 @@ endif
 endif
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
 
 install: $(STAMP) ## create .venv with the pinned dependencies and the project (editable); nothing to do when up to date
 
@@ -52,6 +52,11 @@ parity: install ## train with Megatron's DDP and with each strategy in the real 
 
 gpu-test: install ## the unit tests on CUDA: one rank over NCCL, several over gloo on one device; skipped without one
 	FSDP_TEST_DEVICE=cuda $(PYTEST) tests/unit_tests
+
+compatibility: install ## run all tests and write docs/compatibility.md from their results
+	rm -f docs/compatibility.json
+	$(PYTEST) tests --results docs/compatibility.json
+	$(PYTHON) tools/compatibility_table.py > docs/compatibility.md
 
 wheel: install ## build the wheel into dist/
 	rm -rf build

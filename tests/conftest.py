@@ -1,10 +1,16 @@
-"""Fixtures that all tests share."""
+"""Fixtures that all tests share, and the record of results that docs/compatibility.md is made of."""
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.ranks import RankPool
+from tests.ranks import DEVICE, RankPool
+
+RESULTS = pytest.StashKey[dict[str, dict[str, list[str]]]]()
+WORST_LAST = ("skipped", "passed", "failed")
 
 
 @pytest.fixture(scope="session")
@@ -13,3 +19,37 @@ def ranks() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     pool.close()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that asks for the record."""
+    parser.addoption("--results", type=Path, help="JSON file to add this run's results to: device, test, strategy")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Begin the record."""
+    config.stash[RESULTS] = {}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[Any]:
+    """Note the outcome of each test for the strategy it ran with."""
+    report = yield
+    if report.when == "call" or report.outcome != "passed":
+        parameters = getattr(getattr(item, "callspec", None), "params", {})
+        strategy = str(parameters.get("strategy", ""))
+        name = item.nodeid.split("[")[0]
+        item.config.stash[RESULTS].setdefault(name, {}).setdefault(strategy, []).append(report.outcome)
+    return report
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Write the record."""
+    path: Path | None = session.config.getoption("--results")
+    if path is None:
+        return
+    everything = json.loads(path.read_text()) if path.exists() else {}
+    mine = everything.setdefault(DEVICE, {})
+    for name, outcomes in session.config.stash[RESULTS].items():
+        mine[name] = {strategy: max(found, key=WORST_LAST.index) for strategy, found in sorted(outcomes.items())}
+    path.write_text(json.dumps(everything, indent=1, sort_keys=True) + "\n")

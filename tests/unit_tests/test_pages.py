@@ -1,6 +1,7 @@
 """Pages of the documentation that are printed by a tool are what it prints."""
 
 import inspect
+import json
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from megatron_fsdp import fully_shard_model
 from tests.models import TinyModel
 from tests.ranks import DEVICE, RankPool
-from tools import argument_table
+from tools import argument_table, compatibility_table
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -22,6 +23,25 @@ def test_every_argument_has_a_meaning_and_an_effect() -> None:
     names = set(inspect.signature(fully_shard_model).parameters)
     assert set(argument_table.meanings()) == names
     assert set(argument_table.EFFECTS) == names
+
+
+def test_compatibility() -> None:
+    results = json.loads(compatibility_table.RESULTS.read_text())
+    assert (DOCS / "compatibility.md").read_text() == compatibility_table.as_markdown(results), (
+        "run: make compatibility"
+    )
+    for feature in compatibility_table.FEATURES:
+        for test in feature.tests:
+            file, _, name = test.partition("::")
+            assert f"def {name}" in (DOCS.parent / "tests" / "unit_tests" / file).read_text()
+            assert any(t.startswith(f"tests/unit_tests/{test}") for t in results["cpu"]), "run: make compatibility"
+
+
+def test_a_failed_test_shows() -> None:
+    feature = compatibility_table.Feature("x", ("test_x.py",))
+    results = {"tests/unit_tests/test_x.py::test_a": {"optim": "passed", "no_shard": "failed"}}
+    found = [compatibility_table.outcome(results, feature, strategy) for strategy in compatibility_table.STRATEGIES]
+    assert found == ["**fails**", "works", "", ""]
 
 
 def _average() -> None:

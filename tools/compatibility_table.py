@@ -1,0 +1,116 @@
+"""Prints docs/compatibility.md from the results of the tests: feature by strategy and device.
+
+    make compatibility      runs the tests with --results docs/compatibility.json, and prints the page from it
+
+A cell is what the tests named in its row said, never what anybody believes.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "docs" / "compatibility.json"
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+UNIT, FUNCTIONAL = "tests/unit_tests/", "tests/functional_tests/"
+
+
+class Feature(NamedTuple):
+    """One row.
+
+    Attributes:
+        name: What the user wants.
+        tests: Files, or tests in files (``file::test``), that show it.
+        refused: What they show is an error.
+    """
+
+    name: str
+    tests: tuple[str, ...]
+    refused: bool = False
+
+
+FEATURES = (
+    Feature("trains as unsharded, 1 to 4 ranks", ("test_parity.py",)),
+    Feature("bf16 compute with fp32 main weights; dtypes of gradients", ("test_mixed_precision.py",)),
+    Feature("gradient accumulation, no_sync", ("test_accumulation.py",)),
+    Feature("tied parameters, also across units", ("test_tied.py",)),
+    Feature("frozen parameters", ("test_frozen.py",)),
+    Feature("parameters without a gradient, on all or some ranks", ("test_unused.py",)),
+    Feature("activation recomputation, both ways", ("test_recompute.py",)),
+    Feature("several forwards before backward; evaluation", ("test_forwards.py",)),
+    Feature("torch.optim optimizers, schedulers, closures", ("test_optimizers.py",)),
+    Feature("HSDP and hybrid FSDP", ("test_hybrid.py",)),
+    Feature(
+        "outer strategy optim with inner no_shard",
+        ("test_hybrid.py::test_sharding_over_the_outer_axis_alone_is_refused",),
+        refused=True,
+    ),
+    Feature("tensor parallelism with DTensors", ("test_tensor_parallel.py",)),
+    Feature(
+        "experts on a mesh of their own", ("test_model_arguments.py::test_experts_are_sharded_over_their_own_mesh",)
+    ),
+    Feature("initialization on the meta device", ("test_meta_device.py",)),
+    Feature("granularities; rows cut where they must be", ("test_granularity.py::test_trains_as_unsharded",)),
+    Feature("Muon on whole matrices", ("test_granularity.py::test_muon_sees_whole_matrices",)),
+    Feature("optimizer in host memory", ("test_offload.py",)),
+    Feature("double buffer", ("test_double_buffer.py",)),
+    Feature("buffers registered with NCCL (on stand-ins)", ("test_nccl_memory.py",)),
+    Feature(
+        "nccl_ub, cuda_graph_mode without CUDA",
+        ("test_model_arguments.py::test_what_needs_cuda_says_so",),
+        refused=True,
+    ),
+    Feature("fused weight gradients (on a stand-in)", ("test_fused.py",)),
+    Feature("state dicts, torch.distributed.checkpoint, other numbers of ranks", ("test_state_dict.py",)),
+    Feature("checkpoints across granularities", ("test_granularity.py::test_checkpoint_is_loaded_whatever_was_cut",)),
+    Feature("one order of communication under random delays", ("test_order.py",)),
+    Feature("memory by formula, 8 to 4,096 ranks", ("test_memory.py",)),
+    Feature("deleting a model frees its memory", ("test_deletion.py",)),
+    Feature("with Megatron-Core: wrapper's contract", ("mcore/test_contract.py",)),
+    Feature("with Megatron-Core: fsdp_dtensor checkpoints", ("mcore/test_checkpoint.py",)),
+)
+
+
+def outcome(results: dict[str, dict[str, str]], feature: Feature, strategy: str) -> str:
+    """What the tests said: ``works``, ``error``, ``fails`` or, where none ran, nothing."""
+    found = []
+    for test, outcomes in results.items():
+        if any(_matches(test, wanted) for wanted in feature.tests):
+            # A test without strategies runs with the default one.
+            default = [outcomes[""]] if "" in outcomes and strategy == STRATEGIES[-1] else []
+            found += [outcomes[strategy]] if strategy in outcomes else default
+    if "failed" in found:
+        return "**fails**"
+    if "passed" not in found:
+        return ""
+    return "error" if feature.refused else "works"
+
+
+def _matches(test: str, wanted: str) -> bool:
+    test = test.removeprefix(UNIT).removeprefix(FUNCTIONAL)
+    return test == wanted or test.startswith(f"{wanted}::")
+
+
+def as_markdown(results: dict[str, dict[str, dict[str, str]]]) -> str:
+    """The page."""
+    lines = [
+        "# What works with what",
+        "",
+        "Made of the tests' results by `make compatibility`. *error*: refused, with a message that says why; empty: not",
+        "tested with this strategy. A test without a strategy of its own counts for `optim_grads_params`, the default.",
+    ]
+    for device in ("cpu", "cuda"):
+        lines += ["", f"## {'CPU, gloo' if device == 'cpu' else 'CUDA, NCCL'}", ""]
+        if device not in results:
+            lines.append("The tests have not run on such a device yet.")
+            continue
+        lines += [f"| feature | {' | '.join(STRATEGIES)} | tests |", f"|---|{'---|' * len(STRATEGIES)}---|"]
+        for feature in FEATURES:
+            cells = " | ".join(outcome(results[device], feature, strategy) for strategy in STRATEGIES)
+            lines.append(f"| {feature.name} | {cells} | {', '.join(f'`{test}`' for test in feature.tests)} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(as_markdown(json.loads(RESULTS.read_text())))
