@@ -101,6 +101,8 @@ def _work(pipe: Connection) -> None:
 
     torch.set_num_threads(1)
     sys.path.insert(0, str(ROOT))
+    # A rank that is done before another has connected to it must not leave.
+    os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
     while True:
         try:
             store, rank, world_size, function, args = pipe.recv()

@@ -90,6 +90,8 @@ class FSDPConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1; got {getattr(self, name)}.")
         self._check_device()
+        if self.cuda_graphs:  # ranks cannot ask each other in a graph which gradients there are
+            object.__setattr__(self, "zero_unused_gradients", True)
 
     def _check_device(self) -> None:
         for name, flag in (

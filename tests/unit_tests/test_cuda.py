@@ -1,0 +1,186 @@
+"""What only a CUDA device can show: streams, the allocator's own figures, graphs, memory that NCCL knows."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.fsdp import device
+from megatron.fsdp.uneven_dtensor import local_part
+from megatron_fsdp import MegatronFSDP, fully_shard
+from tests.models import FP32_GRADS, STRATEGIES, Block, TinyModel, adamw, batches, loss_of, main_weights
+from tests.ranks import RankPool
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+]
+
+
+def _trained(steps: int, **arguments: Any) -> dict[str, torch.Tensor]:
+    torch.manual_seed(3)
+    model = TinyModel(width=64).cuda()
+    sharded, optimizer = fully_shard(model, adamw(model.parameters()), fsdp_unit_modules=[Block], **arguments)
+    for step in batches(steps=steps, per_step=2):
+        for tokens in step:
+            loss_of(sharded, tokens.cuda()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.cuda.synchronize()
+    return main_weights(sharded)
+
+
+def _delays_change_no_bit(strategy: str) -> None:
+    """A stream that is late, or a computation that is, reads and writes the same as one that is not."""
+    expected = _trained(4, zero_dp_strategy=strategy)
+    run = device.CudaStream.run
+
+    def late(self: device.CudaStream, task: Callable[[], None]) -> device.Handle:
+        def slow() -> None:
+            torch.cuda._sleep(2_000_000)
+            task()
+            torch.cuda._sleep(2_000_000)
+
+        return run(self, slow)
+
+    def late_compute(self: device.CudaStream, task: Callable[[], None]) -> device.Handle:
+        torch.cuda._sleep(3_000_000)
+        return run(self, task)
+
+    for replacement in (late, late_compute):
+        device.CudaStream.run = replacement  # type: ignore[method-assign]
+        try:
+            found = _trained(4, zero_dp_strategy=strategy)
+        finally:
+            device.CudaStream.run = run  # type: ignore[method-assign]
+        for name, value in expected.items():
+            assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_delays_on_either_stream_change_no_bit(ranks: RankPool, strategy: str) -> None:
+    ranks.run(1, _delays_change_no_bit, strategy)
+
+
+def _memory() -> None:
+    """At rest the allocator holds what docs/memory.md says; within a step no more than its bound."""
+    width, depth = 512, 6
+    model = TinyModel(width=width, depth=depth).cuda().bfloat16()
+    tokens = batches(1, 1)[0, 0].cuda()
+    loss_of(model, tokens).backward()  # kernels' own memory
+    model.zero_grad()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated() - sum(p.numel() * p.element_size() for p in model.parameters())
+    sharded, optimizer = fully_shard(
+        model, adamw(model.parameters()), fsdp_unit_modules=[Block], mixed_precision_policy=FP32_GRADS
+    )
+    for _ in range(2):
+        loss_of(sharded, tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    sharded.synchronize_param_gather()
+    torch.cuda.synchronize()
+    resting = torch.cuda.memory_allocated() - before
+    whole = sum(group.layout.numel for group in sharded.groups)
+    assert resting == pytest.approx(12 * whole, rel=0.03)
+    torch.cuda.reset_peak_memory_stats()
+    loss_of(sharded, tokens).backward()
+    torch.cuda.synchronize()
+    units = [sum(group.layout.numel for group in unit.groups) for unit in sharded._units]
+    bound = resting + 4 * whole + 6 * units[0] + 8 * max(units[1:])
+    activations = 64 * tokens.numel() * width * depth
+    assert torch.cuda.max_memory_allocated() - before <= bound + activations + 2**20
+
+
+def test_allocator_holds_what_the_formulas_say(ranks: RankPool) -> None:
+    ranks.run(1, _memory)
+
+
+def _graph() -> None:
+    """A whole iteration, forward, backward and reduction, is captured and replayed, and trains as without."""
+    torch.manual_seed(3)
+    model = TinyModel(width=64).cuda()
+    reference = copy.deepcopy(model)
+    tokens = batches(1, 1)[0, 0].cuda()
+    make = lambda p: torch.optim.AdamW(p, lr=1e-2, capturable=True)  # noqa: E731
+    sharded, optimizer = fully_shard(model, make(model.parameters()), fsdp_unit_modules=[Block], cuda_graph_mode=True)
+    reference_optimizer = make(reference.parameters())
+
+    def iteration() -> None:
+        loss_of(sharded, tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            iteration()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        iteration()
+    for _ in range(2):
+        graph.replay()
+    torch.cuda.synchronize()
+    for _ in range(5):
+        loss_of(reference, tokens).backward()
+        reference_optimizer.step()
+        reference_optimizer.zero_grad()
+    weights = main_weights(sharded)
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(weights[name], parameter.detach().cpu(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_full_iteration_is_captured_in_a_graph(ranks: RankPool) -> None:
+    ranks.run(1, _graph)
+
+
+def _registered() -> None:
+    expected = _trained(3)
+    found = _trained(3, nccl_ub=True)
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def test_buffers_registered_with_nccl_change_no_bit(ranks: RankPool) -> None:
+    ranks.run(1, _registered)
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """Has the interface of fused optimizers: bf16 gradients from ``decoupled_grad``, fp32 weights."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.numel():
+                    parameter.sub_(parameter.decoupled_grad.float(), alpha=group["lr"])
+
+
+def _decoupled() -> MegatronFSDP:
+    model = TinyModel(width=64).cuda().bfloat16()
+    sharded, optimizer = fully_shard(
+        model, FusedAdam(model.parameters(), lr=0.1), fsdp_unit_modules=[Block], use_decoupled_grad=True
+    )
+    before = main_weights(sharded)
+    loss_of(sharded, batches(1, 1)[0, 0].cuda()).backward()
+    for entry in sharded.entries():
+        assert local_part(entry.main.decoupled_grad).is_cuda
+    optimizer.step()
+    assert any(not torch.equal(value, before[name]) for name, value in main_weights(sharded).items())
+    return sharded
+
+
+def _runs_decoupled() -> None:
+    assert isinstance(_decoupled(), nn.Module)
+
+
+def test_fused_optimizers_read_decoupled_gradients(ranks: RankPool) -> None:
+    ranks.run(1, _runs_decoupled)
