@@ -107,19 +107,24 @@ class GradientBuffer:
     def reduce(self, grads: list[torch.Tensor | None], device: torch.device, last: bool) -> None:
         """Start reducing a micro-batch's gradients, and those that wait.
 
+        The computation itself places them in the buffer that is reduced, and so has no need of them any more when it
+        goes on: were the stream to do that, they would pile up behind a stream that is late.
+
         Args:
-            grads: Gradient of each parameter, or None for zeros; empty for none at all. The list is emptied when
-                its tensors are placed.
+            grads: Gradient of each parameter, or None for zeros; empty for none at all.
             device: Where the buffers are.
             last: Reduce over the outer axis too.
         """
         if self._partial is not None:
             self.accumulate(grads)
-            grads.clear()
+            placed, self._partial = self._partial, None
+        else:
+            placed = self._pool.scratch(self.layout.numel, self.dtypes.grad_comm, device, for_compute=True)
+            _place(placed, self.layout, grads)
+        grads.clear()
         self._waiting_partial = False
         self._waiting_outer = self._outer is not None and not last
-        waiting, self._partial = self._partial, None
-        self._handles.append(self._stream.run(functools.partial(self._reduce, waiting, grads, device, last)))
+        self._handles.append(self._stream.run(functools.partial(self._reduce, placed, last)))
 
     def reduce_waiting(self, device: torch.device) -> None:
         """Start reducing what waits, over the axes that it waits for."""
@@ -129,17 +134,9 @@ class GradientBuffer:
             self._waiting_outer = False
             self._handles.append(self._stream.run(self._finish))
 
-    def _reduce(
-        self, waiting: torch.Tensor | None, grads: list[torch.Tensor | None], device: torch.device, last: bool
-    ) -> None:
-        if waiting is None:
-            flat = self._pool.scratch(self.layout.numel, self.dtypes.grad_comm, device)
-            self._stream.keep([g for g in grads if g is not None])
-            _place(flat, self.layout, grads)
-            grads.clear()
-        else:
-            self._stream.keep([waiting])
-            flat = self._cast(waiting, self.dtypes.grad_comm)
+    def _reduce(self, placed: torch.Tensor, last: bool) -> None:
+        self._stream.keep([placed])
+        flat = self._cast(placed, self.dtypes.grad_comm)
         if self._factor_before != 1.0:
             flat.mul_(self._factor_before)
         before = self._reduced if self._outer is None else self._inner_sum
@@ -148,7 +145,7 @@ class GradientBuffer:
             total = self._reduced = _sum(before, reduced, self._factor_after)
         else:
             total = self._inner_sum = _sum(before, reduced, 1.0)
-        self._drop([flat, reduced], total, waiting)
+        self._drop([flat, reduced], total, placed)
         if last and self._outer is not None:
             self._finish()
 
@@ -162,18 +159,19 @@ class GradientBuffer:
         self._reduced = _sum(self._reduced, reduced, self._factor_after)
         self._drop([inner_sum, flat, reduced], self._reduced, None)
 
-    def _drop(self, tensors: list[torch.Tensor], keep: torch.Tensor, waiting: torch.Tensor | None) -> None:
+    def _drop(self, tensors: list[torch.Tensor], keep: torch.Tensor, placed: torch.Tensor | None) -> None:
         """Give tensors back to the pool, if they have other memory than ``keep``.
 
         Args:
             tensors: Some may be views of others before them.
             keep: What is kept.
-            waiting: Written by the computation, which gives it back when it has waited for this task.
+            placed: Written by the computation, which gives it back when it has waited for this task.
         """
         done = {_memory(keep)}
-        if waiting is not None and _memory(waiting) not in done:
-            done.add(_memory(waiting))
-            self._spent.append(waiting)
+        if placed is not None and _memory(placed) not in done:
+            done.add(_memory(placed))
+            if self._pool.recycles:
+                self._spent.append(placed)
         for tensor in tensors:
             if _memory(tensor) not in done:
                 done.add(_memory(tensor))

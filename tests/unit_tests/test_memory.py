@@ -168,10 +168,11 @@ def test_peak_of_a_step(measured: dict[tuple, dict[str, int]], case: tuple) -> N
     found, (_, dtype, _, _, compute_delay) = measured[case], case
     bound = _bound(found, dtype)
     assert found["peak"] <= bound
-    if (
-        compute_delay
-    ):  # where there is compute to run beside, what may be in flight is: the bound is no larger than that
-        assert found["peak"] > bound - DTYPES[dtype][0] * found["unit"]
+    if compute_delay:
+        # Where there is compute to run beside, what may be in flight is: the bound is no larger than it has to be. The
+        # gradients' shards are not all there when the most units are.
+        compute, gradient = DTYPES[dtype]
+        assert found["peak"] > bound - compute * found["unit"] - gradient * found["shard"]
 
 
 @pytest.mark.parametrize("case", [case for case in AT_REST if case[0] == "optim_grads_params"], ids=str)

@@ -86,7 +86,7 @@ def _copied(dtype: torch.dtype, strategy: str) -> tuple[dict[str, int], int, int
         group.weights._gather(True)
     with _CountCopies() as reduce:
         grads: list[torch.Tensor | None] = [torch.ones(e.compute.shape, dtype=dtype) for e in group.entries]
-        group.gradients._reduce(None, grads, torch.device("cpu"), True)
+        group.gradients.reduce(grads, torch.device("cpu"), last=True)
         group.gradients.take()
     weights.all_gather, gradients.reduce_scatter = buffer.all_gather, buffer.reduce_scatter
     return (

@@ -1,0 +1,114 @@
+"""The fine-tuning example as a user starts it, with each launcher, and its checkpoint as its README reads it."""
+
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).resolve().parents[2] / "examples" / "finetune"
+SCRIPT = FOLDER / "finetune.py"
+PAGE = (FOLDER / "README.md").read_text()
+STEPS = 20
+SECONDS = 280
+# What the README loads in one process on purpose.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def launch(launcher: list[str], output: Path, *options: str) -> list[str]:
+    """Runs the example in the folder of ``output`` and returns what it printed, by lines."""
+    command = [sys.executable, *launcher, str(SCRIPT), "--steps", str(STEPS), "--output", output.name, *options]
+    result = subprocess.run(
+        command,
+        cwd=output.parent,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result.stdout.splitlines()
+
+
+def losses(lines: list[str], ranks: int) -> list[float]:
+    """The losses that were printed by so many ranks."""
+    found = [re.fullmatch(rf"ranks {ranks}  step +(\d+)  loss (\S+)", line) for line in lines]
+    assert [match and int(match[1]) for match in found] == [1, 10, STEPS], lines
+    return [float(match[2]) for match in found if match]
+
+
+def loss_of_checkpoint(folder: Path) -> float:
+    """Loss, on text of the standard library, of the checkpoint as the README's code reads it into a plain model."""
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+    names: dict = {}
+    exec(code.replace('"finetune_output"', repr(str(folder))), names)  # noqa: S102 - what a reader would run
+    text = Path(re.__file__).read_bytes()[: 8 * 128]
+    tokens = torch.tensor(list(text)).view(8, 128)
+    with torch.no_grad():
+        return names["model"](input_ids=tokens, labels=tokens).loss.item()
+
+
+def accelerate(device: str) -> list[str]:
+    """Accelerate's launcher, as the README calls it."""
+    (options,) = re.findall(rf"^    accelerate launch (--{device} .*) finetune\.py$", PAGE, flags=re.MULTILINE)
+    port = ["--main_process_port", "0"] if device == "multi_gpu" else []
+    return ["-m", "accelerate.commands.launch", *options.split(), *port]
+
+
+def check(lines: list[str], ranks: int, output: Path) -> None:
+    printed = losses(lines, ranks)
+    # It begins as a model that knows nothing: all 256 bytes are as likely.
+    assert printed[0] == pytest.approx(math.log(256), abs=0.2)
+    assert printed[-1] < printed[1] < printed[0] - 1
+    assert loss_of_checkpoint(output) < printed[0] - 1
+
+
+@pytest.mark.timeout(SECONDS)
+def test_with_torchrun(tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    check(launch(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"], output), 2, output)
+    assert {part.name for part in output.glob("*.distcp")} == {"__0_0.distcp", "__1_0.distcp"}
+
+
+@pytest.mark.timeout(SECONDS)
+def test_with_accelerate(tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    check(launch(accelerate("multi_gpu"), output), 2, output)
+
+
+@pytest.mark.timeout(SECONDS)
+def test_with_accelerate_that_starts_one_process(tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    check(launch(accelerate("cpu"), output), 1, output)
+
+
+def save_pretrained(folder: Path) -> None:
+    """A tiny GPT-2, of another make than the example's own model, with a tokenizer."""
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train([str(SCRIPT)], vocab_size=300, show_progress=False)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer).save_pretrained(folder)
+    GPT2LMHeadModel(GPT2Config(vocab_size=300, n_embd=16, n_layer=2, n_head=2, n_positions=128)).save_pretrained(folder)
+
+
+@pytest.mark.timeout(SECONDS)
+def test_with_pretrained_weights_and_no_launcher(tmp_path: Path) -> None:
+    save_pretrained(tmp_path / "pretrained")
+    printed = losses(launch([], tmp_path / "output", "--model", "pretrained"), 1)
+    # At the learning rate for fine-tuning, twenty steps change next to nothing.
+    assert printed == pytest.approx([math.log(300)] * 3, abs=0.2)
+
+
+def test_the_script_is_short() -> None:
+    assert len(SCRIPT.read_text().splitlines()) < 60
+
+
+def test_the_readme_shows_the_line_that_shards() -> None:
+    (line,) = [line for line in SCRIPT.read_text().splitlines() if "fully_shard(" in line]
+    assert line.partition("  #")[0] in PAGE

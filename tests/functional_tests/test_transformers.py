@@ -1,0 +1,293 @@
+"""Models of Hugging Face's transformers, as they are, train sharded as they do unsharded.
+
+They are built from small configurations with random weights: nothing is downloaded. Dropout is off.
+"""
+
+import copy
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_fsdp import fully_shard_model
+from tests.models import (
+    FP32_GRADS,
+    STRATEGIES,
+    assert_same_training,
+    device,
+    full,
+    main_weights,
+    train_reference,
+    train_sharded,
+)
+from tests.ranks import RankPool
+
+STEPS = 10
+VOCABULARY = 61
+MASK = VOCABULARY - 1
+CLASSES = 5
+# Not a power of two, and no multiple of three: parts of ranks begin and end inside of rows.
+WIDTH = 36
+
+
+class Model(NamedTuple):
+    """A model by names, so that transformers is imported in the ranks alone."""
+
+    task: str
+    units: list[str]
+    settings: dict[str, Any]
+
+
+def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """AdamW whose epsilon is above the rounding of gradients.
+
+    Adam divides a gradient by its own size. Where the true gradient is zero (the bias of attention's keys, say), that
+    would make whole steps of rounding, which depends on the order in which ranks and layers are summed up.
+    """
+    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1, eps=1e-5)
+
+
+def language_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """The model's own loss of predicting the next token or, of an encoder and decoder, the input itself."""
+    return model(input_ids=tokens, labels=tokens).loss
+
+
+def masked_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """The model's own loss of guessing every fourth token."""
+    masked = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens) % 4 == 1
+    return model(input_ids=tokens.masked_fill(masked, MASK), labels=tokens.masked_fill(~masked, -100)).loss
+
+
+def image_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """The model's own loss of classifying pictures that are drawn from the tokens, 12 x 12 pixels in 3 colors."""
+    pixels = (tokens / 15 - 2).repeat(1, 27)[:, : 3 * 12 * 12].view(-1, 3, 12, 12)
+    return model(pixel_values=pixels, labels=tokens[:, 0] % CLASSES).loss
+
+
+BODY = {"hidden_size": WIDTH, "intermediate_size": 50, "num_hidden_layers": 3, "num_attention_heads": 4}
+TEXT = BODY | {"vocab_size": VOCABULARY, "max_position_embeddings": 64}
+GROUPED = TEXT | {"num_key_value_heads": 2, "head_dim": 8}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+# More experts than a batch of 32 tokens can fill evenly: test_experts_without_tokens looks that some get none.
+EXPERTS = {"moe_intermediate_size": 12, "num_experts_per_tok": 1}
+T5 = {"vocab_size": VOCABULARY, "d_model": WIDTH, "d_kv": 8, "d_ff": 50, "num_heads": 4, "dropout_rate": 0.0}
+ENCODER_DECODER = T5 | {"num_layers": 2, "num_decoder_layers": 2, "decoder_start_token_id": 0}
+SPARSE = {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "num_experts": 12, "router_jitter_noise": 0.0}
+MODELS = {
+    "llama": Model("LlamaForCausalLM", ["LlamaDecoderLayer"], GROUPED | {"tie_word_embeddings": False}),
+    "llama, tied": Model("LlamaForCausalLM", ["LlamaDecoderLayer"], GROUPED | {"tie_word_embeddings": True}),
+    # Its router's loss is part of the loss.
+    "qwen3-moe": Model(
+        "Qwen3MoeForCausalLM",
+        ["Qwen3MoeDecoderLayer"],
+        GROUPED | EXPERTS | {"num_experts": 40, "output_router_logits": True},
+    ),
+    # Every other layer attends to a window, and every layer to learned sinks.
+    "gpt-oss": Model(
+        "GptOssForCausalLM",
+        ["GptOssDecoderLayer"],
+        GROUPED | EXPERTS | {"num_local_experts": 6, "intermediate_size": 12, "sliding_window": 4},
+    ),
+    "bert": Model("BertForMaskedLM", ["BertLayer"], TEXT | NO_DROPOUT),
+    "vit": Model(
+        "ViTForImageClassification",
+        ["ViTLayer"],
+        BODY | NO_DROPOUT | {"image_size": 12, "patch_size": 4, "num_labels": CLASSES},
+    ),
+    # The first block hands its position bias to all others, and three modules share one embedding.
+    "t5": Model("T5ForConditionalGeneration", ["T5Block"], ENCODER_DECODER),
+    # Every expert is a unit inside a unit, and runs on the ranks whose tokens want it.
+    "switch": Model(
+        "SwitchTransformersForConditionalGeneration",
+        ["SwitchTransformersBlock", "SwitchTransformersDenseActDense"],
+        ENCODER_DECODER | SPARSE,
+    ),
+    "mamba": Model(
+        "MambaForCausalLM",
+        ["MambaBlock"],
+        {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": 3, "state_size": 4},
+    ),
+}
+LOSSES: dict[str, Callable[[nn.Module, torch.Tensor], torch.Tensor]] = {"bert": masked_loss, "vit": image_loss}
+
+
+def build(name: str) -> tuple[nn.Module, list[type[nn.Module]]]:
+    """The model, alike on all ranks, and the classes of its units."""
+    os.environ["HF_HUB_OFFLINE"] = "1"  # some layers look for compiled kernels there
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(0)
+    task = getattr(transformers, MODELS[name].task)
+    model = task(task.config_class(**MODELS[name].settings)).to(device())
+    classes = {type(module).__name__: type(module) for module in model.modules()}
+    return model, [classes[unit] for unit in MODELS[name].units]
+
+
+def batches() -> torch.Tensor:
+    """Tokens, [steps, ranks, 2, 16]: the same in every step, so that they are learned."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, MASK, (1, dist.get_world_size(), 2, 16), generator=generator)
+    return tokens.expand(STEPS, -1, -1, -1).to(device())
+
+
+def _train(name: str, strategy: str) -> None:
+    model, units = build(name)
+    data, loss = batches(), LOSSES.get(name, language_loss)
+    mine = data[0, dist.get_rank()]
+    before = loss(model, mine).item()
+    # Gradients are averages in fp32; ten steps of their rounding make some 1e-6 of the weights.
+    sharded = assert_same_training(
+        model, data, adamw, loss, tolerance=1e-5, fsdp_unit_modules=units, zero_dp_strategy=strategy
+    )
+    sharded.eval()
+    with torch.no_grad():
+        after = loss(sharded, mine).item()
+    assert after < 0.9 * before, f"{before} -> {after}"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_model(ranks: RankPool, name: str) -> None:
+    ranks.run(2, _train, name, "optim_grads_params")
+
+
+@pytest.mark.parametrize("name", ["llama, tied", "qwen3-moe", "switch"])
+def test_model_on_three_ranks(ranks: RankPool, name: str) -> None:
+    ranks.run(3, _train, name, "optim_grads_params")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_strategy(ranks: RankPool, strategy: str) -> None:
+    ranks.run(2, _train, "llama", strategy)
+
+
+def _checkpointing(strategy: str, options: dict[str, Any]) -> None:
+    model, units = build("llama")
+    model.gradient_checkpointing_enable(**options)
+    calls = []
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda *unused: calls.append(1))
+    assert_same_training(
+        model, batches(), adamw, language_loss, tolerance=1e-5, fsdp_unit_modules=units, zero_dp_strategy=strategy
+    )
+    # In forward and in backward: of the reference for every rank's batch, and of the sharded model for this rank's.
+    assert len(calls) == 2 * STEPS * (dist.get_world_size() + 1)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_gradient_checkpointing(ranks: RankPool, strategy: str, reentrant: bool | None) -> None:
+    options = {} if reentrant is None else {"gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
+    ranks.run(2, _checkpointing, strategy, options)
+
+
+def _bf16_reference(compute: nn.Module, data: torch.Tensor) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train a bf16 model on fp32 main weights; returns losses and main weights."""
+    parameters = dict(compute.named_parameters())
+    main = {name: nn.Parameter(p.detach().float()) for name, p in parameters.items()}
+    optimizer = adamw(main.values())
+    losses = []
+    for step in data:
+        total = 0.0
+        for tokens in step:
+            loss = language_loss(compute, tokens)
+            loss.backward()
+            total += loss.item() / len(step)
+            for name, p in parameters.items():
+                grad = p.grad.float() / len(step)
+                main[name].grad = grad if main[name].grad is None else main[name].grad + grad
+                p.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for name, p in parameters.items():
+                p.copy_(main[name])
+        losses.append(total)
+    return losses, {name: p.detach() for name, p in main.items()}
+
+
+def _bf16() -> None:
+    model, units = build("llama")
+    data = batches()
+    fp32_losses = train_reference(copy.deepcopy(model), data, adamw, language_loss)
+    model = model.to(torch.bfloat16)
+    expected_losses, expected = _bf16_reference(copy.deepcopy(model), data)
+    sharded, losses = train_sharded(
+        model, data, adamw, language_loss, fsdp_unit_modules=units, mixed_precision_policy=FP32_GRADS
+    )
+    # What is computed in bf16 is computed alike, bit by bit. What ranks add up they add up in fp32.
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected_losses), rtol=1e-5, atol=1e-5)
+    for name, weight in main_weights(sharded).items():
+        torch.testing.assert_close(
+            weight, expected[name].cpu(), rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+        )
+    # bf16 has 8 bits: 0.4 % in every operation. With fp32 main weights that does not add up over steps.
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(fp32_losses), rtol=0.02, atol=0)
+
+
+def test_bf16_compute(ranks: RankPool) -> None:
+    ranks.run(2, _bf16)
+
+
+def _experts_without_tokens(name: str) -> tuple[int, int]:
+    """How many experts' gradients are missing on this rank, and on all ranks."""
+    model, units = build(name)
+    experts = [p for n, p in model.named_parameters() if "experts" in n]
+    language_loss(model, batches()[0, dist.get_rank()]).backward()
+    here = _missing([p.grad for p in experts])
+    model.zero_grad()
+    sharded = fully_shard_model(model, fsdp_unit_modules=units)
+    language_loss(sharded, batches()[0, dist.get_rank()]).backward()
+    grads = [e.main.grad for e in sharded.entries() if "experts" in e.name]
+    return here, _missing([None if grad is None else full(grad) for grad in grads])
+
+
+def _missing(grads: list[torch.Tensor | None]) -> int:
+    """Gradients that are not there, and of those of several experts, [experts, ...], rows that are zero."""
+    return sum(1 if g is None else int((g.flatten(1) == 0).all(1).sum()) if g.dim() == 3 else 0 for g in grads)
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "switch"])
+def test_experts_without_tokens(ranks: RankPool, name: str) -> None:
+    # What test_model trains has experts that no rank has tokens for, and experts that one rank has tokens for.
+    replies = ranks.run(2, _experts_without_tokens, name)
+    for here, anywhere in replies:
+        assert here > anywhere > 0
+
+
+def _generate() -> None:
+    model, units = build("llama")
+    sharded, _ = train_sharded(model, batches(), adamw, language_loss, fsdp_unit_modules=units)
+    whole, _ = build("llama")
+    whole.load_state_dict(main_weights(sharded))
+    settings = {"do_sample": False, "min_new_tokens": 12, "max_new_tokens": 12, "pad_token_id": 0}
+    prompt = batches()[0, dist.get_rank(), :, :4]
+    torch.testing.assert_close(sharded.module.generate(prompt, **settings), whole.generate(prompt, **settings))
+
+
+def test_generate(ranks: RankPool) -> None:
+    ranks.run(2, _generate)
+
+
+def _save_pretrained(folder: Path) -> None:
+    import transformers
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    model, units = build("llama")
+    sharded, _ = train_sharded(model, batches()[:2], adamw, language_loss, fsdp_unit_modules=units)
+    whole = get_model_state_dict(sharded.module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    weights = main_weights(sharded)
+    if dist.get_rank() == 0:  # where torch leaves the whole tensors
+        model.save_pretrained(folder, state_dict=whole)
+        saved = transformers.LlamaForCausalLM.from_pretrained(folder)
+        for name, parameter in saved.named_parameters():
+            assert torch.equal(parameter, weights[name]), name
+
+
+def test_save_pretrained(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, _save_pretrained, tmp_path)
