@@ -98,7 +98,8 @@ def as_markdown(results: dict[str, dict[str, dict[str, str]]]) -> str:
         "# What works with what",
         "",
         "Made of the tests' results by `make compatibility`. *error*: refused, with a message that says why; empty:",
-        "not tested with this strategy. A test without a strategy of its own counts for `optim_grads_params`, the default.",
+        "not tested with this strategy. A test without a strategy of its own counts for the default,",
+        "`optim_grads_params`.",
     ]
     for device in ("cpu", "cuda"):
         lines += ["", f"## {'CPU, gloo' if device == 'cpu' else 'CUDA, NCCL'}", ""]

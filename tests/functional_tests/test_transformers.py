@@ -20,10 +20,10 @@ from tests.models import (
     STRATEGIES,
     assert_same_training,
     device,
-    full,
     main_weights,
     train_reference,
     train_sharded,
+    whole,
 )
 from tests.ranks import RankPool
 
@@ -243,8 +243,8 @@ def _experts_without_tokens(name: str) -> tuple[int, int]:
     model.zero_grad()
     sharded = fully_shard_model(model, fsdp_unit_modules=units)
     language_loss(sharded, batches()[0, dist.get_rank()]).backward()
-    grads = [e.main.grad for e in sharded.entries() if "experts" in e.name]
-    return here, _missing([None if grad is None else full(grad) for grad in grads])
+    entries = [e for e in sharded.entries() if "experts" in e.name]
+    return here, _missing([None if e.main.grad is None else whole(e, e.main.grad) for e in entries])
 
 
 def _missing(grads: list[torch.Tensor | None]) -> int:
