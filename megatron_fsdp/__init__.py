@@ -8,6 +8,7 @@ from megatron.fsdp import (
     fully_shard,
     fully_shard_model,
     fully_shard_optimizer,
+    register_forward_method,
 )
 
 __all__ = [
@@ -18,4 +19,5 @@ __all__ = [
     "fully_shard",
     "fully_shard_model",
     "fully_shard_optimizer",
+    "register_forward_method",
 ]

@@ -20,6 +20,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # "cuda": the ranks compute on the CUDA device, one rank over NCCL and several over gloo, sharing it.
 DEVICE = os.environ.get("FSDP_TEST_DEVICE", "cpu")
 TIMEOUT = 120.0
+# What tests leave behind in a process, such as threads of process groups, goes with it.
+RUNS_PER_PROCESS = 200
 
 
 class RankFailure(AssertionError):
@@ -31,6 +33,7 @@ class RankPool:
 
     def __init__(self) -> None:
         self._workers: list[tuple[BaseProcess, Connection]] = []
+        self._runs = 0
 
     def run(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Run ``function(*args)`` on ranks 0 to ``world_size - 1`` of a fresh process group.
@@ -41,6 +44,9 @@ class RankPool:
         Raises:
             RankFailure: A rank raised, died or took too long.
         """
+        self._runs += 1
+        if self._runs % RUNS_PER_PROCESS == 0:
+            self.close()
         if DEVICE == "cuda" and not torch.cuda.is_available():
             pytest.skip("FSDP_TEST_DEVICE=cuda, but there is no CUDA device")
         while len(self._workers) < world_size:

@@ -13,6 +13,7 @@ Words, used in this package with one meaning each:
 """
 
 from megatron.fsdp.config import FSDPConfig
+from megatron.fsdp.forward_methods import register_forward_method
 from megatron.fsdp.fully_shard import fully_shard, fully_shard_model, fully_shard_optimizer
 from megatron.fsdp.megatron_fsdp import MegatronFSDP
 from megatron.fsdp.mesh import FSDPDistributedIndex
@@ -26,4 +27,5 @@ __all__ = [
     "fully_shard",
     "fully_shard_model",
     "fully_shard_optimizer",
+    "register_forward_method",
 ]

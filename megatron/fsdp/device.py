@@ -32,6 +32,11 @@ class Handle(ABC):
     def wait(self) -> None:
         """Make the computation that follows wait for the task. On CPU this raises what the task raised."""
 
+    @property
+    def done(self) -> bool:
+        """False if an exception ended the waiting and not the task: it can be waited for again."""
+        return True
+
 
 class Stream(ABC):
     """Runs tasks in order, beside the compute."""
@@ -82,10 +87,19 @@ class _CpuHandle(Handle):
         self._error = error
         self._done.set()
 
+    @property
+    def done(self) -> bool:
+        return self._done.is_set()
+
     def wait(self) -> None:
         self._done.wait()
-        if self._error is not None:
-            raise self._error
+        error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                # The error knows this frame: a frame that knew the error would keep what the task used alive.
+                del error
 
 
 class CpuStream(Stream):

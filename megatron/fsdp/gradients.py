@@ -83,6 +83,13 @@ class GradientBuffer:
         self._spent: list[torch.Tensor] = []
         self._waiting_partial = self._waiting_outer = False
 
+    def rescale(self, ratio: float) -> None:
+        """Multiply gradients that are reduced from now on by ``ratio``, beside what their scaling says."""
+        if self.dtypes.grad_comm == torch.float16:
+            self._factor_before *= ratio
+        else:
+            self._factor_after *= ratio
+
     @property
     def waiting(self) -> bool:
         """See the class."""
@@ -209,9 +216,14 @@ class GradientBuffer:
 
     def wait(self) -> None:
         """Make the compute wait for the reductions that were started."""
-        handles, self._handles = self._handles, []
-        for handle in handles:
-            handle.wait()
+        while self._handles:
+            handle = self._handles[0]
+            try:
+                handle.wait()
+            finally:
+                # A wait that was interrupted leaves a reduction that goes on.
+                if handle.done:
+                    del self._handles[0]
         while self._spent:
             self._pool.give_back(self._spent.pop())
 
@@ -237,13 +249,21 @@ class GradientBuffer:
         self._pool.give_back(taken)
 
     def clear(self) -> None:
-        """Drop everything collected or reduced."""
-        self.wait()
+        """Drop everything collected or reduced, also by reductions on their way, which may fail."""
         self._waiting_partial = self._waiting_outer = False
-        for dropped in (self._partial, self._inner_sum, self._reduced):
-            if dropped is not None:
-                self._pool.give_back(dropped)
-        self._partial = self._inner_sum = self._reduced = None
+        partial, self._partial = self._partial, None
+        if partial is not None:
+            self._pool.give_back(partial)
+        if self._handles:
+            self._handles = [self._stream.run(self._forget)]
+        else:
+            self._forget()
+
+    def _forget(self) -> None:
+        dropped = [total for total in (self._inner_sum, self._reduced) if total is not None]
+        self._inner_sum = self._reduced = None
+        for total in dropped:
+            self._pool.give_back(total)
 
 
 def _sum(total: torch.Tensor | None, reduced: torch.Tensor, factor: float) -> torch.Tensor:

@@ -30,6 +30,7 @@ from megatron.fsdp.partition import (
     check_not_wrapped,
     mark_owner,
     partition,
+    public_name,
     resolve_unit_classes,
     root_modules,
     tensor_parallel_mesh,
@@ -37,12 +38,17 @@ from megatron.fsdp.partition import (
 from megatron.fsdp.pool import AllocatorPool, FixedPool
 from megatron.fsdp.schedule import Limits, Schedule
 from megatron.fsdp.state_dict import copy_part, match_keys, own_part, unsharded_state
-from megatron.fsdp.uneven_dtensor import is_sharded, local_part
+from megatron.fsdp.uneven_dtensor import is_sharded, let_gather, local_part
 from megatron.fsdp.unit import Unit
 from megatron.fsdp.weak import weak_method
 from megatron.fsdp.weights import WeightBuffer
 
 logger = logging.getLogger(__name__)
+
+_READ_AT_REST = (
+    "FSDP: parameters are DTensors except while the forward of their unit runs. To call another method that reads "
+    "them, register it: megatron_fsdp.register_forward_method(module, 'name')."
+)
 
 
 class MegatronFSDP(nn.Module):
@@ -68,6 +74,7 @@ class MegatronFSDP(nn.Module):
         ValueError: The model or a setting is not fit; checked before anything is allocated.
     """
 
+    @torch.inference_mode(False)  # who only evaluates may build it in inference mode, but must be able to gather
     def __init__(
         self,
         module: nn.Module,
@@ -192,7 +199,7 @@ class MegatronFSDP(nn.Module):
         return unit
 
     def _hook_state_dict(self) -> None:
-        names = {id(module): name for name, module in self.named_modules()}
+        names = {id(module): public_name(f"{name}.")[:-1] for name, module in self.named_modules()}
         for module in (self, *root_modules(self.module)):
             module.register_state_dict_pre_hook(weak_method(self._before_state_dict))
             after = functools.partial(weak_method(self._after_state_dict), names[id(module)])
@@ -216,12 +223,27 @@ class MegatronFSDP(nn.Module):
         for group in self.groups:
             yield from group.entries
 
+    def unit_around(self, module: nn.Module) -> Unit | None:
+        """The innermost unit that a part of the wrapped model is in; None if it is no part of it."""
+        path = next((name for name, part in self.module.named_modules() if part is module), None)
+        if path is None:
+            return None
+        # Outer units come before those inside them.
+        around = [unit for unit in self._units if unit.is_root or f"{path}.".startswith(f"{unit.name}.")]
+        return around[-1]
+
     # Running ---------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped model."""
         require_process_group()
-        return self.module(*args, **kwargs)
+        try:
+            return self.module(*args, **kwargs)
+        except BaseException as error:
+            if isinstance(error, RuntimeError) and "DTensor" in str(error):
+                error.add_note(_READ_AT_REST)
+            self._schedule.forward_failed()
+            raise
 
     @property
     def is_last_microbatch(self) -> bool:
@@ -337,34 +359,50 @@ class MegatronFSDP(nn.Module):
         Args:
             force_all_reduce: Accepted as Megatron-Core's wrappers do.
         """
-        self._schedule.reduce_waiting()
-        self._schedule.reset()
-        if self._nccl_memory is not None and self.pool is not None:
-            self._nccl_memory.register(self.pool.allocations)
-        trainable = [group for group in self.groups if group.requires_grad]
-        used = iter(self._used_anywhere([flag for group in trainable for flag in group.used]))
-        for group in trainable:
-            flags = [next(used) for _ in group.entries]
-            group.attach_gradients(flags, self.fsdp_config.zero_unused_gradients)
+        try:
+            self._schedule.reduce_waiting()
+            self._schedule.reset()
+            if self._nccl_memory is not None and self.pool is not None:
+                self._nccl_memory.register(self.pool.allocations)
+            self._attach_gradients()
+        except BaseException:
+            for group in self.groups:
+                group.abandon_gradients()
+            raise
         self.microbatch_count = 0
         self._unsynchronized = False
+
+    def _attach_gradients(self) -> None:
+        groups = [group for group in self.groups if group.requires_grad or group.pending]
+        used = iter(self._used_anywhere(groups))
+        for group in groups:
+            flags = [next(used) for _ in group.entries]
+            group.attach_gradients(flags, self.fsdp_config.zero_unused_gradients)
 
     def finish_waiting_gradients(self) -> None:
         """:meth:`finish_grad_sync`, unless it has been called since the last backward."""
         if self._unsynchronized:
             self.finish_grad_sync()
 
-    def _used_anywhere(self, used_here: list[bool]) -> list[bool]:
-        """For each trainable parameter, whether any rank had a gradient for it."""
+    def _used_anywhere(self, groups: list[ParameterGroup]) -> list[bool]:
+        """For each parameter of ``groups``, whether any rank had a gradient for it."""
+        used_here = [flag for group in groups for flag in group.used]
+        trained = [entry.trained for group in groups for entry in group.entries]
         if self.fsdp_config.zero_unused_gradients or not used_here:
             return used_here
         flags = torch.tensor(used_here, dtype=torch.uint8, device=self.device)
         handle = self._stream.run(functools.partial(_all_reduce_max, self._stream, flags, self._everyone))
         # What is used here is used: reading the flags, which stops the host, is for ranks that miss a gradient.
-        if all(used_here):
+        if all(used for used, needed in zip(used_here, trained, strict=True) if needed):
             return used_here
         handle.wait()
         return [bool(flag) for flag in flags.tolist()]
+
+    def on_any_rank(self, flags: list[bool]) -> list[bool]:
+        """For each flag, whether it is set on any rank. All ranks must call this, with as many flags."""
+        everyone = torch.tensor(flags, dtype=torch.uint8, device=self.device)
+        self._stream.run(functools.partial(_all_reduce_max, self._stream, everyone, self._everyone)).wait()
+        return [bool(flag) for flag in everyone.tolist()]
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
         """Multiply the gradients in ``.grad`` in place.
@@ -402,9 +440,8 @@ class MegatronFSDP(nn.Module):
                 key = prefix + f"module.{name}"[len(path) + 1 if path else 0 :]
                 value = state_dict.get(key)
                 if is_sharded(value):
-                    entry.describe(value)
+                    entry.describe(let_gather(value))
 
-    @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load main weights and buffers; compute weights follow.
 
@@ -420,9 +457,15 @@ class MegatronFSDP(nn.Module):
         """
         if assign:
             raise ValueError("load_state_dict: assign=True would replace the main weights; expected assign=False.")
-        wanted: dict[str, Any] = {f"module.{name}": entry for entry in self.entries() for name in entry.names}
-        wanted |= unsharded_state(self)
-        tied = {f"module.{name}" for e in self.entries() if _any_in(e.names, state_dict) for name in e.names}
+        return self._load(self, "module.", state_dict, strict)
+
+    @torch.no_grad()
+    def _load(self, module: nn.Module, prefix: str, state_dict: Mapping[str, Any], strict: bool) -> Any:
+        """:meth:`load_state_dict` by the names in ``module``'s state dict: ``prefix`` stands before parameters'."""
+        names = {id(entry): [prefix + name for name in entry.names] for entry in self.entries()}
+        wanted: dict[str, Any] = {name: entry for entry in self.entries() for name in names[id(entry)]}
+        wanted |= unsharded_state(module)
+        tied = {name for of_entry in names.values() if any(n in state_dict for n in of_entry) for name in of_entry}
         keys = match_keys({k: v for k, v in wanted.items() if k in state_dict or k not in tied}, state_dict, strict)
         # Nothing is changed before everything is known to fit.
         parts = {k: own_part(wanted[k], state_dict[k], k) for k in keys if isinstance(wanted[k], ParameterEntry)}
@@ -439,10 +482,6 @@ class MegatronFSDP(nn.Module):
 
     def _after_load_state_dict(self, *unused: Any) -> None:
         self.install_optimized_model_weights()
-
-
-def _any_in(names: list[str], state_dict: Mapping[str, Any]) -> bool:
-    return any(f"module.{name}" in state_dict for name in names)
 
 
 def _all_reduce_max(stream: Stream, flags: torch.Tensor, group: dist.ProcessGroup) -> None:

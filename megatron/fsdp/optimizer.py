@@ -1,5 +1,6 @@
 """Makes a torch optimizer update main weights: parameters out, DTensors in, and hooks around the step."""
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,6 +12,7 @@ from megatron.fsdp.megatron_fsdp import MegatronFSDP
 from megatron.fsdp.parameter import ParameterEntry
 from megatron.fsdp.parameter_group import ParameterGroup
 from megatron.fsdp.partition import OWNER
+from megatron.fsdp.state_dict import own_part
 from megatron.fsdp.uneven_dtensor import is_sharded, local_part, make_like
 from megatron.fsdp.weak import weak_method
 
@@ -26,16 +28,20 @@ def owners(parameters: Iterable[nn.Parameter]) -> list[MegatronFSDP]:
     return found
 
 
-def attach_optimizer(optimizer: torch.optim.Optimizer, describe_state: bool = True) -> None:
+def attach_optimizer(
+    optimizer: torch.optim.Optimizer, describe_state: bool = True, needs_gradient: bool = True
+) -> None:
     """Replace the optimizer's parameters by the main weights of the models they belong to, and hook its step.
 
     Parameter groups and their options stay as they are; state for whole parameters (some optimizers create it when
     they are built) becomes state for this rank's parts. A step first finishes the gradients' synchronization, and
     ends with the compute weights out of date, so that they are made of the new main weights before their next use.
+    A second call also takes parameters over that have been added, or sharded, since the first.
 
     Args:
         optimizer: The optimizer.
         describe_state: Its state dicts tell torch.distributed.checkpoint which parts this rank holds.
+        needs_gradient: A step that finds no gradient at all is an error, and not nothing.
 
     Raises:
         ValueError: No parameter belongs to a sharded model, or there is state that cannot be sharded.
@@ -49,9 +55,10 @@ def attach_optimizer(optimizer: torch.optim.Optimizer, describe_state: bool = Tr
     places = {id(e.given): (group, i) for m in models for group in m.groups for i, e in enumerate(group.entries)}
     for options in optimizer.param_groups:
         options["params"] = [_main_weight(optimizer, p, places) for p in options["params"]]
+    _detach(optimizer)
     local = _LocalStep([entry for model in models for entry in model.entries()])
     for model in models:
-        optimizer.register_step_pre_hook(_Before(model))
+        optimizer.register_step_pre_hook(_Before(model, needs_gradient))
     # The optimizer keeps what these need, and they do not keep the optimizer or a model.
     optimizer.register_step_pre_hook(local.before_step)
     optimizer.register_step_post_hook(local.after_step)
@@ -59,6 +66,23 @@ def attach_optimizer(optimizer: torch.optim.Optimizer, describe_state: bool = Tr
         optimizer.register_step_post_hook(_After(model))
     if describe_state:
         optimizer.register_state_dict_post_hook(local.describe_state)
+    for model in models:
+        reshard = _Reshard(model)
+        reshard(optimizer)
+        optimizer.register_load_state_dict_post_hook(reshard)
+
+
+def _detach(optimizer: torch.optim.Optimizer) -> None:
+    """Remove the hooks of an earlier :func:`attach_optimizer`."""
+    for hooks in (
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+        optimizer._optimizer_state_dict_post_hooks,
+        optimizer._optimizer_load_state_dict_post_hooks,
+    ):
+        for key, hook in list(hooks.items()):
+            if isinstance(getattr(hook, "__self__", hook), (_Before, _After, _LocalStep, _Reshard)):
+                del hooks[key]
 
 
 def _main_weight(
@@ -91,14 +115,16 @@ def _closure(args: tuple, kwargs: dict) -> Callable[[], Any] | None:
 
 
 class _Before:
-    """Step pre-hook: finish the model's gradients; refuse a step that would do nothing."""
+    """Step pre-hook: finish the model's gradients; refuse a step that would do nothing if ``needs_gradient``."""
 
-    def __init__(self, model: MegatronFSDP) -> None:
+    def __init__(self, model: MegatronFSDP, needs_gradient: bool) -> None:
         self._finish = weak_method(model.finish_waiting_gradients)
+        self._needs_gradient = needs_gradient
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         self._finish()
-        if _closure(args, kwargs) is not None:  # which computes the gradients
+        # A closure computes the gradients.
+        if not self._needs_gradient or _closure(args, kwargs) is not None:
             return
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if all(p.grad is None and getattr(p, "decoupled_grad", None) is None for p in parameters):
@@ -116,6 +142,35 @@ class _After:
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         self._install()
+
+
+class _Reshard:
+    """Load-state-dict post-hook: state that is whole, or sharded evenly, becomes state for this rank's parts."""
+
+    def __init__(self, model: MegatronFSDP) -> None:
+        self._model = weakref.ref(model)
+
+    def __call__(self, optimizer: torch.optim.Optimizer) -> None:
+        model = self._model()
+        if model is None:
+            return
+        sharded: list[tuple[ParameterEntry, dict, str]] = []
+        for entry in model.entries():
+            state = optimizer.state.get(entry.main, {})
+            for key, value in state.items():
+                if not isinstance(value, torch.Tensor) or not value.dim() or value.shape != entry.main.shape:
+                    continue
+                if is_sharded(value):
+                    sharded.append((entry, state, key))
+                elif not isinstance(value, DTensor):
+                    state[key] = make_like(own_part(entry, value, key).clone(), entry.main)
+        if not sharded:
+            return
+        # A rank may find its part to have the right size where another does not: all of them have to know.
+        differs = [local_part(s[key]).shape != local_part(entry.main).shape for entry, s, key in sharded]
+        for (entry, state, key), other in zip(sharded, model.on_any_rank(differs), strict=True):
+            if other:
+                state[key] = make_like(own_part(entry, state[key].full_tensor(), key).clone(), entry.main)
 
 
 class _LocalStep:

@@ -46,6 +46,7 @@ class ParameterEntry:
             ``compute`` itself.
         main: What the optimizer updates: a Parameter that is a DTensor.
         piece: Which part of it this rank owns.
+        trained: Whether it takes gradients, as of :meth:`follow_freezing`.
         fused: Gradients that kernels wrote by themselves during this backward, in the parameter's shape.
     """
 
@@ -56,10 +57,12 @@ class ParameterEntry:
     given: nn.Parameter = field(init=False)
     main: nn.Parameter = field(init=False)
     piece: Piece = field(init=False)
+    trained: bool = field(init=False)
     fused: list[torch.Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.given = self.compute
+        self.trained = self.compute.requires_grad
 
     @property
     def key(self) -> GroupKey:
@@ -119,6 +122,16 @@ class ParameterEntry:
         self.compute = replacement
         for module, attribute in self.sites:
             module._parameters[attribute] = replacement
+
+    def follow_freezing(self) -> bool:
+        """Freeze or unfreeze main and compute weight as the user has done with one of them; True if that is new."""
+        wanted = not self.trained
+        if wanted not in (self.main.requires_grad, self.compute.requires_grad):
+            return False
+        self.trained = wanted
+        self.main.requires_grad_(wanted)
+        self.compute.requires_grad_(wanted)
+        return True
 
     def take_gradient(self) -> torch.Tensor | None:
         """Take this micro-batch's gradient off the parameter: in its local shape, None if there is none."""

@@ -18,7 +18,7 @@ from megatron.fsdp.parameter import ParameterEntry
 from megatron.fsdp.pool import Pool
 from megatron.fsdp.precision import MixedPrecisionPolicy
 from megatron.fsdp.strategy import UNSHARDED, Sharding
-from megatron.fsdp.uneven_dtensor import local_part, make_dtensor
+from megatron.fsdp.uneven_dtensor import let_gather, local_part, make_dtensor
 from megatron.fsdp.weak import weak_method
 from megatron.fsdp.weights import WeightBuffer
 
@@ -66,8 +66,10 @@ class ParameterGroup:
         environment: What all groups of the model share.
 
     Attributes:
+        requires_grad: Whether any of the parameters takes gradients.
         adopted: Whether the parameters have values; those on the meta device have none until :meth:`adopt`.
         used: For each parameter, whether this rank has had a gradient for it since the last synchronization.
+        pending: Gradients were handed over since then, if only zeros.
     """
 
     def __init__(self, entries: list[ParameterEntry], environment: Environment) -> None:
@@ -102,6 +104,7 @@ class ParameterGroup:
         )
         self.used = [False] * len(entries)
         self._handed: torch.Tensor | None = None
+        self.pending = False
         self._take_over()
 
     @property
@@ -115,20 +118,22 @@ class ParameterGroup:
         Parameters on the meta device have no values: they get memory, and :meth:`adopt` follows when it is filled.
         """
         values = [None if e.is_meta else e.local_value for e in self.entries]
-        self.weights.load(values)
-        for i, entry in enumerate(self.entries):
-            entry.point_to(self.weights.compute.views[i])
+        for entry, view in zip(self.entries, self.weights.load(values, self.entries[0].key.dtype), strict=True):
+            entry.point_to(view)
         self.adopted = False
         if all(value is not None for value in values):
             self.adopt()
 
     def adopt(self) -> None:
-        """What is in the compute weights now are the parameters' values: make main weights of them."""
+        """What the parameters point to now are their values: make main weights of them."""
         self.adopted = True
         self.weights.adopt()
         for i, entry in enumerate(self.entries):
+            if entry.key.dtype != self.dtypes.compute:
+                entry.point_to(self.weights.compute.views[i])
             entry.piece = self._piece(i)
             entry.main = nn.Parameter(self._as_dtensor(self.weights.main, i), requires_grad=self.requires_grad)
+            let_gather(entry.main)
             # Frameworks mark parameters with attributes, and read them from whichever the optimizer holds.
             for name, value in vars(entry.compute).items():
                 if not callable(value):
@@ -176,9 +181,17 @@ class ParameterGroup:
             for module, attribute in entry.sites:
                 module._parameters[attribute] = parameter
 
+    def follow_freezing(self) -> bool:
+        """Freeze and unfreeze what the user has frozen and unfrozen; True if that is new."""
+        changed = any([entry.follow_freezing() for entry in self.entries])
+        self.requires_grad = any(entry.trained for entry in self.entries)
+        return changed
+
     def collect_gradients(self) -> list[torch.Tensor | None]:
         """Take this micro-batch's gradients off the parameters: one per parameter, None where there is none."""
         grads = [entry.take_gradient() for entry in self.entries]
+        # As in torch, what was frozen since forward gets none.
+        grads = [grad if e.main.requires_grad else None for e, grad in zip(self.entries, grads, strict=True)]
         if self._env.report_nan:
             for entry, grad in zip(self.entries, grads, strict=True):
                 _require_finite(entry.name, grad)
@@ -189,6 +202,7 @@ class ParameterGroup:
         grads = self.collect_gradients()
         self._recover_handed()
         self.used = [used or grad is not None for used, grad in zip(self.used, grads, strict=True)]
+        self.pending = True
         if last or self.sharding.inner.shards_gradients:
             self.gradients.reduce(grads, self.device, last)
             return True
@@ -225,19 +239,19 @@ class ParameterGroup:
         """Add what was reduced to the main weights' ``.grad``.
 
         Args:
-            adopted: Whether the parameters have values; those on the meta device have none until :meth:`adopt`.
-        used: For each parameter, whether any rank had a gradient for it.
-            zero_unused: Give the others zeros instead of nothing.
+            used: For each parameter, whether any rank had a gradient for it.
+            zero_unused: Give the others zeros instead of nothing, unless they are frozen.
         """
         self.used = [False] * len(self.entries)
         self._recover_handed()
+        self.pending = False
         reduced = self.gradients.take()
         if reduced is None and zero_unused:
             reduced = torch.zeros_like(self.weights.main)
         if reduced is None:
             return
         for i, entry in enumerate(self.entries):
-            if not used[i] and not zero_unused:
+            if not used[i] and not (zero_unused and entry.trained):
                 continue
             self._handed = reduced if self._env.pool.recycles else None
             grad, before = self._as_dtensor(reduced, i), getattr(entry.main, self._env.grad_attribute, None)
@@ -259,12 +273,19 @@ class ParameterGroup:
 
     def clear_gradients(self) -> None:
         """Drop gradients in every form."""
-        self.gradients.clear()
-        self.used = [False] * len(self.entries)
+        self.abandon_gradients()
         for entry in self.entries:
-            entry.compute.grad = entry.main.grad = None
+            entry.main.grad = None
             if hasattr(entry.main, self._env.grad_attribute):
                 setattr(entry.main, self._env.grad_attribute, None)
+
+    def abandon_gradients(self) -> None:
+        """Drop gradients that are not synchronized yet."""
+        self.gradients.clear()
+        self.used = [False] * len(self.entries)
+        self.pending = False
+        for entry in self.entries:
+            entry.compute.grad = None
             entry.fused.clear()
 
 

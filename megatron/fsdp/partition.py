@@ -2,6 +2,7 @@
 
 import difflib
 import importlib
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,9 @@ from megatron.fsdp.precision import MixedPrecisionPolicy
 
 # The one attribute that the engine sets on parameters: a weak reference to the MegatronFSDP that owns them.
 OWNER = "_fsdp_owner"
+
+# torch's wrapper for activation checkpointing leaves this part of a name out of parameters' names and state dicts.
+_CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."
 
 UnitClasses = Sequence[type[nn.Module] | str]
 
@@ -161,7 +165,7 @@ def partition(module: nn.Module, unit_classes: tuple[type[nn.Module], ...], ever
         for attribute, parameter in owner._parameters.items():
             if parameter is None:
                 continue
-            full_name = f"{name}.{attribute}" if name else attribute
+            full_name = public_name(f"{name}.{attribute}" if name else attribute)
             entry = entries.get(id(parameter))
             if entry is None:
                 entries[id(parameter)] = ParameterEntry(full_name, parameter, [(owner, attribute)], [full_name])
@@ -176,11 +180,26 @@ def partition(module: nn.Module, unit_classes: tuple[type[nn.Module], ...], ever
     return root
 
 
+def public_name(name: str) -> str:
+    """The name that a model's state dict has for a parameter or buffer."""
+    return name.replace(_CHECKPOINT_PREFIX, "")
+
+
 def _is_unit(
     module: nn.Module, path: tuple[UnitPart, ...], classes: tuple[type[nn.Module], ...], every_module: bool
 ) -> bool:
+    if compiled_module(path[-1].module) is module:
+        return False  # the unit is what torch.compile has put around it
+    if isinstance(module, classes) or isinstance(compiled_module(module), classes):
+        return True
     inside_unit = len(path) > 1
-    return isinstance(module, classes) or (every_module and inside_unit and bool(module._parameters))
+    return every_module and inside_unit and bool(module._parameters)
+
+
+def compiled_module(module: nn.Module) -> nn.Module | None:
+    """The module that ``torch.compile(module)`` has wrapped; None if ``module`` is nothing of that kind."""
+    dynamo = sys.modules.get("torch._dynamo")  # importing it takes seconds, and nobody compiles without it
+    return module._orig_mod if dynamo is not None and isinstance(module, dynamo.OptimizedModule) else None
 
 
 def _find_units(

@@ -19,12 +19,13 @@ class Dtypes:
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """Dtypes of main weights and gradients. The compute dtype is the dtype the model's parameters have.
+    """Dtypes of main weights, gradients and compute weights. None: the dtype that the model's parameters have.
 
     Attributes:
-        main_params_dtype: What the optimizer updates. None: the compute weights are the main weights.
-        main_grads_dtype: What gradients are accumulated in. None: the compute dtype.
+        main_params_dtype: What the optimizer updates. None: the model's dtype; its values are kept as they are.
+        main_grads_dtype: What gradients are accumulated in. None: the model's dtype.
         grad_comm_dtype: What gradients are reduced in. None: ``main_grads_dtype``.
+        compute_dtype: What forward and backward compute with. None: the model's dtype.
 
     Raises:
         ValueError: A dtype is not a floating-point dtype of 16 bits or more, or two dtypes do not fit together.
@@ -33,6 +34,7 @@ class MixedPrecisionPolicy:
     main_params_dtype: torch.dtype | None = torch.float32
     main_grads_dtype: torch.dtype | None = None
     grad_comm_dtype: torch.dtype | None = None
+    compute_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -42,27 +44,28 @@ class MixedPrecisionPolicy:
                 raise ValueError(f"MixedPrecisionPolicy.{field.name}: expected None or one of {expected}; got {dtype}.")
         _reject_mixed_halves("main_grads_dtype", self.main_grads_dtype, "grad_comm_dtype", self.grad_comm_dtype)
 
-    def resolve(self, compute: torch.dtype, name: str) -> Dtypes:
-        """The dtypes of a group of parameters whose compute dtype is ``compute``.
+    def resolve(self, given: torch.dtype, name: str) -> Dtypes:
+        """The dtypes of a group of parameters that have dtype ``given``.
 
         Args:
-            compute: Dtype of the model's parameters.
+            given: Dtype of the model's parameters.
             name: Name of a parameter of the group, for error messages.
 
         Raises:
-            ValueError: ``compute`` is not supported, or the main weights would be narrower than the compute weights.
+            ValueError: ``given`` is not supported, or the main weights would be narrower than the compute weights.
         """
-        if compute not in _WIDTH:
+        if given not in _WIDTH:
             expected = ", ".join(str(d) for d in _WIDTH)
-            raise ValueError(f"Parameter {name}: expected a dtype out of {expected}; got {compute}.")
-        main_params = self.main_params_dtype or compute
+            raise ValueError(f"Parameter {name}: expected a dtype out of {expected}; got {given}.")
+        compute = self.compute_dtype or given
+        main_params = self.main_params_dtype or given
         if _WIDTH[main_params] < _WIDTH[compute]:
             raise ValueError(
                 f"Parameter {name}: main weights must be at least as wide as compute weights, but main_params_dtype "
-                f"is {main_params} and the parameter is {compute}. Convert the model or widen main_params_dtype."
+                f"is {main_params} and they compute in {compute}. Convert the model or widen main_params_dtype."
             )
         _reject_mixed_halves("main_params_dtype", main_params, f"parameter {name}", compute)
-        main_grads = self.main_grads_dtype or compute
+        main_grads = self.main_grads_dtype or given
         _reject_mixed_halves("main_grads_dtype", main_grads, f"parameter {name}", compute)
         return Dtypes(compute, main_params, main_grads, self.grad_comm_dtype or main_grads)
 

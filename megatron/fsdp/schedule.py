@@ -1,6 +1,7 @@
 """What to gather next, what to reduce when, and how much may be in flight."""
 
 import logging
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,7 +36,8 @@ class Schedule:
     """Drives the units of one model through forward and backward passes.
 
     The plan of the first pass is guessed from the order in which modules are registered. What the computation asks
-    for in the first forward and backward is recorded, compared between ranks, and is the plan from then on.
+    for in the first forward and backward is recorded, compared between ranks, and is the plan from then on; when
+    parameters were frozen or unfrozen, what it asks for then.
 
     Args:
         units: All units; the root first, then in the order of registration.
@@ -60,13 +62,12 @@ class Schedule:
         self._index = {id(unit): i for i, unit in enumerate(units)}
         self._exchange = exchange
         self._on_backward_end = weak_method(on_backward_end)
-        forward = self._guess_forward(0)
-        # The root, and the unit that forward ends with, are still gathered when backward begins.
-        kept = (Op(OpKind.GATHER, 0), forward[-1])
-        self._forward = self._plan(forward)
-        self._backward = self._plan([op for op in self._guess_backward(0) if op not in kept])
+        self._forward = self._plan(self._guess_forward(0))
+        self._backward = self._guessed_backward()
+        self._adopted: dict[tuple[bool, ...], Plan] = {}
         self._recording = True
         self._in_backward = False
+        self._end_of_backward: Callable[[], object] = lambda: None
         self._primed = False
         self._kept: Unit | None = None
         self._reducing: deque[Unit] = deque()
@@ -84,6 +85,22 @@ class Schedule:
         for child in reversed(self.units[i].children):
             ops += self._guess_backward(self._index[id(child)])
         return [*ops, Op(OpKind.REDUCE, i)] if self.units[i].trainable else ops
+
+    def _guessed_backward(self) -> Plan:
+        # The root, and the unit that forward ends with, are still gathered when backward begins.
+        kept = [Op(OpKind.GATHER, 0), self._forward.asked[-1]]
+        kept += [Op(OpKind.GATHER, i) for i, unit in enumerate(self.units) if unit.keeps_weights]
+        return self._plan([op for op in self._guess_backward(0) if op not in kept])
+
+    def _follow_freezing(self) -> None:
+        """Plan the backward for the units that take gradients now, if others did before."""
+        if any([unit.follow_freezing() for unit in self.units]):
+            known = self._adopted.get(self._trainable())
+            self._backward = known or self._guessed_backward()
+            self._recording = known is None
+
+    def _trainable(self) -> tuple[bool, ...]:
+        return tuple(unit.trainable for unit in self.units)
 
     def _plan(self, asked: list[Op]) -> Plan:
         return Plan(asked, distance=self.limits.gathered - 1 if self.limits.prefetch else 0)
@@ -104,8 +121,9 @@ class Schedule:
                 "FSDP: ranks ran different units in the first iteration, in orders that cannot be merged. "
                 "Communication follows the order in which the modules are registered."
             )
-            return
-        self._forward, self._backward = self._plan(forward), self._plan(backward)
+        else:
+            self._forward, self._backward = self._plan(forward), self._plan(backward)
+        self._adopted[self._trainable()] = self._backward
 
     # Passes ----------------------------------------------------------------------------------------------------
 
@@ -119,13 +137,26 @@ class Schedule:
     def reset(self) -> None:
         """Bring every unit to rest, whatever was going on."""
         if self._in_backward:
-            logger.warning("FSDP: the last backward did not end; its gradients are dropped.")
+            logger.warning(
+                "FSDP: the last backward did not end. Its gradients are dropped, and with them those of earlier "
+                "micro-batches that were not synchronized yet."
+            )
         for unit in self.units:
             if self._in_backward:
-                unit.drop_gradients()
+                unit.abandon_gradients()
             unit.abandon()
         self._kept = None
         self._primed = self._in_backward = False
+        self._reducing.clear()
+
+    def forward_failed(self) -> None:
+        """See :class:`megatron.fsdp.unit.UnitListener`. A backward that recomputes goes on, or fails itself."""
+        if not self._in_backward or self._backward_failed():
+            self.reset()
+
+    def _backward_failed(self) -> bool:
+        """True if an exception ended the last backward: autograd then drops the callback at its end."""
+        return self._in_backward and (torch._C._current_graph_task_id() == -1 or self._end_of_backward() is None)
 
     def show_main(self) -> None:
         """Make main weights the model's parameters, also of units that are gathered."""
@@ -134,8 +165,6 @@ class Schedule:
 
     def begin_forward(self) -> None:
         """The model is about to run."""
-        if self._in_backward and torch._C._current_graph_task_id() == -1:
-            self.reset()
         if self._in_backward:
             return
         for unit in self.units:
@@ -143,6 +172,7 @@ class Schedule:
             if unit.state in (WeightState.FORWARD, WeightState.BACKWARD):
                 unit.abandon()
         self._release_kept()
+        self._follow_freezing()
         if not self._primed:
             self._forward.restart()
         self._primed = False
@@ -154,14 +184,17 @@ class Schedule:
 
     def begin_backward(self) -> None:
         """The first gradient of a backward has arrived."""
+        if self._backward_failed():
+            self.reset()
         if self._in_backward:
             return
         self._in_backward = True
         self._backward.restart()
         for unit in self.units:
             unit.new_backward()
-        engine = torch.autograd.Variable._execution_engine
-        engine.queue_callback(weak_method(self.finish_backward))
+        callback = weak_method(self.finish_backward)
+        self._end_of_backward = weakref.ref(callback)
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
 
     def finish_backward(self) -> None:
         """Backward has ended: release and reduce what is left, in the order of the plan."""
@@ -185,6 +218,8 @@ class Schedule:
 
     def before_forward(self, unit: Unit) -> bool:
         """See :class:`megatron.fsdp.unit.UnitListener`."""
+        if self._backward_failed():
+            self.reset()
         if unit.is_root:
             self.begin_forward()
         grad = torch.is_grad_enabled()
@@ -211,7 +246,7 @@ class Schedule:
         if unit.state is not WeightState.FORWARD:
             return False
         grad = torch.is_grad_enabled()
-        if unit.is_root and grad:
+        if grad and (unit.is_root or unit.keeps_weights):
             unit.to(WeightState.GATHERED)
         elif grad and (self._in_backward or self._forward.asked[-1].unit == self._index[id(unit)]):
             # Backward begins with the unit that forward ends with.
@@ -300,8 +335,10 @@ class Schedule:
             plan.issued += 1
 
     def _full(self) -> bool:
-        gathered = sum(u.temporary and not u.is_root and u.state is not WeightState.RESTING for u in self.units)
-        return gathered >= self.limits.gathered
+        others = [u for u in self.units if u.temporary and not u.is_root and u.state is not WeightState.RESTING]
+        # Those that are kept for backward wait for it and for no place.
+        gathered = [u for u in others if not (u.keeps_weights and u.state is WeightState.GATHERED)]
+        return len(gathered) >= self.limits.gathered
 
     def _issue_reduction(self, unit: Unit) -> None:
         unit.reduced = True

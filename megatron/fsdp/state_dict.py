@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.parameter import ParameterEntry
+from megatron.fsdp.partition import public_name
 from megatron.fsdp.uneven_dtensor import is_sharded, local_part
 
 
@@ -48,7 +49,7 @@ def unsharded_state(module: nn.Module) -> dict[str, torch.Tensor | nn.Module]:
     """What a module's state dict has besides parameters, by name: buffers, and modules that keep extra state."""
     state: dict[str, torch.Tensor | nn.Module] = {}
     for path, part in module.named_modules():
-        prefix = f"{path}." if path else ""
+        prefix = public_name(f"{path}." if path else "")
         for name, buffer in part.named_buffers(recurse=False):
             if name not in part._non_persistent_buffers_set:
                 state[prefix + name] = buffer

@@ -1,11 +1,14 @@
 """DTensors whose shards have sizes of their own: a rank's part is what the layout gives it, not an even chunk."""
 
 import functools
+import math
 import weakref
-from collections.abc import Sequence
-from typing import TypeGuard
+from collections.abc import Callable, Sequence
+from typing import Any, TypeGuard
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,7 +30,86 @@ def make_dtensor(
         placements: One per axis of the mesh. ``Shard(0)`` stands for as many rows per rank as each has.
     """
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+    dtensor = DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+    return let_gather(dtensor)
+
+
+def let_gather[T: torch.Tensor](dtensor: T) -> T:
+    """Make three methods of this very object right for parts of any size: torch's own expect even ones.
+
+    ``full_tensor()`` and ``redistribute()`` to replicas gather them, as checkpoints of whole tensors do, and
+    ``copy.deepcopy`` copies them.
+    """
+    if is_sharded(dtensor):
+        methods = _Uneven(dtensor)
+        dtensor.full_tensor = methods.full_tensor  # type: ignore[method-assign]
+        dtensor.redistribute = methods.redistribute  # type: ignore[method-assign, assignment]
+        dtensor.__deepcopy__ = methods.deepcopy  # type: ignore[method-assign]
+    return dtensor
+
+
+class _Uneven:
+    """What :func:`let_gather` puts in place of methods of a DTensor, which it does not keep."""
+
+    def __init__(self, dtensor: DTensor) -> None:
+        self._reference: Callable[[], DTensor | None] = weakref.ref(dtensor)
+
+    def __reduce__(self) -> tuple:
+        # The memory of what is unpickled is not known here.
+        return object.__new__, (_Uneven,), {"_reference": None}
+
+    @property
+    def _dtensor(self) -> DTensor:
+        dtensor = self._reference() if self._reference is not None else None
+        if dtensor is None:
+            raise NotImplementedError("An unpickled DTensor does not know its parts; load it into a model first.")
+        return dtensor
+
+    def full_tensor(self, *, grad_placements: object = None) -> torch.Tensor:
+        """The whole tensor, on every rank of the mesh, all of which must call this. Not differentiable."""
+        return gather_whole(self._dtensor)
+
+    def redistribute(self, device_mesh: object = None, placements: Sequence[Placement] = (), **options: Any) -> DTensor:
+        """The whole tensor as a DTensor that is replicated over the mesh."""
+        dtensor = self._dtensor
+        if len(placements) != len(dtensor.placements) or not all(p.is_replicate() for p in placements):
+            raise NotImplementedError(f"redistribute: only Replicate() on every axis is supported; got {placements}.")
+        return DTensor.from_local(self.full_tensor(), dtensor.device_mesh, placements, run_check=False)
+
+    def deepcopy(self, memo: dict) -> torch.Tensor:
+        """A DTensor, or Parameter, like this one, with memory of its own."""
+        dtensor = self._dtensor
+        copied = make_like(local_part(dtensor).detach().clone(), dtensor)
+        if isinstance(dtensor, nn.Parameter):
+            return let_gather(nn.Parameter(copied, requires_grad=dtensor.requires_grad))
+        return copied.requires_grad_(dtensor.requires_grad)
+
+
+def gather_whole(dtensor: DTensor) -> torch.Tensor:
+    """The tensor whose parts ranks hold, in rank order along each axis that it is sharded over. A collective."""
+    mesh, shape = dtensor.device_mesh, tuple(dtensor.shape)
+    whole = local_part(dtensor).detach().to(mesh.device_type)
+    for axis, placement in enumerate(dtensor.placements):
+        if not placement.is_replicate():
+            dim = placement.dim  # type: ignore[attr-defined]
+            others = math.prod(n for d, n in enumerate(shape) if d != dim)
+            size = whole.numel() // others if others else shape[dim]
+            whole = whole.reshape(*shape[:dim], size, *shape[dim + 1 :]) if dim else whole.reshape(-1)
+            whole = torch.cat(_gather_parts(whole, dim, mesh.get_group(axis)), dim)
+    return whole.reshape(shape)
+
+
+def _gather_parts(part: torch.Tensor, dim: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """Every rank's part, in rank order; they differ in size along ``dim``."""
+    sizes = [torch.zeros(1, dtype=torch.int64, device=part.device) for _ in range(group.size())]
+    dist.all_gather(sizes, torch.tensor([part.shape[dim]], dtype=torch.int64, device=part.device), group=group)
+    lengths = [int(size) for size in sizes]
+    shape = (*part.shape[:dim], max(lengths), *part.shape[dim + 1 :])
+    padded = part.new_zeros(shape)
+    padded.narrow(dim, 0, part.shape[dim]).copy_(part)
+    parts = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(parts, padded, group=group)
+    return [p.narrow(dim, 0, length) for p, length in zip(parts, lengths, strict=True)]
 
 
 def is_sharded(value: object) -> TypeGuard[DTensor]:

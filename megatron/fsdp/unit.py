@@ -1,9 +1,11 @@
 """One FSDP unit: the parameters of a module that are gathered and released together, its lifecycle and its hooks."""
 
 import dataclasses
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import Enum
 from typing import Any, Protocol
 
@@ -13,7 +15,7 @@ from torch.utils._pytree import tree_map
 
 from megatron.fsdp.parameter_group import ParameterGroup
 from megatron.fsdp.pool import Slot
-from megatron.fsdp.weak import weak_method
+from megatron.fsdp.weak import eager, weak_method
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +51,9 @@ class UnitListener(Protocol):
     def after_forward(self, unit: "Unit") -> bool:
         """The module has run. True: watch its outputs for the beginning of its backward."""
 
+    def forward_failed(self) -> None:
+        """The root's forward has raised."""
+
     def before_backward(self, unit: "Unit") -> None:
         """The gradient of an output has arrived."""
 
@@ -70,6 +75,7 @@ class Unit:
         calls_done: How many of those have ended their backward.
         took_part: The gradient of an output has arrived in this backward.
         reduced: Gradients were handed over for reduction in this backward.
+        keeps_weights: The weights stay gathered from a forward until its backward, as the root's do.
     """
 
     def __init__(
@@ -83,7 +89,10 @@ class Unit:
         self.calls_done = 0
         self.took_part = False
         self.reduced = False
+        self.keeps_weights = False
         self._listener: Callable[[], UnitListener | None] = lambda: None
+        self._before: Callable[..., Any] = weak_method(self.pre_forward)
+        self._after: Callable[..., Any] = weak_method(self.post_forward)
         self._state = WeightState.RESTING
         self._shows_compute = False
         self._depth = 0
@@ -133,13 +142,14 @@ class Unit:
     def gather(self) -> None:
         """Start gathering compute weights that are not there or not up to date."""
         self.to(WeightState.GATHERING)
-        if self._slot is not None:
-            holder = self._slot.holder() if self._slot.holder is not None else None
-            if holder is not None and holder is not self:
-                holder.make_way(self)
-            self._slot.holder = weakref.ref(self)
-        for group in self.groups:
-            group.weights.gather()
+        with self._resting_after_errors():
+            if self._slot is not None:
+                holder = self._slot.holder() if self._slot.holder is not None else None
+                if holder is not None and holder is not self:
+                    holder.make_way(self)
+                self._slot.holder = weakref.ref(self)
+            for group in self.groups:
+                group.weights.gather()
 
     @property
     def must_wait(self) -> bool:
@@ -165,10 +175,20 @@ class Unit:
 
     def use(self, state: WeightState) -> None:
         """Wait for the gather and make the compute weights the module's parameters."""
-        for group in self.groups:
-            group.weights.wait()
+        with self._resting_after_errors():
+            for group in self.groups:
+                group.weights.wait()
         self.to(state)
         self.show(compute=True)
+
+    @contextmanager
+    def _resting_after_errors(self) -> Iterator[None]:
+        """Weights that could not be gathered must not look as if they were."""
+        try:
+            yield
+        except BaseException:
+            self.abandon()
+            raise
 
     def release(self) -> None:
         """Nothing reads the compute weights any more."""
@@ -189,6 +209,10 @@ class Unit:
             self._shows_compute = compute
             for group in self.groups:
                 group.show(compute)
+
+    def follow_freezing(self) -> bool:
+        """Freeze and unfreeze what the user has frozen and unfrozen; True if that is new."""
+        return any([group.follow_freezing() for group in self.groups])
 
     def has_gradients(self) -> bool:
         """True if gradients of this micro-batch wait to be collected."""
@@ -229,10 +253,10 @@ class Unit:
         self.calls_done = 0
         self.took_part = self.reduced = False
 
-    def drop_gradients(self) -> None:
-        """Forget this micro-batch's gradients."""
+    def abandon_gradients(self) -> None:
+        """Drop gradients that are not synchronized yet."""
         for group in self.groups:
-            group.collect_gradients()
+            group.abandon_gradients()
 
     # Hooks -----------------------------------------------------------------------------------------------------
 
@@ -245,10 +269,15 @@ class Unit:
                 any of them may be the one that is called.
         """
         self._listener = weakref.ref(listener)
+        self._before, self._after = eager(self._before), eager(self._after)
         for module in modules:
-            module.register_forward_pre_hook(weak_method(self.pre_forward), prepend=True, with_kwargs=True)
+            if module._compiled_call_impl is not None:
+                # What module.compile() has made would call hooks inside of the graph: let it run between them.
+                module._compiled_call_impl = as_forward(self, module, module._compiled_call_impl)
+                continue
+            module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
             # Also after an exception: checkpointing stops a recomputed forward by raising one.
-            module.register_forward_hook(weak_method(self.post_forward), with_kwargs=True, always_call=True)
+            module.register_forward_hook(self._after, with_kwargs=True, always_call=True)
 
     def pre_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """Hook: the module is about to run."""
@@ -274,6 +303,20 @@ class Unit:
                 if tensor.grad_fn is not None:
                     tensor.register_hook(weak_method(self.pre_backward))
 
+    def call(self, module: nn.Module, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        """Run another function of the module in the way that its forward is run."""
+        try:
+            args, kwargs = self._before(module, args, kwargs) or (args, kwargs)
+            output = function(*args, **kwargs)
+        except BaseException:
+            self._after(module, args, kwargs, None)
+            listener = self._listener()
+            if listener is not None and self.is_root and not self._depth:
+                listener.forward_failed()
+            raise
+        self._after(module, args, kwargs, output)
+        return output
+
     def pre_backward(self, grad: torch.Tensor) -> None:
         """Hook: the gradient of an output has arrived."""
         listener = self._listener()
@@ -291,7 +334,24 @@ class Unit:
         self._depth = 0
         self.new_pass()
         if self._state is not WeightState.RESTING:
-            self.release()
+            for group in self.groups:
+                group.weights.abandon()
+            self.to(WeightState.RESTING)
+            self.show(compute=False)
+
+
+def as_forward(unit: Unit, module: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, of a module inside the unit, run as a forward of the unit; neither is kept alive."""
+    unit_of, module_of = weakref.ref(unit), weakref.ref(module)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        unit, module = unit_of(), module_of()
+        if unit is None or module is None:
+            return function(*args, **kwargs)
+        return unit.call(module, function, args, kwargs)
+
+    return call
 
 
 class _EndOfBackward(torch.autograd.Function):

@@ -4,6 +4,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 
 def weak_method(method: Callable[..., Any]) -> Callable[..., Any]:
     """A call of a bound method that returns None once the method's object is gone."""
@@ -14,3 +16,8 @@ def weak_method(method: Callable[..., Any]) -> Callable[..., Any]:
         return target(*args, **kwargs) if target is not None else None
 
     return call
+
+
+def eager(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, which torch.compile calls and does not look into: communication has no place in a graph."""
+    return torch.compiler.disable(function)

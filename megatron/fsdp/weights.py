@@ -4,7 +4,7 @@ import functools
 
 import torch
 
-from megatron.fsdp.buffer import FlatBuffer, all_gather
+from megatron.fsdp.buffer import FlatBuffer, all_gather, slot_view
 from megatron.fsdp.device import Handle, Stream
 from megatron.fsdp.layout import Layout
 from megatron.fsdp.mesh import DataParallelAxes
@@ -79,6 +79,7 @@ class WeightBuffer:
                 device=main_device,
                 pin_memory=main_device.type == "cpu" and device.type == "cuda",
             )
+        self._given: torch.Tensor | None = None
         self._current = False
         self._home_current = False
         self._handle: Handle | None = None
@@ -93,20 +94,32 @@ class WeightBuffer:
         """True if compute weights and main weights are the same memory on every rank."""
         return not self._casts and not self.sharding.inner.shards_optimizer
 
-    def load(self, tensors: list[torch.Tensor | None]) -> None:
-        """Put whole parameters into the compute weights, for which there is memory then until :meth:`adopt`.
+    def load(self, tensors: list[torch.Tensor | None], dtype: torch.dtype) -> list[torch.Tensor]:
+        """Put whole parameters where there is memory for them until :meth:`adopt`.
 
         Args:
             tensors: Value of each parameter, on any device, in the order of the layout; None where it is to follow.
+            dtype: Their dtype. Where it is not that of the compute weights, the values stay what they are until
+                main weights are made of them.
+
+        Returns:
+            Where the values are, one view per parameter: the compute weights, if those have the same dtype.
         """
-        self.compute.fill()
-        for view, tensor in zip(self.compute.views, tensors, strict=True):
+        views = self.compute.views
+        if dtype == self.compute.flat.dtype:
+            self.compute.fill()
+        else:
+            self._given = torch.zeros(self.layout.numel, dtype=dtype, device=self.compute.flat.device)
+            views = [slot_view(self._given, self.layout, index) for index in range(len(tensors))]
+        for view, tensor in zip(views, tensors, strict=True):
             if tensor is not None:
                 view.copy_(tensor)
+        return views
 
     def adopt(self) -> None:
-        """Make main weights of the compute weights, which are released if they are temporary."""
-        flat = self.compute.flat
+        """Make main weights of what was loaded. Compute weights are released if they are temporary."""
+        flat = self.compute.flat if self._given is None else self._given
+        self._given = None
         if self._home is not None and self._home is not flat:
             self._home.copy_(flat[self._home_span])
         if self._home is None or self._casts:
@@ -151,10 +164,15 @@ class WeightBuffer:
 
     def wait(self) -> None:
         """Make the compute wait for a gather that was started."""
-        if self._handle is not None:
-            handle, self._handle = self._handle, None
+        if self._handle is None:
+            return
+        handle = self._handle
+        try:
             handle.wait()
-            self._current = True
+        finally:
+            # Interrupting the wait does not stop the gather: the memory is in use until that is over.
+            self._handle = None if handle.done else handle
+        self._current = True
 
     def release(self) -> None:
         """Give back the memory of temporary compute weights, which nothing reads any more."""
@@ -168,6 +186,13 @@ class WeightBuffer:
         if self.temporary and self._handle is not None:
             self._handle = None
             self._stream.run(self.compute.drain)
+
+    def abandon(self) -> None:
+        """As :meth:`release`, in whatever state: a gather on its way may have failed, and is not waited for."""
+        if self._handle is None:
+            self.release()
+        else:
+            self.discard()
 
 
 def _length(span: slice) -> int:

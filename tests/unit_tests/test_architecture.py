@@ -36,7 +36,10 @@ ORDER = [
     "state_dict",
     "megatron_fsdp",
     "optimizer",
+    "forward_methods",
     "fully_shard",
+    "marked",
+    "compat",
     "__init__",
 ]
 # The adapter stands on the engine, in this order; launch on both.

@@ -1,0 +1,58 @@
+"""Methods other than ``forward`` that read parameters: calling one gathers and releases weights as a forward does."""
+
+import difflib
+import functools
+import weakref
+from typing import Any
+
+from torch import nn
+
+from megatron.fsdp.megatron_fsdp import MegatronFSDP
+from megatron.fsdp.optimizer import owners
+from megatron.fsdp.unit import as_forward
+
+
+def register_forward_method(module: nn.Module, method_name: str) -> None:
+    """Make a method of a sharded model usable beside ``forward``.
+
+    Parameters are whole only while the forward of their unit runs. A registered method counts as a forward: of its
+    module's unit or, if the module is no unit, of the unit that it is a part of. Calling it inside of that unit's
+    forward changes nothing.
+
+    Args:
+        module: A part of a sharded model, or the sharded model itself, which then has the wrapped model's method.
+        method_name: Name of the method.
+
+    Raises:
+        ValueError: The module belongs to no sharded model, or has no such method.
+    """
+    wrapper = module if isinstance(module, MegatronFSDP) else None
+    inner = wrapper.module if wrapper is not None else module
+    found = [wrapper] if wrapper is not None else owners(inner.parameters())
+    unit = found[0].unit_around(inner) if len(found) == 1 and found[0] is not None else None
+    if unit is None:
+        raise ValueError(
+            f"register_forward_method: expected a part of a sharded model; got a {type(inner).__name__} that belongs "
+            "to none. Shard the model first."
+        )
+    own = vars(inner).get(method_name)
+    if not callable(own or getattr(type(inner), method_name, None)):
+        nearest = difflib.get_close_matches(method_name, dir(type(inner)), n=1, cutoff=0.5)
+        hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+        raise ValueError(f"register_forward_method: {type(inner).__name__} has no method {method_name!r}.{hint}")
+    call = as_forward(unit, inner, own or _Unbound(inner, method_name))
+    setattr(inner, method_name, call)
+    if wrapper is not None:
+        setattr(wrapper, method_name, call)
+
+
+class _Unbound:
+    """A method of a module that does not keep the module alive."""
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self._module = weakref.ref(module)
+        self._function = getattr(type(module), name)
+        functools.update_wrapper(self, self._function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(self._module(), *args, **kwargs)

@@ -1,0 +1,140 @@
+"""torch's own gradient clipping on the parameters of a sharded model: norms and training of the unsharded one."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
+
+from megatron_fsdp import MegatronFSDP, fully_shard
+from tests.models import STRATEGIES, Block, TinyModel, adamw, batches, device, loss_of, main_weights, whole
+from tests.ranks import RankPool
+
+
+class Uneven(TinyModel):
+    """Begins with a scalar, which every rank has, and has a parameter of one row and one that gets no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        scalar, row = nn.Parameter(torch.tensor(0.9)), nn.Parameter(torch.randn(1, 13))
+        self._parameters = {"scalar": scalar, "row": row, "unused": nn.Parameter(torch.ones(3)), **self._parameters}
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.scalar * self.embedding(tokens) + self.row
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def _value(norm: torch.Tensor) -> torch.Tensor:
+    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).cpu()
+
+
+def _gradients(strategy: str) -> tuple[nn.Module, MegatronFSDP]:
+    torch.manual_seed(3)
+    model = Uneven().to(device())
+    reference = copy.deepcopy(model)
+    sharded, _ = fully_shard(model, adamw(model.parameters()), fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
+    data = batches(1, dist.get_world_size())[0]
+    for tokens in data:
+        (loss_of(reference, tokens) / len(data)).backward()
+    loss_of(sharded, data[dist.get_rank()]).backward()
+    return reference, sharded
+
+
+def _assert_same_gradients(sharded: MegatronFSDP, reference: nn.Module) -> None:
+    for entry in sharded.entries():
+        expected = reference.get_parameter(entry.name).grad
+        assert (entry.main.grad is None) == (expected is None)
+        if expected is not None:
+            torch.testing.assert_close(whole(entry, entry.main.grad), expected.cpu(), rtol=2e-5, atol=1e-7)
+
+
+def _norms(strategy: str) -> None:
+    reference, sharded = _gradients(strategy)
+    # torch has no infinity norm of an empty tensor, which is what a rank may hold of a parameter.
+    whole_everywhere = strategy == "no_shard" or dist.get_world_size() == 1
+    for norm_type in (2.0, 1.0, 3.0, *([math.inf] if whole_everywhere else [])):
+        found, expected = (
+            get_total_norm([p.grad for p in each.parameters() if p.grad is not None], norm_type)
+            for each in (sharded, reference)
+        )
+        torch.testing.assert_close(_value(found), expected.cpu(), rtol=2e-5, atol=0)
+    for foreach in (None, False):
+        found = clip_grad_norm_(sharded.parameters(), 0.5, foreach=foreach)
+        expected = clip_grad_norm_(reference.parameters(), 0.5, foreach=foreach)
+        torch.testing.assert_close(_value(found), expected.cpu(), rtol=2e-5, atol=0)
+        _assert_same_gradients(sharded, reference)
+        for each in (sharded, reference):
+            for parameter in each.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(3.0)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_norms_and_clipped_gradients(ranks: RankPool, strategy: str, world_size: int) -> None:
+    ranks.run(world_size, _norms, strategy)
+
+
+def _values(strategy: str) -> None:
+    reference, sharded = _gradients(strategy)
+    largest = max(float(p.grad.abs().max()) for p in reference.parameters() if p.grad is not None)
+    for foreach, limit in ((None, largest / 2), (False, largest / 5)):
+        clip_grad_value_(sharded.parameters(), limit, foreach=foreach)
+        clip_grad_value_(reference.parameters(), limit, foreach=foreach)
+        _assert_same_gradients(sharded, reference)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_clipped_values(ranks: RankPool, strategy: str) -> None:
+    ranks.run(3, _values, strategy)
+
+
+def _train(strategy: str, how: str) -> None:
+    torch.manual_seed(3)
+    model = Uneven().to(device())
+    reference = copy.deepcopy(model)
+    reference_optimizer = adamw(reference.parameters())
+    sharded, optimizer = fully_shard(
+        model, adamw(model.parameters()), fsdp_unit_modules=[Block], zero_dp_strategy=strategy
+    )
+    for step in batches(4, dist.get_world_size()):
+        for tokens in step:
+            (loss_of(reference, tokens) / len(step)).backward()
+        loss_of(sharded, step[dist.get_rank()]).backward()
+        for each, each_optimizer in ((reference, reference_optimizer), (sharded, optimizer)):
+            if how == "norm":
+                clip_grad_norm_(each.parameters(), max_norm=0.3)
+            else:
+                clip_grad_value_(each.parameters(), clip_value=0.01)
+            each_optimizer.step()
+            each_optimizer.zero_grad()
+    weights = main_weights(sharded)
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(weights[name], parameter.detach().cpu(), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("how", ["norm", "value"])
+def test_training_with_clipping(ranks: RankPool, strategy: str, how: str) -> None:
+    ranks.run(3, _train, strategy, how)
+
+
+def _not_finite(strategy: str) -> None:
+    """One rank's part of one gradient is infinite: every rank sees that the norm is, and may skip its step."""
+    _, sharded = _gradients(strategy)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        parts = [e.main.grad._local_tensor for e in sharded.entries() if e.main.grad is not None and e.main.dim()]
+        next(part for part in parts if part.numel()).fill_(math.inf)
+    with pytest.raises(RuntimeError, match="non-finite"):
+        clip_grad_norm_(sharded.parameters(), 1.0, error_if_nonfinite=True)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES[1:])
+def test_norm_that_is_not_finite_on_one_rank_is_so_on_all(ranks: RankPool, strategy: str) -> None:
+    ranks.run(2, _not_finite, strategy)

@@ -1,0 +1,336 @@
+"""After an exception, wherever it was raised, nothing stays gathered or on its way, and training goes on."""
+
+import copy
+import gc
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import megatron.fsdp.gradients as gradients
+import megatron.fsdp.weights as weights
+from megatron.fsdp.device import CpuStream
+from megatron.fsdp.device import _CpuHandle as CpuHandle
+from megatron_fsdp import MegatronFSDP, fully_shard
+from tests.models import STRATEGIES, Block, TinyModel, adamw, batches, device, loss_of, main_weights
+from tests.ranks import DEVICE, RankPool
+
+
+class Fragile(Block):
+    """A block that raises when it is told to."""
+
+    forward_error: type[BaseException] | None = None
+    backward_error: type[BaseException] | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.up(self.norm(x))
+        if self.forward_error is not None:
+            raise self.forward_error("in forward")
+        if self.backward_error is not None:
+            x.register_hook(self._raise)
+        return self.down(x)
+
+    def _raise(self, grad: torch.Tensor) -> None:
+        assert self.backward_error is not None
+        raise self.backward_error("in backward")
+
+
+class FragileModel(TinyModel):
+    """A model of such blocks, recomputed or not."""
+
+    def __init__(self, recompute: bool = False) -> None:
+        super().__init__(depth=4)
+        self.blocks = nn.ModuleList(Fragile(13) for _ in range(4))
+        self.recompute = recompute
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
+        return self.head(self.norm(x))
+
+
+@contextmanager
+def _failing(model: nn.Module, which: int, where: str, error: type[BaseException]) -> Iterator[None]:
+    block = model.blocks[which]
+    setattr(block, f"{where}_error", error)
+    try:
+        with pytest.raises(error, match=f"in {where}"):
+            yield
+    finally:
+        setattr(block, f"{where}_error", None)
+
+
+def _assert_at_rest(sharded: MegatronFSDP) -> None:
+    """Nothing is gathered, no handle is kept, and no temporary buffer has memory once the stream has done its tasks."""
+    assert [unit.label for unit in sharded._units if unit.state.value != "resting" or unit._depth] == []
+    assert not sharded._schedule._reducing and sharded._schedule._kept is None
+    sharded._stream.run(lambda: None).wait()
+    for group in sharded.groups:
+        assert not group.has_gradients()
+        if group.weights.temporary:
+            assert group.weights._handle is None
+            assert group.weights.compute.flat.untyped_storage().nbytes() == 0
+        for module, attribute in (site for entry in group.entries for site in entry.sites):
+            assert any(getattr(module, attribute) is entry.main for entry in group.entries)
+
+
+def _assert_no_gradients(sharded: MegatronFSDP) -> None:
+    for group in sharded.groups:
+        kept = group.gradients
+        kept.wait()
+        assert kept._reduced is None and kept._partial is None and not kept.waiting and not any(group.used)
+
+
+def _assert_equal(sharded: MegatronFSDP, reference: nn.Module) -> None:
+    found = main_weights(sharded)
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(
+            found[name], parameter.detach().cpu(), rtol=2e-5, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+class Pair:
+    """A model sharded, and unsharded, that live through the same."""
+
+    def __init__(self, strategy: str, recompute: bool = False) -> None:
+        torch.manual_seed(3)
+        self.model = FragileModel(recompute).to(device())
+        self.reference = copy.deepcopy(self.model)
+        self.reference_optimizer = adamw(self.reference.parameters())
+        self.sharded, self.optimizer = fully_shard(
+            self.model, adamw(self.model.parameters()), fsdp_unit_modules=[Block], zero_dp_strategy=strategy
+        )
+
+    def backward(self, data: torch.Tensor, direct: bool = False) -> None:
+        """Forward and backward of one micro-batch per rank."""
+        for tokens in data:
+            (loss_of(self.reference, tokens) / len(data)).backward()
+        loss_of(self.model if direct else self.sharded, data[dist.get_rank()]).backward()
+
+    def step(self) -> None:
+        for optimizer in (self.optimizer, self.reference_optimizer):
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def zero_grad(self) -> None:
+        for optimizer in (self.optimizer, self.reference_optimizer):
+            optimizer.zero_grad()
+
+
+def _train(strategy: str, which: int, where: str, error: type[BaseException], direct: bool) -> None:
+    pair = Pair(strategy)
+    data = batches(steps=5, per_step=dist.get_world_size())
+    for number, step in enumerate(data):
+        if number in (0, 2):  # before there is a recorded plan, and after
+            with _failing(pair.model, which, where, error):
+                loss_of(pair.model if direct else pair.sharded, step[0]).backward()
+            if where == "forward" and not direct:
+                _assert_at_rest(pair.sharded)
+            pair.zero_grad()
+        pair.backward(step, direct)
+        _assert_at_rest(pair.sharded)
+        _assert_no_gradients(pair.sharded)
+        pair.step()
+    _assert_equal(pair.sharded, pair.reference)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_exception_in_a_unit(ranks: RankPool, strategy: str, where: str, error: type[BaseException]) -> None:
+    for which in (0, 1, 3):
+        ranks.run(2, _train, strategy, which, where, error, which == 1)
+
+
+def _recomputed(strategy: str) -> None:
+    pair = Pair(strategy, recompute=True)
+    for step in batches(steps=3, per_step=dist.get_world_size()):
+        loss = loss_of(pair.sharded, step[0])
+        with _failing(pair.model, 1, "forward", KeyError):  # not in forward itself, but where backward repeats it
+            loss.backward()
+        pair.zero_grad()
+        pair.backward(step)
+        _assert_at_rest(pair.sharded)
+        pair.step()
+    _assert_equal(pair.sharded, pair.reference)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_exception_in_a_recomputed_forward(ranks: RankPool, strategy: str) -> None:
+    ranks.run(2, _recomputed, strategy)
+
+
+def _accumulate(strategy: str) -> None:
+    """A micro-batch whose forward raises is as if it had not been: those before and after it count."""
+    pair = Pair(strategy)
+    for step in batches(steps=3, per_step=2 * dist.get_world_size()):
+        with pair.sharded.no_sync():
+            pair.backward(step[:2])
+        with _failing(pair.model, 2, "forward", ValueError):
+            loss_of(pair.sharded, step[0])
+        pair.backward(step[2:])
+        pair.step()
+    _assert_equal(pair.sharded, pair.reference)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_of_other_micro_batches_outlive_an_exception_in_forward(ranks: RankPool, strategy: str) -> None:
+    ranks.run(2, _accumulate, strategy)
+
+
+def _backward_after_backward(strategy: str) -> None:
+    """The backward that follows a failed one belongs to a forward from before: no forward begins in between."""
+    pair = Pair(strategy)
+    for step in batches(steps=3, per_step=dist.get_world_size()):
+        losses = [loss_of(pair.reference, tokens) / len(step) for tokens in step]
+        kept = loss_of(pair.sharded, step[dist.get_rank()])
+        with _failing(pair.model, 1, "backward", ValueError):
+            loss_of(pair.sharded, step[0]).backward()
+        pair.zero_grad()
+        kept.backward()
+        sum(losses).backward()
+        _assert_at_rest(pair.sharded)
+        pair.step()
+    _assert_equal(pair.sharded, pair.reference)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_backward_after_a_failed_backward(ranks: RankPool, strategy: str) -> None:
+    ranks.run(2, _backward_after_backward, strategy)
+
+
+@contextmanager
+def _failing_collective(name: str, number: int) -> Iterator[None]:
+    """The collective raises when it is called for the ``number``-th time, on every rank."""
+    owner = weights if name == "all_gather" else gradients
+    original, calls = getattr(owner, name), 0
+
+    def call(*args: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == number:
+            raise ConnectionError("collective failed")
+        original(*args)
+
+    setattr(owner, name, call)
+    try:
+        with pytest.raises(ConnectionError, match="collective failed"):
+            yield
+    finally:
+        setattr(owner, name, original)
+
+
+def _collective_fails(strategy: str, name: str, direct: bool) -> None:
+    pair = Pair(strategy)
+    data = batches(steps=6, per_step=dist.get_world_size())
+    for number, step in enumerate(data):
+        with _failing_collective(name, 1 + number % 5):
+            loss_of(pair.model if direct else pair.sharded, step[0]).backward()
+        pair.zero_grad()
+        pair.backward(step, direct)
+        _assert_at_rest(pair.sharded)
+        _assert_no_gradients(pair.sharded)
+        pair.step()
+    _assert_equal(pair.sharded, pair.reference)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_failed_reduction_reaches_the_caller(ranks: RankPool, strategy: str) -> None:
+    name = "all_reduce" if strategy == "no_shard" else "reduce_scatter"
+    ranks.run(2, _collective_fails, strategy, name, False)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES[1:])
+@pytest.mark.parametrize("direct", [False, True])
+def test_failed_gather_reaches_the_caller(ranks: RankPool, strategy: str, direct: bool) -> None:
+    ranks.run(2, _collective_fails, strategy, "all_gather", direct)
+
+
+@contextmanager
+def _interrupted_wait(number: int) -> Iterator[None]:
+    """Ctrl-C reaches the main thread where it waits for the ``number``-th time; the task goes on, and takes a while."""
+    wait, run, waits = CpuHandle.wait, CpuStream.run, 0
+
+    def interrupted(self: CpuHandle) -> None:
+        nonlocal waits
+        waits += 1
+        if waits == number:
+            raise KeyboardInterrupt
+        wait(self)
+
+    CpuHandle.wait = interrupted  # type: ignore[method-assign]
+    CpuStream.run = lambda self, task: run(self, lambda: (time.sleep(0.005), task())[1])  # type: ignore
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            yield
+    finally:
+        CpuHandle.wait, CpuStream.run = wait, run  # type: ignore[method-assign]
+
+
+def _interrupted(strategy: str, last: int) -> None:
+    pair = Pair(strategy)
+    for number, step in enumerate(batches(steps=last, per_step=dist.get_world_size()), start=1):
+        with _interrupted_wait(number):
+            loss_of(pair.sharded, step[0]).backward()
+        pair.zero_grad()
+        pair.backward(step)
+        _assert_at_rest(pair.sharded)
+        _assert_no_gradients(pair.sharded)
+        pair.step()
+    _assert_equal(pair.sharded, pair.reference)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the host does not wait for a CUDA stream")
+@pytest.mark.parametrize(("strategy", "last"), [("no_shard", 5), ("optim_grads", 10), ("optim_grads_params", 13)])
+def test_interrupt_while_waiting_for_communication(ranks: RankPool, strategy: str, last: int) -> None:
+    """Five units are gathered in forward, three again in backward, and five are reduced, where the strategy does so."""
+    ranks.run(2, _interrupted, strategy, last)
+
+
+def _raise(*args: Any) -> None:
+    raise ValueError("collective failed")
+
+
+def _freed_after(strategy: str, what: str) -> None:
+    """Nothing but the garbage collector, which is off, could free what an error and its traceback kept in a cycle."""
+    adamw([nn.Parameter(torch.zeros(1))])  # torch's own first optimizer is kept by an import that it tries
+    originals = weights.all_gather, gradients.all_reduce
+    gc.collect()
+    gc.disable()
+    try:
+        pair = Pair(strategy)
+        tokens = batches(1, 1)[0, 0]
+        pair.backward(tokens[None].expand(2, -1, -1))
+        if what == "collective":
+            weights.all_gather = gradients.all_reduce = _raise
+        else:
+            setattr(pair.model.blocks[1], f"{what}_error", ValueError)
+        try:  # pytest.raises would keep the error
+            loss_of(pair.sharded, tokens).backward()
+        except ValueError:
+            failed = True
+        kept = [weakref.ref(t) for g in pair.sharded.groups for t in (g.weights.compute.flat, g.weights.main)]
+        kept += [weakref.ref(each) for each in (pair.sharded, pair.model, *pair.sharded.groups)]
+        del pair
+        deadline = time.monotonic() + 2
+        while any(reference() is not None for reference in kept) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        alive = [type(reference()).__name__ for reference in kept if reference() is not None]
+        assert failed and not alive, alive
+    finally:
+        gc.enable()
+        weights.all_gather, gradients.all_reduce = originals
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+@pytest.mark.parametrize("what", ["forward", "backward", "collective"])
+def test_model_that_is_deleted_after_an_exception_is_freed(ranks: RankPool, strategy: str, what: str) -> None:
+    ranks.run(2, _freed_after, strategy, what)

@@ -1,0 +1,202 @@
+"""Methods other than forward that read parameters, and modules that are called several times in one forward."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model, register_forward_method
+from tests.models import STRATEGIES, Block, adamw, batches, device, loss_of, main_weights, whole
+from tests.ranks import RankPool
+
+
+class Projecting(Block):
+    """A block with methods of its own, one of them of a module inside it."""
+
+    class Gate(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(width))
+
+        def scale(self, x: torch.Tensor) -> torch.Tensor:
+            return x * torch.sigmoid(self.weight)
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.gate = Projecting.Gate(width)
+
+    def project(self, x: torch.Tensor, *, factor: float = 1.0) -> dict[str, torch.Tensor]:
+        return {"up": self.up(x) * factor, "sum": self.norm(x).sum()}
+
+
+class Encoder(nn.Module):
+    """Has no forward that is called: it encodes, decodes, and asks its blocks for projections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(31, 13)
+        self.blocks = nn.ModuleList(Projecting(13) for _ in range(3))
+        self.head = nn.Linear(13, 31)
+
+    def encode(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0].gate.scale(self.embedding(tokens))
+        for block in self.blocks:
+            x = block(x)
+        projected = self.blocks[1].project(x, factor=0.5)
+        return x + projected["up"][..., :13] + 0.01 * projected["sum"]
+
+    def decode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks[2](x))
+
+
+def _loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    logits = model.decode(model.encode(tokens))
+    return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+def _register(sharded: MegatronFSDP) -> None:
+    for name in ("encode", "decode"):
+        register_forward_method(sharded, name)
+    for block in sharded.module.blocks:
+        register_forward_method(block, "project")
+        register_forward_method(block.gate, "scale")
+
+
+def _train(strategy: str) -> None:
+    torch.manual_seed(3)
+    model = Encoder().to(device())
+    reference = copy.deepcopy(model)
+    reference_optimizer = adamw(reference.parameters())
+    sharded, optimizer = fully_shard(
+        model, adamw(model.parameters()), fsdp_unit_modules=[Projecting], zero_dp_strategy=strategy
+    )
+    _register(sharded)
+    for step in batches(3, dist.get_world_size()):
+        for tokens in step:
+            (_loss(reference, tokens) / len(step)).backward()
+        with torch.no_grad():
+            evaluated = _loss(sharded.module, step[0])
+        torch.testing.assert_close(evaluated, _loss(reference, step[0]))
+        _loss(sharded, step[dist.get_rank()]).backward()
+        for each in (optimizer, reference_optimizer):
+            each.step()
+            each.zero_grad()
+    assert all(unit.state.value == "resting" for unit in sharded._units)
+    weights = main_weights(sharded)
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(weights[name], parameter.detach().cpu(), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_registered_methods_train_as_unsharded(ranks: RankPool, strategy: str) -> None:
+    ranks.run(2, _train, strategy)
+
+
+class CallsOften(nn.Module):
+    """Calls one block three times, a method of it twice, and reads another's from inside of its own forward."""
+
+    class Both(Projecting):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + self.project(x)["up"][..., :13]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(31, 13)
+        self.shared = Projecting(13)
+        self.both = CallsOften.Both(13)
+        self.head = nn.Linear(13, 31)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for factor in (0.3, 0.7):
+            x = torch.tanh(self.shared(x)) + self.shared.project(self.both(x), factor=factor)["up"][..., :13]
+        return self.head(torch.tanh(self.shared(x)))
+
+
+def _often(strategy: str, registered: bool) -> None:
+    torch.manual_seed(3)
+    model = CallsOften().to(device())
+    reference = copy.deepcopy(model)
+    sharded = fully_shard_model(model, fsdp_unit_modules=[Projecting], zero_dp_strategy=strategy)
+    data = batches(1, dist.get_world_size())[0]
+    if not registered:
+        with pytest.raises(RuntimeError, match="DTensor") as caught:
+            loss_of(sharded, data[0])
+        assert any("megatron_fsdp.register_forward_method" in note for note in caught.value.__notes__)
+        return
+    register_forward_method(sharded.module.shared, "project")
+    for _ in range(2):  # as guessed, and as recorded
+        sharded.zero_grad()
+        loss_of(sharded, data[dist.get_rank()]).backward()
+    for tokens in data:
+        (loss_of(reference, tokens) / len(data)).backward()
+    for entry in sharded.entries():
+        expected = reference.get_parameter(entry.name).grad
+        assert (entry.main.grad is None) == (expected is None)
+        if expected is not None:
+            torch.testing.assert_close(whole(entry, entry.main.grad), expected.cpu(), rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_forward_and_methods_called_several_times(ranks: RankPool, strategy: str) -> None:
+    ranks.run(2, _often, strategy, True)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_method_that_is_not_registered_is_a_clear_error(ranks: RankPool, strategy: str) -> None:
+    ranks.run(2, _often, strategy, False)
+
+
+def _wrong_arguments() -> None:
+    model = Encoder()
+    with pytest.raises(ValueError, match="got a Projecting that belongs to none. Shard the model first"):
+        register_forward_method(model.blocks[0], "project")
+    sharded = fully_shard_model(model, fsdp_unit_modules=[Projecting])
+    with pytest.raises(ValueError, match="Projecting has no method 'projekt'. Did you mean 'project'"):
+        register_forward_method(model.blocks[0], "projekt")
+    with pytest.raises(ValueError, match="Encoder has no method 'embedding'"):
+        register_forward_method(sharded, "embedding")
+
+
+def test_wrong_arguments(ranks: RankPool) -> None:
+    ranks.run(1, _wrong_arguments)
+
+
+def _exception_in_a_method() -> None:
+    model = Encoder().to(device())
+    sharded = fully_shard_model(model, fsdp_unit_modules=[Projecting])
+    _register(sharded)
+    tokens = batches(1, 1)[0, 0]
+    with pytest.raises(IndexError):
+        sharded.encode(tokens + 31)
+    assert all(unit.state.value == "resting" for unit in sharded._units)
+    _loss(sharded, tokens).backward()
+    without = {name for name, parameter in sharded.module.named_parameters() if parameter.grad is None}
+    assert without == {"blocks.1.gate.weight", "blocks.2.gate.weight"}
+
+
+def test_method_that_raised_may_be_called_again(ranks: RankPool) -> None:
+    ranks.run(2, _exception_in_a_method)
+
+
+def _freed() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        model = Encoder()
+        sharded = fully_shard_model(model, fsdp_unit_modules=[Projecting])
+        _register(sharded)
+        _loss(sharded, batches(1, 1)[0, 0]).backward()
+        references = [weakref.ref(each) for each in (model, sharded, model.blocks[0], *sharded.entries())]
+        del model, sharded
+        assert all(reference() is None for reference in references)
+    finally:
+        gc.enable()
+
+
+def test_registered_methods_do_not_keep_the_model(ranks: RankPool) -> None:
+    ranks.run(1, _freed)

@@ -1,0 +1,226 @@
+"""Parameters that are frozen, and unfrozen, between steps: the training is that of the unsharded model."""
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import megatron.fsdp.gradients as gradients
+import megatron.fsdp.megatron_fsdp as megatron_fsdp_module
+from megatron_fsdp import FSDPConfig, MegatronFSDP, fully_shard
+from tests.models import STRATEGIES, Block, TinyModel, adamw, batches, device, loss_of, main_weights, whole
+from tests.ranks import RankPool
+
+# What is frozen in each step.
+PHASES = {
+    "part_of_a_unit": ["", "blocks.1.up", "", "blocks.1.up"],
+    "a_unit": ["", "blocks.1", "blocks.1", ""],
+    "all_units": ["", "blocks", "blocks", ""],
+    "the_root": ["", "embedding", "head", ""],
+    "what_comes_first": ["embedding blocks.0", "", "embedding blocks.0 blocks.1", ""],
+    "in_turn": ["blocks.0", "blocks.1", "blocks.2", "blocks.0"],
+}
+
+
+def _frozen(model: nn.Module, what: str) -> Iterator[str]:
+    for name, _ in model.named_parameters():
+        if name.startswith(tuple(what.split())):
+            yield name
+
+
+def _freeze(model: nn.Module, what: str) -> None:
+    frozen = set(_frozen(model, what))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+
+
+def _train(strategy: str, phases: list[str], per_rank: int) -> None:
+    torch.manual_seed(3)
+    model = TinyModel().to(device())
+    reference = copy.deepcopy(model)
+    reference_optimizer = adamw(reference.parameters())
+    sharded, optimizer = fully_shard(
+        model, adamw(model.parameters()), fsdp_unit_modules=[Block], zero_dp_strategy=strategy
+    )
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    for what, step in zip(phases, batches(len(phases), per_rank * ranks), strict=True):
+        _freeze(reference, what)
+        _freeze(sharded.module, what)
+        for tokens in step:
+            (loss_of(reference, tokens) / len(step)).backward()
+        mine = step[rank::ranks]
+        for tokens in mine[:-1]:
+            with sharded.no_sync():
+                (loss_of(sharded, tokens) / per_rank).backward()
+        (loss_of(sharded, mine[-1]) / per_rank).backward()
+        expected = dict(reference.named_parameters())
+        for name, parameter in sharded.module.named_parameters():
+            assert parameter.requires_grad == expected[name].requires_grad
+            assert (parameter.grad is None) == (expected[name].grad is None), name
+        for each in (optimizer, reference_optimizer):
+            each.step()
+            each.zero_grad()
+    _assert_equal(sharded, reference)
+
+
+def _assert_equal(sharded: MegatronFSDP, reference: nn.Module) -> None:
+    weights = main_weights(sharded)
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(
+            weights[name], parameter.detach().cpu(), rtol=2e-5, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("phases", PHASES)
+def test_freezing_between_steps(ranks: RankPool, strategy: str, phases: str) -> None:
+    ranks.run(2, _train, strategy, PHASES[phases], 2)
+
+
+def _unfreeze_what_began_frozen(strategy: str) -> None:
+    """As in fine-tuning: the optimizer is given more and more parameters."""
+    torch.manual_seed(3)
+    model = TinyModel().to(device())
+    _freeze(model, "embedding blocks")
+    reference = copy.deepcopy(model)
+    optimizers = [adamw([p for p in each.parameters() if p.requires_grad]) for each in (model, reference)]
+    sharded, optimizer = fully_shard(model, optimizers[0], fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
+    for what, data in zip(["", "blocks.2", "", "blocks.0 blocks.1"], batches(4, dist.get_world_size()), strict=True):
+        if what:
+            for each, each_optimizer in ((sharded.module, optimizer), (reference, optimizers[1])):
+                unfrozen = [each.get_parameter(name) for name in _frozen(each, what)]
+                each_optimizer.add_param_group({"params": [p.requires_grad_() for p in unfrozen], "lr": 2e-2})
+        for tokens in data:
+            (loss_of(reference, tokens) / len(data)).backward()
+        loss_of(sharded, data[dist.get_rank()]).backward()
+        for each_optimizer in (optimizer, optimizers[1]):
+            each_optimizer.step()
+            each_optimizer.zero_grad()
+    assert all(entry.main.requires_grad == entry.trained for entry in sharded.entries())
+    _assert_equal(sharded, reference)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_began_frozen_is_unfrozen_and_given_to_the_optimizer(ranks: RankPool, strategy: str) -> None:
+    ranks.run(2, _unfreeze_what_began_frozen, strategy)
+
+
+def _freeze_at_odd_times(strategy: str) -> None:
+    """While a forward that has no backward keeps weights gathered, and between a forward and its backward."""
+    torch.manual_seed(3)
+    model = TinyModel().to(device())
+    reference = copy.deepcopy(model)
+    sharded = MegatronFSDP(model, FSDPConfig(strategy=strategy), fsdp_unit_modules=[Block])
+    tokens = batches(1, 1)[0, 0]
+    for each in (reference, sharded):
+        module = sharded.module if each is sharded else reference
+        loss_of(each, tokens)
+        _freeze(module, "blocks.2 head")
+        loss = loss_of(each, tokens)
+        _freeze(module, "blocks.2 head blocks.0.up")
+        loss.backward()
+        _freeze(module, "head")
+        loss_of(each, tokens).backward()
+    for name, parameter in reference.named_parameters():
+        entry = next(e for e in sharded.entries() if e.name == name)
+        assert (entry.main.grad is None) == (parameter.grad is None), name
+        if parameter.grad is not None:
+            torch.testing.assert_close(whole(entry, entry.main.grad), parameter.grad.cpu(), rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_freezing_while_weights_are_gathered(ranks: RankPool, strategy: str) -> None:
+    ranks.run(2, _freeze_at_odd_times, strategy)
+
+
+def _communication_of(phases: list[str]) -> list[tuple[int, int]]:
+    """Reductions, and exchanges of plans, in each step."""
+    found = {"reductions": 0, "exchanges": 0}
+    originals = gradients.reduce_scatter, megatron_fsdp_module._exchange
+
+    def counting(key: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            found[key] += 1
+            return function(*args)
+
+        return call
+
+    gradients.reduce_scatter = counting("reductions", originals[0])
+    megatron_fsdp_module._exchange = counting("exchanges", originals[1])
+    counts = []
+    try:
+        sharded = MegatronFSDP(TinyModel(), fsdp_unit_modules=[Block])
+        for what in phases:
+            _freeze(sharded.module, what)
+            found.update(reductions=0, exchanges=0)
+            loss_of(sharded, batches(1, 1)[0, 0]).backward()
+            sharded.zero_grad()
+            counts.append((found["reductions"], found["exchanges"]))
+    finally:
+        gradients.reduce_scatter, megatron_fsdp_module._exchange = originals
+    return counts
+
+
+def test_frozen_units_are_not_reduced_and_plans_are_made_once(ranks: RankPool) -> None:
+    phases = ["", "blocks.1", "", "blocks.1", "blocks.1 blocks.2.up", "blocks.0 blocks.1"]
+    # Forward and backward are exchanged where a set of units takes gradients for the first time.
+    expected = [(4, 2), (3, 2), (4, 0), (3, 0), (3, 0), (2, 2)]
+    assert ranks.run(2, _communication_of, phases) == [expected] * 2
+
+
+class Skipping(TinyModel):
+    """Leaves out the block that the first token names."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for number, block in enumerate(self.blocks):
+            if int(tokens[0, 0]) != number:
+                x = block(x)
+        return self.head(self.norm(x))
+
+
+def _skipping(strategy: str) -> None:
+    torch.manual_seed(3)
+    model = Skipping().to(device())
+    reference = copy.deepcopy(model)
+    reference_optimizer = adamw(reference.parameters())
+    sharded, optimizer = fully_shard(
+        model, adamw(model.parameters()), fsdp_unit_modules=[Block], zero_dp_strategy=strategy
+    )
+    phases = ["blocks.1", "blocks.1", "", "blocks.2", "", "blocks.1"]
+    skipped = [(9, 9), (0, 9), (9, 1), (2, 0), (1, 9), (9, 2)]
+    data = batches(len(phases), 2)
+    for what, row, step in zip(phases, skipped, data, strict=True):
+        step[:, 0, 0] = torch.tensor(row)
+        _freeze(reference, what)
+        _freeze(sharded.module, what)
+        for tokens in step:
+            (loss_of(reference, tokens) / len(step)).backward()
+        loss_of(sharded, step[dist.get_rank()]).backward()
+        for each in (optimizer, reference_optimizer):
+            each.step()
+            each.zero_grad()
+    _assert_equal(sharded, reference)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_freezing_where_ranks_leave_units_out(ranks: RankPool, strategy: str) -> None:
+    ranks.run(2, _skipping, strategy)
+
+
+def _zeros_for_unused_only() -> None:
+    sharded = MegatronFSDP(TinyModel(), FSDPConfig(zero_unused_gradients=True), fsdp_unit_modules=[Block])
+    for what in ("blocks.1", "blocks.1.up"):
+        _freeze(sharded.module, what)
+        loss_of(sharded, batches(1, 1)[0, 0]).backward()
+        frozen = set(_frozen(sharded.module, what))
+        assert {name for name, p in sharded.module.named_parameters() if p.grad is None} == frozen
+        sharded.zero_grad()
+
+
+def test_frozen_parameters_get_no_zeros(ranks: RankPool) -> None:
+    ranks.run(2, _zeros_for_unused_only)
