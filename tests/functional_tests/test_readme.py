@@ -18,7 +18,7 @@ def test_the_example_for_pytorch_runs(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert result.returncode == 0, result.stderr[-3000:]
-    losses = [float(loss) for loss in re.findall(r"loss (\S+)", result.stdout)]
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d{3})", result.stdout)]
     assert len(losses) == 2 and all(0 < loss < 1.5 for loss in losses)
 
 

@@ -43,7 +43,8 @@ class Run:
 
 def launch(script: str, arguments: str, ranks: int) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    # Buffered, so that a rank writes a line as a whole: two of them share the output.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""}
     return subprocess.run(
         [*command, *script.split(), *MODEL.split(), *arguments.split()],
         cwd=ROOT,

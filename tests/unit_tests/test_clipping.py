@@ -122,7 +122,7 @@ def _train(strategy: str, how: str) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("how", ["norm", "value"])
 def test_training_with_clipping(ranks: RankPool, strategy: str, how: str) -> None:
-    ranks.run(3, _train, strategy, how)
+    ranks.run(2, _train, strategy, how)
 
 
 def _not_finite(strategy: str) -> None:

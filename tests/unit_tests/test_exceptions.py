@@ -144,10 +144,15 @@ def _train(strategy: str, which: int, where: str, error: type[BaseException], di
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_exception_in_a_unit(ranks: RankPool, strategy: str, where: str, error: type[BaseException]) -> None:
-    for which in (0, 1, 3):
-        ranks.run(2, _train, strategy, which, where, error, which == 1)
+@pytest.mark.parametrize(
+    ("error", "which", "direct"),
+    [(ValueError, 0, False), (ValueError, 3, True), (KeyboardInterrupt, 1, False), (KeyboardInterrupt, 2, True)],
+)
+def test_exception_in_a_unit(
+    ranks: RankPool, strategy: str, where: str, error: type[BaseException], which: int, direct: bool
+) -> None:
+    """``direct``: the wrapped model is called, which is not the wrapper that sees the exception."""
+    ranks.run(2, _train, strategy, which, where, error, direct)
 
 
 def _recomputed(strategy: str) -> None:

@@ -105,7 +105,7 @@ def test_three_levels(ranks: RankPool, strategy: str, outer: bool | None) -> Non
     ranks.run(2, _train, strategy, [Outer, Middle, Gate], outer, None)
 
 
-@pytest.mark.parametrize("units", [[Outer, Middle, Gate], [Outer, Gate], [Middle, Gate]])
+@pytest.mark.parametrize("units", [[Outer, Middle, Gate], [Outer, Gate]])
 @pytest.mark.parametrize(("outer", "inner"), [(None, False), (None, True), (False, False), (True, True), (True, False)])
 def test_recomputed_at_two_levels(ranks: RankPool, units: list, outer: bool | None, inner: bool | None) -> None:
     ranks.run(2, _train, "optim_grads_params", units, outer, inner)
