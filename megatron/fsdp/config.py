@@ -93,6 +93,11 @@ class FSDPConfig:
         if self.cuda_graphs:  # ranks cannot ask each other in a graph which gradients there are
             object.__setattr__(self, "zero_unused_gradients", True)
 
+    @property
+    def grad_attribute(self) -> str:
+        """Where main weights get their gradients."""
+        return "decoupled_grad" if self.decoupled_grad else "grad"
+
     def _check_device(self) -> None:
         for name, flag in (
             ("register_with_nccl (nccl_ub)", self.register_with_nccl),

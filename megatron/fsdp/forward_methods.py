@@ -1,6 +1,5 @@
 """Methods other than ``forward`` that read parameters: calling one gathers and releases weights as a forward does."""
 
-import difflib
 import functools
 import weakref
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from megatron.fsdp.megatron_fsdp import MegatronFSDP
+from megatron.fsdp.names import did_you_mean
 from megatron.fsdp.optimizer import owners
 from megatron.fsdp.unit import as_forward
 
@@ -37,8 +37,7 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
         )
     own = vars(inner).get(method_name)
     if not callable(own or getattr(type(inner), method_name, None)):
-        nearest = difflib.get_close_matches(method_name, dir(type(inner)), n=1, cutoff=0.5)
-        hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+        hint = did_you_mean(method_name, dir(type(inner)))
         raise ValueError(f"register_forward_method: {type(inner).__name__} has no method {method_name!r}.{hint}")
     call = as_forward(unit, inner, own or _Unbound(inner, method_name))
     setattr(inner, method_name, call)

@@ -23,11 +23,10 @@ from megatron.fsdp.device import communication_stream, default_device
 from megatron.fsdp.megatron_fsdp import MegatronFSDP
 from megatron.fsdp.mesh import FSDPDistributedIndex, default_index
 from megatron.fsdp.optimizer import attach_optimizer, owners
-from megatron.fsdp.parameter import ParameterEntry
-from megatron.fsdp.parameter_group import Environment, ParameterGroup
+from megatron.fsdp.parameter_group import Environment
 from megatron.fsdp.partition import UnitPart, partition, public_name
 from megatron.fsdp.precision import MixedPrecisionPolicy
-from megatron.fsdp.uneven_dtensor import is_sharded, let_gather, local_part
+from megatron.fsdp.uneven_dtensor import is_sharded, let_gather
 from megatron.fsdp.unit import Unit
 
 
@@ -132,6 +131,7 @@ class InPlaceEngine(MegatronFSDP):
         place.__dict__["_parameters"] = root._parameters
         for entry in self.entries():
             entry.sites = [(place if owner is root else owner, name) for owner, name in entry.sites]
+        self._frozen = [entry for entry in self.entries() if not entry.trained]
         self._built = True
         InPlaceEngine.models += 1
         self.update_sync()
@@ -159,18 +159,12 @@ class InPlaceEngine(MegatronFSDP):
             # What is kept gathered has no other way to follow main weights that were changed without an optimizer.
             if not group.weights.temporary:
                 group.weights.invalidate()
-            for entry in group.entries:
-                if entry.main.requires_grad != entry.compute.requires_grad:
-                    self._follow_requires_grad(group, entry)
-
-    @staticmethod
-    def _follow_requires_grad(group: ParameterGroup, entry: ParameterEntry) -> None:
-        if not group.requires_grad:
-            raise NotImplementedError(
-                f"Parameter {entry.name} was frozen when the model was sharded, and is to take gradients now. Set "
-                "requires_grad before parameters() or the forward is called for the first time."
-            )
-        entry.compute.requires_grad_(entry.main.requires_grad)
+        for entry in self._frozen:
+            if entry.main.requires_grad:
+                raise NotImplementedError(
+                    f"Parameter {entry.name} was frozen when the model was sharded, and is to take gradients now. Set "
+                    "requires_grad before parameters() or the forward is called for the first time."
+                )
 
     def update_sync(self) -> None:
         """Gradients are synchronized if every part of the model says so."""
@@ -200,9 +194,7 @@ class InPlaceEngine(MegatronFSDP):
         """Bring all units to rest, and drop gradients that are not in ``.grad`` yet."""
         self._schedule.reset()
         for group in self.groups:
-            group.gradients.clear()
-            group.collect_gradients()
-            group.used = [False] * len(group.entries)
+            group.abandon_gradients()
 
     def load(self, root: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> Any:
         """Load whole tensors, tensors that are sharded as the model is, and tensors that are sharded evenly."""
@@ -213,9 +205,8 @@ class InPlaceEngine(MegatronFSDP):
             if is_sharded(state_dict.get(name))
         }
         if sharded:
-            # A rank may find its part to have the right size where another does not: all of them have to know.
-            differs = [local_part(value).shape != local_part(entry.main).shape for entry, value in sharded.values()]
-            foreign = [name for name, flag in zip(sharded, self.on_any_rank(differs), strict=True) if flag]
+            others = self.sharded_otherwise(list(sharded.values()))
+            foreign = [name for name, other in zip(sharded, others, strict=True) if other]
             state_dict = {**state_dict, **{name: state_dict[name].full_tensor() for name in foreign}}
         return self._load(root, "", state_dict, strict)
 

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from megatron.fsdp.buffer import all_gather, all_reduce
 from megatron.fsdp.config import FSDPConfig
-from megatron.fsdp.device import Stream, communication_stream, default_device
+from megatron.fsdp.device import Handle, Stream, communication_stream, default_device
 from megatron.fsdp.gradients import GradientScaling
 from megatron.fsdp.layout import parse_granularity
 from megatron.fsdp.materialize import check_can_materialize, initialize, materialize_buffers
@@ -139,14 +139,14 @@ class MegatronFSDP(nn.Module):
             gather_stream=communication_stream(self.device, everyone, second=self.index.gathers_apart),
             pool=AllocatorPool(),
             report_nan=config.report_nan_in_grad,
-            grad_attribute="decoupled_grad" if config.decoupled_grad else "grad",
+            grad_attribute=config.grad_attribute,
         )
         modules: dict[int, nn.Module] = {}
         self._units: list[Unit] = []
         self._nccl_memory: NcclMemory | None = None
         self.pool: FixedPool | None = None
         if config.register_with_nccl:
-            groups = list(dict.fromkeys([self.index.dense.inner, self.index.dense.gather, *self.index.dense.groups]))
+            groups = list(dict.fromkeys([*self.index.dense.groups, self.index.dense.gather]))
             self._nccl_memory = NcclMemory(groups, self.device, config.symmetric_registration)
             self.pool = FixedPool(config.max_gathered_units, self._nccl_memory.allocation)
         elif config.double_buffer:
@@ -171,9 +171,8 @@ class MegatronFSDP(nn.Module):
                 if config.fused_weight_gradients and group.requires_grad:
                     group.let_kernels_write()
         for entry in self.entries():
-            for parameter in (entry.given, entry.compute):
+            for parameter in (entry.given, entry.compute, entry.main):
                 mark_owner(parameter, self)
-            mark_owner(entry.main, self)
 
     def _build_unit(
         self, part: UnitPart, environment: Environment, modules: dict[int, nn.Module], depth: int = 0
@@ -390,8 +389,7 @@ class MegatronFSDP(nn.Module):
         trained = [entry.trained for group in groups for entry in group.entries]
         if self.fsdp_config.zero_unused_gradients or not used_here:
             return used_here
-        flags = torch.tensor(used_here, dtype=torch.uint8, device=self.device)
-        handle = self._stream.run(functools.partial(_all_reduce_max, self._stream, flags, self._everyone))
+        flags, handle = self._start_any(used_here)
         # What is used here is used: reading the flags, which stops the host, is for ranks that miss a gradient.
         if all(used for used, needed in zip(used_here, trained, strict=True) if needed):
             return used_here
@@ -400,9 +398,22 @@ class MegatronFSDP(nn.Module):
 
     def on_any_rank(self, flags: list[bool]) -> list[bool]:
         """For each flag, whether it is set on any rank. All ranks must call this, with as many flags."""
-        everyone = torch.tensor(flags, dtype=torch.uint8, device=self.device)
-        self._stream.run(functools.partial(_all_reduce_max, self._stream, everyone, self._everyone)).wait()
+        everyone, handle = self._start_any(flags)
+        handle.wait()
         return [bool(flag) for flag in everyone.tolist()]
+
+    def _start_any(self, flags: list[bool]) -> tuple[torch.Tensor, Handle]:
+        """Start finding out which flags are set on any rank: the result, and what to wait for before it is read."""
+        everyone = torch.tensor(flags, dtype=torch.uint8, device=self.device)
+        return everyone, self._stream.run(functools.partial(_all_reduce_max, self._stream, everyone, self._everyone))
+
+    def sharded_otherwise(self, values: Sequence[tuple[ParameterEntry, torch.Tensor]]) -> list[bool]:
+        """For each sharded tensor, whether it is sharded in another way than the parameter it is for.
+
+        A rank may find its part to have the right size where another does not, and all of them have to know. All ranks
+        must call this, with as many tensors.
+        """
+        return self.on_any_rank([local_part(value).shape != local_part(entry.main).shape for entry, value in values])
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
         """Multiply the gradients in ``.grad`` in place.
@@ -410,8 +421,7 @@ class MegatronFSDP(nn.Module):
         Args:
             scaling_factor: A number or a tensor with one element.
         """
-        attribute = "decoupled_grad" if self.fsdp_config.decoupled_grad else "grad"
-        grads = [getattr(entry.main, attribute, None) for entry in self.entries()]
+        grads = [getattr(entry.main, self.fsdp_config.grad_attribute, None) for entry in self.entries()]
         locals_ = [local_part(grad) for grad in grads if grad is not None]
         if isinstance(scaling_factor, torch.Tensor):
             scaling_factor = scaling_factor.reshape(())

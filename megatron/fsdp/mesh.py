@@ -1,12 +1,13 @@
 """The device mesh: which process groups parameters are sharded over."""
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from megatron.fsdp.names import did_you_mean
 
 DEFAULT_SHARD_DIM = "dp_shard"
 
@@ -190,8 +191,7 @@ def submesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
         try:
             mesh[name]
         except (KeyError, RuntimeError) as error:
-            nearest = difflib.get_close_matches(str(name), axes, n=1, cutoff=0.4)
-            hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+            hint = did_you_mean(name, axes, cutoff=0.4)
             raise ValueError(f"The mesh has no axis {name!r}; its axes are {list(axes)}.{hint}") from error
     return mesh[names]
 

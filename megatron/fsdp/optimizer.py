@@ -166,9 +166,8 @@ class _Reshard:
                     state[key] = make_like(own_part(entry, value, key).clone(), entry.main)
         if not sharded:
             return
-        # A rank may find its part to have the right size where another does not: all of them have to know.
-        differs = [local_part(s[key]).shape != local_part(entry.main).shape for entry, s, key in sharded]
-        for (entry, state, key), other in zip(sharded, model.on_any_rank(differs), strict=True):
+        others = model.sharded_otherwise([(entry, state[key]) for entry, state, key in sharded])
+        for (entry, state, key), other in zip(sharded, others, strict=True):
             if other:
                 state[key] = make_like(own_part(entry, state[key].full_tensor(), key).clone(), entry.main)
 

@@ -39,7 +39,7 @@ class Ownership:
         inner = slice(first * layout.shard_numel, (first + per_inner) * layout.shard_numel)
         if sharding.outer.shards_optimizer and axes.outer is not None:
             first += axes.outer.rank()
-        return Ownership(inner, layout.shard(first) if per_inner > 1 else inner, first)
+        return Ownership(inner, layout.shard(first), first)
 
 
 def shards_of(sharding: Sharding, axes: DataParallelAxes) -> int:

@@ -18,7 +18,7 @@ from megatron.fsdp.parameter import ParameterEntry
 from megatron.fsdp.pool import Pool
 from megatron.fsdp.precision import MixedPrecisionPolicy
 from megatron.fsdp.strategy import UNSHARDED, Sharding
-from megatron.fsdp.uneven_dtensor import let_gather, local_part, make_dtensor
+from megatron.fsdp.uneven_dtensor import let_gather, local_part, make_dtensor, make_like
 from megatron.fsdp.weak import weak_method
 from megatron.fsdp.weights import WeightBuffer
 
@@ -132,7 +132,8 @@ class ParameterGroup:
             if entry.key.dtype != self.dtypes.compute:
                 entry.point_to(self.weights.compute.views[i])
             entry.piece = self._piece(i)
-            entry.main = nn.Parameter(self._as_dtensor(self.weights.main, i), requires_grad=self.requires_grad)
+            local = self._local(self.weights.main, entry.piece)
+            entry.main = nn.Parameter(self._distribute(local, i), requires_grad=self.requires_grad)
             let_gather(entry.main)
             # Frameworks mark parameters with attributes, and read them from whichever the optimizer holds.
             for name, value in vars(entry.compute).items():
@@ -145,13 +146,13 @@ class ParameterGroup:
         slot = self.layout.slots[i]
         return Piece(0, slot.numel, 0, slot.shape, slot.offset)
 
-    def _as_dtensor(self, flat: torch.Tensor, i: int) -> torch.Tensor:
-        """Parameter ``i`` of a tensor that is flat like the main weights, as a DTensor whose local part is a view."""
-        piece = self.entries[i].piece
-        local = flat[piece.shard_offset : piece.shard_offset + piece.stop - piece.start].view(piece.shape)
-        return self._distribute(local, i)
+    @staticmethod
+    def _local(flat: torch.Tensor, piece: Piece) -> torch.Tensor:
+        """This rank's part of a parameter as a view of a tensor that is flat like the main weights."""
+        return flat[piece.shard_offset : piece.shard_offset + piece.stop - piece.start].view(piece.shape)
 
     def _distribute(self, local: torch.Tensor, i: int) -> DTensor:
+        """The main weight of parameter ``i`` as a DTensor, which tensors like it are made after."""
         mesh: DeviceMesh = self.axes.mesh
         axes = [self.sharding.inner] if self.axes.outer is None else [self.sharding.outer, self.sharding.inner]
         placements: list[Placement] = [Shard(0) if axis.shards_optimizer else Replicate() for axis in axes]
@@ -172,7 +173,7 @@ class ParameterGroup:
         if isinstance(tensor, DTensor):
             tensor = local_part(tensor)
         local = tensor.detach().reshape(-1)[piece.start : piece.stop].view(piece.shape).clone()
-        return self._distribute(local, i)
+        return make_like(local, self.entries[i].main)
 
     def show(self, compute: bool) -> None:
         """Register compute weights (or else main weights) as the modules' parameters."""
@@ -250,15 +251,15 @@ class ParameterGroup:
             reduced = torch.zeros_like(self.weights.main)
         if reduced is None:
             return
+        self._handed = reduced if self._env.pool.recycles else None
         for i, entry in enumerate(self.entries):
             if not used[i] and not (zero_unused and entry.trained):
                 continue
-            self._handed = reduced if self._env.pool.recycles else None
-            grad, before = self._as_dtensor(reduced, i), getattr(entry.main, self._env.grad_attribute, None)
+            grad, before = self._local(reduced, entry.piece), getattr(entry.main, self._env.grad_attribute, None)
             if before is None:
-                setattr(entry.main, self._env.grad_attribute, grad)
+                setattr(entry.main, self._env.grad_attribute, make_like(grad, entry.main))
             else:
-                local_part(before).add_(local_part(grad))
+                local_part(before).add_(grad)
 
     def _recover_handed(self) -> None:
         """Give gradients of an earlier step back to a pool that uses them again, if nobody has them any more."""

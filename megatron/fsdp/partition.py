@@ -1,6 +1,5 @@
 """Which parameters belong to which unit, and the checks that a model can be sharded. Allocates nothing."""
 
-import difflib
 import importlib
 import sys
 import weakref
@@ -13,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.mesh import FSDPDistributedIndex
+from megatron.fsdp.names import did_you_mean
 from megatron.fsdp.parameter import ParameterEntry
 from megatron.fsdp.precision import MixedPrecisionPolicy
 
@@ -68,8 +68,7 @@ def _import_class(path: str, present: Iterable[str]) -> object:
 
 def _nearest(name: str, present: Iterable[str]) -> str:
     names = sorted(present)
-    nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f" Did you mean {nearest[0]!r}?" if nearest else f" It has: {', '.join(names)}."
+    return did_you_mean(name, names) or f" It has: {', '.join(names)}."
 
 
 def check_not_wrapped(module: nn.Module) -> None:

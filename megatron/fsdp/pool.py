@@ -88,11 +88,11 @@ class Slot:
     """Memory that stays, for the gathered weights of one unit at a time.
 
     Attributes:
-        holder: The unit whose weights are in it, or None. Who uses the slot keeps this; see ``Unit.gather``.
+        holder: Returns the unit whose weights were last gathered to it, if there is one; set by ``Unit.gather``.
     """
 
     def __init__(self) -> None:
-        self.holder: Any = None
+        self.holder: Callable[[], Any] = lambda: None
         self._storage: torch.UntypedStorage | None = None
 
     def view(self, begin: int, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

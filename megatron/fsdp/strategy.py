@@ -4,9 +4,10 @@ The four inner strategies are the stages of ZeRO (Rajbhandari et al., "ZeRO: Mem
 Training Trillion Parameter Models", arXiv:1910.02054). No other file compares a strategy's name.
 """
 
-import difflib
 from dataclasses import dataclass
 from enum import Enum
+
+from megatron.fsdp.names import did_you_mean
 
 
 class Placement(Enum):
@@ -106,7 +107,6 @@ def resolve_strategy(strategy: str | int, table: dict[str, Placements] | None = 
         return names[strategy]
     if isinstance(strategy, str) and strategy in table:
         return strategy
-    nearest = difflib.get_close_matches(str(strategy), names, n=1, cutoff=0.4)
-    hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+    hint = did_you_mean(strategy, names, cutoff=0.4)
     choices = ", ".join(f"{stage} or {name!r}" for stage, name in enumerate(names))
     raise ValueError(f"Unknown sharding strategy: expected {choices}; got {strategy!r}.{hint}")

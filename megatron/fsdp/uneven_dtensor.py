@@ -29,7 +29,16 @@ def make_dtensor(
         shape: Shape of the whole tensor.
         placements: One per axis of the mesh. ``Shard(0)`` stands for as many rows per rank as each has.
     """
-    stride = torch.empty(shape, device="meta").stride()
+    return _make_dtensor(local, mesh, shape, torch.empty(shape, device="meta").stride(), placements)
+
+
+def _make_dtensor(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    placements: Sequence[Placement],
+) -> DTensor:
     dtensor = DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
     return let_gather(dtensor)
 
@@ -131,7 +140,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 def make_like(local: torch.Tensor, other: torch.Tensor) -> DTensor:
     """A DTensor with local tensor ``local``, distributed as the DTensor ``other`` is."""
     assert isinstance(other, DTensor)
-    return make_dtensor(local, other.device_mesh, tuple(other.shape), other.placements)
+    return _make_dtensor(local, other.device_mesh, tuple(other.shape), other.stride(), other.placements)
 
 
 def describe_part(

@@ -144,9 +144,8 @@ class Unit:
         self.to(WeightState.GATHERING)
         with self._resting_after_errors():
             if self._slot is not None:
-                holder = self._slot.holder() if self._slot.holder is not None else None
-                if holder is not None and holder is not self:
-                    holder.make_way(self)
+                if (rival := self._rival()) is not None:
+                    rival.make_way(self)
                 self._slot.holder = weakref.ref(self)
             for group in self.groups:
                 group.weights.gather()
@@ -154,8 +153,13 @@ class Unit:
     @property
     def must_wait(self) -> bool:
         """True if another unit's weights are where this one's would be gathered to."""
-        holder = self._slot.holder() if self._slot is not None and self._slot.holder is not None else None
-        return holder is not None and holder is not self and holder.state is not WeightState.RESTING
+        rival = self._rival()
+        return rival is not None and rival.state is not WeightState.RESTING
+
+    def _rival(self) -> "Unit | None":
+        """The other unit that used this one's slot last."""
+        holder: Unit | None = None if self._slot is None else self._slot.holder()
+        return None if holder is self else holder
 
     def make_way(self, other: "Unit") -> None:
         """Leave the slot to ``other``, whose weights are needed now.

@@ -56,7 +56,6 @@ class WeightBuffer:
     ) -> None:
         self.layout = layout
         self.sharding = sharding
-        self._axes = axes
         self._stream = stream
         self._inner = stream.group(axes.gather)
         self._outer = None if axes.outer is None else stream.group(axes.outer)

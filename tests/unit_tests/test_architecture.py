@@ -13,6 +13,7 @@ ENGINE = ROOT / "megatron" / "fsdp"
 # Each module imports only from those before it.
 ORDER = [
     "weak",
+    "names",
     "strategy",
     "mesh",
     "precision",

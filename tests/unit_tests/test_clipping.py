@@ -11,7 +11,17 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from megatron_fsdp import MegatronFSDP, fully_shard
-from tests.models import STRATEGIES, Block, TinyModel, adamw, batches, device, loss_of, main_weights, whole
+from tests.models import (
+    STRATEGIES,
+    Block,
+    TinyModel,
+    adamw,
+    assert_same_weights,
+    batches,
+    device,
+    loss_of,
+    whole,
+)
 from tests.ranks import RankPool
 
 
@@ -114,9 +124,7 @@ def _train(strategy: str, how: str) -> None:
                 clip_grad_value_(each.parameters(), clip_value=0.01)
             each_optimizer.step()
             each_optimizer.zero_grad()
-    weights = main_weights(sharded)
-    for name, parameter in reference.named_parameters():
-        torch.testing.assert_close(weights[name], parameter.detach().cpu(), rtol=2e-5, atol=2e-5)
+    assert_same_weights(sharded, reference)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -261,6 +261,20 @@ def _freeze() -> None:
         model(batches(1, 1)[0, 0])
 
 
+def _freeze_and_unfreeze() -> None:
+    """A unit that is frozen after the model is sharded, and unfrozen again."""
+    start = TinyModel().to(device())
+    ours, theirs = build(compat, start), build(FSDP2, start)
+    for frozen in (False, True, False):
+        for model in (ours, theirs):
+            model.blocks[1].requires_grad_(not frozen)
+        assert_same(train(ours, batches(2, 2), clip=False), train(theirs, batches(2, 2), clip=False))
+
+
+def test_unfreezing_what_was_frozen_after_sharding(ranks: RankPool) -> None:
+    ranks.run(2, _freeze_and_unfreeze)
+
+
 def test_freezing_after_sharding(ranks: RankPool) -> None:
     ranks.run(2, _freeze)
 

@@ -11,7 +11,17 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from megatron_fsdp import fully_shard, fully_shard_model
-from tests.models import STRATEGIES, Block, TinyModel, adamw, batches, device, loss_of, main_weights, whole
+from tests.models import (
+    STRATEGIES,
+    Block,
+    TinyModel,
+    adamw,
+    assert_same_weights,
+    batches,
+    device,
+    loss_of,
+    whole,
+)
 from tests.ranks import RankPool
 
 
@@ -103,9 +113,7 @@ def _train(strategy: str, way: str, backend: str, before: bool) -> None:
                 each.zero_grad()
             seen.append((graphs.compiled, graphs.called))
         _assert_each_step_calls_the_same_graphs(seen)
-        weights = {name.replace("_orig_mod.", ""): weight for name, weight in main_weights(sharded).items()}
-        for name, parameter in reference.named_parameters():
-            torch.testing.assert_close(weights[name], parameter.detach().cpu(), rtol=2e-5, atol=2e-5)
+        assert_same_weights(sharded, reference)
 
 
 def _assert_each_step_calls_the_same_graphs(seen: list[tuple[int, int]]) -> None:

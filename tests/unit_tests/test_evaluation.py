@@ -9,7 +9,16 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
-from tests.models import STRATEGIES, Block, TinyModel, adamw, batches, device, loss_of, main_weights
+from tests.models import (
+    STRATEGIES,
+    Block,
+    TinyModel,
+    adamw,
+    assert_same_weights,
+    batches,
+    device,
+    loss_of,
+)
 from tests.ranks import RankPool
 
 MODES: dict[str, type[AbstractContextManager]] = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
@@ -78,9 +87,7 @@ def _train_and_evaluate(strategy: str, mode: str) -> None:
             each_optimizer.step()
             each_optimizer.zero_grad()
     _evaluate(reference, sharded, batches(1, 1, seed=5)[0, 0], mode)
-    weights = main_weights(sharded)
-    for name, parameter in reference.named_parameters():
-        torch.testing.assert_close(weights[name], parameter.detach().cpu(), rtol=2e-5, atol=2e-5)
+    assert_same_weights(sharded, reference)
     for (name, buffer), other in zip(reference.named_buffers(), sharded.module.buffers(), strict=True):
         torch.testing.assert_close(other, buffer, msg=lambda m, n=name: f"{n}: {m}")
 

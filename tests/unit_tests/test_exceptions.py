@@ -19,7 +19,16 @@ import megatron.fsdp.weights as weights
 from megatron.fsdp.device import CpuStream
 from megatron.fsdp.device import _CpuHandle as CpuHandle
 from megatron_fsdp import MegatronFSDP, fully_shard
-from tests.models import STRATEGIES, Block, TinyModel, adamw, batches, device, loss_of, main_weights
+from tests.models import (
+    STRATEGIES,
+    Block,
+    TinyModel,
+    adamw,
+    assert_same_weights,
+    batches,
+    device,
+    loss_of,
+)
 from tests.ranks import DEVICE, RankPool
 
 
@@ -89,14 +98,6 @@ def _assert_no_gradients(sharded: MegatronFSDP) -> None:
         assert kept._reduced is None and kept._partial is None and not kept.waiting and not any(group.used)
 
 
-def _assert_equal(sharded: MegatronFSDP, reference: nn.Module) -> None:
-    found = main_weights(sharded)
-    for name, parameter in reference.named_parameters():
-        torch.testing.assert_close(
-            found[name], parameter.detach().cpu(), rtol=2e-5, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}"
-        )
-
-
 class Pair:
     """A model sharded, and unsharded, that live through the same."""
 
@@ -139,7 +140,7 @@ def _train(strategy: str, which: int, where: str, error: type[BaseException], di
         _assert_at_rest(pair.sharded)
         _assert_no_gradients(pair.sharded)
         pair.step()
-    _assert_equal(pair.sharded, pair.reference)
+    assert_same_weights(pair.sharded, pair.reference)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -165,7 +166,7 @@ def _recomputed(strategy: str) -> None:
         pair.backward(step)
         _assert_at_rest(pair.sharded)
         pair.step()
-    _assert_equal(pair.sharded, pair.reference)
+    assert_same_weights(pair.sharded, pair.reference)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -183,7 +184,7 @@ def _accumulate(strategy: str) -> None:
             loss_of(pair.sharded, step[0])
         pair.backward(step[2:])
         pair.step()
-    _assert_equal(pair.sharded, pair.reference)
+    assert_same_weights(pair.sharded, pair.reference)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -204,7 +205,7 @@ def _backward_after_backward(strategy: str) -> None:
         sum(losses).backward()
         _assert_at_rest(pair.sharded)
         pair.step()
-    _assert_equal(pair.sharded, pair.reference)
+    assert_same_weights(pair.sharded, pair.reference)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -244,7 +245,7 @@ def _collective_fails(strategy: str, name: str, direct: bool) -> None:
         _assert_at_rest(pair.sharded)
         _assert_no_gradients(pair.sharded)
         pair.step()
-    _assert_equal(pair.sharded, pair.reference)
+    assert_same_weights(pair.sharded, pair.reference)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -290,7 +291,7 @@ def _interrupted(strategy: str, last: int) -> None:
         _assert_at_rest(pair.sharded)
         _assert_no_gradients(pair.sharded)
         pair.step()
-    _assert_equal(pair.sharded, pair.reference)
+    assert_same_weights(pair.sharded, pair.reference)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the host does not wait for a CUDA stream")

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model, register_forward_method
-from tests.models import STRATEGIES, Block, adamw, batches, device, loss_of, main_weights, whole
+from tests.models import STRATEGIES, Block, adamw, assert_same_weights, batches, device, loss_of, whole
 from tests.ranks import RankPool
 
 
@@ -86,9 +86,7 @@ def _train(strategy: str) -> None:
             each.step()
             each.zero_grad()
     assert all(unit.state.value == "resting" for unit in sharded._units)
-    weights = main_weights(sharded)
-    for name, parameter in reference.named_parameters():
-        torch.testing.assert_close(weights[name], parameter.detach().cpu(), rtol=2e-5, atol=2e-5)
+    assert_same_weights(sharded, reference)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -14,6 +14,7 @@ from tests.models import (
     TinyModel,
     adamw,
     assert_same_training,
+    assert_same_weights,
     batches,
     device,
     loss_of,
@@ -41,9 +42,7 @@ def _all_forwards_first(strategy: str, backward_order: list[int]) -> None:
             losses[which].backward()
         optimizer.step()
         optimizer.zero_grad()
-    weights = main_weights(sharded)
-    for name, parameter in reference.named_parameters():
-        torch.testing.assert_close(weights[name], parameter.detach().cpu(), rtol=2e-5, atol=2e-5)
+    assert_same_weights(sharded, reference)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

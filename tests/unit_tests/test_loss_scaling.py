@@ -13,7 +13,18 @@ from torch.nn.utils import clip_grad_norm_
 
 from megatron.fsdp.uneven_dtensor import local_part
 from megatron_fsdp import fully_shard
-from tests.models import DEVICE, FP32_GRADS, STRATEGIES, Block, TinyModel, batches, device, loss_of, main_weights
+from tests.models import (
+    DEVICE,
+    FP32_GRADS,
+    STRATEGIES,
+    Block,
+    TinyModel,
+    assert_same_weights,
+    batches,
+    device,
+    loss_of,
+    main_weights,
+)
 from tests.ranks import RankPool
 
 SCALERS = {"GradScaler": GradScaler, "ShardedGradScaler": ShardedGradScaler}
@@ -88,9 +99,7 @@ def _train(strategy: str, kind: str, scalar_first: bool, fused: bool) -> None:
         after = [local_part(entry.main) for entry in sharded.entries()]
         skipped.append(all(torch.equal(a, b) for a, b in zip(after, before, strict=True)))
     assert skipped == [False, True, False, True, False]
-    weights = main_weights(sharded)
-    for name, parameter in reference.named_parameters():
-        torch.testing.assert_close(weights[name], parameter.detach().cpu(), rtol=2e-5, atol=2e-5)
+    assert_same_weights(sharded, reference)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -9,7 +9,17 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp import fully_shard, fully_shard_model
-from tests.models import STRATEGIES, Block, TinyModel, adamw, batches, device, loss_of, main_weights
+from tests.models import (
+    STRATEGIES,
+    Block,
+    TinyModel,
+    adamw,
+    assert_same_weights,
+    batches,
+    device,
+    loss_of,
+    main_weights,
+)
 from tests.ranks import DEVICE, RankPool
 from tests.tensor_bytes import TensorBytes, build, call_counted
 
@@ -59,9 +69,7 @@ def _build(strategy: str, meta_optimizer: bool) -> None:
         loss_of(sharded, step[dist.get_rank()]).backward()
         optimizer.step()
         optimizer.zero_grad()
-    weights = main_weights(sharded)
-    for name, parameter in reference.named_parameters():
-        torch.testing.assert_close(weights[name], parameter.detach().cpu(), rtol=2e-5, atol=2e-5)
+    assert_same_weights(sharded, reference)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

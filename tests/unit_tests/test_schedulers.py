@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from megatron_fsdp import fully_shard
-from tests.models import Block, TinyModel, batches, device, loss_of, main_weights
+from tests.models import Block, TinyModel, assert_same_weights, batches, device, loss_of
 from tests.ranks import RankPool
 
 Optimizer = torch.optim.Optimizer
@@ -69,9 +69,7 @@ def _train(name: str, before: bool) -> None:
         assert _options(optimizer) == _options(optimizers[1])
         changed |= _options(optimizer) != options
     assert changed
-    weights = main_weights(sharded)
-    for name, parameter in reference.named_parameters():
-        torch.testing.assert_close(weights[name], parameter.detach().cpu(), rtol=2e-5, atol=2e-5)
+    assert_same_weights(sharded, reference)
 
 
 @pytest.mark.parametrize("before", [True, False])
