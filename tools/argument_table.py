@@ -39,7 +39,7 @@ EFFECTS = {
     "fsdp_group_ag": Effect("NCCL: buffers of one more communicator", "gathers run beside reductions"),
     "expt_fsdp_group_ag": Effect("NCCL: buffers of one more communicator", "gathers run beside reductions"),
     "fsdp_unit_modules": Effect(
-        "peak: two of the largest unit; None: the whole model", "small units: many collectives"
+        "peak: two of the largest unit; None: the whole model, also at rest", "small units: many collectives"
     ),
     "zero_dp_strategy": Effect("see memory.md", "3 gathers twice per step, 1 and 2 once, 0 never"),
     "outer_dp_sharding_strategy": Effect(

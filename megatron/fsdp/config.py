@@ -75,7 +75,7 @@ class FSDPConfig:
     cuda_graphs: bool = False
     max_gathered_units: int = 2
     max_reducing_units: int = 1
-    sharding: Sharding = field(init=False)
+    sharding: Sharding = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "strategy", resolve_strategy(self.strategy))

@@ -70,7 +70,7 @@ def fully_shard_model(
         fsdp_group_ag: Another group with the ranks of ``dp_shard_dim``, for gathers: they then run beside reductions.
         expt_fsdp_group_ag: The same for ``expt_device_mesh``.
         fsdp_unit_modules: Module classes, or import paths of such, whose modules are gathered and released one by
-            one. None: the whole model is one unit, as large in memory while it runs as with DDP.
+            one; with none in the list, the whole model is. None: every rank keeps whole weights, as with DDP.
         zero_dp_strategy: What is sharded: 0 or ``"no_shard"``, 1 or ``"optim"``, 2 or ``"optim_grads"``,
             3 or ``"optim_grads_params"``.
         outer_dp_sharding_strategy: The same for the outer axis: 0 or ``"no_shard"``, 1 or ``"optim"``.

@@ -131,7 +131,6 @@ class InPlaceEngine(MegatronFSDP):
         place.__dict__["_parameters"] = root._parameters
         for entry in self.entries():
             entry.sites = [(place if owner is root else owner, name) for owner, name in entry.sites]
-        self._frozen = [entry for entry in self.entries() if not entry.trained]
         self._built = True
         InPlaceEngine.models += 1
         self.update_sync()
@@ -159,12 +158,6 @@ class InPlaceEngine(MegatronFSDP):
             # What is kept gathered has no other way to follow main weights that were changed without an optimizer.
             if not group.weights.temporary:
                 group.weights.invalidate()
-        for entry in self._frozen:
-            if entry.main.requires_grad:
-                raise NotImplementedError(
-                    f"Parameter {entry.name} was frozen when the model was sharded, and is to take gradients now. Set "
-                    "requires_grad before parameters() or the forward is called for the first time."
-                )
 
     def update_sync(self) -> None:
         """Gradients are synchronized if every part of the model says so."""

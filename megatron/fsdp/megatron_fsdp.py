@@ -38,6 +38,7 @@ from megatron.fsdp.partition import (
 from megatron.fsdp.pool import AllocatorPool, FixedPool
 from megatron.fsdp.schedule import Limits, Schedule
 from megatron.fsdp.state_dict import copy_part, match_keys, own_part, unsharded_state
+from megatron.fsdp.strategy import Sharding
 from megatron.fsdp.uneven_dtensor import is_sharded, let_gather, local_part
 from megatron.fsdp.unit import Unit
 from megatron.fsdp.weak import weak_method
@@ -66,7 +67,8 @@ class MegatronFSDP(nn.Module):
         config: Settings; the defaults are those of :class:`FSDPConfig`.
         index: Mesh and axes to shard over. None: one axis over all ranks.
         fsdp_unit_modules: Module classes, or import paths of such: each module of one of them is a unit, gathered
-            and released together. The root is the unit of all other parameters. None: the root is the only unit.
+            and released together. The root is the unit of all other parameters. None: nothing is released, every rank
+            keeps whole compute weights, as with DDP; gradients and optimizer state are sharded as the strategy says.
         device: Where to compute. None: where the parameters are, or the current CUDA device if there is one.
 
     Raises:
@@ -109,7 +111,9 @@ class MegatronFSDP(nn.Module):
         self.microbatch_count = 0
         self._without_parameters = materialize_buffers(module, self.device)
         self._move_buffers()
-        self._build(partition(module, classes, self.fsdp_config.every_module_is_a_unit))
+        part = partition(module, classes, self.fsdp_config.every_module_is_a_unit)
+        releases = fsdp_unit_modules is not None or bool(part.children)
+        self._build(part, self.fsdp_config.sharding if releases else self.fsdp_config.sharding.with_whole_parameters)
         self._update_reduce_now()
         self._hook_state_dict()
         self.broadcast_params()
@@ -121,13 +125,13 @@ class MegatronFSDP(nn.Module):
             if buffer.device != self.device:
                 buffer.data = buffer.data.to(self.device)
 
-    def _build(self, part: UnitPart) -> None:
+    def _build(self, part: UnitPart, sharding: Sharding) -> None:
         config, everyone = self.fsdp_config, self.index.dense.everyone
         environment = Environment(
             index=self.index,
             tp_mesh=self._tp_mesh,
             granularity=parse_granularity(config.granularity),
-            sharding=config.sharding,
+            sharding=sharding,
             policy=config.mixed_precision,
             scaling=GradientScaling(
                 factor=1.0 if config.calculate_per_token_loss else 1.0 / self.index.size,

@@ -4,7 +4,7 @@ The four inner strategies are the stages of ZeRO (Rajbhandari et al., "ZeRO: Mem
 Training Trillion Parameter Models", arXiv:1910.02054). No other file compares a strategy's name.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from megatron.fsdp.names import did_you_mean
@@ -85,6 +85,11 @@ class Sharding:
     def axes(self) -> tuple[Placements, Placements]:
         """Placements on each axis, from the inner to the outer."""
         return self.inner, self.outer
+
+    @property
+    def with_whole_parameters(self) -> "Sharding":
+        """The same, but that every rank keeps whole compute weights."""
+        return Sharding(replace(self.inner, parameters=Placement.REPLICATE), self.outer)
 
     @property
     def keeps_shard(self) -> bool:

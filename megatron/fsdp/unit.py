@@ -11,10 +11,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from megatron.fsdp.parameter_group import ParameterGroup
 from megatron.fsdp.pool import Slot
+from megatron.fsdp.uneven_dtensor import local_part
 from megatron.fsdp.weak import eager, weak_method
 
 logger = logging.getLogger(__name__)
@@ -296,16 +298,39 @@ class Unit:
             self.calls += 1
         return watched
 
-    def post_forward(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+    def post_forward(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         """Hook: the module has run, or raised (``output`` is then None)."""
         self._depth = max(self._depth - 1, 0)
         listener = self._listener()
         if listener is None or self._depth:
-            return
+            return None
+        given_away = self._copy_own_weights(output)
+        output = output if given_away is None else given_away
         if listener.after_forward(self):
             for tensor in tensors_in(output):
                 if tensor.grad_fn is not None:
                     tensor.register_hook(weak_method(self.pre_backward))
+        return given_away
+
+    def _copy_own_weights(self, output: Any) -> Any:
+        """The output with copies of what are the unit's weights in it, whose memory it gives back; None without any.
+
+        Megatron-Core's linear layers return their bias for example, which is added later.
+        """
+        memory = {_storage(group.weights.compute.flat) for group in self.groups if group.weights.temporary}
+        if not memory or not any(_storage(tensor) in memory for tensor in tensors_in(output)):
+            return None
+
+        def copy(value: Any) -> Any:
+            return value.clone() if isinstance(value, torch.Tensor) and _storage(value) in memory else value
+
+        output = tree_map(copy, output)
+        if any(_storage(tensor) in memory for tensor in tensors_in(output)):
+            raise NotImplementedError(
+                f"FSDP unit {self.label} returns one of its own parameters, in a {type(output).__name__}. The memory "
+                "of parameters is given back when the unit is done: return a copy (.clone())."
+            )
+        return output
 
     def call(self, module: nn.Module, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """Run another function of the module in the way that its forward is run."""
@@ -318,8 +343,8 @@ class Unit:
             if listener is not None and self.is_root and not self._depth:
                 listener.forward_failed()
             raise
-        self._after(module, args, kwargs, output)
-        return output
+        given_away = self._after(module, args, kwargs, output)
+        return output if given_away is None else given_away
 
     def pre_backward(self, grad: torch.Tensor) -> None:
         """Hook: the gradient of an output has arrived."""
@@ -390,6 +415,12 @@ def _watch_inputs(unit: Unit, args: tuple, kwargs: dict) -> tuple[tuple, dict] |
         return next(passed) if isinstance(value, torch.Tensor) and value.requires_grad else value
 
     return tree_map(replace, (args, kwargs))
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """Identity of the memory behind a tensor, whether that is there at the moment or not; 0 for sparse tensors."""
+    local = local_part(tensor) if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage()._cdata if local.layout is torch.strided else 0
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -41,12 +41,12 @@ class Run:
     output: str
 
 
-def launch(script: str, arguments: str, ranks: int) -> subprocess.CompletedProcess[str]:
+def launch(script: str, arguments: str, ranks: int, model: str = MODEL) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     # Buffered, so that a rank writes a line as a whole: two of them share the output.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""}
     return subprocess.run(
-        [*command, *script.split(), *MODEL.split(), *arguments.split()],
+        [*command, *script.split(), *model.split(), *arguments.split()],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -55,9 +55,9 @@ def launch(script: str, arguments: str, ranks: int) -> subprocess.CompletedProce
     )
 
 
-def train(arguments: str, script: str = "pretrain_gpt.py", ranks: int = 2) -> Run:
+def train(arguments: str, script: str = "pretrain_gpt.py", ranks: int = 2, model: str = MODEL) -> Run:
     """Run a script and return what it logged."""
-    result = launch(script, arguments, ranks)
+    result = launch(script, arguments, ranks, model)
     output = result.stdout + result.stderr
     assert result.returncode == 0, output[-5000:]
     number = r"(\S+)"
@@ -114,6 +114,13 @@ def test_a_script_that_knows_nothing_of_this_project_trains_with_it_by_the_launc
     run = train(OURS, script)
     assert "wrapped by megatron.fsdp.mcore.adapter: True" in run.output
     assert run.iterations == uninterrupted("ours", folder).iterations
+
+
+def test_gathering_module_by_module_with_layers_that_return_their_bias() -> None:
+    biases = MODEL.replace("--disable-bias-linear", "").replace("--swiglu", "")
+    ours = f"{OURS} --megatron-fsdp-enable-fine-grained-param-gather"
+    runs = [train(arguments, model=biases) for arguments in (DDP, ours)]
+    assert numbers(runs[1]) == pytest.approx(numbers(runs[0]), rel=5e-7)
 
 
 def test_what_does_not_fit_is_said_before_anything_is_built() -> None:

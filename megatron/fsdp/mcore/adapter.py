@@ -242,6 +242,7 @@ def fsdp_config(config: TransformerConfig, ddp_config: DistributedDataParallelCo
         calculate_per_token_loss=config.calculate_per_token_loss,
         # Megatron's optimizer reads every trainable parameter's gradient.
         zero_unused_gradients=True,
+        every_module_is_a_unit=ddp_config.megatron_fsdp_enable_fine_grained_param_gather,
         fused_weight_gradients=config.gradient_accumulation_fusion,
         double_buffer=ddp_config.fsdp_double_buffer,
         own_buffer_if_none_is_free=ddp_config.fsdp_db_use_persist_buf_on_alloc_fail,
