@@ -98,6 +98,11 @@ class FSDPConfig:
         """Where main weights get their gradients."""
         return "decoupled_grad" if self.decoupled_grad else "grad"
 
+    @property
+    def gather_during_step(self) -> bool:
+        """Whether the optimizer's step is taken unit by unit, and what is updated is gathered meanwhile."""
+        return self.offload_optimizer and self.overlap_param_gather
+
     def _check_device(self) -> None:
         for name, flag in (
             ("register_with_nccl (nccl_ub)", self.register_with_nccl),

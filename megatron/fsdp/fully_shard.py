@@ -96,7 +96,8 @@ def fully_shard_model(
         use_decoupled_grad: Put gradients into ``.decoupled_grad`` of the main weights instead of ``.grad``.
         cuda_graph_mode: Keep all buffers where they are, so that CUDA graphs can be captured. Needs CUDA.
         maxpool_double_buffer: Accepted. Fixed buffers have the size of the largest unit.
-        offload_optimizer: Keep main weights, gradients of the step, and so the optimizer's state, in host memory.
+        offload_optimizer: Keep main weights, gradients of the step, and so the optimizer's state, in host memory. What
+            forward needs first is updated first, and gathered while the step goes on.
         shard_granularity: What is not divided between ranks: ``"row"`` (of dimension 0), ``"tensor"`` (whole
             matrices, for optimizers such as Muon), ``"block(N)"`` (of N rows), or ``"element"``.
         preserve_fp32_weights: Deprecated: ``MixedPrecisionPolicy(main_params_dtype=torch.float32)``, or None.

@@ -303,8 +303,17 @@ class MegatronFSDP(nn.Module):
     def install_optimized_model_weights(self) -> None:
         """The main weights have changed, by a step or a load: compute weights follow before their next use."""
         self._schedule.reset()
-        for group in self.groups:
-            group.weights.invalidate()
+        for unit in self._units:
+            unit.invalidate()
+
+    @property
+    def units_needed_first(self) -> list[Unit]:
+        """What :meth:`begin_gathering` gathers, in that order, as far as main weights may be changed meanwhile."""
+        return self._schedule.needed_first()
+
+    def begin_gathering(self, until: Unit | None = None) -> None:
+        """Start gathering what the next forward needs first, up to a unit; None: as much as may be in flight."""
+        self._schedule.prime(until)
 
     def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
         """Start gathering what the next forward needs first.
@@ -321,7 +330,7 @@ class MegatronFSDP(nn.Module):
             for weights in persistent:
                 weights.wait()
         else:
-            self._schedule.prime()
+            self.begin_gathering()
 
     def synchronize_param_gather(self) -> None:
         """Bring all units to rest: nothing gathered, main weights visible as the model's parameters."""

@@ -63,7 +63,10 @@ def attach_optimizer(
     optimizer.register_step_pre_hook(local.before_step)
     optimizer.register_step_post_hook(local.after_step)
     for model in models:
-        optimizer.register_step_post_hook(_After(model))
+        first = _FirstUnits(model, local) if model.fsdp_config.gather_during_step else None
+        if first is not None:
+            optimizer.register_step_pre_hook(first)
+        optimizer.register_step_post_hook(_After(model, first))
     if describe_state:
         optimizer.register_state_dict_post_hook(local.describe_state)
     for model in models:
@@ -81,7 +84,7 @@ def _detach(optimizer: torch.optim.Optimizer) -> None:
         optimizer._optimizer_load_state_dict_post_hooks,
     ):
         for key, hook in list(hooks.items()):
-            if isinstance(getattr(hook, "__self__", hook), (_Before, _After, _LocalStep, _Reshard)):
+            if isinstance(getattr(hook, "__self__", hook), (_Before, _FirstUnits, _After, _LocalStep, _Reshard)):
                 del hooks[key]
 
 
@@ -137,11 +140,14 @@ class _Before:
 class _After:
     """Step post-hook: compute weights are made of the new main weights before their next use."""
 
-    def __init__(self, model: MegatronFSDP) -> None:
-        self._install = weak_method(model.install_optimized_model_weights)
+    def __init__(self, model: MegatronFSDP, first: "_FirstUnits | None") -> None:
+        self._model = weakref.ref(model)
+        self._first = first
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-        self._install()
+        model = self._model()
+        if model is not None and not (self._first is not None and self._first.gathering):
+            model.install_optimized_model_weights()
 
 
 class _Reshard:
@@ -194,6 +200,10 @@ class _LocalStep:
         self._enter(optimizer)
         closure = _closure(args, kwargs)
         return None if closure is None else (args[:1], {"closure": self._outside(optimizer, closure)})
+
+    def shown(self, main: nn.Parameter) -> int:
+        """Identity of what the optimizer is shown in place of a main weight."""
+        return id(self._local.get(id(main), main))
 
     def after_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         """Step post-hook."""
@@ -268,3 +278,52 @@ class _LocalStep:
             for value in state_dict["state"].get(number, {}).values():
                 if entry is not None and is_sharded(value):
                     entry.describe(value)
+
+
+# They update each parameter by its own gradient and state alone, so that a step may be taken part by part.
+_BY_PARAMETER = {
+    getattr(torch.optim, name)
+    for name in "ASGD Adadelta Adagrad Adam AdamW Adamax Muon NAdam RAdam RMSprop Rprop SGD".split()
+    if hasattr(torch.optim, name)
+}
+
+
+class _FirstUnits:
+    """Step pre-hook: update the units that forward needs first one by one, and gather each while the next is updated.
+
+    The step itself then updates what is left. Optimizers of torch are known to allow that; others take their step as a
+    whole.
+
+    Args:
+        model: The model.
+        local: What the optimizer is shown in place of DTensors.
+
+    Attributes:
+        gathering: The latest step has been taken so.
+    """
+
+    def __init__(self, model: MegatronFSDP, local: _LocalStep) -> None:
+        self._model = weakref.ref(model)
+        self._local = local
+        self.gathering = False
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+        model = self._model()
+        units = [] if model is None else model.units_needed_first
+        self.gathering = bool(units) and type(optimizer) in _BY_PARAMETER and _closure(args, kwargs) is None
+        if model is None or not self.gathering:
+            return
+        model.install_optimized_model_weights()
+        parts = {self._local.shown(e.main): i for i, u in enumerate(units) for g in u.groups for e in g.entries}
+        split: list[list[list[nn.Parameter]]] = [[[] for _ in optimizer.param_groups] for _ in [*units, None]]
+        for number, options in enumerate(optimizer.param_groups):
+            for parameter in options["params"]:
+                split[parts.get(id(parameter), len(units))][number].append(parameter)
+        for unit, parameters in zip([*units, None], split, strict=True):
+            for options, part in zip(optimizer.param_groups, parameters, strict=True):
+                options["params"] = part
+            if unit is None:
+                return
+            if any(parameters):
+                type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]
+            model.begin_gathering(until=unit)

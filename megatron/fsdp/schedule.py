@@ -69,6 +69,7 @@ class Schedule:
         self._in_backward = False
         self._end_of_backward: Callable[[], object] = lambda: None
         self._primed = False
+        self._versions: list[list[int]] = []
         self._kept: Unit | None = None
         self._reducing: deque[Unit] = deque()
 
@@ -127,12 +128,35 @@ class Schedule:
 
     # Passes ----------------------------------------------------------------------------------------------------
 
-    def prime(self) -> None:
-        """Start gathering what the next forward needs first."""
-        if not self._primed and not self._in_backward:
+    def prime(self, until: Unit | None = None) -> None:
+        """Start gathering what the next forward needs first, up to a unit; None: as far as the limits allow.
+
+        To be called again, with a later unit.
+        """
+        if self._in_backward:
+            return
+        if not self._primed:
             self._primed = True
             self._forward.restart()
-            self._prefetch(self._forward)
+            self._versions = self._main_versions()
+        self._prefetch(self._forward, until)
+
+    def _main_versions(self) -> list[list[int]]:
+        """Of all main weights. In-place changes count, but for those by the optimizer, and by way of ``.data``."""
+        return [[e.main._version for group in unit.groups for e in group.entries] for unit in self.units]
+
+    def needed_first(self) -> list[Unit]:
+        """What :meth:`prime` gathers, in that order, as far as main weights may be changed meanwhile."""
+        if not self.limits.prefetch:
+            return []
+        units = {op.unit: self.units[op.unit] for op in self._forward.asked if op.kind is OpKind.GATHER}
+        first: list[Unit] = []
+        for unit in units.values():
+            full = sum(u.temporary and not u.is_root for u in first) == self.limits.gathered
+            if full or not all(group.weights.main_is_apart for group in unit.groups):
+                break
+            first.append(unit)
+        return first
 
     def reset(self) -> None:
         """Bring every unit to rest, whatever was going on."""
@@ -173,6 +197,10 @@ class Schedule:
                 unit.abandon()
         self._release_kept()
         self._follow_freezing()
+        if self._primed and self._versions != self._main_versions():
+            self.reset()
+            for unit in self.units:
+                unit.invalidate()
         if not self._primed:
             self._forward.restart()
         self._primed = False
@@ -323,8 +351,8 @@ class Schedule:
             elif unit.state is WeightState.RESTING:
                 unit.gather()
 
-    def _prefetch(self, plan: Plan) -> None:
-        """Issue the gathers that come next, as far as the limit allows."""
+    def _prefetch(self, plan: Plan, until: Unit | None = None) -> None:
+        """Issue the gathers that come next, as far as the limit allows, and not beyond that of a unit."""
         while (op := plan.ahead()) is not None and op.kind is OpKind.GATHER:
             unit = self.units[op.unit]
             if unit.state is WeightState.RESTING:
@@ -333,6 +361,8 @@ class Schedule:
                     return
                 unit.gather()
             plan.issued += 1
+            if unit is until:
+                return
 
     def _full(self) -> bool:
         others = [u for u in self.units if u.temporary and not u.is_root and u.state is not WeightState.RESTING]

@@ -141,6 +141,11 @@ class Unit:
         """True if any parameter takes gradients."""
         return any(group.requires_grad for group in self.groups)
 
+    def invalidate(self) -> None:
+        """The main weights have changed: gather before the next use."""
+        for group in self.groups:
+            group.weights.invalidate()
+
     def gather(self) -> None:
         """Start gathering compute weights that are not there or not up to date."""
         self.to(WeightState.GATHERING)

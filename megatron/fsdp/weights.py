@@ -69,7 +69,8 @@ class WeightBuffer:
         elif self.temporary:
             self._home = None
         self._casts = dtypes.main_params != dtypes.compute or main_device != device
-        if self._home is not None and not self._casts:
+        if not self.main_is_apart:
+            assert self._home is not None
             self.main = self._home[within(self.owned.main, self._home_span)]
         else:
             self.main = torch.zeros(
@@ -87,6 +88,11 @@ class WeightBuffer:
     def temporary(self) -> bool:
         """True if the compute weights' memory exists only while they are gathered."""
         return self.sharding.inner.shards_parameters
+
+    @property
+    def main_is_apart(self) -> bool:
+        """True if the main weights are no part of the compute weights' memory, so that gathers never write to them."""
+        return self._home is None or self._casts
 
     @property
     def _needs_nothing(self) -> bool:
@@ -121,7 +127,7 @@ class WeightBuffer:
         self._given = None
         if self._home is not None and self._home is not flat:
             self._home.copy_(flat[self._home_span])
-        if self._home is None or self._casts:
+        if self.main_is_apart:
             self.main.copy_(flat[self.owned.main])
         # Ranks may have been initialized differently: whole compute weights come from their owners at the first use.
         self._current = self._home_current = self._needs_nothing

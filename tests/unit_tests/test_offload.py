@@ -1,12 +1,29 @@
 """Main weights, gradients of the step and optimizer state in host memory: equal training, compute stays where it is."""
 
+import copy
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron.fsdp.uneven_dtensor import local_part
+from megatron.fsdp.unit import Unit
 from megatron_fsdp import fully_shard
-from tests.models import FP32_GRADS, STRATEGIES, Block, TinyModel, adamw, assert_same_training, batches, device, loss_of
+from tests.models import (
+    FP32_GRADS,
+    STRATEGIES,
+    Block,
+    TinyModel,
+    adamw,
+    assert_same_training,
+    assert_same_weights,
+    batches,
+    device,
+    loss_of,
+)
 from tests.ranks import RankPool
 
 
@@ -47,3 +64,114 @@ def _where(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_where_everything_is(ranks: RankPool, strategy: str) -> None:
     ranks.run(2, _where, strategy)
+
+
+# The step and the gathers that follow it --------------------------------------------------------------------------
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "Adam": lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+    "ASGD": lambda p: torch.optim.ASGD(p, lr=1e-2),
+    "Adadelta": lambda p: torch.optim.Adadelta(p),
+    "Adamax": lambda p: torch.optim.Adamax(p, lr=1e-2),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-2),
+    "RAdam": lambda p: torch.optim.RAdam(p, lr=1e-2),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-2),
+    "Rprop": lambda p: torch.optim.Rprop(p, lr=1e-3),
+    "SGD": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    # Whose step cannot be taken in parts:
+    "another": lambda p: Another(p, lr=1e-2),
+}
+
+
+class Another(torch.optim.AdamW):
+    """An optimizer that nothing is known of."""
+
+
+def _each_optimizer() -> None:
+    data = batches(steps=3, per_step=dist.get_world_size())
+    for name, make in OPTIMIZERS.items():
+        try:
+            assert_same_training(TinyModel(), data, make, offload_optimizer=True)
+        except AssertionError as error:
+            error.add_note(name)
+            raise
+
+
+def test_optimizers_train_as_unsharded(ranks: RankPool) -> None:
+    ranks.run(2, _each_optimizer)
+
+
+def _order(strategy: str, gathered: list[str]) -> None:
+    """A unit that forward needs early is gathered before those that come after it are updated."""
+    model = TinyModel().to(device(), torch.bfloat16)
+    sharded, optimizer = fully_shard(
+        model,
+        adamw(model.parameters()),
+        fsdp_unit_modules=[Block],
+        zero_dp_strategy=strategy,
+        mixed_precision_policy=FP32_GRADS,
+        offload_optimizer=True,
+    )
+    data = batches(steps=3, per_step=1)
+    for tokens in data[:2, 0]:
+        loss_of(sharded, tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    loss_of(sharded, data[2, 0]).backward()
+    before = {entry.name: local_part(entry.main).clone() for entry in sharded.entries()}
+    events: list[str] = []
+    gather = Unit.gather
+
+    def spy(unit: Unit) -> None:
+        updated = {e.name for e in sharded.entries() if not torch.equal(local_part(e.main), before[e.name])}
+        later = [u for u in sharded._units if u.label not in [*events, unit.label]]
+        others = {entry.name for u in later for group in u.groups for entry in group.entries}
+        assert not updated & others, (unit, updated & others)
+        events.append(unit.label)
+        gather(unit)
+
+    with patch.object(Unit, "gather", spy):
+        optimizer.step()
+    assert events == gathered
+    for entry in sharded.entries():
+        local = local_part(entry.main)
+        assert not local.numel() or not torch.equal(local, before[entry.name])
+
+
+ALL = ["<root>", "blocks.0", "blocks.1", "blocks.2"]
+
+
+@pytest.mark.parametrize(("strategy", "gathered"), [("optim", ALL), ("optim_grads_params", ALL[:3])])
+def test_the_first_units_are_gathered_during_the_step(ranks: RankPool, strategy: str, gathered: list[str]) -> None:
+    ranks.run(2, _order, strategy, gathered)
+
+
+def _changed_after_the_step(strategy: str) -> None:
+    """As a clamp, or an average of weights, does."""
+    model = TinyModel().to(device())
+    reference = copy.deepcopy(model)
+    reference_optimizer = adamw(reference.parameters())
+    sharded, optimizer = fully_shard(
+        model,
+        adamw(model.parameters()),
+        fsdp_unit_modules=[Block],
+        zero_dp_strategy=strategy,
+        offload_optimizer=True,
+    )
+    for tokens in batches(steps=4, per_step=1)[:, 0]:
+        for each, each_optimizer in ((sharded, optimizer), (reference, reference_optimizer)):
+            loss_of(each, tokens).backward()
+            each_optimizer.step()
+            each_optimizer.zero_grad()
+            with torch.no_grad():
+                for parameter in each.parameters():
+                    parameter.clamp_(-0.05, 0.05)
+    assert_same_weights(sharded, reference)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_weights_changed_after_the_step_are_what_forward_uses(ranks: RankPool, strategy: str) -> None:
+    ranks.run(2, _changed_after_the_step, strategy)
