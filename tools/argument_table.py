@@ -61,7 +61,7 @@ EFFECTS = {
     "calculate_per_token_loss": Effect(SAME, "saves a pass over the shard"),
     "keep_fp8_transpose_cache": Effect("not supported", "not supported"),
     "nccl_ub": Effect("as fsdp_double_buffer", "fewer SMs and copies for communication"),
-    "fsdp_double_buffer": Effect("the peak's buffers are held at rest", "no allocation after the second step"),
+    "fsdp_double_buffer": Effect("the peak's buffers are held at rest", "no allocation after the first step"),
     "fsdp_db_use_persist_buf_on_alloc_fail": Effect("one buffer more per nested unit", SAME),
     "disable_symmetric_registration": Effect(SAME, "with nccl_ub: no symmetric kernels"),
     "enable_fine_grained_param_gather": Effect("peak: two modules instead of two units", "more, smaller collectives"),

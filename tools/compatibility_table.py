@@ -45,6 +45,8 @@ FEATURES = (
     Feature("scalars, empty parameters, fewer rows than ranks", ("test_small_parameters.py",)),
     Feature("methods other than forward; modules called twice", ("test_forward_methods.py",)),
     Feature("units inside units", ("test_nested_units.py",)),
+    Feature("units that return their own parameters", ("test_returned_parameters.py",)),
+    Feature("no units named: whole weights everywhere", ("test_parity.py::test_without_units_weights_are_replicated",)),
     Feature("torch.compile", ("test_compile.py",)),
     Feature("loss scaling (GradScaler)", ("test_loss_scaling.py",)),
     Feature("after exceptions", ("test_exceptions.py",)),
