@@ -1,19 +1,19 @@
 """Makes a torch optimizer update main weights: parameters out, DTensors in, and hooks around the step."""
 
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from megatron.fsdp.local_step import BY_PARAMETER, LocalStep, closure_of
 from megatron.fsdp.megatron_fsdp import MegatronFSDP
 from megatron.fsdp.parameter import ParameterEntry
 from megatron.fsdp.parameter_group import ParameterGroup
 from megatron.fsdp.partition import OWNER
 from megatron.fsdp.state_dict import own_part
-from megatron.fsdp.uneven_dtensor import is_sharded, local_part, make_like
+from megatron.fsdp.uneven_dtensor import is_sharded, make_like
 from megatron.fsdp.weak import weak_method
 
 
@@ -56,7 +56,7 @@ def attach_optimizer(
     for options in optimizer.param_groups:
         options["params"] = [_main_weight(optimizer, p, places) for p in options["params"]]
     _detach(optimizer)
-    local = _LocalStep([entry for model in models for entry in model.entries()])
+    local = LocalStep([group for model in models for group in model.groups])
     for model in models:
         optimizer.register_step_pre_hook(_Before(model, needs_gradient))
     # The optimizer keeps what these need, and they do not keep the optimizer or a model.
@@ -67,6 +67,7 @@ def attach_optimizer(
         if first is not None:
             optimizer.register_step_pre_hook(first)
         optimizer.register_step_post_hook(_After(model, first))
+    optimizer.register_state_dict_post_hook(local.unshare_state)
     if describe_state:
         optimizer.register_state_dict_post_hook(local.describe_state)
     for model in models:
@@ -84,7 +85,7 @@ def _detach(optimizer: torch.optim.Optimizer) -> None:
         optimizer._optimizer_load_state_dict_post_hooks,
     ):
         for key, hook in list(hooks.items()):
-            if isinstance(getattr(hook, "__self__", hook), (_Before, _FirstUnits, _After, _LocalStep, _Reshard)):
+            if isinstance(getattr(hook, "__self__", hook), (_Before, _FirstUnits, _After, LocalStep, _Reshard)):
                 del hooks[key]
 
 
@@ -112,11 +113,6 @@ def _main_weight(
     return entry.main
 
 
-def _closure(args: tuple, kwargs: dict) -> Callable[[], Any] | None:
-    """The closure that ``step`` was called with; the first of ``args`` is the optimizer."""
-    return args[1] if len(args) > 1 else kwargs.get("closure")
-
-
 class _Before:
     """Step pre-hook: finish the model's gradients; refuse a step that would do nothing if ``needs_gradient``."""
 
@@ -127,7 +123,7 @@ class _Before:
     def __call__(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         self._finish()
         # A closure computes the gradients.
-        if not self._needs_gradient or _closure(args, kwargs) is not None:
+        if not self._needs_gradient or closure_of(args, kwargs) is not None:
             return
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if all(p.grad is None and getattr(p, "decoupled_grad", None) is None for p in parameters):
@@ -178,116 +174,6 @@ class _Reshard:
                 state[key] = make_like(own_part(entry, state[key].full_tensor(), key).clone(), entry.main)
 
 
-class _LocalStep:
-    """Shows an optimizer, during its step, plain tensors in place of DTensors: this rank's parts.
-
-    What an optimizer does element by element is the same on each part. So it needs nothing that DTensor has no rule
-    for, and spends no time on DTensor's dispatch. Outside of the step parameters and state are DTensors.
-
-    Args:
-        entries: Parameters that the optimizer may have.
-    """
-
-    def __init__(self, entries: list[ParameterEntry]) -> None:
-        self._entries = {id(entry.main): entry for entry in entries}
-        self._local: dict[int, nn.Parameter] = {}
-        self._dtensors: dict[int, dict[str, DTensor]] = {}
-        self._shown: list[list[nn.Parameter]] | None = None
-
-    def before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        """Step pre-hook."""
-        self._leave(optimizer)  # a step that raised has not left
-        self._enter(optimizer)
-        closure = _closure(args, kwargs)
-        return None if closure is None else (args[:1], {"closure": self._outside(optimizer, closure)})
-
-    def shown(self, main: nn.Parameter) -> int:
-        """Identity of what the optimizer is shown in place of a main weight."""
-        return id(self._local.get(id(main), main))
-
-    def after_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-        """Step post-hook."""
-        self._leave(optimizer)
-
-    def _outside(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """A closure runs the model and its backward: it sees DTensors."""
-
-        def call() -> Any:
-            self._leave(optimizer)
-            try:
-                return closure()
-            finally:
-                self._enter(optimizer)
-
-        return call
-
-    def _enter(self, optimizer: torch.optim.Optimizer) -> None:
-        self._shown = [group["params"] for group in optimizer.param_groups]
-        for group in optimizer.param_groups:
-            group["params"] = [self._localize(optimizer, p) for p in group["params"]]
-
-    def _localize(self, optimizer: torch.optim.Optimizer, main: nn.Parameter) -> nn.Parameter:
-        if id(main) not in self._entries:
-            return main
-        local = self._local.get(id(main))
-        if local is None:
-            local = self._local[id(main)] = nn.Parameter(local_part(main), requires_grad=main.requires_grad)
-        local.grad = None if main.grad is None else local_part(main.grad)
-        decoupled = getattr(main, "decoupled_grad", None)
-        if decoupled is not None:
-            local.decoupled_grad = local_part(decoupled)  # type: ignore[attr-defined]
-        state = optimizer.state.pop(main, None)
-        if state is not None:
-            self._dtensors[id(main)] = {k: v for k, v in state.items() if isinstance(v, DTensor)}
-            optimizer.state[local] = {k: local_part(v) if isinstance(v, DTensor) else v for k, v in state.items()}
-        return local
-
-    def _leave(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._shown is None:
-            return
-        for group, mains in zip(optimizer.param_groups, self._shown, strict=True):
-            group["params"] = mains
-            for main in mains:
-                if id(main) in self._entries:
-                    self._globalize(optimizer, main)
-        self._shown = None
-
-    def _globalize(self, optimizer: torch.optim.Optimizer, main: nn.Parameter) -> None:
-        local = self._local[id(main)]
-        local.grad = None
-        if hasattr(local, "decoupled_grad"):
-            del local.decoupled_grad
-        state = optimizer.state.pop(local, None)
-        if state is None:
-            return
-        known = self._dtensors.get(id(main), {})
-        for key, value in state.items():
-            if isinstance(value, torch.Tensor) and value.dim() and value.shape == local.shape:
-                dtensor = known.get(key)
-                if dtensor is None or local_part(dtensor) is not value:
-                    dtensor = make_like(value, main)
-                state[key] = dtensor
-        optimizer.state[main] = state
-
-    def describe_state(self, optimizer: torch.optim.Optimizer, state_dict: dict) -> None:
-        """State-dict post-hook: describe each DTensor's part of the whole, which torch's checkpointing asks for."""
-        # State is numbered in the order in which parameters first occur.
-        order = dict.fromkeys(id(p) for group in optimizer.param_groups for p in group["params"])
-        for number, key in enumerate(order):
-            entry = self._entries.get(key)
-            for value in state_dict["state"].get(number, {}).values():
-                if entry is not None and is_sharded(value):
-                    entry.describe(value)
-
-
-# They update each parameter by its own gradient and state alone, so that a step may be taken part by part.
-_BY_PARAMETER = {
-    getattr(torch.optim, name)
-    for name in "ASGD Adadelta Adagrad Adam AdamW Adamax Muon NAdam RAdam RMSprop Rprop SGD".split()
-    if hasattr(torch.optim, name)
-}
-
-
 class _FirstUnits:
     """Step pre-hook: update the units that forward needs first one by one, and gather each while the next is updated.
 
@@ -302,7 +188,7 @@ class _FirstUnits:
         gathering: The latest step has been taken so.
     """
 
-    def __init__(self, model: MegatronFSDP, local: _LocalStep) -> None:
+    def __init__(self, model: MegatronFSDP, local: LocalStep) -> None:
         self._model = weakref.ref(model)
         self._local = local
         self.gathering = False
@@ -310,7 +196,7 @@ class _FirstUnits:
     def __call__(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         model = self._model()
         units = [] if model is None else model.units_needed_first
-        self.gathering = bool(units) and type(optimizer) in _BY_PARAMETER and _closure(args, kwargs) is None
+        self.gathering = bool(units) and type(optimizer) in BY_PARAMETER and closure_of(args, kwargs) is None
         if model is None or not self.gathering:
             return
         model.install_optimized_model_weights()

@@ -36,6 +36,7 @@ ORDER = [
     "schedule",
     "state_dict",
     "megatron_fsdp",
+    "local_step",
     "optimizer",
     "forward_methods",
     "fully_shard",

@@ -1,0 +1,206 @@
+"""Neighbouring main weights are updated as one flat tensor, and nothing outside of the step can tell."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron.fsdp.uneven_dtensor import local_part
+from megatron_fsdp import MegatronFSDP, fully_shard
+from tests.models import Block, TinyModel, adamw, assert_same_weights, batches, device, loss_of
+from tests.ranks import RankPool
+
+Sharded = tuple[MegatronFSDP, torch.optim.Optimizer]
+Unsharded = tuple[nn.Module, torch.optim.Optimizer]
+
+
+class Counts:
+    """Counts the tensors that an optimizer sees in its step."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.seen: list[int] = []
+        optimizer.register_step_pre_hook(self._count)
+
+    def _count(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self.seen.append(sum(len(options["params"]) for options in optimizer.param_groups))
+
+
+def _both(make: Callable[[nn.Module], torch.optim.Optimizer]) -> tuple[Sharded, Unsharded]:
+    torch.manual_seed(3)
+    model = TinyModel().to(device())
+    reference = copy.deepcopy(model)
+    sharded = fully_shard(model, make(model), fsdp_unit_modules=[Block])
+    return sharded, (reference, make(reference))
+
+
+def _step(each: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> None:
+    loss_of(each, tokens).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _parameters(model: nn.Module) -> torch.optim.Optimizer:
+    return adamw(model.parameters())
+
+
+def _decay_matrices_only(model: nn.Module) -> torch.optim.Optimizer:
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    return torch.optim.AdamW([{"params": others, "weight_decay": 0.0}, {"params": matrices, "lr": 2e-2}], lr=1e-2)
+
+
+def _counts(make: Callable[[nn.Module], torch.optim.Optimizer]) -> list[int]:
+    (sharded, optimizer), unsharded = _both(make)
+    counts = Counts(optimizer)
+    for tokens in batches(3, 1)[:, 0]:
+        _step(sharded, optimizer, tokens)
+        _step(*unsharded, tokens)
+    assert_same_weights(sharded, unsharded[0])
+    assert set(optimizer.state) == set(sharded.parameters())
+    return counts.seen
+
+
+def test_one_tensor_for_each_group_of_a_unit(ranks: RankPool) -> None:
+    for seen in ranks.run(2, _counts, _parameters):
+        assert seen == [4] * 3  # three blocks and the root
+
+
+def test_parameters_with_other_options_are_apart(ranks: RankPool) -> None:
+    for seen in ranks.run(2, _counts, _decay_matrices_only):
+        # In a block: the norm's two, then a matrix, a bias and a matrix. In the root: the norm's two between matrices.
+        assert seen == [15] * 3
+
+
+def _replaced_gradients() -> None:
+    """As some ways of clipping do, gradients become other tensors."""
+    (sharded, optimizer), (reference, reference_optimizer) = _both(_parameters)
+    counts = Counts(optimizer)
+    for tokens in batches(3, 1)[:, 0]:
+        for each, each_optimizer in ((sharded, optimizer), (reference, reference_optimizer)):
+            loss_of(each, tokens).backward()
+            for parameter in each.parameters():
+                assert parameter.grad is not None
+                parameter.grad = parameter.grad * 0.5
+            each_optimizer.step()
+            each_optimizer.zero_grad()
+    assert_same_weights(sharded, reference)
+    assert counts.seen == [4] * 3
+
+
+def test_gradients_that_lie_elsewhere_are_joined(ranks: RankPool) -> None:
+    ranks.run(2, _replaced_gradients)
+
+
+def _some_without_gradient() -> None:
+    """A parameter without gradient is not updated, and its neighbours are: their step counts differ from then on."""
+    (sharded, optimizer), (reference, reference_optimizer) = _both(_parameters)
+    for number, tokens in enumerate(batches(4, 1)[:, 0]):
+        for each, each_optimizer in ((sharded, optimizer), (reference, reference_optimizer)):
+            loss_of(each, tokens).backward()
+            if number == 1:
+                module = sharded.module if each is sharded else reference
+                module.get_parameter("blocks.1.up.weight").grad = None
+                for parameter in module.get_submodule("blocks.2").parameters():
+                    parameter.grad = None
+            each_optimizer.step()
+            each_optimizer.zero_grad()
+    assert_same_weights(sharded, reference)
+    steps = {entry.name: int(optimizer.state[entry.main]["step"]) for entry in sharded.entries()}
+    assert steps["blocks.1.up.weight"] == steps["blocks.2.up.weight"] == 3
+    assert steps["blocks.1.down.weight"] == steps["blocks.0.up.weight"] == 4
+
+
+def test_neighbours_without_gradient(ranks: RankPool) -> None:
+    ranks.run(2, _some_without_gradient)
+
+
+def _state() -> None:
+    (sharded, optimizer), (reference, reference_optimizer) = _both(_parameters)
+    data = batches(6, 1)[:, 0]
+    for tokens in data[:2]:
+        _step(sharded, optimizer, tokens)
+        _step(reference, reference_optimizer, tokens)
+    state_dict = optimizer.state_dict()
+    steps = [state["step"] for state in state_dict["state"].values()]
+    assert len({step.data_ptr() for step in steps}) == len(steps)
+    kept = copy.deepcopy(state_dict)
+    for state in kept["state"].values():
+        local_part(state["exp_avg"]).mul_(0.25)
+        state["step"] += 3
+    for state in reference_optimizer.state.values():
+        state["exp_avg"].mul_(0.25)
+        state["step"] += 3
+    optimizer.load_state_dict(kept)
+    for tokens in data[2:4]:
+        _step(sharded, optimizer, tokens)
+        _step(reference, reference_optimizer, tokens)
+    # Changed where it is, and replaced.
+    changed = "blocks.0.up.weight"
+    for entry in sharded.entries():
+        if entry.name == changed:
+            optimizer.state[entry.main]["exp_avg"].zero_()
+            optimizer.state[entry.main]["exp_avg_sq"] = optimizer.state[entry.main]["exp_avg_sq"] * 2
+    state = reference_optimizer.state[reference.get_parameter(changed)]
+    state["exp_avg"].zero_()
+    state["exp_avg_sq"] = state["exp_avg_sq"] * 2
+    for tokens in data[4:]:
+        _step(sharded, optimizer, tokens)
+        _step(reference, reference_optimizer, tokens)
+    assert_same_weights(sharded, reference)
+    optimizer.state.clear()
+    reference_optimizer.state.clear()
+    _step(sharded, optimizer, data[0])
+    _step(reference, reference_optimizer, data[0])
+    assert_same_weights(sharded, reference)
+
+
+def test_state_that_is_loaded_changed_replaced_or_dropped(ranks: RankPool) -> None:
+    ranks.run(2, _state)
+
+
+def _added_later() -> None:
+    """Options that come later, and parameters that change to other options."""
+
+    def first(model: nn.Module) -> torch.optim.Optimizer:
+        return adamw([p for name, p in model.named_parameters() if "blocks" in name])
+
+    (sharded, optimizer), (reference, reference_optimizer) = _both(first)
+    counts = Counts(optimizer)
+    for number, tokens in enumerate(batches(4, 1)[:, 0]):
+        for each, each_optimizer in ((sharded.module, optimizer), (reference, reference_optimizer)):
+            if number == 1:
+                rest = [p for name, p in each.named_parameters() if "blocks" not in name]
+                each_optimizer.add_param_group({"params": rest, "lr": 2e-2})
+            if number == 2:
+                options = each_optimizer.param_groups
+                options[1]["params"] = [*options[1]["params"], *options[0]["params"][:2]]
+                options[0]["params"] = options[0]["params"][2:]
+            _step(sharded if each is sharded.module else each, each_optimizer, tokens)
+        dist.barrier()
+    assert_same_weights(sharded, reference)
+    assert counts.seen[0] == 3 and counts.seen[1] == 4
+
+
+def test_parameters_that_are_added_or_get_other_options(ranks: RankPool) -> None:
+    ranks.run(2, _added_later)
+
+
+def _of_unknown_kind() -> list[int]:
+    class Other(torch.optim.AdamW):
+        """Nothing is known of it."""
+
+    return _counts(lambda model: Other(model.parameters(), lr=1e-2))
+
+
+def test_other_optimizers_see_each_parameter(ranks: RankPool) -> None:
+    for seen in ranks.run(2, _of_unknown_kind):
+        assert seen == [len(list(TinyModel().parameters()))] * 3
+
+
+@pytest.mark.parametrize("make", [_parameters, _decay_matrices_only])
+def test_without_communication(ranks: RankPool, make: Callable[[nn.Module], torch.optim.Optimizer]) -> None:
+    ranks.run(1, _counts, make)
