@@ -213,13 +213,19 @@ class LocalStep:
     """
 
     def __init__(self, groups: list[ParameterGroup]) -> None:
-        self._groups = groups
+        self._flat = [(group.weights.main, group.entries) for group in groups]
         self._entries = {id(entry.main): entry for group in groups for entry in group.entries}
         self._local: dict[int, nn.Parameter] = {}
         self._dtensors: dict[int, dict[str, DTensor]] = {}
         self._planned: list[list[nn.Parameter]] = []
         self._plan: list[list[_Run | nn.Parameter]] = []
         self._shown: list[list[nn.Parameter]] | None = None
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Hook the optimizer's step and its state dicts."""
+        optimizer.register_step_pre_hook(self.before_step)
+        optimizer.register_step_post_hook(self.after_step)
+        optimizer.register_state_dict_post_hook(self.unshare_state)
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """Step pre-hook."""
@@ -273,9 +279,9 @@ class LocalStep:
         options_of = {id(parameter): number for number, params in enumerate(now) for parameter in params}
         plan: list[list[_Run | nn.Parameter]] = [[] for _ in now]
         together = set()
-        for group in self._groups:
+        for flat, members_of_group in self._flat:
             # State of a scalar parameter looks like what the elements of others share.
-            entries = sorted((e for e in group.entries if e.local_shape), key=lambda e: e.piece.shard_offset)
+            entries = sorted((e for e in members_of_group if e.local_shape), key=lambda e: e.piece.shard_offset)
             numbers = [options_of.get(id(entry.main)) for entry in entries]
             runs: list[tuple[int | None, list[ParameterEntry]]] = []
             for number, entry in zip(numbers, entries, strict=True):
@@ -284,7 +290,7 @@ class LocalStep:
                 runs[-1][1].append(entry)
             for number, members in runs:
                 if number is not None and len(members) > 1:
-                    plan[number].append(_Run(group.weights.main, members))
+                    plan[number].append(_Run(flat, members))
                     together |= {id(entry.main) for entry in members}
         for params, shown in zip(now, plan, strict=True):
             shown += [parameter for parameter in params if id(parameter) not in together]

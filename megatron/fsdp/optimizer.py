@@ -60,14 +60,12 @@ def attach_optimizer(
     for model in models:
         optimizer.register_step_pre_hook(_Before(model, needs_gradient))
     # The optimizer keeps what these need, and they do not keep the optimizer or a model.
-    optimizer.register_step_pre_hook(local.before_step)
-    optimizer.register_step_post_hook(local.after_step)
+    local.attach(optimizer)
     for model in models:
         first = _FirstUnits(model, local) if model.fsdp_config.gather_during_step else None
         if first is not None:
             optimizer.register_step_pre_hook(first)
         optimizer.register_step_post_hook(_After(model, first))
-    optimizer.register_state_dict_post_hook(local.unshare_state)
     if describe_state:
         optimizer.register_state_dict_post_hook(local.describe_state)
     for model in models:
