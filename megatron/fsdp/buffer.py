@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.fsdp import pairwise
 from megatron.fsdp.layout import Layout
 from megatron.fsdp.pool import Pool
 
@@ -16,14 +17,20 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", Non
 
 def all_gather(output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Gather flat shards in rank order into ``output``; ``shard`` may be this rank's part of ``output``."""
-    _all_gather(output, shard, group=group)
+    if pairwise.is_for(group, output):
+        pairwise.all_gather(output, shard, group)
+    else:
+        _all_gather(output, shard, group=group)
 
 
 def reduce_scatter(
     shard: torch.Tensor, flat: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
 ) -> None:
     """Reduce ``flat`` over the group into this rank's ``shard``, which may be this rank's part of ``flat``."""
-    _reduce_scatter(shard, flat, op=op, group=group)
+    if op == dist.ReduceOp.SUM and pairwise.is_for(group, flat):
+        pairwise.reduce_scatter(shard, flat, group)
+    else:
+        _reduce_scatter(shard, flat, op=op, group=group)
 
 
 def all_reduce(flat: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> None:

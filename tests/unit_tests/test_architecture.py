@@ -23,6 +23,7 @@ ORDER = [
     "pool",
     "nccl_memory",
     "config",
+    "pairwise",
     "buffer",
     "uneven_dtensor",
     "parameter",

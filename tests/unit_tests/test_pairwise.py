@@ -1,0 +1,60 @@
+"""Gathers and reductions made of sends and receives are those of gloo."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.fsdp import pairwise
+from tests.ranks import RankPool
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for tensors in host memory")
+
+
+def _numbers(numel: int, rank: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def _compare(numel: int, dtype: torch.dtype) -> None:
+    group = dist.new_group(list(range(dist.get_world_size())))
+    assert group is not None
+    rank, size = group.rank(), group.size()
+    everything = [_numbers(numel * size, r, dtype) for r in range(size)]
+    own = slice(rank * numel, (rank + 1) * numel)
+
+    expected = torch.cat([one[:numel] for one in everything])
+    gathered = torch.empty_like(expected)
+    pairwise.all_gather(gathered, everything[rank][:numel], group)
+    assert torch.equal(gathered, expected)
+    in_place = torch.zeros_like(expected)
+    in_place[own] = everything[rank][:numel]
+    pairwise.all_gather(in_place, in_place[own], group)
+    assert torch.equal(in_place, expected)
+
+    # In the order in which they arrive, each sum rounded to the dtype.
+    total = everything[rank][own].clone()
+    for step in range(1, size):
+        total += everything[(rank - step) % size][own]
+    flat, shard = everything[rank].clone(), torch.empty(numel, dtype=dtype)
+    pairwise.reduce_scatter(shard, flat, group)
+    assert torch.equal(shard, total)
+    pairwise.reduce_scatter(flat[own], flat, group)
+    assert torch.equal(flat[own], total)
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_equal_to_the_definition(ranks: RankPool, size: int, dtype: torch.dtype) -> None:
+    for numel in (64, 0):
+        ranks.run(size, _compare, numel, dtype)
+
+
+def _only_gloo() -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    assert pairwise.is_for(group, torch.empty(1))
+    assert not pairwise.is_for(group, torch.empty(1, device="meta"))
+
+
+def test_only_for_gloo(ranks: RankPool) -> None:
+    ranks.run(1, _only_gloo)
