@@ -1,5 +1,6 @@
 """One flat storage with a layout, and the collectives that run on it. No copies around any of them."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -75,7 +76,17 @@ class FlatBuffer:
 def slot_view(flat: torch.Tensor, layout: Layout, index: int) -> torch.Tensor:
     """Parameter ``index`` as a view of a whole flat buffer."""
     slot = layout.slots[index]
-    return flat[slot.offset : slot.end].view(slot.shape)
+    return part_view(flat, slot.offset, slot.shape)
+
+
+def part_view(flat: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """The elements of a flat tensor from ``offset`` on, in ``shape``."""
+    return flat.as_strided(shape, _stride(shape), flat.storage_offset() + offset)
+
+
+@functools.cache
+def _stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
 
 
 def gap_views(flat: torch.Tensor, layout: Layout) -> list[torch.Tensor]:

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from megatron.fsdp.buffer import part_view
 from megatron.fsdp.device import Stream
 from megatron.fsdp.gradients import GradientBuffer, GradientScaling
 from megatron.fsdp.layout import Granularity, Layout, Piece, plan_layout
@@ -149,7 +150,7 @@ class ParameterGroup:
     @staticmethod
     def _local(flat: torch.Tensor, piece: Piece) -> torch.Tensor:
         """This rank's part of a parameter as a view of a tensor that is flat like the main weights."""
-        return flat[piece.shard_offset : piece.shard_offset + piece.stop - piece.start].view(piece.shape)
+        return part_view(flat, piece.shard_offset, piece.shape)
 
     def _distribute(self, local: torch.Tensor, i: int) -> DTensor:
         """The main weight of parameter ``i`` as a DTensor, which tensors like it are made after."""

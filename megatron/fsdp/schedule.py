@@ -365,7 +365,7 @@ class Schedule:
                 return
 
     def _full(self) -> bool:
-        others = [u for u in self.units if u.temporary and not u.is_root and u.state is not WeightState.RESTING]
+        others = [u for u in self.units if u.state is not WeightState.RESTING and u.temporary and not u.is_root]
         # Those that are kept for backward wait for it and for no place.
         gathered = [u for u in others if not (u.keeps_weights and u.state is WeightState.GATHERED)]
         return len(gathered) >= self.limits.gathered

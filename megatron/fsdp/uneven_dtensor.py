@@ -1,5 +1,6 @@
 """DTensors whose shards have sizes of their own: a rank's part is what the layout gives it, not an even chunk."""
 
+import copy
 import functools
 import math
 import weakref
@@ -13,6 +14,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
 from megatron.fsdp.layout import boxes
@@ -29,16 +31,7 @@ def make_dtensor(
         shape: Shape of the whole tensor.
         placements: One per axis of the mesh. ``Shard(0)`` stands for as many rows per rank as each has.
     """
-    return _make_dtensor(local, mesh, shape, torch.empty(shape, device="meta").stride(), placements)
-
-
-def _make_dtensor(
-    local: torch.Tensor,
-    mesh: DeviceMesh,
-    shape: tuple[int, ...],
-    stride: tuple[int, ...],
-    placements: Sequence[Placement],
-) -> DTensor:
+    stride = torch.empty(shape, device="meta").stride()
     dtensor = DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
     return let_gather(dtensor)
 
@@ -138,9 +131,18 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def make_like(local: torch.Tensor, other: torch.Tensor) -> DTensor:
-    """A DTensor with local tensor ``local``, distributed as the DTensor ``other`` is."""
+    """A DTensor with local tensor ``local``, distributed as the DTensor ``other`` is. Not differentiable.
+
+    What describes a DTensor can be shared, which spares a step most of the time that making gradients takes.
+    """
     assert isinstance(other, DTensor)
-    return _make_dtensor(local, other.device_mesh, tuple(other.shape), other.stride(), other.placements)
+    spec = other._spec
+    if local.dtype != other.dtype:
+        assert spec.tensor_meta is not None
+        meta = TensorMeta(spec.tensor_meta.shape, spec.tensor_meta.stride, local.dtype)
+        spec = copy.copy(spec)
+        spec.tensor_meta = meta
+    return let_gather(DTensor(local, spec, requires_grad=False))
 
 
 def describe_part(

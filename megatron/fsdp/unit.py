@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from megatron.fsdp.parameter_group import ParameterGroup
 from megatron.fsdp.pool import Slot
@@ -73,6 +73,7 @@ class Unit:
         slot: Memory for gathered weights that it takes in turn with other units, if there is such.
 
     Attributes:
+        temporary: Gathering takes memory that releasing gives back.
         calls: Forward calls of the latest pass whose backward will be noticed.
         calls_done: How many of those have ended their backward.
         took_part: The gradient of an output has arrived in this backward.
@@ -86,6 +87,7 @@ class Unit:
         self.name = name
         self.groups = groups
         self.children = children
+        self.temporary = any(group.weights.temporary for group in groups)
         self._slot = slot
         self.calls = 0
         self.calls_done = 0
@@ -130,11 +132,6 @@ class Unit:
                 f"expected one of: {allowed}. Was a forward or backward called out of order?"
             )
         self._state = state
-
-    @property
-    def temporary(self) -> bool:
-        """True if gathering takes memory that releasing gives back."""
-        return any(group.weights.temporary for group in self.groups)
 
     @property
     def trainable(self) -> bool:
@@ -404,22 +401,15 @@ class _EndOfBackward(torch.autograd.Function):
 
 def _watch_inputs(unit: Unit, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
     """Pass inputs that need gradients through :class:`_EndOfBackward`; None if there are none."""
-    found: list[torch.Tensor] = []
-
-    def collect(value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.requires_grad:
-            found.append(value)
-        return value
-
-    tree_map(collect, (args, kwargs))
+    values, structure = tree_flatten((args, kwargs))
+    found = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor) and value.requires_grad]
     if not found:
         return None
-    passed = iter(_EndOfBackward.apply(weak_method(unit.post_backward), *found))
-
-    def replace(value: Any) -> Any:
-        return next(passed) if isinstance(value, torch.Tensor) and value.requires_grad else value
-
-    return tree_map(replace, (args, kwargs))
+    passed = _EndOfBackward.apply(weak_method(unit.post_backward), *(values[i] for i in found))
+    for i, value in zip(found, passed, strict=True):
+        values[i] = value
+    watched: tuple[tuple, dict] = tree_unflatten(values, structure)
+    return watched
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -38,6 +38,7 @@ class WeightBuffer:
         main_device: Where the main weights are.
 
     Attributes:
+        temporary: The compute weights' memory exists only while they are gathered.
         compute: Compute weights, one view per parameter.
         owned: Which part of the flat buffer this rank holds of what.
         main: Main weights, flat: the elements ``owned.main`` of the buffer.
@@ -56,6 +57,7 @@ class WeightBuffer:
     ) -> None:
         self.layout = layout
         self.sharding = sharding
+        self.temporary = sharding.inner.shards_parameters
         self._stream = stream
         self._inner = stream.group(axes.gather)
         self._outer = None if axes.outer is None else stream.group(axes.outer)
@@ -83,11 +85,6 @@ class WeightBuffer:
         self._current = False
         self._home_current = False
         self._handle: Handle | None = None
-
-    @property
-    def temporary(self) -> bool:
-        """True if the compute weights' memory exists only while they are gathered."""
-        return self.sharding.inner.shards_parameters
 
     @property
     def main_is_apart(self) -> bool:
