@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.fsdp import pairwise
+from megatron.fsdp import gloo
 from megatron.fsdp.layout import Layout
 from megatron.fsdp.pool import Pool
 
@@ -18,8 +18,8 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", Non
 
 def all_gather(output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Gather flat shards in rank order into ``output``; ``shard`` may be this rank's part of ``output``."""
-    if pairwise.is_for(group, output):
-        pairwise.all_gather(output, shard, group)
+    if gloo.is_for(group, output):
+        gloo.all_gather(output, shard, group)
     else:
         _all_gather(output, shard, group=group)
 
@@ -28,15 +28,16 @@ def reduce_scatter(
     shard: torch.Tensor, flat: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
 ) -> None:
     """Reduce ``flat`` over the group into this rank's ``shard``, which may be this rank's part of ``flat``."""
-    if op == dist.ReduceOp.SUM and pairwise.is_for(group, flat):
-        pairwise.reduce_scatter(shard, flat, group)
+    if op == dist.ReduceOp.SUM and gloo.is_for(group, flat):
+        gloo.reduce_scatter(shard, flat, group)
     else:
         _reduce_scatter(shard, flat, op=op, group=group)
 
 
 def all_reduce(flat: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> None:
     """Reduce ``flat`` over the group in place."""
-    dist.all_reduce(flat, op=op, group=group)
+    with gloo.settling(flat):
+        dist.all_reduce(flat, op=op, group=group)
 
 
 class FlatBuffer:

@@ -15,6 +15,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from megatron.fsdp.buffer import all_gather, all_reduce
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.device import Handle, Stream, communication_stream, default_device
+from megatron.fsdp.gloo import settling
 from megatron.fsdp.gradients import GradientScaling
 from megatron.fsdp.layout import parse_granularity
 from megatron.fsdp.materialize import check_can_materialize, initialize, materialize_buffers
@@ -351,7 +352,8 @@ class MegatronFSDP(nn.Module):
     def _broadcast(self, weights: WeightBuffer, axis: dist.ProcessGroup) -> None:
         # Only what is on the computing device can be sent: main weights may be on the host.
         sent = weights.main.to(self.device)
-        dist.broadcast(sent, dist.get_global_rank(axis, 0), group=self._stream.group(axis))
+        with settling(sent):
+            dist.broadcast(sent, dist.get_global_rank(axis, 0), group=self._stream.group(axis))
         weights.main.copy_(sent)
 
     # Gradients -------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
+from megatron.fsdp.gloo import settling
 from megatron.fsdp.layout import boxes
 
 
@@ -104,13 +105,16 @@ def gather_whole(dtensor: DTensor) -> torch.Tensor:
 def _gather_parts(part: torch.Tensor, dim: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
     """Every rank's part, in rank order; they differ in size along ``dim``."""
     sizes = [torch.zeros(1, dtype=torch.int64, device=part.device) for _ in range(group.size())]
-    dist.all_gather(sizes, torch.tensor([part.shape[dim]], dtype=torch.int64, device=part.device), group=group)
+    mine = torch.tensor([part.shape[dim]], dtype=torch.int64, device=part.device)
+    with settling(mine, *sizes):
+        dist.all_gather(sizes, mine, group=group)
     lengths = [int(size) for size in sizes]
     shape = (*part.shape[:dim], max(lengths), *part.shape[dim + 1 :])
     padded = part.new_zeros(shape)
     padded.narrow(dim, 0, part.shape[dim]).copy_(part)
     parts = [torch.empty_like(padded) for _ in lengths]
-    dist.all_gather(parts, padded, group=group)
+    with settling(padded, *parts):
+        dist.all_gather(parts, padded, group=group)
     return [p.narrow(dim, 0, length) for p, length in zip(parts, lengths, strict=True)]
 
 

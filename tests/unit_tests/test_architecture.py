@@ -23,7 +23,7 @@ ORDER = [
     "pool",
     "nccl_memory",
     "config",
-    "pairwise",
+    "gloo",
     "buffer",
     "uneven_dtensor",
     "parameter",

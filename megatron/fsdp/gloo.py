@@ -1,4 +1,4 @@
-"""Gathers and reductions for gloo, of sends and receives between every two ranks.
+"""Collectives on gloo: gathers and reductions of sends and receives between every two ranks, and a safe end of others.
 
 gloo's reduce-scatter sends as many bytes as its all-reduce, twice what it needs, and its all-gather passes every shard
 on from rank to rank in small pieces. Here every rank sends each other rank exactly what that one needs, from where it
@@ -6,14 +6,36 @@ lies: (N - 1) / N of the buffer in all. On one machine that takes about half of 
 """
 
 import itertools
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+
+# It takes microseconds, unless somebody else comes to hold a tensor meanwhile.
+SETTLING_SECONDS = 0.5
 
 
 def is_for(group: dist.ProcessGroup, tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` would go through gloo, and from memory that gloo can send from."""
     return tensor.device.type == "cpu" and dist.get_backend(group) == "gloo"
+
+
+@contextmanager
+def settling(*tensors: torch.Tensor) -> Iterator[None]:
+    """Context for a collective: on return, gloo's threads have let go of the tensors.
+
+    A thread of gloo's that is the last to hold a tensor needs Python to free it. If Python has ended meanwhile, as it
+    may at the end of a script, that aborts the process.
+    """
+    before = [tensor._use_count() for tensor in tensors]  # type: ignore[attr-defined]
+    yield
+    end = time.monotonic() + SETTLING_SECONDS
+    while any(t._use_count() > count for t, count in zip(tensors, before, strict=True)):  # type: ignore[attr-defined]
+        if time.monotonic() > end:
+            return
+        time.sleep(0)
 
 
 def all_gather(flat: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.fsdp import pairwise
+from megatron.fsdp import gloo
 from tests.ranks import RankPool
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for tensors in host memory")
@@ -23,11 +23,11 @@ def _compare(numel: int, dtype: torch.dtype) -> None:
 
     expected = torch.cat([one[:numel] for one in everything])
     gathered = torch.empty_like(expected)
-    pairwise.all_gather(gathered, everything[rank][:numel], group)
+    gloo.all_gather(gathered, everything[rank][:numel], group)
     assert torch.equal(gathered, expected)
     in_place = torch.zeros_like(expected)
     in_place[own] = everything[rank][:numel]
-    pairwise.all_gather(in_place, in_place[own], group)
+    gloo.all_gather(in_place, in_place[own], group)
     assert torch.equal(in_place, expected)
 
     # In the order in which they arrive, each sum rounded to the dtype.
@@ -35,9 +35,9 @@ def _compare(numel: int, dtype: torch.dtype) -> None:
     for step in range(1, size):
         total += everything[(rank - step) % size][own]
     flat, shard = everything[rank].clone(), torch.empty(numel, dtype=dtype)
-    pairwise.reduce_scatter(shard, flat, group)
+    gloo.reduce_scatter(shard, flat, group)
     assert torch.equal(shard, total)
-    pairwise.reduce_scatter(flat[own], flat, group)
+    gloo.reduce_scatter(flat[own], flat, group)
     assert torch.equal(flat[own], total)
     dist.destroy_process_group(group)
 
@@ -52,8 +52,8 @@ def test_equal_to_the_definition(ranks: RankPool, size: int, dtype: torch.dtype)
 def _only_gloo() -> None:
     group = dist.group.WORLD
     assert group is not None
-    assert pairwise.is_for(group, torch.empty(1))
-    assert not pairwise.is_for(group, torch.empty(1, device="meta"))
+    assert gloo.is_for(group, torch.empty(1))
+    assert not gloo.is_for(group, torch.empty(1, device="meta"))
 
 
 def test_only_for_gloo(ranks: RankPool) -> None:
