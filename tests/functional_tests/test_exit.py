@@ -46,5 +46,7 @@ def test_a_script_ends_cleanly(last: str, tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     # Every other run was aborted where a thread of gloo's freed a tensor after Python's end.
     for _ in range(3):
-        run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+        run = subprocess.run(
+            [*command, str(script), last], env=environment, capture_output=True, text=True, timeout=200
+        )
         assert run.returncode == 0, run.stdout + run.stderr
