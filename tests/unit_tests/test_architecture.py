@@ -45,6 +45,8 @@ ORDER = [
     "compat",
     "__init__",
 ]
+# The trace tool stands on the engine, in this order, and nothing on it.
+TRACE_ORDER = ["clock", "timeline", "recorder", "plot", "__init__", "watch", "__main__"]
 # The adapter stands on the engine, in this order; launch on both.
 ADAPTER_ORDER = ["arguments", "adapter", "checkpoint", "plugin", "__init__"]
 
@@ -72,13 +74,34 @@ def _modules_of(imports: set[str], package: str) -> set[str]:
 def test_every_module_of_the_engine_has_its_place() -> None:
     assert {path.stem for path in ENGINE.glob("*.py")} == {*ORDER, "launch"}
     assert {path.stem for path in (ENGINE / "mcore").glob("*.py")} == set(ADAPTER_ORDER)
+    assert {path.stem for path in (ENGINE / "trace").glob("*.py")} == set(TRACE_ORDER)
 
 
 @pytest.mark.parametrize("module", ORDER)
 def test_engine_imports_go_one_way(module: str) -> None:
     before = set(ORDER[: ORDER.index(module)])
-    later = _modules_of(_imports(ENGINE / f"{module}.py"), "megatron.fsdp") & {*ORDER, "mcore", "launch"} - before
+    later = (
+        _modules_of(_imports(ENGINE / f"{module}.py"), "megatron.fsdp") & {*ORDER, "mcore", "launch", "trace"} - before
+    )
     assert not later, f"{module} imports {sorted(later)}, which come later"
+
+
+@pytest.mark.parametrize("module", TRACE_ORDER)
+def test_trace_imports_go_one_way(module: str) -> None:
+    before = set(TRACE_ORDER[: TRACE_ORDER.index(module)])
+    imports = _imports(ENGINE / "trace" / f"{module}.py")
+    if module == "timeline":  # draws only when asked to
+        imports -= {"megatron.fsdp.trace.plot", "megatron.fsdp.trace.plot.draw"}
+    later = _modules_of(imports, "megatron.fsdp.trace") & set(TRACE_ORDER) - before
+    assert not later, f"trace/{module} imports {sorted(later)}, which come later"
+    allowed = {"torch", "megatron", *sys.stdlib_module_names} | ({"matplotlib"} if module == "plot" else set())
+    assert {name.split(".")[0] for name in imports} <= allowed
+
+
+def test_tracing_without_drawing_needs_torch_only() -> None:
+    code = "import megatron.fsdp.trace.__main__, sys; print('matplotlib' in sys.modules)"
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert output.stdout.strip() == "False"
 
 
 @pytest.mark.parametrize("module", ADAPTER_ORDER)

@@ -1,0 +1,80 @@
+"""``python -m megatron.fsdp.trace`` as a user starts it: its own model, a script, and wrong command lines."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = """
+import sys
+import time
+import torch
+from torch import nn
+from megatron_fsdp import fully_shard
+
+torch.distributed.init_process_group("gloo")
+model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+model, optimizer = fully_shard(model, torch.optim.SGD(model.parameters(), lr=0.1), fsdp_unit_modules=[nn.Linear])
+for _ in range(int(sys.argv[1])):
+    model(torch.randn(4, 8, requires_grad=True)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+time.sleep(0.5)  # gloo's own threads let go of the last collective's tensors a moment after it is done
+torch.distributed.destroy_process_group()
+"""
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Starts the command in ``folder``."""
+    command = [sys.executable, "-m", "megatron.fsdp.trace", *arguments]
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
+    environment["PYTHONPATH"] = str(ROOT)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
+
+
+def spans(path: Path) -> set[tuple[int, str]]:
+    """Ranks and names of what is in a file."""
+    return {(e["pid"], e["name"]) for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"}
+
+
+def test_its_own_model(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    small = ["--layers", "2", "--width", "32", "--tokens", "128", "--strategy", "3"]
+    result = run(tmp_path, "--out", "timeline", *small)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert {(rank, f"backward layers.{i}") for rank in (0, 1) for i in (0, 1)} <= spans(tmp_path / "timeline.json")
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    assert "layers.1" in result.stdout and "wrote timeline.json" in result.stdout
+
+
+def test_a_script(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    result = run(tmp_path, "--script", "train.py", "--steps", "2", "--", "4")
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert {(rank, f"reduction {i}") for rank in (0, 1) for i in range(3)} <= spans(tmp_path / "trace.json")
+
+
+def test_a_script_that_is_too_short(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    result = run(tmp_path, "--ranks", "1", "--script", "train.py", "--steps", "2", "--", "2")
+    assert result.returncode != 0
+    assert "train.py ended before a step could be traced: expected" in result.stderr
+    assert not (tmp_path / "trace.json").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--steps", "1"], "--steps: expected at least 2"),
+        (["--script", "nowhere.py"], "no such script: nowhere.py"),
+        (["--", "4"], "give --script too"),
+    ],
+)
+def test_wrong_command_lines(tmp_path: Path, arguments: list[str], message: str) -> None:
+    result = run(tmp_path, *arguments)
+    assert result.returncode == 2
+    assert message in result.stderr

@@ -1,0 +1,486 @@
+"""The trace tool: everything is in the timeline, times add up, and a recording leaves no trace of itself."""
+
+import gc
+import json
+import sys
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils.checkpoint import checkpoint
+
+from megatron.fsdp import compat, weights
+from megatron.fsdp.trace import Kind, RankTrace, Row, Span, Timeline, trace_step
+from megatron.fsdp.trace.plot import short_names
+from megatron.fsdp.trace.timeline import note_latecomers
+from megatron.fsdp.trace.watch import StepWatcher
+from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
+from tests.models import STRATEGIES, Block, TinyModel, adamw, batches, device, loss_of
+from tests.ranks import DEVICE, RankPool
+
+BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
+UNITS = ["<root>", *BLOCKS]
+on_cpu = pytest.mark.skipif(DEVICE == "cuda", reason="what sleeps is the CPU's stream")
+
+
+class _Run:
+    """A model with an optimizer, and its steps."""
+
+    def __init__(self, model: torch.nn.Module | None = None, **arguments: Any) -> None:
+        arguments.setdefault("fsdp_unit_modules", [Block])
+        model = (TinyModel() if model is None else model).to(device())
+        self.model, self.optimizer = fully_shard(model, adamw(model.parameters()), **arguments)
+        self.tokens = batches(1, 2)[0][dist.get_rank() % 2]
+
+    def step(self) -> float:
+        loss = loss_of(self.model, self.tokens)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+
+def _traced(steps_before: int = 2, model: torch.nn.Module | None = None, **arguments: Any) -> Timeline:
+    run = _Run(model, **arguments)
+    for _ in range(steps_before):
+        run.step()
+    with trace_step(run.model) as timeline:
+        run.step()
+    return timeline
+
+
+def _recorded(ranks: RankPool, function: Any = _traced, *args: Any) -> Timeline:
+    """What the first of two ranks got; the other has nothing left."""
+    first, other = ranks.run(2, function, *args)
+    assert [trace.rank for trace in first.ranks] == [0, 1]
+    assert other.ranks == []
+    return first
+
+
+def _units(trace: RankTrace, row: Row, kind: Kind, backward: bool | None = None) -> list[str]:
+    return [s.unit for s in trace.spans if (s.row, s.kind) == (row, kind) and backward in (None, s.backward)]
+
+
+# What is in it -------------------------------------------------------------------------------------------------
+
+
+def test_every_unit_computes_and_communicates(ranks: RankPool) -> None:
+    for trace in _recorded(ranks).ranks:
+        assert list(trace.units) == UNITS
+        # The root computes before, between and after the blocks.
+        assert [u for u in _units(trace, Row.COMPUTE, Kind.FORWARD) if u != "<root>"] == BLOCKS
+        assert [u for u in _units(trace, Row.COMPUTE, Kind.BACKWARD) if u != "<root>"] == BLOCKS[::-1]
+        assert _units(trace, Row.GATHERS, Kind.GATHER, backward=False) == UNITS
+        # The root and the last block are still there when backward begins.
+        assert _units(trace, Row.GATHERS, Kind.GATHER, backward=True) == ["blocks.1", "blocks.0"]
+        assert _units(trace, Row.REDUCTIONS, Kind.REDUCTION) == [*BLOCKS[::-1], "<root>"]
+        assert set(_units(trace, Row.WAITS, Kind.GATHER)) == set(_units(trace, Row.WAITS, Kind.REDUCTION)) == set(UNITS)
+        assert len(_units(trace, Row.COMPUTE, Kind.OPTIMIZER)) > 0
+
+
+def _traced_with(strategy: str) -> Timeline:
+    return _traced(zero_dp_strategy=strategy)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_strategies_differ_in_what_they_gather(ranks: RankPool, strategy: str) -> None:
+    in_forward = [] if strategy == "no_shard" else UNITS
+    in_backward = ["blocks.1", "blocks.0"] if strategy == "optim_grads_params" else []
+    for trace in _recorded(ranks, _traced_with, strategy).ranks:
+        gathers = [span for span in trace.spans if span.row is Row.GATHERS and span.size]
+        assert [s.unit for s in gathers if not s.backward] == in_forward
+        assert [s.unit for s in gathers if s.backward] == in_backward
+        assert sorted(_units(trace, Row.REDUCTIONS, Kind.REDUCTION)) == UNITS
+
+
+def test_sizes_are_those_of_whole_buffers(ranks: RankPool) -> None:
+    spans = [s for s in _recorded(ranks).ranks[0].spans if s.unit == "blocks.1" and s.size]
+    numel = sum(p.numel() for p in Block(13).parameters())
+    assert {span.row for span in spans} == {Row.GATHERS, Row.REDUCTIONS}
+    assert all(4 * numel <= span.size < 4.2 * numel for span in spans)
+
+
+def _recomputed_around() -> Timeline:
+    """Activations of whole units are recomputed: their forward runs again, in backward."""
+
+    class Model(TinyModel):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            x = self.embedding(tokens)
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+            return self.head(self.norm(x))
+
+    return _traced(model=Model())
+
+
+def test_recomputation_is_told_from_forward(ranks: RankPool) -> None:
+    for trace in _recorded(ranks, _recomputed_around).ranks:
+        assert set(_units(trace, Row.COMPUTE, Kind.RECOMPUTATION)) == set(BLOCKS)
+        assert [u for u in _units(trace, Row.COMPUTE, Kind.FORWARD) if u != "<root>"] == BLOCKS
+
+
+def _ends_with_a_unit() -> dict[str, float]:
+    """Milliseconds of backward per unit, of which the last has the model's output."""
+
+    class Slow(Block):
+        def __init__(self, width: int) -> None:
+            super().__init__(width)
+            self.down.register_full_backward_hook(lambda *_: time.sleep(0.05))
+
+    run = fully_shard_model(torch.nn.Sequential(Slow(13), Slow(13)).to(device()), fsdp_unit_modules=[Slow])
+    data = torch.randn(4, 13, device=device(), requires_grad=True)
+    run(data).sum().backward()
+    with trace_step(run, all_ranks=False) as timeline:
+        run(data).sum().backward()
+    return {unit: times.backward for unit, times in timeline.ranks[0].per_unit().items()}
+
+
+@on_cpu
+def test_backward_is_the_inner_unit_s_where_two_have_one_output(ranks: RankPool) -> None:
+    for backward in ranks.run(2, _ends_with_a_unit):
+        assert backward["0"] >= 50 <= backward["1"] > backward["<root>"]
+
+
+def _gathered_before() -> tuple[int, int]:
+    """Numbers of gathers in the timeline, and of waits for gathers, of which some began before the recording."""
+    run = _Run()
+    run.step()
+    run.model.start_param_sync()
+    with trace_step(run.model, all_ranks=False) as timeline:
+        run.step()
+    trace = timeline.ranks[0]
+    in_forward = [_units(trace, row, Kind.GATHER, backward=False) for row in (Row.GATHERS, Row.WAITS)]
+    return len(in_forward[0]), len(in_forward[1])
+
+
+def test_waits_for_what_began_before_are_recorded(ranks: RankPool) -> None:
+    for gathers, waits in ranks.run(2, _gathered_before):
+        assert gathers < len(UNITS) == waits
+
+
+def _traced_fsdp2() -> Timeline:
+    """A model of code written for PyTorch's FSDP2."""
+    model = TinyModel().to(device())
+    for block in model.blocks:
+        compat.fully_shard(block)
+    compat.fully_shard(model)
+    optimizer = adamw(model.parameters())
+    for _ in range(2):
+        with trace_step(model) as timeline:
+            loss_of(model, batches(1, 1)[0, 0]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return timeline
+
+
+def test_models_sharded_as_with_fsdp2(ranks: RankPool) -> None:
+    for trace in _recorded(ranks, _traced_fsdp2).ranks:
+        assert _units(trace, Row.GATHERS, Kind.GATHER, backward=False) == UNITS
+        assert sorted(_units(trace, Row.REDUCTIONS, Kind.REDUCTION)) == UNITS
+
+
+def _traced_hybrid() -> Timeline:
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp_outer", "dp_shard"))
+    return _traced(device_mesh=mesh, dp_shard_dim="dp_shard", dp_outer_dim="dp_outer")
+
+
+def test_two_axes(ranks: RankPool) -> None:
+    first, *others = ranks.run(4, _traced_hybrid)
+    assert [trace.rank for trace in first.ranks] == [0, 1, 2, 3]
+    assert not any(timeline.ranks for timeline in others)
+    for trace in first.ranks:
+        assert _units(trace, Row.GATHERS, Kind.GATHER, backward=False) == UNITS
+        # Not every rank takes part in every gather: who is late cannot be told.
+        assert not any(span.late for span in trace.spans)
+
+
+# Times ---------------------------------------------------------------------------------------------------------
+
+
+def _check_order(trace: RankTrace) -> None:
+    assert all(span.end >= span.start for span in trace.spans)
+    for row in (Row.GATHERS, Row.REDUCTIONS):
+        spans = [span for span in trace.spans if span.row is row]
+        assert all(a.end <= b.start for a, b in zip(spans, spans[1:], strict=False)), row
+    for unit in trace.units:
+        for backward in (False, True):
+            kinds = (Kind.FORWARD, Kind.BACKWARD)
+            computes = [s for s in trace.spans if s.kind in kinds and (s.unit, s.backward) == (unit, backward)]
+            gathers = [s for s in trace.spans if s.row is Row.GATHERS and (s.unit, s.backward) == (unit, backward)]
+            assert all(g.end <= computes[0].start for g in gathers)
+        reductions = [s for s in trace.spans if s.row is Row.REDUCTIONS and s.unit == unit]
+        assert all(r.start >= computes[-1].end for r in reductions)
+
+
+def test_order(ranks: RankPool) -> None:
+    for trace in _recorded(ranks).ranks:
+        _check_order(trace)
+
+
+def test_the_computation_does_one_thing_at_a_time(ranks: RankPool) -> None:
+    for trace in _recorded(ranks).ranks:
+        lane = sorted((s for s in trace.spans if s.row in (Row.COMPUTE, Row.WAITS)), key=lambda s: (s.start, s.end))
+        assert (lane[0].start, lane[-1].end) == (trace.start, trace.end)
+        assert all(a.end == b.start for a, b in zip(lane, lane[1:], strict=False))
+        assert sum(trace.of_computation().values()) == pytest.approx((trace.end - trace.start) / 1e6)
+
+
+def test_exposed_is_the_sum_of_waits(ranks: RankPool) -> None:
+    timeline = _recorded(ranks)
+    for trace in timeline.ranks:
+        for unit, exposed in timeline.exposed()[trace.rank].items():
+            waits = [s.milliseconds for s in trace.spans if s.row is Row.WAITS and s.unit == unit]
+            assert waits and exposed == pytest.approx(sum(waits))
+    mean = timeline.mean()["blocks.1"].exposed
+    assert mean == pytest.approx(sum(of_rank["blocks.1"] for of_rank in timeline.exposed().values()) / 2)
+
+
+def _slow_gather(seconds: float) -> Timeline:
+    """Gathers of one block sleep."""
+    run = _Run()
+    run.step()
+    original, block = weights.all_gather, run.model._units[2].groups[0].weights.compute.flat
+
+    def all_gather(output: torch.Tensor, *rest: Any) -> None:
+        if output is block:
+            time.sleep(seconds)
+        original(output, *rest)
+
+    weights.all_gather = all_gather
+    try:
+        with trace_step(run.model) as timeline:
+            run.step()
+    finally:
+        weights.all_gather = original
+    return timeline
+
+
+@on_cpu
+def test_a_slow_gather_is_exposed_at_its_unit(ranks: RankPool) -> None:
+    timeline = _recorded(ranks, _slow_gather, 0.1)
+    for trace in timeline.ranks:
+        times = trace.per_unit()
+        # Once in forward and once in backward; in between there is little to hide it behind.
+        assert times["blocks.1"].gather > 200
+        assert times["blocks.1"].exposed_gather > 100
+        assert max(times.values(), key=lambda t: t.exposed_gather) is times["blocks.1"]
+
+
+def _late_rank(seconds: float) -> Timeline:
+    run = _Run()
+    run.step()
+    if dist.get_rank() == 1:
+        run.model.module.blocks[1].up.register_forward_hook(lambda *_: time.sleep(seconds))
+    with trace_step(run.model) as timeline:
+        run.step()
+    return timeline
+
+
+@on_cpu
+def test_waiting_for_a_rank_is_told_from_communicating(ranks: RankPool) -> None:
+    punctual, late = _recorded(ranks, _late_rank, 0.1).ranks
+    waited, others = punctual.per_unit(), late.per_unit()
+    assert 50 < sum(times.late for times in waited.values()) > sum(times.late for times in others.values())
+    assert all(times.late <= times.exposed for times in waited.values())
+    assert others["blocks.1"].forward > 100
+
+
+def _rank(rank: int, *starts: int, all_meet: bool = True) -> RankTrace:
+    """A rank whose gathers of one unit take 10 each, and whose computation waits for the last 5 of each."""
+    spans = []
+    for work, start in enumerate(starts, 1):
+        spans.append(Span(Row.GATHERS, Kind.GATHER, "a", False, start, start + 10, 8, work))
+        spans.append(Span(Row.WAITS, Kind.GATHER, "a", False, start + 5, start + 10, 0, work))
+    return RankTrace(rank, "cpu", ("a",), 0, 100, tuple(spans), 0, all_meet)
+
+
+def test_latecomers() -> None:
+    early, late = note_latecomers([_rank(0, 0, 20), _rank(1, 8, 20)])
+    assert [span.late for span in early.spans] == [8, 3, 0, 0]
+    assert [span.late for span in late.spans] == [0, 0, 0, 0]
+    assert early.per_unit()["a"].late == 3e-6
+
+
+@pytest.mark.parametrize("all_meet", [True, False])
+def test_what_other_ranks_have_no_part_in_is_never_late(all_meet: bool) -> None:
+    """A gather that one rank only has, or groups of fewer ranks than are recorded."""
+    traces = note_latecomers([_rank(0, 0, all_meet=all_meet), _rank(1, *(() if all_meet else (8,)), all_meet=True)])
+    assert all(span.late == 0 for trace in traces for span in trace.spans)
+
+
+# What it leaves ------------------------------------------------------------------------------------------------
+
+
+def _attributes(model: MegatronFSDP) -> list[set[str]]:
+    streams = [model._stream, *(group.weights._stream for group in model.groups)]
+    buffers = [buffer for group in model.groups for buffer in (group.weights, group.gradients)]
+    return [set(vars(thing)) for thing in (model, model._schedule, *model._units, *streams, *buffers)]
+
+
+def _losses(traced: bool) -> list[float]:
+    torch.manual_seed(0)
+    run = _Run()
+    losses = [run.step()]
+    before = _attributes(run.model)
+    hooks = len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks)
+    for _ in range(3):
+        if traced:
+            with trace_step(run.model):
+                assert _attributes(run.model) != before
+                losses.append(run.step())
+        else:
+            losses.append(run.step())
+    losses.append(run.step())
+    assert _attributes(run.model) == before
+    assert (len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks)) == hooks
+    return losses
+
+
+def test_tracing_changes_no_bit_and_leaves_nothing(ranks: RankPool) -> None:
+    assert ranks.run(2, _losses, True) == ranks.run(2, _losses, False)
+
+
+def _interrupted() -> list[float]:
+    run = _Run()
+    run.step()
+    before = _attributes(run.model)
+    with pytest.raises(KeyError), trace_step(run.model, all_ranks=False) as timeline:
+        run.step()
+        raise KeyError
+    assert timeline.ranks == []
+    assert _attributes(run.model) == before
+    return [run.step(), run.step()]
+
+
+def test_an_exception_ends_the_recording(ranks: RankPool) -> None:
+    first, second = ranks.run(1, _interrupted)[0]
+    assert second < first
+
+
+def _deleted() -> None:
+    run = _Run()
+    run.step()
+    gc.collect()
+    gc.disable()
+    try:
+        with trace_step(run.model, all_ranks=False) as timeline:
+            run.step()
+        model = weakref.ref(run.model)
+        del run
+        assert model() is None
+        assert timeline.ranks
+    finally:
+        gc.enable()
+
+
+def test_a_recording_does_not_keep_the_model(ranks: RankPool) -> None:
+    ranks.run(1, _deleted)
+
+
+def _not_sharded() -> None:
+    with pytest.raises(ValueError, match="expected one sharded model; got 0 in TinyModel"), trace_step(TinyModel()):
+        pass
+    both = torch.nn.ModuleList([fully_shard_model(TinyModel()), fully_shard_model(TinyModel())])
+    with pytest.raises(ValueError, match="got 2 in ModuleList"), trace_step(both):
+        pass
+
+
+def test_one_sharded_model_is_expected(ranks: RankPool) -> None:
+    ranks.run(1, _not_sharded)
+
+
+# Files ---------------------------------------------------------------------------------------------------------
+
+
+def test_chrome_trace(ranks: RankPool, tmp_path: Path) -> None:
+    timeline = _recorded(ranks)
+    timeline.save(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {event["ph"] for event in events} == {"M", "X", "s", "f"}
+    rows = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert rows == {(pid, tid): row for pid in (0, 1) for tid, row in enumerate(Row)}
+    assert {e["pid"]: e["args"]["name"][:6] for e in events if e["name"] == "process_name"} == {
+        0: "rank 0",
+        1: "rank 1",
+    }
+    spans = [event for event in events if event["ph"] == "X"]
+    assert len(spans) == sum(len(trace.spans) for trace in timeline.ranks)
+    assert all(e["dur"] >= 0 and (e["pid"], e["tid"]) in rows and e["name"] for e in spans)
+    assert min(event["ts"] for event in spans) == 0
+    assert {"forward blocks.0", "gather blocks.0", "reduction <root>", "wait: gather blocks.2"} <= {
+        event["name"] for event in spans
+    }
+    begun, awaited = ({e["id"]: e["ts"] for e in events if e["ph"] == ph} for ph in "sf")
+    assert awaited.keys() <= begun.keys()
+    assert all(begun[name] <= ts for name, ts in awaited.items())
+
+
+def test_png(ranks: RankPool, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    _recorded(ranks).plot(tmp_path / "trace.png")
+    content = (tmp_path / "trace.png").read_bytes()
+    assert content.startswith(b"\x89PNG") and len(content) < 300_000
+
+
+def test_without_matplotlib_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"pip install 'megatron-fsdp-engine\[trace\]'"):
+        Timeline([_rank(0, 1)]).plot(tmp_path / "trace.png")
+
+
+def test_table(ranks: RankPool) -> None:
+    lines = _recorded(ranks).table().splitlines()
+    assert [line.split()[0] for line in lines[1:6]] == [*UNITS, "sum"]
+    assert lines[6].startswith("rank 0 (") and "waiting" in lines[7]
+
+
+def test_ranks_without_a_recording_write_nothing(tmp_path: Path) -> None:
+    empty = Timeline()
+    empty.save(tmp_path / "a.json")
+    empty.plot(tmp_path / "a.png")
+    assert list(tmp_path.iterdir()) == [] and empty.table() == "" and empty.exposed() == {}
+
+
+def test_short_names_stay_apart() -> None:
+    units = ["<root>", "encoder.0", "decoder.0", "decoder.1"]
+    assert list(short_names(units).values()) == ["root", "encoder.0", "decoder.0", "1"]
+
+
+# Scripts -------------------------------------------------------------------------------------------------------
+
+
+def _watched() -> tuple[list[Timeline], list[bool]]:
+    """What is traced of a loop that knows nothing of it, with a learning rate schedule begun before and after."""
+    found: list[Timeline] = []
+    done = []
+    watcher = StepWatcher(trace_step, 2, found.append)
+    run = _Run()
+    scheduler = torch.optim.lr_scheduler.ConstantLR(run.optimizer)
+    own = vars(run.optimizer)["step"]
+    for _ in range(4):
+        run.step()
+        scheduler.step()
+        done.append(watcher.done)
+    torch.optim.lr_scheduler.ConstantLR(run.optimizer)
+    assert vars(run.optimizer)["step"] is own
+    return found, done
+
+
+def test_a_step_of_a_script_is_traced(ranks: RankPool) -> None:
+    (found, done), _ = ranks.run(2, _watched)
+    assert done == [False, False, True, True]
+    assert len(found) == 1
+    for trace in found[0].ranks:
+        assert _units(trace, Row.GATHERS, Kind.GATHER, backward=False) == UNITS
+        _check_order(trace)
+
+
+def test_the_first_steps_cannot_be_traced() -> None:
+    with pytest.raises(ValueError, match="at least 2 steps pass before the one that is traced; got 1"):
+        StepWatcher(trace_step, 1, lambda _: None)

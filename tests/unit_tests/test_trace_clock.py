@@ -1,0 +1,88 @@
+"""Clocks of ranks, compared; and times of CUDA events, on stand-ins."""
+
+import itertools
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.fsdp.trace.clock import CudaClock, HostClock, Meeting, Offset, clock_of, meet, offset
+from tests.models import device
+from tests.ranks import RankPool
+
+
+def test_offset_is_in_the_middle_of_what_all_meetings_allow() -> None:
+    # The other clock is ahead by 1000. At the first meeting the first rank waits, at the second the other does.
+    first = [Meeting(0, 110), Meeting(250, 260)]
+    other = [Meeting(1100, 1112), Meeting(1200, 1262)]
+    # Left after the other had come: at least 250 - 1262 and at most 110 - 1100.
+    assert offset(first, other) == Offset(-1001, 11)
+
+
+def test_clocks_of_one_machine_are_one() -> None:
+    assert offset([Meeting(0, 10)], [Meeting(2, 12)]) == Offset(0, 0)
+    assert offset([Meeting(5, 9)], [Meeting(5, 9)]) == Offset(0, 0)
+
+
+def test_offset_needs_meetings() -> None:
+    with pytest.raises(ValueError, match="the same meetings, at least one, of both ranks; got 0 and 0"):
+        offset([], [])
+    with pytest.raises(ValueError, match="got 1 and 2"):
+        offset([Meeting(0, 1)], [Meeting(0, 1), Meeting(2, 3)])
+
+
+def _shifted(nanoseconds: int) -> list[Meeting]:
+    """Meetings of ranks of which the second has another clock."""
+    ahead = nanoseconds * dist.get_rank()
+    return [Meeting(m.before + ahead, m.after + ahead) for m in meet(dist.group.WORLD, device())]
+
+
+def test_meetings_find_the_offset(ranks: RankPool) -> None:
+    first, other = ranks.run(2, _shifted, 10**12)
+    found, error = offset(first, other)
+    assert abs(found + 10**12) <= error < 20e6
+
+
+class _Event:
+    """A CUDA event that is passed a millisecond after the one before."""
+
+    count = itertools.count()
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        assert enable_timing
+        self.passed: int | None = None
+
+    def record(self, stream: str) -> None:
+        assert stream == "current"
+        self.passed = next(self.count)
+
+    def synchronize(self) -> None:
+        assert self.passed is not None
+
+    def elapsed_time(self, other: "_Event") -> float:
+        return float(other.passed - self.passed)
+
+
+def test_events_become_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: "current")
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    before = time.perf_counter_ns()
+    clock = clock_of(torch.device("cuda", 0))
+    after = time.perf_counter_ns()
+    assert isinstance(clock, CudaClock)
+    first, second = clock.mark(), clock.mark()
+    clock.settle()
+    assert len(waited) == 2
+    assert clock.time(second) - clock.time(first) == 10**6
+    assert before <= clock.time(first) - 10**6 <= after
+    assert 0 <= clock.error <= after - before
+
+
+def test_on_the_host_a_mark_is_a_time() -> None:
+    clock = clock_of(torch.device("cpu"))
+    assert isinstance(clock, HostClock)
+    before, mark, after = time.perf_counter_ns(), clock.mark(), time.perf_counter_ns()
+    assert before <= clock.time(mark) <= after
