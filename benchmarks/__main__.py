@@ -70,7 +70,7 @@ def run_one(name: str, options: Options) -> Result:
 def main(arguments: list[str] | None = None) -> int:
     """Run, print, keep; 1 if losses disagree."""
     command = parse(arguments)
-    console = Console()
+    console = Console(width=max(Console().width, 150))
     only = tuple(filter(None, command.peers.split(",")))
     failed = 0
     measured: dict[str, Result] = {}

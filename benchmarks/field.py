@@ -1,12 +1,14 @@
 """All peers of a comparison, running: started before anything is timed, checked for equal losses, measured in turns."""
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from benchmarks import agreement, original_package
+from benchmarks import agreement, original_package, quiet
 from benchmarks.job import Job
-from benchmarks.options import Options
+from benchmarks.options import CORES, Options
 from benchmarks.peers import PEERS
 from benchmarks.quiet import Quiet
 from benchmarks.rounds import RESTARTS, Contestant, Rounds, Sample, measure
@@ -71,18 +73,25 @@ class Field:
 
     def launch(self) -> None:
         """Start all processes; who cannot be started is noted in ``missing``."""
-        for peer, ranks in self.ranks.items():
-            self._options.report(f"starting {peer}")
-            for attempt in range(1 + RESTARTS):
-                try:
-                    ranks.launch()
-                    break
-                except original_package.NoOriginal as reason:
-                    self.missing[peer] = str(reason)
-                    break
-                except WorkerFailure as failure:
-                    if attempt == RESTARTS:
-                        self.missing[peer] = str(failure)
+        processes = max((1 if r.job.fake else r.job.ranks for r in self.ranks.values()), default=1)
+        with ThreadPoolExecutor(max(1, CORES // processes)) as pool:
+            for peer, reason in zip(self.ranks, pool.map(self._launch, self.ranks.values()), strict=True):
+                if reason is not None:
+                    self.missing[peer] = reason
+
+    def _launch(self, ranks: Ranks) -> str | None:
+        """Start the processes of one peer; returns why that failed."""
+        self._options.report(f"starting {ranks.job.peer}")
+        reason = None
+        for _ in range(1 + RESTARTS):
+            try:
+                ranks.launch()
+                return None
+            except original_package.NoOriginal as failure:
+                return str(failure)
+            except WorkerFailure as failure:
+                reason = str(failure)
+        return reason
 
     @property
     def running(self) -> dict[str, Ranks]:
@@ -124,7 +133,9 @@ class Field:
         everybody = self.running
         watch = Quiet(lambda: sum(ranks.cpu_seconds for ranks in everybody.values()))
         contestants = {peer: contestant(ranks) for peer, ranks in everybody.items()}
-        result = measure(contestants, rounds, watch, self._options.report)
+        # Whether it works shows on a busy machine, too.
+        limit = math.inf if self._options.quick else quiet.LIMIT
+        result = measure(contestants, rounds, watch, self._options.report, limit)
         result.crashed = {**self.missing, **result.crashed}
         self.missing |= result.crashed
         return result
