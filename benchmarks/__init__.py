@@ -1,4 +1,5 @@
-"""The benchmark suite: this project's FSDP beside PyTorch's FSDP2, the original Megatron-FSDP and DDP, on the same work.
+"""The benchmark suite: this project's FSDP beside PyTorch's FSDP2, the original Megatron-FSDP and DDP, on the same
+work.
 
     python -m benchmarks --help
 

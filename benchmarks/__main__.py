@@ -1,6 +1,6 @@
 """Runs the benchmarks, prints their ratios and the targets, and keeps the results.
 
-    python -m benchmarks [--only step,memory] [--quick] [--peers ours-3,fsdp2]
+python -m benchmarks [--only step,memory] [--quick] [--peers ours-3,fsdp2]
 """
 
 import argparse

@@ -4,7 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 
 # Relative differences of losses. In bf16 peers add in different orders and cast at different places; over the few
-# steps that are compared that changes the loss by some units of bf16's last place, divided by the number of tokens' root.
+# steps that are compared that changes the loss by some units of bf16's last place, divided by the number of
+# tokens' root.
 TOLERANCE = {"fp32": 1e-5, "bf16": 1e-3}
 
 

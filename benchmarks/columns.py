@@ -48,6 +48,7 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("communication alone, ms", "communication"),
         Column("exposed, ms", "exposed"),
         Column("hidden", "hidden", digits=2, spread=True),
+        Column("could be hidden", "could_hide", digits=2),
         Column("step, ms", "step"),
     ),
     "memory": (

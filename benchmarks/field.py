@@ -107,6 +107,8 @@ class Field:
         self._options.report(f"comparing losses at {tokens} tokens")
         losses: dict[str, list[float]] = {}
         for peer, ranks in self.running.items():
+            if peer not in PEERS:  # nothing that trains
+                continue
             for attempt in range(1 + RESTARTS):
                 try:
                     losses[peer] = ranks.call("benchmarks.training:losses", tokens=tokens, steps=PARITY_STEPS)[0]

@@ -1,4 +1,6 @@
-"""The record of a benchmark: cases with figures per peer, where and how they were measured, and the file it is kept in."""
+"""The record of a benchmark: cases with figures per peer, where and how they were measured, and the file it is
+kept in.
+"""
 
 import datetime
 import importlib.metadata

@@ -43,5 +43,3 @@ def show_targets(verdicts: Sequence[Verdict], console: Console) -> None:
         outcome = f"[{STYLE[verdict.outcome]}]{verdict.outcome}[/]"
         table.add_row(verdict.benchmark, verdict.target, escape(verdict.case), value, outcome)
     console.print(table)
-
-

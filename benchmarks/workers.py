@@ -196,7 +196,7 @@ class Ranks:
 def rank_environment(job: Job) -> dict[str, str]:
     """Where a rank finds what it imports, and how many threads it may use."""
     path = [str(ROOT)]
-    if PEERS[job.peer].needs_original:
+    if job.peer in PEERS and PEERS[job.peer].needs_original:
         path.insert(0, str(original_package.on_path(job.device)))
     threads = str(job.threads)
     return {

@@ -36,7 +36,7 @@ def build(job: Job, zero: int, limited: bool = False, double: bool = False, **ho
     policy = original.MixedPrecisionPolicy(
         main_params_dtype=fp32 if job.low_precision else None, main_grads_dtype=fp32, grad_comm_dtype=fp32
     )
-    sharded = original.fully_shard_model(
+    sharded: Any = original.fully_shard_model(
         model,
         fsdp_unit_modules=[Block],
         zero_dp_strategy=zero,

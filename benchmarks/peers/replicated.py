@@ -1,4 +1,6 @@
-"""The whole model on every rank: with torch's DDP, or each rank for itself, which is the compute without communication."""
+"""The whole model on every rank: with torch's DDP, or each rank for itself, which is the compute without
+communication.
+"""
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel

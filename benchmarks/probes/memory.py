@@ -1,4 +1,6 @@
-"""Bytes that a rank holds: built, at rest, and the most in each part of a step. Called through ``benchmarks.worker``."""
+"""Bytes that a rank holds: built, at rest, and the most in each part of a step. Called through
+``benchmarks.worker``.
+"""
 
 import gc
 from typing import Any

@@ -1,4 +1,6 @@
-"""Copies, collectives and torch operations of one step, seen at torch's dispatcher. Called through ``benchmarks.worker``."""
+"""Copies, collectives and torch operations of one step, seen at torch's dispatcher. Called through
+``benchmarks.worker``.
+"""
 
 from collections import Counter
 from collections.abc import Iterator

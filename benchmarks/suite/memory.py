@@ -46,9 +46,7 @@ def run(options: Options) -> list[Case]:
     variables = heap.environment()
     for setting in QUICK if options.quick else SETTINGS:
         for dtype in ("bf16",) if options.quick else ("fp32", "bf16"):
-            names = [
-                name for name in options.peers(setting.peers) if PEERS[name].fake or not setting.fake
-            ]
+            names = [name for name in options.peers(setting.peers) if PEERS[name].fake or not setting.fake]
             jobs = [Job(name, setting.ranks, dtype, shape, fake=setting.fake) for name in names]
             group = "fake" if setting.fake else "gloo"
             case = Case({"ranks": setting.ranks, "dtype": dtype, "group": group, "tokens": TOKENS})
