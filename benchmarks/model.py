@@ -19,12 +19,14 @@ class Shape:
         depth: Blocks.
         heads: Attention heads.
         vocabulary: Different tokens.
+        llama_hidden: Elements inside the MLP of a Llama block; 0: plain blocks.
     """
 
     width: int = 512
     depth: int = 8
     heads: int = 8
     vocabulary: int = 512
+    llama_hidden: int = 0
 
 
 class Block(nn.Module):
@@ -33,10 +35,10 @@ class Block(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.attention_norm = nn.LayerNorm(width)
+        self.attention_norm: nn.Module = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
         self.projection = nn.Linear(width, width)
-        self.mlp_norm = nn.LayerNorm(width)
+        self.mlp_norm: nn.Module = nn.LayerNorm(width)
         self.up = nn.Linear(width, 4 * width)
         self.down = nn.Linear(4 * width, width)
 
@@ -50,13 +52,21 @@ class Block(nn.Module):
         return x + self.down(functional.gelu(self.up(self.mlp_norm(x))))
 
 
+def _block(shape: Shape) -> Block:
+    if not shape.llama_hidden:
+        return Block(shape.width, shape.heads)
+    from benchmarks.llama import LlamaBlock  # which is derived from Block
+
+    return LlamaBlock(shape.width, shape.heads, shape.llama_hidden)
+
+
 class Transformer(nn.Module):
     """Embedding, blocks, norm and head; the head has weights of its own."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.embedding = nn.Embedding(shape.vocabulary, shape.width)
-        self.blocks = nn.ModuleList(Block(shape.width, shape.heads) for _ in range(shape.depth))
+        self.blocks = nn.ModuleList(_block(shape) for _ in range(shape.depth))
         self.norm = nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
 
@@ -82,10 +92,11 @@ class ComputeIn(nn.Module):
         return functional_call(self.module, weights, inputs)
 
 
-def build_model(shape: Shape, low_precision: bool) -> Transformer:
+def build_model(shape: Shape, low_precision: bool, device: str = "cpu") -> Transformer:
     """The model in fp32 with equal weights everywhere; with ``low_precision`` these are values that bf16 has, too."""
     torch.manual_seed(SEED)
-    model = Transformer(shape)
+    with torch.device(device):
+        model = Transformer(shape)
     return model.bfloat16().float() if low_precision else model
 
 

@@ -24,7 +24,7 @@ def build(job: Job, reshard: bool, streams: bool = False) -> Trainable:
         emulation.install(torch.cpu)
         emulation.make_collectives_asynchronous(dist)
     mesh = init_device_mesh(job.device, (job.ranks,))
-    model = build_model(job.shape, job.low_precision).to(job.device)
+    model = build_model(job.shape, job.low_precision, job.device)
     policy = MixedPrecisionPolicy()
     if job.low_precision:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

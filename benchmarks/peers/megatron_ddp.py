@@ -38,7 +38,7 @@ class _MegatronDDP:
 def build(job: Job) -> Trainable:
     """Wrap the model; buckets of about a block, reductions and gathers overlap where they can."""
     parallel_state.initialize_model_parallel()
-    plain = build_model(job.shape, job.low_precision).to(job.device)
+    plain = build_model(job.shape, job.low_precision, job.device)
     if job.low_precision:
         plain.bfloat16()
     described = TransformerConfig(

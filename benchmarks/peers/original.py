@@ -28,7 +28,7 @@ def build(job: Job, zero: int, limited: bool = False, double: bool = False, **ho
         raise RuntimeError(f"expected the original megatron_fsdp; got {original.__file__}")
     if how.get("streams"):
         streams.asynchronous = True
-    model = build_model(job.shape, job.low_precision).to(job.device)
+    model = build_model(job.shape, job.low_precision, job.device)
     if job.low_precision:
         model.bfloat16()
     fp32 = torch.float32

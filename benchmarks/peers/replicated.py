@@ -14,7 +14,7 @@ MIB = 1 << 20
 
 def build(job: Job, together: bool) -> Trainable:
     """Build the model; ``together``: in DDP, with buckets of about a block."""
-    plain = build_model(job.shape, job.low_precision).to(job.device)
+    plain = build_model(job.shape, job.low_precision, job.device)
     block = sum(p.numel() * p.element_size() for p in plain.blocks[0].parameters())
     if job.low_precision:
         compute_in_bf16(plain)
