@@ -17,7 +17,7 @@ PARTS = ("forward", "backward", "optimizer")
 
 
 @dataclass
-class Session:
+class Running:
     """What this process trains."""
 
     job: Job
@@ -26,22 +26,22 @@ class Session:
     steps: int = 0
 
 
-_session: Session | None = None
+_running: Running | None = None
 
 
-def session() -> Session:
+def running() -> Running:
     """What was started in this process."""
-    if _session is None:
+    if _running is None:
         raise RuntimeError("nothing was started in this process")
-    return _session
+    return _running
 
 
 def start(job: dict[str, Any], rank: int, store: str) -> None:
     """Make the process group and build the peer."""
-    global _session
+    global _running
     described = Job.from_json(job)
     join(described, rank, store)
-    _session = Session(described, rank, PEERS[described.peer].build(described))
+    _running = Running(described, rank, PEERS[described.peer].build(described))
 
 
 def join(job: Job, rank: int, store: str) -> None:
@@ -62,9 +62,9 @@ def join(job: Job, rank: int, store: str) -> None:
 def losses(tokens: int, steps: int) -> list[float]:
     """Train ``steps`` steps; returns the loss of each, over all ranks."""
     of_rank = torch.tensor([train_step(tokens)["loss"] for _ in range(steps)], dtype=torch.float64)
-    if not session().job.fake:
+    if not running().job.fake:
         dist.all_reduce(of_rank)
-        of_rank /= session().job.ranks
+        of_rank /= running().job.ranks
     return of_rank.tolist()
 
 
@@ -72,7 +72,7 @@ def turn(tokens: int, steps: int, warm_up: int = 1) -> dict[str, Any]:
     """Train ``steps`` steps after ``warm_up`` that do not count; returns seconds per step, by its parts and in all."""
     for _ in range(warm_up):
         train_step(tokens)
-    if not session().job.fake:
+    if not running().job.fake:
         dist.barrier()
     timed = [train_step(tokens) for _ in range(steps)]
     return {part: [step[part] for step in timed] for part in (*PARTS, "step")}
@@ -92,7 +92,7 @@ def _clock(device: str) -> Callable[[], float]:
 
 def train_step(tokens: int) -> dict[str, float]:
     """One step; its loss and the seconds of its parts, during which the process may wait for others."""
-    mine = session()
+    mine = running()
     data = batch(mine.job.shape.vocabulary, tokens, mine.steps, mine.rank).to(mine.job.device)
     mine.steps += 1
     clock = _clock(mine.job.device)

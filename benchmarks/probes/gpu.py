@@ -22,7 +22,7 @@ def measure(tokens: int, warm_up: int = 3) -> dict[str, float]:
     peak = torch.cuda.max_memory_allocated()
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as recorded:
         # Without the synchronization between parts of a step, which would itself leave gaps.
-        mine = training.session()
+        mine = training.running()
         data = training.batch(mine.job.shape.vocabulary, tokens, mine.steps, mine.rank).to("cuda")
         loss = training.loss_of(mine.trainable.model, data)
         mine.trainable.backward(loss)

@@ -11,7 +11,7 @@ def turn(tokens: int, steps: int, warm_up: int = 3) -> dict[str, float]:
     """Microseconds of CPU time per step, of all threads, by parts of the step; the mean of ``steps`` steps."""
     for _ in range(warm_up):
         training.train_step(tokens)
-    mine = training.session()
+    mine = training.running()
     data = batch(mine.job.shape.vocabulary, tokens, mine.steps, mine.rank)
     spent = dict.fromkeys(PARTS, 0.0)
     clock = time.process_time

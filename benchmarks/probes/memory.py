@@ -30,8 +30,8 @@ def measure(job: dict[str, Any], rank: int, tokens: int) -> dict[str, float]:
     trainable = PEERS[described.peer].build(described)
     gc.collect()
     found: dict[str, float] = {"built": heap.tensors, "activations": activations}
-    mine = training.Session(described, rank, trainable)
-    training._session = mine
+    mine = training.Running(described, rank, trainable)
+    training._running = mine
     for _ in range(WARM_UP):
         training.train_step(tokens)
     gc.collect()
