@@ -5,6 +5,7 @@ python -m benchmarks [--only step,memory] [--quick] [--peers ours-3,fsdp2]
 
 import argparse
 import importlib
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -70,6 +71,8 @@ def run_one(name: str, options: Options) -> Result:
 def main(arguments: list[str] | None = None) -> int:
     """Run, print, keep; 1 if losses disagree."""
     command = parse(arguments)
+    # What benchmarks set up, such as network namespaces, goes also when they are told to end.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     console = Console(width=max(Console().width, 150))
     only = tuple(filter(None, command.peers.split(",")))
     failed = 0

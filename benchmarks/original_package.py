@@ -16,11 +16,15 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / ".bench"
 PIN = Path(__file__).parent / "original.txt"
 
-# (pattern, replacement), for every file. The copy imports the suite's streams in place of torch.cuda.
-EVERYWHERE = (
-    (r"(?m)^import torch$", "import torch\nfrom benchmarks.peers import streams as _cuda"),
+# (pattern, replacement), for every file.
+HIDE_MEGATRON = (
     (r"\bfrom megatron\.core", "from megatron_is_hidden.core"),
     (r"\bimport megatron\.core", "import megatron_is_hidden.core"),
+)
+# The copy imports the suite's streams in place of torch.cuda.
+FOR_CPU = (
+    *HIDE_MEGATRON,
+    (r"(?m)^import torch$", "import torch\nfrom benchmarks.peers import streams as _cuda"),
     (r"""f(["'])cuda:\{torch\.cuda\.current_device\(\)\}\1""", '"cpu"'),
     (r"""(["'])cuda\1""", '"cpu"'),
     (r"\.cuda\(\)", ""),
@@ -51,29 +55,35 @@ def on_path(device: str) -> Path:
     plain = FOLDER / "original"
     if not (plain / "megatron_fsdp" / "__init__.py").exists():
         _install(plain)
-    if device != "cpu":
-        return plain
-    changed = FOLDER / "original_cpu"
+    changed = FOLDER / f"original_{device}"
+    change = for_cpu if device == "cpu" else for_cuda
     made_of = changed / "made_of"
     recipe = Path(__file__).read_text()
     if not made_of.exists() or made_of.read_text() != recipe:
         shutil.rmtree(changed, ignore_errors=True)
         shutil.copytree(plain / "megatron_fsdp", changed / "megatron_fsdp")
         for path in changed.rglob("*.py"):
-            path.write_text(for_cpu(path.read_text(), path.name))
+            path.write_text(change(path.read_text(), path.name))
         made_of.write_text(recipe)
     return changed
 
 
 def for_cpu(source: str, name: str) -> str:
     """The source of one file, changed to run on a CPU."""
-    for pattern, replacement in EVERYWHERE:
+    for pattern, replacement in FOR_CPU:
         source = re.sub(pattern, replacement, source)
     if name == "param_and_grad_buffer.py":
         for pattern, replacement in REDUCTION:
             source, count = re.subn(pattern, replacement, source)
             if count != 1:
                 raise NoOriginal(f"{name} of the original: expected {pattern!r} once; found it {count} times")
+    return source
+
+
+def for_cuda(source: str, name: str) -> str:
+    """The source of one file, changed to run beside any megatron-core."""
+    for pattern, replacement in HIDE_MEGATRON:
+        source = re.sub(pattern, replacement, source)
     return source
 
 
