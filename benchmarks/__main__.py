@@ -71,8 +71,6 @@ def run_one(name: str, options: Options) -> Result:
 def main(arguments: list[str] | None = None) -> int:
     """Run, print, keep; 1 if losses disagree."""
     command = parse(arguments)
-    # What benchmarks set up, such as network namespaces, goes also when they are told to end.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     console = Console(width=max(Console().width, 150))
     only = tuple(filter(None, command.peers.split(",")))
     failed = 0
@@ -95,4 +93,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    # What benchmarks set up, such as network namespaces, goes also when they are told to end.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     sys.exit(main())

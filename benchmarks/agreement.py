@@ -3,9 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 
-# Relative differences of losses. In bf16 peers add in different orders and cast at different places; over the few
-# steps that are compared that changes the loss by some units of bf16's last place, divided by the number of
-# tokens' root.
+# Relative differences of losses. In bf16, peers may add in other orders and cast at other places.
 TOLERANCE = {"fp32": 1e-5, "bf16": 1e-3}
 
 

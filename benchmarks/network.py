@@ -1,8 +1,7 @@
 """A slow network inside this machine: a network namespace per rank, joined by a bridge, with limited rates.
 
-The rate is limited by a token bucket in both directions of every rank. Large packets and bursts keep the CPU time
-of the
-packets themselves small against what the limit costs.
+The rate is limited by a token bucket in both directions of every rank. Large packets and bursts keep the CPU time of
+the packets themselves small against what the limit costs.
 """
 
 import contextlib

@@ -1,9 +1,7 @@
-"""Gets the original Megatron-FSDP from PyPI, in a folder of its own since its import name is ours, and its copy
-for CPUs.
+"""Gets the original Megatron-FSDP from PyPI, in a folder of its own since its import name is ours.
 
-Nothing of it is kept in this repository. The copy is changed when it is made: device names, ``torch.cuda``, and
-where it would
-import megatron-core, which at its version does not fit every megatron-core.
+Nothing of it is kept in this repository. The copy is changed when it is made: device names, ``torch.cuda``, and where
+it would import megatron-core, which at its version does not fit every megatron-core.
 """
 
 import re

@@ -1,9 +1,8 @@
 """Interleaved rounds: every round gives each peer a turn while the others wait, in changing order.
 
-A turn during which other processes computed is taken again, and a round with such a turn is thrown away. There is
-an end to
-that: after so many rounds, all rounds are used and the result says that it is noisy. A peer that dies is started again,
-twice, and is then reported as crashed.
+A turn during which other processes computed is taken again, and a round with such a turn is thrown away. There is an
+end to that: after so many rounds, all rounds are used and the result says that it is noisy. A peer that dies is
+started again, twice, and is then reported as crashed.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,15 +1,12 @@
 """Streams as a GPU has them, emulated on a CPU over gloo's asynchronous collectives.
 
 torch's streams and events for the CPU do nothing: a collective that FSDP2 or the original puts on a side stream
-blocks the
-computation, which on a GPU it would not. Here a side stream keeps a list of what was started on it. The host goes
-through
-that list only where the code makes another stream, or the host, wait. So these peers overlap as much as their schedule
-allows, and what remains of a difference is not that gloo was called in a blocking way.
+blocks the computation, which on a GPU it would not. Here a side stream keeps a list of what was started on it. The
+host goes through that list only where the code makes another stream, or the host, wait. So these peers overlap as
+much as their schedule allows, and what remains of a difference is not that gloo was called in a blocking way.
 
 This module also stands for ``torch.cuda`` in the copy of the original that runs on a CPU. There, too, nothing is
-asynchronous
-unless :data:`asynchronous` is set.
+asynchronous unless :data:`asynchronous` is set.
 """
 
 import contextlib

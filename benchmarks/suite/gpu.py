@@ -1,9 +1,8 @@
 """On a GPU: step time, memory, kernels and idle gaps of Llama-like models in bf16, and of one rank of 8 and 64.
 
 With world size 1 collectives run over NCCL; on the fake process group, one process is one of 8 or 64 ranks, and
-communication
-costs nothing. One peer is on the device at a time, since they would share its memory; turns are interleaved all
-the same.
+communication costs nothing. One peer is on the device at a time, since they would share its memory; turns are
+interleaved all the same.
 """
 
 from dataclasses import dataclass

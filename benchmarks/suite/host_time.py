@@ -1,8 +1,7 @@
 """Host time per unit and step: how long the process is on the CPU in FSDP's machinery. On a GPU this leaves gaps.
 
-One process of 8 ranks on the fake process group trains a model so small that computing hardly counts. What the
-plain model
-takes is subtracted, and what remains is divided by the units.
+One process of 8 ranks on the fake process group trains a model so small that computing hardly counts. What the plain
+model takes is subtracted, and what remains is divided by the units.
 """
 
 from collections.abc import Sequence

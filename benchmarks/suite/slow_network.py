@@ -1,8 +1,7 @@
 """Step time on a network of 1 Gbit/s, and how much of the communication each peer hides behind compute.
 
-hidden = 1 - exposed / communication alone; exposed = forward and backward with communication - without.
-Communication alone
-is measured here, too: gloo's own collectives over the same units, as often as the strategy needs them.
+hidden = 1 - exposed / communication alone; exposed = forward and backward with communication - without. Communication
+alone is measured here, too: gloo's own collectives over the same units, as often as the strategy needs them.
 """
 
 from dataclasses import dataclass
@@ -111,9 +110,7 @@ def _text(figure: Summary) -> str:
 
 
 def hide(measured: Rounds) -> None:
-    """Add to every peer's samples what its strategy communicates, what of it is exposed, and the part that is
-    hidden.
-    """
+    """Add to every peer's samples what its strategy communicates, what is exposed of it, and the part hidden."""
     for sample in [*measured.kept, *measured.thrown_away]:
         if "alone" not in sample or "collectives" not in sample:
             continue
