@@ -6,7 +6,7 @@ from benchmarks.field import Training, field_of
 from benchmarks.job import Job
 from benchmarks.model import Shape
 from benchmarks.options import Options, threads_for
-from benchmarks.results import Case
+from benchmarks.results import Case, machine
 
 # Tokens per rank and step. At this model's width communication outweighs the compute, equals it, or is outweighed.
 LOADS = {32: "communication-heavy", 256: "balanced", 1024: "compute-heavy"}
@@ -62,5 +62,7 @@ def run(options: Options) -> list[Case]:
                 case = Case(tags)
                 case.put_rounds(rounds)
                 case.notes.append(f"losses agree within {difference:.1e}")
+                if setting.dtype == "bf16" and not machine()["native_bf16"]:
+                    case.notes.append("this processor computes bf16 in fp32: times in bf16 say little")
                 cases.append(case)
     return cases
