@@ -88,7 +88,8 @@ def main(arguments: list[str] | None = None) -> int:
         path = result.save(command.results)
         tables.show(result, console)
         console.print(f"kept in {path}\n")
-    tables.show_targets(targets.judge_all(measured), console)
+    verdicts = [verdict for verdict in targets.judge_all(measured) if verdict.benchmark in command.only]
+    tables.show_targets(verdicts, console)
     return failed
 
 
