@@ -18,7 +18,7 @@ def build(job: Job, zero: int, limited: bool = False, double: bool = False, **ho
     Args:
         job: What to build.
         zero: The strategy.
-        limited: Let it gather and reduce no more than a unit ahead; by default it is half a milliard elements.
+        limited: Let it gather no more than a unit ahead; by default it is half a milliard elements.
         double: Use its double buffer.
         how: ``streams=True`` makes reductions asynchronous, as on a GPU.
     """
@@ -48,7 +48,6 @@ def build(job: Job, zero: int, limited: bool = False, double: bool = False, **ho
     )
     if limited:
         sharded.suggested_AG_prefetch_size = 1
-        sharded.suggested_RS_queue_capacity = 1
     return Built(sharded, _optimizer(original, sharded), loss_divisor=job.ranks)
 
 
