@@ -18,7 +18,8 @@ def build(job: Job, zero: int, limited: bool = False, double: bool = False, **ho
     Args:
         job: What to build.
         zero: The strategy.
-        limited: Let it gather no more than a unit ahead; by default it is half a milliard elements.
+        limited: Let it gather one unit ahead and have two wait for their reduction. By default these limits are half a
+            billion and a billion elements.
         double: Use its double buffer.
         how: ``streams=True`` makes reductions asynchronous, as on a GPU.
     """
@@ -31,6 +32,7 @@ def build(job: Job, zero: int, limited: bool = False, double: bool = False, **ho
     model = build_model(job.shape, job.low_precision, job.device)
     if job.low_precision:
         model.bfloat16()
+    unit = max(sum(p.numel() for p in m.parameters()) for m in model.modules() if isinstance(m, Block))
     fp32 = torch.float32
     # With an fp32 model main weights of their own would be a second copy of the weights.
     policy = original.MixedPrecisionPolicy(
@@ -47,7 +49,8 @@ def build(job: Job, zero: int, limited: bool = False, double: bool = False, **ho
         device=torch.device(job.device) if job.device == "cpu" else None,
     )
     if limited:
-        sharded.suggested_AG_prefetch_size = 1
+        # Its own rule, without the lower bound of a billion elements that it puts on it.
+        sharded.suggested_AG_prefetch_size, sharded.suggested_RS_queue_capacity = unit, 2 * unit
     return Built(sharded, _optimizer(original, sharded), loss_divisor=job.ranks)
 
 
