@@ -1,12 +1,13 @@
 # `make` or `make help` says what there is. Everything runs in .venv, which `make install` creates.
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint typecheck unit functional parity gpu-test compatibility wheel clean clean-demo
+.PHONY: help install demo test lint typecheck unit functional parity bench bench-report gpu-test compatibility wheel clean clean-demo
 
 PYTHON := .venv/bin/python
 STAMP := .venv/.installed
 DEMO_FLAGS ?=
 PARITY_FLAGS ?=
+BENCH_FLAGS ?=
 PYTEST_FLAGS ?=
 PYTEST := $(PYTHON) -m pytest $(PYTEST_FLAGS)
 
@@ -50,6 +51,12 @@ functional: install ## whole runs: Megatron's training loop, checkpoints, the de
 parity: install ## train with Megatron's DDP and with each strategy in the real loop, and compare (PARITY_FLAGS="--ranks 2")
 	@$(PYTHON) -W ignore tools/parity.py $(PARITY_FLAGS)
 
+bench: install ## measure beside FSDP2, the original and DDP; write docs/performance.md (BENCH_FLAGS="--only step,memory --quick")
+	@status=0; $(PYTHON) -W ignore -m benchmarks $(BENCH_FLAGS) || status=$$?; $(PYTHON) -m benchmarks.report; exit $$status
+
+bench-report: install ## write docs/performance.md from the results there are
+	$(PYTHON) -m benchmarks.report
+
 gpu-test: install ## the unit tests on CUDA: one rank over NCCL, several over gloo on one device; skipped without one
 	FSDP_TEST_DEVICE=cuda $(PYTEST) tests/unit_tests
 
@@ -66,5 +73,5 @@ clean-demo: ## remove what the demo wrote
 	rm -rf demo_output
 
 clean: clean-demo ## remove .venv, what the demo wrote, build outputs and caches
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .bench build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -51,7 +51,8 @@ TRACE_ORDER = ["clock", "timeline", "recorder", "plot", "__init__", "watch", "__
 ADAPTER_ORDER = ["arguments", "adapter", "checkpoint", "plugin", "__init__"]
 
 SOURCES = sorted([*ENGINE.rglob("*.py"), *(ROOT / "megatron_fsdp").glob("*.py"), ROOT / "pretrain_gpt.py"])
-TOOLS = sorted([*(ROOT / "tools").rglob("*.py"), *(ROOT / "examples").rglob("*.py"), *(ROOT / "tests").rglob("*.py")])
+BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.py"))
+TOOLS = sorted(path for name in ("tools", "examples", "tests", "benchmarks") for path in (ROOT / name).rglob("*.py"))
 
 
 def _imports(path: Path) -> set[str]:
@@ -147,6 +148,6 @@ def test_size(path: Path) -> None:
                 assert parameters <= 8, f"a constructor at line {node.lineno} has {parameters} parameters"
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", [*SOURCES, *BENCHMARKS], ids=lambda path: str(path.relative_to(ROOT)))
 def test_file_opens_with_what_it_is_for(path: Path) -> None:
     assert (ast.get_docstring(ast.parse(path.read_text())) or "").strip()

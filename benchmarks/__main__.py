@@ -1,0 +1,99 @@
+"""Runs the benchmarks, prints their ratios and the targets, and keeps the results.
+
+python -m benchmarks [--only step,memory] [--quick] [--peers ours-3,fsdp2]
+"""
+
+import argparse
+import importlib
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks import results, tables, targets
+from benchmarks.agreement import LossesDisagree
+from benchmarks.options import Options, Skipped
+from benchmarks.results import Case, Result
+
+# The name on the command line and of the file of results, and the module in ``benchmarks.suite``.
+BENCHMARKS = {
+    "step": "step_time",
+    "network": "slow_network",
+    "memory": "memory",
+    "copies": "copies",
+    "optimizer": "optimizer_step",
+    "host": "host_time",
+    "startup": "start_up",
+    "scale": "scale",
+    "growth": "growth",
+    "loop": "real_loop",
+    "gpu": "gpu",
+}
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = ", ".join(BENCHMARKS)
+    parser.add_argument("--only", default=",".join(BENCHMARKS), help=f"benchmarks, separated by commas: {names}")
+    parser.add_argument("--quick", action="store_true", help="small loads, few rounds: shows that it works, no more")
+    parser.add_argument("--rounds", type=int, help="rounds of what is timed")
+    parser.add_argument("--peers", default="", help="measure these only, separated by commas")
+    parser.add_argument("--results", type=Path, default=results.FOLDER, help="where results are kept")
+    options = parser.parse_args(arguments)
+    options.only = options.only.split(",")
+    unknown = [name for name in options.only if name not in BENCHMARKS]
+    if unknown:
+        parser.error(f"--only: expected some of {names}; got {', '.join(unknown)}")
+    return options
+
+
+def run_one(name: str, options: Options) -> Result:
+    """Run one benchmark.
+
+    Raises:
+        LossesDisagree: A peer trains something else than the others.
+    """
+    result = Result(name, quick=options.quick, about=results.about())
+    entry: Callable[[Options], list[Case]] = importlib.import_module(f"benchmarks.suite.{BENCHMARKS[name]}").run
+    try:
+        result.cases = entry(options)
+    except Skipped as reason:
+        result.skipped = str(reason)
+    result.targets = [verdict.as_json() for verdict in targets.judge(result)]
+    return result
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run, print, keep; 1 if losses disagree."""
+    command = parse(arguments)
+    console = Console(width=max(Console().width, 150))
+    only = tuple(filter(None, command.peers.split(",")))
+    failed = 0
+    measured: dict[str, Result] = {}
+    for name in command.only:
+        with console.status("") as status:
+            report = lambda text, name=name: status.update(f"{name}: {text}")  # noqa: E731 - closes over the name
+            try:
+                result = run_one(name, Options(command.quick, command.rounds, only, report))
+            except LossesDisagree as disagreement:
+                console.print(f"[bold red]{name}: losses disagree:[/] {disagreement}")
+                failed = 1
+                continue
+        measured[name] = result
+        path = result.save(command.results)
+        tables.show(result, console)
+        console.print(f"kept in {path}\n")
+    verdicts = [verdict for verdict in targets.judge_all(measured) if verdict.benchmark in command.only]
+    tables.show_targets(verdicts, console)
+    return failed
+
+
+if __name__ == "__main__":
+    # What benchmarks set up, such as network namespaces, goes also when they are told to end.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    sys.exit(main())

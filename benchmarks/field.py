@@ -1,0 +1,159 @@
+"""All peers of a comparison, running: started before anything is timed, checked for equal losses, measured in turns."""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from benchmarks import agreement, original_package, quiet
+from benchmarks.job import Job
+from benchmarks.options import CORES, Options
+from benchmarks.peers import PEERS
+from benchmarks.quiet import Quiet
+from benchmarks.rounds import RESTARTS, Contestant, Rounds, Sample, measure
+from benchmarks.training import PARTS
+from benchmarks.workers import Ranks, WorkerFailure
+
+PARITY_STEPS = 4
+
+
+class Training:
+    """A peer's turns: some steps, timed by the slowest rank.
+
+    Args:
+        ranks: Its processes.
+        tokens: Tokens per rank and step.
+        steps: Steps of a turn.
+    """
+
+    def __init__(self, ranks: Ranks, tokens: int, steps: int) -> None:
+        self._ranks = ranks
+        self._tokens = tokens
+        self._steps = steps
+
+    def turn(self) -> Sample:
+        """Milliseconds per step and of its parts."""
+        answers = self._ranks.call("benchmarks.training:turn", tokens=self._tokens, steps=self._steps)
+        return slowest(answers)
+
+    def restart(self) -> None:
+        """Start the processes again."""
+        self._ranks.launch()
+
+
+def slowest(answers: Sequence[dict[str, list[float]]]) -> Sample:
+    """Milliseconds per step: each step by its slowest rank, then the mean of the steps.
+
+    ``compute`` stands for forward and backward together, within which a schedule can hide communication.
+    """
+    sample = {}
+    for quantity in (*PARTS, "step"):
+        steps = [max(times) for times in zip(*(answer[quantity] for answer in answers), strict=True)]
+        sample[quantity] = 1e3 * sum(steps) / len(steps)
+    both = [[f + b for f, b in zip(answer["forward"], answer["backward"], strict=True)] for answer in answers]
+    together = [max(times) for times in zip(*both, strict=True)]
+    sample["compute"] = 1e3 * sum(together) / len(together)
+    return sample
+
+
+class Field:
+    """The peers of one comparison.
+
+    Args:
+        jobs: What each peer builds.
+        options: Settings of the run.
+        make: Makes the rank processes of a job; by default on this machine without more ado.
+    """
+
+    def __init__(self, jobs: Sequence[Job], options: Options, make: Callable[[Job], Ranks] = Ranks) -> None:
+        self._options = options
+        self.ranks: dict[str, Ranks] = {job.peer: make(job) for job in jobs}
+        self.missing: dict[str, str] = {}
+
+    def launch(self) -> None:
+        """Start all processes; who cannot be started is noted in ``missing``."""
+        processes = max((1 if r.job.fake else r.job.ranks for r in self.ranks.values()), default=1)
+        with ThreadPoolExecutor(max(1, CORES // processes)) as pool:
+            for peer, reason in zip(self.ranks, pool.map(self._launch, self.ranks.values()), strict=True):
+                if reason is not None:
+                    self.missing[peer] = reason
+
+    def _launch(self, ranks: Ranks) -> str | None:
+        """Start the processes of one peer; returns why that failed."""
+        self._options.report(f"starting {ranks.job.peer}")
+        reason = None
+        for _ in range(1 + RESTARTS):
+            try:
+                ranks.launch()
+                return None
+            except original_package.NoOriginal as failure:
+                return str(failure)
+            except WorkerFailure as failure:
+                reason = str(failure)
+        return reason
+
+    @property
+    def running(self) -> dict[str, Ranks]:
+        """The peers that could be started."""
+        return {peer: ranks for peer, ranks in self.ranks.items() if peer not in self.missing}
+
+    def check_losses(self, tokens: int, reference: str | None = None) -> float:
+        """Train some steps on all peers and compare; a peer that dies in them is started again and tried once more.
+
+        Raises:
+            LossesDisagree: A peer trains something else.
+        """
+        self._options.report(f"comparing losses at {tokens} tokens")
+        losses: dict[str, list[float]] = {}
+        for peer, ranks in self.running.items():
+            if peer not in PEERS:  # nothing that trains
+                continue
+            for attempt in range(1 + RESTARTS):
+                try:
+                    losses[peer] = ranks.call("benchmarks.training:losses", tokens=tokens, steps=PARITY_STEPS)[0]
+                    break
+                except WorkerFailure as failure:
+                    if attempt == RESTARTS or not self._start_again(peer, ranks):
+                        self.missing[peer] = str(failure)
+                        break
+        if not losses:
+            return 0.0
+        dtype = next(iter(self.ranks.values())).job.dtype
+        apart = [peer for peer in losses if not PEERS[peer].trains_together]
+        return agreement.check(losses, dtype, apart)
+
+    def _start_again(self, peer: str, ranks: Ranks) -> bool:
+        try:
+            ranks.launch()
+        except WorkerFailure:
+            return False
+        return True
+
+    def measure(self, contestant: Callable[[Ranks], Contestant], rounds: int) -> Rounds:
+        """Take rounds of all running peers."""
+        everybody = self.running
+        watch = Quiet(lambda: sum(ranks.cpu_seconds for ranks in everybody.values()))
+        contestants = {peer: contestant(ranks) for peer, ranks in everybody.items()}
+        # Whether it works shows on a busy machine, too.
+        limit = math.inf if self._options.quick else quiet.LIMIT
+        result = measure(contestants, rounds, watch, self._options.report, limit)
+        result.crashed = {**self.missing, **result.crashed}
+        self.missing |= result.crashed
+        return result
+
+    def close(self) -> None:
+        """End all processes."""
+        for ranks in self.ranks.values():
+            ranks.close()
+
+
+@contextlib.contextmanager
+def field_of(jobs: Sequence[Job], options: Options, **arguments: Any) -> Iterator[Field]:
+    """A field whose processes run inside the block."""
+    field = Field(jobs, options, **arguments)
+    try:
+        field.launch()
+        yield field
+    finally:
+        field.close()

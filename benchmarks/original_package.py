@@ -1,0 +1,93 @@
+"""Gets the original Megatron-FSDP from PyPI, in a folder of its own since its import name is ours.
+
+Nothing of it is kept in this repository. The copy is changed when it is made: device names, ``torch.cuda``, and where
+it would import megatron-core, which at its version does not fit every megatron-core.
+"""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / ".bench"
+PIN = Path(__file__).parent / "original.txt"
+
+# (pattern, replacement), for every file.
+HIDE_MEGATRON = (
+    (r"\bfrom megatron\.core", "from megatron_is_hidden.core"),
+    (r"\bimport megatron\.core", "import megatron_is_hidden.core"),
+)
+# The copy imports the suite's streams in place of torch.cuda.
+FOR_CPU = (
+    *HIDE_MEGATRON,
+    (r"(?m)^import torch$", "import torch\nfrom benchmarks.peers import streams as _cuda"),
+    (r"""f(["'])cuda:\{torch\.cuda\.current_device\(\)\}\1""", '"cpu"'),
+    (r"""(["'])cuda\1""", '"cpu"'),
+    (r"\.cuda\(\)", ""),
+    (r"\btorch\.cuda\.(?=[A-Za-z])", "_cuda."),
+)
+# Named sources: how often each must be found, so that another version is not changed by half.
+REDUCTION = (
+    (r"with _coalescing_manager\(dp_group\):", "with _cuda.coalescing(dp_group):"),
+    (
+        r"for local_grad, reduced_grad in grad_accum_closure:",
+        "for local_grad, reduced_grad in _cuda.after_collectives(\n"
+        '                grad_accum_closure, ddp_config.data_parallel_sharding_strategy in ("no_shard", "optim")\n'
+        "            ):",
+    ),
+)
+
+
+class NoOriginal(RuntimeError):
+    """The original package cannot be had; the message says why."""
+
+
+def on_path(device: str) -> Path:
+    """The folder to put on PYTHONPATH before this repository, made if need be.
+
+    Raises:
+        NoOriginal: pip could not install it, or its source is not what the changes were written for.
+    """
+    plain = FOLDER / "original"
+    if not (plain / "megatron_fsdp" / "__init__.py").exists():
+        _install(plain)
+    changed = FOLDER / f"original_{device}"
+    change = for_cpu if device == "cpu" else for_cuda
+    made_of = changed / "made_of"
+    recipe = Path(__file__).read_text()
+    if not made_of.exists() or made_of.read_text() != recipe:
+        shutil.rmtree(changed, ignore_errors=True)
+        shutil.copytree(plain / "megatron_fsdp", changed / "megatron_fsdp")
+        for path in changed.rglob("*.py"):
+            path.write_text(change(path.read_text(), path.name))
+        made_of.write_text(recipe)
+    return changed
+
+
+def for_cpu(source: str, name: str) -> str:
+    """The source of one file, changed to run on a CPU."""
+    for pattern, replacement in FOR_CPU:
+        source = re.sub(pattern, replacement, source)
+    if name == "param_and_grad_buffer.py":
+        for pattern, replacement in REDUCTION:
+            source, count = re.subn(pattern, replacement, source)
+            if count != 1:
+                raise NoOriginal(f"{name} of the original: expected {pattern!r} once; found it {count} times")
+    return source
+
+
+def for_cuda(source: str, name: str) -> str:
+    """The source of one file, changed to run beside any megatron-core."""
+    for pattern, replacement in HIDE_MEGATRON:
+        source = re.sub(pattern, replacement, source)
+    return source
+
+
+def _install(folder: Path) -> None:
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    command += ["--require-hashes", "--target", str(folder), "--requirement", str(PIN)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        raise NoOriginal(f"pip could not install {PIN.name}: {result.stderr.strip()[-500:]}")

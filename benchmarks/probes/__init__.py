@@ -1,0 +1,1 @@
+"""What rank processes measure beside the clock: bytes of memory, copies, collectives, time on the CPU."""

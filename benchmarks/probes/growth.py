@@ -1,0 +1,24 @@
+"""What a rank holds and how long it takes, while many steps go by. Called through ``benchmarks.worker``."""
+
+import gc
+import sys
+
+import psutil
+
+from benchmarks import training
+from benchmarks.probes.heap import Heap
+
+
+def run(tokens: int, steps: int) -> dict[str, float]:
+    """Train some steps; what is held after them, and the seconds of a step among them that was neither fast nor
+    slow.
+    """
+    times = sorted(training.train_step(tokens)["step"] for _ in range(steps))
+    gc.collect()
+    heap = Heap()
+    return {
+        "step": times[len(times) // 2],
+        "heap": float(heap.whole),
+        "objects": float(sys.getallocatedblocks()),
+        "resident": float(psutil.Process().memory_info().rss),
+    }

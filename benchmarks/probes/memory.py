@@ -1,0 +1,90 @@
+"""Bytes that a rank holds: built, at rest, and the most in each part of a step. Called through
+``benchmarks.worker``.
+"""
+
+import gc
+from typing import Any
+
+import torch
+
+from benchmarks import training
+from benchmarks.job import Job
+from benchmarks.model import Transformer, batch, build_model, loss_of
+from benchmarks.peers import PEERS
+from benchmarks.probes.heap import Heap
+
+WARM_UP = 2
+
+
+def start(job: dict[str, Any], rank: int, store: str) -> None:
+    """Make the process group; building is part of what is measured."""
+    described = Job.from_json(job)
+    training.join(described, rank, store)
+
+
+def measure(job: dict[str, Any], rank: int, tokens: int) -> dict[str, float]:
+    """Build the peer, train, and count."""
+    described = Job.from_json(job)
+    activations = _activations(described, tokens)
+    heap = Heap()
+    trainable = PEERS[described.peer].build(described)
+    gc.collect()
+    found: dict[str, float] = {"built": heap.tensors, "activations": activations}
+    mine = training.Running(described, rank, trainable)
+    training._running = mine
+    for _ in range(WARM_UP):
+        training.train_step(tokens)
+    gc.collect()
+    found["resting"] = heap.tensors
+    data = batch(described.shape.vocabulary, tokens, mine.steps, rank)
+    heap.reset()
+    loss = loss_of(trainable.model, data)
+    found["peak_forward"] = heap.peak
+    heap.reset()
+    trainable.backward(loss)
+    found["peak_backward"] = heap.peak
+    del loss
+    heap.reset()
+    trainable.step()
+    found["peak_optimizer"] = heap.peak
+    found["peak"] = max(found[f"peak_{part}"] for part in training.PARTS)
+    return {**found, **_bound(described, trainable.model, found), **floor(described, found["resting"])}
+
+
+def floor(job: Job, resting: float) -> dict[str, float]:
+    """What nobody can leave out: main weights and two moments in fp32, divided by the ranks."""
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in Transformer(job.shape).parameters())
+    least = 12 * parameters / job.ranks
+    return {"floor": least, "resting_over_floor": resting / least}
+
+
+def _activations(job: Job, tokens: int) -> int:
+    """The most that forward and backward of the plain model hold beside its weights and finished gradients."""
+    model = build_model(job.shape, job.low_precision)
+    if job.low_precision:
+        model.bfloat16()
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    data = batch(job.shape.vocabulary, tokens, 0, 0)
+    loss_of(model, data).backward()  # kernels keep scratch memory from their first call on
+    heap = Heap()
+    loss_of(model, data).backward()
+    return heap.peak
+
+
+def _bound(job: Job, model: Any, found: dict[str, float]) -> dict[str, float]:
+    """For ours with ZeRO-3: the bound of docs/memory.md on the peak."""
+    if job.peer != "ours-3":
+        return {}
+    compute, gradient = (2, 4) if job.low_precision else (4, 4)
+    numel = {name: 0 for name in model.unit_names}
+    shards = 0
+    for group in model.groups:
+        unit = max((name for name in numel if group.entries[0].name.startswith(name)), key=len)
+        numel[unit] += group.layout.numel
+        shards += group.layout.shard_numel
+    root = numel.pop("")
+    largest = max(numel.values())
+    bound = found["resting"] + gradient * shards + (compute + gradient) * root
+    return {"bound": bound + (2 * compute + gradient) * largest + found["activations"]}

@@ -1,0 +1,117 @@
+"""Makes the tables and plots of docs/performance.md from benchmarks/results.
+
+    python -m benchmarks.report
+
+What is between two marks, `<!-- results: NAME -->` and `<!-- end -->`, is replaced; all else on the page is
+written by hand.
+"""
+
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks import plots, targets
+from benchmarks.columns import cell, columns_of
+from benchmarks.peers import PEERS
+from benchmarks.results import FOLDER, Case, Result, load_all
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
+PICTURES = PAGE.parent / "performance"
+BLOCK = re.compile(r"<!-- results: (?P<name>[a-z]+) -->\n.*?<!-- end -->", re.DOTALL)
+
+
+def page(text: str, results: Mapping[str, Result]) -> str:
+    """The page with all of its blocks made anew."""
+    return BLOCK.sub(lambda block: _marked(block["name"], results), text)
+
+
+def _marked(name: str, results: Mapping[str, Result]) -> str:
+    return f"<!-- results: {name} -->\n\n{block(name, results)}\n\n<!-- end -->"
+
+
+def block(name: str, results: Mapping[str, Result]) -> str:
+    """What stands between two marks: the targets, or all cases of a benchmark."""
+    if name == "targets":
+        return _targets(results)
+    if name == "machine":
+        return _machine(results)
+    result = results.get(name)
+    if result is None:
+        return f"*Not measured: `python -m benchmarks --only {name}`.*"
+    if result.skipped:
+        return f"*Skipped: {result.skipped}.*"
+    parts = ["*A quick run: these figures say that the benchmark works, and nothing else.*"] if result.quick else []
+    for number, case in enumerate(result.cases):
+        parts.append(_case(result, case))
+        if plots.is_plotted(result, case):
+            parts.append(f"![{_words(case.tags)}](performance/{plots.file_name(result, number)})")
+    return "\n\n".join(parts)
+
+
+def _words(tags: dict[str, Any]) -> str:
+    return ", ".join(f"{value} {tag}" if isinstance(value, int) else str(value) for tag, value in tags.items())
+
+
+def _case(result: Result, case: Case) -> str:
+    columns = columns_of(result.benchmark, case)
+    names = [name for name in PEERS if name in case.figures] + [name for name in case.figures if name not in PEERS]
+    rows = [[_title(name), *(cell(column, case, name) for column in columns)] for name in names]
+    notes = "".join(f"\n* {_escaped(note)}" for note in case.notes)
+    table = _table(["peer", *(column.title for column in columns)], rows)
+    return f"**{_words(case.tags)}**\n\n{table}" + (f"\n{notes}" if notes else "")
+
+
+def _title(name: str) -> str:
+    return PEERS[name].title if name in PEERS else name
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(_escaped(text) for text in line)} |" for line in lines)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+def _targets(results: Mapping[str, Result]) -> str:
+    rows = []
+    for verdict in targets.judge_all(results):
+        value = "" if verdict.value is None else f"{verdict.value:.3g}"
+        outcome = f"**{verdict.outcome}**" if verdict.outcome == "missed" else verdict.outcome
+        rows.append([verdict.benchmark, verdict.target, verdict.case, value, outcome])
+    return _table(["benchmark", "target", "case", "measured", "verdict"], rows)
+
+
+def _machine(results: Mapping[str, Result]) -> str:
+    if not results:
+        return "*Nothing measured yet.*"
+    rows = []
+    for name, result in results.items():
+        about, machine = result.about, result.about["machine"]
+        versions = ", ".join(f"{package} {version}" for package, version in about["versions"].items())
+        gpus = f", {', '.join(machine['gpus'])}" if machine["gpus"] else ""
+        bf16 = "native bf16" if machine["native_bf16"] else "no native bf16: figures in bf16 say little"
+        where = f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB, {bf16}{gpus}"
+        rows.append([name, about["date"][:10], about["commit"], where, versions])
+    return _table(["benchmark", "date", "commit", "machine", "versions"], rows)
+
+
+def main() -> int:
+    """Write the page and the pictures."""
+    results = load_all(FOLDER)
+    PICTURES.mkdir(exist_ok=True)
+    for old in PICTURES.glob("*.png"):
+        old.unlink()
+    for result in results.values():
+        for number, case in enumerate(result.cases):
+            if plots.is_plotted(result, case):
+                plots.draw(result, case, PICTURES / plots.file_name(result, number))
+    PAGE.write_text(page(PAGE.read_text(), results))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

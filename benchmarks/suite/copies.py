@@ -1,0 +1,54 @@
+"""Bytes copied, and numbers of collectives and torch operations per step, on the fake process group."""
+
+from benchmarks.field import Field, field_of
+from benchmarks.job import Job
+from benchmarks.model import Shape, Transformer
+from benchmarks.options import Options
+from benchmarks.peers import PEERS
+from benchmarks.results import Case
+from benchmarks.workers import WorkerFailure
+
+RANKS = 8
+TOKENS = 16
+NAMES = tuple(p for p in PEERS if PEERS[p].fake and not PEERS[p].cpu_only)
+QUICK = ("fsdp2", "original-3", "ours-3")
+
+
+def run(options: Options) -> list[Case]:
+    """Look at one step of every peer, in both dtypes."""
+    shape = Shape(width=128, depth=4, heads=4) if options.quick else Shape()
+    cases = []
+    for dtype in ("bf16",) if options.quick else ("fp32", "bf16"):
+        names = dict.fromkeys(["alone", *options.peers(QUICK if options.quick else NAMES)])
+        with field_of([Job(name, RANKS, dtype, shape, fake=True) for name in names], options) as field:
+            case = Case({"ranks": RANKS, "dtype": dtype, "tokens": TOKENS})
+            _look(case, field, shape, dtype)
+            cases.append(case)
+    return cases
+
+
+def _look(case: Case, field: Field, shape: Shape, dtype: str) -> None:
+    parameters = sum(p.numel() for p in Transformer(shape).parameters())
+    found: dict[str, dict[str, float]] = {}
+    for peer, ranks in field.running.items():
+        try:
+            found[peer] = ranks.call("benchmarks.probes.traffic:measure", tokens=TOKENS)[0]
+        except WorkerFailure as failure:
+            case.notes.append(f"{peer} failed: {str(failure).splitlines()[0]}")
+    for peer, reason in field.missing.items():
+        case.notes.append(f"{peer} failed: {reason.splitlines()[0]}")
+    plain = found.get("alone", {})
+    for peer, own in found.items():
+        own = {"gather_copied_bytes": 0.0, "reduce_copied_bytes": 0.0, "other_copied_bytes": 0.0, **own}
+        # The model's own copies, and casts of the plain model that FSDP does not have, are not the peer's.
+        own["other_copied_bytes"] -= plain.get("other_copied_bytes", 0.0) if peer != "alone" else 0.0
+        own["extra_ops"] = own["operations"] - plain.get("operations", 0.0)
+        if own.get("gathered_bytes"):
+            own["gather_copies"] = own["gather_copied_bytes"] / own["gathered_bytes"]
+            # The blocks and the root; a rank with whole weights gathers once per step, others in both passes.
+            passes = 2 if peer.split("-")[1:2] == ["3"] or peer == "fsdp2" else 1
+            own["gathers_per_unit_and_pass"] = own["gathers"] / (shape.depth + 1) / passes
+        if own.get("reduces"):
+            own["gradient_writes"] = own["reduce_copied_bytes"] / (4 * parameters)
+            own["reduces_per_unit"] = own["reduces"] / (shape.depth + 1)
+        case.put(peer, **own)

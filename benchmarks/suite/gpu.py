@@ -1,0 +1,92 @@
+"""On a GPU: step time, memory, kernels and idle gaps of Llama-like models in bf16, and of one rank of 8 and 64.
+
+With world size 1 collectives run over NCCL; on the fake process group, one process is one of 8 or 64 ranks, and
+communication costs nothing. One peer is on the device at a time, since they would share its memory; turns are
+interleaved all the same.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.field import slowest
+from benchmarks.job import Job
+from benchmarks.model import Shape
+from benchmarks.options import Options, Skipped
+from benchmarks.original_package import NoOriginal
+from benchmarks.results import Case
+from benchmarks.rounds import Rounds
+from benchmarks.workers import Ranks, WorkerFailure
+
+# A model of 1 billion parameters, and some layers of one of 8 billion.
+MODELS = {
+    "1 B": Shape(width=2048, depth=16, heads=32, vocabulary=32_000, llama_hidden=8192),
+    "8 B, 4 layers": Shape(width=4096, depth=4, heads=32, vocabulary=32_000, llama_hidden=14_336),
+}
+TINY = {"tiny": Shape(width=256, depth=2, heads=8, vocabulary=512, llama_hidden=512)}
+TOKENS = 4096
+STEPS = 5
+ROUNDS = 5
+NAMES = (
+    "alone",
+    "ddp",
+    "fsdp2",
+    "fsdp2-keep",
+    "original-1",
+    "original-2",
+    "original-3",
+    *(f"ours-{z}" for z in range(4)),
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What runs: ranks, on the fake group or over NCCL."""
+
+    ranks: int
+    fake: bool
+
+
+SETTINGS = (Setting(1, False), Setting(8, True), Setting(64, True))
+
+
+def run(options: Options) -> list[Case]:
+    """Measure every model in every setting.
+
+    Raises:
+        Skipped: There is no CUDA device.
+    """
+    if not torch.cuda.is_available():
+        raise Skipped("needs a CUDA device: there is none")
+    cases = []
+    for title, shape in (TINY if options.quick else MODELS).items():
+        for setting in SETTINGS:
+            names = [n for n in options.peers(NAMES) if not (setting.fake and n == "ddp")]
+            group = "fake" if setting.fake else "nccl"
+            case = Case({"model": title, "ranks": setting.ranks, "group": group, "dtype": "bf16", "tokens": TOKENS})
+            jobs = [Job(n, setting.ranks, "bf16", shape, fake=setting.fake, device="cuda") for n in names]
+            _measure(case, jobs, options)
+            cases.append(case)
+    return cases
+
+
+def _measure(case: Case, jobs: list[Job], options: Options) -> None:
+    rounds = Rounds()
+    for number in range(options.number_of_rounds(ROUNDS)):
+        samples = {}
+        for job in jobs if number % 2 == 0 else jobs[::-1]:
+            if job.peer in rounds.crashed:
+                continue
+            options.report(f"{case.tags['model']}, {job.ranks} ranks, round {number + 1}: {job.peer}")
+            ranks = Ranks(job)
+            try:
+                ranks.launch()
+                turns = ranks.call("benchmarks.training:turn", tokens=TOKENS, steps=STEPS, warm_up=3)
+                samples[job.peer] = slowest(turns) | ranks.call("benchmarks.probes.gpu:measure", tokens=TOKENS)[0]
+            except (WorkerFailure, NoOriginal) as failure:
+                rounds.crashed[job.peer] = str(failure)
+            finally:
+                ranks.close()
+        rounds.kept.append(samples)
+    rounds.kept = [{p: s for p, s in sample.items() if p not in rounds.crashed} for sample in rounds.kept]
+    case.put_rounds(rounds)

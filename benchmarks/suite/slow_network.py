@@ -1,0 +1,123 @@
+"""Step time on a network of 1 Gbit/s, and how much of the communication each peer hides behind compute.
+
+hidden = 1 - exposed / communication alone; exposed = forward and backward with communication - without. Communication
+alone is measured here, too: gloo's own collectives over the same units, as often as the strategy needs them.
+"""
+
+from dataclasses import dataclass
+
+from benchmarks.field import Field, Training, field_of
+from benchmarks.figures import Summary
+from benchmarks.job import Job
+from benchmarks.model import Shape
+from benchmarks.network import INTERFACE, Network, network
+from benchmarks.options import Options, threads_for
+from benchmarks.probes.communication import PATTERNS
+from benchmarks.results import Case
+from benchmarks.rounds import Rounds, Sample
+from benchmarks.workers import Ranks
+
+RANKS = 2
+RATE = "1gbit"
+ROUNDS = 7
+STEPS = 3
+SHAPE = Shape(width=256)
+# At the first number there is about as much to compute as to communicate with ZeRO-1; the second leaves room for
+# ZeRO-3.
+TOKENS = (512, 2048)
+
+# What each peer communicates within forward and backward.
+PATTERN = {
+    "ddp": "all-reduce",
+    "ours-0": "all-reduce",
+    "original-0": "all-reduce",
+    **{f"{who}-{zero}": "gather once" for who in ("ours", "original") for zero in (1, 2)},
+    **{name: "gather twice" for name in ("fsdp2", "fsdp2-streams", "original-3", "original-3-streams", "ours-3")},
+    "megatron-ddp": "gather once",
+}
+NAMES = ("alone", *PATTERN)
+QUICK = ("alone", "ddp", "fsdp2", "fsdp2-streams", "original-3", "ours-3")
+
+
+class Collectives:
+    """Turns of the collectives alone."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    def turn(self) -> Sample:
+        """Milliseconds of a step, by pattern; each step by its slowest rank."""
+        sample = {}
+        for pattern in PATTERNS:
+            answers = self._ranks.call("benchmarks.probes.communication:turn", pattern=pattern, steps=STEPS)
+            sample[pattern] = 1e3 * sum(max(times) for times in zip(*answers, strict=True)) / STEPS
+        return sample
+
+    def restart(self) -> None:
+        """Start the processes again."""
+        self._ranks.launch()
+
+
+@dataclass(frozen=True)
+class _Maker:
+    """Makes the processes of a job inside the network."""
+
+    inside: Network
+
+    def __call__(self, job: Job) -> Ranks:
+        start = "benchmarks.probes.communication:start" if job.peer == "collectives" else "benchmarks.training:start"
+        return Ranks(job, {"GLOO_SOCKET_IFNAME": INTERFACE}, self.inside.prefix, start)
+
+
+def run(options: Options) -> list[Case]:
+    """Measure all peers on the slow network.
+
+    Raises:
+        Skipped: There are no network namespaces here.
+    """
+    cases = []
+    names = [*options.peers(QUICK if options.quick else NAMES), "collectives"]
+    if "alone" not in names:
+        names.insert(0, "alone")
+    with network(RANKS, RATE) as inside:
+        jobs = [Job(name, RANKS, shape=SHAPE, threads=threads_for(RANKS)) for name in names]
+        with field_of(jobs, options, make=_Maker(inside)) as field:
+            for tokens in TOKENS[:1] if options.quick else TOKENS:
+                cases.append(_case(field, tokens, options))
+    return cases
+
+
+def _case(field: Field, tokens: int, options: Options) -> Case:
+    case = Case({"ranks": RANKS, "dtype": "fp32", "tokens": tokens, "network": RATE})
+    difference = field.check_losses(tokens)
+    rounds = field.measure(
+        lambda ranks: Collectives(ranks) if ranks.job.peer == "collectives" else Training(ranks, tokens, STEPS),
+        options.number_of_rounds(ROUNDS),
+    )
+    hide(rounds)
+    case.put_rounds(rounds)
+    alone = case.figures.get("alone", {}).get("compute")
+    collectives = case.figures.pop("collectives", {})
+    if alone is not None and collectives:
+        case.notes += [f"{pattern}: {_text(figure)} ms alone" for pattern, figure in collectives.items()]
+        case.notes.append(f"compute of forward and backward alone: {_text(alone)} ms")
+    case.notes.append(f"losses agree within {difference:.1e}")
+    return case
+
+
+def _text(figure: Summary) -> str:
+    return f"{figure.median:.0f}"
+
+
+def hide(measured: Rounds) -> None:
+    """Add to every peer's samples what its strategy communicates, what is exposed of it, and the part hidden."""
+    for sample in [*measured.kept, *measured.thrown_away]:
+        if "alone" not in sample or "collectives" not in sample:
+            continue
+        for peer, own in sample.items():
+            if peer in PATTERN:
+                own["communication"] = sample["collectives"][PATTERN[peer]]
+                own["exposed"] = own["compute"] - sample["alone"]["compute"]
+                own["hidden"] = 1 - own["exposed"] / own["communication"]
+                # No schedule hides more than there is compute to hide it behind.
+                own["could_hide"] = min(1.0, sample["alone"]["compute"] / own["communication"])

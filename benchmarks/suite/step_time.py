@@ -1,0 +1,68 @@
+"""Time of a whole step: 2 and 4 ranks, few to many tokens per step, fp32 and bf16 compute with fp32 main weights."""
+
+from dataclasses import dataclass
+
+from benchmarks.field import Training, field_of
+from benchmarks.job import Job
+from benchmarks.model import Shape
+from benchmarks.options import Options, threads_for
+from benchmarks.results import Case, machine
+
+# Tokens per rank and step. At this model's width communication outweighs the compute, equals it, or is outweighed.
+LOADS = {32: "communication-heavy", 256: "balanced", 1024: "compute-heavy"}
+ROUNDS = 9
+
+ALL = (
+    *("ddp", "alone", "fsdp2", "fsdp2-keep", "megatron-ddp"),
+    *("original-0", "original-1", "original-2", "original-3", "original-3-limited"),
+    *("ours-0", "ours-1", "ours-2", "ours-3"),
+)
+# Four ranks of every peer would not fit into the memory of a small machine.
+SOME = ("ddp", "alone", "fsdp2", "original-1", "original-2", "original-3", "ours-0", "ours-1", "ours-2", "ours-3")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What runs in one set of processes."""
+
+    ranks: int
+    dtype: str
+    peers: tuple[str, ...]
+    tokens: tuple[int, ...] = tuple(LOADS)
+
+
+SETTINGS = (
+    Setting(2, "fp32", ALL),
+    Setting(2, "bf16", ALL),
+    Setting(4, "fp32", SOME),
+    Setting(4, "bf16", SOME),
+)
+QUICK = (Setting(2, "fp32", ALL, (32,)),)
+
+
+def run(options: Options) -> list[Case]:
+    """Measure every setting under its loads."""
+    cases = []
+    for setting in QUICK if options.quick else SETTINGS:
+        shape = Shape(width=128, depth=4, heads=4) if options.quick else Shape()
+        threads = threads_for(setting.ranks)
+        jobs = [
+            Job(peer, setting.ranks, setting.dtype, shape, threads=threads) for peer in options.peers(setting.peers)
+        ]
+        with field_of(jobs, options) as field:
+            for tokens in setting.tokens:
+                difference = field.check_losses(tokens)
+                # A turn should be long against the clock of CPU times, which ticks every 10 ms.
+                steps = 3 if tokens > 256 else 6
+                rounds = field.measure(
+                    lambda ranks, t=tokens, s=steps: Training(ranks, t, s),  # type: ignore[misc]
+                    options.number_of_rounds(ROUNDS),
+                )
+                tags = {"ranks": setting.ranks, "dtype": setting.dtype, "tokens": tokens, "load": LOADS[tokens]}
+                case = Case(tags)
+                case.put_rounds(rounds)
+                case.notes.append(f"losses agree within {difference:.1e}")
+                if setting.dtype == "bf16" and not machine()["native_bf16"]:
+                    case.notes.append("this processor computes bf16 in fp32: times in bf16 say little")
+                cases.append(case)
+    return cases
