@@ -98,30 +98,42 @@ class Field:
         """The peers that could be started."""
         return {peer: ranks for peer, ranks in self.ranks.items() if peer not in self.missing}
 
-    def check_losses(self, tokens: int, reference: str | None = None) -> float:
-        """Train some steps on all peers and compare; a peer that dies in them is started again and tried once more.
+    def check_losses(self, *loads: int) -> float:
+        """Train some steps of every load on all peers and compare; to be called once, before anything else is trained.
+
+        Args:
+            loads: Tokens per rank and step.
+
+        Returns:
+            The largest relative difference.
 
         Raises:
             LossesDisagree: A peer trains something else.
         """
-        self._options.report(f"comparing losses at {tokens} tokens")
-        losses: dict[str, list[float]] = {}
-        for peer, ranks in self.running.items():
-            if peer not in PEERS:  # nothing that trains
-                continue
-            for attempt in range(1 + RESTARTS):
-                try:
-                    losses[peer] = ranks.call("benchmarks.training:losses", tokens=tokens, steps=PARITY_STEPS)[0]
-                    break
-                except WorkerFailure as failure:
-                    if attempt == RESTARTS or not self._start_again(peer, ranks):
-                        self.missing[peer] = str(failure)
-                        break
-        if not losses:
-            return 0.0
+        worst = 0.0
         dtype = next(iter(self.ranks.values())).job.dtype
-        apart = [peer for peer in losses if not PEERS[peer].trains_together]
-        return agreement.check(losses, dtype, apart)
+        apart = [peer for peer in self.running if peer in PEERS and not PEERS[peer].trains_together]
+        for number, tokens in enumerate(loads):
+            self._options.report(f"comparing losses at {tokens} tokens")
+            # What trains apart has other weights after its first step.
+            names = [peer for peer in self.running if peer in PEERS and (not number or peer not in apart)]
+            losses = {peer: found for peer in names if (found := self._losses(peer, tokens, retry=not number))}
+            worst = max(worst, agreement.check(losses, dtype, apart))
+        return worst
+
+    def _losses(self, peer: str, tokens: int, retry: bool) -> list[float] | None:
+        """A peer's losses; a peer that dies is started again and, where it can begin anew, tried once more."""
+        ranks = self.ranks[peer]
+        for attempt in range(1 + RESTARTS):
+            try:
+                return list(ranks.call("benchmarks.training:losses", tokens=tokens, steps=PARITY_STEPS)[0])
+            except WorkerFailure as failure:
+                again = self._start_again(peer, ranks)
+                if not again or attempt == RESTARTS:
+                    self.missing[peer] = str(failure)
+                if not again or not retry:
+                    break
+        return None
 
     def _start_again(self, peer: str, ranks: Ranks) -> bool:
         try:

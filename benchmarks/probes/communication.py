@@ -9,12 +9,15 @@ import torch.distributed as dist
 from benchmarks import training
 from benchmarks.job import Job
 from benchmarks.model import Transformer
+from megatron.fsdp import gloo
 
 # How often a step gathers every unit, and how it reduces it.
 PATTERNS = {
     "all-reduce": (0, "all_reduce"),
     "gather once": (1, "reduce_scatter"),
     "gather twice": (2, "reduce_scatter"),
+    "gather once, pairwise": (1, "pairwise"),
+    "gather twice, pairwise": (2, "pairwise"),
 }
 
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -50,16 +53,23 @@ def start(job: dict[str, Any], rank: int, store: str) -> None:
 def turn(pattern: str, steps: int) -> list[float]:
     """Seconds of each step."""
     gathers, reduction = PATTERNS[pattern]
+    group = dist.group.WORLD
+    assert group is not None
     dist.barrier()
     times = []
     for _ in range(steps):
         began = time.perf_counter()
         for _ in range(gathers):
             for unit in _units:
-                _gather(unit.weights, unit.weights_shard)
+                if reduction == "pairwise":
+                    gloo.all_gather(unit.weights, unit.weights_shard, group)
+                else:
+                    _gather(unit.weights, unit.weights_shard)
         for unit in _units:
             if reduction == "all_reduce":
                 dist.all_reduce(unit.gradients)
+            elif reduction == "pairwise":
+                gloo.reduce_scatter(unit.gradients_shard, unit.gradients, group)
             else:
                 _scatter(unit.gradients_shard, unit.gradients)
         times.append(time.perf_counter() - began)

@@ -50,8 +50,8 @@ def run(options: Options) -> list[Case]:
             Job(peer, setting.ranks, setting.dtype, shape, threads=threads) for peer in options.peers(setting.peers)
         ]
         with field_of(jobs, options) as field:
+            difference = field.check_losses(*setting.tokens)
             for tokens in setting.tokens:
-                difference = field.check_losses(tokens)
                 # A turn should be long against the clock of CPU times, which ticks every 10 ms.
                 steps = 3 if tokens > 256 else 6
                 rounds = field.measure(
