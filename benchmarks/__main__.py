@@ -7,10 +7,11 @@ import argparse
 import importlib
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 
 from benchmarks import results, tables, targets
 from benchmarks.agreement import LossesDisagree
@@ -44,7 +45,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, help="rounds of what is timed")
     parser.add_argument("--peers", default="", help="measure these only, separated by commas")
     parser.add_argument("--results", type=Path, default=results.FOLDER, help="where results are kept")
+    parser.add_argument("--where", default="", help="measure these cases of step and network only: ranks=2,tokens=256")
     options = parser.parse_args(arguments)
+    options.where = dict(tag.split("=", 1) for tag in filter(None, options.where.split(",")))
     options.only = options.only.split(",")
     unknown = [name for name in options.only if name not in BENCHMARKS]
     if unknown:
@@ -52,19 +55,24 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def run_one(name: str, options: Options) -> Result:
-    """Run one benchmark.
+def run_one(name: str, options: Options, folder: Path, console: Console) -> Result:
+    """Run one benchmark; each case is printed and kept when it has been measured.
 
     Raises:
         LossesDisagree: A peer trains something else than the others.
     """
     result = Result(name, quick=options.quick, about=results.about())
-    entry: Callable[[Options], list[Case]] = importlib.import_module(f"benchmarks.suite.{BENCHMARKS[name]}").run
+    entry: Callable[[Options], Iterable[Case]] = importlib.import_module(f"benchmarks.suite.{BENCHMARKS[name]}").run
     try:
-        result.cases = entry(options)
+        for case in entry(options):
+            result.cases.append(case)
+            tables.show(name, case, console)
+            result.save(folder)
     except Skipped as reason:
         result.skipped = str(reason)
+        console.print(f"{name}: skipped: {escape(result.skipped)}")
     result.targets = [verdict.as_json() for verdict in targets.judge(result)]
+    console.print(f"kept in {result.save(folder)}\n")
     return result
 
 
@@ -79,15 +87,11 @@ def main(arguments: list[str] | None = None) -> int:
         with console.status("") as status:
             report = lambda text, name=name: status.update(f"{name}: {text}")  # noqa: E731 - closes over the name
             try:
-                result = run_one(name, Options(command.quick, command.rounds, only, report))
+                options = Options(command.quick, command.rounds, only, report, command.where)
+                measured[name] = run_one(name, options, command.results, console)
             except LossesDisagree as disagreement:
                 console.print(f"[bold red]{name}: losses disagree:[/] {disagreement}")
                 failed = 1
-                continue
-        measured[name] = result
-        path = result.save(command.results)
-        tables.show(result, console)
-        console.print(f"kept in {path}\n")
     verdicts = [verdict for verdict in targets.judge_all(measured) if verdict.benchmark in command.only]
     tables.show_targets(verdicts, console)
     return failed

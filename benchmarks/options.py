@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from benchmarks.peers import PEERS
 
@@ -21,6 +21,7 @@ class Options:
         quick: Small loads and few rounds, which show that the suite works and nothing else.
         rounds: Rounds of what is timed; None: as many as the benchmark wants.
         only_peers: Measure these only; empty: all.
+        where: Tags that a case must have to be measured, as text: ``{"ranks": "2"}``.
         report: Called with a line about what is going on.
     """
 
@@ -28,6 +29,11 @@ class Options:
     rounds: int | None = None
     only_peers: tuple[str, ...] = ()
     report: Callable[[str], None] = lambda text: None
+    where: dict[str, str] = field(default_factory=dict)
+
+    def wants(self, **tags: object) -> bool:
+        """Whether a case with these tags was asked for."""
+        return all(str(tags[tag]) == value for tag, value in self.where.items() if tag in tags)
 
     def peers(self, names: Sequence[str]) -> list[str]:
         """Those of ``names`` that were asked for."""

@@ -8,20 +8,17 @@ from rich.table import Table
 
 from benchmarks.columns import cell, columns_of
 from benchmarks.peers import PEERS
-from benchmarks.results import Case, Result
+from benchmarks.results import Case
 from benchmarks.targets import Verdict
 
 STYLE = {"met": "green", "missed": "bold red", "not measured": "dim"}
 
 
-def show(result: Result, console: Console) -> None:
-    """Print the cases of one benchmark."""
-    if result.skipped:
-        console.print(f"{result.benchmark}: skipped: {escape(result.skipped)}")
-    for case in result.cases:
-        console.print(_table(result.benchmark, case))
-        for note in case.notes:
-            console.print(f"  {escape(note)}")
+def show(benchmark: str, case: Case, console: Console) -> None:
+    """Print one case of a benchmark."""
+    console.print(_table(benchmark, case))
+    for note in case.notes:
+        console.print(f"  {escape(note)}")
 
 
 def _table(benchmark: str, case: Case) -> Table:

@@ -5,6 +5,7 @@ alone is measured here, too: gloo's own collectives over the same units, as ofte
 our peers the sends and receives that this project makes of them, which take less time.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from benchmarks.field import Field, Training, field_of
@@ -72,25 +73,24 @@ class _Maker:
         return Ranks(job, {"GLOO_SOCKET_IFNAME": INTERFACE}, self.inside.prefix, start)
 
 
-def run(options: Options) -> list[Case]:
+def run(options: Options) -> Iterator[Case]:
     """Measure all peers on the slow network.
 
     Raises:
         Skipped: There are no network namespaces here.
     """
-    cases = []
     names = [*options.peers(QUICK if options.quick else NAMES), "collectives"]
     if "alone" not in names:
         names.insert(0, "alone")
     with network(RANKS, RATE) as inside:
         jobs = [Job(name, RANKS, shape=SHAPE, threads=threads_for(RANKS)) for name in names]
         with field_of(jobs, options, make=_Maker(inside)) as field:
-            loads = TOKENS[:1] if options.quick else TOKENS
+            loads = [tokens for tokens in (TOKENS[:1] if options.quick else TOKENS) if options.wants(tokens=tokens)]
             difference = field.check_losses(*loads)
             for tokens in loads:
-                cases.append(_case(field, tokens, options))
-                cases[-1].notes.append(f"losses agree within {difference:.1e}")
-    return cases
+                case = _case(field, tokens, options)
+                case.notes.append(f"losses agree within {difference:.1e}")
+                yield case
 
 
 def _case(field: Field, tokens: int, options: Options) -> Case:

@@ -1,5 +1,6 @@
 """Time of a whole step: 2 and 4 ranks, few to many tokens per step, fp32 and bf16 compute with fp32 main weights."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from benchmarks.field import Training, field_of
@@ -40,18 +41,20 @@ SETTINGS = (
 QUICK = (Setting(2, "fp32", ALL, (32,)),)
 
 
-def run(options: Options) -> list[Case]:
+def run(options: Options) -> Iterator[Case]:
     """Measure every setting under its loads."""
-    cases = []
     for setting in QUICK if options.quick else SETTINGS:
+        loads = [t for t in setting.tokens if options.wants(ranks=setting.ranks, dtype=setting.dtype, tokens=t)]
+        if not loads:
+            continue
         shape = Shape(width=128, depth=4, heads=4) if options.quick else Shape()
         threads = threads_for(setting.ranks)
         jobs = [
             Job(peer, setting.ranks, setting.dtype, shape, threads=threads) for peer in options.peers(setting.peers)
         ]
         with field_of(jobs, options) as field:
-            difference = field.check_losses(*setting.tokens)
-            for tokens in setting.tokens:
+            difference = field.check_losses(*loads)
+            for tokens in loads:
                 # A turn should be long against the clock of CPU times, which ticks every 10 ms.
                 steps = 3 if tokens > 256 else 6
                 rounds = field.measure(
@@ -64,5 +67,4 @@ def run(options: Options) -> list[Case]:
                 case.notes.append(f"losses agree within {difference:.1e}")
                 if setting.dtype == "bf16" and not machine()["native_bf16"]:
                     case.notes.append("this processor computes bf16 in fp32: times in bf16 say little")
-                cases.append(case)
-    return cases
+                yield case
