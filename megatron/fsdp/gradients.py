@@ -67,9 +67,15 @@ class GradientBuffer:
         self._owned = Ownership.of(layout, sharding, axes)
         self._op = dist.ReduceOp.AVG if scaling.average else dist.ReduceOp.SUM
         factor = scaling.factor * axes.size if scaling.average else scaling.factor
-        # The sum over many ranks may not fit into float16: scale it before, at the cost of touching every element.
-        before = dtypes.grad_comm == torch.float16
-        self._factor_before, self._factor_after = (factor, 1.0) if before else (1.0, factor)
+        self._factor_placed = self._factor_before = self._factor_after = 1.0
+        if dtypes.grad_comm == torch.float16:
+            # The sum over many ranks may not fit: scale it before, at the cost of touching every element.
+            self._factor_before = factor
+        elif not sharding.inner.shards_optimizer:
+            # There is no shard that would have fewer elements: scale while every element is touched anyway.
+            self._factor_placed = factor
+        else:
+            self._factor_after = factor
         self._stream = stream
         self._inner = stream.group(axes.inner)
         self._outer = None if axes.outer is None else stream.group(axes.outer)
@@ -87,6 +93,10 @@ class GradientBuffer:
         """Multiply gradients that are reduced from now on by ``ratio``, beside what their scaling says."""
         if self.dtypes.grad_comm == torch.float16:
             self._factor_before *= ratio
+        elif not self.sharding.inner.shards_optimizer:
+            self._factor_placed *= ratio
+            if self._partial is not None:
+                self._partial.mul_(ratio)
         else:
             self._factor_after *= ratio
 
@@ -107,9 +117,9 @@ class GradientBuffer:
             return
         if self._partial is None:
             self._partial = self._pool.scratch(self.layout.numel, self.dtypes.main_grads, device, for_compute=True)
-            _place(self._partial, self.layout, grads)
+            _place(self._partial, self.layout, grads, self._factor_placed)
         else:
-            _add(self._partial, self.layout, grads)
+            _add(self._partial, self.layout, grads, self._factor_placed)
 
     def reduce(self, grads: list[torch.Tensor | None], device: torch.device, last: bool) -> None:
         """Start reducing a micro-batch's gradients, and those that wait.
@@ -127,7 +137,7 @@ class GradientBuffer:
             placed, self._partial = self._partial, None
         else:
             placed = self._pool.scratch(self.layout.numel, self.dtypes.grad_comm, device, for_compute=True)
-            _place(placed, self.layout, grads)
+            _place(placed, self.layout, grads, self._factor_placed)
         grads.clear()
         self._waiting_partial = False
         self._waiting_outer = self._outer is not None and not last
@@ -277,18 +287,27 @@ def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _place(flat: torch.Tensor, layout: Layout, grads: list[torch.Tensor | None]) -> None:
-    """Write gradients into a flat buffer of undefined content; what has no gradient becomes zero."""
+def _place(flat: torch.Tensor, layout: Layout, grads: list[torch.Tensor | None], factor: float) -> None:
+    """Write gradients times ``factor`` into a flat buffer of undefined content; what has no gradient becomes zero."""
     present = [i for i, g in enumerate(grads) if g is not None]
     absent = [slot_view(flat, layout, i) for i in range(len(layout.slots)) if i >= len(grads) or grads[i] is None]
     zeros = gap_views(flat, layout) + absent
     if zeros:
         torch._foreach_zero_(zeros)
-    if present:
-        torch._foreach_copy_([slot_view(flat, layout, i) for i in present], [g for g in grads if g is not None])
+    if not present:
+        return
+    views, given = [slot_view(flat, layout, i) for i in present], [g for g in grads if g is not None]
+    if factor != 1.0 and all(g.dtype == flat.dtype for g in given):
+        for view, grad in zip(views, given, strict=True):
+            torch.mul(grad, factor, out=view)
+        return
+    torch._foreach_copy_(views, given)
+    if factor != 1.0:
+        torch._foreach_mul_(views, factor)
 
 
-def _add(flat: torch.Tensor, layout: Layout, grads: list[torch.Tensor | None]) -> None:
+def _add(flat: torch.Tensor, layout: Layout, grads: list[torch.Tensor | None], factor: float) -> None:
     present = [i for i, g in enumerate(grads) if g is not None]
     if present:
-        torch._foreach_add_([slot_view(flat, layout, i) for i in present], [g for g in grads if g is not None])
+        views, given = [slot_view(flat, layout, i) for i in present], [g for g in grads if g is not None]
+        torch._foreach_add_(views, given, alpha=factor)

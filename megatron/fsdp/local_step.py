@@ -28,6 +28,10 @@ ELEMENTWISE = _torch_optimizers("ASGD Adadelta Adagrad Adam AdamW Adamax NAdam R
 # Those that are known to update each parameter by its own, so that a step may be taken part by part.
 BY_PARAMETER = ELEMENTWISE | _torch_optimizers("Muon")
 
+# Elements of a run at most. Joining spares the work per tensor; a large tensor has little of that per element, and
+# temporary memory of its size is slower to get than that of several smaller ones.
+JOINED_ELEMENTS = 1 << 18
+
 State = dict[str, Any]
 
 
@@ -284,10 +288,13 @@ class LocalStep:
             entries = sorted((e for e in members_of_group if e.local_shape), key=lambda e: e.piece.shard_offset)
             numbers = [options_of.get(id(entry.main)) for entry in entries]
             runs: list[tuple[int | None, list[ParameterEntry]]] = []
+            elements = 0
             for number, entry in zip(numbers, entries, strict=True):
-                if not runs or runs[-1][0] != number:
+                if not runs or runs[-1][0] != number or elements + _numel(entry) > JOINED_ELEMENTS:
                     runs.append((number, []))
+                    elements = 0
                 runs[-1][1].append(entry)
+                elements += _numel(entry)
             for number, members in runs:
                 if number is not None and len(members) > 1:
                     plan[number].append(_Run(flat, members))
