@@ -347,6 +347,11 @@ class LocalStep:
                 elif id(shown) in self._entries:
                     self._globalize(optimizer, shown)
         self._shown = None
+        # In the order of the parameters, on every rank: whoever gathers whole state goes through it in this order.
+        for options in optimizer.param_groups:
+            for parameter in options["params"]:
+                if parameter in optimizer.state:
+                    optimizer.state[parameter] = optimizer.state.pop(parameter)
 
     def _globalize(self, optimizer: torch.optim.Optimizer, main: nn.Parameter) -> None:
         local = self._local[id(main)]

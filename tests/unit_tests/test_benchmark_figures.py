@@ -55,7 +55,7 @@ def test_growth_is_seen() -> None:
 def test_hidden_communication() -> None:
     sample = {
         "alone": {"compute": 100.0},
-        "collectives": {"all-reduce": 50.0, "gather once": 100.0, "gather twice": 200.0},
+        "collectives": {"all-reduce": 50.0, "gather once": 100.0, "gather twice, pairwise": 200.0},
         "ddp": {"compute": 110.0},
         "ours-3": {"compute": 140.0},
     }
