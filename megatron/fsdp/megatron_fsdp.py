@@ -316,6 +316,11 @@ class MegatronFSDP(nn.Module):
         """Start gathering what the next forward needs first, up to a unit; None: as much as may be in flight."""
         self._schedule.prime(until)
 
+    def finish_gathering(self) -> None:
+        """Wait for the gathers that :meth:`begin_gathering` has started."""
+        for group in self.groups:
+            group.weights.finish_gather()
+
     def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
         """Start gathering what the next forward needs first.
 

@@ -140,7 +140,12 @@ class _After:
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         model = self._model()
-        if model is not None and not (self._first is not None and self._first.gathering):
+        if model is None:
+            return
+        if self._first is not None and self._first.gathering:
+            # What nobody waits for would be on its way still when a script ends and destroys the process group.
+            model.finish_gathering()
+        else:
             model.install_optimized_model_weights()
 
 

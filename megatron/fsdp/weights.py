@@ -176,6 +176,11 @@ class WeightBuffer:
             self._handle = None if handle.done else handle
         self._current = True
 
+    def finish_gather(self) -> None:
+        """Wait until a gather that was started has ended; its weights are still on their way for who uses them."""
+        if self._handle is not None:
+            self._handle.wait()
+
     def release(self) -> None:
         """Give back the memory of temporary compute weights, which nothing reads any more."""
         self.wait()
