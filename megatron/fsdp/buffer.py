@@ -36,7 +36,7 @@ def reduce_scatter(
 
 def all_reduce(flat: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> None:
     """Reduce ``flat`` over the group in place."""
-    with gloo.settling(flat):
+    with gloo.settling(group, flat):
         dist.all_reduce(flat, op=op, group=group)
 
 
@@ -82,11 +82,12 @@ def slot_view(flat: torch.Tensor, layout: Layout, index: int) -> torch.Tensor:
 
 def part_view(flat: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
     """The elements of a flat tensor from ``offset`` on, in ``shape``."""
-    return flat.as_strided(shape, _stride(shape), flat.storage_offset() + offset)
+    return flat.as_strided(shape, stride_of(shape), flat.storage_offset() + offset)
 
 
 @functools.cache
-def _stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+def stride_of(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor."""
     return torch.empty(shape, device="meta").stride()
 
 

@@ -219,6 +219,21 @@ def communication_stream(device: torch.device, group: dist.ProcessGroup, second:
     return _STREAMS[key]
 
 
+def finish_tasks() -> None:
+    """Wait for all that streams were given. On every rank before ``torch.distributed.destroy_process_group``.
+
+    A gather that nothing has waited for yet may otherwise begin on one rank and not on another, whose groups are gone.
+    """
+    for stream in _STREAMS.values():
+        stream.run(_nothing).wait()
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def _nothing() -> None:
+    pass
+
+
 def default_device(module: torch.nn.Module) -> torch.device:
     """Where a model computes if nobody says: the current CUDA device, or the CPU where there is none."""
     first = next(module.parameters(), None)

@@ -23,12 +23,16 @@ def is_for(group: dist.ProcessGroup, tensor: torch.Tensor) -> bool:
 
 
 @contextmanager
-def settling(*tensors: torch.Tensor) -> Iterator[None]:
-    """Context for a collective: on return, gloo's threads have let go of the tensors.
+def settling(group: dist.ProcessGroup, *tensors: torch.Tensor) -> Iterator[None]:
+    """Context for a collective of ``group``: on return, gloo's threads have let go of the tensors.
 
     A thread of gloo's that is the last to hold a tensor needs Python to free it. If Python has ended meanwhile, as it
-    may at the end of a script, that aborts the process.
+    may at the end of a script, that aborts the process. Other backends may hold tensors until a device has computed,
+    and the host must not wait for that.
     """
+    if dist.get_backend(group) != "gloo" and tensors[0].device.type != "cpu":
+        yield
+        return
     before = [tensor._use_count() for tensor in tensors]  # type: ignore[attr-defined]
     yield
     end = time.monotonic() + SETTLING_SECONDS

@@ -5,7 +5,6 @@ The outermost marked module is sharded with everything in it by :func:`shard_if_
 units. It then owns an :class:`InPlaceEngine`.
 """
 
-import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,13 +15,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.device import communication_stream, default_device
 from megatron.fsdp.megatron_fsdp import MegatronFSDP
 from megatron.fsdp.mesh import FSDPDistributedIndex, default_index
-from megatron.fsdp.optimizer import attach_optimizer, owners
+from megatron.fsdp.optimizer import attach_optimizer, owners, watch_optimizers
 from megatron.fsdp.parameter_group import Environment
 from megatron.fsdp.partition import UnitPart, partition, public_name
 from megatron.fsdp.precision import MixedPrecisionPolicy
@@ -244,7 +242,7 @@ def _shard(root: MarkedModule) -> None:
         materialize=any(tensor.is_meta for tensor in tensors),
         offload_optimizer=mark.offload,
     )
-    _watch_optimizers()
+    watch_optimizers(_before_step)
     for module in marked.values():
         _pending.discard(module)
     try:
@@ -308,12 +306,6 @@ def axes_of(mesh: DeviceMesh | None, module: nn.Module) -> tuple[FSDPDistributed
     for group in (*index.dense.groups, index.dense.everyone):
         stream.group(group)
     return index, device
-
-
-@functools.cache
-def _watch_optimizers() -> None:
-    """Have every optimizer's step looked at from now on."""
-    register_optimizer_step_pre_hook(_before_step)
 
 
 # For each optimizer that took a step: how many models there were then, and how many parameter groups it had.

@@ -357,8 +357,9 @@ class MegatronFSDP(nn.Module):
     def _broadcast(self, weights: WeightBuffer, axis: dist.ProcessGroup) -> None:
         # Only what is on the computing device can be sent: main weights may be on the host.
         sent = weights.main.to(self.device)
-        with settling(sent):
-            dist.broadcast(sent, dist.get_global_rank(axis, 0), group=self._stream.group(axis))
+        group = self._stream.group(axis)
+        with settling(group, sent):
+            dist.broadcast(sent, dist.get_global_rank(axis, 0), group=group)
         weights.main.copy_(sent)
 
     # Gradients -------------------------------------------------------------------------------------------------

@@ -1,11 +1,13 @@
 """Makes a torch optimizer update main weights: parameters out, DTensors in, and hooks around the step."""
 
+import functools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megatron.fsdp.local_step import BY_PARAMETER, LocalStep, closure_of
 from megatron.fsdp.megatron_fsdp import MegatronFSDP
@@ -26,6 +28,15 @@ def owners(parameters: Iterable[nn.Parameter]) -> list[MegatronFSDP]:
         if model is not None and model not in found:
             found.append(model)
     return found
+
+
+@functools.cache
+def watch_optimizers(hook: Callable[[torch.optim.Optimizer, tuple, dict], None]) -> None:
+    """Have ``hook`` called before every step of every optimizer from now on, once however often this is called.
+
+    Hooks that it registers with the optimizer run in the same step.
+    """
+    register_optimizer_step_pre_hook(hook)
 
 
 def attach_optimizer(

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
+from megatron.fsdp.buffer import stride_of
 from megatron.fsdp.gloo import settling
 from megatron.fsdp.layout import boxes
 
@@ -32,8 +33,9 @@ def make_dtensor(
         shape: Shape of the whole tensor.
         placements: One per axis of the mesh. ``Shard(0)`` stands for as many rows per rank as each has.
     """
-    stride = torch.empty(shape, device="meta").stride()
-    dtensor = DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+    dtensor = DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride_of(tuple(shape))
+    )
     return let_gather(dtensor)
 
 
@@ -106,14 +108,14 @@ def _gather_parts(part: torch.Tensor, dim: int, group: dist.ProcessGroup) -> lis
     """Every rank's part, in rank order; they differ in size along ``dim``."""
     sizes = [torch.zeros(1, dtype=torch.int64, device=part.device) for _ in range(group.size())]
     mine = torch.tensor([part.shape[dim]], dtype=torch.int64, device=part.device)
-    with settling(mine, *sizes):
+    with settling(group, mine, *sizes):
         dist.all_gather(sizes, mine, group=group)
     lengths = [int(size) for size in sizes]
     shape = (*part.shape[:dim], max(lengths), *part.shape[dim + 1 :])
     padded = part.new_zeros(shape)
     padded.narrow(dim, 0, part.shape[dim]).copy_(part)
     parts = [torch.empty_like(padded) for _ in lengths]
-    with settling(padded, *parts):
+    with settling(group, padded, *parts):
         dist.all_gather(parts, padded, group=group)
     return [p.narrow(dim, 0, length) for p, length in zip(parts, lengths, strict=True)]
 

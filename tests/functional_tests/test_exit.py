@@ -1,14 +1,12 @@
 """A script that ends right after a step ends cleanly: nothing of gloo's outlives Python."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.launch import torchrun
+
 SCRIPT = """
 import sys
 import torch, torch.distributed as dist
@@ -33,20 +31,7 @@ if "destroy" in sys.argv:
 def test_a_script_ends_cleanly(last: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        str(script),
-        last,
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     # Every other run was aborted where a thread of gloo's freed a tensor after Python's end.
     for _ in range(3):
-        run = subprocess.run(
-            [*command, str(script), last], env=environment, capture_output=True, text=True, timeout=200
-        )
+        run = torchrun([str(script), last], ranks=2, timeout=200)
         assert run.returncode == 0, run.stdout + run.stderr

@@ -1,11 +1,11 @@
 """The README's example runs as it stands there, and what the README points to exists."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.launch import torchrun
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
@@ -15,8 +15,7 @@ def test_the_example_for_pytorch_runs(tmp_path: Path) -> None:
     (example,) = re.findall(r"```python\n(import torch\n.*?)```", PAGES[0].read_text(), flags=re.DOTALL)
     script = tmp_path / "script.py"
     script.write_text(example + '\nprint(f"loss {loss.item():.3f}")\ntorch.distributed.destroy_process_group()\n')
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    result = torchrun([str(script)], ranks=2, timeout=200)
     assert result.returncode == 0, result.stderr[-3000:]
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d{3})", result.stdout)]
     assert len(losses) == 2 and all(0 < loss < 1.5 for loss in losses)

@@ -1,15 +1,15 @@
 """Megatron's training loop from the command line: resumed runs, other numbers of ranks, scripts of others."""
 
 import functools
-import os
 import re
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.launch import torchrun
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -42,17 +42,7 @@ class Run:
 
 
 def launch(script: str, arguments: str, ranks: int, model: str = MODEL) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    # Buffered, so that a rank writes a line as a whole: two of them share the output.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""}
-    return subprocess.run(
-        [*command, *script.split(), *model.split(), *arguments.split()],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+    return torchrun([*script.split(), *model.split(), *arguments.split()], ranks, timeout=280)
 
 
 def train(arguments: str, script: str = "pretrain_gpt.py", ranks: int = 2, model: str = MODEL) -> Run:

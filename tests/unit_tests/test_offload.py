@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -14,6 +13,7 @@ from megatron.fsdp.unit import Unit
 from megatron_fsdp import fully_shard
 from tests.models import (
     FP32_GRADS,
+    OPTIMIZERS,
     STRATEGIES,
     Block,
     TinyModel,
@@ -69,30 +69,22 @@ def test_where_everything_is(ranks: RankPool, strategy: str) -> None:
 # The step and the gathers that follow it --------------------------------------------------------------------------
 
 
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "Adam": lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True),
-    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
-    "ASGD": lambda p: torch.optim.ASGD(p, lr=1e-2),
-    "Adadelta": lambda p: torch.optim.Adadelta(p),
-    "Adamax": lambda p: torch.optim.Adamax(p, lr=1e-2),
-    "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-2),
-    "RAdam": lambda p: torch.optim.RAdam(p, lr=1e-2),
-    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-2),
-    "Rprop": lambda p: torch.optim.Rprop(p, lr=1e-3),
-    "SGD": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
-    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+class Another(torch.optim.AdamW):
+    """An optimizer that nothing is known of."""
+
+
+EVERY_OPTIMIZER: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    **OPTIMIZERS,
+    "SGD_plain_momentum": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+    "AdamW_fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
     # Whose step cannot be taken in parts:
     "another": lambda p: Another(p, lr=1e-2),
 }
 
 
-class Another(torch.optim.AdamW):
-    """An optimizer that nothing is known of."""
-
-
 def _each_optimizer() -> None:
     data = batches(steps=3, per_step=dist.get_world_size())
-    for name, make in OPTIMIZERS.items():
+    for name, make in EVERY_OPTIMIZER.items():
         try:
             assert_same_training(TinyModel(), data, make, offload_optimizer=True)
         except AssertionError as error:

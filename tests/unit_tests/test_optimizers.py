@@ -9,24 +9,18 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp import fully_shard, fully_shard_model, fully_shard_optimizer
-from tests.models import STRATEGIES, Block, TinyModel, assert_same_training, batches, device, loss_of, main_weights
+from tests.models import (
+    OPTIMIZERS,
+    STRATEGIES,
+    Block,
+    TinyModel,
+    assert_same_training,
+    batches,
+    device,
+    loss_of,
+    main_weights,
+)
 from tests.ranks import RankPool
-
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
-    "SGD_momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
-    "Adam": lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True),
-    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2),
-    "AdamW_foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
-    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
-    "Adadelta": lambda p: torch.optim.Adadelta(p),
-    "Adamax": lambda p: torch.optim.Adamax(p, lr=1e-2),
-    "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-2),
-    "RAdam": lambda p: torch.optim.RAdam(p, lr=1e-2),
-    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-2),
-    "Rprop": lambda p: torch.optim.Rprop(p, lr=1e-3),
-    "ASGD": lambda p: torch.optim.ASGD(p, lr=1e-2),
-}
 
 
 def _train(name: str, strategy: str) -> None:

@@ -1,6 +1,5 @@
 """FullyShardedDataParallel: our engine behind the interface of Megatron-Core's data-parallel wrappers."""
 
-import functools
 import logging
 import weakref
 from collections.abc import Mapping
@@ -10,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megatron.core import parallel_state
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
@@ -28,7 +26,7 @@ from megatron.fsdp.local_step import ELEMENTWISE, LocalStep
 from megatron.fsdp.mcore.arguments import Settings, adjust, check
 from megatron.fsdp.megatron_fsdp import MegatronFSDP
 from megatron.fsdp.mesh import FSDPDistributedIndex
-from megatron.fsdp.optimizer import owners
+from megatron.fsdp.optimizer import owners, watch_optimizers
 from megatron.fsdp.partition import UnitClasses
 from megatron.fsdp.precision import MixedPrecisionPolicy
 from megatron.fsdp.state_dict import unsharded_state
@@ -46,12 +44,6 @@ class ShardedModule(MegatronFSDP):
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
         """Main weights and buffers; Megatron calls this to save a checkpoint."""
         return self.state_dict(prefix=prefix, keep_vars=keep_vars)
-
-
-@functools.cache
-def _watch_optimizers() -> None:
-    """Have every optimizer's step looked at from now on."""
-    register_optimizer_step_pre_hook(_before_step)
 
 
 _looked_at: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -124,7 +116,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
             device,
         )
         super().__init__(config=config, module=sharded)
-        _watch_optimizers()
+        watch_optimizers(_before_step)
         self.ddp_config = ddp_config
         self.param_and_grad_buffer = WeightInstaller(sharded)
         # Set by the training loop, which asks for whole gradients with it; see arguments.LIMITS.
