@@ -69,6 +69,9 @@ EFFECTS = {
     "cuda_graph_mode": Effect("as fsdp_double_buffer", "no launch overhead when a graph is replayed"),
     "maxpool_double_buffer": Effect(SAME, SAME),
     "offload_optimizer": Effect("main weights and optimizer state on the host", "copies over PCIe; the host steps"),
+    "exchange_gradients": Effect(
+        "less: what is sent is half of an fp32 reduction", "half the bytes for bf16 and fp32; no rings between nodes"
+    ),
     "shard_granularity": Effect("tensor: padding up to the largest matrix per rank", SAME),
     "preserve_fp32_weights": Effect("as the policy", "as the policy"),
     "grad_reduce_in_fp32": Effect("as the policy", "as the policy"),

@@ -16,8 +16,9 @@ from benchmarks.workers import Ranks, WorkerFailure
 # Few tokens: what is compared are weights, gradients and optimizer state.
 TOKENS = 16
 
-EVERYBODY = tuple(peer for peer in PEERS if not peer.endswith("-streams") and peer not in ("alone", "ours-3-double"))
-SHARDED = ("fsdp2", "fsdp2-keep", "original-3", "original-3-limited", "original-3-double", "ours-3", "ours-3-double")
+_OPTIONS = ("ours-3-double", "ours-3-exchange")
+EVERYBODY = tuple(peer for peer in PEERS if not peer.endswith("-streams") and peer not in ("alone", *_OPTIONS))
+SHARDED = ("fsdp2", "fsdp2-keep", "original-3", "original-3-limited", "original-3-double", "ours-3", *_OPTIONS)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", Non
 
 def all_gather(output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Gather flat shards in rank order into ``output``; ``shard`` may be this rank's part of ``output``."""
-    if gloo.is_for(group, output):
+    if gloo.is_for(group, output.device):
         gloo.all_gather(output, shard, group)
     else:
         _all_gather(output, shard, group=group)
@@ -28,10 +28,28 @@ def reduce_scatter(
     shard: torch.Tensor, flat: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
 ) -> None:
     """Reduce ``flat`` over the group into this rank's ``shard``, which may be this rank's part of ``flat``."""
-    if op == dist.ReduceOp.SUM and gloo.is_for(group, flat):
+    if op == dist.ReduceOp.SUM and gloo.is_for(group, flat.device):
         gloo.reduce_scatter(shard, flat, group)
     else:
         _reduce_scatter(shard, flat, op=op, group=group)
+
+
+def exchange_and_sum(shard: torch.Tensor, flat: torch.Tensor, group: dist.ProcessGroup, pool: Pool) -> None:
+    """Sum ``flat`` over the group into this rank's ``shard``, in the dtype of ``shard``, from parts sent as they are.
+
+    Args:
+        shard: Apart from ``flat``, in the same or a wider dtype.
+        flat: What each rank adds; kept.
+        group: The ranks that take part.
+        pool: Gives memory to what is received.
+    """
+    if gloo.is_for(group, flat.device):
+        gloo.reduce_scatter(shard, flat, group)
+        return
+    received = pool.scratch(flat.numel(), flat.dtype, flat.device)
+    dist.all_to_all_single(received, flat, group=group)
+    torch.sum(received.view(group.size(), -1), dim=0, dtype=shard.dtype, out=shard)
+    pool.give_back(received)
 
 
 def all_reduce(flat: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> None:

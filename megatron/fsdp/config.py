@@ -36,6 +36,10 @@ class FSDPConfig:
         describe_state_dict: Tensors in state dicts tell torch.distributed.checkpoint which part this rank holds.
         fused_weight_gradients: Let kernels that can (Transformer Engine's, Megatron-Core's) write weight gradients
             into a buffer of ``main_grads_dtype`` by themselves.
+        exchange_gradients: Reduce-scatter gradients by an all-to-all in the dtype that they are computed in, and sum
+            them in ``grad_comm_dtype`` where they arrive. That sends half as much if one is bf16 and the other fp32,
+            and rounds no more. It suits ranks that are all joined by fast links: rings of NCCL's reduce-scatter cross
+            slower ones, between nodes, less often. For sharded gradients; over gloo it is always so.
         every_module_is_a_unit: Inside a unit, gather every module that has parameters of its own by itself.
         double_buffer: Gather into ``max_gathered_units`` fixed buffers, which units take in turn.
         own_buffer_if_none_is_free: Give a unit that would share its fixed buffer with a unit around it one of its own.
@@ -67,6 +71,7 @@ class FSDPConfig:
     decoupled_grad: bool = False
     describe_state_dict: bool = True
     fused_weight_gradients: bool = False
+    exchange_gradients: bool = False
     every_module_is_a_unit: bool = False
     double_buffer: bool = False
     own_buffer_if_none_is_free: bool = False

@@ -52,6 +52,7 @@ def fully_shard_model(
     *,
     offload_optimizer: bool = False,
     shard_granularity: str = "row",
+    exchange_gradients: bool = False,
     preserve_fp32_weights: bool | None = None,
     grad_reduce_in_fp32: bool | None = None,
     keep_fp8_transpose_cache_when_using_custom_fsdp: bool | None = None,
@@ -100,6 +101,8 @@ def fully_shard_model(
             forward needs first is updated first, and gathered while the step goes on.
         shard_granularity: What is not divided between ranks: ``"row"`` (of dimension 0), ``"tensor"`` (whole
             matrices, for optimizers such as Muon), ``"block(N)"`` (of N rows), or ``"element"``.
+        exchange_gradients: Send gradients in the compute dtype and sum them in ``grad_comm_dtype`` where they arrive:
+            half the bytes for bf16, no more rounding. For ranks that are all joined by fast links.
         preserve_fp32_weights: Deprecated: ``MixedPrecisionPolicy(main_params_dtype=torch.float32)``, or None.
         grad_reduce_in_fp32: Deprecated: ``main_grads_dtype`` and ``grad_comm_dtype`` of the policy.
         keep_fp8_transpose_cache_when_using_custom_fsdp: Deprecated name of ``keep_fp8_transpose_cache``.
@@ -123,6 +126,7 @@ def fully_shard_model(
         outer_strategy=outer_dp_sharding_strategy,
         mixed_precision=_policy(mixed_precision_policy, preserve_fp32_weights, grad_reduce_in_fp32),
         granularity=shard_granularity,
+        exchange_gradients=exchange_gradients,
         materialize=init_model_with_meta_device,
         offload_optimizer=offload_optimizer,
         overlap_param_gather=overlap_param_gather,

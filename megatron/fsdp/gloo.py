@@ -17,9 +17,9 @@ import torch.distributed as dist
 SETTLING_SECONDS = 0.5
 
 
-def is_for(group: dist.ProcessGroup, tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` would go through gloo, and from memory that gloo can send from."""
-    return tensor.device.type == "cpu" and dist.get_backend(group) == "gloo"
+def is_for(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether tensors on ``device`` would go through gloo, and from memory that gloo can send from."""
+    return device.type == "cpu" and dist.get_backend(group) == "gloo"
 
 
 @contextmanager
@@ -59,7 +59,8 @@ def all_gather(flat: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup
 def reduce_scatter(shard: torch.Tensor, flat: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Sum ``flat`` over the group into this rank's ``shard``, which may be this rank's part of ``flat``.
 
-    Shards of other ranks arrive two at a time: while one is added, the next is on its way.
+    Sums are rounded to the dtype of ``shard``, which may be wider than that of ``flat``, which is what is sent. Shards
+    of other ranks arrive two at a time: while one is added, the next is on its way.
     """
     rank, size = group.rank(), group.size()
     parts = _parts(flat, size)
@@ -70,7 +71,7 @@ def reduce_scatter(shard: torch.Tensor, flat: torch.Tensor, group: dist.ProcessG
     sent = [dist.isend(parts[target], group=group, group_dst=target) for target in targets]
     arriving: list[tuple[torch.Tensor, dist.Work | None]] = []
     for source in sources[:2]:
-        memory = torch.empty_like(shard)
+        memory = torch.empty_like(parts[source])
         arriving.append((memory, dist.irecv(memory, group=group, group_src=source)))
     remaining = iter(sources[2:])
     while arriving:

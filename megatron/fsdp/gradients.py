@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron.fsdp.buffer import all_reduce, gap_views, reduce_scatter, slot_view
+from megatron.fsdp.buffer import all_reduce, exchange_and_sum, gap_views, reduce_scatter, slot_view
 from megatron.fsdp.device import Handle, Stream
 from megatron.fsdp.layout import Layout
 from megatron.fsdp.mesh import DataParallelAxes
@@ -23,10 +23,13 @@ class GradientScaling:
     Attributes:
         factor: What the sum is multiplied by.
         average: Let the collective divide by the number of ranks (and leave the rest of the factor to us).
+        exchange: Over the inner axis, send gradients in the dtype that they are computed in, to be summed in
+            ``grad_comm_dtype`` where they arrive, if that is wider.
     """
 
     factor: float
     average: bool
+    exchange: bool
 
 
 class GradientBuffer:
@@ -47,6 +50,7 @@ class GradientBuffer:
         main_device: Where the gradients go in the end.
 
     Attributes:
+        sent_dtype: What gradients of a single micro-batch are sent in over the inner axis.
         waiting: Gradients of earlier micro-batches, on this rank or another, wait for a reduction.
     """
 
@@ -65,8 +69,13 @@ class GradientBuffer:
         self.dtypes = dtypes
         self.sharding = sharding
         self._owned = Ownership.of(layout, sharding, axes)
-        self._op = dist.ReduceOp.AVG if scaling.average else dist.ReduceOp.SUM
-        factor = scaling.factor * axes.size if scaling.average else scaling.factor
+        # Ranks that keep sums of micro-batches might not agree on what they send: those are in a wide dtype.
+        narrow = scaling.exchange and sharding.inner.shards_gradients
+        narrow &= dtypes.compute.itemsize < dtypes.grad_comm.itemsize
+        self.sent_dtype = dtypes.compute if narrow else dtypes.grad_comm
+        average = scaling.average and not narrow
+        self._op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+        factor = scaling.factor * axes.size if average else scaling.factor
         self._factor_placed = self._factor_before = self._factor_after = 1.0
         if dtypes.grad_comm == torch.float16:
             # The sum over many ranks may not fit: scale it before, at the cost of touching every element.
@@ -136,7 +145,7 @@ class GradientBuffer:
             self.accumulate(grads)
             placed, self._partial = self._partial, None
         else:
-            placed = self._pool.scratch(self.layout.numel, self.dtypes.grad_comm, device, for_compute=True)
+            placed = self._pool.scratch(self.layout.numel, self.sent_dtype, device, for_compute=True)
             _place(placed, self.layout, grads, self._factor_placed)
         grads.clear()
         self._waiting_partial = False
@@ -153,7 +162,7 @@ class GradientBuffer:
 
     def _reduce(self, placed: torch.Tensor, last: bool) -> None:
         self._stream.keep([placed])
-        flat = self._cast(placed, self.dtypes.grad_comm)
+        flat = self._cast(placed, self.sent_dtype)
         if self._factor_before != 1.0:
             flat.mul_(self._factor_before)
         before = self._reduced if self._outer is None else self._inner_sum
@@ -207,6 +216,13 @@ class GradientBuffer:
             kept: The result will be kept, and must not keep ``flat`` alive.
         """
         assert group is not None
+        if flat.dtype != self.dtypes.grad_comm:
+            exact = self._pool.scratch(own.stop - own.start, self.dtypes.grad_comm, flat.device)
+            exchange_and_sum(exact, flat, group, self._pool)
+            total = self._cast(exact, self.dtypes.main_grads)
+            if total is not exact:
+                self._pool.give_back(exact)
+            return total
         if not placements.shards_optimizer:
             all_reduce(flat, self._op, group)
             return self._cast(flat, self.dtypes.main_grads)

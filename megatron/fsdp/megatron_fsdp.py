@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
+from megatron.fsdp import gloo
 from megatron.fsdp.buffer import all_gather, all_reduce
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.device import Handle, Stream, communication_stream, default_device
-from megatron.fsdp.gloo import settling
 from megatron.fsdp.gradients import GradientScaling
 from megatron.fsdp.layout import parse_granularity
 from megatron.fsdp.materialize import check_can_materialize, initialize, materialize_buffers
@@ -137,6 +137,9 @@ class MegatronFSDP(nn.Module):
             scaling=GradientScaling(
                 factor=1.0 if config.calculate_per_token_loss else 1.0 / self.index.size,
                 average=config.average_in_collective,
+                # Over gloo parts are sent one by one in any case. Fused kernels give gradients in main_grads_dtype.
+                exchange=(config.exchange_gradients or gloo.is_for(everyone, self.device))
+                and not config.fused_weight_gradients,
             ),
             device=self.device,
             main_device=torch.device("cpu") if config.offload_optimizer else self.device,
@@ -358,7 +361,7 @@ class MegatronFSDP(nn.Module):
         # Only what is on the computing device can be sent: main weights may be on the host.
         sent = weights.main.to(self.device)
         group = self._stream.group(axis)
-        with settling(group, sent):
+        with gloo.settling(group, sent):
             dist.broadcast(sent, dist.get_global_rank(axis, 0), group=group)
         weights.main.copy_(sent)
 

@@ -39,6 +39,9 @@ def _compare(numel: int, dtype: torch.dtype) -> None:
     assert torch.equal(shard, total)
     gloo.reduce_scatter(flat[own], flat, group)
     assert torch.equal(flat[own], total)
+    exact = torch.empty(numel, dtype=torch.float64)
+    gloo.reduce_scatter(exact, everything[rank], group)
+    torch.testing.assert_close(exact, sum(one[own].double() for one in everything), rtol=1e-14, atol=1e-14)
     dist.destroy_process_group(group)
 
 
@@ -52,8 +55,8 @@ def test_equal_to_the_definition(ranks: RankPool, size: int, dtype: torch.dtype)
 def _only_gloo() -> None:
     group = dist.group.WORLD
     assert group is not None
-    assert gloo.is_for(group, torch.empty(1))
-    assert not gloo.is_for(group, torch.empty(1, device="meta"))
+    assert gloo.is_for(group, torch.device("cpu"))
+    assert not gloo.is_for(group, torch.device("meta"))
 
 
 def test_only_for_gloo(ranks: RankPool) -> None:

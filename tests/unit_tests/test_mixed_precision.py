@@ -1,11 +1,13 @@
 """16-bit compute with wider main weights and gradients."""
 
 import copy
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.fsdp import gloo
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from tests.models import STRATEGIES, Block, TinyModel, adamw, batches, device, loss_of, main_weights
 from tests.ranks import RankPool
@@ -30,7 +32,7 @@ def _reference_step(compute: torch.nn.Module, main: dict, data: torch.Tensor, gr
             p.copy_(main["weights"][name])
 
 
-def _train(strategy: str, grad_dtype: torch.dtype) -> None:
+def _train(strategy: str, grad_dtype: torch.dtype, **arguments: bool) -> None:
     model = TinyModel().to(device(), BF16)
     reference = copy.deepcopy(model)
     weights = {name: torch.nn.Parameter(p.detach().to(FP32)) for name, p in reference.named_parameters()}
@@ -42,6 +44,7 @@ def _train(strategy: str, grad_dtype: torch.dtype) -> None:
         fsdp_unit_modules=[Block],
         zero_dp_strategy=strategy,
         mixed_precision_policy=policy,
+        **arguments,
     )
     for data in batches(steps=3, per_step=dist.get_world_size()):
         _reference_step(reference, main, data, grad_dtype)
@@ -60,6 +63,33 @@ def _train(strategy: str, grad_dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("grad_dtype", [FP32, BF16])
 def test_bf16_compute_with_fp32_main_weights(ranks: RankPool, strategy: str, grad_dtype: torch.dtype) -> None:
     ranks.run(2, _train, strategy, grad_dtype)
+
+
+def _exchange(strategy: str) -> None:
+    with patch.object(gloo, "is_for", lambda group, device: False):
+        original = torch.distributed.all_to_all_single
+        with patch.object(torch.distributed, "all_to_all_single", side_effect=original) as exchanged:
+            _train(strategy, FP32, exchange_gradients=True)
+    sent = {call.args[1].dtype for call in exchanged.call_args_list}
+    assert sent == ({BF16} if strategy in ("optim_grads", "optim_grads_params") else set())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="several ranks share a device over gloo, which is not for CUDA")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_are_sent_in_bf16_and_summed_in_fp32(ranks: RankPool, strategy: str) -> None:
+    ranks.run(2, _exchange, strategy)
+
+
+def _over_gloo(strategy: str) -> None:
+    with patch.object(gloo, "reduce_scatter", side_effect=gloo.reduce_scatter) as reduced:
+        _train(strategy, FP32)
+    assert {call.args[1].dtype for call in reduced.call_args_list} == {FP32 if strategy == "optim" else BF16}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for tensors in host memory")
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
+def test_over_gloo_they_always_are(ranks: RankPool, strategy: str) -> None:
+    ranks.run(2, _over_gloo, strategy)
 
 
 def _compute_dtype_and_main_dtype(strategy: str, policy: MixedPrecisionPolicy) -> None:

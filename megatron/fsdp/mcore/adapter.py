@@ -260,6 +260,7 @@ def fsdp_config(config: TransformerConfig, ddp_config: DistributedDataParallelCo
         calculate_per_token_loss=config.calculate_per_token_loss,
         # Megatron's optimizer reads every trainable parameter's gradient.
         zero_unused_gradients=True,
+        exchange_gradients=ddp_config.reduce_scatter_with_fp32_accumulation,
         every_module_is_a_unit=ddp_config.megatron_fsdp_enable_fine_grained_param_gather,
         fused_weight_gradients=config.gradient_accumulation_fusion,
         double_buffer=ddp_config.fsdp_double_buffer,

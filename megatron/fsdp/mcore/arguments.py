@@ -161,7 +161,6 @@ LIMITS: tuple[Limit, ...] = (
     _not_yet("defer_embedding_wgrad_compute", "Deferring the embedding's weight gradient"),
     _not_yet("overlap_moe_expert_parallel_comm", "The 1F1B overlap of expert communication"),
     _not_yet("overlap_param_gather_with_optimizer_step", "Gathering weights during the optimizer's step"),
-    _not_yet("reduce_scatter_with_fp32_accumulation", "Reduction by all-to-all", "Set megatron_fsdp_grad_comm_dtype."),
     _not_yet("param_name_patterns_for_fp32_local_accumulation", "fp32 accumulation of some parameters only"),
     _not_yet("save_wgrads_interval", "Saving whole weight gradients"),
     Limit(

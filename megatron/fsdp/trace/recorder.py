@@ -208,7 +208,9 @@ class Recorder:
         for group in unit.groups:
             numel = group.layout.numel
             gather = Activity(Row.GATHERS, Kind.GATHER, unit.label, size=numel * group.dtypes.compute.itemsize)
-            reduce = Activity(Row.REDUCTIONS, Kind.REDUCTION, unit.label, size=numel * group.dtypes.grad_comm.itemsize)
+            reduce = Activity(
+                Row.REDUCTIONS, Kind.REDUCTION, unit.label, size=numel * group.gradients.sent_dtype.itemsize
+            )
             for owner, name, work in (
                 (group.weights, "gather", gather),
                 (group.gradients, "reduce", reduce),
