@@ -1,7 +1,7 @@
 # `make` or `make help` says what there is. Everything runs in .venv, which `make install` creates.
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint typecheck unit functional parity bench bench-report gpu-test compatibility wheel clean clean-demo
+.PHONY: help install demo test lint typecheck unit functional parity parity-nd bench bench-report gpu-test compatibility wheel clean clean-demo
 
 PYTHON := .venv/bin/python
 STAMP := .venv/.installed
@@ -50,6 +50,9 @@ functional: install ## whole runs: Megatron's training loop, checkpoints, the de
 
 parity: install ## train with Megatron's DDP and with each strategy in the real loop, and compare (PARITY_FLAGS="--ranks 2")
 	@$(PYTHON) -W ignore tools/parity.py $(PARITY_FLAGS)
+
+parity-nd: install ## the same beside tensor, pipeline, context and expert parallelism; write docs/parallelism.md (PARITY_FLAGS="--only TP")
+	@$(PYTHON) -W ignore tools/parity_nd.py --markdown docs/parallelism.md $(PARITY_FLAGS)
 
 bench: install ## measure beside FSDP2, the original and DDP; write docs/performance.md (BENCH_FLAGS="--only step,memory --quick")
 	@status=0; $(PYTHON) -W ignore -m benchmarks $(BENCH_FLAGS) || status=$$?; $(PYTHON) -m benchmarks.report; exit $$status

@@ -9,9 +9,11 @@ import os
 import socket
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.context import BaseContext
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -46,7 +48,9 @@ class Run:
     log: str
 
 
-def run(arguments: list[str], ranks: int, timeout: float = 300.0) -> Run:
+def run(
+    arguments: list[str], ranks: int, timeout: float = 300.0, environment: Mapping[str, str] = MappingProxyType({})
+) -> Run:
     """Run pretrain_gpt.py with these arguments on this many ranks of this machine.
 
     Raises:
@@ -56,7 +60,7 @@ def run(arguments: list[str], ranks: int, timeout: float = 300.0) -> Run:
     with tempfile.TemporaryDirectory() as folder:
         port = _free_port()
         processes = [
-            context.Process(target=_rank, args=(arguments, rank, ranks, port, folder), daemon=False)  # type: ignore[attr-defined]
+            context.Process(target=_rank, args=(arguments, rank, ranks, port, folder, dict(environment)), daemon=False)  # type: ignore[attr-defined]
             for rank in range(ranks)
         ]
         for process in processes:
@@ -91,7 +95,7 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _rank(arguments: list[str], rank: int, ranks: int, port: int, folder: str) -> None:
+def _rank(arguments: list[str], rank: int, ranks: int, port: int, folder: str, environment: dict[str, str]) -> None:
     log = open(Path(folder, f"{rank}.log"), "w", buffering=1)  # noqa: SIM115 - open until the process ends
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
@@ -102,6 +106,7 @@ def _rank(arguments: list[str], rank: int, ranks: int, port: int, folder: str) -
         LOCAL_WORLD_SIZE=str(ranks),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
+        **environment,
     )
     sys.path.insert(0, str(ROOT))
     sys.argv = ["pretrain_gpt.py", *arguments]
@@ -125,12 +130,13 @@ def _record() -> dict[str, list[Any]]:
 
     def recording_log(loss_dict: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         # Arguments after the loss: total_loss_dict, learning_rate, iteration, loss_scale, report_memory, skipped, norm.
-        numbers["iterations"].append((float(loss_dict["lm loss"]), float(args[6])))
+        # Pipeline stages before the last have no loss.
+        numbers["iterations"].append((float(loss_dict.get("lm loss", 0.0)), float(args[6])))
         return log(loss_dict, *args, **kwargs)
 
     def recording_evaluate(*args: Any, **kwargs: Any) -> Any:
         result = evaluate(*args, **kwargs)
-        numbers["validation"].append(float(result[0]["lm loss"]))
+        numbers["validation"].append(float(result[0].get("lm loss", 0.0)))
         return result
 
     training.training_log, training.evaluate = recording_log, recording_evaluate

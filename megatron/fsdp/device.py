@@ -20,6 +20,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from megatron.fsdp.mesh import new_group
+
 logger = logging.getLogger(__name__)
 
 Task = Callable[[], None]
@@ -36,6 +38,11 @@ class Handle(ABC):
     def done(self) -> bool:
         """False if an exception ended the waiting and not the task: it can be waited for again."""
         return True
+
+    @property
+    @abstractmethod
+    def ended(self) -> bool:
+        """Whether the task has ended, in whatever way. Does not wait."""
 
 
 class Stream(ABC):
@@ -57,6 +64,10 @@ class Stream(ABC):
 class _Done(Handle):
     def wait(self) -> None:
         pass
+
+    @property
+    def ended(self) -> bool:
+        return True
 
 
 class InlineStream(Stream):
@@ -90,6 +101,10 @@ class _CpuHandle(Handle):
     @property
     def done(self) -> bool:
         return self._done.is_set()
+
+    @property
+    def ended(self) -> bool:
+        return self.done
 
     def wait(self) -> None:
         self._done.wait()
@@ -154,7 +169,7 @@ class CpuStream(Stream):
         """See :meth:`Stream.group`. The first call for a group is a collective of its ranks."""
         if group not in self._groups:
             ranks = dist.get_process_group_ranks(group)
-            self._groups[group] = dist.new_group(ranks, use_local_synchronization=True, group_desc="megatron_fsdp")
+            self._groups[group] = new_group(ranks, group, "megatron_fsdp")
         return self._groups[group]
 
     def keep(self, tensors: list[torch.Tensor]) -> None:
@@ -167,6 +182,10 @@ class _CudaHandle(Handle):
 
     def wait(self) -> None:
         torch.cuda.current_stream().wait_event(self._event)
+
+    @property
+    def ended(self) -> bool:
+        return self._event.query()
 
 
 class CudaStream(Stream):

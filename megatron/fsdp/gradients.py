@@ -130,7 +130,7 @@ class GradientBuffer:
         else:
             _add(self._partial, self.layout, grads, self._factor_placed)
 
-    def reduce(self, grads: list[torch.Tensor | None], device: torch.device, last: bool) -> None:
+    def reduce(self, grads: list[torch.Tensor | None], device: torch.device, last: bool) -> Handle:
         """Start reducing a micro-batch's gradients, and those that wait.
 
         The computation itself places them in the buffer that is reduced, and so has no need of them any more when it
@@ -150,7 +150,9 @@ class GradientBuffer:
         grads.clear()
         self._waiting_partial = False
         self._waiting_outer = self._outer is not None and not last
-        self._handles.append(self._stream.run(functools.partial(self._reduce, placed, last)))
+        handle = self._stream.run(functools.partial(self._reduce, placed, last))
+        self._handles.append(handle)
+        return handle
 
     def reduce_waiting(self, device: torch.device) -> None:
         """Start reducing what waits, over the axes that it waits for."""

@@ -17,6 +17,7 @@ from megatron.fsdp.buffer import all_gather, all_reduce
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.device import Handle, Stream, communication_stream, default_device
 from megatron.fsdp.gradients import GradientScaling
+from megatron.fsdp.journal import JOURNAL, explaining
 from megatron.fsdp.layout import parse_granularity
 from megatron.fsdp.materialize import check_can_materialize, initialize, materialize_buffers
 from megatron.fsdp.mesh import FSDPDistributedIndex, default_index, require_process_group
@@ -106,6 +107,7 @@ class MegatronFSDP(nn.Module):
         everyone = self.index.dense.everyone
         self._stream = communication_stream(self.device, everyone)
         self._everyone = self._stream.group(everyone)
+        JOURNAL.peers = dist.get_process_group_ranks(everyone)
         self._is_last_microbatch = True
         self._model_auto_sync = self.fsdp_config.sync_model_each_microbatch
         self._unsynchronized = False
@@ -384,7 +386,9 @@ class MegatronFSDP(nn.Module):
         """
         try:
             self._schedule.reduce_waiting()
-            self._schedule.reset()
+            with explaining():
+                self._schedule.reset()
+                self.synchronize_gradient_reduce()
             if self._nccl_memory is not None and self.pool is not None:
                 self._nccl_memory.register(self.pool.allocations)
             self._attach_gradients()

@@ -12,6 +12,16 @@ from megatron.fsdp.names import did_you_mean
 DEFAULT_SHARD_DIM = "dp_shard"
 
 
+def new_group(ranks: list[int], like: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
+    """A group of these ranks, all of which must call it, with the timeout of another, which torch does not pass on."""
+    device = torch.device("cuda" if dist.get_backend(like) == "nccl" else "cpu")
+    try:
+        timeout = like._get_backend(device).options._timeout
+    except (RuntimeError, AttributeError):  # the fake backend has none
+        timeout = None
+    return dist.new_group(ranks, timeout=timeout, use_local_synchronization=True, group_desc=name)
+
+
 @dataclass(frozen=True)
 class DataParallelAxes:
     """The data-parallel axes of one kind of parameters (dense ones, or experts).
@@ -121,22 +131,30 @@ class FSDPDistributedIndex:
         outer = submesh(mesh, (self.dp_outer_dim,)).get_group()
         ranks = both.mesh.flatten().tolist()
         if everyone is None:
-            everyone = dist.new_group(ranks, use_local_synchronization=True, group_desc="megatron_fsdp_hybrid")
+            everyone = new_group(ranks, inner, "megatron_fsdp_hybrid")
         _check_ranks("hybrid_fsdp_group", everyone, ranks)
         return DataParallelAxes(both, inner, outer, gather or inner, everyone)
 
-    def with_tensor_parallel(self, mesh: DeviceMesh, tp_mesh: DeviceMesh, name: str) -> DeviceMesh:
+    def tensor_parallel_mesh(self, expert: bool = False) -> DeviceMesh:
+        """The tensor-parallel axis; of experts, if they have a mesh of their own."""
+        assert self.tp_dim is not None
+        return self.get_submesh(self.tp_dim, expert and self.expt_device_mesh is not None)
+
+    def with_tensor_parallel(
+        self, mesh: DeviceMesh, tp_mesh: DeviceMesh, name: str, expert: bool = False
+    ) -> DeviceMesh:
         """The mesh of data-parallel axes ``mesh`` and the tensor-parallel axis, for parameter ``name``.
 
         Raises:
             ValueError: There is no ``tp_dim``, or the parameter's mesh is another one.
         """
-        if self.tp_dim is None or tp_mesh != self.get_submesh(self.tp_dim):
+        if self.tp_dim is None or tp_mesh != self.tensor_parallel_mesh(expert):
             raise ValueError(
                 f"Parameter {name} is a DTensor over {tp_mesh}: expected the tensor-parallel axis of device_mesh, "
                 f"named by tp_dim; got tp_dim={self.tp_dim!r}."
             )
-        return submesh(self.device_mesh, (*(mesh.mesh_dim_names or ()), self.tp_dim))
+        whole = self.expt_device_mesh if expert and self.expt_device_mesh is not None else self.device_mesh
+        return submesh(whole, (*(mesh.mesh_dim_names or ()), self.tp_dim))
 
     @property
     def use_hybrid_fsdp(self) -> bool:

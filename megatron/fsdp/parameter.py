@@ -9,10 +9,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, Shard
 
 from megatron.fsdp.layout import Piece
 from megatron.fsdp.uneven_dtensor import describe_part, local_part, make_dtensor
+
+# Set on a parameter that is a plain tensor, this rank's part of one that is divided over a tensor-parallel mesh: a pair
+# of that mesh and its placements. Megatron-Core's layers have such parameters.
+TENSOR_PARALLEL = "_fsdp_tensor_parallel"
 
 
 class GroupKey(NamedTuple):
@@ -23,19 +27,22 @@ class GroupKey(NamedTuple):
         requires_grad: Whether they take gradients.
         divisible: False for scalars, of which every rank has all.
         expert: Sharded over the mesh of experts.
+        repeated: Another pipeline stage has the same parameter (tied embeddings), and must divide it as this one does.
     """
 
     dtype: torch.dtype
     requires_grad: bool
     divisible: bool
     expert: bool
+    repeated: bool
 
 
 @dataclass
 class ParameterEntry:
     """One parameter of the model, however often it is registered.
 
-    A parameter may be a DTensor over a tensor-parallel mesh. Then what is sharded here is its local part.
+    A parameter may be a DTensor over a tensor-parallel mesh, or marked as a part of what is divided over one
+    (``TENSOR_PARALLEL``). What is sharded here is its local part.
 
     Attributes:
         name: First of its names in the wrapped model.
@@ -70,7 +77,8 @@ class ParameterEntry:
         parameter = self.compute
         # Megatron-Core marks so what is not reduced over all data-parallel ranks.
         expert = not getattr(parameter, "allreduce", True)
-        return GroupKey(parameter.dtype, parameter.requires_grad, len(self.local_shape) > 0, expert)
+        repeated = getattr(parameter, "shared_embedding", False)
+        return GroupKey(parameter.dtype, parameter.requires_grad, len(self.local_shape) > 0, expert, repeated)
 
     @property
     def is_meta(self) -> bool:
@@ -79,9 +87,23 @@ class ParameterEntry:
 
     @property
     def tensor_parallel(self) -> tuple[DeviceMesh, Sequence[Placement]] | None:
-        """Mesh and placements of a parameter that is a DTensor; None for others."""
+        """Mesh and placements of a parameter that is tensor-parallel; None for others."""
         value = self.compute.data
-        return (value.device_mesh, value.placements) if isinstance(value, DTensor) else None
+        if isinstance(value, DTensor):
+            return value.device_mesh, value.placements
+        marked: tuple[DeviceMesh, Sequence[Placement]] | None = getattr(self.compute, TENSOR_PARALLEL, None)
+        return marked
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the whole parameter."""
+        shape = list(self.compute.shape)
+        if self.tensor_parallel is not None and not isinstance(self.compute.data, DTensor):
+            mesh, placements = self.tensor_parallel
+            for axis, placement in enumerate(placements):
+                if isinstance(placement, Shard):
+                    shape[placement.dim] *= mesh.size(axis)
+        return tuple(shape)
 
     @property
     def local_value(self) -> torch.Tensor:
@@ -100,7 +122,7 @@ class ParameterEntry:
         if self.tensor_parallel is None:
             return (0,) * self.compute.dim()
         mesh, placements = self.tensor_parallel
-        return tuple(compute_local_shape_and_global_offset(self.compute.shape, mesh, placements)[1])
+        return tuple(compute_local_shape_and_global_offset(self.shape, mesh, placements)[1])
 
     def describe(self, tensor: DTensor) -> None:
         """Tell torch.distributed.checkpoint which part of the parameter, or of a tensor like it, this rank holds."""
@@ -108,12 +130,14 @@ class ParameterEntry:
 
     def point_to(self, memory: torch.Tensor) -> None:
         """Make the compute weight a view of ``memory``, which has its local shape."""
-        if self.tensor_parallel is None and not self.is_meta:
+        is_dtensor = isinstance(self.compute.data, DTensor)
+        if not is_dtensor and not self.is_meta:
             self.compute.data = memory
             return
         # Autograd must not take a gather, which writes to the memory, for a change of the parameter.
         value = memory = memory.data
-        if self.tensor_parallel is not None:
+        if is_dtensor:
+            assert self.tensor_parallel is not None
             mesh, placements = self.tensor_parallel
             value = make_dtensor(memory, mesh, tuple(self.compute.shape), placements)
         replacement = nn.Parameter(value, requires_grad=self.compute.requires_grad)

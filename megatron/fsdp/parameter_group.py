@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from megatron.fsdp.buffer import part_view
-from megatron.fsdp.device import Stream
+from megatron.fsdp.device import Handle, Stream
 from megatron.fsdp.gradients import GradientBuffer, GradientScaling
 from megatron.fsdp.layout import Granularity, Layout, Piece, plan_layout
 from megatron.fsdp.mesh import DataParallelAxes, FSDPDistributedIndex
@@ -160,13 +160,18 @@ class ParameterGroup:
         entry, tp_mesh = self.entries[i], self._env.tp_mesh
         if tp_mesh is not None:
             # Also what is no DTensor, so that all main weights have one mesh, as clipping expects.
-            mesh = self._env.index.with_tensor_parallel(mesh, tp_mesh, entry.name)
+            expert = self.axes is self._env.index.experts
+            if entry.tensor_parallel is not None:
+                tp_mesh = entry.tensor_parallel[0]
+            elif expert:
+                tp_mesh = self._env.index.tensor_parallel_mesh(expert)
+            mesh = self._env.index.with_tensor_parallel(mesh, tp_mesh, entry.name, expert)
             tp_placements = [Replicate()] if entry.tensor_parallel is None else entry.tensor_parallel[1]
             if tp_placements[0].is_shard(0):
                 # The data-parallel ranks divide what the tensor-parallel ranks have divided already.
                 placements = [_StridedShard(0, split_factor=tp_mesh.size()) if p.is_shard() else p for p in placements]
             placements += tp_placements
-        return make_dtensor(local, mesh, tuple(entry.compute.shape), placements)
+        return make_dtensor(local, mesh, entry.shape, placements)
 
     def shard(self, i: int, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of this rank's part of a whole tensor in parameter ``i``'s shape, as a DTensor."""
@@ -199,17 +204,16 @@ class ParameterGroup:
                 _require_finite(entry.name, grad)
         return grads
 
-    def reduce_gradients(self, last: bool) -> bool:
+    def reduce_gradients(self, last: bool) -> Handle | None:
         """Hand this micro-batch's gradients over; see :meth:`megatron.fsdp.unit.Unit.reduce_gradients`."""
         grads = self.collect_gradients()
         self._recover_handed()
         self.used = [used or grad is not None for used, grad in zip(self.used, grads, strict=True)]
         self.pending = True
         if last or self.sharding.inner.shards_gradients:
-            self.gradients.reduce(grads, self.device, last)
-            return True
+            return self.gradients.reduce(grads, self.device, last)
         self.gradients.accumulate(grads)
-        return False
+        return None
 
     def has_gradients(self) -> bool:
         """True if a gradient of this micro-batch has not been collected."""

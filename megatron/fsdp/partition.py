@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.mesh import FSDPDistributedIndex
 from megatron.fsdp.names import did_you_mean
-from megatron.fsdp.parameter import ParameterEntry
+from megatron.fsdp.parameter import TENSOR_PARALLEL, ParameterEntry
 from megatron.fsdp.precision import MixedPrecisionPolicy
 
 # The one attribute that the engine sets on parameters: a weak reference to the MegatronFSDP that owns them.
@@ -119,7 +119,7 @@ def check_dtypes(module: nn.Module, policy: MixedPrecisionPolicy) -> None:
 
 
 def tensor_parallel_mesh(module: nn.Module, index: FSDPDistributedIndex) -> DeviceMesh | None:
-    """The tensor-parallel axis, if any parameter is a DTensor over it.
+    """The tensor-parallel axis of dense parameters, if any parameter is a DTensor over one or marked as a part.
 
     Raises:
         ValueError: A parameter is a DTensor over another mesh.
@@ -129,6 +129,8 @@ def tensor_parallel_mesh(module: nn.Module, index: FSDPDistributedIndex) -> Devi
         if isinstance(parameter.data, DTensor):
             found = parameter.data.device_mesh
             index.with_tensor_parallel(index.dense.mesh, found, name)
+        elif hasattr(parameter, TENSOR_PARALLEL):
+            found = index.tensor_parallel_mesh()
     return found
 
 

@@ -238,8 +238,13 @@ class Schedule:
                 self._reduce(unit)
         self._kept = None
         self._in_backward = False
-        if self._recording:
-            self._adopt_recorded()
+        try:
+            if self._recording:
+                self._adopt_recorded()
+        except BaseException:
+            for unit in self.units:
+                unit.abandon_gradients()
+            raise
         self._on_backward_end()
 
     # Units -----------------------------------------------------------------------------------------------------
@@ -374,7 +379,7 @@ class Schedule:
         unit.reduced = True
         while len(self._reducing) >= self.limits.reducing:
             self._reducing.popleft().wait_for_gradients()
-        if unit.reduce_gradients(self.reduce_now):
+        if unit.reduce_gradients(self.reduce_now) and unit.reducing_frees_memory:
             self._reducing.append(unit)
         if self.limits.wait_for_reduction:
             unit.wait_for_gradients()

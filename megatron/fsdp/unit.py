@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from megatron.fsdp.journal import JOURNAL, explaining
 from megatron.fsdp.parameter_group import ParameterGroup
 from megatron.fsdp.pool import Slot
 from megatron.fsdp.uneven_dtensor import local_part
@@ -138,6 +139,11 @@ class Unit:
         """True if any parameter takes gradients."""
         return any(group.requires_grad for group in self.groups)
 
+    @property
+    def reducing_frees_memory(self) -> bool:
+        """False if gradients stay whole, as with ``no_shard``: then nothing is won by waiting for reductions."""
+        return any(group.sharding.inner.shards_optimizer for group in self.groups)
+
     def invalidate(self) -> None:
         """The main weights have changed: gather before the next use."""
         for group in self.groups:
@@ -151,8 +157,9 @@ class Unit:
                 if (rival := self._rival()) is not None:
                     rival.make_way(self)
                 self._slot.holder = weakref.ref(self)
-            for group in self.groups:
-                group.weights.gather()
+            handles = [handle for group in self.groups if (handle := group.weights.gather()) is not None]
+        if handles:
+            JOURNAL.note(f"gather {self.label}", handles)
 
     @property
     def must_wait(self) -> bool:
@@ -183,7 +190,7 @@ class Unit:
 
     def use(self, state: WeightState) -> None:
         """Wait for the gather and make the compute weights the module's parameters."""
-        with self._resting_after_errors():
+        with explaining(), self._resting_after_errors():
             for group in self.groups:
                 group.weights.wait()
         self.to(state)
@@ -236,11 +243,13 @@ class Unit:
         Returns:
             Whether a reduction was started.
         """
-        started = False
+        handles = []
         for group in self.groups:
-            if group.requires_grad:
-                started |= group.reduce_gradients(last)
-        return started
+            if group.requires_grad and (handle := group.reduce_gradients(last)) is not None:
+                handles.append(handle)
+        if handles:
+            JOURNAL.note(f"reduce {self.label}", handles)
+        return bool(handles)
 
     def reduce_waiting(self) -> None:
         """Reduce gradients that wait for a reduction."""
@@ -249,8 +258,9 @@ class Unit:
 
     def wait_for_gradients(self) -> None:
         """Make the compute wait for the reductions that were started."""
-        for group in self.groups:
-            group.gradients.wait()
+        with explaining():
+            for group in self.groups:
+                group.gradients.wait()
 
     def new_pass(self) -> None:
         """A forward pass of the model begins."""

@@ -137,11 +137,13 @@ class WeightBuffer:
         self.wait()
         self._current = self._home_current = self._needs_nothing
 
-    def gather(self) -> None:
-        """Start making the compute weights whole and equal to the main weights, unless they are."""
-        if not self._current and self._handle is None:
-            refresh, self._home_current = not self._home_current, True
-            self._handle = self._stream.run(functools.partial(self._gather, refresh))
+    def gather(self) -> Handle | None:
+        """Start making the compute weights whole and equal to the main weights; None if they are, or it was started."""
+        if self._current or self._handle is not None:
+            return None
+        refresh, self._home_current = not self._home_current, True
+        self._handle = self._stream.run(functools.partial(self._gather, refresh))
+        return self._handle
 
     def _gather(self, refresh: bool) -> None:
         if self.temporary:

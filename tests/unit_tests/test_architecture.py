@@ -20,6 +20,7 @@ ORDER = [
     "layout",
     "ownership",
     "device",
+    "journal",
     "pool",
     "nccl_memory",
     "config",
@@ -48,7 +49,9 @@ ORDER = [
 # The trace tool stands on the engine, in this order, and nothing on it.
 TRACE_ORDER = ["clock", "timeline", "recorder", "plot", "__init__", "watch", "__main__"]
 # The adapter stands on the engine, in this order; launch on both.
-ADAPTER_ORDER = ["arguments", "adapter", "checkpoint", "plugin", "__init__"]
+ADAPTER_ORDER = ["arguments", "estimate", "topology", "adapter", "checkpoint", "plugin", "doctor", "verify", "__init__"]
+# Commands; they stand on everything.
+COMMANDS = {"launch", "doctor", "verify"}
 
 SOURCES = sorted([*ENGINE.rglob("*.py"), *(ROOT / "megatron_fsdp").glob("*.py"), ROOT / "pretrain_gpt.py"])
 BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.py"))
@@ -73,7 +76,7 @@ def _modules_of(imports: set[str], package: str) -> set[str]:
 
 
 def test_every_module_of_the_engine_has_its_place() -> None:
-    assert {path.stem for path in ENGINE.glob("*.py")} == {*ORDER, "launch"}
+    assert {path.stem for path in ENGINE.glob("*.py")} == {*ORDER, *COMMANDS}
     assert {path.stem for path in (ENGINE / "mcore").glob("*.py")} == set(ADAPTER_ORDER)
     assert {path.stem for path in (ENGINE / "trace").glob("*.py")} == set(TRACE_ORDER)
 
@@ -82,7 +85,7 @@ def test_every_module_of_the_engine_has_its_place() -> None:
 def test_engine_imports_go_one_way(module: str) -> None:
     before = set(ORDER[: ORDER.index(module)])
     later = (
-        _modules_of(_imports(ENGINE / f"{module}.py"), "megatron.fsdp") & {*ORDER, "mcore", "launch", "trace"} - before
+        _modules_of(_imports(ENGINE / f"{module}.py"), "megatron.fsdp") & {*ORDER, *COMMANDS, "mcore", "trace"} - before
     )
     assert not later, f"{module} imports {sorted(later)}, which come later"
 
@@ -117,7 +120,7 @@ def test_adapter_imports_go_one_way(module: str) -> None:
 
 @pytest.mark.parametrize("path", sorted(ENGINE.glob("*.py")), ids=lambda path: path.name)
 def test_engine_needs_torch_only(path: Path) -> None:
-    if path.stem == "launch":
+    if path.stem in COMMANDS:
         return
     allowed = {"torch", "megatron", *sys.stdlib_module_names}
     for name in _imports(path):

@@ -1,16 +1,15 @@
 """FullyShardedDataParallel: our engine behind the interface of Megatron-Core's data-parallel wrappers."""
 
+import functools
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from megatron.core import parallel_state
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER
@@ -24,8 +23,8 @@ from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.device import default_device
 from megatron.fsdp.local_step import ELEMENTWISE, LocalStep
 from megatron.fsdp.mcore.arguments import Settings, adjust, check
+from megatron.fsdp.mcore.topology import make_index, mark_tensor_parallel
 from megatron.fsdp.megatron_fsdp import MegatronFSDP
-from megatron.fsdp.mesh import FSDPDistributedIndex
 from megatron.fsdp.optimizer import owners, watch_optimizers
 from megatron.fsdp.partition import UnitClasses
 from megatron.fsdp.precision import MixedPrecisionPolicy
@@ -108,11 +107,13 @@ class FullyShardedDataParallel(_BaseDataParallel):
         if not config.gradient_accumulation_fusion:
             _stop_fusing(module)
         device = device or default_device(module)
+        index = make_index(pg_collection, device)
+        mark_tensor_parallel(module, index)
         sharded = ShardedModule(
             module,
             fsdp_config(config, ddp_config),
-            _index(pg_collection, device),
-            _units(module) if fsdp_unit_modules is None else fsdp_unit_modules,
+            index,
+            units_of(module) if fsdp_unit_modules is None else fsdp_unit_modules,
             device,
         )
         super().__init__(config=config, module=sharded)
@@ -156,6 +157,11 @@ class FullyShardedDataParallel(_BaseDataParallel):
         self.module.finish_grad_sync()
         if self.ddp_config.check_for_nan_in_grad:
             self._check_gradients()
+        for entry in self.module.entries():
+            if getattr(entry.main, "shared_embedding", False):
+                # Megatron-Core sums the gradients of tied embeddings on two pipeline stages, and sets the attribute
+                # to the local part of the sum, which .grad of a DTensor cannot be: it prefers main_grad.
+                entry.main.main_grad = entry.main.grad
         if not USING_PYTORCH_OPTIMIZER:
             # Fused optimizers of Apex and Transformer Engine skip updates behind an empty tensor.
             for entry in self.module.entries():
@@ -240,6 +246,25 @@ def bare_name(name: str) -> str:
     return name
 
 
+def adding_up_over_instances(get_optimizer: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a ``get_megatron_optimizer`` whose optimizers know the norm of all gradients.
+
+    Megatron-Core adds up squares within an optimizer instance. Where optimizer state is sharded over instances too, so
+    are gradients.
+    """
+
+    @functools.wraps(get_optimizer)
+    def get_optimizer_of_all(config: Any, model_chunks: list[nn.Module], *args: Any, **kwargs: Any) -> Any:
+        optimizer = get_optimizer(config, model_chunks, *args, **kwargs)
+        ours = [chunk for chunk in model_chunks if isinstance(chunk, FullyShardedDataParallel)]
+        if any(chunk.module.fsdp_config.sharding.outer.shards_optimizer for chunk in ours):
+            for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+                part.grad_stats_parallel_group = dist.group.WORLD
+        return optimizer
+
+    return get_optimizer_of_all
+
+
 def fsdp_config(config: TransformerConfig, ddp_config: DistributedDataParallelConfig) -> FSDPConfig:
     """The engine's settings for Megatron's."""
     main_grads = ddp_config.megatron_fsdp_main_grads_dtype
@@ -248,6 +273,7 @@ def fsdp_config(config: TransformerConfig, ddp_config: DistributedDataParallelCo
         main_grads = torch.float32
     return FSDPConfig(
         strategy=ddp_config.data_parallel_sharding_strategy,
+        outer_strategy=ddp_config.outer_dp_sharding_strategy,
         mixed_precision=MixedPrecisionPolicy(
             main_params_dtype=ddp_config.megatron_fsdp_main_params_dtype,
             main_grads_dtype=main_grads,
@@ -268,19 +294,8 @@ def fsdp_config(config: TransformerConfig, ddp_config: DistributedDataParallelCo
     )
 
 
-def _index(pg_collection: ProcessGroupCollection | None, device: torch.device) -> FSDPDistributedIndex:
-    """The mesh of all data- and context-parallel ranks of this model replica."""
-    if pg_collection is None:
-        dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        tp = parallel_state.get_tensor_model_parallel_group()
-    else:
-        dp_cp, tp = pg_collection.dp_cp, pg_collection.tp
-    ranks = torch.tensor(dist.get_process_group_ranks(dp_cp)).view(-1, 1)
-    mesh = DeviceMesh.from_group([dp_cp, tp], device.type, mesh=ranks, mesh_dim_names=("dp_cp", "tp"))
-    return FSDPDistributedIndex(mesh, dp_shard_dim="dp_cp", tp_dim="tp")
-
-
-def _units(module: nn.Module) -> list[type[nn.Module]]:
+def units_of(module: nn.Module) -> list[type[nn.Module]]:
+    """Classes of the modules that are gathered one by one, unless the caller names others."""
     return [unit for unit in DEFAULT_UNITS if any(isinstance(m, unit) for m in module.modules())]
 
 

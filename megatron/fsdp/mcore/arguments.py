@@ -144,12 +144,14 @@ LIMITS: tuple[Limit, ...] = (
         "nccl_ub registers memory with NCCL, which it cannot do for the allocator's expandable segments.",
         "Remove expandable_segments:True from PYTORCH_CUDA_ALLOC_CONF, or leave nccl_ub off.",
     ),
-    _parallelism("tensor_model_parallel_size", "Tensor parallelism"),
-    _parallelism("pipeline_model_parallel_size", "Pipeline parallelism"),
-    _parallelism("context_parallel_size", "Context parallelism"),
-    _parallelism("expert_model_parallel_size", "Expert parallelism"),
+    Limit(
+        "no_shard with expert_model_parallel_size > 1",
+        lambda s: (s["expert_model_parallel_size"] or 1) > 1 and s["data_parallel_sharding_strategy"] == "no_shard",
+        NotImplementedError,
+        "Megatron-Core adds up the gradient norm over tensor- and pipeline-parallel ranks only, and misses experts.",
+        "Set data_parallel_sharding_strategy to optim.",
+    ),
     _parallelism("gtp_weight_remat_size", "Generalized tensor parallelism"),
-    _parallelism("num_distributed_optimizer_instances", "Hybrid sharding (HSDP)"),
     _not_yet("init_model_with_meta_device", "Building the model on the meta device"),
     _not_yet("nccl_ub", "Registering buffers with NCCL"),
     _not_yet("fp8_param_gather", "Gathering weights in FP8"),
@@ -231,6 +233,11 @@ ADJUSTMENTS: tuple[Adjustment, ...] = (
 )
 
 
+def broken(settings: Settings) -> list[Limit]:
+    """What does not fit."""
+    return [limit for limit in LIMITS if limit.applies(settings)]
+
+
 def check(settings: Settings) -> None:
     """Raise if the settings do not fit; one error names all that is wrong.
 
@@ -238,10 +245,10 @@ def check(settings: Settings) -> None:
         ValueError: Something can never fit.
         NotImplementedError: Everything that is wrong does not fit yet.
     """
-    broken = [limit for limit in LIMITS if limit.applies(settings)]
-    if broken:
-        lines = [f"{limit.setting}: {limit.message} {limit.remedy}" for limit in broken]
-        error = ValueError if any(limit.error is ValueError for limit in broken) else NotImplementedError
+    found = broken(settings)
+    if found:
+        lines = [f"{limit.setting}: {limit.message} {limit.remedy}" for limit in found]
+        error = ValueError if any(limit.error is ValueError for limit in found) else NotImplementedError
         raise error("\n".join(lines))
 
 

@@ -33,10 +33,14 @@ class Patch:
     replacement: Callable[[Any], Any]
 
 
+# What install() was given in place of the wrapper.
+_stand_in: Callable[..., Any] | None = None
+
+
 def _wrapper(original: Any) -> Any:
     from megatron.fsdp.mcore.adapter import FullyShardedDataParallel
 
-    return FullyShardedDataParallel
+    return FullyShardedDataParallel if _stand_in is None else _stand_in
 
 
 def _checked_validate_args(original: Any) -> Any:
@@ -49,6 +53,12 @@ def _preprocess_state_dict(original: Any) -> Any:
     from megatron.fsdp.mcore.checkpoint import preprocess_fsdp_dtensor_state_dict
 
     return preprocess_fsdp_dtensor_state_dict
+
+
+def _whole_norm(original: Any) -> Any:
+    from megatron.fsdp.mcore.adapter import adding_up_over_instances
+
+    return adding_up_over_instances(original)
 
 
 PATCHES = (
@@ -77,6 +87,12 @@ PATCHES = (
         _wrapper,
     ),
     Patch(
+        "megatron.training.training",
+        "get_megatron_optimizer",
+        "its gradient norm is that of one optimizer instance, which with the outer strategy optim has a part only",
+        _whole_norm,
+    ),
+    Patch(
         "megatron.training.arguments",
         "validate_args",
         "checks the command line: what does not fit together is said before anything is allocated",
@@ -98,10 +114,13 @@ def is_installed() -> bool:
     return bool(_originals)
 
 
-def install() -> None:
+def install(stand_in: Callable[..., Any] | None = None) -> None:
     """Make Megatron use our wrapper. Calling it again changes nothing.
 
     Call it before the model is built, and best before the command line is parsed, so that it is checked too.
+
+    Args:
+        stand_in: Called in place of the wrapper, with its arguments.
 
     Raises:
         ImportError: Megatron-Core is not installed, or lacks a name that has to be replaced; the message names it
@@ -109,6 +128,8 @@ def install() -> None:
     """
     if _originals:
         return
+    global _stand_in
+    _stand_in = stand_in
     targets = [(patch, _target(patch)) for patch in PATCHES]
     for patch, module in targets:
         _originals[patch] = getattr(module, patch.name)

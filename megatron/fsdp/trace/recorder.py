@@ -147,6 +147,10 @@ class _Waited(Handle):
     def done(self) -> bool:
         return self._handle.done
 
+    @property
+    def ended(self) -> bool:
+        return self._handle.ended
+
     def wait(self) -> None:
         with self._lane.during(self._work._replace(row=Row.WAITS, backward=_in_backward(), size=0)):
             self._handle.wait()

@@ -24,6 +24,10 @@ BROKEN: dict[str, dict[str, Any]] = {
     "nccl_ub with expandable segments": {"nccl_ub": True},
     "cuda_graph_impl other than none": {"cuda_graph_impl": "local"},
     "save_wgrads_interval": {"save_wgrads_interval": 10},
+    "no_shard with expert_model_parallel_size > 1": {
+        "data_parallel_sharding_strategy": "no_shard",
+        "expert_model_parallel_size": 2,
+    },
     "param_name_patterns_for_fp32_local_accumulation": {"param_name_patterns_for_fp32_local_accumulation": ("all",)},
 }
 
@@ -45,16 +49,15 @@ def test_each_limit_is_an_error_that_says_what_to_do(limit: arguments.Limit, mon
 
 
 def test_all_that_is_wrong_is_said_at_once() -> None:
-    settings = Settings(SimpleNamespace(tensor_model_parallel_size=2, use_torch_fsdp2=True, ckpt_format="torch"))
+    settings = Settings(SimpleNamespace(gtp_weight_remat_size=2, use_torch_fsdp2=True, ckpt_format="torch"))
     with pytest.raises(ValueError) as caught:
         check(settings)
     assert len(str(caught.value).splitlines()) == 3
 
 
-def test_parallelism_that_comes_later_is_not_implemented() -> None:
+def test_other_parallelism_fits() -> None:
     for axis in ("tensor_model", "pipeline_model", "context", "expert_model"):
-        with pytest.raises(NotImplementedError, match=f"{axis}_parallel_size > 1: .*does not work with this FSDP yet"):
-            check(Settings(SimpleNamespace(**{f"{axis}_parallel_size": 2})))
+        check(Settings(SimpleNamespace(**{f"{axis}_parallel_size": 2})))
 
 
 def test_what_fits_passes() -> None:
@@ -112,9 +115,9 @@ def test_megatrons_validation_runs_after_ours_and_only_fsdp_is_checked() -> None
     seen: list[Any] = []
     validate = checking_validate_args(lambda args, defaults: seen.append((args, defaults)))
     with pytest.raises(NotImplementedError):
-        validate(SimpleNamespace(use_megatron_fsdp=True, tensor_model_parallel_size=2), {})
+        validate(SimpleNamespace(use_megatron_fsdp=True, gtp_weight_remat_size=2), {})
     assert not seen
-    plain = SimpleNamespace(use_megatron_fsdp=False, tensor_model_parallel_size=2)
+    plain = SimpleNamespace(use_megatron_fsdp=False, gtp_weight_remat_size=2)
     validate(plain, {})
     assert seen == [(plain, {})]
 

@@ -17,6 +17,7 @@ import torch
 
 from megatron.fsdp.mcore.cpu import cuda_stand_in as cuda
 from megatron.fsdp.mcore.cpu.arguments import adjusting
+from megatron.fsdp.mcore.cpu.attention import accepting_more, gathering_keys_and_values
 from megatron.fsdp.mcore.cpu.torch_view import (
     called_from,
     creates_on_cpu,
@@ -451,6 +452,22 @@ MEGATRON = (
         "it refuses only because it does not mark its parameters; without Apex there is no other norm",
         Scope.MEGATRON,
         marking_sequence_parallel,
+    ),
+    Change(
+        "megatron.core.transformer.dot_product_attention:DotProductAttention",
+        "__init__",
+        "the same, also for context parallelism, and for values of another size than keys",
+        "only Transformer Engine's attention has them",
+        Scope.MEGATRON,
+        accepting_more,
+    ),
+    Change(
+        "megatron.core.transformer.dot_product_attention:DotProductAttention",
+        "forward",
+        "the same, over keys and values of all context-parallel ranks",
+        "only Transformer Engine's attention has that",
+        Scope.MEGATRON,
+        gathering_keys_and_values,
     ),
     Change(
         "megatron.core.transformer.moe.moe_utils",

@@ -1,0 +1,138 @@
+"""What this rank communicated last, and one report about all ranks when they stop agreeing.
+
+Every gather and reduction is numbered when it is issued; all ranks of a model issue the same ones in the same order.
+When one of them fails, because a rank died or did not come in time, the rank that notices first asks the others for
+theirs, through the store of the process group, and adds to its error where they differ.
+"""
+
+import json
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+from megatron.fsdp.device import Handle
+
+KEPT = 256
+# How long others have to answer. They notice a lost rank at the same time, or are in the middle of their compute.
+SECONDS_FOR_ANSWERS = 10.0
+
+_PREFIX = "megatron_fsdp/journal"
+
+
+@dataclass
+class Journal:
+    """The communication of this process, newest last.
+
+    Attributes:
+        peers: Ranks that issue the same. Those of other pipeline stages issue other things.
+    """
+
+    # Handles are held weakly: one whose error nobody has asked for keeps alive what its task used.
+    _kept: deque[tuple[int, str, list[weakref.ref[Handle]]]] = field(default_factory=lambda: deque(maxlen=KEPT))
+    _count: int = 0
+    peers: list[int] = field(default_factory=list)
+
+    def note(self, what: str, handles: list[Handle]) -> None:
+        """Remember what was issued.
+
+        Args:
+            what: Such as ``"gather blocks.0"``; the same on all ranks.
+            handles: The tasks that do it.
+        """
+        self._kept.append((self._count, what, [weakref.ref(handle) for handle in handles]))
+        self._count += 1
+
+    def as_json(self) -> str:
+        """What was issued, and what of that has not ended."""
+        kept = list(self._kept)
+        issued = {number: what for number, what, _ in kept}
+        unfinished = [number for number, _, handles in kept if not all(_has_ended(handle) for handle in handles)]
+        return json.dumps({"issued": issued, "open": unfinished, "peers": self.peers})
+
+
+def _has_ended(reference: weakref.ref[Handle]) -> bool:
+    handle = reference()
+    return handle is None or handle.ended
+
+
+JOURNAL = Journal()
+
+
+@contextmanager
+def explaining() -> Iterator[None]:
+    """Context for waits: an error of the communication is raised with the report of all ranks."""
+    try:
+        yield
+    except RuntimeError as error:
+        if _is_of_communication(error) and not getattr(error, "__notes__", None):
+            error.add_note(report())
+        raise
+
+
+def _is_of_communication(error: RuntimeError) -> bool:
+    return isinstance(error, dist.DistError) or "gloo" in str(error)
+
+
+def report() -> str:
+    """What every rank has issued last, and where they first differ; for the first rank that asks."""
+    if not dist.is_initialized():
+        return "The process group is gone."
+    rank, size = dist.get_rank(), dist.get_world_size()
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"{_PREFIX}/{rank}", JOURNAL.as_json())
+        if store.add(f"{_PREFIX}/reports", 1) > 1:
+            return "Another rank reports what each of them was doing."
+        answers = _answers(store, size)
+    except RuntimeError as error:
+        return f"Ranks cannot be asked what they were doing: {error}"
+    return "\n".join(describe(answers, size))
+
+
+def _answers(store: dist.Store, size: int) -> dict[int, dict]:
+    found: dict[int, dict] = {}
+    end = time.monotonic() + SECONDS_FOR_ANSWERS
+    while len(found) < size and time.monotonic() < end:
+        for rank in set(range(size)) - set(found):
+            key = f"{_PREFIX}/{rank}"
+            if store.check([key]):
+                found[rank] = json.loads(store.get(key))
+        time.sleep(0.05)
+    return found
+
+
+def describe(answers: dict[int, dict], size: int) -> list[str]:
+    """The report.
+
+    Args:
+        answers: What each rank that answered had issued and what of that was open, as :meth:`Journal.as_json` has it.
+        size: Number of ranks.
+    """
+    issued = {rank: {int(n): what for n, what in answer["issued"].items()} for rank, answer in answers.items()}
+    lines = ["What the ranks had communicated:"]
+    for rank in range(size):
+        if rank not in issued:
+            lines.append(f"  rank {rank}: no answer; it has ended, or computes")
+            continue
+        last = max(issued[rank], default=None)
+        text = "nothing" if last is None else f"{issued[rank][last]} (number {last})"
+        waits = [issued[rank][n] for n in answers[rank]["open"] if n in issued[rank]]
+        lines.append(f"  rank {rank}: last issued {text}" + (f"; not ended: {', '.join(waits[:4])}" if waits else ""))
+    return [*lines, _first_difference(answers, issued)]
+
+
+def _first_difference(answers: dict[int, dict], issued: dict[int, dict[int, str]]) -> str:
+    """Where ranks that should issue the same did not."""
+    for peers in {tuple(answer["peers"]) for answer in answers.values()}:
+        present = [rank for rank in peers if rank in issued]
+        for number in sorted(set.intersection(*(set(issued[rank]) for rank in present))) if present else []:
+            whats = {rank: issued[rank][number] for rank in present}
+            if len(set(whats.values())) > 1:
+                different = ", ".join(f"rank {rank}: {what}" for rank, what in whats.items())
+                return f"They first differ at number {number}: {different}"
+    return "As far as they went, they issued the same."

@@ -1,0 +1,94 @@
+"""The mesh of Megatron's process groups: data-parallel axes of dense parameters and of experts, and the tensor axis.
+
+Pipeline stages, and expert-parallel ranks, have meshes of their own; what is on one of them is unknown to the others.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.fsdp.mesh import FSDPDistributedIndex
+from megatron.fsdp.parameter import TENSOR_PARALLEL
+
+OUTER, INNER, TENSOR = "dp_outer", "dp_cp", "tp"
+
+_NEEDED = ("tp", "dp_cp", "intra_dp_cp", "inter_dist_opt", "expt_tp", "expt_dp", "intra_expt_dp")
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """Process groups of one kind of parameters.
+
+    Attributes:
+        tensor: Tensor parallelism.
+        inner: What parameters are sharded over.
+        everyone: All data-parallel ranks, context parallelism included.
+        outer: What the inner axis is repeated over; None if there is no such axis.
+    """
+
+    tensor: dist.ProcessGroup
+    inner: dist.ProcessGroup
+    everyone: dist.ProcessGroup
+    outer: dist.ProcessGroup | None
+
+    def mesh(self, device_type: str) -> DeviceMesh:
+        """The mesh of all axes. A collective of ``everyone``."""
+        tensor_ranks: list[list[int]] = [[] for _ in range(self.everyone.size())]
+        dist.all_gather_object(tensor_ranks, dist.get_process_group_ranks(self.tensor), group=self.everyone)
+        ranks = torch.tensor(tensor_ranks)
+        if self.outer is None:
+            return DeviceMesh.from_group(
+                [self.inner, self.tensor], device_type, mesh=ranks, mesh_dim_names=(INNER, TENSOR)
+            )
+        return DeviceMesh.from_group(
+            [self.outer, self.inner, self.tensor],
+            device_type,
+            mesh=ranks.view(self.outer.size(), self.inner.size(), -1),
+            mesh_dim_names=(OUTER, INNER, TENSOR),
+        )
+
+    def same_ranks(self, other: "_Groups") -> bool:
+        """Whether both have the same axes."""
+        pairs = (self.tensor, other.tensor), (self.inner, other.inner), (self.everyone, other.everyone)
+        return all(dist.get_process_group_ranks(a) == dist.get_process_group_ranks(b) for a, b in pairs)
+
+
+def mark_tensor_parallel(module: nn.Module, index: FSDPDistributedIndex) -> None:
+    """Tell the engine which parameters are parts of tensor-parallel ones: Megatron's layers say so by attributes."""
+    for parameter in module.parameters():
+        expert = not getattr(parameter, "allreduce", True)
+        mesh = index.tensor_parallel_mesh(expert)
+        if getattr(parameter, "tensor_model_parallel", False) and mesh.size() > 1:
+            setattr(parameter, TENSOR_PARALLEL, (mesh, (Shard(parameter.partition_dim),)))  # type: ignore[attr-defined]
+
+
+def make_index(groups: ProcessGroupCollection | None, device: torch.device) -> FSDPDistributedIndex:
+    """The axes that a model chunk is sharded over. All ranks must call it.
+
+    Args:
+        groups: Process groups. None: those of ``megatron.core.parallel_state``.
+        device: Where the model computes.
+    """
+    if groups is None:
+        groups = ProcessGroupCollection.use_mpu_process_groups(list(_NEEDED))
+    outer = groups.inter_dist_opt if groups.inter_dist_opt is not None and groups.inter_dist_opt.size() > 1 else None
+    dense = _Groups(groups.tp, groups.dp_cp if outer is None else groups.intra_dp_cp, groups.dp_cp, outer)
+    experts = dense
+    if groups.expt_dp is not None and groups.expt_tp is not None:
+        inner = groups.expt_dp if outer is None else groups.intra_expt_dp
+        experts = _Groups(groups.expt_tp, inner, groups.expt_dp, outer)
+    apart = not experts.same_ranks(dense)
+    return FSDPDistributedIndex(
+        dense.mesh(device.type),
+        dp_shard_dim=INNER,
+        dp_outer_dim=None if outer is None else OUTER,
+        tp_dim=TENSOR,
+        hybrid_fsdp_group=None if outer is None else dense.everyone,
+        expt_device_mesh=experts.mesh(device.type) if apart else None,
+        hybrid_fsdp_expt_group=experts.everyone if apart and outer is not None else None,
+    )

@@ -1,0 +1,317 @@
+"""Runs a training command twice, with Megatron's DDP and with our FSDP, and finds the first number that differs.
+
+Both runs start from equal weights and train on equal data. Each rank records loss and gradient norm of every iteration,
+all gradients of the first one, and all weights after the last, gathered over the data-parallel ranks; what one rank
+computes with DDP is what the same rank computes with FSDP.
+"""
+
+import functools
+import hashlib
+import math
+import os
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+RECORD = "MEGATRON_FSDP_RECORD"
+STEPS = "MEGATRON_FSDP_RECORD_STEPS"
+
+# Relative. What equal sums of another order may differ by: of one number, and of the elements of a tensor against its
+# largest. bf16 has 8 bits.
+TOLERANCES = {"fp32": (5e-6, 1e-4), "bf16": (1e-2, 5e-2)}
+# Of a tensor's largest gradient.
+NOISE = 1e-5
+
+# Options that only one of the two takes, and how many words follow.
+_ONLY_FSDP = {
+    "--use-megatron-fsdp": 0,
+    "--data-parallel-sharding-strategy": 1,
+    "--outer-dp-sharding-strategy": 1,
+    "--num-distributed-optimizer-instances": 1,
+    "--fsdp-double-buffer": 0,
+    "--nccl-ub": 0,
+    "--init-model-with-meta-device": 0,
+    "--ckpt-format": 1,
+    "--use-distributed-optimizer": 0,
+    "--overlap-param-gather": 0,
+    "--megatron-fsdp-main-params-dtype": 1,
+    "--megatron-fsdp-main-grads-dtype": 1,
+    "--megatron-fsdp-grad-comm-dtype": 1,
+}
+# What would make the runs differ from what was asked for, or write to where the user's own runs are.
+_DROPPED = {"--save": 1, "--load": 1, "--save-interval": 1, "--exit-interval": 1, "--tensorboard-dir": 1}
+
+
+def without(arguments: Sequence[str], options: dict[str, int]) -> list[str]:
+    """The command line without some options.
+
+    Args:
+        arguments: Words.
+        options: Names, and how many words follow each.
+    """
+    kept, words = [], iter(arguments)
+    for word in words:
+        name, _, value = word.partition("=")
+        if name not in options:
+            kept.append(word)
+        elif not value:
+            for _ in range(options[name]):
+                next(words, None)
+    return kept
+
+
+def with_value(arguments: Sequence[str], option: str, value: int) -> list[str]:
+    """The command line with another value of an option."""
+    return [*without(arguments, {option: 1}), option, str(value)]
+
+
+# The run ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Recorder:
+    """Writes what a rank computed.
+
+    Attributes:
+        folder: Where to.
+        steps: Iterations.
+        numbers: Loss and gradient norm of each.
+    """
+
+    folder: Path
+    steps: int
+    numbers: list[tuple[float, float]] = field(default_factory=list)
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def install(self) -> None:
+        """Watch Megatron's loop."""
+        from megatron.training import training
+
+        training.train_step = self._watch_step(training.train_step)
+        training.finalize_model_grads = self._watch_gradients(training.finalize_model_grads)
+
+    def _watch_gradients(self, finalize: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(finalize)
+        def finalize_and_record(model: list[nn.Module], *args: Any, **kwargs: Any) -> Any:
+            result = finalize(model, *args, **kwargs)
+            if not self.numbers and not self.gradients:
+                self.gradients = dict(whole_gradients(model))
+            return result
+
+        return finalize_and_record
+
+    def _watch_step(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(train_step)
+        def step_and_record(step: Any, data: Any, model: list[nn.Module], *args: Any, **kwargs: Any) -> Any:
+            result = train_step(step, data, model, *args, **kwargs)
+            losses, norms = result[0], [value for value in result[1:] if isinstance(value, float)]
+            loss = sum(float(value) for value in losses.values()) if losses else 0.0
+            self.numbers.append((loss, norms[0] if norms else 0.0))
+            if len(self.numbers) == self.steps:
+                found = {"numbers": self.numbers, "gradients": self.gradients, "weights": dict(whole_weights(model))}
+                torch.save(found, self.folder / f"{dist.get_rank()}.pt")
+            return result
+
+        return step_and_record
+
+
+def _ours(chunk: nn.Module) -> bool:
+    return type(chunk).__name__ == "FullyShardedDataParallel"
+
+
+def whole_gradients(model: list[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each parameter's gradient as this rank computes with the parameter, in fp32, by name."""
+    for number, chunk in enumerate(model):
+        if _ours(chunk):
+            for entry, tensor in _gathered(chunk, lambda main: main.grad):
+                yield _key(number, entry.name), tensor.float()
+        else:
+            for name, parameter in chunk.named_parameters():
+                if parameter.requires_grad:
+                    yield _key(number, name), parameter.main_grad.detach().float().cpu().clone()  # type: ignore[attr-defined]
+
+
+def whole_weights(model: list[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each parameter as this rank computes with it, by name."""
+    for number, chunk in enumerate(model):
+        if _ours(chunk):
+            chunk.stop_communication()  # type: ignore[operator]
+            for entry, tensor in _gathered(chunk, lambda main: main):
+                yield _key(number, entry.name), tensor.to(entry.compute.dtype)
+        else:
+            for name, parameter in chunk.named_parameters():
+                yield _key(number, name), parameter.detach().cpu().clone()
+
+
+def _key(chunk: int, name: str) -> str:
+    from megatron.fsdp.mcore.adapter import bare_name
+
+    return f"chunk {chunk}: {bare_name(name)}" if chunk else bare_name(name)
+
+
+def _gathered(chunk: Any, choose: Callable[[nn.Parameter], Any]) -> Iterator[tuple[Any, torch.Tensor]]:
+    """Every parameter, and the whole of what ``choose`` takes of it, gathered over the data-parallel ranks."""
+    from megatron.fsdp.uneven_dtensor import local_part
+
+    for group in chunk.module.groups:
+        axis = group.axes.everyone
+        for entry in group.entries:
+            value = choose(entry.main)
+            mine = None if value is None else local_part(value).detach().cpu().reshape(-1)
+            parts: list[Any] = [None] * axis.size()
+            dist.all_gather_object(parts, (entry.piece.start, entry.piece.stop, mine), group=axis)
+            whole = torch.zeros(math.prod(entry.local_shape))
+            for start, stop, part in parts:
+                if part is not None and stop > start:
+                    whole[start:stop] = part.float()
+            if entry.trained or value is entry.main:
+                yield entry, whole.view(entry.local_shape)
+
+
+def record() -> None:
+    """Run a script as ``__main__``, recording; called in every rank process of :func:`launch`."""
+    from megatron.fsdp.mcore import install
+
+    install()
+    Recorder(Path(os.environ[RECORD]), int(os.environ[STEPS])).install()
+    script = Path(sys.argv[1])
+    sys.argv = sys.argv[1:]
+    sys.path[0] = str(script.resolve().parent)
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def launch(script: Path, arguments: Sequence[str], ranks: int, steps: int, folder: Path, ddp: bool) -> str:
+    """Train, recording into ``folder``; return the end of the log if that fails, else nothing."""
+    folder.mkdir(parents=True)
+    words = with_value(with_value(without(arguments, _DROPPED), "--train-iters", steps), "--log-interval", 1)
+    environment = {**os.environ, RECORD: str(folder), STEPS: str(steps)}
+    environment.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
+    if ddp:
+        words = without(words, _ONLY_FSDP)
+        environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    result = subprocess.run(
+        [*command, "-m", "megatron.fsdp.verify", "--record", str(script), *words],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    recorded = all((folder / f"{rank}.pt").exists() for rank in range(ranks))
+    return "" if recorded else result.stdout[-4000:] or f"exit code {result.returncode}"
+
+
+# The comparison --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A number in which the runs differ.
+
+    Attributes:
+        where: Iteration, and parameter or quantity.
+        rank: Where it was seen.
+        difference: Relative.
+    """
+
+    where: str
+    rank: int
+    difference: float
+
+    def __str__(self) -> str:
+        return f"{self.where} (rank {self.rank}): relative difference {self.difference:.1e}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What came of it.
+
+    Attributes:
+        findings: Differences, the earliest first.
+        compared: How many numbers and tensors.
+        largest: The largest relative difference of those that agree.
+        fingerprint: Of all weights of the FSDP run.
+    """
+
+    findings: list[Finding]
+    compared: int
+    largest: float
+    fingerprint: str
+
+
+def compare(ddp: Path, fsdp: Path, ranks: int, precision: str) -> Comparison:
+    """Compare what two runs recorded.
+
+    Args:
+        ddp: Folder of the run with DDP.
+        fsdp: Folder of the run with FSDP.
+        ranks: Of each.
+        precision: A key of ``TOLERANCES``.
+    """
+    scalar, tensor = TOLERANCES[precision]
+    digest = hashlib.sha256()
+    found: list[tuple[int, Finding]] = []
+    compared, largest = 0, 0.0
+    for rank in range(ranks):
+        a, b = (torch.load(folder / f"{rank}.pt", weights_only=True) for folder in (ddp, fsdp))
+        checks: list[tuple[int, str, float, float]] = []
+        for number, (x, y) in enumerate(zip(a["numbers"], b["numbers"], strict=True), start=1):
+            for what, p, q in zip(("loss", "gradient norm"), x, y, strict=True):
+                checks.append((3 * number, f"iteration {number}, {what}", _relative(p, q), scalar))
+        for order, kind, when in ((1, "gradients", "iteration 1, gradient"), (10**9, "weights", "last, weight")):
+            for name in sorted(a[kind].keys() | b[kind].keys()):
+                if name in a[kind] and name in b[kind]:
+                    noise = _noise(a["gradients"].get(name)) if kind == "weights" else None
+                    difference = _distance(a[kind][name], b[kind][name], noise)
+                else:
+                    difference = math.inf
+                checks.append((order, f"{when} of {name}", difference, tensor))
+        for name in sorted(b["weights"]):
+            digest.update(name.encode() + b["weights"][name].float().numpy().tobytes())
+        compared += len(checks)
+        for order, where, difference, allowed in checks:
+            if difference <= allowed:
+                largest = max(largest, difference)
+            else:
+                found.append((order, Finding(where, rank, difference)))
+    found.sort(key=lambda pair: pair[0])
+    return Comparison([finding for _, finding in found], compared, largest, digest.hexdigest()[:16])
+
+
+def _relative(a: float, b: float) -> float:
+    if not (math.isfinite(a) and math.isfinite(b)):
+        return math.inf
+    return 0.0 if a == b else abs(a - b) / max(abs(a), abs(b))
+
+
+def _noise(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """Elements whose gradient is nothing but rounding, such as a key's bias before a softmax.
+
+    Optimizers that divide a gradient by its size, as Adam does, make steps of it that mean nothing.
+    """
+    return None if gradient is None else gradient.abs() <= NOISE * gradient.abs().max()
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor, ignored: torch.Tensor | None = None) -> float:
+    """The largest difference of two elements, against the largest element."""
+    if a.shape != b.shape:
+        return math.inf
+    if ignored is not None:
+        a, b = a.masked_fill(ignored, 0), b.masked_fill(ignored, 0)
+    if not a.numel():
+        return 0.0
+    a, b = a.double(), b.double()
+    largest = float(torch.maximum(a.abs(), b.abs()).max())
+    difference = float((a - b).abs().max())
+    if not math.isfinite(difference):
+        return math.inf
+    # Sums of zeros are not always zero.
+    return 0.0 if difference < 1e-9 else difference / largest

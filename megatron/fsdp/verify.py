@@ -1,0 +1,78 @@
+"""Trains with Megatron's DDP and with our FSDP, from the same command line, and says where they first differ.
+
+    python -m megatron.fsdp.verify [--ranks N] [--steps 5] [--layers L] [--hidden H] SCRIPT ARGS...
+
+Compared are loss and gradient norm of every step, every gradient of the first, and every weight after the last. The
+command line is that of the FSDP run; for DDP, what only FSDP takes is left out. Nothing is loaded or saved. Exits with
+0 if the runs agree, else with 1.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from megatron.fsdp.mcore import cpu
+
+
+def main() -> int:
+    """Run both, compare, print, return the exit code."""
+    if sys.argv[1:2] == ["--record"]:
+        del sys.argv[1]
+        cpu.enable()
+        from megatron.fsdp.mcore.verify import record
+
+        record()
+        return 0
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron.fsdp.verify",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--ranks", type=int, default=int(os.environ.get("WORLD_SIZE", "2")), help="processes; or 2")
+    parser.add_argument("--steps", type=int, default=5, help="of training")
+    parser.add_argument("--layers", type=int, help="another --num-layers")
+    parser.add_argument("--hidden", type=int, help="another --hidden-size; --ffn-hidden-size becomes 4 times that")
+    parser.add_argument("script", type=Path)
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    options = parser.parse_args()
+    if not options.script.is_file():
+        parser.error(f"no such script: {options.script}")
+    cpu.enable()
+    from megatron.fsdp.mcore.verify import compare, launch, with_value
+
+    arguments = options.arguments
+    if options.layers:
+        arguments = with_value(arguments, "--num-layers", options.layers)
+    if options.hidden:
+        arguments = with_value(arguments, "--hidden-size", options.hidden)
+        arguments = with_value(arguments, "--ffn-hidden-size", 4 * options.hidden)
+    with tempfile.TemporaryDirectory() as folder:
+        ddp, fsdp = Path(folder, "ddp"), Path(folder, "fsdp")
+        for name, into in (("DDP", ddp), ("FSDP", fsdp)):
+            print(f"training with {name} ...", flush=True)
+            log = launch(options.script, arguments, options.ranks, options.steps, into, ddp=into is ddp)
+            if log:
+                print(f"{log}\nThe run with {name} failed; above is the end of its log.")
+                return 1
+        precision = "bf16" if {"--bf16", "--fp16"} & set(arguments) else "fp32"
+        result = compare(ddp, fsdp, options.ranks, precision)
+    print(
+        f"{result.compared} losses, norms, gradients and weights compared; "
+        f"fingerprint of the weights {result.fingerprint}"
+    )
+    if not result.findings:
+        print(f"equal: the largest relative difference is {result.largest:.1e}")
+        return 0
+    print(f"DIFFERENT. First: {result.findings[0]}")
+    for finding in result.findings[1:10]:
+        print(f"           then: {finding}")
+    if len(result.findings) > 10:
+        print(f"           and {len(result.findings) - 10} more")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

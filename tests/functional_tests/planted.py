@@ -1,0 +1,79 @@
+"""Runs pretrain_gpt.py with an error planted in this project's FSDP: the one that ``FSDP_PLANTED`` names, if any."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron.fsdp import gradients, parameter_group, weights  # noqa: E402
+
+
+def missed_reduction() -> None:
+    """The last rank keeps its own gradients of one unit in place of the sum."""
+    original = gradients.reduce_scatter
+
+    def reduce_scatter(shard: torch.Tensor, flat: torch.Tensor, op: Any, group: dist.ProcessGroup) -> None:
+        before = flat[group.rank() * shard.numel() :][: shard.numel()].clone()
+        original(shard, flat, op, group)
+        shard.copy_(before)
+
+    gradients.reduce_scatter = reduce_scatter
+
+
+def wrong_divisor() -> None:
+    """Gradients are divided by one rank more than there are."""
+    original = gradients.GradientBuffer.__init__
+
+    def init(self: Any, *args: Any) -> None:
+        original(self, *args)
+        self._factor_after *= 2 / 3
+
+    gradients.GradientBuffer.__init__ = init  # type: ignore[method-assign]
+
+
+def stale_weights() -> None:
+    """What was gathered once is used for ever."""
+    weights.WeightBuffer.invalidate = lambda self: None  # type: ignore[method-assign]
+    weights.WeightBuffer.release = lambda self: self.wait()  # type: ignore[method-assign]
+
+
+def skipped_parameter() -> None:
+    """One parameter's gradient is lost."""
+    original = parameter_group.ParameterGroup.collect_gradients
+
+    def collect(self: Any) -> list[torch.Tensor | None]:
+        grads = original(self)
+        return [
+            torch.zeros_like(g) if g is not None and e.name.endswith("layers.1.mlp.linear_fc2.weight") else g
+            for e, g in zip(self.entries, grads, strict=True)
+        ]
+
+    parameter_group.ParameterGroup.collect_gradients = collect  # type: ignore[method-assign]
+
+
+def swapped_shard() -> None:
+    """Ranks have each other's shards of gathered weights."""
+    original = weights.all_gather
+
+    def all_gather(flat: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> None:
+        original(flat, shard, group)
+        flat.copy_(flat.view(group.size(), -1).flip(0).reshape(-1))
+
+    weights.all_gather = all_gather
+
+
+PLANTED = (missed_reduction, wrong_divisor, stale_weights, skipped_parameter, swapped_shard)
+
+if __name__ == "__main__":
+    import pretrain_gpt
+
+    if "--use-megatron-fsdp" in sys.argv:
+        for plant in PLANTED:
+            if plant.__name__ == os.environ.get("FSDP_PLANTED"):
+                plant()
+    pretrain_gpt.main()

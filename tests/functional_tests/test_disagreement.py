@@ -1,0 +1,94 @@
+"""When ranks stop agreeing, a rank that is left ends with an error that says what each of them was doing."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = """
+import datetime, os, sys, time
+import torch, torch.distributed as dist
+from torch import nn
+from megatron_fsdp import fully_shard
+
+mode, rank = sys.argv[1], int(os.environ["RANK"])
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=8))
+model = nn.Sequential(*(nn.Linear(8, 8 + 8 * (i == 2)) for i in range(3)))
+model, optimizer = fully_shard(model, torch.optim.AdamW(model.parameters()), fsdp_unit_modules=[nn.Linear])
+layers = list(model.module)
+
+def die(*unused):
+    os._exit(9)
+
+for step in range(4):
+    lost = rank == 1 and step == 2
+    if lost and mode == "forward":
+        layers[1].register_forward_hook(die)
+    loss = model(torch.ones(2, 8)).sum()
+    if lost and mode == "backward":
+        die()
+    if lost and mode == "late":
+        time.sleep(120)
+    loss.backward()
+    if lost and mode == "step":
+        die()
+    if lost and mode == "other":
+        with torch.no_grad():
+            model(torch.ones(2, 8))
+    optimizer.step()
+    optimizer.zero_grad()
+print("trained")
+"""
+
+
+def run(mode: str, folder: Path) -> list[tuple[int, str]]:
+    """Exit code and output of each rank. No launcher ends the other rank when one has died."""
+    script = folder / "train.py"
+    script.write_text(SCRIPT)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script), mode],
+            env={**environment, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = []
+    try:
+        outputs.append(ranks[0].communicate(timeout=100)[0])
+        if mode == "late":
+            ranks[1].kill()
+        outputs.append(ranks[1].communicate(timeout=100)[0])
+    finally:
+        for process in ranks:
+            process.kill()
+    return [(process.returncode, output) for process, output in zip(ranks, outputs, strict=True)]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="several ranks over gloo on the CPU")
+@pytest.mark.parametrize("mode", ["forward", "backward", "step", "late"])
+def test_a_lost_rank_is_reported(mode: str, tmp_path: Path) -> None:
+    (code, output), _ = run(mode, tmp_path)
+    assert code not in (0, 9) and "trained" not in output, output
+    assert "What the ranks had communicated:" in output, output
+    assert "rank 0: last issued" in output and "rank 1: no answer" in output, output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="several ranks over gloo on the CPU")
+def test_the_first_difference_is_named(tmp_path: Path) -> None:
+    results = run("other", tmp_path)
+    assert all(code for code, _ in results), results
+    (report,) = [output for _, output in results if "What the ranks had communicated:" in output]
+    assert "They first differ at number" in report, report

@@ -1,0 +1,78 @@
+"""The doctor says what a command line would do, at any number of ranks, and why it cannot."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = sorted(path for path in (ROOT / "examples" / "megatron_fsdp").iterdir() if path.suffix in (".sh", ".sbatch"))
+MODEL = (
+    "--num-layers 4 --hidden-size 64 --ffn-hidden-size 256 --num-attention-heads 4 --seq-length 32 "
+    "--micro-batch-size 1 --max-position-embeddings 32 --train-iters 5 --lr 1e-3 --mock-data "
+    "--tokenizer-type NullTokenizer --vocab-size 255 "
+    "--use-megatron-fsdp --ckpt-format fsdp_dtensor --data-parallel-sharding-strategy optim_grads_params"
+)
+
+
+def doctor(arguments: str, world_size: int = 8, flags: str = "--json") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "megatron.fsdp.doctor", "--world-size", str(world_size), *flags.split()]
+    return subprocess.run(
+        [*command, "pretrain_gpt.py", *arguments.split()], cwd=ROOT, capture_output=True, text=True, timeout=280
+    )
+
+
+def test_bytes_of_a_command_line() -> None:
+    result = doctor(
+        MODEL + " --bf16 --global-batch-size 8 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    found = json.loads(result.stdout)
+    assert found["sizes"]["tensor"] == found["sizes"]["pipeline"] == 2 and found["sizes"]["data (with context)"] == 2
+    assert found["units"] == [{"TransformerLayer": 2}]
+    # The first stage: word embeddings divided by 2, positions; two layers whose matrices are divided by 2.
+    embeddings = 256 // 2 * 64 + 32 * 64
+    matrices = (3 * 64 * 64 + 3 * 64 + 64 * 64 + 2 * 64 * 256 + 256) // 2
+    layer = matrices + 2 * 64 + 4 * 64
+    total = embeddings + 2 * layer
+    (sizes,) = found["bytes"]
+    assert sizes["elements"] == total
+    assert sizes["main"] == 4 * (total + sizes["padding"]) // 2 and sizes["optimizer"] == 2 * sizes["main"]
+    assert found["resting"] == 12 * (total + sizes["padding"]) // 2
+    assert found["peak_without_activations"] > found["resting"]
+
+
+def test_every_limit_is_named_at_once() -> None:
+    result = doctor(MODEL + " --global-batch-size 8 --optimizer-cpu-offload --use-precision-aware-optimizer", flags="")
+    assert result.returncode == 1
+    assert "NOT POSSIBLE  optimizer_cpu_offload" in result.stdout
+    assert "NOT POSSIBLE  use_precision_aware_optimizer" in result.stdout
+
+
+def test_what_megatron_refuses() -> None:
+    result = doctor(MODEL + " --global-batch-size 7", flags="")
+    assert result.returncode == 1 and "REFUSED" in result.stdout
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_launch_scripts_pass_what_is_accepted(script: Path) -> None:
+    subprocess.run(["bash", "-n", script], check=True)
+    if checker := shutil.which("shellcheck"):
+        subprocess.run([checker, "--shell=bash", str(script)], check=True)
+    environment = {**os.environ, "DRY_RUN": "1", "SLURM_SUBMIT_DIR": str(ROOT)}
+    words = subprocess.run(["bash", script], env=environment, capture_output=True, text=True, check=True).stdout
+    world_size, name, *arguments = words.splitlines()
+    assert name == "pretrain_gpt.py"
+    command = [sys.executable, "-m", "megatron.fsdp.doctor", "--json", "--world-size", world_size, name, *arguments]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert result.returncode == 0, result.stdout + result.stderr
+    found = json.loads(result.stdout)
+    assert found["world_size"] == int(world_size)
+    # All ranks together hold what the paper says that the model has.
+    expected = {"llama3_8b.sh": 8.03e9, "llama3_70b.sbatch": 70.6e9 / 4}
+    if script.name in expected:
+        assert found["bytes"][0]["elements"] == pytest.approx(expected[script.name], rel=0.01)

@@ -1,0 +1,31 @@
+"""Megatron's real loop beside other kinds of parallelism: with our FSDP it trains as with Megatron's DDP."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tools.parity import write_corpus
+from tools.parity_nd import CASES, Case, compare
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="several ranks over gloo; Megatron runs on CUDA here")
+
+# The rest of the table takes longer: make parity-nd.
+TRAINED = (
+    "TP 2, sequence parallel",
+    "PP 2, tied embeddings",
+    "CP 2",
+    "EP 2 x TP 2, ETP 1",
+    "HSDP",
+)
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.name in TRAINED], ids=lambda case: case.name)
+def test_loss_and_gradient_norm_are_those_of_ddp(case: Case, corpus: Path) -> None:
+    (result,) = compare(case, corpus, iterations=4, strategies=("optim_grads_params",))
+    assert result.good, result.text

@@ -1,0 +1,304 @@
+"""Trains with Megatron's DDP and with our FSDP at the same topology, in Megatron's real loop, and compares them.
+
+    python tools/parity_nd.py [--only TEXT ...] [--strategies ...] [--iterations 10] [--markdown FILE]
+
+Tensor, pipeline, context and expert parallelism, hybrid sharding, kinds of models, options of the loop. In fp32, loss
+and gradient norm of every iteration must agree to six significant digits; in bf16, without clipping, too: two
+data-parallel ranks add two gradients, in whichever order. Exits with 1 if a run does not agree.
+"""
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tools.parity import STRATEGIES, Difference, fsdp_arguments, write_corpus  # noqa: E402
+from tools.real_loop import Run, RunFailure, run  # noqa: E402
+
+SHARDED = STRATEGIES[1:]
+# Numbers that agree in six significant digits differ by no more.
+SIX_DIGITS = 1e-6
+# Megatron wants it for tensor and context parallelism with DDP, and refuses it with FSDP.
+DDP_ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+
+ROPE = "--position-embedding-type rope --kv-channels 16"
+LLAMA = (
+    f"{ROPE} --group-query-attention --num-query-groups 2 --normalization RMSNorm --swiglu "
+    "--disable-bias-linear --untie-embeddings-and-output-weights"
+)
+MOE = (
+    "--swiglu --disable-bias-linear --num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01 "
+    "--moe-router-load-balancing-type aux_loss"
+)
+# gloo cannot gather tensors of different sizes, which the other dispatcher does where experts are tensor-parallel.
+ALLGATHER = f"{MOE} --moe-token-dispatcher-type allgather"
+ALLTOALL = f"{MOE} --moe-token-dispatcher-type alltoall"
+MLA = (
+    "--multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 8 "
+    "--v-head-dim 8 --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
+    "--rope-type rope"
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One topology, model, or option, trained by both.
+
+    Attributes:
+        kind: Section of the table.
+        name: What it shows.
+        ranks: Processes.
+        arguments: Megatron's arguments, for DDP and for FSDP.
+        strategies: Of FSDP.
+        layers: Of the model.
+        batch: Sequences per step.
+        bf16: Compute in bf16.
+        only_fsdp: Arguments for FSDP alone.
+        only_ddp: Arguments for DDP alone.
+    """
+
+    kind: str
+    name: str
+    ranks: int
+    arguments: str
+    strategies: tuple[str, ...] = STRATEGIES
+    layers: int = 2
+    batch: int = 8
+    bf16: bool = False
+    only_fsdp: str = ""
+    only_ddp: str = ""
+
+
+def _topology(name: str, ranks: int, arguments: str, **others: object) -> Case:
+    return Case("topology", name, ranks, arguments, **others)  # type: ignore[arg-type]
+
+
+ONE = ("optim_grads_params",)
+TP, PP, EP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--expert-model-parallel-size 2"
+CP = "--context-parallel-size 2"
+INSTANCES = "--num-distributed-optimizer-instances 2"
+
+CASES = (
+    _topology("TP 2", 4, TP),
+    _topology("TP 2, sequence parallel", 4, f"{TP} --sequence-parallel"),
+    _topology(
+        "TP 2, sequence parallel, query and key norms", 4, f"{TP} --sequence-parallel --qk-layernorm", strategies=ONE
+    ),
+    _topology("TP 2 without data parallelism", 2, TP, strategies=ONE),
+    _topology("PP 2, tied embeddings", 4, PP),
+    _topology("PP 2, embeddings of their own", 4, f"{PP} --untie-embeddings-and-output-weights", strategies=ONE),
+    _topology("PP 2, interleaved", 4, f"{PP} --num-layers-per-virtual-pipeline-stage 1", layers=4),
+    _topology("PP 2, tied embeddings, without data parallelism", 2, PP, strategies=ONE),
+    _topology("TP 2 x PP 2 x DP 2", 8, f"{TP} {PP} --sequence-parallel", strategies=ONE),
+    _topology("CP 2", 4, CP),
+    _topology("CP 2, per token loss", 4, f"{CP} --calculate-per-token-loss", strategies=ONE),
+    _topology("CP 2 x TP 2", 8, f"{CP} {TP} --sequence-parallel", strategies=ONE),
+    _topology("EP 2", 4, f"{ALLTOALL} {EP}", strategies=SHARDED),
+    _topology("EP 2, all-gather of tokens", 4, f"{ALLGATHER} {EP}", strategies=ONE),
+    _topology("EP 4, one rank per expert group", 4, f"{ALLTOALL} --expert-model-parallel-size 4", strategies=ONE),
+    _topology(
+        "EP 2 x TP 2, ETP 1",
+        4,
+        f"{ALLTOALL} {EP} {TP} --sequence-parallel --expert-tensor-parallel-size 1",
+        strategies=SHARDED,
+    ),
+    _topology(
+        "EP 2 x TP 2, ETP 2",
+        4,
+        f"{ALLGATHER} {EP} {TP} --sequence-parallel --expert-tensor-parallel-size 2",
+        strategies=SHARDED,
+    ),
+    _topology(
+        "EP 2 x TP 2 x PP 2",
+        8,
+        f"{ALLTOALL} {EP} {TP} {PP} --sequence-parallel --expert-tensor-parallel-size 1",
+        strategies=ONE,
+    ),
+    _topology("HSDP", 4, "", only_fsdp=INSTANCES),
+    _topology("HSDP, EP 2", 8, f"{ALLTOALL} {EP}", only_fsdp=INSTANCES, strategies=ONE),
+    _topology("HSDP, TP 2", 8, TP, only_fsdp=INSTANCES, strategies=ONE),
+    _topology("hybrid FSDP", 4, "", only_fsdp=f"{INSTANCES} --outer-dp-sharding-strategy optim", strategies=ONE),
+    Case("model", "Llama-like", 2, LLAMA, ONE),
+    Case("model", "Llama-like, TP 2", 4, f"{LLAMA} {TP} --sequence-parallel", ONE),
+    Case("model", "mixture of experts", 2, ALLTOALL, ONE),
+    Case("model", "mixture of experts, shared expert", 2, f"{ALLTOALL} --moe-shared-expert-intermediate-size 32", ONE),
+    Case(
+        "model",
+        "mixture of experts, EP 2, expert bias",
+        4,
+        f"{ALLTOALL} {EP} --moe-router-score-function sigmoid --moe-router-enable-expert-bias",
+        ONE,
+    ),
+    Case("model", "multi-latent attention", 2, MLA, ONE),
+    Case("model", "multi-token prediction", 2, f"{ROPE} --mtp-num-layers 1", ONE),
+    Case("option", "per token loss", 2, "--calculate-per-token-loss"),
+    Case(
+        "option",
+        "per token loss, TP 2, sequence parallel",
+        4,
+        f"{TP} --sequence-parallel --calculate-per-token-loss",
+        ONE,
+    ),
+    Case(
+        "option",
+        "full recompute",
+        2,
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        ONE,
+    ),
+    Case("option", "selective recompute", 2, "--recompute-granularity selective", ONE),
+    Case(
+        "option",
+        "full recompute, TP 2, PP 2",
+        4,
+        f"{TP} {PP} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        ONE,
+    ),
+    Case("option", "bf16", 2, "--clip-grad 1000", STRATEGIES, bf16=True),
+    Case("option", "bf16, TP 2", 4, f"{TP} --clip-grad 1000", ONE, bf16=True),
+    Case("option", "bf16, EP 2", 4, f"{ALLTOALL} {EP} --clip-grad 1000", ONE, bf16=True),
+    Case("option", "no clipping", 2, "--clip-grad 1000", ONE),
+    Case("option", "number of zeros, norm of weights", 2, "--log-num-zeros-in-grad --log-params-norm", ONE),
+    Case("option", "decoupled learning rate", 2, "--decoupled-lr 1e-3 --untie-embeddings-and-output-weights", ONE),
+    Case("option", "evaluation on the way", 2, "--eval-interval 3 --eval-iters 2", ONE),
+)
+
+
+@dataclass
+class Result:
+    """What came of one strategy of a case.
+
+    Attributes:
+        case: The case.
+        strategy: Of FSDP.
+        difference: To DDP; None if a run failed.
+        failure: Why there is none.
+    """
+
+    case: Case
+    strategy: str
+    difference: Difference | None = None
+    failure: str = ""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def good(self) -> bool:
+        """Whether loss and gradient norm agree."""
+        return self.difference is not None and max(self.difference.loss, self.difference.grad_norm) <= SIX_DIGITS
+
+    @property
+    def text(self) -> str:
+        """One line."""
+        if self.difference is None:
+            return f"failed: {self.failure}"
+        return f"loss {self.difference.loss:.1e}, norm {self.difference.grad_norm:.1e}"
+
+
+def model_arguments(case: Case, corpus: Path, iterations: int) -> list[str]:
+    """Megatron's arguments for the case's model and data."""
+    text = f"""
+        --num-layers {case.layers} --hidden-size 60 --ffn-hidden-size 172 --num-attention-heads 4 --seq-length 48
+        --max-position-embeddings 48 --make-vocab-size-divisible-by 1 --micro-batch-size 1
+        --global-batch-size {case.batch} --train-iters {iterations} --lr 2e-3 --lr-warmup-iters 2
+        --lr-decay-style constant --clip-grad 1.0
+        --weight-decay 0.1 --seed 1234 --log-interval 1 --eval-iters 1 --eval-interval 1000 --split 90,10,0
+        --tokenizer-type NullTokenizer --vocab-size 256 --data-path {corpus} --no-save-optim
+        --attention-dropout 0 --hidden-dropout 0
+    """
+    return [*text.split(), *case.arguments.split(), *(["--bf16"] if case.bf16 else [])]
+
+
+def train(case: Case, corpus: Path, iterations: int, strategy: str | None) -> Run:
+    """Train with a strategy of FSDP, or with DDP."""
+    common = model_arguments(case, corpus, iterations)
+    if strategy is None:
+        flags = [*case.only_ddp.split(), "--use-distributed-optimizer"]
+        return run([*common, *flags], case.ranks, environment=DDP_ENVIRONMENT)
+    return run([*common, *fsdp_arguments(strategy), *case.only_fsdp.split()], case.ranks)
+
+
+def compare(case: Case, corpus: Path, iterations: int, strategies: tuple[str, ...]) -> Iterator[Result]:
+    """Train a case with DDP and with each strategy."""
+    try:
+        reference = train(case, corpus, iterations, None)
+    except RunFailure as failure:
+        yield from (Result(case, s, failure=f"DDP: {last_line(failure)}") for s in strategies)
+        return
+    for strategy in strategies:
+        try:
+            difference = Difference.between(reference, train(case, corpus, iterations, strategy))
+            yield Result(case, strategy, difference)
+        except RunFailure as failure:
+            yield Result(case, strategy, failure=last_line(failure))
+
+
+def last_line(failure: RunFailure) -> str:
+    """The error itself, without the log before it."""
+    lines = [line.strip() for line in str(failure).splitlines() if "Error" in line or "error:" in line]
+    return (lines or str(failure).splitlines())[-1][:300]
+
+
+def as_markdown(results: list[Result], iterations: int) -> str:
+    """The results as a table of a page."""
+    lines = []
+    for kind in dict.fromkeys(result.case.kind for result in results):
+        lines += [
+            f"### {kind.capitalize()}",
+            "",
+            "| | ranks | arguments | strategy | loss | gradient norm | |",
+            "|---|---:|---|---|---:|---:|---|",
+        ]
+        for result in (r for r in results if r.case.kind == kind):
+            case, found = result.case, result.difference
+            numbers = ("-", "-") if found is None else (f"{found.loss:.0e}", f"{found.grad_norm:.0e}")
+            arguments = " ".join(filter(None, [case.arguments, case.only_fsdp]))
+            verdict = "equal" if result.good else "**differs**" if found else f"**failed**: {result.failure}"
+            cells = (case.name, case.ranks, f"`{arguments or '-'}`", f"`{result.strategy}`", *numbers, verdict)
+            lines.append(f"| {' | '.join(map(str, cells))} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Run the cases, print a table, return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=[], help="cases whose kind or name contains one of these texts")
+    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES)
+    parser.add_argument("--iterations", type=int, default=10)
+    parser.add_argument("--markdown", type=Path, help="write the table to this page, between its marks")
+    options = parser.parse_args()
+    console = Console(width=max(Console().width, 130))
+    chosen = [c for c in CASES if not options.only or any(text in f"{c.kind}: {c.name}" for text in options.only)]
+    results: list[Result] = []
+    table = Table("kind", "case", "ranks", "strategy", "largest relative difference", "result")
+    with tempfile.TemporaryDirectory() as folder, console.status("") as status:
+        corpus = write_corpus(Path(folder))
+        for case in chosen:
+            status.update(f"{case.kind}: {case.name}")
+            strategies = tuple(s for s in case.strategies if s in options.strategies)
+            for result in compare(case, corpus, options.iterations, strategies):
+                results.append(result)
+                verdict = "[green]equal[/]" if result.good else "[bold red]DIFFERS[/]"
+                table.add_row(case.kind, case.name, str(case.ranks), result.strategy, escape(result.text), verdict)
+                console.log(f"{case.name}, {result.strategy}: {result.text}", markup=False)
+    console.print(table)
+    failed = sum(not result.good for result in results)
+    console.print("all equal" if not failed else f"{failed} of {len(results)} differ")
+    if options.markdown:
+        before, _, rest = options.markdown.read_text().partition("<!-- results -->\n")
+        _, _, after = rest.partition("<!-- end -->")
+        page = f"{before}<!-- results -->\n\n{as_markdown(results, options.iterations)}\n<!-- end -->{after}"
+        options.markdown.write_text(page)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
