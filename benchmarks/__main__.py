@@ -45,6 +45,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, help="rounds of what is timed")
     parser.add_argument("--peers", default="", help="measure these only, separated by commas")
     parser.add_argument("--results", type=Path, default=results.FOLDER, help="where results are kept")
+    parser.add_argument(
+        "--add", action="store_true", help="keep the cases of earlier results that are not measured now"
+    )
     parser.add_argument("--where", default="", help="measure these cases of step and network only: ranks=2,tokens=256")
     options = parser.parse_args(arguments)
     options.where = dict(tag.split("=", 1) for tag in filter(None, options.where.split(",")))
@@ -55,13 +58,22 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def run_one(name: str, options: Options, folder: Path, console: Console) -> Result:
+def run_one(name: str, options: Options, folder: Path, console: Console, add: bool = False) -> Result:
     """Run one benchmark; each case is printed and kept when it has been measured.
+
+    Args:
+        name: Which.
+        options: What was asked for.
+        folder: Where results are kept.
+        console: Where they are printed.
+        add: Keep the cases of an earlier result there that are not measured now.
 
     Raises:
         LossesDisagree: A peer trains something else than the others.
     """
     result = Result(name, quick=options.quick, about=results.about())
+    path = folder / f"{name}.json"
+    earlier = Result.load(path) if add and path.exists() else None
     entry: Callable[[Options], Iterable[Case]] = importlib.import_module(f"benchmarks.suite.{BENCHMARKS[name]}").run
     try:
         for case in entry(options):
@@ -71,6 +83,8 @@ def run_one(name: str, options: Options, folder: Path, console: Console) -> Resu
     except Skipped as reason:
         result.skipped = str(reason)
         console.print(f"{name}: skipped: {escape(result.skipped)}")
+    if earlier is not None and earlier.quick == options.quick:
+        result.add_earlier(earlier)
     result.targets = [verdict.as_json() for verdict in targets.judge(result)]
     console.print(f"kept in {result.save(folder)}\n")
     return result
@@ -88,7 +102,7 @@ def main(arguments: list[str] | None = None) -> int:
             report = lambda text, name=name: status.update(f"{name}: {text}")  # noqa: E731 - closes over the name
             try:
                 options = Options(command.quick, command.rounds, only, report, command.where)
-                measured[name] = run_one(name, options, command.results, console)
+                measured[name] = run_one(name, options, command.results, console, command.add)
             except LossesDisagree as disagreement:
                 console.print(f"[bold red]{name}: losses disagree:[/] {disagreement}")
                 failed = 1

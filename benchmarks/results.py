@@ -105,6 +105,16 @@ class Result:
         path.write_text(json.dumps(values, indent=1) + "\n")
         return path
 
+    def add_earlier(self, earlier: "Result") -> None:
+        """Take over the cases of another run that this one has not measured, with a note of when that was."""
+        tags = [case.tags for case in self.cases]
+        kept = [case for case in earlier.cases if case.tags not in tags]
+        about = earlier.about
+        for case in kept:
+            if not any(note.startswith("measured ") for note in case.notes):
+                case.notes.append(f"measured {about.get('date', '')}, commit {about.get('commit', '')}")
+        self.cases = kept + self.cases
+
     @staticmethod
     def load(path: Path) -> "Result":
         """Read what :meth:`save` wrote."""
