@@ -43,7 +43,7 @@ if [[ $FP8 == 1 ]]; then
   TRAINING+=(--fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 1024 --fp8-amax-compute-algo max)
 fi
 if [[ -n $DATA ]]; then
-  INPUT=(--data-path "$DATA" --split 99,1,0 --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$TOKENIZER")
+  INPUT=(--data-path "$DATA" --split "99,1,0" --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$TOKENIZER")
 else
   INPUT=(--mock-data --tokenizer-type NullTokenizer --vocab-size 128256)
 fi

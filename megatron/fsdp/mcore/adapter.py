@@ -194,6 +194,9 @@ class FullyShardedDataParallel(_BaseDataParallel):
     def zero_grad_buffer(self) -> None:
         """Drop all gradients."""
         self.module.zero_grad_buffer()
+        for entry in self.module.entries():
+            if hasattr(entry.main, "main_grad"):
+                entry.main.main_grad = None
 
     # Parameters ------------------------------------------------------------------------------------------------
 
