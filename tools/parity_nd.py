@@ -248,7 +248,7 @@ def last_line(failure: RunFailure) -> str:
 
 def as_markdown(results: list[Result], iterations: int) -> str:
     """The results as a table of a page."""
-    lines = []
+    lines = [f"Over {iterations} iterations.", ""]
     for kind in dict.fromkeys(result.case.kind for result in results):
         lines += [
             f"### {kind.capitalize()}",
