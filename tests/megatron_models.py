@@ -30,6 +30,8 @@ from megatron.fsdp.mcore import FullyShardedDataParallel, install, uninstall  # 
 
 VOCABULARY, SEQUENCE = 29, 6
 
+Losses = Callable[[torch.nn.Module, torch.Tensor], torch.Tensor]
+
 
 @contextmanager
 def megatron(plugin: bool = True) -> Iterator[None]:
@@ -86,13 +88,13 @@ def gpt(config: TransformerConfig, tied: bool = True) -> torch.nn.Module:
     return Float16Module(config, model) if config.bf16 else model
 
 
-def wrapped(strategy: str | None, **changes: Any) -> torch.nn.Module:
+def wrapped(strategy: str | None, build: Callable[..., torch.nn.Module] = gpt, **changes: Any) -> torch.nn.Module:
     """The model in our wrapper, or in DDP if ``strategy`` is None."""
     transformer = {k: v for k, v in changes.items() if k in TransformerConfig.__dataclass_fields__}
     data_parallel = {k: v for k, v in changes.items() if k not in transformer}
     config = transformer_config(**transformer)
     wrapper = DistributedDataParallel if strategy is None else FullyShardedDataParallel
-    model = wrapper(config=config, ddp_config=ddp_config(strategy, **data_parallel), module=gpt(config))
+    model = wrapper(config=config, ddp_config=ddp_config(strategy, **data_parallel), module=build(config))
     if config.finalize_model_grads_func is None:
         config.finalize_model_grads_func = finalize
     return model
@@ -120,14 +122,18 @@ def tokens(step: int, micro_batches: int) -> torch.Tensor:
     return torch.randint(0, VOCABULARY, (micro_batches, 1, SEQUENCE + 1), generator=generator)
 
 
-def forward_backward(model: torch.nn.Module, data: torch.Tensor) -> None:
+def gpt_losses(module: torch.nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    """The loss of each token of one micro-batch: [1, SEQUENCE]."""
+    positions = torch.arange(SEQUENCE).unsqueeze(0)
+    mask = torch.ones(1, 1, SEQUENCE, SEQUENCE).tril() < 0.5
+    return module(rows[:, :-1], positions, mask, labels=rows[:, 1:])
+
+
+def forward_backward(model: torch.nn.Module, data: torch.Tensor, losses_of: Losses = gpt_losses) -> None:
     """Megatron's schedule over the micro-batches, with the gradients' finalization at the end."""
 
     def forward_step(iterator: Iterator[torch.Tensor], module: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
-        rows = next(iterator)
-        positions = torch.arange(SEQUENCE).unsqueeze(0)
-        mask = torch.ones(1, 1, SEQUENCE, SEQUENCE).tril() < 0.5
-        losses = module(rows[:, :-1], positions, mask, labels=rows[:, 1:])
+        losses = losses_of(module, next(iterator))
 
         def loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
             return output.float().sum(), torch.tensor(output.numel(), dtype=torch.int), {}
@@ -155,15 +161,22 @@ class Trained:
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-def train(strategy: str | None, steps: int = 3, micro_batches: int = 2, **changes: Any) -> Trained:
+def train(
+    strategy: str | None,
+    steps: int = 3,
+    micro_batches: int = 2,
+    build: Callable[..., torch.nn.Module] = gpt,
+    losses_of: Losses = gpt_losses,
+    **changes: Any,
+) -> Trained:
     """Train with our wrapper, or with DDP if ``strategy`` is None, as Megatron's loop does."""
-    model = wrapped(strategy, **changes)
+    model = wrapped(strategy, build, **changes)
     optimizer = optimizer_of(model)
     result = Trained()
     for step in range(steps):
         model.zero_grad_buffer()
         optimizer.zero_grad()
-        forward_backward(model, tokens(step, micro_batches))
+        forward_backward(model, tokens(step, micro_batches), losses_of)
         success, norm, zeros = optimizer.step()
         assert success
         result.norms.append(float(norm))

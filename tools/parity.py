@@ -13,7 +13,6 @@ Exits with 1 if a run does not agree.
 
 import argparse
 import itertools
-import math
 import statistics
 import sys
 import tempfile
@@ -28,6 +27,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.fsdp.mcore.verify import relative  # noqa: E402
 from tools.real_loop import Run, RunFailure, run  # noqa: E402
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -81,15 +81,9 @@ class Difference:
         pairs = list(zip(a.iterations, b.iterations, strict=True))
         if not pairs:
             raise ValueError("nothing to compare: no iteration was trained")
-        losses = [_relative(x.loss, y.loss) for x, y in pairs]
-        norms = [_relative(x.grad_norm, y.grad_norm) for x, y in pairs]
+        losses = [relative(x.loss, y.loss) for x, y in pairs]
+        norms = [relative(x.grad_norm, y.grad_norm) for x, y in pairs]
         return Difference(max(losses), max(norms), statistics.fmean(losses))
-
-
-def _relative(a: float, b: float) -> float:
-    if not (math.isfinite(a) and math.isfinite(b)):
-        return math.inf
-    return 0.0 if a == b else abs(a - b) / max(abs(a), abs(b))
 
 
 def write_corpus(folder: Path) -> Path:

@@ -11,7 +11,7 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -20,7 +20,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.parity import STRATEGIES, Difference, fsdp_arguments, write_corpus  # noqa: E402
+from tools.parity import DDP, STRATEGIES, Difference, fsdp_arguments, write_corpus  # noqa: E402
 from tools.real_loop import Run, RunFailure, run  # noqa: E402
 
 SHARDED = STRATEGIES[1:]
@@ -62,7 +62,7 @@ class Case:
         batch: Sequences per step.
         bf16: Compute in bf16.
         only_fsdp: Arguments for FSDP alone.
-        only_ddp: Arguments for DDP alone.
+        overlaps: Whether FSDP is asked to overlap communication with compute.
     """
 
     kind: str
@@ -74,7 +74,7 @@ class Case:
     batch: int = 8
     bf16: bool = False
     only_fsdp: str = ""
-    only_ddp: str = ""
+    overlaps: bool = True
 
 
 def _topology(name: str, ranks: int, arguments: str, **others: object) -> Case:
@@ -89,21 +89,19 @@ INSTANCES = "--num-distributed-optimizer-instances 2"
 CASES = (
     _topology("TP 2", 4, TP),
     _topology("TP 2, sequence parallel", 4, f"{TP} --sequence-parallel"),
-    _topology(
-        "TP 2, sequence parallel, query and key norms", 4, f"{TP} --sequence-parallel --qk-layernorm", strategies=ONE
-    ),
-    _topology("TP 2 without data parallelism", 2, TP, strategies=ONE),
+    _topology("TP 2, sequence parallel, query and key norms", 4, f"{TP} --sequence-parallel --qk-layernorm"),
+    _topology("TP 2 without data parallelism", 2, TP),
     _topology("PP 2, tied embeddings", 4, PP),
-    _topology("PP 2, embeddings of their own", 4, f"{PP} --untie-embeddings-and-output-weights", strategies=ONE),
+    _topology("PP 2, embeddings of their own", 4, f"{PP} --untie-embeddings-and-output-weights"),
     _topology("PP 2, interleaved", 4, f"{PP} --num-layers-per-virtual-pipeline-stage 1", layers=4),
-    _topology("PP 2, tied embeddings, without data parallelism", 2, PP, strategies=ONE),
-    _topology("TP 2 x PP 2 x DP 2", 8, f"{TP} {PP} --sequence-parallel", strategies=ONE),
+    _topology("PP 2, tied embeddings, without data parallelism", 2, PP),
+    _topology("TP 2 x PP 2 x DP 2", 8, f"{TP} {PP} --sequence-parallel"),
     _topology("CP 2", 4, CP),
-    _topology("CP 2, per token loss", 4, f"{CP} --calculate-per-token-loss", strategies=ONE),
+    _topology("CP 2, per token loss", 4, f"{CP} --calculate-per-token-loss"),
     _topology("CP 2 x TP 2", 8, f"{CP} {TP} --sequence-parallel", strategies=ONE),
     _topology("EP 2", 4, f"{ALLTOALL} {EP}", strategies=SHARDED),
-    _topology("EP 2, all-gather of tokens", 4, f"{ALLGATHER} {EP}", strategies=ONE),
-    _topology("EP 4, one rank per expert group", 4, f"{ALLTOALL} --expert-model-parallel-size 4", strategies=ONE),
+    _topology("EP 2, all-gather of tokens", 4, f"{ALLGATHER} {EP}", strategies=SHARDED),
+    _topology("EP 4, one rank per expert group", 4, f"{ALLTOALL} --expert-model-parallel-size 4", strategies=SHARDED),
     _topology(
         "EP 2 x TP 2, ETP 1",
         4,
@@ -126,9 +124,9 @@ CASES = (
     _topology("HSDP, EP 2", 8, f"{ALLTOALL} {EP}", only_fsdp=INSTANCES, strategies=ONE),
     _topology("HSDP, TP 2", 8, TP, only_fsdp=INSTANCES, strategies=ONE),
     _topology("hybrid FSDP", 4, "", only_fsdp=f"{INSTANCES} --outer-dp-sharding-strategy optim", strategies=ONE),
-    Case("model", "Llama-like", 2, LLAMA, ONE),
-    Case("model", "Llama-like, TP 2", 4, f"{LLAMA} {TP} --sequence-parallel", ONE),
-    Case("model", "mixture of experts", 2, ALLTOALL, ONE),
+    Case("model", "Llama-like", 2, LLAMA),
+    Case("model", "Llama-like, TP 2", 4, f"{LLAMA} {TP} --sequence-parallel"),
+    Case("model", "mixture of experts", 2, ALLTOALL),
     Case("model", "mixture of experts, shared expert", 2, f"{ALLTOALL} --moe-shared-expert-intermediate-size 32", ONE),
     Case(
         "model",
@@ -137,8 +135,8 @@ CASES = (
         f"{ALLTOALL} {EP} --moe-router-score-function sigmoid --moe-router-enable-expert-bias",
         ONE,
     ),
-    Case("model", "multi-latent attention", 2, MLA, ONE),
-    Case("model", "multi-token prediction", 2, f"{ROPE} --mtp-num-layers 1", ONE),
+    Case("model", "multi-latent attention", 2, MLA),
+    Case("model", "multi-token prediction", 2, f"{ROPE} --mtp-num-layers 1"),
     Case("option", "per token loss", 2, "--calculate-per-token-loss"),
     Case(
         "option",
@@ -165,7 +163,10 @@ CASES = (
     Case("option", "bf16", 2, "--clip-grad 1000", STRATEGIES, bf16=True),
     Case("option", "bf16, TP 2", 4, f"{TP} --clip-grad 1000", ONE, bf16=True),
     Case("option", "bf16, EP 2", 4, f"{ALLTOALL} {EP} --clip-grad 1000", ONE, bf16=True),
-    Case("option", "no clipping", 2, "--clip-grad 1000", ONE),
+    Case("option", "no clipping", 2, "--clip-grad 0"),
+    Case("option", "no overlap", 2, "", ("no_shard", "optim"), overlaps=False),
+    Case("option", "no overlap, TP 2", 4, TP, ("no_shard", "optim"), overlaps=False),
+    Case("option", "hashes of weights compared", 2, "--check-weight-hash-across-dp-replicas-interval 2", SHARDED[:2]),
     Case("option", "number of zeros, norm of weights", 2, "--log-num-zeros-in-grad --log-params-norm", ONE),
     Case("option", "decoupled learning rate", 2, "--decoupled-lr 1e-3 --untie-embeddings-and-output-weights", ONE),
     Case("option", "evaluation on the way", 2, "--eval-interval 3 --eval-iters 2", ONE),
@@ -187,7 +188,6 @@ class Result:
     strategy: str
     difference: Difference | None = None
     failure: str = ""
-    notes: list[str] = field(default_factory=list)
 
     @property
     def good(self) -> bool:
@@ -220,9 +220,9 @@ def train(case: Case, corpus: Path, iterations: int, strategy: str | None) -> Ru
     """Train with a strategy of FSDP, or with DDP."""
     common = model_arguments(case, corpus, iterations)
     if strategy is None:
-        flags = [*case.only_ddp.split(), "--use-distributed-optimizer"]
-        return run([*common, *flags], case.ranks, environment=DDP_ENVIRONMENT)
-    return run([*common, *fsdp_arguments(strategy), *case.only_fsdp.split()], case.ranks)
+        return run([*common, *DDP], case.ranks, environment=DDP_ENVIRONMENT)
+    flags = [word for word in fsdp_arguments(strategy) if case.overlaps or not word.startswith("--overlap")]
+    return run([*common, *flags, *case.only_fsdp.split()], case.ranks)
 
 
 def compare(case: Case, corpus: Path, iterations: int, strategies: tuple[str, ...]) -> Iterator[Result]:

@@ -58,7 +58,7 @@ def run(
     """
     context = _context()
     with tempfile.TemporaryDirectory() as folder:
-        port = _free_port()
+        port = free_port()
         processes = [
             context.Process(target=_rank, args=(arguments, rank, ranks, port, folder, dict(environment)), daemon=False)  # type: ignore[attr-defined]
             for rank in range(ranks)
@@ -89,7 +89,8 @@ def _context() -> BaseContext:
     return context
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -130,8 +131,8 @@ def _record() -> dict[str, list[Any]]:
 
     def recording_log(loss_dict: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         # Arguments after the loss: total_loss_dict, learning_rate, iteration, loss_scale, report_memory, skipped, norm.
-        # Pipeline stages before the last have no loss.
-        numbers["iterations"].append((float(loss_dict.get("lm loss", 0.0)), float(args[6])))
+        # Pipeline stages before the last have no loss; without clipping there is no norm.
+        numbers["iterations"].append((float(loss_dict.get("lm loss", 0.0)), float(args[6] or 0.0)))
         return log(loss_dict, *args, **kwargs)
 
     def recording_evaluate(*args: Any, **kwargs: Any) -> Any:

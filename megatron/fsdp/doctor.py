@@ -7,31 +7,21 @@ the mesh, units, dtypes, collectives and bytes per rank; or every setting that d
 0 if the command would start to train, else with 1.
 """
 
-import argparse
 import os
 import sys
-from pathlib import Path
 
+from megatron.fsdp import script
 from megatron.fsdp.mcore import cpu
 
 
 def main() -> int:
     """Examine the command, print the report, return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m megatron.fsdp.doctor",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = script.parser("megatron.fsdp.doctor", __doc__)
     parser.add_argument("--world-size", type=int, default=int(os.environ.get("WORLD_SIZE", "8")), help="ranks; or 8")
     parser.add_argument("--rank", type=int, default=0, help="the rank to look at: pipeline stages differ")
     parser.add_argument("--json", action="store_true", help="print the report for programs")
     parser.add_argument("--verbose", action="store_true", help="let the script print what it prints")
-    parser.add_argument("script", type=Path)
-    parser.add_argument("arguments", nargs=argparse.REMAINDER)
-    options = parser.parse_args()
-    if not options.script.is_file():
-        parser.error(f"no such script: {options.script}")
+    options = script.parse(parser)
     cpu.enable()
     from megatron.fsdp.mcore.doctor import examine
 

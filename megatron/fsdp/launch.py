@@ -6,11 +6,11 @@ The script needs no change: where it asks for ``--use-megatron-fsdp``, it gets t
 runs on the CPU.
 """
 
-import runpy
 import sys
 from pathlib import Path
 
 from megatron.fsdp.mcore import cpu, install
+from megatron.fsdp.script import run
 
 
 def main() -> None:
@@ -24,10 +24,7 @@ def main() -> None:
         sys.exit(2)
     cpu.enable()
     install()
-    sys.argv = sys.argv[1:]
-    # As `python SCRIPT` does: the script's own folder comes first.
-    sys.path[0] = str(script.resolve().parent)
-    runpy.run_path(str(script), run_name="__main__")
+    run(script, sys.argv[2:])
 
 
 if __name__ == "__main__":

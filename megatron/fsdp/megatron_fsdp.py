@@ -22,7 +22,7 @@ from megatron.fsdp.layout import parse_granularity
 from megatron.fsdp.materialize import check_can_materialize, initialize, materialize_buffers
 from megatron.fsdp.mesh import FSDPDistributedIndex, default_index, require_process_group
 from megatron.fsdp.nccl_memory import NcclMemory
-from megatron.fsdp.parameter import GroupKey, ParameterEntry
+from megatron.fsdp.parameter import ParameterEntry
 from megatron.fsdp.parameter_group import Environment, ParameterGroup
 from megatron.fsdp.partition import (
     UnitClasses,
@@ -192,10 +192,7 @@ class MegatronFSDP(nn.Module):
             inside_another = depth > 1 and self.fsdp_config.own_buffer_if_none_is_free
             unit_pool = self.pool.for_unit(len(self._units), depth, shared=depth > 0 and not inside_another)
             environment, slot = dataclasses.replace(environment, pool=unit_pool), unit_pool.slot
-        groups: dict[GroupKey, list[ParameterEntry]] = {}
-        for entry in part.entries:
-            groups.setdefault(entry.key, []).append(entry)
-        unit = Unit(part.name, [ParameterGroup(entries, environment) for entries in groups.values()], [], slot)
+        unit = Unit(part.name, [ParameterGroup(entries, environment) for entries in part.groups], [], slot)
         empty = [group for group in unit.groups if not group.adopted]
         if empty or (unit.is_root and self._without_parameters):
             initialize([entry for group in empty for entry in group.entries], self._without_parameters)

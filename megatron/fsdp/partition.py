@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.mesh import FSDPDistributedIndex
 from megatron.fsdp.names import did_you_mean
-from megatron.fsdp.parameter import TENSOR_PARALLEL, ParameterEntry
+from megatron.fsdp.parameter import TENSOR_PARALLEL, GroupKey, ParameterEntry
 from megatron.fsdp.precision import MixedPrecisionPolicy
 
 # The one attribute that the engine sets on parameters: a weak reference to the MegatronFSDP that owns them.
@@ -33,6 +33,14 @@ class UnitPart:
     module: nn.Module
     entries: list[ParameterEntry] = field(default_factory=list)
     children: list["UnitPart"] = field(default_factory=list)
+
+    @property
+    def groups(self) -> list[list[ParameterEntry]]:
+        """The unit's own parameters, those together that are gathered and reduced together."""
+        groups: dict[GroupKey, list[ParameterEntry]] = {}
+        for entry in self.entries:
+            groups.setdefault(entry.key, []).append(entry)
+        return list(groups.values())
 
 
 def resolve_unit_classes(module: nn.Module, unit_modules: UnitClasses | None) -> tuple[type[nn.Module], ...]:

@@ -7,39 +7,29 @@ command line is that of the FSDP run; for DDP, what only FSDP takes is left out.
 0 if the runs agree, else with 1.
 """
 
-import argparse
 import os
 import sys
 import tempfile
 from pathlib import Path
 
+from megatron.fsdp import script
 from megatron.fsdp.mcore import cpu
 
 
 def main() -> int:
     """Run both, compare, print, return the exit code."""
     if sys.argv[1:2] == ["--record"]:
-        del sys.argv[1]
         cpu.enable()
         from megatron.fsdp.mcore.verify import record
 
-        record()
+        record(Path(sys.argv[2]), sys.argv[3:])
         return 0
-    parser = argparse.ArgumentParser(
-        prog="python -m megatron.fsdp.verify",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = script.parser("megatron.fsdp.verify", __doc__)
     parser.add_argument("--ranks", type=int, default=int(os.environ.get("WORLD_SIZE", "2")), help="processes; or 2")
     parser.add_argument("--steps", type=int, default=5, help="of training")
     parser.add_argument("--layers", type=int, help="another --num-layers")
     parser.add_argument("--hidden", type=int, help="another --hidden-size; --ffn-hidden-size becomes 4 times that")
-    parser.add_argument("script", type=Path)
-    parser.add_argument("arguments", nargs=argparse.REMAINDER)
-    options = parser.parse_args()
-    if not options.script.is_file():
-        parser.error(f"no such script: {options.script}")
+    options = script.parse(parser)
     cpu.enable()
     from megatron.fsdp.mcore.verify import compare, launch, with_value
 

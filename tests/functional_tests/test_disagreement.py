@@ -1,13 +1,14 @@
 """When ranks stop agreeing, a rank that is left ends with an error that says what each of them was doing."""
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from tools.real_loop import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
@@ -50,10 +51,7 @@ def run(mode: str, folder: Path) -> list[tuple[int, str]]:
     """Exit code and output of each rank. No launcher ends the other rank when one has died."""
     script = folder / "train.py"
     script.write_text(SCRIPT)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     ranks = [
         subprocess.Popen(

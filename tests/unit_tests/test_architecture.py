@@ -38,6 +38,8 @@ ORDER = [
     "schedule",
     "state_dict",
     "megatron_fsdp",
+    "consistency",
+    "export",
     "local_step",
     "optimizer",
     "forward_methods",
@@ -49,9 +51,35 @@ ORDER = [
 # The trace tool stands on the engine, in this order, and nothing on it.
 TRACE_ORDER = ["clock", "timeline", "recorder", "plot", "__init__", "watch", "__main__"]
 # The adapter stands on the engine, in this order; launch on both.
-ADAPTER_ORDER = ["arguments", "estimate", "topology", "adapter", "checkpoint", "plugin", "doctor", "verify", "__init__"]
+ADAPTER_ORDER = [
+    "arguments",
+    "estimate",
+    "topology",
+    "adapter",
+    "checkpoint",
+    "checkpointing",
+    "plugin",
+    "doctor",
+    "verify",
+    "__init__",
+]
+# Checkpoints on disk need torch only, and nothing of the engine.
+CHECKPOINT_ORDER = [
+    "__init__",
+    "lazy",
+    "checksums",
+    "archive",
+    "allowed",
+    "safe_pickle",
+    "reader",
+    "writer",
+    "backend",
+    "newest",
+    "matching",
+    "loading",
+]
 # Commands; they stand on everything.
-COMMANDS = {"launch", "doctor", "verify"}
+COMMANDS = {"script", "launch", "doctor", "verify"}
 
 SOURCES = sorted([*ENGINE.rglob("*.py"), *(ROOT / "megatron_fsdp").glob("*.py"), ROOT / "pretrain_gpt.py"])
 BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.py"))
@@ -79,6 +107,7 @@ def test_every_module_of_the_engine_has_its_place() -> None:
     assert {path.stem for path in ENGINE.glob("*.py")} == {*ORDER, *COMMANDS}
     assert {path.stem for path in (ENGINE / "mcore").glob("*.py")} == set(ADAPTER_ORDER)
     assert {path.stem for path in (ENGINE / "trace").glob("*.py")} == set(TRACE_ORDER)
+    assert {path.stem for path in (ENGINE / "checkpoint").glob("*.py")} == set(CHECKPOINT_ORDER)
 
 
 @pytest.mark.parametrize("module", ORDER)
@@ -102,6 +131,18 @@ def test_trace_imports_go_one_way(module: str) -> None:
     assert {name.split(".")[0] for name in imports} <= allowed
 
 
+@pytest.mark.parametrize("module", CHECKPOINT_ORDER)
+def test_imports_of_checkpoints_go_one_way(module: str) -> None:
+    before = set(CHECKPOINT_ORDER[: CHECKPOINT_ORDER.index(module)])
+    imports = _imports(ENGINE / "checkpoint" / f"{module}.py")
+    later = _modules_of(imports, "megatron.fsdp.checkpoint") & set(CHECKPOINT_ORDER) - before
+    assert not later, f"checkpoint/{module} imports {sorted(later)}, which come later"
+    allowed = {"torch", "numpy", "megatron", *sys.stdlib_module_names}
+    assert {name.split(".")[0] for name in imports} <= allowed
+    engine = {name for name in imports if name.startswith("megatron.fsdp.") and ".checkpoint" not in name}
+    assert _modules_of(engine, "megatron.fsdp") <= {"names"}
+
+
 def test_tracing_without_drawing_needs_torch_only() -> None:
     code = "import megatron.fsdp.trace.__main__, sys; print('matplotlib' in sys.modules)"
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
@@ -122,7 +163,9 @@ def test_adapter_imports_go_one_way(module: str) -> None:
 def test_engine_needs_torch_only(path: Path) -> None:
     if path.stem in COMMANDS:
         return
-    allowed = {"torch", "megatron", *sys.stdlib_module_names}
+    # Imported when files of that format are asked for, and not before.
+    optional = {"safetensors"} if path.stem == "export" else set()
+    allowed = {"torch", "megatron", *sys.stdlib_module_names, *optional}
     for name in _imports(path):
         assert name.split(".")[0] in allowed, f"{path.name} imports {name}"
         assert not name.startswith(("megatron.core", "megatron.training", "megatron.fsdp.mcore")), (

@@ -8,8 +8,6 @@ import functools
 import importlib
 import json
 import os
-import runpy
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,6 +21,7 @@ from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.mcore.arguments import Limit, Settings, broken
 from megatron.fsdp.mcore.estimate import AxisSizes, Estimate, estimate
 from megatron.fsdp.mcore.plugin import install, uninstall
+from megatron.fsdp.script import run
 
 GIB = 1 << 30
 # Elements up to which tensors of the model are made as they are asked for.
@@ -154,10 +153,8 @@ def examine(script: Path, arguments: Sequence[str], world_size: int, rank: int =
     install(functools.partial(_look_at, report))
     training_arguments.validate_args = _examining(training_arguments.validate_args, original, report)
     training.setup_model_and_optimizer = _without_memory(setup)
-    argv, path = sys.argv, sys.path[0]
-    sys.argv, sys.path[0] = [str(script), *arguments], str(script.resolve().parent)
     try:
-        runpy.run_path(str(script), run_name="__main__")
+        run(script, arguments)
         report.refusal = "The script ended without wrapping a model."
     except _Examined:
         pass
@@ -166,7 +163,6 @@ def examine(script: Path, arguments: Sequence[str], world_size: int, rank: int =
     except Exception as error:  # noqa: BLE001 - whatever it is, it is what the user has to know
         report.refusal = f"{type(error).__name__}: {error}"
     finally:
-        sys.argv, sys.path[0] = argv, path
         uninstall()
         training_arguments.validate_args, training.setup_model_and_optimizer = original, setup
     return report

@@ -1,14 +1,14 @@
 """What sharding a model will take: units, collectives and bytes per rank, from shapes alone. Allocates nothing."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import nn
 
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.layout import parse_granularity, plan_layout
-from megatron.fsdp.parameter import GroupKey, ParameterEntry
+from megatron.fsdp.parameter import ParameterEntry
 from megatron.fsdp.partition import UnitPart, partition
 from megatron.fsdp.strategy import UNSHARDED
 
@@ -130,12 +130,12 @@ def estimate(
     dtypes: dict[str, None] = {}
     units = []
     for part in _parts(partition(module, classes, config.every_module_is_a_unit)):
-        total, groups = Bytes(), _by_key(part.entries)
-        for key, entries in groups.items():
-            found, text = _group(key, entries, config, experts if key.expert else dense)
+        total = Bytes()
+        for entries in part.groups:
+            found, text = _group(entries, config, experts if entries[0].key.expert else dense)
             total.add(found)
             dtypes[text] = None
-        units.append(UnitEstimate(part.name, type(part.module).__name__, len(groups), total))
+        units.append(UnitEstimate(part.name, type(part.module).__name__, len(part.groups), total))
     return Estimate(tuple(units), tuple(dtypes))
 
 
@@ -145,14 +145,8 @@ def _parts(part: UnitPart) -> Iterator[UnitPart]:
         yield from _parts(child)
 
 
-def _by_key(entries: Iterable[ParameterEntry]) -> dict[GroupKey, list[ParameterEntry]]:
-    groups: dict[GroupKey, list[ParameterEntry]] = {}
-    for entry in entries:
-        groups.setdefault(entry.key, []).append(entry)
-    return groups
-
-
-def _group(key: GroupKey, entries: list[ParameterEntry], config: FSDPConfig, axes: AxisSizes) -> tuple[Bytes, str]:
+def _group(entries: list[ParameterEntry], config: FSDPConfig, axes: AxisSizes) -> tuple[Bytes, str]:
+    key = entries[0].key
     sharding = config.sharding if key.divisible else UNSHARDED
     inner = axes.inner if sharding.inner.shards_optimizer else 1
     shards = inner * (axes.outer if sharding.outer.shards_optimizer else 1)

@@ -7,6 +7,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import logging
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,7 @@ class Patch:
 
     Attributes:
         module: Module that has the name.
-        name: The name.
+        name: The name, or that of a class and, behind a dot, of its method.
         why: What Megatron does with it.
         replacement: Makes the new value from the old one.
     """
@@ -31,6 +32,11 @@ class Patch:
     name: str
     why: str
     replacement: Callable[[Any], Any]
+
+    @property
+    def attribute(self) -> str:
+        """What is set, of the module or of a class in it."""
+        return self.name.rpartition(".")[2]
 
 
 # What install() was given in place of the wrapper.
@@ -49,10 +55,13 @@ def _checked_validate_args(original: Any) -> Any:
     return checking_validate_args(original)
 
 
-def _preprocess_state_dict(original: Any) -> Any:
-    from megatron.fsdp.mcore.checkpoint import preprocess_fsdp_dtensor_state_dict
+def _checkpointing(name: str) -> Callable[[Any], Any]:
+    """Looked up when it is needed: it imports Megatron-Core."""
 
-    return preprocess_fsdp_dtensor_state_dict
+    def replace(original: Any) -> Any:
+        return getattr(importlib.import_module("megatron.fsdp.mcore.checkpointing"), name)(original)
+
+    return replace
 
 
 def _whole_norm(original: Any) -> Any:
@@ -93,6 +102,12 @@ PATCHES = (
         _whole_norm,
     ),
     Patch(
+        "megatron.training.training",
+        "check_param_hashes_across_dp_replicas",
+        "compares parameters among ranks, which are shards here",
+        _checkpointing("comparing_compute_weights"),
+    ),
+    Patch(
         "megatron.training.arguments",
         "validate_args",
         "checks the command line: what does not fit together is said before anything is allocated",
@@ -100,9 +115,74 @@ PATCHES = (
     ),
     Patch(
         "megatron.training.checkpointing",
+        "generate_state_dict",
+        "collects what a checkpoint holds; which model chunks it is of is lost after that",
+        _checkpointing("keeping_chunks"),
+    ),
+    Patch(
+        "megatron.training.checkpointing",
         "preprocess_fsdp_dtensor_state_dict",
         "prepares tensors for an fsdp_dtensor checkpoint; ours are described by the layout, with no communication",
-        _preprocess_state_dict,
+        _checkpointing("preparing"),
+    ),
+    Patch(
+        "megatron.training.checkpointing",
+        "torch",
+        "saves and loads with torch.distributed.checkpoint, which overwrites checkpoints and unpickles anything",
+        _checkpointing("torch_view"),
+    ),
+    Patch(
+        "megatron.training.checkpointing",
+        "FileSystemReader",
+        "looks at a checkpoint's metadata, which it unpickles",
+        _checkpointing("reader"),
+    ),
+    Patch(
+        "megatron.training.checkpointing",
+        "get_async_strategy",
+        "says what writes a checkpoint in the background",
+        _checkpointing("finishing_whole"),
+    ),
+    Patch(
+        "megatron.training.checkpointing",
+        "read_metadata",
+        "reads which checkpoint is the last, and ends the run if it cannot",
+        _checkpointing("falling_back"),
+    ),
+    Patch(
+        "megatron.core.optimizer.distrib_optimizer",
+        "DistributedOptimizer._param_name",
+        "names parameters in a checkpoint as this pipeline stage does, so that stages would share names",
+        _checkpointing("naming_globally"),
+    ),
+    Patch(
+        "megatron.core.optimizer.distrib_optimizer",
+        "DistributedOptimizer._copy_model_params_to_main_params",
+        "is called after loading without optimizer state, and refuses FSDP; main weights are what was loaded",
+        _checkpointing("leaving_main_weights"),
+    ),
+)
+
+# What Megatron-Bridge has of its own. It wraps models with Megatron's functions, which are patched above.
+BRIDGE_PATCHES = (
+    Patch("megatron.bridge.training.setup", "megatron_FSDP", "tells by it that a model chunk has no_sync()", _wrapper),
+    Patch(
+        "megatron.bridge.training.checkpointing",
+        "generate_state_dict",
+        "collects what a checkpoint holds",
+        _checkpointing("keeping_chunks"),
+    ),
+    Patch(
+        "megatron.bridge.training.checkpointing",
+        "preprocess_fsdp_dtensor_state_dict",
+        "prepares tensors for an fsdp_dtensor checkpoint",
+        _checkpointing("preparing"),
+    ),
+    Patch(
+        "megatron.bridge.training.checkpointing",
+        "torch",
+        "saves and loads with torch.distributed.checkpoint",
+        _checkpointing("torch_view"),
     ),
 )
 
@@ -117,7 +197,8 @@ def is_installed() -> bool:
 def install(stand_in: Callable[..., Any] | None = None) -> None:
     """Make Megatron use our wrapper. Calling it again changes nothing.
 
-    Call it before the model is built, and best before the command line is parsed, so that it is checked too.
+    Call it before the model is built, and best before the command line is parsed, so that it is checked too; and after
+    Megatron-Bridge has been imported, if it is used.
 
     Args:
         stand_in: Called in place of the wrapper, with its arguments.
@@ -130,20 +211,22 @@ def install(stand_in: Callable[..., Any] | None = None) -> None:
         return
     global _stand_in
     _stand_in = stand_in
-    targets = [(patch, _target(patch)) for patch in PATCHES]
-    for patch, module in targets:
-        _originals[patch] = getattr(module, patch.name)
-        setattr(module, patch.name, patch.replacement(_originals[patch]))
+    bridge = [patch for patch in BRIDGE_PATCHES if patch.module in sys.modules]
+    owners = [(patch, _owner(patch)) for patch in (*PATCHES, *bridge)]
+    for patch, owner in owners:
+        _originals[patch] = getattr(owner, patch.attribute)
+        setattr(owner, patch.attribute, patch.replacement(_originals[patch]))
 
 
 def uninstall() -> None:
     """Put everything back that ``install()`` replaced."""
     while _originals:
         patch, original = _originals.popitem()
-        setattr(importlib.import_module(patch.module), patch.name, original)
+        setattr(_owner(patch), patch.attribute, original)
 
 
-def _target(patch: Patch) -> Any:
+def _owner(patch: Patch) -> Any:
+    """The module or class that has the name."""
     supported = ", ".join(SUPPORTED_VERSIONS)
     try:
         version = importlib.metadata.version("megatron-core")
@@ -156,9 +239,12 @@ def _target(patch: Patch) -> Any:
             f"megatron.fsdp.mcore.install(): cannot import {patch.module} ({error}). It needs megatron-core[training] "
             f"of version {supported}; installed is megatron-core {version}."
         ) from error
-    if not hasattr(module, patch.name):
+    owner: Any = module
+    for name in patch.name.split(".")[:-1]:
+        owner = getattr(owner, name, None)
+    if not hasattr(owner, patch.attribute):
         raise ImportError(
             f"megatron.fsdp.mcore.install(): {patch.module} has no {patch.name} ({patch.why}). Supported versions of "
             f"megatron-core: {supported}; installed: {version}."
         )
-    return module
+    return owner

@@ -9,7 +9,6 @@ import functools
 import hashlib
 import math
 import os
-import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from megatron.fsdp.script import run
 
 RECORD = "MEGATRON_FSDP_RECORD"
 STEPS = "MEGATRON_FSDP_RECORD_STEPS"
@@ -123,14 +124,12 @@ class Recorder:
         return step_and_record
 
 
-def _ours(chunk: nn.Module) -> bool:
-    return type(chunk).__name__ == "FullyShardedDataParallel"
-
-
 def whole_gradients(model: list[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
     """Each parameter's gradient as this rank computes with the parameter, in fp32, by name."""
+    from megatron.fsdp.mcore.adapter import FullyShardedDataParallel
+
     for number, chunk in enumerate(model):
-        if _ours(chunk):
+        if isinstance(chunk, FullyShardedDataParallel):
             for entry, tensor in _gathered(chunk, lambda main: main.grad):
                 yield _key(number, entry.name), tensor.float()
         else:
@@ -141,9 +140,11 @@ def whole_gradients(model: list[nn.Module]) -> Iterator[tuple[str, torch.Tensor]
 
 def whole_weights(model: list[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
     """Each parameter as this rank computes with it, by name."""
+    from megatron.fsdp.mcore.adapter import FullyShardedDataParallel
+
     for number, chunk in enumerate(model):
-        if _ours(chunk):
-            chunk.stop_communication()  # type: ignore[operator]
+        if isinstance(chunk, FullyShardedDataParallel):
+            chunk.stop_communication()
             for entry, tensor in _gathered(chunk, lambda main: main):
                 yield _key(number, entry.name), tensor.to(entry.compute.dtype)
         else:
@@ -176,16 +177,13 @@ def _gathered(chunk: Any, choose: Callable[[nn.Parameter], Any]) -> Iterator[tup
                 yield entry, whole.view(entry.local_shape)
 
 
-def record() -> None:
-    """Run a script as ``__main__``, recording; called in every rank process of :func:`launch`."""
+def record(script: Path, arguments: Sequence[str]) -> None:
+    """Run a script, recording; called in every rank process of :func:`launch`."""
     from megatron.fsdp.mcore import install
 
     install()
     Recorder(Path(os.environ[RECORD]), int(os.environ[STEPS])).install()
-    script = Path(sys.argv[1])
-    sys.argv = sys.argv[1:]
-    sys.path[0] = str(script.resolve().parent)
-    runpy.run_path(str(script), run_name="__main__")
+    run(script, arguments)
 
 
 def launch(script: Path, arguments: Sequence[str], ranks: int, steps: int, folder: Path, ddp: bool) -> str:
@@ -265,7 +263,7 @@ def compare(ddp: Path, fsdp: Path, ranks: int, precision: str) -> Comparison:
         checks: list[tuple[int, str, float, float]] = []
         for number, (x, y) in enumerate(zip(a["numbers"], b["numbers"], strict=True), start=1):
             for what, p, q in zip(("loss", "gradient norm"), x, y, strict=True):
-                checks.append((3 * number, f"iteration {number}, {what}", _relative(p, q), scalar))
+                checks.append((3 * number, f"iteration {number}, {what}", relative(p, q), scalar))
         for order, kind, when in ((1, "gradients", "iteration 1, gradient"), (10**9, "weights", "last, weight")):
             for name in sorted(a[kind].keys() | b[kind].keys()):
                 if name in a[kind] and name in b[kind]:
@@ -286,7 +284,8 @@ def compare(ddp: Path, fsdp: Path, ranks: int, precision: str) -> Comparison:
     return Comparison([finding for _, finding in found], compared, largest, digest.hexdigest()[:16])
 
 
-def _relative(a: float, b: float) -> float:
+def relative(a: float, b: float) -> float:
+    """The difference of two numbers against the larger of them; infinite if one is not finite."""
     if not (math.isfinite(a) and math.isfinite(b)):
         return math.inf
     return 0.0 if a == b else abs(a - b) / max(abs(a), abs(b))

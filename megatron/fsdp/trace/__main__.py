@@ -9,7 +9,6 @@ Both write trace.json, for https://ui.perfetto.dev, and trace.png, and print a t
 
 import argparse
 import os
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.fsdp.fully_shard import fully_shard
+from megatron.fsdp.script import run
 from megatron.fsdp.strategy import INNER
 from megatron.fsdp.trace import Timeline, trace_step
 from megatron.fsdp.trace.watch import StepWatcher
@@ -87,10 +87,7 @@ def trace_script(arguments: argparse.Namespace) -> None:
     """Run a script as ``python SCRIPT`` does, and trace one of its steps."""
     watcher = StepWatcher(trace_step, arguments.steps, lambda timeline: write(timeline, arguments.out))
     script = Path(arguments.script)
-    sys.argv = [str(script), *arguments.arguments]
-    # As `python SCRIPT` does: the script's own folder comes first.
-    sys.path[0] = str(script.resolve().parent)
-    runpy.run_path(str(script), run_name="__main__")
+    run(script, arguments.arguments)
     if not watcher.done:
         raise SystemExit(
             f"{script} ended before a step could be traced: expected an optimizer of a sharded model to make at least "

@@ -2,32 +2,38 @@
 
 import dataclasses
 import importlib
+import operator
+import sys
+import types
 
 import pytest
 
 from megatron.fsdp.mcore import install, is_installed, plugin, uninstall
 
 
+def value_of(patch: plugin.Patch) -> object:
+    return operator.attrgetter(patch.name)(importlib.import_module(patch.module))
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> object:
-    before = {patch: getattr(importlib.import_module(patch.module), patch.name) for patch in plugin.PATCHES}
+    before = {patch: value_of(patch) for patch in plugin.PATCHES}
     yield
     uninstall()
     for patch, value in before.items():
-        assert getattr(importlib.import_module(patch.module), patch.name) is value
+        assert value_of(patch) is value
 
 
 @pytest.mark.parametrize("patch", plugin.PATCHES, ids=lambda patch: f"{patch.module}.{patch.name}")
 def test_every_name_is_replaced_and_put_back(patch: plugin.Patch) -> None:
-    module = importlib.import_module(patch.module)
-    original = getattr(module, patch.name)
+    original = value_of(patch)
     assert patch.why
     install()
     assert is_installed()
-    assert getattr(module, patch.name) is not original
+    assert value_of(patch) is not original
     uninstall()
     assert not is_installed()
-    assert getattr(module, patch.name) is original
+    assert value_of(patch) is original
 
 
 def test_wrappers_are_ours() -> None:
@@ -78,3 +84,19 @@ def test_a_module_that_is_missing_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_table_names_no_place_twice() -> None:
     places = [(patch.module, patch.name) for patch in plugin.PATCHES]
     assert len(set(places)) == len(places)
+
+
+def test_megatron_bridge_is_patched_where_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    install()
+    assert not any(patch.module.startswith("megatron.bridge") for patch in plugin._originals)
+    uninstall()
+    modules: dict[str, types.ModuleType] = {}
+    for patch in plugin.BRIDGE_PATCHES:
+        module = modules.setdefault(patch.module, types.ModuleType(patch.module))
+        setattr(module, patch.name, importlib.import_module("torch") if patch.name == "torch" else object())
+        monkeypatch.setitem(sys.modules, patch.module, module)
+    before = {patch: value_of(patch) for patch in plugin.BRIDGE_PATCHES}
+    install()
+    assert all(value_of(patch) is not value for patch, value in before.items())
+    uninstall()
+    assert all(value_of(patch) is value for patch, value in before.items())

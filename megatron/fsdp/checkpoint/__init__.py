@@ -1,0 +1,1 @@
+"""Checkpoints on disk: read in part, written whole or not at all, checked, and never executed."""

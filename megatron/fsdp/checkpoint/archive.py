@@ -1,0 +1,286 @@
+"""The zip files that torch.save writes: finds what lies in one, and writes one around a tensor's own memory."""
+
+import ctypes
+import io
+import pickle
+import struct
+import sys
+import threading
+import zipfile
+import zlib
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO, Any, NamedTuple
+
+import torch
+
+from megatron.fsdp.checkpoint.checksums import DamagedCheckpoint, combine
+
+ALIGNMENT = 64
+# Data this large is worth a second thread, which computes its checksum while it is written.
+_LARGE = 4 << 20
+_PIECE = 8 << 20
+
+_LOCAL = struct.Struct("<4s5H3I2H")
+_CENTRAL = struct.Struct("<4s6H3I5H2I")
+_END = struct.Struct("<4s4H2IH")
+_END_64 = struct.Struct("<4sQ2H2I4Q")
+_LOCATOR = struct.Struct("<4sIQI")
+_DATE = 0x21  # the first day of 1980, the earliest there is
+_FULL = 0xFFFFFFFF
+_SIZES_FOLLOW = 1 << 3
+
+
+class Entry(NamedTuple):
+    """Where a file lies in the archive: its first byte, its size in bytes and its CRC-32."""
+
+    offset: int
+    size: int
+    crc32: int
+
+
+class Archive:
+    """A zip file that torch.save wrote, open for reading.
+
+    Args:
+        stream: The file, seekable, and nothing else.
+        source: What messages call it.
+
+    Raises:
+        DamagedCheckpoint: It is not such a file.
+    """
+
+    def __init__(self, stream: IO[bytes], source: str) -> None:
+        self.source = source
+        self._stream = stream
+        with _damage(source):
+            self._zip = zipfile.ZipFile(stream)
+            names = self._zip.namelist()
+            if not names:
+                raise ValueError("it is empty")
+            self._prefix = names[0].partition("/")[0] + "/"
+        order = self.read("byteorder").decode("latin-1") if f"{self._prefix}byteorder" in names else sys.byteorder
+        if order != sys.byteorder:
+            raise NotImplementedError(f"{source}: expected {sys.byteorder} endian data; got {order!r}.")
+
+    def read(self, name: str) -> bytes:
+        """All bytes of a small file, compared with their checksum.
+
+        Raises:
+            DamagedCheckpoint: There is no such file, or it is damaged or compressed.
+        """
+        self.entry(name)
+        with _damage(self.source):
+            return self._zip.read(self._prefix + name)
+
+    def entry(self, name: str) -> Entry:
+        """Where a file lies.
+
+        Raises:
+            DamagedCheckpoint: There is no such file, or it is damaged or compressed.
+        """
+        with _damage(self.source):
+            info = self._zip.getinfo(self._prefix + name)
+            if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size or info.flag_bits & 1:
+                raise ValueError(f"{name} is compressed or encrypted")
+            self._stream.seek(info.header_offset)
+            fields = _LOCAL.unpack(self._stream.read(_LOCAL.size))
+            if fields[0] != b"PK\3\4":
+                raise ValueError(f"{name} has no header")
+            offset = info.header_offset + _LOCAL.size + fields[-2] + fields[-1]
+            if offset + info.file_size > self._stream.seek(0, io.SEEK_END):
+                raise ValueError(f"{name} is cut off")
+            return Entry(offset, info.file_size, info.CRC)
+
+    def entries(self) -> dict[str, Entry]:
+        """Where each file lies, by name."""
+        names = [name.removeprefix(self._prefix) for name in self._zip.namelist()]
+        return {name: self.entry(name) for name in names}
+
+    def storage(self, key: str) -> torch.UntypedStorage:
+        """The memory of a tensor, read whole.
+
+        Raises:
+            DamagedCheckpoint: There is no such storage, or it is damaged.
+        """
+        entry = self.entry(f"data/{key}")
+        with _damage(self.source):
+            data = torch.empty(entry.size, dtype=torch.uint8)
+            self._stream.seek(entry.offset)
+            view, done = memory(data), 0
+            while done < entry.size:
+                piece = self._stream.read(min(_PIECE, entry.size - done))
+                if not piece:
+                    raise ValueError(f"storage {key} is cut off")
+                view[done : done + len(piece)] = piece
+                done += len(piece)
+            if zlib.crc32(view) != entry.crc32:
+                raise ValueError(f"storage {key} has another CRC-32 than expected")
+            return data.untyped_storage()
+
+
+@contextmanager
+def _damage(source: str) -> Iterator[None]:
+    try:
+        yield
+    except DamagedCheckpoint:
+        raise
+    except (zipfile.BadZipFile, zlib.error, struct.error, EOFError, ValueError, KeyError, RuntimeError) as error:
+        text = error.args[0] if error.args else type(error).__name__
+        raise DamagedCheckpoint(f"{source}: expected a file that torch.save wrote; got an error: {text}.") from error
+
+
+def memory(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, shared with it; the view keeps the tensor alive.
+
+    Raises:
+        ValueError: It is not contiguous or not on the CPU.
+    """
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ValueError(f"expected a contiguous tensor on the CPU; got {tensor.stride()} on {tensor.device}.")
+    size = tensor.numel() * tensor.itemsize
+    if not size:
+        return memoryview(b"")
+    found = (ctypes.c_char * size).from_address(tensor.data_ptr())
+    vars(found)["tensor"] = tensor
+    return memoryview(found).cast("B")
+
+
+class Written(NamedTuple):
+    """What was written: its length in bytes and its CRC-32."""
+
+    length: int
+    crc32: int
+
+    def then(self, other: "Written") -> "Written":
+        """This and what was written after it."""
+        return Written(self.length + other.length, combine(self.crc32, other.crc32, other.length))
+
+
+def write(file: IO[bytes], data: bytes | memoryview) -> Written:
+    """Write all of some data, and compute its checksum at the same time.
+
+    Args:
+        file: Open for writing; an unbuffered one saves a copy.
+        data: Bytes; a multi-dimensional view is not taken.
+    """
+    if len(data) < _LARGE:
+        _write_all(file, data)
+        return Written(len(data), zlib.crc32(data))
+    # Both let go of the interpreter's lock.
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.append(zlib.crc32(data)))
+    thread.start()
+    try:
+        _write_all(file, data)
+    finally:
+        thread.join()
+    return Written(len(data), found[0])
+
+
+def _write_all(file: IO[bytes], data: bytes | memoryview) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[file.write(view) :]
+
+
+def write_tensor(file: IO[bytes], tensor: torch.Tensor) -> Written:
+    """Write a tensor as torch.save does, at the file's position, from its own memory.
+
+    Only the tensor's elements are written, also where it is a view of a larger one.
+
+    Args:
+        file: Open for writing; an unbuffered one saves a copy.
+        tensor: Contiguous, on the CPU.
+
+    Raises:
+        ValueError: It is not contiguous or not on the CPU.
+    """
+    elements = memory(tensor)
+    writer = _Writer(file)
+    writer.add("data.pkl", _described(tensor))
+    writer.add("byteorder", sys.byteorder.encode())
+    writer.add("version", b"3\n")
+    writer.add("data/0", elements, aligned=True)
+    return writer.finish()
+
+
+class _Writer:
+    """Writes an archive front to back, never returning to what is written."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._written = Written(0, 0)
+        self._central: list[bytes] = []
+
+    def _put(self, data: bytes | memoryview) -> int:
+        """Append data and return its CRC-32."""
+        written = write(self._file, data)
+        self._written = self._written.then(written)
+        return written.crc32
+
+    def add(self, name: str, data: bytes | memoryview, aligned: bool = False) -> None:
+        """Append a file; the first byte of an aligned one is at a multiple of ``ALIGNMENT`` bytes."""
+        start, path, size = self._written.length, f"archive/{name}".encode(), len(data)
+        large = size >= _FULL
+        extra = struct.pack("<2H2Q", 1, 16, 0, 0) if large else b""
+        if aligned:
+            gap = -(start + _LOCAL.size + len(path) + len(extra) + 4) % ALIGNMENT
+            extra += struct.pack("<2s1H", b"FB", gap) + b"Z" * gap
+        # Checksum and sizes come after the data: the checksum is computed while the data is written.
+        version = 45 if large else 20
+        fields = (version, _SIZES_FOLLOW, 0, 0, _DATE)
+        self._put(_LOCAL.pack(b"PK\3\4", *fields, 0, 0, 0, len(path), len(extra)) + path + extra)
+        crc = self._put(data)
+        self._put(b"PK\7\x08" + struct.pack("<I2Q" if large else "<3I", crc, size, size))
+        sizes = [value for value in (size, size) if large] + [start for start in (start,) if start >= _FULL]
+        extra = struct.pack(f"<2H{len(sizes)}Q", 1, 8 * len(sizes), *sizes) if sizes else b""
+        short = (min(size, _FULL), min(size, _FULL), len(path), len(extra), 0, 0, 0, 0, min(start, _FULL))
+        self._central.append(_CENTRAL.pack(b"PK\1\2", version, *fields, crc, *short) + path + extra)
+
+    def finish(self) -> Written:
+        """Append the table of contents."""
+        start, count, table = self._written.length, len(self._central), b"".join(self._central)
+        if start >= _FULL:
+            sizes = (count, count, len(table), start)
+            table += _END_64.pack(b"PK\6\6", _END_64.size - 12, 45, 45, 0, 0, *sizes)
+            table += _LOCATOR.pack(b"PK\6\7", 0, start + len(b"".join(self._central)), 1)
+        size = len(b"".join(self._central))
+        self._put(table + _END.pack(b"PK\5\6", 0, 0, count, count, size, min(start, _FULL), 0))
+        return self._written
+
+
+class _Elements(NamedTuple):
+    """The storage of a tensor in the description of it."""
+
+    kind: type
+    numel: int
+
+
+class _Description:
+    """Is pickled as the tensor that it describes."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        tensor = self._tensor
+        hooks: OrderedDict[str, Any] = OrderedDict()
+        layout = (0, tuple(tensor.shape), tensor.stride(), False, hooks)
+        name = torch.storage._dtype_to_storage_type_map().get(tensor.dtype)
+        if name is None:
+            elements = _Elements(torch.UntypedStorage, tensor.numel() * tensor.itemsize)
+            return torch._utils._rebuild_tensor_v3, (elements, *layout, tensor.dtype)
+        return torch._utils._rebuild_tensor_v2, (_Elements(getattr(torch, name), tensor.numel()), *layout)
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, value: Any) -> Any:
+        return ("storage", value.kind, "0", "cpu", value.numel) if isinstance(value, _Elements) else None
+
+
+def _described(tensor: torch.Tensor) -> bytes:
+    stream = io.BytesIO()
+    _Pickler(stream, protocol=2).dump(_Description(tensor))
+    return stream.getvalue()

@@ -1,0 +1,348 @@
+"""What Megatron's training loop gets in place of its own steps when it saves and loads ``fsdp_dtensor`` checkpoints."""
+
+import functools
+import logging
+import os
+import queue
+import re
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from megatron.core import parallel_state
+from megatron.fsdp.checkpoint.backend import Finishing, Planner, Reader, Writer, file_result
+from megatron.fsdp.checkpoint.loading import load, load_objects
+from megatron.fsdp.checkpoint.matching import Reaction, Strictness
+from megatron.fsdp.checkpoint.newest import folder_of, newest_whole
+from megatron.fsdp.consistency import inconsistent_weights
+from megatron.fsdp.mcore.adapter import FullyShardedDataParallel
+from megatron.fsdp.mcore.checkpoint import Prepared, optimizer_names, preprocess_fsdp_dtensor_state_dict
+
+logger = logging.getLogger(__name__)
+
+# Set to 0 to load without reading files twice.
+VERIFY = "MEGATRON_FSDP_VERIFY_CHECKPOINT"
+
+# What optimizers know about how they compute, not what they have computed: it need not be in a checkpoint.
+_KERNEL_SETTINGS = re.compile(
+    r"optimizer\.param_to_group_meta\..*\.(amsgrad|foreach|maximize|capturable|differentiable|fused"
+    r"|decoupled_weight_decay|bias_correction)"
+)
+# What says how this run is divided, whatever the run before did.
+_TOPOLOGY = ("is_expert_parallel",)
+_WRAPPERS = re.compile(r"^(optimizer\.(?:state|param_to_group_meta)\.|model\.)((?:module\.)+)")
+_STEP = re.compile(r"optimizer\.(state|param_to_group_meta)\.(.*?)(_[wv])?\.step")
+# A layer's norms, in layers of Megatron's own and in Transformer Engine's fused ones.
+_NORMS = (
+    ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
+    ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
+)
+
+
+def other_names(key: str) -> list[str]:
+    """Names under which checkpoints of other runs, or of other layers' implementations, have a value."""
+    found = []
+    step = _STEP.fullmatch(key)
+    if step is not None and step[1] == "state":
+        found.append(f"optimizer.param_to_group_meta.{step[2]}.step")
+    elif step is not None:
+        found += [f"optimizer.state.{step[2]}{half}.step" for half in ("", "_w")]
+    if key.startswith("rng_state."):
+        found.append(re.sub(r"\(\d+, \d+\)", "(0, 0)", key, count=1))
+    for one, other in (*_NORMS, *(pair[::-1] for pair in _NORMS)):
+        if one in key:
+            found.append(key.replace(one, other))
+    for name in (key, *found):
+        wrappers = _WRAPPERS.match(name)
+        if wrappers is not None:
+            # A run in bf16 has one wrapper more than one in fp32.
+            found += [name.replace(wrappers[2], "module." * n, 1) for n in (2, 3) if "module." * n != wrappers[2]]
+    return list(dict.fromkeys(found))
+
+
+def strictness_of(args: Any) -> Strictness:
+    """What ``--dist-ckpt-strictness`` and ``--no-strict-fsdp-dtensor-load`` say about keys that only one side has."""
+    chosen = getattr(args, "dist_ckpt_strictness", "assume_ok_unexpected")
+    missing, unexpected = {
+        "log_unexpected": (Reaction.RAISE, Reaction.LOG),
+        "log_all": (Reaction.LOG, Reaction.LOG),
+        "raise_unexpected": (Reaction.RAISE, Reaction.RAISE),
+        "raise_all": (Reaction.RAISE, Reaction.RAISE),
+        "return_unexpected": (Reaction.RAISE, Reaction.LOG),
+        "return_all": (Reaction.LOG, Reaction.LOG),
+        "ignore_all": (Reaction.IGNORE, Reaction.IGNORE),
+    }.get(chosen, (Reaction.RAISE, Reaction.IGNORE))
+    lenient = not getattr(args, "strict_fsdp_dtensor_load", True)
+
+    def optional(key: str) -> bool:
+        return bool(_KERNEL_SETTINGS.fullmatch(key)) or (lenient and not key.startswith("model."))
+
+    return Strictness(missing, unexpected, optional)
+
+
+# Saving and loading --------------------------------------------------------------------------------------------------
+
+
+def keeping_chunks(generate_state_dict: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a ``generate_state_dict`` whose result knows the model chunks it was made of."""
+
+    @functools.wraps(generate_state_dict)
+    def generate(args: Any, model: list[Any], *rest: Any, **kwargs: Any) -> Any:
+        state = generate_state_dict(args, model, *rest, **kwargs)
+        if args.ckpt_format != "fsdp_dtensor":
+            return state
+        kept = Prepared(state)
+        kept.chunks, kept.raw = list(model), {}
+        kept.loading = bool((kwargs.get("optim_sd_kwargs") or {}).get("is_loading"))
+        return kept
+
+    return generate
+
+
+def preparing(original: Any) -> Callable[..., Prepared]:
+    """Return ours for Megatron's ``preprocess_fsdp_dtensor_state_dict``."""
+    return _prepare
+
+
+def reader(original: Any) -> type[Reader]:
+    """Return ours for torch's ``FileSystemReader``."""
+    return Reader
+
+
+def _prepare(args: Any, raw_state_dict: dict[str, Any], model: Any) -> Prepared:
+    if not isinstance(raw_state_dict, Prepared):
+        return preprocess_fsdp_dtensor_state_dict(args, raw_state_dict, model)
+    chunks, saving = raw_state_dict.chunks, not raw_state_dict.loading
+    return preprocess_fsdp_dtensor_state_dict(args, raw_state_dict, model, chunks, saving)
+
+
+def _saves_objects() -> bool:
+    if not parallel_state.model_parallel_is_initialized():
+        return True
+    return bool(
+        parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+        or parallel_state.get_expert_data_parallel_rank() == 0
+    )
+
+
+def _save(state_dict: dict[str, Any], *, storage_writer: Any = None, **options: Any) -> Any:
+    planner = Planner(_saves_objects()) if isinstance(state_dict, Prepared) else None
+    return dcp.save(state_dict, storage_writer=storage_writer, **{"planner": planner, **options})
+
+
+def _load_objects(state_dict: dict[str, Any], *, checkpoint_id: Any = None, **options: Any) -> None:
+    if options:
+        dcp.load(state_dict, checkpoint_id=checkpoint_id, **options)
+        return
+    state_dict.update(load_objects(Path(checkpoint_id), list(state_dict)))
+
+
+def _load(state_dict: dict[str, Any], storage_reader: Any, planner: Any = None) -> None:
+    if not isinstance(state_dict, Prepared):
+        dcp.load_state_dict(state_dict, storage_reader=storage_reader, planner=planner)
+        return
+    folder = Path(storage_reader.path)
+    if "rng_state" in state_dict:
+        pp, tp = (
+            parallel_state.get_pipeline_model_parallel_rank(),
+            parallel_state.get_tensor_model_parallel_rank(),
+        )
+        state_dict["rng_state"] = {f"({pp}, {tp})": next(iter(state_dict["rng_state"].values()))}
+    counted = "num_floating_point_operations_so_far"
+    if counted in storage_reader.read_metadata().state_dict_metadata:
+        state_dict[counted] = 0
+    groups = state_dict.get("optimizer", {}).get("param_to_group_meta", {})
+    own = {key: {name: settings[name] for name in _TOPOLOGY if name in settings} for key, settings in groups.items()}
+    load(state_dict, folder, other_names, strictness_of(_arguments()), check=folder not in _checked and _verifies())
+    for key, settings in own.items():
+        groups[key].update(settings)
+    state_dict.restore()
+    for chunk in state_dict.chunks:
+        chunk.install_optimized_model_weights()
+        stale = inconsistent_weights(chunk)
+        if stale:
+            raise RuntimeError(
+                f"{folder}: after loading, compute weights differ from main weights: {', '.join(stale)}."
+            )
+
+
+def _arguments() -> Any:
+    """Megatron's arguments; None where they have not been parsed, or there are none, as in Megatron-Bridge."""
+    from megatron.training import get_args
+
+    try:
+        return get_args()
+    except AssertionError:
+        return None
+
+
+# Which checkpoint ----------------------------------------------------------------------------------------------------
+
+_checked: set[Path] = set()
+
+
+def _verifies() -> bool:
+    return os.environ.get(VERIFY, "1") != "0"
+
+
+def falling_back(read_metadata: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a ``read_metadata`` that reads a tracker file, and takes an older checkpoint if that one is not whole."""
+
+    @functools.wraps(read_metadata)
+    def read(tracker_filename: str) -> tuple[int, bool]:
+        folder = Path(tracker_filename).parent
+        text = Path(tracker_filename).read_text().strip()
+        wanted = int(text) if text.isdigit() else None
+        others = wanted is not None and (folder_of(folder, wanted) / "metadata.json").exists()
+        args = _arguments()  # None: they are to come from the checkpoint
+        if args is not None and (not args.use_megatron_fsdp or args.ckpt_format != "fsdp_dtensor"):
+            others = True
+        if others or text == "release":
+            return read_metadata(tracker_filename)
+        if getattr(args, "ckpt_step", None):  # who asks for one gets that one, or an error
+            return int(args.ckpt_step), False
+        check = _verifies() and dist.is_initialized()
+        found = newest_whole(folder, wanted, check, _checked)
+        if found is None:
+            raise RuntimeError(f"{folder}: no whole checkpoint is there; {tracker_filename} says {text!r}.")
+        if check:
+            _checked.add(folder_of(folder, found))
+        return found, False
+
+    return read
+
+
+# In the background ---------------------------------------------------------------------------------------------------
+
+
+def finishing_whole(get_async_strategy: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a ``get_async_strategy`` whose writer finishes as ours does."""
+
+    @functools.wraps(get_async_strategy)
+    def get_strategy(*args: Any, **kwargs: Any) -> tuple[str, dict[str, Any]]:
+        name, modules = get_async_strategy(*args, **kwargs)
+        writer = _background_writer(modules["FileSystemWriterAsync"])
+        return name, {**modules, "FileSystemWriterAsync": writer}
+
+    return get_strategy
+
+
+@functools.cache
+def _background_writer(base: type) -> type:
+    """A writer for saves in the background, Megatron-Core's or nvidia-resiliency-ext's, that finishes as ours does."""
+
+    class BackgroundWriter(Finishing, base):
+        """Writes in another process; the checksums are made there too."""
+
+        def get_save_function_and_args(self) -> Any:
+            """The function that writes, and its arguments."""
+            write, preload, arguments = super().get_save_function_and_args()
+            return (None if write is None else functools.partial(_write_and_sum, write)), preload, arguments
+
+    return BackgroundWriter
+
+
+def _write_and_sum(write: Callable[..., None], rank: int, buckets: Any, results: Any, *rest: Any) -> None:
+    """Write, and add the checksums of what was written to the results."""
+    caught: queue.Queue = queue.Queue()
+    write(rank, buckets, caught, *rest)
+    written = caught.get()
+    if not isinstance(written, Exception):
+        for (path, name, _), number in zip(buckets, sorted(written), strict=True):
+            size, crc32 = _sum_of(Path(path))
+            written[number].append(file_result(name, size, crc32))
+    results.put(written)
+
+
+def _sum_of(path: Path) -> tuple[int, int]:
+    crc32 = size = 0
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            crc32, size = zlib.crc32(block, crc32), size + len(block)
+    return size, crc32
+
+
+# What Megatron sees --------------------------------------------------------------------------------------------------
+
+
+class View:
+    """A module with some of its names replaced; all else is looked up in it.
+
+    Args:
+        module: The module, or another view.
+        names: What is replaced.
+    """
+
+    def __init__(self, module: Any, **names: Any) -> None:
+        self._module = module
+        self.__dict__.update(names)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def torch_view(torch: Any) -> View:
+    """torch, as the module that saves and loads checkpoints sees it."""
+    checkpoint = View(
+        torch.distributed.checkpoint,
+        save=_save,
+        load=_load_objects,
+        load_state_dict=_load,
+        FileSystemWriter=Writer,
+        FileSystemReader=Reader,
+        DefaultSavePlanner=lambda: Planner(_saves_objects(), copies=True),
+    )
+    return View(torch, distributed=View(torch.distributed, checkpoint=checkpoint))
+
+
+# The optimizer -------------------------------------------------------------------------------------------------------
+
+
+def _is_ours(optimizer: Any) -> bool:
+    chunks = getattr(optimizer, "model_chunks", [])
+    return bool(chunks) and all(isinstance(chunk, FullyShardedDataParallel) for chunk in chunks)
+
+
+def naming_globally(param_name: Callable[..., str]) -> Callable[..., str]:
+    """Return a ``DistributedOptimizer._param_name`` by which pipeline stages and experts do not share names."""
+
+    @functools.wraps(param_name)
+    def name_of(self: Any, param: Any) -> str:
+        if not _is_ours(self):
+            return param_name(self, param)
+        if not hasattr(self, "_global_names"):
+            self._global_names = optimizer_names(self.model_chunks)
+        return self._global_names[param]
+
+    return name_of
+
+
+def comparing_compute_weights(check: Callable[..., bool]) -> Callable[..., bool]:
+    """Return a ``check_param_hashes_across_dp_replicas`` that looks at what forward reads: parameters are sharded."""
+
+    @functools.wraps(check)
+    def check_hashes(model: list[Any], cross_check: bool = False) -> bool:
+        ours = [chunk for chunk in model if isinstance(chunk, FullyShardedDataParallel)]
+        if not ours:
+            return check(model, cross_check)
+        stale = [name for chunk in ours for name in inconsistent_weights(chunk.module)]
+        if stale:
+            logger.error("compute weights differ from main weights, or among ranks: %s", ", ".join(stale))
+        return not stale
+
+    return check_hashes
+
+
+def leaving_main_weights(copy: Callable[..., None]) -> Callable[..., None]:
+    """Return a ``_copy_model_params_to_main_params`` that does nothing where main weights are what was loaded."""
+
+    @functools.wraps(copy)
+    def copy_unless_ours(self: Any, *args: Any, **kwargs: Any) -> None:
+        if not _is_ours(self):
+            copy(self, *args, **kwargs)
+
+    return copy_unless_ours

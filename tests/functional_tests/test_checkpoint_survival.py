@@ -1,0 +1,173 @@
+"""A save that is killed, or finds no room, costs nothing; saving is as fast as writing, and takes no memory."""
+
+import functools
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from megatron.fsdp.checkpoint.backend import Planner, Writer
+from megatron.fsdp.checkpoint.loading import load
+from megatron.fsdp.checkpoint.newest import folder_of, newest_whole
+
+ROOT = Path(__file__).resolve().parents[2]
+KILLS = 20
+MIB = 1 << 20
+
+
+def state(iteration: int, tensors: int = 16, mib: int = 1) -> dict:
+    weights = {f"layer.{i}": torch.full((mib * MIB // 4,), float(iteration + i)) for i in range(tensors)}
+    return {"model": weights, "iteration": iteration}
+
+
+def save(folder: Path, value: dict) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(value, storage_writer=Writer(folder), planner=Planner())
+
+
+def holds(folder: Path, iteration: int) -> bool:
+    found = state(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        load(found, folder)
+    expected = state(iteration)
+    same = all(torch.equal(found["model"][key], value) for key, value in expected["model"].items())
+    return same and found["iteration"] == iteration
+
+
+def in_a_child(function: Callable[[], None]) -> int:
+    """Fork, run, and never come back; returns the child's number."""
+    child = os.fork()
+    if child:
+        return child
+    try:
+        function()
+        os._exit(0)
+    except BaseException:  # noqa: BLE001 - a forked process must not go on as the test
+        traceback.print_exc()
+        os._exit(1)
+
+
+def save_on_and_on(folder: Path, first: int, again: bool) -> None:
+    for iteration in range(first, first + 1000):
+        save(folder if again else folder_of(folder, iteration), state(iteration))
+        (folder / "done").write_text(str(iteration))
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["a folder each", "the same folder"])
+def test_killed_at_any_point(tmp_path: Path, again: bool) -> None:
+    dice = random.Random(4)
+    last = 0
+    save(tmp_path if again else folder_of(tmp_path, last), state(last))
+    started = time.monotonic()
+    save(tmp_path / "probe", state(0))
+    long = time.monotonic() - started
+    for _ in range(KILLS // 2):
+        (tmp_path / "done").unlink(missing_ok=True)
+        child = in_a_child(functools.partial(save_on_and_on, tmp_path, last + 1, again))
+        time.sleep(dice.uniform(0.0, 3 * long))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        text = (tmp_path / "done").read_text() if (tmp_path / "done").exists() else ""
+        done = int(text or last)
+        # The next one may have become whole just before the kill.
+        found = (
+            next((i for i in (done + 1, done) if holds(tmp_path, i)), None) if again else newest_whole(tmp_path, None)
+        )
+        assert found is not None and found >= done, f"iteration {done} was saved; {found} is found"
+        assert again or holds(folder_of(tmp_path, found), found)
+        last = found
+    left = [path.name for path in tmp_path.glob("**/*.tmp")]
+    save(tmp_path if again else folder_of(tmp_path, last + 1), state(last + 1))
+    assert holds(tmp_path if again else folder_of(tmp_path, last + 1), last + 1), left
+
+
+def test_no_room(tmp_path: Path) -> None:
+    save(folder_of(tmp_path, 1), state(1))
+
+    def save_without_room() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5 * MIB, 5 * MIB))
+        save(folder_of(tmp_path, 2), state(2))
+
+    child = in_a_child(save_without_room)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 1, "a save that found no room was called done"
+    assert not list(folder_of(tmp_path, 2).glob("*")), "what could not be finished was left there"
+    assert newest_whole(tmp_path, None) == 1 and holds(folder_of(tmp_path, 1), 1)
+
+
+def test_saving_is_as_fast_as_writing(tmp_path: Path) -> None:
+    value = state(1, tensors=8, mib=64)
+    data = [memoryview(tensor.numpy()).cast("B") for tensor in value["model"].values()]
+
+    def write() -> None:
+        with open(tmp_path / "plain", "wb") as file:
+            for part in data:
+                file.write(part)
+            os.fsync(file.fileno())
+
+    def timed(function: Callable[[], None]) -> float:
+        for path in tmp_path.glob("**/*"):
+            if path.is_file():
+                path.unlink()
+        os.sync()
+        begun = time.perf_counter()
+        function()
+        return time.perf_counter() - begun
+
+    pairs = [(timed(write), timed(lambda: save(tmp_path / "checkpoint", value))) for _ in range(8)]
+    # The fastest of each: what else the machine does only makes a time longer.
+    written, saved = (min(times) for times in zip(*pairs, strict=True))
+    assert saved <= 1.2 * written, pairs
+
+
+MEMORY = """
+import resource, sys, threading, time, warnings
+import torch, torch.distributed.checkpoint as dcp
+from megatron.fsdp.checkpoint.backend import Planner, Writer
+from megatron.fsdp.checkpoint.loading import load
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize() / 2**20
+
+warnings.simplefilter("ignore")
+value = {"weight": torch.ones(256 * 2**18), "small": torch.ones(8)}
+def work():
+    if sys.argv[2] == "save":
+        dcp.save(value, storage_writer=Writer(sys.argv[1]), planner=Planner())
+    else:
+        load(value, __import__("pathlib").Path(sys.argv[1]))
+before, most, done = resident(), [0.0], threading.Event()
+def watch():
+    while not done.is_set():
+        most[0] = max(most[0], resident())
+        time.sleep(0.002)
+thread = threading.Thread(target=watch)
+thread.start()
+work()
+done.set()
+thread.join()
+print(most[0] - before)
+"""
+
+
+def test_memory(tmp_path: Path) -> None:
+    """256 MiB take no more than a fraction of that, besides what Python loads on the way."""
+    for what in ("save", "load"):
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-c", MEMORY, str(tmp_path), what]
+        output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+        assert float(output.split()[-1]) < 100, f"{what} took {output} MiB"

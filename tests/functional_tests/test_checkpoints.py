@@ -1,0 +1,179 @@
+"""Checkpoints of Megatron's real loop: training goes on as if it had not stopped, and any topology loads any other."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from megatron.fsdp.checkpoint.reader import CheckpointReader
+from tests.ranks import DEVICE
+from tools.parity import fsdp_arguments, write_corpus
+from tools.parity_nd import ALLTOALL, CP, EP, INSTANCES, LLAMA, PP, TP, Case, model_arguments
+from tools.real_loop import Run, run
+
+pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here")
+
+SAVED, LAST = 2, 4
+SCHEDULE = ["--use-checkpoint-opt_param-scheduler"]
+
+
+class Topology(NamedTuple):
+    """Ranks, Megatron's arguments and our strategy."""
+
+    ranks: int
+    arguments: str = ""
+    strategy: str = "optim_grads_params"
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The data set."""
+    yield write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def train(corpus: Path, model: str, topology: Topology, *options: str, layers: int = 2, iterations: int = LAST) -> Run:
+    case = Case("checkpoint", "", topology.ranks, f"{model} {topology.arguments}", layers=layers, batch=12)
+    arguments = [word for word in model_arguments(case, corpus, iterations) if word != "--no-save-optim"]
+    arguments += ["--lr-decay-iters", str(LAST)]
+    return run([*arguments, *fsdp_arguments(topology.strategy), *options], topology.ranks)
+
+
+def save(corpus: Path, model: str, topology: Topology, folder: Path, *options: str, layers: int = 2) -> Run:
+    """Train to ``SAVED`` and save."""
+    words = ("--save", str(folder), "--save-interval", str(SAVED), "--exit-interval", str(SAVED))
+    return train(corpus, model, topology, *words, *options, layers=layers)
+
+
+def pass_on(corpus: Path, model: str, topology: Topology, source: Path, target: Path, layers: int = 2) -> None:
+    """Load into a model with other values, and save what was loaded."""
+    words = ["--load", str(source), "--save", str(target), "--save-interval", str(SAVED + 1), "--seed", "7"]
+    train(corpus, model, topology, *words, *SCHEDULE, "--no-load-rng", layers=layers, iterations=SAVED)
+
+
+def of_iteration(folder: Path) -> Path:
+    return folder / f"iter_{SAVED:07d}"
+
+
+def content(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
+    """All tensors, whole; and the settings of all parameter groups."""
+    reader = CheckpointReader(of_iteration(folder))
+    reader.check()
+    settings = [key for key in reader.objects if ".param_to_group_meta." in key and ".is_expert_parallel" not in key]
+    objects = {key: reader.read_object(key) for key in settings}
+    return {key: tensor.whole() for key, tensor in reader.tensors.items() if not key.startswith("rng")}, objects
+
+
+# On and on -----------------------------------------------------------------------------------------------------------
+
+RESUMED = {
+    "ZeRO-3": (LLAMA, Topology(3)),
+    "ZeRO-1, dropout": ("--hidden-dropout 0.1 --attention-dropout 0.1", Topology(2, strategy="optim")),
+    "no_shard, bf16": (f"{LLAMA} --bf16", Topology(2, strategy="no_shard")),
+    "ZeRO-2, TP 2, PP 2, tied": ("", Topology(4, f"{TP} {PP} --sequence-parallel", "optim_grads")),
+    "EP 2": (ALLTOALL, Topology(4, EP)),
+}
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_resumed_training_is_the_same(corpus: Path, tmp_path: Path, name: str) -> None:
+    model, topology = RESUMED[name]
+    whole = train(corpus, model, topology)
+    save(corpus, model, topology, tmp_path)
+    resumed = train(corpus, model, topology, "--load", str(tmp_path))
+    assert len(resumed.iterations) == LAST - SAVED
+    assert resumed.iterations == whole.iterations[SAVED:]
+
+
+def test_saving_in_the_background(corpus: Path, tmp_path: Path) -> None:
+    topology = Topology(2)
+    at_once, meanwhile = tmp_path / "at_once", tmp_path / "meanwhile"
+    whole = save(corpus, LLAMA, topology, at_once)
+    words = ("--async-save", "--async-strategy", "mcore", "--save", str(meanwhile), "--save-interval", str(SAVED))
+    trained = train(corpus, LLAMA, topology, *words)
+    assert trained.iterations[:SAVED] == whole.iterations, "saving in the background changed training"
+    tensors, settings = content(meanwhile)
+    expected, expected_settings = content(at_once)
+    assert tensors.keys() == expected.keys() and settings == expected_settings
+    for key, value in expected.items():
+        assert torch.equal(tensors[key], value), f"{key}: training changed it while it was being saved"
+    assert (of_iteration(meanwhile) / "checksums.json").exists()
+
+
+def test_without_optimizer_state(corpus: Path, tmp_path: Path) -> None:
+    model, topology = f"{LLAMA} --bf16", Topology(2)
+    before = save(corpus, model, topology, tmp_path)
+    for options in (["--finetune"], ["--no-load-optim", "--no-load-rng"]):
+        after = train(corpus, model, topology, "--load", str(tmp_path), *options, *SCHEDULE)
+        assert after.iterations[0].loss < before.iterations[0].loss - 0.01, "the weights were not loaded"
+
+
+# From any topology to any other --------------------------------------------------------------------------------------
+
+# Each loads what the one before has saved, and the last one's is compared with the first one's, bit by bit.
+DENSE = (
+    Topology(2, strategy="optim"),
+    Topology(1),
+    Topology(4, f"{TP} {PP}", "no_shard"),
+    Topology(3, strategy="optim_grads"),
+    Topology(4, f"{TP} --sequence-parallel"),
+    Topology(4, f"{PP} --num-layers-per-virtual-pipeline-stage 1", "optim_grads"),
+    Topology(4, INSTANCES),
+    Topology(4, PP),
+    Topology(4, CP, "no_shard"),
+    Topology(4, f"{TP} {INSTANCES}", "optim"),
+)
+EXPERTS = (
+    Topology(4, EP),
+    Topology(2),
+    Topology(4, f"{EP} {TP} --sequence-parallel --expert-tensor-parallel-size 1", "optim"),
+    Topology(4, "--expert-model-parallel-size 4", "optim_grads"),
+    Topology(4, f"{EP} {PP}"),
+    Topology(1, strategy="optim"),
+)
+CHAINS = {
+    "learned positions, tied embeddings": ("", DENSE, 4),
+    "Llama-like": (LLAMA, DENSE[::-1], 4),
+    "experts": (f"{ALLTOALL} --moe-shared-expert-intermediate-size 32", EXPERTS, 2),
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_any_topology_loads_any_other(corpus: Path, tmp_path: Path, name: str) -> None:
+    model, topologies, layers = CHAINS[name]
+    save(corpus, model, topologies[0], tmp_path / "0", layers=layers)
+    expected, expected_settings = content(tmp_path / "0")
+    assert any(value.float().std() > 0 for value in expected.values())
+    for number, topology in enumerate(topologies[1:]):
+        pass_on(corpus, model, topology, tmp_path / str(number), tmp_path / str(number + 1), layers)
+        found, settings = content(tmp_path / str(number + 1))
+        assert found.keys() == expected.keys(), f"{topology}: {found.keys() ^ expected.keys()}"
+        different = [key for key, value in expected.items() if not torch.equal(found[key], value)]
+        assert not different, f"{topology}: {different[:5]} and {len(different)} in all"
+        assert settings == expected_settings
+
+
+def test_megatron_cores_own_fsdp_goes_on_from_ours(corpus: Path, tmp_path: Path) -> None:
+    model, topology = f"{LLAMA} --bf16 --calculate-per-token-loss", Topology(2)
+    save(corpus, model, topology, tmp_path)
+    ours = train(corpus, model, topology, "--load", str(tmp_path))
+    theirs = train(corpus, model, topology, "--load", str(tmp_path), "--fsdp-implementation", "megatron-core")
+    assert len(theirs.iterations) == len(ours.iterations) == LAST - SAVED
+    for one, other in zip(ours.iterations, theirs.iterations, strict=True):
+        assert other.loss == pytest.approx(one.loss, rel=1e-4)
+        assert other.grad_norm == pytest.approx(one.grad_norm, rel=1e-2)
+
+
+def test_a_damaged_checkpoint_is_passed_over(corpus: Path, tmp_path: Path) -> None:
+    topology = Topology(2)
+    words = ("--save", str(tmp_path), "--save-interval", "1")
+    whole = train(corpus, LLAMA, topology, *words, iterations=3)
+    newest = tmp_path / "iter_0000003"
+    data = bytearray((newest / "__1_0.distcp").read_bytes())
+    data[len(data) // 2] ^= 4
+    (newest / "__1_0.distcp").write_bytes(data)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("")  # as a crash between two writes leaves it
+    resumed = train(corpus, LLAMA, topology, "--load", str(tmp_path), iterations=3)
+    assert resumed.iterations == whole.iterations[2:], "expected to go on from iteration 2"
+    assert "__1_0.distcp" in resumed.log and "going back to the checkpoint of iteration 2" in resumed.log

@@ -1,0 +1,269 @@
+"""Saves through torch.distributed.checkpoint: replaced as a whole, checked, refused if damaged, and not executed."""
+
+import json
+import os
+import pickle
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron.fsdp.checkpoint import backend
+from megatron.fsdp.checkpoint.backend import Planner, Reader, Writer
+from megatron.fsdp.checkpoint.checksums import NAME, Checksums, DamagedCheckpoint
+from megatron.fsdp.checkpoint.loading import load, load_objects
+from megatron.fsdp.checkpoint.matching import Reaction, Strictness
+from megatron.fsdp.checkpoint.newest import newest_whole
+from megatron.fsdp.checkpoint.safe_pickle import UnsafePickle
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
+
+
+def state(value: float) -> dict[str, Any]:
+    tensors = {"a.b": torch.full((3, 5), value), "c": torch.arange(7) + int(value)}
+    return {"model": tensors, "iteration": int(value), "settings": {"betas": (0.9, 0.95), "names": ["x"]}}
+
+
+def save(folder: Path, value: float, planner: Planner | None = None) -> None:
+    dcp.save(state(value), storage_writer=Writer(folder), planner=planner or Planner())
+
+
+def loaded(folder: Path, **options: Any) -> dict[str, Any]:
+    into = state(0)
+    into["settings"] = {"betas": None, "names": None}
+    load(into, folder, **options)
+    return into
+
+
+def same(found: dict[str, Any], value: float) -> bool:
+    wanted = state(value)
+    tensors = all(torch.equal(found["model"][k], v) for k, v in wanted["model"].items())
+    return tensors and all(found[key] == wanted[key] for key in ("iteration", "settings"))
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    save(tmp_path, 3)
+    assert same(loaded(tmp_path), 3)
+
+
+def test_plain_torch_reads_it(tmp_path: Path) -> None:
+    save(tmp_path, 3)
+    into = state(0)
+    dcp.load(into, checkpoint_id=tmp_path)
+    assert same(into, 3)
+
+
+def test_what_plain_torch_wrote_is_read(tmp_path: Path) -> None:
+    dcp.save(state(3), checkpoint_id=tmp_path)
+    assert same(loaded(tmp_path), 3)
+
+
+def test_every_file_has_its_checksum(tmp_path: Path) -> None:
+    save(tmp_path, 3)
+    sums = Checksums.load(tmp_path)
+    assert sums is not None
+    assert set(sums.files) == {path.name for path in tmp_path.glob("*.distcp")} != set()
+    for name in sums.files:
+        sums.check_file(tmp_path, name)
+    sums.check_metadata(tmp_path)
+
+
+def test_saving_again_replaces_and_cleans_up(tmp_path: Path) -> None:
+    save(tmp_path, 3)
+    before = {path.name for path in tmp_path.glob("*.distcp")}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message="torch.distributed is")
+        save(tmp_path, 4)
+    after = {path.name for path in tmp_path.glob("*.distcp")}
+    assert same(loaded(tmp_path), 4)
+    assert not before & after, "files of the checkpoint that is replaced were written over"
+    sums = Checksums.load(tmp_path)
+    assert sums is not None and set(sums.files) == after and len(sums.metadata) == 1
+
+
+STOPS: dict[str, tuple[str, str]] = {
+    "while files are written": ("archive", "write_tensor"),
+    "before the checksums": ("Checksums", "save"),
+    "before the metadata": ("", "write_file"),
+}
+
+
+@pytest.mark.parametrize("stop", STOPS)
+def test_a_save_that_stops_leaves_the_checkpoint_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: str
+) -> None:
+    save(tmp_path, 3)
+    owner, name = STOPS[stop]
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(getattr(backend, owner) if owner else backend, name, fail)
+        with pytest.raises((OSError, CheckpointException), match="No space left"):
+            save(tmp_path, 4)
+    assert same(loaded(tmp_path), 3)
+    save(tmp_path, 5)
+    assert same(loaded(tmp_path), 5)
+
+
+def test_a_save_that_fails_while_it_writes_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(backend.archive, "write_tensor", fail)
+    with pytest.raises((OSError, CheckpointException), match="No space left"):
+        save(tmp_path, 4)
+    assert not list(tmp_path.glob("*"))
+
+
+def flip(path: Path, position: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "first byte": lambda path: flip(path, 0),
+    "middle": lambda path: flip(path, path.stat().st_size // 2),
+    "last byte": lambda path: flip(path, -1),
+    "truncated": truncate,
+    "missing": lambda path: path.unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("which", ["data", ".metadata"])
+def test_damage_is_found_and_the_file_named(tmp_path: Path, damage: str, which: str) -> None:
+    save(tmp_path, 3)
+    path = next(tmp_path.glob("*.distcp")) if which == "data" else tmp_path / which
+    DAMAGES[damage](path)
+    into = state(0)
+    with pytest.raises((DamagedCheckpoint, FileNotFoundError), match=which if which != "data" else path.name):
+        load(into, tmp_path)
+    assert same(into, 0), "something was loaded from a damaged checkpoint"
+
+
+def test_checking_can_be_left_out(tmp_path: Path) -> None:
+    save(tmp_path, 3)
+    path = next(tmp_path.glob("*.distcp"))
+    path.write_bytes(path.read_bytes() + b"more")
+    with pytest.raises(DamagedCheckpoint):
+        loaded(tmp_path)
+    assert same(loaded(tmp_path, check=False), 3)
+
+
+def test_the_newest_whole_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for iteration in (10, 20, 30, 40):
+        save(tmp_path / f"iter_{iteration:07d}", iteration)
+    assert newest_whole(tmp_path, 40) == 40
+    assert newest_whole(tmp_path, 30) == 30, "a newer one than the tracker file names is not complete for Megatron"
+    assert newest_whole(tmp_path, None) == 40
+    (tmp_path / "iter_0000040" / ".metadata").unlink()
+    assert newest_whole(tmp_path, 40) == 30
+    flip(next((tmp_path / "iter_0000030").glob("*.distcp")), 700)
+    assert newest_whole(tmp_path, 40) == 20
+    assert newest_whole(tmp_path, 40, check=False) == 30, "without checking, a flipped bit is not seen"
+    assert "iter_0000030" in caplog.text and "CRC-32" in caplog.text
+    truncate(next((tmp_path / "iter_0000020").glob("*.distcp")))
+    assert newest_whole(tmp_path, 40, check=False) == 30
+    flip(tmp_path / "iter_0000010" / ".metadata", 50)
+    assert newest_whole(tmp_path, 40) is None
+
+
+class Evil:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return os.system, (f"touch {self.path}",)
+
+
+def test_an_object_cannot_run_code(tmp_path: Path) -> None:
+    folder, proof = tmp_path / "checkpoint", tmp_path / "proof"
+    dcp.save({"model": torch.ones(2), "args": Evil(proof)}, checkpoint_id=folder)
+    proof.unlink(missing_ok=True)
+    with pytest.raises((UnsafePickle, CheckpointException), match="posix.system|os.system") as error:
+        load_objects(folder, ["args"])
+    assert "UnsafePickle" in str(error.value)
+    assert not proof.exists()
+
+
+def test_metadata_cannot_run_code(tmp_path: Path) -> None:
+    proof = tmp_path / "proof"
+    save(tmp_path / "c", 3)
+    (tmp_path / "c" / NAME).unlink()
+    (tmp_path / "c" / ".metadata").write_bytes(pickle.dumps(Evil(proof)))
+    with pytest.raises(UnsafePickle, match=r"system"):
+        Reader(tmp_path / "c").read_metadata()
+    assert not proof.exists()
+
+
+# Keys that do not fit ------------------------------------------------------------------------------------------------
+
+
+def test_one_report_before_anything_is_loaded(tmp_path: Path) -> None:
+    save(tmp_path, 3)
+    into = state(0)
+    into["model"] |= {"a.bb": torch.zeros(2), "a.b": torch.zeros(4, 5), "zzz": torch.zeros(1)}
+    before = {key: value.clone() for key, value in into["model"].items()}
+    with pytest.raises(ValueError) as error:
+        load(into, tmp_path)
+    message = str(error.value)
+    assert "2 keys missing" in message and "model.zzz" in message
+    assert "model.a.bb. Did you mean 'model.a.b'?" in message
+    assert "model.a.b: expected (4, 5); the checkpoint has (3, 5)" in message
+    assert all(torch.equal(into["model"][key], value) for key, value in before.items())
+
+
+@pytest.mark.parametrize("reaction", Reaction)
+def test_unexpected_keys(tmp_path: Path, reaction: Reaction, caplog: pytest.LogCaptureFixture) -> None:
+    save(tmp_path, 3)
+    into = {"model": {"c": torch.zeros(7, dtype=torch.int64)}}
+    strictness = Strictness(unexpected=reaction)
+    if reaction is Reaction.RAISE:
+        with pytest.raises(RuntimeError, match="unexpected:\n  model.a.b"):
+            load(into, tmp_path, strictness=strictness)
+        return
+    load(into, tmp_path, strictness=strictness)
+    assert into["model"]["c"][0] == 3
+    assert ("model.a.b" in caplog.text) == (reaction is Reaction.LOG)
+
+
+def test_missing_keys_may_be_all_right(tmp_path: Path) -> None:
+    save(tmp_path, 3)
+    into = state(0) | {"more": 1}
+    with pytest.raises(RuntimeError, match="1 key missing:\n  more"):
+        load(into, tmp_path)
+    load(into, tmp_path, strictness=Strictness(optional=lambda key: key == "more"))
+    assert into["more"] == 1 and into["iteration"] == 3
+
+
+def test_other_names_and_kinds(tmp_path: Path) -> None:
+    dcp.save({"group": {"step": 5}, "state": {"count": torch.tensor(8.0)}}, checkpoint_id=tmp_path)
+    names = {"tensor": "group.step", "number": "state.count"}
+    into: dict[str, Any] = {"tensor": torch.zeros(()), "number": 0}
+    load(into, tmp_path, aliases=lambda key: [names[key]])
+    assert into["tensor"] == 5 and into["number"] == 8
+
+
+def test_a_planner_may_leave_objects_to_others(tmp_path: Path) -> None:
+    planner = Planner(writes_objects=False)
+    planner.set_up_planner(state(1))
+    assert not planner.create_local_plan().items
+
+
+def test_the_file_of_checksums_is_readable(tmp_path: Path) -> None:
+    save(tmp_path, 3)
+    found = json.loads((tmp_path / NAME).read_text())
+    assert found["algorithm"] == "crc32" and all(set(entry) == {"bytes", "crc32"} for entry in found["files"].values())

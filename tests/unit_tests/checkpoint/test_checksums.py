@@ -1,0 +1,170 @@
+"""Damage to files is found and named, and files are written whole or not at all."""
+
+import os
+import random
+import zlib
+from pathlib import Path
+
+import pytest
+
+from megatron.fsdp.checkpoint.checksums import (
+    NAME,
+    Checksums,
+    DamagedCheckpoint,
+    FileSum,
+    as_hex,
+    combine,
+    crc32_of,
+    write_file,
+    write_files,
+)
+from megatron.fsdp.checkpoint.reader import CheckpointReader
+from tests.small_checkpoints import numbers, write_checkpoint
+
+DATA = bytes(range(256)) * 5
+
+
+def with_file(folder: Path) -> Checksums:
+    (folder / "data").write_bytes(DATA)
+    return Checksums({"data": FileSum(len(DATA), as_hex(zlib.crc32(DATA)))}, ["00000001", as_hex(zlib.crc32(b"new"))])
+
+
+def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+    assert Checksums.load(tmp_path) is None
+    sums = with_file(tmp_path)
+    sums.save(tmp_path)
+    assert Checksums.load(tmp_path) == sums
+    sums.fingerprint = "abc"
+    sums.save(tmp_path)
+    assert Checksums.load(tmp_path) == sums
+    assert sorted(p.name for p in tmp_path.iterdir()) == [NAME, "data"]
+
+
+def test_the_file_is_what_is_documented(tmp_path: Path) -> None:
+    Checksums({"__0_0.distcp": FileSum(3, "89abcdef")}, ["01234567"]).save(tmp_path)
+    text = "".join((tmp_path / NAME).read_text().split())
+    assert text == (
+        '{"algorithm":"crc32","files":{"__0_0.distcp":{"bytes":3,"crc32":"89abcdef"}},"metadata":["01234567"]}'
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "[", "[]", "{}", '{"algorithm": "md5"}', '{"algorithm": "crc32", "files": {"a": 3}, "metadata": []}'),
+        '{"algorithm": "crc32", "files": {"../a": {"bytes": 3, "crc32": "89abcdef"}}, "metadata": []}',
+    ],
+)
+def test_checksums_that_cannot_be_understood_are_damage(tmp_path: Path, text: str) -> None:
+    (tmp_path / NAME).write_text(text)
+    with pytest.raises(DamagedCheckpoint, match=NAME):
+        Checksums.load(tmp_path)
+
+
+def test_a_file_as_it_should_be_passes(tmp_path: Path) -> None:
+    sums = with_file(tmp_path)
+    sums.check_file(tmp_path, "data")
+    sums.check_file(tmp_path, "not listed")
+
+
+@pytest.mark.parametrize("position", [0, 600, len(DATA) - 1])
+def test_a_flipped_bit_is_found(tmp_path: Path, position: int) -> None:
+    sums = with_file(tmp_path)
+    damaged = bytearray(DATA)
+    damaged[position] ^= 1
+    (tmp_path / "data").write_bytes(damaged)
+    expected = f"data: expected the CRC-32 {as_hex(zlib.crc32(DATA))}; got {as_hex(zlib.crc32(damaged))}"
+    with pytest.raises(DamagedCheckpoint, match=expected):
+        sums.check_file(tmp_path, "data")
+
+
+@pytest.mark.parametrize("data", [b"", DATA[:-1], DATA + b"x"])
+def test_another_length_is_found(tmp_path: Path, data: bytes) -> None:
+    sums = with_file(tmp_path)
+    (tmp_path / "data").write_bytes(data)
+    with pytest.raises(DamagedCheckpoint, match=f"data: expected {len(DATA)} bytes; got {len(data)}"):
+        sums.check_file(tmp_path, "data")
+
+
+def test_a_missing_file_is_found(tmp_path: Path) -> None:
+    sums = with_file(tmp_path)
+    (tmp_path / "data").unlink()
+    with pytest.raises(DamagedCheckpoint, match="data: expected a file"):
+        sums.check_file(tmp_path, "data")
+    with pytest.raises(DamagedCheckpoint, match=".metadata: expected a file"):
+        sums.check_metadata(tmp_path)
+
+
+def test_any_of_several_checksums_of_the_metadata_is_right(tmp_path: Path) -> None:
+    sums = with_file(tmp_path)
+    (tmp_path / ".metadata").write_bytes(b"new")
+    sums.check_metadata(tmp_path)
+    (tmp_path / ".metadata").write_bytes(b"newer")
+    with pytest.raises(DamagedCheckpoint, match=f".metadata: expected the CRC-32 00000001 or {sums.metadata[1]}"):
+        sums.check_metadata(tmp_path)
+
+
+def test_a_reader_refuses_damage_of_every_file_and_names_it(tmp_path: Path) -> None:
+    files = {"common.pt": b"some"}
+    folder = write_checkpoint(tmp_path / "c", {"a": numbers((40, 3))}, {"o": [1]}, files=files)
+    for name, read in {
+        ".metadata": lambda: CheckpointReader(folder),
+        "__0_0.distcp": lambda: CheckpointReader(folder).tensors["a"].whole(),
+        "__0_1.distcp": lambda: CheckpointReader(folder).read_object("o"),
+    }.items():
+        good = (folder / name).read_bytes()
+        for bad in (good[:-1], bytes([*good[:50], good[50] ^ 8, *good[51:]])):
+            (folder / name).write_bytes(bad)
+            with pytest.raises(DamagedCheckpoint, match=name):
+                read()
+        (folder / name).write_bytes(good)
+        read()
+
+
+def test_checksums_are_compared_once_and_only_if_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_checkpoint(tmp_path / "c", {"a": numbers((40, 3)), "b": numbers((2,))})
+    checked: list[str] = []
+    monkeypatch.setattr(Checksums, "check_file", lambda self, folder, name: checked.append(name))
+    for verify, expected in ((False, []), (True, ["__0_0.distcp"])):
+        reader = CheckpointReader(folder, verify)
+        for _ in range(2):
+            reader.tensors["a"].whole()
+            reader.tensors["b"].whole()
+        assert checked == expected
+
+
+def test_checksums_of_pieces_combine() -> None:
+    random.seed(0)
+    for first, second in [(0, 0), (0, 5), (5, 0), (1, 1), (1000, 1), (7, 12345), (300, 1 << 20)]:
+        a, b = random.randbytes(first), random.randbytes(second)
+        assert combine(zlib.crc32(a), zlib.crc32(b), len(b)) == zlib.crc32(a + b)
+
+
+def test_the_checksum_of_a_large_file(tmp_path: Path) -> None:
+    data = random.Random(1).randbytes((9 << 20) + 5)
+    (tmp_path / "data").write_bytes(data)
+    assert crc32_of(tmp_path / "data") == f"{zlib.crc32(data):08x}"
+
+
+def test_a_file_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "f"
+    write_file(path, b"old")
+    write_file(path, b"new")
+    assert path.read_bytes() == b"new"
+
+    def crash(*arguments: object) -> None:
+        raise OSError("disk full")
+
+    for what in ("fsync", "replace"):
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="disk full"):
+            patch.setattr(os, what, crash)
+            write_file(path, b"newer")
+        assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("f", b"new")]
+
+
+def test_several_files(tmp_path: Path) -> None:
+    assert write_files(tmp_path, {"a": b"1", "b": b""}) == {
+        "a": FileSum(1, as_hex(zlib.crc32(b"1"))),
+        "b": FileSum(0, "00000000"),
+    }
+    assert (tmp_path / "a").read_bytes() == b"1"

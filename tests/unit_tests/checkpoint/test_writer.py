@@ -1,0 +1,472 @@
+"""New checkpoints are whole or not there, go on after a kill, and are what torch itself would have written."""
+
+import itertools
+import json
+import math
+import mmap
+import multiprocessing
+import os
+import resource
+import signal
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from megatron.fsdp.checkpoint import archive, writer
+from megatron.fsdp.checkpoint.checksums import NAME, Checksums, crc32_of
+from megatron.fsdp.checkpoint.lazy import Box, LazyTensor
+from megatron.fsdp.checkpoint.reader import CheckpointReader
+from megatron.fsdp.checkpoint.writer import CheckpointWriter, RawObject
+from tests.small_checkpoints import DTYPES, PeakMemory, lazily, numbers, same_bits, write_checkpoint
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is"),
+    # What is forked here copies some bytes and writes them.
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded"),
+]
+
+TENSORS = {"a.b": numbers((40, 9)), "c": numbers((7,), torch.bfloat16), "d": torch.tensor(2.5), "e": numbers((3, 4, 5))}
+OBJECTS = {"o": {"betas": (0.9, 0.95)}, "p": [1]}
+
+
+def write(path: Path, process: int = 0, processes: int = 1, tensors: Any = None, **options: Any) -> CheckpointWriter:
+    """A writer that has written its share."""
+    made = CheckpointWriter(path, process, processes, **{"block": 100, **options})
+    made.write(lazily(TENSORS) if tensors is None else tensors, OBJECTS)
+    return made
+
+
+def assert_whole(path: Path, tensors: Mapping[str, torch.Tensor] = TENSORS) -> CheckpointReader:
+    """Read with torch and with our reader."""
+    state = {key: torch.zeros_like(tensor) for key, tensor in tensors.items()} | dict.fromkeys(OBJECTS)
+    dcp.load(state, checkpoint_id=path)
+    found = CheckpointReader(path)
+    found.check()
+    assert set(found.tensors) == set(tensors)
+    for key, tensor in tensors.items():
+        assert same_bits(state[key], tensor) and same_bits(found.tensors[key].whole(), tensor)
+    assert {key: state[key] for key in OBJECTS} == OBJECTS
+    assert {key: found.read_object(key) for key in found.objects} == OBJECTS
+    assert_checksums(path)
+    return found
+
+
+def assert_checksums(path: Path) -> None:
+    """Exactly what lies there is listed."""
+    sums = Checksums.load(path)
+    assert sums is not None and sums.metadata == [crc32_of(path / ".metadata")]
+    there = {p.name: (p.stat().st_size, crc32_of(p)) for p in path.iterdir()}
+    assert {name: tuple(entry) for name, entry in sums.files.items()} == {
+        name: fact for name, fact in there.items() if name not in (".metadata", NAME)
+    }
+
+
+def test_torch_reads_what_is_written(tmp_path: Path) -> None:
+    write(tmp_path / "c").finish()
+    found = assert_whole(tmp_path / "c")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["c"]
+    assert len(found.chunks("a.b")) == 20 and found.format == "fsdp_dtensor"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_and_shape(tmp_path: Path, dtype: torch.dtype) -> None:
+    shapes = [(), (1,), (5,), (3, 4), (2, 3, 4), (0, 3), (3, 0)]
+    tensors = {str(shape): numbers(shape, dtype) for shape in shapes}
+    write_checkpoint(tmp_path / "c", tensors, OBJECTS, block=3 * dtype.itemsize)
+    assert_whole(tmp_path / "c", tensors)
+
+
+def test_every_block_is_a_file_of_torch_save(tmp_path: Path) -> None:
+    write(tmp_path / "c").finish()
+    found = CheckpointReader(tmp_path / "c")
+    for key in TENSORS:
+        for chunk in found.chunks(key):
+            assert math.prod(chunk.sizes) * TENSORS[key].itemsize <= 100
+            place = found.place(key, chunk)
+            with open(found.path / place.file, "rb") as file:
+                file.seek(place.offset)
+                (tmp_path / "one").write_bytes(file.read(place.length))
+            for mapped in (False, True):
+                block = torch.load(tmp_path / "one", weights_only=True, mmap=mapped)
+                box = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
+                assert same_bits(block, TENSORS[key][box]) and block.untyped_storage().nbytes() == block.nbytes
+            found.check_contents(key, chunk)
+
+
+def test_a_view_is_written_without_what_it_is_a_view_of(tmp_path: Path) -> None:
+    base = torch.zeros(1000, 10)
+    with open(tmp_path / "f", "wb") as file:
+        written = archive.write_tensor(file, base[3:5])
+    assert written.length == (tmp_path / "f").stat().st_size < 1200
+    with pytest.raises(ValueError, match="expected a contiguous tensor"), open(tmp_path / "f", "wb") as file:
+        archive.write_tensor(file, base[:, 1])
+
+
+def test_large_pieces_have_the_checksum_of_what_was_written(tmp_path: Path) -> None:
+    tensor = numbers((3, 1 << 20))
+    with open(tmp_path / "f", "wb", buffering=0) as file:
+        first, second = archive.write_tensor(file, tensor), archive.write(file, b"end")
+    assert f"{first.then(second).crc32:08x}" == crc32_of(tmp_path / "f")
+    assert same_bits(torch.load(tmp_path / "f", weights_only=True), tensor)
+
+
+class Hole:
+    """A file of which nothing is kept but where it would end."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.small: list[tuple[int, bytes]] = []
+
+    def write(self, data: Any) -> int:
+        if len(data) < 1 << 20:
+            self.small.append((self.size, bytes(data)))
+        self.size += len(data)
+        return len(data)
+
+
+def test_the_archive_of_a_tensor_of_more_than_4_gib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    size, real = 5 << 30, zlib.crc32
+    (tmp_path / "zeros").touch()
+    os.truncate(tmp_path / "zeros", size)
+    with open(tmp_path / "zeros", "rb") as file:
+        zeros = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+    monkeypatch.setattr(archive, "memory", lambda tensor: memoryview(zeros))
+    # Only the headers matter here.
+    monkeypatch.setattr(archive.zlib, "crc32", lambda data, crc=0: real(data, crc) if len(data) < 1 << 20 else 0)
+    hole = Hole()
+    archive.write_tensor(hole, torch.empty(1, dtype=torch.uint8).expand(size))
+    with open(tmp_path / "f", "wb") as file:
+        for offset, data in hole.small:
+            file.seek(offset)
+            file.write(data)
+    with open(tmp_path / "f", "rb") as file:
+        entry = archive.Archive(file, "f").entry("data/0")
+    assert entry.size == size and entry.offset % 64 == 0
+    reader = torch._C.PyTorchFileReader(str(tmp_path / "f"))
+    assert reader.get_record_offset("data/0") == entry.offset and reader.has_record("data/0")
+
+
+@pytest.mark.parametrize("processes", [2, 3, 7])
+def test_several_processes_share_the_work(tmp_path: Path, processes: int) -> None:
+    for process in reversed(range(1, processes)):
+        write(tmp_path / "c", process, processes).finish()
+    assert not (tmp_path / "c").exists()
+    write(tmp_path / "c", 0, processes).finish()
+    found = assert_whole(tmp_path / "c")
+    sizes = dict.fromkeys(range(processes), 0)
+    for key in TENSORS:
+        for chunk in found.chunks(key):
+            process = int(found.place(key, chunk).file[2])
+            sizes[process] += math.prod(chunk.sizes) * TENSORS[key].itemsize
+    share = sum(t.nbytes for t in TENSORS.values()) / processes
+    assert all(abs(size - share) <= 100 for size in sizes.values())
+
+
+def test_processes_that_have_nothing_to_write(tmp_path: Path) -> None:
+    one = {"a": numbers((2,))}
+    for process in (1, 2, 0):
+        made = CheckpointWriter(tmp_path / "c", process, 3)
+        made.write(lazily(one), OBJECTS)
+        made.finish()
+    assert_whole(tmp_path / "c", one)
+
+
+def counted(tensors: Mapping[str, torch.Tensor], after: Callable[[int], None] = lambda n: None) -> Any:
+    """Lazy tensors that list the boxes that are read of them, and call a function with their number before each."""
+    read: list[tuple[str, Box]] = []
+
+    def lazy(key: str, tensor: torch.Tensor) -> LazyTensor:
+        def of_box(box: Box) -> torch.Tensor:
+            after(len(read))
+            read.append((key, box))
+            return tensor[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))]
+
+        return LazyTensor(tuple(tensor.shape), tensor.dtype, of_box)
+
+    return {key: lazy(key, tensor) for key, tensor in tensors.items()}, read
+
+
+class Stop(Exception):
+    """Instead of a kill."""
+
+
+def stop_at(count: int) -> Callable[[int], None]:
+    def stop(n: int) -> None:
+        if n == count:
+            raise Stop
+
+    return stop
+
+
+BLOCKS = 20 + 1 + 1 + 3
+
+
+@pytest.mark.parametrize("count", [0, 1, 10, BLOCKS - 1])
+def test_a_run_that_was_stopped_goes_on_where_it_stopped(tmp_path: Path, count: int) -> None:
+    tensors, _ = counted(TENSORS, stop_at(count))
+    with pytest.raises(Stop):
+        write(tmp_path / "c", tensors=tensors)
+    assert not (tmp_path / "c").exists()
+    tensors, read = counted(TENSORS)
+    done: list[int] = []
+    again = CheckpointWriter(tmp_path / "c", block=100)
+    again.write(tensors, OBJECTS, done.append)
+    again.finish()
+    assert len(read) == BLOCKS - count
+    # Progress is of all, so that a bar shows how much there is.
+    assert sum(done) == sum(t.nbytes for t in TENSORS.values())
+    assert_whole(tmp_path / "c")
+
+
+def truncate_data(data: Path, journal: Path) -> None:
+    os.truncate(data, data.stat().st_size - 1)
+
+
+def flip_data(data: Path, journal: Path) -> None:
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+
+
+def more_data(data: Path, journal: Path) -> None:
+    data.write_bytes(data.read_bytes() + b"half of a block")
+
+
+def tear_journal(data: Path, journal: Path) -> None:
+    os.truncate(journal, journal.stat().st_size - 4)
+
+
+def garble_journal(data: Path, journal: Path) -> None:
+    lines = journal.read_text().splitlines()
+    journal.write_text("\n".join([*lines[:5], "[1, 2", *lines[6:], "x", ""]))
+
+
+def lose_data(data: Path, journal: Path) -> None:
+    data.unlink()
+
+
+def lose_journal(data: Path, journal: Path) -> None:
+    journal.unlink()
+
+
+@pytest.mark.parametrize(
+    ("harm", "rewritten"),
+    [
+        (truncate_data, 11),
+        (flip_data, range(12, 20)),
+        (more_data, 10),
+        (tear_journal, 11),
+        (garble_journal, BLOCKS - 4),
+        (lose_data, BLOCKS),
+        (lose_journal, BLOCKS),
+    ],
+)
+def test_what_a_crash_left_is_checked(tmp_path: Path, harm: Callable[..., None], rewritten: Any) -> None:
+    tensors, _ = counted(TENSORS, stop_at(BLOCKS - 10))
+    with pytest.raises(Stop):
+        write(tmp_path / "c", tensors=tensors)
+    partial = tmp_path / "c.partial"
+    harm(partial / "__0_0.distcp", partial / writer.PROGRESS / "0.journal")
+    tensors, read = counted(TENSORS)
+    write(tmp_path / "c", tensors=tensors).finish()
+    assert len(read) in (rewritten if isinstance(rewritten, range) else [rewritten])
+    assert_whole(tmp_path / "c")
+
+
+def test_killed_processes_go_on(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+
+    def work(process: int) -> None:
+        slow, _ = counted(TENSORS, lambda n: time.sleep(0.02))
+        write(tmp_path / "c", process, 2, slow).finish()
+
+    journals = [tmp_path / "c.partial" / writer.PROGRESS / f"{p}.journal" for p in (0, 1)]
+    for kills in range(3):
+        processes = [context.Process(target=work, args=(p,)) for p in (0, 1)]
+        for p in processes:
+            p.start()
+        while any(not j.exists() or j.read_text().count("\n") < 3 * (kills + 1) for j in journals):
+            time.sleep(0.005)
+        for p in processes:
+            os.kill(p.pid, signal.SIGKILL)
+            p.join()
+        assert not (tmp_path / "c").exists()
+    reads = []
+    for process in (1, 0):
+        tensors, read = counted(TENSORS)
+        write(tmp_path / "c", process, 2, tensors).finish()
+        reads.append(len(read))
+    assert sum(reads) <= BLOCKS - 2 * 6
+    assert_whole(tmp_path / "c")
+
+
+def test_concurrent_processes_wait_for_each_other(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=lambda p=p: write(tmp_path / "c", p, 3).finish()) for p in range(3)]
+    for p in processes:
+        p.start()
+        time.sleep(0.1)
+    for p in processes:
+        p.join(60)
+    assert [p.exitcode for p in processes] == [0, 0, 0]
+    assert_whole(tmp_path / "c")
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "source": {"source": "another checkpoint"},
+    "block": {"block": 200},
+    "tensors": {"tensors": lazily({"z": numbers((50, 9)), **TENSORS})},
+    "dtype": {"tensors": lazily({**TENSORS, "c": numbers((7,), torch.float16)})},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_was_written_from_something_else_is_not_used(tmp_path: Path, change: str) -> None:
+    tensors, _ = counted({**TENSORS, "a.b": torch.full((40, 9), 7.0)}, stop_at(8))
+    other = CHANGES[change]
+    with pytest.raises(Stop):
+        write(tmp_path / "c", **{**other, "tensors": tensors} if "tensors" not in other else {"tensors": tensors})
+    (tmp_path / "c.partial" / "__5_0.distcp").write_bytes(b"of a process that there is no more")
+    wanted = TENSORS
+    if "tensors" in other:
+        wanted = {key: tensor.whole() for key, tensor in other["tensors"].items()}
+    write(tmp_path / "c", tensors=lazily(wanted)).finish()
+    assert_whole(tmp_path / "c", wanted)
+
+
+def test_another_number_of_processes_starts_anew(tmp_path: Path) -> None:
+    for process in range(3):
+        write(tmp_path / "c", process, 3)
+    tensors, read = counted(TENSORS)
+    write(tmp_path / "c", tensors=tensors).finish()
+    assert len(read) == BLOCKS
+    assert_whole(tmp_path / "c")
+
+
+def test_a_finished_share_stays_finished(tmp_path: Path) -> None:
+    write(tmp_path / "c", 1, 2).finish()
+    tensors, read = counted(TENSORS)
+    write(tmp_path / "c", 1, 2, tensors).finish()
+    assert not read
+    write(tmp_path / "c", 0, 2).finish()
+    # This process was started again and is late: another has completed the checkpoint with what it wrote before.
+    write(tmp_path / "c", 1, 2, tensors).finish()
+    assert not read and not (tmp_path / "c.partial").exists()
+    assert_whole(tmp_path / "c")
+
+
+def test_nothing_is_replaced(tmp_path: Path) -> None:
+    write(tmp_path / "c").finish()
+    with pytest.raises(FileExistsError, match=r"c: expected no such folder yet"):
+        CheckpointWriter(tmp_path / "c")
+    with pytest.raises(FileExistsError, match=r"c: expected no such folder yet"):
+        write(tmp_path / "c", 1, 2)
+    late = write(tmp_path / "d")
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "mine").write_text("x")
+    with pytest.raises(FileExistsError):
+        late.finish()
+    assert [p.name for p in (tmp_path / "d").iterdir()] == ["mine"]
+
+
+def test_a_full_disk_costs_nothing_but_the_attempt(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write(tmp_path / "c")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not (tmp_path / "c").exists()
+    tensors, read = counted(TENSORS)
+    write(tmp_path / "c", tensors=tensors).finish()
+    assert 0 < len(read) < BLOCKS
+    assert_whole(tmp_path / "c")
+
+
+@pytest.mark.parametrize("point", ["write_file", "write_small_files", "rename"])
+def test_a_stop_while_finishing_leaves_no_half_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
+    made = write(tmp_path / "c")
+    calls = itertools.count()
+
+    def stop(*arguments: Any, **options: Any) -> Any:
+        if point != "write_file" or next(calls) == 1:
+            raise Stop
+        return original(*arguments, **options)
+
+    where: Any = Path if point == "rename" else writer
+    original = getattr(where, point)
+    with monkeypatch.context() as patch, pytest.raises(Stop):
+        patch.setattr(where, point, stop)
+        made.finish(files={"metadata.json": b"{}"})
+    assert not (tmp_path / "c").exists()
+    tensors, read = counted(TENSORS)
+    write(tmp_path / "c", tensors=tensors).finish()
+    assert not read
+    assert_whole(tmp_path / "c")
+    assert not (tmp_path / "c" / "metadata.json").exists()
+
+
+def test_a_missing_process_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "PATIENCE", 0.2)
+    write(tmp_path / "c", 1, 3).finish()
+    with pytest.raises(RuntimeError, match=r"no sign of life of processes \[2\]"):
+        write(tmp_path / "c", 0, 3).finish()
+    assert not (tmp_path / "c").exists()
+
+
+def test_metadata_and_files_are_as_given(tmp_path: Path) -> None:
+    planner_data = {key: tuple(key.split(".")) for key in [*TENSORS, *OBJECTS]}
+    mcore_data = {"a.b": {"nd_reformulated_orig_global_shape": (360,)}}
+    files = {"metadata.json": json.dumps({"sharded_backend": "torch_dist"}).encode(), "common.pt": b"x" * 1000}
+    write(tmp_path / "c").finish(planner_data, files, {"mcore_data": mcore_data})
+    found = CheckpointReader(tmp_path / "c")
+    assert found.format == "torch_dist" and (tmp_path / "c" / "common.pt").read_bytes() == files["common.pt"]
+    assert found.metadata.planner_data == planner_data and found.metadata.mcore_data == mcore_data
+    assert_checksums(tmp_path / "c")
+
+
+def test_raw_objects_are_copied(tmp_path: Path) -> None:
+    write(tmp_path / "c").finish()
+    source = CheckpointReader(tmp_path / "c")
+    raw = {key: RawObject(source.object_bytes(key)) for key in source.objects}
+    write_checkpoint(tmp_path / "d", TENSORS, raw)
+    copy = CheckpointReader(tmp_path / "d")
+    assert {key: copy.object_bytes(key) for key in copy.objects} == raw
+    assert_whole(tmp_path / "d")
+
+
+def test_wrong_use(tmp_path: Path) -> None:
+    for process, processes, block in ((1, 1, 5), (-1, 1, 5), (0, 0, 5), (0, 1, 0)):
+        with pytest.raises(ValueError, match="0 <= process < processes"):
+            CheckpointWriter(tmp_path / "c", process, processes, block)
+    with pytest.raises(RuntimeError, match="expected a call of write before finish"):
+        CheckpointWriter(tmp_path / "c").finish()
+    made = write(tmp_path / "c")
+    with pytest.raises(RuntimeError, match="expected one call of write"):
+        made.write({}, {})
+    for name in (".metadata", NAME, "__0_0.distcp", "__0_1.distcp"):
+        with pytest.raises(ValueError, match=f"expected other names of files; got .*{name}"):
+            made.finish(files={name: b""})
+
+
+def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
+    def rows(box: Box) -> torch.Tensor:
+        return torch.full(box.sizes, float(box.offsets[0]))
+
+    tensor = LazyTensor((128, 1 << 18), torch.float32, rows)
+    made = CheckpointWriter(tmp_path / "c", block=4 << 20)
+    with PeakMemory() as memory:
+        made.write({"a": tensor}, {})
+        made.finish()
+    assert memory.growth < 24 << 20 < tensor.nbytes
+    found = CheckpointReader(tmp_path / "c", verify=False).tensors["a"]
+    assert found.read(Box((77, 5), (1, 2))).tolist() == [[76.0, 76.0]]

@@ -1,0 +1,69 @@
+"""A sharded model of transformers is written so that from_pretrained() loads it."""
+
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+from torch import nn
+
+from tests.ranks import DEVICE, RankPool
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("safetensors")
+
+
+def _write(folder: str, strategy: str, tied: bool, dtype: torch.dtype | None, largest: int) -> dict[str, torch.Tensor]:
+    from megatron.fsdp.export import save_safetensors
+    from megatron_fsdp import MixedPrecisionPolicy, fully_shard
+
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(
+        vocab_size=61,
+        hidden_size=24,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=tied,
+    )
+    model = transformers.LlamaForCausalLM(config).to(DEVICE, torch.bfloat16)
+    layer = type(model.model.layers[0])
+    sharded, optimizer = fully_shard(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-2),
+        fsdp_unit_modules=[layer],
+        zero_dp_strategy=strategy,
+        mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=torch.float32),
+    )
+    tokens = torch.arange(12, device=DEVICE).view(1, 12)
+    sharded(tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    save_safetensors(sharded, folder, dtype, largest)
+    from megatron.fsdp.uneven_dtensor import gather_whole
+
+    return {entry.name: gather_whole(entry.main).cpu() for entry in sharded.entries()}
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("dtype", [None, torch.float32], ids=["compute dtype", "fp32"])
+@pytest.mark.parametrize(("strategy", "largest"), [("optim_grads_params", 5000), ("no_shard", 1 << 30)])
+def test_from_pretrained_loads_it(
+    ranks: RankPool, strategy: str, largest: int, dtype: torch.dtype | None, tied: bool
+) -> None:
+    with TemporaryDirectory() as folder:
+        expected = ranks.run(3, _write, folder, strategy, tied, dtype, largest)[0]
+        files = sorted(path.name for path in Path(folder).iterdir())
+        assert not [name for name in files if "unfinished" in name]
+        if largest < 1 << 30:
+            index = json.loads((Path(folder) / "model.safetensors.index.json").read_text())
+            assert len(set(index["weight_map"].values())) > 2
+            assert set(index["weight_map"].values()) == {name for name in files if name.endswith(".safetensors")}
+        else:
+            assert "model.safetensors" in files
+        loaded: nn.Module = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=dtype or torch.bfloat16)
+        found = dict(loaded.named_parameters())
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert torch.equal(found[name], value.to(dtype or torch.bfloat16)), name
