@@ -63,6 +63,8 @@ class Verdict:
         return asdict(self)
 
 
+# A tag of cases in which some peers were measured, apart from the others.
+PART = "part"
 HEAVY = {"load": ("communication-heavy", "balanced")}
 LIGHT = {"load": ("compute-heavy",)}
 MIXED = {"dtype": ("bf16",)}
@@ -103,10 +105,18 @@ def judge(result: Result, table: tuple[Target, ...] = TARGETS) -> list[Verdict]:
         if target.benchmark != result.benchmark:
             continue
         cases = [case for case in result.cases if _is_about(target, case)]
+        found = [case for case in cases if measured(target, case) is not None]
+        elsewhere = [_setting(case) for case in found]
+        cases = [case for case in cases if case in found or (PART not in case.tags and _setting(case) not in elsewhere)]
         verdicts += [_judge(target, case) for case in cases]
         if not cases:
             verdicts.append(Verdict(target.text, target.benchmark, result.skipped, None, "not measured"))
     return verdicts
+
+
+def _setting(case: Case) -> dict[str, Any]:
+    """What a case is about, whoever was measured in it."""
+    return {tag: value for tag, value in case.tags.items() if tag != PART}
 
 
 def judge_all(results: Mapping[str, Result], table: tuple[Target, ...] = TARGETS) -> list[Verdict]:

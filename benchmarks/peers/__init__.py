@@ -98,7 +98,6 @@ PEERS: dict[str, Peer] = {
     ),
     **{f"ours-{zero}": Peer(f"ours, ZeRO-{zero}", "ours", {"zero": zero}) for zero in range(4)},
     "ours-3-double": Peer("ours, ZeRO-3, double buffer", "ours", {"zero": 3, "double": True}),
-    "ours-3-exchange": Peer("ours, ZeRO-3, exchange_gradients", "ours", {"zero": 3, "exchange": True}),
 }
 
 

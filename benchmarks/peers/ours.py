@@ -8,8 +8,8 @@ from benchmarks.peers import Built, Trainable, adamw
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
 
 
-def build(job: Job, zero: int, double: bool = False, exchange: bool = False) -> Trainable:
-    """Shard with strategy ``zero``; ``double``: into fixed buffers; ``exchange``: gradients by all-to-all."""
+def build(job: Job, zero: int, double: bool = False) -> Trainable:
+    """Shard with strategy ``zero``; ``double``: into fixed buffers."""
     model = build_model(job.shape, job.low_precision, job.device)
     if job.low_precision:
         model.bfloat16()
@@ -19,6 +19,5 @@ def build(job: Job, zero: int, double: bool = False, exchange: bool = False) -> 
         zero_dp_strategy=zero,
         mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=torch.float32, main_grads_dtype=torch.float32),
         fsdp_double_buffer=double,
-        exchange_gradients=exchange,
     )
     return Built(sharded, fully_shard_optimizer(adamw(sharded.parameters())))

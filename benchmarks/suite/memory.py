@@ -16,7 +16,7 @@ from benchmarks.workers import Ranks, WorkerFailure
 # Few tokens: what is compared are weights, gradients and optimizer state.
 TOKENS = 16
 
-_OPTIONS = ("ours-3-double", "ours-3-exchange")
+_OPTIONS = ("ours-3-double",)
 EVERYBODY = tuple(peer for peer in PEERS if not peer.endswith("-streams") and peer not in ("alone", *_OPTIONS))
 SHARDED = ("fsdp2", "fsdp2-keep", "original-3", "original-3-limited", "original-3-double", "ours-3", *_OPTIONS)
 
