@@ -187,7 +187,7 @@ def train(
 
 def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Compute weights in fp32, whole, by their names in the model itself."""
-    from megatron.fsdp.mcore.adapter import bare_name
+    from megatron.fsdp.names import bare_name
 
     if isinstance(model, FullyShardedDataParallel):
         from tests.models import whole

@@ -1,4 +1,4 @@
-"""Help for who has misspelled a name."""
+"""Names of parameters, and help for who has misspelled one."""
 
 import difflib
 from collections.abc import Iterable
@@ -14,3 +14,10 @@ def did_you_mean(name: object, choices: Iterable[str], cutoff: float = 0.5) -> s
     """
     nearest = difflib.get_close_matches(str(name), list(choices), n=1, cutoff=cutoff)
     return f" Did you mean {nearest[0]!r}?" if nearest else ""
+
+
+def bare_name(name: str) -> str:
+    """A parameter's name in the model itself, without the wrappers around it."""
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    return name

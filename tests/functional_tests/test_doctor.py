@@ -57,13 +57,32 @@ def test_what_megatron_refuses() -> None:
     assert result.returncode == 1 and "REFUSED" in result.stdout
 
 
+def words_of(script: Path, **variables: str) -> list[str]:
+    environment = {**os.environ, "DRY_RUN": "1", "SLURM_SUBMIT_DIR": str(ROOT), **variables}
+    return subprocess.run(
+        ["bash", script], env=environment, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+
+
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_launch_scripts_pass_what_is_accepted(script: Path) -> None:
+def test_scripts_are_sound(script: Path) -> None:
     subprocess.run(["bash", "-n", script], check=True)
     subprocess.run([Path(sys.executable).parent / "shellcheck", "--shell=bash", script], check=True)
-    environment = {**os.environ, "DRY_RUN": "1", "SLURM_SUBMIT_DIR": str(ROOT)}
-    words = subprocess.run(["bash", script], env=environment, capture_output=True, text=True, check=True).stdout
-    world_size, name, *arguments = words.splitlines()
+
+
+@pytest.mark.parametrize("back", ["", "1"])
+@pytest.mark.parametrize("script", [s for s in SCRIPTS if "convert" in s.name], ids=lambda path: path.name)
+def test_conversion_scripts_pass_what_is_accepted(script: Path, back: str, tmp_path: Path) -> None:
+    _, tool, command, source, target = words_of(script, CHECKPOINT=str(tmp_path), OUT=str(tmp_path / "out"), BACK=back)
+    assert (source, target) == (str(tmp_path), str(tmp_path / "out"))
+    run = [sys.executable, tool, command, source, target]
+    result = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert result.returncode == 1 and ".metadata" in result.stderr, "an empty folder is no checkpoint"
+
+
+@pytest.mark.parametrize("script", [s for s in SCRIPTS if "convert" not in s.name], ids=lambda path: path.name)
+def test_launch_scripts_pass_what_is_accepted(script: Path) -> None:
+    world_size, name, *arguments = words_of(script)
     assert name == "pretrain_gpt.py"
     command = [sys.executable, "-m", "megatron.fsdp.doctor", "--json", "--world-size", world_size, name, *arguments]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)

@@ -25,6 +25,7 @@ from megatron.fsdp.local_step import ELEMENTWISE, LocalStep
 from megatron.fsdp.mcore.arguments import Settings, adjust, check
 from megatron.fsdp.mcore.topology import make_index, mark_tensor_parallel
 from megatron.fsdp.megatron_fsdp import MegatronFSDP
+from megatron.fsdp.names import bare_name
 from megatron.fsdp.optimizer import owners, watch_optimizers
 from megatron.fsdp.partition import UnitClasses
 from megatron.fsdp.precision import MixedPrecisionPolicy
@@ -240,13 +241,6 @@ class FullyShardedDataParallel(_BaseDataParallel):
         names |= {bare_name(name): name for name in unsharded_state(self.module)}
         renamed = {names.get(bare_name(key), key): value for key, value in state_dict.items()}
         return self.module.load_state_dict(renamed, strict=strict)
-
-
-def bare_name(name: str) -> str:
-    """A parameter's name in the model itself, without the wrappers around it."""
-    while name.startswith("module."):
-        name = name.removeprefix("module.")
-    return name
 
 
 def adding_up_over_instances(get_optimizer: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from megatron.core import parallel_state
 from megatron.core.transformer.module import Float16Module
-from megatron.fsdp.mcore.adapter import ShardedModule, bare_name
+from megatron.fsdp.mcore.adapter import ShardedModule
+from megatron.fsdp.names import bare_name
 from megatron.fsdp.parameter import ParameterEntry
 from megatron.fsdp.uneven_dtensor import describe_part, is_sharded, local_part, make_dtensor
 

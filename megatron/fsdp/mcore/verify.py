@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron.fsdp.names import bare_name
 from megatron.fsdp.script import run
 
 RECORD = "MEGATRON_FSDP_RECORD"
@@ -153,8 +154,6 @@ def whole_weights(model: list[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _key(chunk: int, name: str) -> str:
-    from megatron.fsdp.mcore.adapter import bare_name
-
     return f"chunk {chunk}: {bare_name(name)}" if chunk else bare_name(name)
 
 

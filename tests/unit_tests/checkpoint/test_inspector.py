@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megatron.fsdp.checkpoint.checksums import NAME
 from megatron.fsdp.checkpoint.reader import CheckpointReader
+from megatron.fsdp.convert import comparing
 from megatron.fsdp.convert.modifying import parse_operation, rename
 from tests.checkpoints import FSDP_DTENSOR, ROOT, TORCH_DIST, meta, sample
 from tests.small_checkpoints import DTYPES, NAMES, numbers, same_bits, sample_checkpoint, write_checkpoint
@@ -346,6 +347,14 @@ def test_diff(small: Path, other: Path) -> None:
     assert facts["n"]["shapes"] == [[4], [5]] and facts["n"]["different_elements"] is None
     printed = text("diff", small, other)
     assert "(4,) | (5,)" in printed and "bfloat16 | float32" in printed and "0 of 3 tensors are the same." in printed
+
+
+def test_differences_of_all_blocks_count(small: Path, other: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    at_once = as_json("diff", small, other)
+    monkeypatch.setattr(comparing, "BLOCK", 24)
+    assert as_json("diff", small, other) == at_once
+    (w,) = (d for d in at_once["tensors"] if d["key"] == "w")
+    assert not w["close"] and w["different_elements"] == 2
 
 
 def test_diff_of_the_same_in_other_chunks(small: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import os
 import pickle
 import random
 import shutil
@@ -216,6 +217,26 @@ def test_a_part_of_a_large_chunk_takes_little_memory(large: Path, box: Box, limi
         part = found.tensors["a"].read(box)
     assert part.shape == box.sizes and not part.any()
     assert memory.growth < limit
+
+
+def test_few_bytes_are_read_for_few_elements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = numbers((64, 1 << 15))
+    found, counts, preadv = CheckpointReader(write_checkpoint(tmp_path / "c", {"a": tensor}), False), [], os.preadv
+    monkeypatch.setattr(os, "preadv", lambda *arguments: counts.append(preadv(*arguments)) or counts[-1])
+    column = found.tensors["a"].read(Box((0, 5), (64, 2)))
+    assert torch.equal(column, tensor[:, 5:7])
+    assert 64 * 8 < sum(counts) < 64 << 10 < tensor.nbytes
+    counts.clear()
+    # Rows that lie in one piece are read in one.
+    assert torch.equal(found.tensors["a"].read(Box((3, 0), (9, 1 << 15))), tensor[3:12])
+    assert counts == [9 << 17]
+
+
+def test_a_part_that_no_chunk_has_is_damage(small: Path) -> None:
+    found = changed(small, lambda m: m.state_dict_metadata["a"].chunks.pop(1))
+    assert same_bits(found.tensors["a"].read(Box((0, 0), (3, 3))), numbers((8, 3))[:3])
+    with pytest.raises(DamagedCheckpoint, match="the chunks of a to tile it; 9 elements of Box"):
+        found.tensors["a"].whole()
 
 
 def test_a_part_outside_of_a_tensor_is_refused(plain: tuple[Path, dict[str, torch.Tensor]]) -> None:

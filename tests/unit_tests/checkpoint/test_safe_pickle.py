@@ -481,6 +481,15 @@ def test_damage_of_a_torch_file_is_said_to_be_damage() -> None:
     assert found > 100
 
 
+def test_a_damaged_element_of_an_object_is_found() -> None:
+    stream = io.BytesIO()
+    torch.save({"a": torch.full((100,), 2.5)}, stream)
+    data = bytearray(stream.getvalue())
+    data[data.index(torch.full((100,), 2.5).numpy().tobytes()) + 200] ^= 1
+    with pytest.raises(DamagedCheckpoint, match="file x: .*storage 0 has another CRC-32 than expected"):
+        load_torch(io.BytesIO(bytes(data)), "file x")
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_all_objects_of_the_samples_pass(name: str) -> None:
     reader = CheckpointReader(sample_checkpoint(name))

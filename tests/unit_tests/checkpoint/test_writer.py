@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import resource
 import signal
+import struct
 import time
 import zlib
 from collections.abc import Callable, Mapping
@@ -104,6 +105,12 @@ def test_a_view_is_written_without_what_it_is_a_view_of(tmp_path: Path) -> None:
     with open(tmp_path / "f", "wb") as file:
         written = archive.write_tensor(file, base[3:5])
     assert written.length == (tmp_path / "f").stat().st_size < 1200
+    with open(tmp_path / "f", "rb") as file:
+        entry = archive.Archive(file, "f").entry("data/0")
+        file.seek(entry.offset)
+        data, after = file.read(entry.size), file.read(16)
+    # For readers that do not begin with the table at the end.
+    assert after == b"PK\7\x08" + struct.pack("<3I", zlib.crc32(data), 80, 80)
     with pytest.raises(ValueError, match="expected a contiguous tensor"), open(tmp_path / "f", "wb") as file:
         archive.write_tensor(file, base[:, 1])
 
@@ -235,7 +242,7 @@ def flip_data(data: Path, journal: Path) -> None:
 
 
 def more_data(data: Path, journal: Path) -> None:
-    data.write_bytes(data.read_bytes() + b"half of a block")
+    data.write_bytes(data.read_bytes() + bytes(1 << 20))
 
 
 def tear_journal(data: Path, journal: Path) -> None:

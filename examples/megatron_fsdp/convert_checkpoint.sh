@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Converts a checkpoint of Megatron's DDP (torch_dist) to one that training with FSDP loads (fsdp_dtensor), on one machine.
+#
+#   CHECKPOINT=/checkpoints/run/iter_0001000 OUT=/checkpoints/fsdp/iter_0001000 bash convert_checkpoint.sh
+#   BACK=1 CHECKPOINT=/checkpoints/fsdp/iter_0002000 OUT=/checkpoints/ddp/iter_0002000 bash convert_checkpoint.sh
+#   DRY_RUN=1 ...                                                        prints the command
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+CHECKPOINT=${CHECKPOINT:?folder of the checkpoint, such as /checkpoints/run/iter_0001000}
+OUT=${OUT:?folder to write, such as /checkpoints/fsdp/iter_0001000}
+PROCESSES=${PROCESSES:-4}
+PYTHON=${PYTHON:-python}
+BACK=${BACK:-}
+EXTRA=${EXTRA:-}
+
+COMMAND=convert-torch-dist-to-fsdp-dtensor
+[[ -z $BACK ]] || COMMAND=convert-fsdp-dtensor-to-torch-dist
+# shellcheck disable=SC2206 # words, as they were given
+ARGUMENTS=(tools/checkpoint/checkpoint_inspector.py "$COMMAND" "$CHECKPOINT" "$OUT" $EXTRA)
+if [[ -n ${DRY_RUN:-} ]]; then
+  printf '%s\n' "$PROCESSES" "${ARGUMENTS[@]}"
+  exit
+fi
+"$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$PROCESSES" "${ARGUMENTS[@]}"
+"$PYTHON" tools/checkpoint/checkpoint_inspector.py verify "$OUT"

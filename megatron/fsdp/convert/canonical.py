@@ -1,0 +1,116 @@
+"""What a training checkpoint holds, whatever its format: the one view that every conversion goes through."""
+
+import argparse
+import re
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron.fsdp.checkpoint.lazy import LazyTensor
+
+# By model key or parameter name.
+Tensors = dict[str, LazyTensor]
+
+_HALF = re.compile(r"((?:weight|bias)\d*)_[wv]$")
+_BUFFER = re.compile(r"\.(?:router\.(?!weight$|bias$)\w+|running_mean|running_var|num_batches_tracked|inv_freq)$")
+
+
+def unsplit(name: str) -> str:
+    """The parameter that a tensor belongs to: the two halves of a gated layer (``_w``, ``_v``) are one parameter."""
+    return _HALF.sub(r"\1", name)
+
+
+def is_buffer(name: str) -> bool:
+    """Whether a tensor of the model is no parameter, by its name: a router's ``expert_bias``, running statistics."""
+    return _BUFFER.search(name) is not None
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """A checkpoint by live parameter names. Nothing is read before a tensor is asked for.
+
+    A name is the parameter's in the model, without the prefixes of wrappers, with global indices of layers and
+    experts: ``decoder.layers.0.self_attention.linear_qkv.weight``. The first layer of a gated MLP is two tensors, gate
+    and up: ``decoder.layers.0.mlp.linear_fc1.weight_w`` and ``_v``; of a grouped expert,
+    ``decoder.layers.1.mlp.experts.linear_fc1.weight3_w``. Shapes are those without any parallelism.
+
+    Attributes:
+        weights: The float32 main weights where the checkpoint has them, else the model's own, by name.
+        common: ``args`` (a namespace), ``iteration``, ``checkpoint_version``, ``opt_param_scheduler``,
+            ``num_floating_point_operations_so_far``, ``content_metadata``, and ``rng_state``, a dict of lists by
+            (pipeline rank, tensor rank); only what the checkpoint has.
+        buffers: Tensors of the model that are no parameters, such as ``router.expert_bias``.
+        optimizer_state: For each name of ``weights`` its states, ``exp_avg`` and so on, of the weight's shape. Empty
+            if the checkpoint has none.
+        group_of: For each parameter (see :func:`unsplit`) the settings of its optimizer group: ``lr``, ``step``,
+            ``weight_decay`` and so on. Empty if ``optimizer_state`` is.
+        model_dtypes: The dtype that the model computes a weight in, for those where it is not ``compute_dtype``.
+        torch_dist: What only the way back to ``torch_dist`` needs; plain data, empty if nothing is known.
+        source: Tells the files that it is read from, so that writing it can go on where it was cut short.
+
+    Raises:
+        ValueError: A state does not belong to a weight or has another shape, or a parameter has no group.
+    """
+
+    weights: Tensors
+    common: dict[str, Any] = field(default_factory=dict)
+    buffers: Tensors = field(default_factory=dict)
+    optimizer_state: dict[str, Tensors] = field(default_factory=dict)
+    group_of: dict[str, dict[str, Any]] = field(default_factory=dict)
+    model_dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+    torch_dist: dict[str, Any] = field(default_factory=dict)
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        for name, states in self.optimizer_state.items():
+            if name not in self.weights:
+                raise ValueError(f"TrainingState: optimizer state of {name}, which is no weight of the checkpoint.")
+            for kind, tensor in states.items():
+                if tensor.shape != self.weights[name].shape:
+                    raise ValueError(
+                        f"TrainingState: expected {kind} of {name} to have the weight's shape "
+                        f"{self.weights[name].shape}; got {tensor.shape}."
+                    )
+            if unsplit(name) not in self.group_of:
+                raise ValueError(f"TrainingState: {unsplit(name)} has optimizer state but belongs to no group.")
+
+    @property
+    def args(self) -> argparse.Namespace:
+        """The training arguments; an empty namespace if the checkpoint has none."""
+        return self.common.get("args") or argparse.Namespace()
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype that the model computes in: by the arguments, else float32."""
+        return compute_dtype(self.args)
+
+    def model_dtype(self, name: str) -> torch.dtype:
+        """The dtype that the model computes one weight in."""
+        return self.model_dtypes.get(name, self.compute_dtype)
+
+
+def compute_dtype(args: argparse.Namespace) -> torch.dtype:
+    """The dtype of compute weights, as training arguments say: ``params_dtype``, ``bf16`` or ``fp16``, else float32."""
+    dtype = getattr(args, "params_dtype", None)
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
+        return dtype
+    if getattr(args, "bf16", False):
+        return torch.bfloat16
+    return torch.float16 if getattr(args, "fp16", False) else torch.float32
+
+
+class Output(NamedTuple):
+    """A checkpoint to be written.
+
+    Attributes:
+        tensors: By key.
+        objects: By key.
+        planner_data: The path of each key in a nested dict; None if keys are flat.
+        files: Small files beside the data.
+    """
+
+    tensors: Tensors
+    objects: dict[str, Any]
+    planner_data: dict[str, tuple[Any, ...]] | None
+    files: dict[str, bytes]

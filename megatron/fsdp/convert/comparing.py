@@ -1,0 +1,184 @@
+"""What differs between two checkpoints, key by key and block by block."""
+
+import argparse
+import io
+import math
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron.fsdp.checkpoint.lazy import LazyTensor
+from megatron.fsdp.checkpoint.reader import CheckpointReader
+from megatron.fsdp.convert.inspecting import BLOCK, as_float64
+
+ABSOLUTE = 1e-8
+RELATIVE = 1e-5
+
+
+class Difference(NamedTuple):
+    """How a tensor differs between two checkpoints.
+
+    Attributes:
+        key: Its key.
+        shapes: In the first and in the second checkpoint.
+        dtypes: In the first and in the second checkpoint.
+        elements: How many elements are not equal; two nans are. None if the shapes differ.
+        absolute: Largest difference of two elements; inf where only one is nan, or one is infinite.
+        relative: Largest difference of two elements, relative to the larger magnitude.
+        close: Every element is within ``ABSOLUTE + RELATIVE * |second|``, as ``torch.allclose``.
+    """
+
+    key: str
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    dtypes: tuple[torch.dtype, torch.dtype]
+    elements: int | None
+    absolute: float
+    relative: float
+    close: bool
+
+    @property
+    def same(self) -> bool:
+        """Whether nothing differs at all."""
+        return self.elements == 0 and self.dtypes[0] == self.dtypes[1]
+
+    @property
+    def alike(self) -> bool:
+        """Whether shape and dtype are the same and the elements close."""
+        return self.close and self.dtypes[0] == self.dtypes[1]
+
+
+class Comparison(NamedTuple):
+    """What differs between two checkpoints.
+
+    Attributes:
+        only_first: Keys that the second one lacks.
+        only_second: Keys that the first one lacks.
+        kinds: Keys that are a tensor in one and an object in the other.
+        tensors: All tensors that both have.
+        objects: Keys of the objects that differ.
+    """
+
+    only_first: list[str]
+    only_second: list[str]
+    kinds: list[str]
+    tensors: list[Difference]
+    objects: list[str]
+
+    @property
+    def same(self) -> bool:
+        """Whether nothing differs at all."""
+        names = (self.only_first, self.only_second, self.kinds, self.objects)
+        return not any(names) and all(d.same for d in self.tensors)
+
+
+def bytes_to_compare(first: CheckpointReader, second: CheckpointReader) -> int:
+    """What ``compare`` reports as progress in the end: bytes of the tensors in both, as the first one has them."""
+    return sum(t.nbytes for key, t in first.tensors.items() if key in second.tensors)
+
+
+def compare(
+    first: CheckpointReader, second: CheckpointReader, progress: Callable[[int], None] = lambda _: None
+) -> Comparison:
+    """Compare two checkpoints, whatever the chunks that they are stored in.
+
+    Args:
+        first: One checkpoint.
+        second: The other.
+        progress: Called with the number of bytes that have been compared since.
+    """
+    keys = [{*reader.tensors, *reader.objects} for reader in (first, second)]
+    both = sorted(keys[0] & keys[1])
+    tensors = []
+    for key in (k for k in both if k in first.tensors and k in second.tensors):
+        tensors.append(difference(key, first.tensors[key], second.tensors[key], progress))
+    return Comparison(
+        only_first=sorted(keys[0] - keys[1]),
+        only_second=sorted(keys[1] - keys[0]),
+        kinds=[k for k in both if (k in first.tensors) != (k in second.tensors)],
+        tensors=tensors,
+        objects=[
+            k for k in both if k not in first.tensors and k not in second.tensors and _objects_differ(k, first, second)
+        ],
+    )
+
+
+def difference(
+    key: str, first: LazyTensor, second: LazyTensor, progress: Callable[[int], None] = lambda _: None
+) -> Difference:
+    """Compare two tensors, block by block. Arguments: as of :func:`compare`."""
+    shapes, dtypes = (first.shape, second.shape), (first.dtype, second.dtype)
+    if first.shape != second.shape:
+        progress(first.nbytes)
+        return Difference(key, shapes, dtypes, None, math.nan, math.nan, False)
+    elements, absolute, relative, close = 0, 0.0, 0.0, True
+    for box in first.blocks(BLOCK):
+        found = _compare_block(first.read(box), second.read(box))
+        elements += found.elements
+        absolute, relative = max(absolute, found.absolute), max(relative, found.relative)
+        close = close and found.close
+        progress(math.prod(box.sizes) * first.dtype.itemsize)
+    return Difference(key, shapes, dtypes, elements, absolute, relative, close)
+
+
+class _Block(NamedTuple):
+    elements: int
+    absolute: float
+    relative: float
+    close: bool
+
+
+def _compare_block(first: torch.Tensor, second: torch.Tensor) -> _Block:
+    integers = not (first.is_floating_point() or first.is_complex())
+    if first.dtype == second.dtype and integers and torch.equal(first, second):
+        return _Block(0, 0.0, 0.0, True)
+    if first.is_complex() and second.is_complex():
+        pair = first.to(torch.complex128), second.to(torch.complex128)
+    else:
+        pair = as_float64(first), as_float64(second)
+    a, b = pair
+    unequal = (first != second) if integers and first.dtype == second.dtype else (a != b) & ~(a.isnan() & b.isnan())
+    count = int(unequal.count_nonzero())
+    if not count:
+        return _Block(0, 0.0, 0.0, True)
+    a, b = a[unequal], b[unequal]
+    # Integers that float64 cannot tell apart differ by one at least.
+    gap = (a - b).abs().nan_to_num(nan=math.inf, posinf=math.inf).clamp(min=1.0 if integers else 0.0)
+    scale = torch.maximum(a.abs(), b.abs())
+    relative = (gap / scale).nan_to_num(nan=math.inf, posinf=math.inf)
+    close = bool((gap <= ABSOLUTE + RELATIVE * b.abs()).logical_and(gap.isfinite()).all())
+    return _Block(count, gap.max().item(), relative.max().item(), close)
+
+
+def _objects_differ(key: str, first: CheckpointReader, second: CheckpointReader) -> bool:
+    """Whether an object is another: the bytes may differ where the object does not."""
+    if first.object_bytes(key) == second.object_bytes(key):
+        return False
+    return not equal(first.read_object(key), second.read_object(key))
+
+
+def equal(first: object, second: object) -> bool:
+    """Whether two objects are the same, tensors and arrays in them included; two nans are."""
+    if type(first) is not type(second):
+        return False
+    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+        alike = first.dtype == second.dtype and first.shape == second.shape
+        return alike and _compare_block(first, second).elements == 0
+    if isinstance(first, dict) and isinstance(second, dict):
+        return first.keys() == second.keys() and all(equal(value, second[key]) for key, value in first.items())
+    if isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)):
+        return len(first) == len(second) and all(map(equal, first, second))
+    if isinstance(first, (argparse.Namespace, types.SimpleNamespace)):
+        return equal(vars(first), vars(second))
+    if isinstance(first, io.BytesIO) and isinstance(second, io.BytesIO):
+        return first.getvalue() == second.getvalue()
+    if isinstance(first, float) and isinstance(second, float) and math.isnan(first):
+        return math.isnan(second)
+    if hasattr(first, "tobytes") and hasattr(second, "tobytes"):
+        return _array_facts(first) == _array_facts(second)
+    return bool(first == second)
+
+
+def _array_facts(array: Any) -> tuple[Any, Any, bytes]:
+    return array.dtype, array.shape, array.tobytes()

@@ -1,0 +1,241 @@
+"""Reads and writes fsdp_dtensor checkpoints: every parameter under its own name, as plain DCP."""
+
+import argparse
+import io
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+from megatron.fsdp.checkpoint import lazy, safe_pickle
+from megatron.fsdp.checkpoint.reader import CheckpointReader
+from megatron.fsdp.checkpoint.writer import RawObject
+from megatron.fsdp.convert import groups
+from megatron.fsdp.convert.canonical import Output, Tensors, TrainingState, compute_dtype, is_buffer, unsplit
+from megatron.fsdp.convert.options import ReadOptions, WriteOptions
+from megatron.fsdp.convert.rewrites import (
+    FSDP_DTENSOR,
+    Facts,
+    canonical_mtp_name,
+    from_canonical,
+    gated_parameters,
+    live_mtp_name,
+    to_canonical,
+)
+from megatron.fsdp.convert.torch_dist.facts import checked_gates
+
+# What an earlier conversion kept for the way back is an object of this name.
+KEPT = "torch_dist"
+CHECKPOINT_VERSION = 3.0
+
+_WEIGHT = re.compile(r"^model\.(?:module\.)*(?P<name>.+)$")
+_STATE = re.compile(r"^optimizer\.state\.(?:module\.)*(?P<name>.+)\.(?P<kind>\w+)$")
+_META = re.compile(r"^optimizer\.param_to_group_meta\.(?:module\.)*(?P<name>.+)\.(?P<field>\w+)$")
+_RNG = re.compile(r"^rng_state\.\((?P<pp>\d+), (?P<tp>\d+)\)\.(?P<index>\d+)\.(?P<rest>.+)$")
+_SCHEDULER = "opt_param_scheduler."
+_TRACKER = "rng_tracker_states."
+_SINGLE = ("args", "checkpoint_version", "iteration", "num_floating_point_operations_so_far")
+_STEP = "step"
+
+
+class _Model(NamedTuple):
+    """Tensors by name, as the model has them, and optimizer state by kind."""
+
+    tensors: Tensors
+    states: dict[str, Tensors]
+
+
+def read(reader: CheckpointReader, options: ReadOptions) -> TrainingState:
+    """The canonical view of an fsdp_dtensor checkpoint.
+
+    Args:
+        reader: The checkpoint.
+        options: What the user says.
+
+    Raises:
+        ValueError: It holds tensors that belong to no model, optimizer or random state, or contradicts the options.
+    """
+    common = _common(reader)
+    args = common.get("args") or argparse.Namespace()
+    facts = Facts(q_lora_rank=getattr(args, "q_lora_rank", None) or 0)
+    stored = _model(reader)
+    live = to_canonical(stored.tensors, FSDP_DTENSOR, facts)
+    checked_gates(gated_parameters(live), args, options)
+    weights = {name: tensor for name, tensor in live.items() if not is_buffer(name)}
+    if not options.optimizer:
+        stored.states.clear()
+    steps = stored.states.pop(_STEP, {})
+    states = {kind: to_canonical(tensors, FSDP_DTENSOR, facts) for kind, tensors in stored.states.items()}
+    group_of = _groups(reader, steps) if options.optimizer else {}
+    kept = dict(reader.read_object(KEPT)) if KEPT in reader.objects else {}
+    dtypes = {name: dtype for name, dtype in kept.pop("model_dtypes", {}).items() if name in weights}
+    # What no optimizer holds is stored as the model has it.
+    frozen = {n: t.dtype for n, t in weights.items() if group_of and unsplit(n) not in group_of}
+    return TrainingState(
+        weights=weights,
+        common=common,
+        buffers={name: tensor for name, tensor in live.items() if is_buffer(name)},
+        optimizer_state={
+            name: {kind: tensors[name] for kind, tensors in states.items() if name in tensors}
+            for name in {name for tensors in states.values() for name in tensors}
+        },
+        group_of=group_of,
+        model_dtypes={n: d for n, d in (frozen | dtypes).items() if d != compute_dtype(args)},
+        torch_dist=kept,
+        source=reader.fingerprint,
+    )
+
+
+def _model(reader: CheckpointReader) -> _Model:
+    tensors: Tensors = {}
+    states: dict[str, Tensors] = {}
+    for key, tensor in reader.tensors.items():
+        if match := _WEIGHT.match(key):
+            tensors[match["name"]] = tensor
+        elif match := _STATE.match(key):
+            states.setdefault(match["kind"], {})[match["name"]] = tensor
+        elif not _RNG.match(key):
+            raise ValueError(f"{reader.path}: expected weights, optimizer state and random states; got {key}.")
+    return _Model(tensors, states)
+
+
+def _groups(reader: CheckpointReader, steps: Tensors) -> dict[str, groups.Group]:
+    """The group of each parameter. Optimizers that count steps in their state have the count added to the group."""
+    group_of: dict[str, groups.Group] = {}
+    # Most of thousands of small objects are the same few.
+    known: dict[bytes, Any] = {}
+    for key in reader.objects:
+        match = _META.match(key)
+        if match is None:
+            continue
+        data = reader.object_bytes(key)
+        if data not in known:
+            known[data] = safe_pickle.load_torch(io.BytesIO(data), f"{reader.path} ({key})")
+        group_of.setdefault(canonical_mtp_name(match["name"]), {})[match["field"]] = known[data]
+    for name, step in steps.items():
+        group = group_of.get(unsplit(canonical_mtp_name(name)), {})
+        if _STEP not in group:
+            group[_STEP] = step.whole().item()
+    return group_of
+
+
+def _common(reader: CheckpointReader) -> dict[str, Any]:
+    common: dict[str, Any] = {key: reader.read_object(key) for key in _SINGLE if key in reader.objects}
+    scheduler = {
+        key.removeprefix(_SCHEDULER): reader.read_object(key) for key in reader.objects if key.startswith(_SCHEDULER)
+    }
+    if scheduler:
+        common["opt_param_scheduler"] = scheduler
+    ranks: dict[tuple[int, int], dict[int, dict[str, Any]]] = {}
+    for key in (*reader.objects, *reader.tensors):
+        match = _RNG.match(key)
+        if match is None:
+            continue
+        value = reader.tensors[key].whole() if key in reader.tensors else reader.read_object(key)
+        state = ranks.setdefault((int(match["pp"]), int(match["tp"])), {}).setdefault(int(match["index"]), {})
+        if match["rest"].startswith(_TRACKER):
+            state = state.setdefault("rng_tracker_states", {})
+        state[match["rest"].removeprefix(_TRACKER)] = value
+    if ranks:
+        common["rng_state"] = {place: [states[i] for i in sorted(states)] for place, states in ranks.items()}
+    return common
+
+
+def lay_out(state: TrainingState, options: WriteOptions) -> Output:
+    """What to write: everything that a strict load asks for, of Megatron-Core's FSDP and of this one.
+
+    Args:
+        state: The checkpoint.
+        options: Prefixes of keys, and the name of multi-token prediction's layer.
+    """
+    nested = _Nested()
+    facts = Facts(live_mtp=options.rename_mtp_keys)
+    prefix = options.optimizer_prefix
+    if prefix is None:
+        # Casting to low precision is a wrapper of its own.
+        low = state.compute_dtype != torch.float32
+        prefix = "optimizer.state." + ".".join(["module"] * (3 if low else 2))
+    for name, tensor in from_canonical(state.weights | state.buffers, FSDP_DTENSOR, facts).items():
+        nested.tensor(options.weight_prefix, (name,), tensor)
+    for kind in {kind: None for states in state.optimizer_state.values() for kind in states}:
+        found = {name: states[kind] for name, states in state.optimizer_state.items() if kind in states}
+        for name, tensor in from_canonical(found, FSDP_DTENSOR, facts).items():
+            nested.tensor(prefix, (name, kind), tensor)
+    _lay_out_groups(nested, state, prefix, facts)
+    _lay_out_common(nested, state)
+    if state.torch_dist or state.model_dtypes:
+        nested.object((KEPT,), {**state.torch_dist, "model_dtypes": state.model_dtypes})
+    return Output(nested.tensors, nested.objects, nested.paths, {})
+
+
+class _Nested:
+    """Keys of a nested dict, with the path of each. The name of a parameter is one step of the path."""
+
+    def __init__(self) -> None:
+        self.tensors: Tensors = {}
+        self.objects: dict[str, Any] = {}
+        self.paths: dict[str, tuple[Any, ...]] = {}
+        self._pickled: dict[str, RawObject] = {}
+
+    def tensor(self, prefix: str, path: tuple[str, ...], tensor: lazy.LazyTensor) -> None:
+        """Add a tensor under a prefix such as ``optimizer.state.module``: two dicts, and a part of the name."""
+        name, *rest = path
+        key = ".".join((prefix, *path))
+        self.tensors[key] = tensor
+        self.paths[key] = (*_steps(prefix, name), *rest)
+
+    def object(self, path: tuple[Any, ...], value: Any) -> None:
+        """Add an object."""
+        key = ".".join(map(str, path))
+        self.objects[key], self.paths[key] = value, path
+
+    def setting(self, path: tuple[Any, ...], value: Any) -> None:
+        """Add a small object that others are equal to: it is pickled once."""
+        text = f"{type(value)} {value!r}"
+        if text not in self._pickled:
+            stream = io.BytesIO()
+            safe_pickle.save_torch(value, stream)
+            self._pickled[text] = RawObject(stream.getvalue())
+        self.object(path, self._pickled[text])
+
+
+def _steps(prefix: str, name: str) -> tuple[str, ...]:
+    whole = f"{prefix}.{name}"
+    for start in ("optimizer.state", "model"):
+        if whole.startswith(f"{start}."):
+            return (*start.split("."), whole.removeprefix(f"{start}."))
+    return (whole,)
+
+
+def _lay_out_groups(nested: _Nested, state: TrainingState, prefix: str, facts: Facts) -> None:
+    wrappers = prefix.removeprefix("optimizer.state.") if prefix.startswith("optimizer.state.") else "module.module"
+    for name, group in state.group_of.items():
+        live = live_mtp_name(name) if facts.live_mtp else name
+        # One optimizer holds all parameters. A group of its parameters must agree in every setting.
+        settings = {**group, groups.EXPERTS: False} if groups.EXPERTS in group else group
+        for field, value in settings.items():
+            nested.setting(("optimizer", "param_to_group_meta", f"{wrappers}.{live}", field), value)
+    for name in state.optimizer_state:
+        group = state.group_of[unsplit(name)]
+        # Torch's own Adam counts the steps in the state of each parameter, and asks for them there.
+        if "amsgrad" in group and _STEP in group:
+            live = live_mtp_name(name) if facts.live_mtp else name
+            nested.tensor(prefix, (live, _STEP), lazy.of(torch.tensor(float(group[_STEP]))))
+
+
+def _lay_out_common(nested: _Nested, state: TrainingState) -> None:
+    common: Mapping[str, Any] = {"checkpoint_version": CHECKPOINT_VERSION, "iteration": 0, **state.common}
+    for key in _SINGLE:
+        if key in common:
+            nested.object((key,), common[key])
+    for key, value in (common.get("opt_param_scheduler") or {}).items():
+        nested.object(("opt_param_scheduler", key), value)
+    states = {f"({pp}, {tp})": value for (pp, tp), value in (common.get("rng_state") or {}).items()}
+    flat, paths = flatten_state_dict({"rng_state": states})
+    for key, value in flat.items():
+        if isinstance(value, torch.Tensor):
+            nested.tensors[key], nested.paths[key] = lazy.of(value), paths[key]
+        else:
+            nested.object(paths[key], value)

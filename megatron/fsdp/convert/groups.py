@@ -1,0 +1,156 @@
+"""Which optimizer group a parameter belongs to: torch_dist lists the groups, but not what is in them."""
+
+import argparse
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron.fsdp.convert.canonical import Tensors, unsplit
+from megatron.fsdp.convert.rewrites import canonical_mtp_name
+
+# An optimizer group without its parameters: lr, step, weight_decay and so on.
+Group = dict[str, Any]
+
+OPTION = "--param-to-param-group-map-json"
+# The setting of a group that holds experts that are spread over ranks.
+EXPERTS = "is_expert_parallel"
+_ENDS = ("embedding.word_embeddings.weight", "output_layer.weight")
+_WRAPPERS = re.compile(r"^(?:model\.)?(?:module\.)*")
+
+
+class Kind(NamedTuple):
+    """What Megatron tells groups apart by.
+
+    Attributes:
+        expert: Its gradients are reduced among expert data-parallel ranks.
+        decays: Weight decay applies.
+        decoupled: It has a learning rate of its own, as the embedding and the output layer may.
+    """
+
+    expert: bool
+    decays: bool
+    decoupled: bool
+
+    def __str__(self) -> str:
+        words = ["expert" if self.expert else "dense", "decayed" if self.decays else "not decayed"]
+        return ", ".join([*words, "with a decoupled learning rate"] if self.decoupled else words)
+
+
+def is_expert(name: str) -> bool:
+    """Whether a parameter is a routed expert's."""
+    return ".experts." in name
+
+
+def read_map(path: Path) -> dict[str, int]:
+    """The group of each parameter, by canonical name, as dumped by a training script.
+
+    Args:
+        path: A JSON object: names with or without wrappers' prefixes, and indices of groups.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    found = json.loads(path.read_text())
+    if not isinstance(found, dict) or not all(isinstance(index, int) for index in found.values()):
+        raise ValueError(f"{path}: expected an object of group indices by parameter name.")
+    return {canonical_mtp_name(_WRAPPERS.sub("", name)): index for name, index in found.items()}
+
+
+def assign(
+    weights: Tensors, groups: list[Group], args: argparse.Namespace, mapping: Mapping[str, int] | None = None
+) -> dict[str, Group]:
+    """The settings of each parameter's group.
+
+    By Megatron's rules: weight decay applies to what has two dimensions or more and is no bias, experts that are
+    spread over ranks have groups of their own, and so have the embedding and the output layer where their learning
+    rate is decoupled.
+
+    Args:
+        weights: By canonical name; those that the optimizer holds.
+        groups: Of the dense optimizer, then of the experts'.
+        args: The training arguments.
+        mapping: Indices into ``groups`` by parameter, where a training script dumped them.
+
+    Returns:
+        By name without halves; with ``default_config``, whether the learning rate is everyone's, also where the
+        checkpoint does not say it.
+
+    Raises:
+        ValueError: The rules do not tell the group of a parameter and there is no map; or the map says otherwise, or
+            lacks a parameter.
+    """
+    dimensions = {unsplit(name): len(tensor.shape) for name, tensor in weights.items()}
+    spread = any(group.get(EXPERTS, False) for group in groups)
+    kinds = [_kind_of_group(group, args) for group in groups]
+    decoupled = any(kind.decoupled for kind in kinds)
+    if mapping is not None:
+        _check_map(mapping, dimensions, len(groups))
+    assigned = {}
+    for name, count in dimensions.items():
+        kind = Kind(spread and is_expert(name), _decays(name, count, args), decoupled and name in _ENDS)
+        candidates = [group for group, found in zip(groups, kinds, strict=True) if found == kind]
+        known = len(candidates) > 0 and all(group == candidates[0] for group in candidates)
+        if mapping is not None:
+            chosen = groups[mapping[name]]
+            if known and chosen != candidates[0]:
+                raise ValueError(
+                    f"{OPTION}: {name} is in group {mapping[name]} ({kinds[mapping[name]]}), but by Megatron's rules "
+                    f"it is {kind}; the map is another model's or another run's."
+                )
+        elif known:
+            chosen = candidates[0]
+        else:
+            raise ValueError(
+                f"{name}: expected one optimizer group that is {kind}; got {len(candidates)} different ones among "
+                f"{[str(found) for found in kinds]}. Give {OPTION}."
+            )
+        # Older versions do not write this, and newer ones ask for it.
+        assigned[name] = {"default_config": not kind.decoupled, **chosen}
+    return assigned
+
+
+def _check_map(mapping: Mapping[str, int], dimensions: Mapping[str, int], groups: int) -> None:
+    missing = sorted(set(dimensions) - set(mapping))
+    if missing:
+        raise ValueError(f"{OPTION}: {len(missing)} parameters are not in the map; the first is {missing[0]}.")
+    wrong = sorted(name for name in dimensions if not 0 <= mapping[name] < groups)
+    if wrong:
+        raise ValueError(f"{OPTION}: {wrong[0]} is in group {mapping[wrong[0]]}; the checkpoint has {groups} groups.")
+
+
+def _kind_of_group(group: Group, args: argparse.Namespace) -> Kind:
+    multiplier = group.get("wd_mult", group.get("pre_wd_mult"))
+    decays = group.get("weight_decay", 0.0) != 0 if multiplier is None else multiplier != 0
+    rate = getattr(args, "decoupled_lr", None)
+    own_rate = rate is not None and group.get("max_lr") == rate and not group.get("default_config", False)
+    return Kind(bool(group.get(EXPERTS)), decays, bool(group.get("is_decoupled_lr")) or own_rate)
+
+
+def _decays(name: str, dimensions: int, args: argparse.Namespace) -> bool:
+    if getattr(args, "apply_wd_to_qk_layernorm", False) and ("q_layernorm." in name or "k_layernorm." in name):
+        return True
+    return dimensions > 1 and not name.endswith(".bias")
+
+
+def chains(optimizer: Any) -> list[list[Group]]:
+    """The groups of each optimizer of a chain, as a torch_dist checkpoint's common state has them.
+
+    Args:
+        optimizer: Common state's ``optimizer``: of one optimizer, or of several by index. Groups that do not say how
+            many steps were done get it from the shared step of a plain optimizer's state.
+
+    Returns:
+        Empty if it lists no groups.
+    """
+    if not isinstance(optimizer, Mapping):
+        return []
+    if "param_groups" in optimizer:
+        state = optimizer.get("state")
+        step = {"step": state["common_step"]} if isinstance(state, Mapping) and "common_step" in state else {}
+        return [[{**step, **{k: v for k, v in group.items() if k != "params"}} for group in optimizer["param_groups"]]]
+    if "optimizer" in optimizer:
+        return chains(optimizer["optimizer"])
+    parts = [chains(optimizer[index]) for index in sorted(key for key in optimizer if isinstance(key, int))]
+    return [part for found in parts for part in found]

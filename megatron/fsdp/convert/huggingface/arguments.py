@@ -1,0 +1,433 @@
+"""Megatron's arguments to a model's description and back, and as flags for a training script's command line."""
+
+import argparse
+import itertools
+import shlex
+from typing import Any
+
+import torch
+
+from megatron.fsdp.convert.huggingface.config import LLAMA3
+from megatron.fsdp.convert.huggingface.model import Attention, Experts, Latent, Model, Rope, Router, Sizes
+
+# Arguments that change what a model computes, with the values that Hugging Face's four architectures stand for.
+_EXPECTED: dict[str, tuple[Any, ...]] = {
+    "normalization": ("RMSNorm",),
+    "swiglu": (True,),
+    "rotary_percent": (1.0, 1),
+    "rotary_interleaved": (False,),
+    "rotary_seq_len_interpolation_factor": (None,),
+    "add_qkv_bias": (False,),
+    "apply_layernorm_1p": (False,),
+    "layernorm_zero_centered_gamma": (False,),
+    "apply_residual_connection_post_layernorm": (False,),
+    "softmax_scale": (None,),
+    "softmax_type": ("vanilla",),
+    "window_size": (None,),
+    "qk_l2_norm": (False,),
+    "use_mup": (False,),
+    "no_rope_freq": (None,),
+    "attention_output_gate": (False,),
+    "experimental_attention_variant": (None,),
+    "heterogeneous_layers_config_path": (None,),
+    "hybrid_layer_pattern": (None,),
+    "activation_func_clamp_value": (None,),
+    "moe_latent_size": (None,),
+    "moe_shared_expert_gate": (False,),
+    "moe_apply_probs_on_input": (False,),
+    "moe_mlp_glu_interleave_size": (None,),
+    "moe_shared_expert_glu_interleave_size": (None,),
+    "mtp_use_repeated_layer": (False,),
+}
+# For multi-latent attention, Megatron's training script leaves these at the defaults of the configuration.
+_LATENT_YARN = {"original": 4096, "beta_fast": 32.0, "beta_slow": 1.0}
+
+# Of DeepSeek's norms inside attention, whatever config.json says.
+LATENT_EPSILON = 1e-6
+# What Megatron's training script builds the model with.
+TRAINED_LLAMA3_FACTOR = 8.0
+
+_FLAGS = {"layernorm_epsilon": "--norm-epsilon"}
+_NEGATIVE_FLAGS = {"add_bias_linear": "--disable-bias-linear"}
+# Attributes that follow from others, or that no flag sets.
+_WITHOUT_FLAG = ("add_position_embedding", "params_dtype")
+
+
+class _Arguments:
+    """Megatron's arguments, and what of them has no counterpart."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.values = vars(args)
+        self.problems: list[str] = []
+        for name, allowed in _EXPECTED.items():
+            if name in self.values:
+                self.expect(name, *allowed)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        value = self.values.get(name)
+        return default if value is None else value
+
+    def size(self, name: str) -> int:
+        value = self.values.get(name)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ValueError(f"args of the checkpoint: expected a whole number {name}; got {value!r}.")
+        return value
+
+    def expect(self, name: str, *allowed: Any) -> None:
+        if self.values.get(name) not in allowed:
+            self.problems.append(f"{name}: expected {' or '.join(map(repr, allowed))}; got {self.values.get(name)!r}")
+
+
+def architecture_of(args: argparse.Namespace) -> str:
+    """The ``model_type`` whose tensors a model with these arguments has, if any."""
+    if getattr(args, "multi_latent_attention", False):
+        return "deepseek_v3"
+    if getattr(args, "num_experts", None):
+        return "qwen3_moe"
+    return "qwen3" if getattr(args, "qk_layernorm", False) else "llama"
+
+
+def from_args(args: argparse.Namespace, vocabulary: int | None = None) -> Model:
+    """Describe the model that was trained with these arguments.
+
+    Args:
+        args: Of the checkpoint.
+        vocabulary: Number of tokens without padding, if the arguments do not know it (``vocab_size``).
+
+    Raises:
+        NotImplementedError: None of the four architectures computes the same; all reasons.
+        ValueError: A size is missing.
+    """
+    known = _Arguments(args)
+    architecture = architecture_of(args)
+    sizes = Sizes(
+        layers=known.size("num_layers"),
+        hidden=known.size("hidden_size"),
+        ffn=int(known.get("ffn_hidden_size") or 4 * known.size("hidden_size")),
+        vocabulary=vocabulary or known.get("vocab_size") or known.size("padded_vocab_size"),
+        positions=int(known.get("max_position_embeddings") or known.size("seq_length")),
+    )
+    experts = _experts(known, architecture, sizes.layers)
+    model = Model(
+        architecture=architecture,
+        sizes=sizes,
+        attention=_attention(known, architecture, sizes),
+        rope=_latent_rope(known) if architecture == "deepseek_v3" else _rope(known),
+        experts=experts,
+        epsilon=float(known.get("layernorm_epsilon", known.get("norm_epsilon", 1e-5))),
+        tied=not known.get("untie_embeddings_and_output_weights", False),
+        mtp_layers=int(known.get("mtp_num_layers", 0)),
+    )
+    if known.problems:
+        reasons = "\n  ".join(known.problems)
+        raise NotImplementedError(
+            f"The checkpoint's args ask for what Hugging Face's {architecture} lacks:\n  {reasons}"
+        )
+    return model
+
+
+def _attention(known: _Arguments, architecture: str, sizes: Sizes) -> Attention:
+    heads = known.size("num_attention_heads")
+    bias = bool(known.get("add_bias_linear", True))
+    if bias and architecture != "llama":
+        known.expect("add_bias_linear", False)
+    if architecture == "deepseek_v3":
+        known.expect("qk_layernorm", True)
+        latent = Latent(
+            query_rank=known.get("q_lora_rank"),
+            key_value_rank=known.size("kv_lora_rank"),
+            plain=known.size("qk_head_dim"),
+            rotary=known.size("qk_pos_emb_head_dim"),
+            value=known.size("v_head_dim"),
+        )
+        return Attention(heads, heads, latent.plain + latent.rotary, norm=True, latent=latent)
+    if architecture == "qwen3_moe":
+        known.expect("qk_layernorm", True)
+    return Attention(
+        heads=heads,
+        groups=known.size("num_query_groups") if known.get("group_query_attention") else heads,
+        head_size=int(known.get("kv_channels") or sizes.hidden // heads),
+        bias=bias,
+        norm=architecture != "llama",
+    )
+
+
+def _rope(known: _Arguments) -> Rope:
+    if known.get("use_rotary_position_embeddings"):
+        kind = "rope"
+    else:
+        known.expect("position_embedding_type", "rope", "yarn")
+        kind = str(known.get("position_embedding_type"))
+    base = float(known.get("rotary_base", 10000))
+    if kind == "yarn":
+        return _yarn(
+            known,
+            base,
+            original=int(known.get("yarn_original_max_position_embeddings", 4096)),
+            beta_fast=float(known.get("yarn_beta_fast", 32.0)),
+            beta_slow=float(known.get("yarn_beta_slow", 1.0)),
+        )
+    if known.get("use_rope_scaling"):
+        factor = float(known.get("rope_scaling_factor", 8.0))
+        return Rope(base, "llama3", factor, int(LLAMA3["original_max_position_embeddings"]))
+    return Rope(base)
+
+
+def _latent_rope(known: _Arguments) -> Rope:
+    base, factor = float(known.get("rotary_base", 10000)), float(known.get("rotary_scaling_factor", 1.0))
+    # Where a factor is 1, this is rotation by the base alone.
+    if known.get("rope_type", "yarn") == "rope" or factor == 1.0:
+        if factor != 1.0:
+            # Megatron scales attention scores by it all the same.
+            known.expect("mscale_all_dim", 0.0, None)
+        return Rope(base)
+    return _yarn(
+        known,
+        base,
+        original=int(known.get("original_max_position_embeddings", _LATENT_YARN["original"])),
+        beta_fast=float(known.get("beta_fast", _LATENT_YARN["beta_fast"])),
+        beta_slow=float(known.get("beta_slow", _LATENT_YARN["beta_slow"])),
+    )
+
+
+def _yarn(known: _Arguments, base: float, *, original: int, beta_fast: float, beta_slow: float) -> Rope:
+    mscale, mscale_all = float(known.get("mscale", 1.0)), float(known.get("mscale_all_dim", 0.0))
+    if not mscale_all and mscale != 1.0:
+        known.expect("mscale", 1.0)
+    if known.get("yarn_correction_range_round_to_int", True) is not True:
+        known.expect("yarn_correction_range_round_to_int", True, None)
+    factor = float(known.get("rotary_scaling_factor", 1.0))
+    return Rope(base, "yarn", factor, original, beta_fast, beta_slow, mscale, mscale_all)
+
+
+def _experts(known: _Arguments, architecture: str, layers: int) -> Experts | None:
+    count = known.get("num_experts")
+    if not count:
+        if architecture == "deepseek_v3":
+            known.problems.append("num_experts: expected experts; there are none")
+        return None
+    experts = Experts(
+        count=int(count),
+        ffn=int(known.get("moe_ffn_hidden_size") or known.size("ffn_hidden_size")),
+        shared_ffn=int(known.get("moe_shared_expert_intermediate_size", 0)),
+        layers=_expert_layers(known, layers),
+        router=_router(known),
+    )
+    if architecture == "qwen3_moe":
+        known.expect("moe_router_score_function", "softmax", None)
+        known.expect("moe_shared_expert_intermediate_size", None, 0)
+        known.expect("moe_router_enable_expert_bias", False, None)
+        known.expect("moe_router_topk_scaling_factor", None, 1.0)
+        known.expect("moe_router_group_topk", None)
+        return experts
+    known.expect("moe_router_score_function", "sigmoid")
+    known.expect("moe_router_enable_expert_bias", True)
+    if not experts.shared_ffn or experts.shared_ffn % experts.ffn:
+        known.problems.append(
+            "moe_shared_expert_intermediate_size: expected a multiple of moe_ffn_hidden_size; "
+            f"got {experts.shared_ffn}, {experts.ffn}"
+        )
+    if list(experts.layers) != sorted(experts.layers) or not any(experts.layers):
+        known.problems.append("moe_layer_freq: expected dense layers before those with experts, and one with experts")
+    return experts
+
+
+def _expert_layers(known: _Arguments, layers: int) -> tuple[bool, ...]:
+    frequency = known.get("moe_layer_freq", 1)
+    if isinstance(frequency, int):
+        return tuple(i % frequency == 0 for i in range(layers))
+    if not isinstance(frequency, list) or len(frequency) != layers:
+        raise ValueError(f"args of the checkpoint: expected moe_layer_freq to list {layers} layers; got {frequency!r}.")
+    return tuple(bool(entry) for entry in frequency)
+
+
+def _router(known: _Arguments) -> Router:
+    score = str(known.get("moe_router_score_function", "softmax"))
+    chosen = int(known.get("moe_router_topk", 2))
+    groups, chosen_groups = int(known.get("moe_router_num_groups", 1)), int(known.get("moe_router_group_topk", 1))
+    if not known.get("moe_router_group_topk") or chosen_groups >= groups:
+        groups = chosen_groups = 1
+    elif chosen // chosen_groups != 2:
+        known.expect("moe_router_topk", 2 * chosen_groups)
+    if score == "sigmoid" and chosen < 2:
+        known.problems.append(f"moe_router_topk: expected at least 2; got {chosen}")
+    return Router(
+        chosen=chosen,
+        score=score,
+        # Softmax over the chosen experts alone sums to one; over all of them, which is what "pre" means, it does not.
+        normalized=score == "sigmoid" or not known.get("moe_router_pre_softmax", False),
+        scale=float(known.get("moe_router_topk_scaling_factor", 1.0)),
+        groups=groups,
+        chosen_groups=chosen_groups,
+    )
+
+
+def to_args(model: Model, layer_spec: str, padded_vocabulary: int, dtype: torch.dtype) -> argparse.Namespace:
+    """Arguments that build the model, as Megatron's training script keeps them in a checkpoint.
+
+    Args:
+        model: Described.
+        layer_spec: ``local`` or ``transformer_engine``: whose layers are built.
+        padded_vocabulary: Rows of the embedding.
+        dtype: That the model is to compute in.
+
+    Raises:
+        NotImplementedError: Megatron's training script has no argument for something; all reasons.
+    """
+    if problems := _without_argument(model):
+        raise NotImplementedError("Megatron's arguments lack what the model needs:\n  " + "\n  ".join(problems))
+    sizes, attention = model.sizes, model.attention
+    values: dict[str, Any] = {
+        "num_layers": sizes.layers,
+        "hidden_size": sizes.hidden,
+        "ffn_hidden_size": sizes.ffn,
+        "num_attention_heads": attention.heads,
+        "max_position_embeddings": sizes.positions,
+        "vocab_size": sizes.vocabulary,
+        "padded_vocab_size": padded_vocabulary,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": model.epsilon,
+        "swiglu": True,
+        "add_bias_linear": attention.bias,
+        "untie_embeddings_and_output_weights": not model.tied,
+        "qk_layernorm": attention.norm,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "transformer_impl": layer_spec,
+        "add_position_embedding": True,
+        "bf16": dtype == torch.bfloat16,
+        "fp16": dtype == torch.float16,
+        "params_dtype": dtype,
+    }
+    if attention.latent is not None:
+        values |= _latent_arguments(attention.latent)
+    else:
+        values["kv_channels"] = attention.head_size
+        if attention.groups != attention.heads:
+            values |= {"group_query_attention": True, "num_query_groups": attention.groups}
+    values |= _rope_arguments(model.rope, attention.latent is not None)
+    if model.experts is not None:
+        values |= _expert_arguments(model.experts, layer_spec)
+    if model.mtp_layers:
+        values["mtp_num_layers"] = model.mtp_layers
+    return argparse.Namespace(**values)
+
+
+def _without_argument(model: Model) -> list[str]:
+    rope, problems = model.rope, []
+    if not rope.base.is_integer():
+        problems.append(f"rope_theta: expected a whole number for --rotary-base; got {rope.base}")
+    if model.attention.latent is not None and rope.kind == "yarn":
+        for name, expected in _LATENT_YARN.items():
+            if getattr(rope, name) != expected:
+                problems.append(f"rope {name}: expected {expected} with latent attention; got {getattr(rope, name)}")
+    return problems
+
+
+def _latent_arguments(latent: Latent) -> dict[str, Any]:
+    return {
+        "multi_latent_attention": True,
+        "q_lora_rank": latent.query_rank,
+        "kv_lora_rank": latent.key_value_rank,
+        "qk_head_dim": latent.plain,
+        "qk_pos_emb_head_dim": latent.rotary,
+        "v_head_dim": latent.value,
+    }
+
+
+def _rope_arguments(rope: Rope, latent: bool) -> dict[str, Any]:
+    values: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": int(rope.base), "rotary_percent": 1.0}
+    if latent:
+        values["rope_type"] = "yarn" if rope.kind == "yarn" else "rope"
+    if rope.kind == "llama3":
+        values |= {"use_rope_scaling": True, "rope_scaling_factor": rope.factor}
+    if rope.kind == "yarn":
+        values |= {"rotary_scaling_factor": rope.factor, "mscale": rope.mscale, "mscale_all_dim": rope.mscale_all}
+        if not latent:
+            values |= {
+                "position_embedding_type": "yarn",
+                "yarn_original_max_position_embeddings": rope.original,
+                "yarn_beta_fast": rope.beta_fast,
+                "yarn_beta_slow": rope.beta_slow,
+            }
+    return values
+
+
+def _expert_arguments(experts: Experts, layer_spec: str) -> dict[str, Any]:
+    router = experts.router
+    values: dict[str, Any] = {
+        "num_experts": experts.count,
+        "moe_layer_freq": 1 if all(experts.layers) else [int(layer) for layer in experts.layers],
+        "moe_ffn_hidden_size": experts.ffn,
+        "moe_grouped_gemm": layer_spec == "transformer_engine",
+        "moe_router_topk": router.chosen,
+        "moe_router_score_function": router.score,
+        "moe_router_pre_softmax": router.score == "softmax" and not router.normalized,
+        "moe_router_dtype": "fp32",
+    }
+    if experts.shared_ffn:
+        values["moe_shared_expert_intermediate_size"] = experts.shared_ffn
+    if router.scale != 1.0:
+        values["moe_router_topk_scaling_factor"] = router.scale
+    if router.groups > 1:
+        values |= {"moe_router_num_groups": router.groups, "moe_router_group_topk": router.chosen_groups}
+    if router.score == "sigmoid":
+        values["moe_router_enable_expert_bias"] = True
+    return values
+
+
+def flags(args: argparse.Namespace) -> list[str]:
+    """Words for the command line of Megatron's training script that stand for arguments made by :func:`to_args`."""
+    words: list[str] = []
+    for name, value in vars(args).items():
+        if name in _WITHOUT_FLAG or value is None:
+            continue
+        flag = _FLAGS.get(name, "--" + name.replace("_", "-"))
+        if name in _NEGATIVE_FLAGS:
+            words += [] if value else [_NEGATIVE_FLAGS[name]]
+        elif isinstance(value, bool):
+            words += [flag] if value else []
+        elif isinstance(value, list):
+            words += [flag, _pattern(value)]
+        else:
+            words += [flag, str(value)]
+    return words
+
+
+def _pattern(layers: list[int]) -> str:
+    """Megatron's short form of a list: ``([0]*3+[1]*58)``."""
+    runs = [(key, len(list(group))) for key, group in itertools.groupby(layers)]
+    return "(" + "+".join(f"[{key}]*{count}" for key, count in runs) + ")"
+
+
+def script(args: argparse.Namespace) -> str:
+    """A shell file that sets ``MODEL_ARGS`` to :func:`flags`, to be sourced by a training script."""
+    lines: list[str] = []
+    for word in flags(args):
+        if word.startswith("--"):
+            lines.append(f"  {word}")
+        else:
+            lines[-1] += f" {shlex.quote(word)}"
+    return "\n".join(["MODEL_ARGS=(", *lines, ")", ""])
+
+
+def notes(model: Model) -> list[str]:
+    """Where megatron-core 0.19.2 does not compute quite what transformers does, though all tensors have a place."""
+    found, latent = [], model.attention.latent
+    if latent is not None and latent.query_rank is None:
+        found.append(
+            "q_lora_rank is null: megatron-core 0.19.2 normalizes the input of linear_q_proj a second time, with "
+            "weights that Hugging Face's model does not have (Transformer Engine's layers), or cannot build the layer "
+            "(its own)."
+        )
+    if latent is not None and model.epsilon != LATENT_EPSILON:
+        found.append(
+            f"rms_norm_eps is {model.epsilon}: transformers keeps {LATENT_EPSILON} for the norms of the compressed "
+            "queries, keys and values; Megatron uses one value for all norms."
+        )
+    if model.rope.kind == "llama3" and model.rope.factor != TRAINED_LLAMA3_FACTOR:
+        found.append(
+            f"The factor of rotary scaling is {model.rope.factor}: Megatron's training script does not hand "
+            f"--rope-scaling-factor on, and computes with {TRAINED_LLAMA3_FACTOR}. Set it on the model's configuration."
+        )
+    return found

@@ -1,0 +1,308 @@
+"""Hugging Face's config.json to a model's description and back."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from megatron.fsdp.convert.huggingface.model import Attention, Experts, Latent, Model, Rope, Router, Sizes
+
+CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+}
+
+# What files leave out, and transformers takes for granted, where it matters here. Sizes are never left to a default.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048},
+    "qwen3": {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "head_dim": 128},
+    "qwen3_moe": {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768},
+    "deepseek_v3": {
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 4096,
+        "n_group": 8,
+        "topk_group": 4,
+        "first_k_dense_replace": 3,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+    },
+}
+
+# Megatron's rotary embedding has these in its code, where no argument reaches them.
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+class _Config:
+    """A config.json, and what of it cannot be converted."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.architecture = str(values.get("model_type"))
+        if self.architecture not in CLASSES:
+            raise NotImplementedError(
+                f"config.json: expected model_type to be {', '.join(CLASSES)}; got {values.get('model_type')!r}."
+            )
+        given = {key: value for key, value in values.items() if value is not None}
+        self.values = {**_DEFAULTS[self.architecture], **given}
+        self.problems: list[str] = []
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.values.get(key, default)
+
+    def size(self, *keys: str) -> int:
+        """The first of these that is there; later versions of transformers have renamed some."""
+        for key in keys:
+            value = self.values.get(key)
+            if isinstance(value, int) and not isinstance(value, bool):
+                return value
+        raise ValueError(f"config.json: expected a whole number {' or '.join(keys)}; there is none.")
+
+    def expect(self, key: str, *allowed: Any) -> None:
+        """Note a problem if a value is there and is none of these."""
+        value = self.values.get(key)
+        if value is not None and value not in allowed:
+            self.problems.append(f"{key}: expected {' or '.join(map(repr, allowed))}; got {value!r}")
+
+
+def from_config(values: Mapping[str, Any]) -> Model:
+    """Describe the model of a config.json.
+
+    Args:
+        values: What the file says.
+
+    Raises:
+        NotImplementedError: Another architecture, or one that computes what Megatron-Core's GPT cannot; all reasons.
+        ValueError: A size is missing.
+    """
+    config = _Config(values)
+    config.expect("hidden_act", "silu")
+    config.expect("use_sliding_window", False)
+    config.expect("pretraining_tp", 1)
+    if config.architecture == "llama" and bool(config.get("attention_bias")) != bool(config.get("mlp_bias")):
+        config.problems.append("attention_bias and mlp_bias: expected both or none, which is what Megatron has")
+    sizes = Sizes(
+        layers=config.size("num_hidden_layers"),
+        hidden=config.size("hidden_size"),
+        ffn=config.size("intermediate_size"),
+        vocabulary=config.size("vocab_size"),
+        positions=config.size("max_position_embeddings"),
+    )
+    model = Model(
+        architecture=config.architecture,
+        sizes=sizes,
+        attention=_latent_attention(config) if config.architecture == "deepseek_v3" else _attention(config, sizes),
+        rope=_rope(config),
+        experts=_experts(config, sizes),
+        epsilon=float(config.get("rms_norm_eps")),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        mtp_layers=int(config.get("num_nextn_predict_layers", config.get("num_mtp_layers", 0))),
+    )
+    if config.problems:
+        raise NotImplementedError(
+            "config.json asks for what Megatron-Core's GPT lacks:\n  " + "\n  ".join(config.problems)
+        )
+    return model
+
+
+def _attention(config: _Config, sizes: Sizes) -> Attention:
+    if config.architecture != "llama":
+        config.expect("attention_bias", False)
+    heads = config.size("num_attention_heads")
+    return Attention(
+        heads=heads,
+        groups=int(config.get("num_key_value_heads", heads)),
+        head_size=int(config.get("head_dim", sizes.hidden // heads)),
+        bias=bool(config.get("attention_bias")),
+        norm=config.architecture != "llama",
+    )
+
+
+def _latent_attention(config: _Config) -> Attention:
+    config.expect("attention_bias", False)
+    config.expect("rope_interleave", True)
+    heads = config.size("num_attention_heads")
+    rank = config.get("q_lora_rank")
+    latent = Latent(
+        query_rank=None if rank is None else int(rank),
+        key_value_rank=config.size("kv_lora_rank"),
+        plain=config.size("qk_nope_head_dim"),
+        rotary=config.size("qk_rope_head_dim"),
+        value=config.size("v_head_dim"),
+    )
+    return Attention(heads, heads, latent.plain + latent.rotary, norm=True, latent=latent)
+
+
+def _rope(config: _Config) -> Rope:
+    # transformers 5 keeps all in rope_parameters; before, the base stood alone and the rest was rope_scaling.
+    values = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    base = float(values.get("rope_theta") or config.get("rope_theta", 10000.0))
+    kind = str(values.get("rope_type") or values.get("type") or "default")
+    if float(values.get("partial_rotary_factor") or config.get("partial_rotary_factor", 1.0)) != 1.0:
+        config.problems.append("partial_rotary_factor: expected 1.0, rotation of whole heads")
+    if kind == "default":
+        return Rope(base)
+    if kind == "llama3" and config.architecture != "deepseek_v3":
+        for key, expected in LLAMA3.items():
+            if values.get(key, expected) != expected:
+                config.problems.append(f"rope {key}: expected {expected}, which Megatron has fixed; got {values[key]}")
+        return Rope(base, "llama3", float(values["factor"]), int(LLAMA3["original_max_position_embeddings"]))
+    if kind == "yarn":
+        return _yarn(config, values, base)
+    config.problems.append(f"rope_type: expected default, llama3 (not with latent attention) or yarn; got {kind!r}")
+    return Rope(base)
+
+
+def _yarn(config: _Config, values: Mapping[str, Any], base: float) -> Rope:
+    original = int(values.get("original_max_position_embeddings") or config.get("max_position_embeddings"))
+    mscale, mscale_all = values.get("mscale"), values.get("mscale_all_dim")
+    if mscale_all and not mscale:
+        config.problems.append("rope mscale_all_dim: expected mscale beside it")
+    if values.get("attention_factor") is not None:
+        config.problems.append("rope attention_factor: expected it to follow from factor, mscale and mscale_all_dim")
+    if values.get("truncate", True) is not True:
+        config.problems.append("rope truncate: expected True")
+    return Rope(
+        base,
+        "yarn",
+        factor=float(values.get("factor") or config.size("max_position_embeddings") / original),
+        original=original,
+        beta_fast=float(values.get("beta_fast") or 32.0),
+        beta_slow=float(values.get("beta_slow") or 1.0),
+        # Without both, transformers divides by nothing, which Megatron's defaults do too.
+        mscale=float(mscale) if mscale and mscale_all else 1.0,
+        mscale_all=float(mscale_all) if mscale and mscale_all else 0.0,
+    )
+
+
+def _experts(config: _Config, sizes: Sizes) -> Experts | None:
+    if config.architecture == "qwen3_moe":
+        step, dense = int(config.get("decoder_sparse_step", 1)), config.get("mlp_only_layers", [])
+        return Experts(
+            count=config.size("num_experts", "num_local_experts"),
+            ffn=config.size("moe_intermediate_size"),
+            shared_ffn=0,
+            layers=tuple((i + 1) % step == 0 and i not in dense for i in range(sizes.layers)),
+            router=Router(config.size("num_experts_per_tok"), normalized=bool(config.get("norm_topk_prob", False))),
+        )
+    if config.architecture == "deepseek_v3":
+        config.expect("moe_layer_freq", 1)
+        dense_layers = config.size("first_k_dense_replace")
+        ffn = config.size("moe_intermediate_size")
+        return Experts(
+            count=config.size("n_routed_experts"),
+            ffn=ffn,
+            shared_ffn=ffn * int(config.get("n_shared_experts", 0)),
+            layers=tuple(i >= dense_layers for i in range(sizes.layers)),
+            router=_sigmoid_router(config),
+        )
+    return None
+
+
+def _sigmoid_router(config: _Config) -> Router:
+    config.expect("scoring_func", "sigmoid")
+    config.expect("topk_method", "noaux_tc")
+    # Megatron always normalizes the scores of several chosen experts, and never the score of a single one.
+    config.expect("norm_topk_prob", True)
+    chosen = config.size("num_experts_per_tok")
+    if chosen < 2:
+        config.problems.append("num_experts_per_tok: expected at least 2, whose weights Megatron normalizes")
+    groups, chosen_groups = config.size("n_group"), config.size("topk_group")
+    if chosen_groups >= groups:
+        groups = chosen_groups = 1
+    elif chosen // chosen_groups != 2:
+        # What ranks the groups: in transformers their two best experts, in Megatron as many as are chosen of each.
+        config.problems.append(f"num_experts_per_tok: expected {2 * chosen_groups}, twice topk_group; got {chosen}")
+    return Router(chosen, "sigmoid", True, float(config.get("routed_scaling_factor")), groups, chosen_groups)
+
+
+def to_config(model: Model, dtype: torch.dtype) -> dict[str, Any]:
+    """The config.json of a model, in words that transformers 4 and 5 and what builds on them know.
+
+    Args:
+        model: Of one of the architectures in ``CLASSES``.
+        dtype: Of the tensors.
+    """
+    sizes, attention = model.sizes, model.attention
+    values: dict[str, Any] = {
+        "architectures": [CLASSES[model.architecture]],
+        "model_type": model.architecture,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "vocab_size": sizes.vocabulary,
+        "hidden_size": sizes.hidden,
+        "intermediate_size": sizes.ffn,
+        "num_hidden_layers": sizes.layers,
+        "num_attention_heads": attention.heads,
+        "num_key_value_heads": attention.groups,
+        "hidden_act": "silu",
+        "max_position_embeddings": sizes.positions,
+        "rms_norm_eps": model.epsilon,
+        "tie_word_embeddings": model.tied,
+        "attention_bias": attention.bias,
+        "attention_dropout": 0.0,
+        "rope_theta": model.rope.base,
+        "rope_scaling": _rope_scaling(model.rope),
+        "use_cache": True,
+    }
+    if model.architecture == "llama":
+        values["mlp_bias"] = attention.bias
+    if attention.latent is None:
+        values["head_dim"] = attention.head_size
+    else:
+        values |= _latent_values(attention.latent)
+    if model.experts is not None:
+        values |= _expert_values(model, model.experts)
+    return values
+
+
+def _rope_scaling(rope: Rope) -> dict[str, Any] | None:
+    if rope.kind == "default":
+        return None
+    if rope.kind == "llama3":
+        return {"rope_type": "llama3", "factor": rope.factor, **LLAMA3}
+    values = {
+        "rope_type": "yarn",
+        "factor": rope.factor,
+        "original_max_position_embeddings": rope.original,
+        "beta_fast": rope.beta_fast,
+        "beta_slow": rope.beta_slow,
+    }
+    return values | ({"mscale": rope.mscale, "mscale_all_dim": rope.mscale_all} if rope.mscale_all else {})
+
+
+def _latent_values(latent: Latent) -> dict[str, Any]:
+    return {
+        "q_lora_rank": latent.query_rank,
+        "kv_lora_rank": latent.key_value_rank,
+        "qk_nope_head_dim": latent.plain,
+        "qk_rope_head_dim": latent.rotary,
+        "v_head_dim": latent.value,
+        "rope_interleave": True,
+    }
+
+
+def _expert_values(model: Model, experts: Experts) -> dict[str, Any]:
+    router = experts.router
+    values = {
+        "moe_intermediate_size": experts.ffn,
+        "num_experts_per_tok": router.chosen,
+        "norm_topk_prob": router.normalized,
+    }
+    if model.architecture == "qwen3_moe":
+        return values | {
+            "num_experts": experts.count,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [i for i, sparse in enumerate(experts.layers) if not sparse],
+        }
+    return values | {
+        "n_routed_experts": experts.count,
+        "n_shared_experts": experts.shared_ffn // experts.ffn,
+        "first_k_dense_replace": experts.layers.index(True),
+        "moe_layer_freq": 1,
+        "n_group": router.groups,
+        "topk_group": router.chosen_groups,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "routed_scaling_factor": router.scale,
+        "num_nextn_predict_layers": model.mtp_layers,
+    }

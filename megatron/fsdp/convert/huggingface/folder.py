@@ -1,0 +1,236 @@
+"""A folder as Hugging Face lays it out: config.json, one safetensors file or several with an index, a tokenizer."""
+
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.fsdp.checkpoint.checksums import sync_folder, write_file
+from megatron.fsdp.checkpoint.lazy import LazyTensor
+from megatron.fsdp.convert.huggingface.safetensors_file import read_tensors, write_tensors
+
+CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+# What belongs to a model and says nothing about its weights. Python files are left behind: nothing here needs them,
+# and a copy that runs by itself is not ours to hand on.
+_COMPANIONS = (
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.tiktoken",
+    "*.model",
+    "chat_template*",
+)
+_PLAN = "plan"
+_UNFINISHED = ".unfinished"
+# How long another process may write nothing before this one gives up on it.
+_SECONDS_WITHOUT_PROGRESS = 600.0
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """What config.json says.
+
+    Raises:
+        FileNotFoundError: There is none.
+        ValueError: It is no JSON object.
+    """
+    path = folder / CONFIG
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder}: expected a Hugging Face folder with {CONFIG}.")
+    return _json_object(path)
+
+
+def read_weights(folder: Path) -> dict[str, LazyTensor]:
+    """The tensors of all files, by name. Only headers are read.
+
+    Raises:
+        FileNotFoundError: There is no safetensors file, or one that the index names is missing.
+        ValueError: A file is damaged, or does not hold what the index says.
+    """
+    if not (folder / INDEX).is_file():
+        if not (folder / SINGLE).is_file():
+            raise FileNotFoundError(f"{folder}: expected {SINGLE} or {INDEX}; other formats of weights are not read.")
+        return read_tensors(folder / SINGLE)
+    index = _json_object(folder / INDEX).get("weight_map")
+    if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
+        raise ValueError(f"{folder / INDEX}: expected a weight_map from names to files.")
+    tensors: dict[str, LazyTensor] = {}
+    for file in sorted(set(index.values())):
+        if Path(file).name != file or not (folder / file).is_file():
+            raise FileNotFoundError(f"{folder / INDEX}: expected a file of this folder; got {file!r}.")
+        found = read_tensors(folder / file)
+        if wrong := {name for name, place in index.items() if place == file} ^ set(found):
+            raise ValueError(f"{folder / file}: holds other tensors than the index says, such as {min(wrong)}.")
+        tensors |= found
+    return tensors
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: expected JSON; got {error}.") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: expected a JSON object; got {type(value).__name__}.")
+    return value
+
+
+def identity(folder: Path) -> str:
+    """Changes whenever a file of a folder does."""
+    files = ((path, path.stat()) for path in sorted(folder.glob("*")) if path.is_file())
+    return json.dumps([(path.name, status.st_size, status.st_mtime_ns) for path, status in files])
+
+
+def companions(folder: Path) -> list[Path]:
+    """Files beside the weights that go wherever the model goes: tokenizer, chat template, settings of generation."""
+    return sorted({path for pattern in _COMPANIONS for path in folder.glob(pattern) if path.is_file()})
+
+
+@dataclass(frozen=True)
+class FolderWriter:
+    """Writes a folder into ``<path>.partial``, which becomes ``path`` when it is whole.
+
+    Several processes may share the work, file by file. One that was killed goes on where it stopped: files that are
+    whole stay, if sizes, names and ``source`` are the same as before.
+
+    Attributes:
+        path: The folder. It must not exist yet.
+        source: What is converted and how, as text; another one makes the writer start afresh.
+        largest_file: Bytes of tensors in a file, unless a single tensor has more.
+        process: Number of this process, from 0.
+        processes: How many share the work.
+        block: Bytes that are held at a time.
+    """
+
+    path: Path
+    source: str = ""
+    largest_file: int = 5 << 30
+    process: int = 0
+    processes: int = 1
+    block: int = 64 << 20
+
+    @property
+    def partial(self) -> Path:
+        """The folder while it is written."""
+        return self.path.with_name(self.path.name + ".partial")
+
+    def write(
+        self,
+        tensors: Mapping[str, LazyTensor],
+        config: Mapping[str, Any],
+        files: list[Path],
+        progress: Callable[[int], None] = lambda count: None,
+    ) -> None:
+        """Write everything, or this process's part of it. Process 0 returns when the folder is whole.
+
+        Args:
+            tensors: By name, in the order that they are to be in.
+            config: For config.json.
+            files: To copy.
+            progress: Called with numbers of bytes of tensors that are written, or were by an earlier run.
+
+        Raises:
+            FileExistsError: The folder is there already.
+            RuntimeError: Another process has stopped.
+        """
+        shards = divide(tensors, self.largest_file)
+        mine = [name for number, name in enumerate(shards) if number % self.processes == self.process]
+        if self.process and (not mine or self.path.exists()):
+            return
+        if self.path.exists():
+            raise FileExistsError(f"{self.path}: is there already; nothing is overwritten.")
+        self._begin({file: [_signature(name, tensors[name]) for name in names] for file, names in shards.items()})
+        for file in mine:
+            target = self.partial / file
+            if target.exists():
+                progress(sum(tensors[name].nbytes for name in shards[file]))
+                continue
+            unfinished = target.with_suffix(_UNFINISHED)
+            write_tensors(unfinished, {name: tensors[name] for name in shards[file]}, self.block, progress)
+            unfinished.rename(target)
+        if self.process == 0:
+            self._wait(lambda: all((self.partial / file).exists() for file in shards))
+            self._finish(shards, config, files, sum(tensor.nbytes for tensor in tensors.values()))
+
+    def _begin(self, content: Mapping[str, list[str]]) -> None:
+        """Process 0 makes the folder, or empties one of another conversion; the others wait for its plan."""
+        plan = hashlib.sha256(json.dumps([self.source, content]).encode()).hexdigest()
+        path = self.partial / _PLAN
+        if self.process:
+            self._wait(lambda: path.is_file() and path.read_text() == plan)
+        elif not path.is_file() or path.read_text() != plan:
+            shutil.rmtree(self.partial, ignore_errors=True)
+            self.partial.mkdir(parents=True)
+            write_file(path, plan.encode())
+
+    def _wait(self, done: Callable[[], bool]) -> None:
+        last, since = -1, time.monotonic()
+        while not done():
+            if (written := self._written()) != last:
+                last, since = written, time.monotonic()
+            elif time.monotonic() - since > _SECONDS_WITHOUT_PROGRESS:
+                raise RuntimeError(
+                    f"{self.partial}: another of {self.processes} processes has written nothing for "
+                    f"{_SECONDS_WITHOUT_PROGRESS:.0f} s; start the command again to go on."
+                )
+            time.sleep(0.05)
+
+    def _written(self) -> int:
+        """Bytes of all files so far; files that vanish meanwhile were renamed."""
+        total = 0
+        for path in self.partial.glob("*"):
+            with suppress(FileNotFoundError):
+                total += path.stat().st_size
+        return total
+
+    def _finish(
+        self, shards: Mapping[str, list[str]], config: Mapping[str, Any], files: list[Path], nbytes: int
+    ) -> None:
+        for file in files:
+            shutil.copyfile(file, self.partial / file.name)
+        _write_json(self.partial / CONFIG, config)
+        if len(shards) > 1:
+            index = {name: file for file, names in shards.items() for name in names}
+            _write_json(self.partial / INDEX, {"metadata": {"total_size": nbytes}, "weight_map": index})
+        (self.partial / _PLAN).unlink()
+        sync_folder(self.partial)
+        self.partial.rename(self.path)
+        sync_folder(self.path.parent)
+
+
+def divide(tensors: Mapping[str, LazyTensor], largest: int) -> dict[str, list[str]]:
+    """Which file holds which tensors, in order.
+
+    Args:
+        tensors: By name.
+        largest: Bytes of a file.
+    """
+    groups: list[list[str]] = [[]]
+    size = 0
+    for name, tensor in tensors.items():
+        if groups[-1] and size + tensor.nbytes > largest:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += tensor.nbytes
+    if len(groups) == 1:
+        return {SINGLE: groups[0]}
+    return {f"model-{i + 1:05}-of-{len(groups):05}.safetensors": names for i, names in enumerate(groups)}
+
+
+def _signature(name: str, tensor: LazyTensor) -> str:
+    return f"{name} {tensor.shape} {tensor.dtype}"
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    write_file(path, (json.dumps(value, indent=2) + "\n").encode())

@@ -1,0 +1,196 @@
+"""Commands that exchange models with Hugging Face: export-safetensors and import-safetensors."""
+
+import re
+import shlex
+from pathlib import Path
+
+import click
+import torch
+from rich.table import Table
+
+from megatron.fsdp.convert.console import (
+    console,
+    directory,
+    folder_of,
+    gib,
+    handled,
+    is_first,
+    json_option,
+    line,
+    print_json,
+    progress_bar,
+    table,
+    worker,
+)
+from megatron.fsdp.convert.huggingface.arguments import flags
+from megatron.fsdp.convert.huggingface.folder import divide
+from megatron.fsdp.convert.huggingface.transfer import (
+    ARGUMENTS,
+    RELEASE,
+    ImportOptions,
+    export,
+    import_,
+    prepare_export,
+    prepare_import,
+)
+from megatron.fsdp.convert.options import ReadOptions, WriteOptions
+from megatron.fsdp.convert.run import read_state
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "keep": None}
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+
+
+class Size(click.ParamType):
+    """A number of bytes: ``5GiB``, ``500MB``, ``1073741824``."""
+
+    name = "size"
+
+    def convert(self, value: str | int, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """The number; a message for the user if it is none."""
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", str(value).upper())
+        if match is None or match[2] not in _UNITS or not float(match[1]):
+            self.fail(f"expected a size such as 5GiB or 500MB; got {value!r}", param, ctx)
+        return int(float(match[1]) * _UNITS[match[2]])
+
+
+@click.command("export-safetensors")
+@directory("checkpoint")
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option(
+    "--config",
+    "original",
+    type=click.Path(path_type=Path),
+    help="Folder of the original Hugging Face model: its config.json and tokenizer files go with the weights.",
+)
+@click.option("--dtype", type=click.Choice([*_DTYPES]), default="bfloat16", show_default=True, help="Of the weights.")
+@click.option("--max-shard-size", type=Size(), default="5GiB", show_default=True, help="Largest file of weights.")
+@click.option("--vocab-size", type=int, help="Tokens without padding, if neither --config nor the checkpoint says.")
+@click.option(
+    "--transformer-impl",
+    type=click.Choice(["local", "transformer_engine"]),
+    help="Whose layers the model has, if a torch_dist checkpoint does not tell.",
+)
+@click.option(
+    "--moe-grouped-gemm/--no-moe-grouped-gemm",
+    default=None,
+    help="Whether a layer's experts are one grouped module, if a torch_dist checkpoint does not tell.",
+)
+@click.option("--no-verify", is_flag=True, help="Do not compare the checkpoint's files with its checksums.")
+@json_option
+@handled
+def export_safetensors(
+    checkpoint: Path,
+    out: Path,
+    original: Path | None,
+    dtype: str,
+    max_shard_size: int,
+    vocab_size: int | None,
+    transformer_impl: str | None,
+    moe_grouped_gemm: bool | None,
+    no_verify: bool,
+    as_json: bool,
+) -> None:
+    """Write a checkpoint's weights as a Hugging Face model: Llama, Qwen3, Qwen3-MoE or DeepSeek-V3."""
+    process, processes = worker()
+    reading = ReadOptions(transformer_impl=transformer_impl, moe_grouped_gemm=moe_grouped_gemm, verify=not no_verify)
+    state = read_state(folder_of(checkpoint), reading)
+    plan = prepare_export(state, _DTYPES[dtype], original, vocab_size)
+    with progress_bar("Writing", plan.nbytes // processes) as progress:
+        export(plan, out, max_shard_size, WriteOptions(process=process, processes=processes), progress)
+    if not is_first():
+        return
+    files = list(divide(plan.tensors, max_shard_size))
+    if as_json:
+        print_json(
+            {
+                "out": str(out),
+                "architecture": plan.model.architecture,
+                "tensors": len(plan.tensors),
+                "bytes": plan.nbytes,
+                "files": files,
+                "notes": plan.notes,
+            }
+        )
+        return
+    shown = table(str(out), "architecture", ">tensors", ">size", ">files")
+    shown.add_row(plan.model.architecture, str(len(plan.tensors)), gib(plan.nbytes), str(len(files)))
+    _print(shown, plan.notes)
+
+
+@click.command("import-safetensors")
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option(
+    "--format", "format_", type=click.Choice(["fsdp_dtensor", "torch_dist"]), default="fsdp_dtensor", show_default=True
+)
+@click.option(
+    "--layer-spec",
+    type=click.Choice(["transformer_engine", "local"]),
+    default="transformer_engine",
+    show_default=True,
+    help="Whose layers are to load it, as --transformer-impl says in training.",
+)
+@click.option(
+    "--make-vocab-size-divisible-by",
+    type=click.IntRange(min=1),
+    default=128,
+    show_default=True,
+    help="The embedding is padded to a multiple of this; give training's value times its tensor parallelism.",
+)
+@click.option("--dtype", type=click.Choice([*_DTYPES]), default="float32", show_default=True, help="Of the weights.")
+@json_option
+@handled
+def import_safetensors(
+    folder: Path,
+    out: Path,
+    format_: str,
+    layer_spec: str,
+    make_vocab_size_divisible_by: int,
+    dtype: str,
+    as_json: bool,
+) -> None:
+    """Make a checkpoint of a Hugging Face model, to train on from: OUT is for --load, with its arguments in args.sh."""
+    process, processes = worker()
+    options = ImportOptions(
+        format_,
+        layer_spec,
+        make_vocab_size_divisible_by,
+        _DTYPES[dtype],
+        WriteOptions(process=process, processes=processes),
+    )
+    plan = prepare_import(folder, options)
+    with progress_bar("Writing", plan.nbytes // processes) as progress:
+        import_(plan, out, options, progress)
+    if not is_first():
+        return
+    words = flags(plan.args)
+    tensors = len(plan.state.weights) + len(plan.state.buffers)
+    if as_json:
+        print_json(
+            {
+                "out": str(out),
+                "checkpoint": str(out / RELEASE),
+                "format": format_,
+                "architecture": plan.model.architecture,
+                "tensors": tensors,
+                "bytes": plan.nbytes,
+                "flags": words,
+                "notes": plan.notes,
+            }
+        )
+        return
+    shown = table(str(out / RELEASE), "format", "architecture", ">tensors", ">size")
+    shown.add_row(format_, plan.model.architecture, str(tensors), gib(plan.nbytes))
+    _print(shown, plan.notes)
+    line(console(), f"Arguments for training, also in {out / ARGUMENTS}; add --load {out} --finetune:")
+    line(console(), shlex.join(words))
+
+
+def _print(shown: Table, notes: list[str]) -> None:
+    out = console()
+    out.print(shown)
+    for note in notes:
+        line(out, f"Note: {note}", "yellow")
+
+
+COMMANDS: tuple[click.Command, ...] = (export_safetensors, import_safetensors)

@@ -1,0 +1,149 @@
+"""What is in a checkpoint, without reading its tensors; and one tensor, read as little as is shown of it."""
+
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron.fsdp.checkpoint.lazy import LazyTensor, cat
+from megatron.fsdp.checkpoint.reader import COMMON_KEY, CheckpointReader, common_state
+
+GROUP_META = "param_to_group_meta"
+
+# Bytes that are read at once; computing with them takes several times as many.
+BLOCK = 4 << 20
+# As torch prints tensors: all of the small ones, and of others so many entries at each end of a dimension.
+SHOWN = 1000
+_EDGE = 3
+# Keys of fsdp_dtensor that belong to tensors or to ranks.
+_NOT_COMMON = ("model.", "optimizer.", "rng_state.")
+
+
+class Entry(NamedTuple):
+    """A key of a checkpoint. ``dtype``, ``shape`` and ``chunks`` are those of a tensor; ``nbytes`` is its size."""
+
+    key: str
+    dtype: torch.dtype | None
+    shape: tuple[int, ...]
+    chunks: int
+    nbytes: int
+
+
+class Summary(NamedTuple):
+    """What is in a checkpoint.
+
+    Attributes:
+        reader: The checkpoint.
+        common: What it holds once for all ranks.
+        entries: All its keys, sorted.
+        files: Its files and their sizes in bytes.
+        mcore_data: What older versions of Megatron-Core add to the metadata; {} if nothing.
+    """
+
+    reader: CheckpointReader
+    common: dict[str, Any]
+    entries: list[Entry]
+    files: dict[str, int]
+    mcore_data: dict[str, Any]
+
+    @property
+    def elements(self) -> int:
+        """Number of elements of all tensors."""
+        return sum(math.prod(entry.shape) for entry in self.entries if entry.dtype)
+
+
+def summarize(path: Path) -> Summary:
+    """What is in a checkpoint; its checksums are not compared.
+
+    Args:
+        path: The folder with ``.metadata``.
+    """
+    reader = CheckpointReader(path, verify=False)
+    entries = [
+        Entry(key, tensor.dtype, tensor.shape, len(reader.chunks(key)), tensor.nbytes)
+        for key, tensor in reader.tensors.items()
+    ]
+    entries += [Entry(key, None, (), 1, reader.place(key).length) for key in reader.objects]
+    if reader.format == "torch_dist" or COMMON_KEY in reader.objects:
+        common = common_state(path, verify=False)
+    else:
+        common = {key: reader.read_object(key) for key in reader.objects if not key.startswith(_NOT_COMMON)}
+    files = {p.name: p.stat().st_size for p in sorted(path.iterdir()) if p.is_file()}
+    mcore_data = vars(reader.metadata).get("mcore_data")
+    return Summary(reader, common, sorted(entries), files, mcore_data if isinstance(mcore_data, dict) else {})
+
+
+class Statistics(NamedTuple):
+    """Of the elements of a tensor, in float64; nan if there are none."""
+
+    minimum: float
+    maximum: float
+    mean: float
+    norm: float
+
+
+def statistics(tensor: LazyTensor) -> Statistics:
+    """Smallest, largest and mean element and the L2 norm, read in blocks; of complex numbers, of their magnitude."""
+    ends: list[tuple[float, float]] = []
+    total, squares, count = 0.0, 0.0, 0
+    for box in tensor.blocks(BLOCK):
+        block = as_float64(tensor.read(box))
+        if not block.numel():
+            continue
+        ends.append((block.min().item(), block.max().item()))
+        total += block.sum().item()
+        squares += block.square().sum().item()
+        count += block.numel()
+    if not count:
+        return Statistics(math.nan, math.nan, math.nan, math.nan)
+    # Unlike Python's, torch's minimum of nan and a number is nan.
+    low, high = torch.tensor(ends, dtype=torch.float64).unbind(1)
+    return Statistics(low.min().item(), high.max().item(), total / count, math.sqrt(squares))
+
+
+def as_float64(tensor: torch.Tensor) -> torch.Tensor:
+    """Numbers to compute with; the magnitude of complex ones."""
+    return tensor.abs().to(torch.float64) if tensor.is_complex() else tensor.to(torch.float64)
+
+
+def corners(tensor: LazyTensor) -> tuple[torch.Tensor, tuple[bool, ...]]:
+    """What is shown of a tensor: all of it if it is small, else the ends of each dimension.
+
+    Returns:
+        The elements, and for each dimension whether its middle is left out.
+    """
+    if math.prod(tensor.shape) <= SHOWN:
+        return tensor.whole(), (False,) * len(tensor.shape)
+    cut = tuple(size > 2 * _EDGE for size in tensor.shape)
+    for dim, size in enumerate(tensor.shape):
+        if cut[dim]:
+            tensor = cat([tensor.narrow(dim, 0, _EDGE), tensor.narrow(dim, size - _EDGE, _EDGE)], dim)
+    return tensor.whole(), cut
+
+
+def contents_of(tensor: LazyTensor) -> torch.Tensor:
+    """All of a small tensor; of a large one only dtype and shape, on the meta device."""
+    if math.prod(tensor.shape) <= SHOWN:
+        return tensor.whole()
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def as_text(values: torch.Tensor, cut: tuple[bool, ...]) -> str:
+    """The elements of a tensor, one row a line, with dots where some are left out."""
+    if not cut:
+        return _number(listed(values))
+    if len(cut) == 1:
+        texts = [_number(value) for value in listed(values)]
+        return f"[{', '.join([*texts[:_EDGE], '...', *texts[_EDGE:]] if cut[0] else texts)}]"
+    rows = [as_text(row, cut[1:]).replace("\n", "\n ") for row in values]
+    return f"[{',\n '.join([*rows[:_EDGE], '...', *rows[_EDGE:]] if cut[0] else rows)}]"
+
+
+def listed(values: torch.Tensor) -> Any:
+    """The elements as numbers of Python, in nested lists; also of dtypes that torch does not convert."""
+    return (values.to(torch.float64) if values.is_floating_point() else values).tolist()
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4e}" if isinstance(value, float) else str(value)

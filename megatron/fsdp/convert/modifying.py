@@ -1,0 +1,171 @@
+"""A copy of a checkpoint with keys removed and renamed; nothing is unpickled, nothing is computed."""
+
+import re
+import shlex
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron.fsdp.checkpoint.checksums import METADATA, NAME
+from megatron.fsdp.checkpoint.reader import CheckpointReader
+from megatron.fsdp.checkpoint.writer import CheckpointWriter, RawObject
+
+_OPERATIONS = "'remove REGEX' or 'rename REGEX REPLACEMENT'"
+
+
+class Operation(NamedTuple):
+    """What is done to the keys: those that a pattern is found in are removed, or it is replaced in them.
+
+    Attributes:
+        pattern: A regular expression, which may be found anywhere in a key.
+        replacement: As of ``re.sub``; None to remove.
+    """
+
+    pattern: re.Pattern[str]
+    replacement: str | None
+
+    def apply(self, key: str) -> str | None:
+        """The new name; None if the key is removed."""
+        if self.replacement is not None:
+            return self.pattern.sub(self.replacement, key)
+        return None if self.pattern.search(key) else key
+
+
+def parse_operation(text: str) -> Operation:
+    """An operation that a user writes; words are separated as in a shell.
+
+    Args:
+        text: ``remove REGEX`` or ``rename REGEX REPLACEMENT``.
+
+    Raises:
+        ValueError: It is neither.
+    """
+    try:
+        # In a lexer that follows the shell, a backslash would have to be written twice.
+        lexer = shlex.shlex(text, posix=True, punctuation_chars=False)
+        lexer.whitespace_split, lexer.escape, lexer.commenters = True, "", ""
+        name, *words = list(lexer)
+        if (name, len(words)) not in (("remove", 1), ("rename", 2)):
+            raise ValueError(f"got {len(words)} words after {name!r}")
+        operation = Operation(re.compile(words[0]), words[1] if name == "rename" else None)
+        if operation.replacement is not None:
+            re.compile(f"{words[0]}|").sub(operation.replacement, "")
+    except (ValueError, re.error, IndexError) as error:
+        raise ValueError(f"operation {text!r}: expected {_OPERATIONS}; {error}.") from error
+    return operation
+
+
+class Renaming(NamedTuple):
+    """New names by old ones, in the order of the checkpoint, and the keys that are removed."""
+
+    kept: dict[str, str]
+    removed: list[str]
+
+
+def rename(keys: Sequence[str], operations: Sequence[Operation]) -> Renaming:
+    """Apply operations to keys, one after the other.
+
+    Raises:
+        ValueError: Two keys would get one name, or nothing would be left.
+    """
+    kept: dict[str, str] = {}
+    owners: dict[str, str] = {}
+    for key in keys:
+        name: str | None = key
+        for operation in operations:
+            name = operation.apply(name) if name is not None else None
+        if name is None:
+            continue
+        if name in owners:
+            raise ValueError(f"{name}: expected one key of this name; got {owners[name]} and {key}.")
+        kept[key], owners[name] = name, key
+    if not kept:
+        raise ValueError(f"expected operations that leave some of {len(keys)} keys; they remove all of them.")
+    return Renaming(kept, [key for key in keys if key not in kept])
+
+
+class Modification:
+    """A copy of a checkpoint, ready to be made.
+
+    Args:
+        source: The checkpoint.
+        operations: What is done to its keys.
+
+    Attributes:
+        renaming: What becomes of each key.
+
+    Raises:
+        ValueError: Two keys would get one name, or nothing would be left.
+    """
+
+    def __init__(self, source: CheckpointReader, operations: Sequence[Operation]) -> None:
+        self._source, self._operations = source, operations
+        self.renaming = rename([*source.tensors, *source.objects], operations)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the tensors that are copied, in bytes."""
+        return sum(t.nbytes for key, t in self._source.tensors.items() if key in self.renaming.kept)
+
+    def write(
+        self, path: Path, worker: tuple[int, int] = (0, 1), progress: Callable[[int], None] = lambda _: None
+    ) -> None:
+        """Make the copy.
+
+        Args:
+            path: The folder to be.
+            worker: Number of this process, and how many share the work.
+            progress: Called with the number of bytes that have been written since.
+
+        Raises:
+            FileExistsError: The folder is there already.
+        """
+        source, kept = self._source, self.renaming.kept
+        identity = f"{source.fingerprint} {[(o.pattern.pattern, o.replacement) for o in self._operations]}"
+        writer = CheckpointWriter(path, *worker, source=identity)
+        tensors = {kept[key]: tensor for key, tensor in source.tensors.items() if key in kept}
+        first = worker[0] == 0
+        objects = {kept[k]: RawObject(source.object_bytes(k) if first else b"") for k in source.objects if k in kept}
+        writer.write(tensors, objects, progress)
+        writer.finish(self._planner_data(), self._files() if first else {}, self._attributes())
+
+    def _planner_data(self) -> dict[str, tuple[Any, ...]] | None:
+        """The nesting of the keys. Of other planners there is nothing that loading needs."""
+        found = self._source.metadata.planner_data
+        if not isinstance(found, dict):
+            return None
+        kept = self.renaming.kept
+        return {
+            kept[key]: _renamed_path(path, key, kept[key])
+            for key, path in found.items()
+            if key in kept and isinstance(path, tuple)
+        }
+
+    def _attributes(self) -> dict[str, Any]:
+        data = vars(self._source.metadata).get("mcore_data")
+        if not isinstance(data, dict):
+            return {}
+        kept = self.renaming.kept
+        return {"mcore_data": {kept[key]: entry for key, entry in data.items() if key in kept}}
+
+    def _files(self) -> dict[str, bytes]:
+        """What lies beside the data."""
+        taken = {METADATA, NAME, *self._source.files()}
+        paths = [
+            p for p in self._source.path.iterdir() if p.is_file() and p.name not in taken and p.suffix != ".distcp"
+        ]
+        return {path.name: path.read_bytes() for path in paths}
+
+
+def _renamed_path(path: tuple[Any, ...], key: str, name: str) -> tuple[Any, ...]:
+    """The nesting of a key's new name: as of the old one at both ends, as far as they are the same."""
+    if key == name or ".".join(map(str, path)) != key:
+        return path if key == name else (name,)
+    before, after, rest = 0, 0, name
+    while before < len(path) - 1 and rest.startswith(f"{path[before]}."):
+        rest = rest.removeprefix(f"{path[before]}.")
+        before += 1
+    while before + after < len(path) - 1 and rest.endswith(f".{path[len(path) - 1 - after]}"):
+        rest = rest.removesuffix(f".{path[len(path) - 1 - after]}")
+        after += 1
+    return (*path[:before], rest, *path[len(path) - after :])

@@ -1,0 +1,120 @@
+"""Reads a checkpoint of either format into the canonical view, and writes that view in either format."""
+
+import re
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron.fsdp.checkpoint.checksums import write_file
+from megatron.fsdp.checkpoint.reader import TRACKER, CheckpointReader, checkpoint_folder
+from megatron.fsdp.checkpoint.writer import CheckpointWriter
+from megatron.fsdp.convert import fsdp_dtensor
+from megatron.fsdp.convert.canonical import Output, TrainingState
+from megatron.fsdp.convert.options import ReadOptions, WriteOptions
+from megatron.fsdp.convert.rewrites import FSDP_DTENSOR, TORCH_DIST
+from megatron.fsdp.convert.torch_dist import reading, writing
+
+_READERS = {TORCH_DIST: reading.read, FSDP_DTENSOR: fsdp_dtensor.read}
+_WRITERS = {TORCH_DIST: writing.lay_out, FSDP_DTENSOR: fsdp_dtensor.lay_out}
+
+
+class Written(NamedTuple):
+    """What was written: numbers of tensors and objects, and bytes of the tensors."""
+
+    tensors: int
+    objects: int
+    nbytes: int
+
+
+def format_of(path: Path) -> str:
+    """The format of a checkpoint: ``torch_dist`` or ``fsdp_dtensor``.
+
+    Raises:
+        FileNotFoundError: There is no checkpoint.
+        DamagedCheckpoint: It is not what it should be.
+    """
+    return CheckpointReader(checkpoint_folder(path)).format
+
+
+def read_state(path: Path, options: ReadOptions | None = None) -> TrainingState:
+    """The canonical view of a checkpoint; its format is found.
+
+    Args:
+        path: The checkpoint, or the folder above it with a tracker file.
+        options: What is known besides what is in it.
+
+    Raises:
+        FileNotFoundError: There is no checkpoint.
+        DamagedCheckpoint: It is not what it should be.
+        UnsafePickle: It names what is not on the allow-list.
+        ValueError: It does not tell enough, or contradicts itself or the options.
+        NotImplementedError: It is of a kind that cannot be read.
+    """
+    options = options or ReadOptions()
+    reader = CheckpointReader(checkpoint_folder(path), verify=options.verify)
+    reader.check()
+    return _READERS[reader.format](reader, options)
+
+
+def lay_out(state: TrainingState, format: str, options: WriteOptions | None = None) -> Output:
+    """What a checkpoint of a format holds; nothing is read yet.
+
+    Raises:
+        ValueError: There is no such format, or the state cannot be stored in it.
+    """
+    if format not in _WRITERS:
+        raise ValueError(f"expected one of the formats {', '.join(_WRITERS)}; got {format!r}.")
+    return _WRITERS[format](state, options or WriteOptions())
+
+
+def write_state(
+    state: TrainingState,
+    path: Path,
+    format: str,
+    options: WriteOptions | None = None,
+    progress: Callable[[int], None] = lambda nbytes: None,
+) -> Written:
+    """Write a checkpoint as a stream. It is there when it is whole; writing that was cut short goes on.
+
+    A tracker file beside a folder that is named as an iteration is brought up to it.
+
+    Args:
+        state: What to write.
+        path: The folder to be.
+        format: ``torch_dist`` or ``fsdp_dtensor``.
+        options: How to write it. Several processes each call this with the same arguments, but for ``process``.
+        progress: Called with the bytes of each block once it is written.
+
+    Raises:
+        FileExistsError: The folder is there already.
+        ValueError: The state cannot be stored in the format, or main weights are not what they should be.
+    """
+    options = options or WriteOptions()
+    output = lay_out(state, format, options)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    settings = {key: str(value) for key, value in asdict(options).items() if key != "process"}
+    writer = CheckpointWriter(
+        path,
+        options.process,
+        options.processes,
+        options.block,
+        source=f"{state.source} {format} {sorted(settings.items())}",
+    )
+    writer.write(output.tensors, output.objects, progress)
+    writer.finish(output.planner_data, output.files)
+    if options.process == 0:
+        _update_tracker(path)
+    return Written(len(output.tensors), len(output.objects), sum(t.nbytes for t in output.tensors.values()))
+
+
+def _update_tracker(path: Path) -> None:
+    """Let the tracker file name a checkpoint that was written, unless it names a later one."""
+    match = re.fullmatch(r"iter_(\d+)|release", path.name)
+    if match is None:
+        return
+    tracker = path.parent / TRACKER
+    found = tracker.read_text().strip() if tracker.is_file() else ""
+    text = str(int(match[1])) if match[1] else "release"
+    if not (text.isdecimal() and found.isdecimal() and int(found) > int(text)):
+        write_file(tracker, text.encode())

@@ -1,0 +1,218 @@
+"""Finds out how a torch_dist checkpoint stores its model: what is stacked, and what its layers are made of."""
+
+import argparse
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from megatron.fsdp.checkpoint.reader import CheckpointReader
+from megatron.fsdp.checkpoint.safe_pickle import UnsafePickle
+from megatron.fsdp.convert.canonical import Tensors, unsplit
+from megatron.fsdp.convert.options import ReadOptions
+from megatron.fsdp.convert.rewrites import (
+    TORCH_DIST,
+    Facts,
+    gated_parameters,
+    layered,
+    to_canonical,
+)
+
+_STACKED = re.compile(r"^((?:.*\.)?layers\.)(?!\d+\.)")
+_EXPERT = re.compile(r"\.experts\.experts\.")
+_SINGLE_EXPERT = re.compile(r"\.experts\.experts\.\d+\.")
+_NORM = re.compile(r"^(.*layers\.(?:\d+\.)?)(?:self_attention\.linear_qkv|mlp\.linear_fc1)\.layer_norm_weight$")
+_LINEAR_STATE = re.compile(r"layers\..*linear_(?:qkv|proj|fc1|fc2)\._extra_state/shard_")
+
+
+def read_facts(reader: CheckpointReader, model: Tensors, args: argparse.Namespace, options: ReadOptions) -> Facts:
+    """How the model's tensors are stored.
+
+    Args:
+        reader: The checkpoint.
+        model: Its model's tensors, by stored key.
+        args: Its training arguments.
+        options: What the user says.
+
+    Raises:
+        ValueError: The checkpoint does not tell what the names depend on, or contradicts the options.
+    """
+    local = _is_local(reader, model, args, options)
+    grouped = _is_grouped(model, args, options, local)
+    facts = Facts(
+        stacked=frozenset(match[1] for match in map(_STACKED.match, model) if match),
+        separate_norms=bool(local),
+        grouped_experts=grouped,
+        single_experts=any(_SINGLE_EXPERT.search(key) for key in model),
+        stored_halves=any(unsplit(key) != key for key in model),
+    )
+    gated = gated_parameters(to_canonical(model, TORCH_DIST, facts))
+    return replace(facts, gated=checked_gates(gated, args, options))
+
+
+def checked_gates(gated: frozenset[str], args: argparse.Namespace, options: ReadOptions) -> frozenset[str]:
+    """The parameters that are stored as two halves, if that agrees with the arguments and the options.
+
+    Args:
+        gated: First layers of gated MLPs, by name.
+        args: Training arguments: only SwiGLU's halves are stored apart, not those of other gates.
+        options: What the user says.
+
+    Raises:
+        ValueError: It does not.
+    """
+    found = gated if getattr(args, "swiglu", True) else frozenset()
+    if options.swiglu and not found:
+        raise ValueError("--swiglu: expected SwiGLU layers; the checkpoint has none.")
+    outside = sorted(name for name in found if not name.startswith(options.swiglu_modules or ("",)))
+    if outside:
+        raise ValueError(
+            f"--swiglu-modules: expected SwiGLU layers under {', '.join(options.swiglu_modules)} only; by its shape, "
+            f"{outside[0]} is one."
+        )
+    for module in options.swiglu_modules:
+        if not any(name.startswith(module) for name in found):
+            raise ValueError(f"--swiglu-modules: expected SwiGLU layers under {module}; the checkpoint has none.")
+    return found
+
+
+def _is_local(reader: CheckpointReader, model: Tensors, args: argparse.Namespace, options: ReadOptions) -> bool | None:
+    """Whether layers are Megatron's own and not Transformer Engine's; None if no name depends on it."""
+    norms = [match[1] for match in map(_NORM.match, model) if match]
+    if not norms and not any(_EXPERT.search(key) for key in model):
+        return None
+    # A norm of a linear layer that is not there is a module of its own: Transformer Engine would not name it so.
+    shown = any(
+        f"{layer}mlp.linear_fc1.layer_norm_weight" in model and f"{layer}mlp.linear_fc1.weight" not in model
+        for layer in norms
+    )
+    state = next((key for key in reader.objects if _LINEAR_STATE.search(key)), None)
+    if shown:
+        found: bool | None = True
+    elif state is not None:
+        found = _is_none(reader, state)
+    else:
+        found = {"local": True, "transformer_engine": False, "inference_optimized": False}.get(
+            str(getattr(args, "transformer_impl", None))
+        )
+    if options.transformer_impl is not None:
+        wanted = options.transformer_impl == "local"
+        if found not in (None, wanted):
+            raise ValueError(
+                f"--transformer-impl {options.transformer_impl}: the checkpoint's layers are of the other."
+            )
+        return wanted
+    if found is None:
+        raise ValueError(
+            f"{reader.path}: expected to find whether its layers are Megatron's own or Transformer Engine's, which "
+            "decides how they are named; neither its arguments nor its extra states tell. Give --transformer-impl."
+        )
+    return found
+
+
+def _is_none(reader: CheckpointReader, key: str) -> bool:
+    """Whether an extra state is None, as that of Megatron's own linear layers; Transformer Engine's is a value."""
+    try:
+        return reader.read_object(key) in ([None], None)
+    except UnsafePickle:
+        return False
+
+
+def _is_grouped(model: Tensors, args: argparse.Namespace, options: ReadOptions, local: bool | None) -> bool:
+    """Whether a layer's experts are one grouped module."""
+    if not any(_EXPERT.search(key) for key in model):
+        return False
+    if getattr(args, "moe_use_legacy_grouped_gemm", False):
+        raise NotImplementedError("experts of --moe-use-legacy-grouped-gemm, which no present version of Megatron has.")
+    found = False if local else getattr(args, "moe_grouped_gemm", None)
+    if options.moe_grouped_gemm is not None:
+        if found not in (None, options.moe_grouped_gemm):
+            raise ValueError(f"--moe-grouped-gemm: expected {found}, as in the checkpoint; got the opposite.")
+        return options.moe_grouped_gemm
+    if found is None:
+        raise ValueError(
+            "expected to find whether experts are grouped, which decides how they are named; the checkpoint's "
+            "arguments do not tell. Give --moe-grouped-gemm or --no-moe-grouped-gemm."
+        )
+    return bool(found)
+
+
+def written_facts(weights: Tensors, args: argparse.Namespace, layout: Mapping[str, Any]) -> Facts:
+    """How to store a model.
+
+    Args:
+        weights: By canonical name.
+        args: Training arguments.
+        layout: What :func:`layout_of` returned of a checkpoint to be alike; empty: as Megatron-Core would store it,
+            equal layers in one tensor and the experts of a layer in one.
+    """
+    stacked = frozenset(layout["stacked"]) if layout else _stackable(weights, args)
+    return Facts(
+        stacked=stacked,
+        single_experts=bool(layout.get("single_experts", False)),
+        stored_halves=bool(layout.get("stored_halves", False)),
+        sections=_sections(weights),
+    )
+
+
+def layout_of(facts: Facts) -> dict[str, Any]:
+    """What :func:`written_facts` needs to store another model alike: plain data."""
+    return {
+        "stacked": sorted(facts.stacked),
+        "single_experts": facts.single_experts,
+        "stored_halves": facts.stored_halves,
+    }
+
+
+def _stackable(weights: Tensors, args: argparse.Namespace) -> frozenset[str]:
+    """Beginnings of the names of equal layers. What the arguments say may differ does not count as equal."""
+    if _layers_may_differ(args) or any(".mixer." in name for name in weights):
+        return frozenset()
+    shapes: dict[str, dict[str, dict[str, tuple[int, ...]]]] = {}
+    for name, tensor in weights.items():
+        place = layered(name)
+        if place is not None:
+            shapes.setdefault(place.block, {}).setdefault(place.number, {})[place.rest] = tensor.shape
+    return frozenset(
+        block
+        for block, layers in shapes.items()
+        if all(layer == next(iter(layers.values())) for layer in layers.values())
+        and set(layers) == {str(index) for index in range(len(layers))}
+    )
+
+
+def _layers_may_differ(args: argparse.Namespace) -> bool:
+    for name in ("moe_layer_freq", "linear_attention_freq"):
+        frequency = getattr(args, name, None)
+        if isinstance(frequency, list) or (isinstance(frequency, int) and frequency > 1):
+            return True
+    # The second name is spelled as the option is.
+    options = ("heterogeneous_layers_config_path", "hetereogenous_dist_checkpoint", "heterogeneous_block_specs")
+    return any(getattr(args, name, None) for name in options)
+
+
+def _sections(weights: Tensors) -> dict[str, dict[str, int]]:
+    """The parts of the fused projections of state-space layers, in rows: their shapes tell all sizes."""
+    sections: dict[str, dict[str, int]] = {}
+    for name, tensor in weights.items():
+        if not name.endswith(".in_proj.weight") or f"{name[:-14]}A_log" not in weights:
+            continue
+        layer = name.removesuffix("in_proj.weight")
+        heads, rows = weights[f"{layer}A_log"].shape[0], tensor.shape[0]
+        convolutions = [f"{layer}conv1d{dot}{kind}" for dot in "._" for kind in ("weight", "bias")]
+        found = [convolution for convolution in convolutions if convolution in weights]
+        if not found:
+            continue
+        channels = weights[found[0]].shape[0]
+        if layer.endswith(".mixer."):
+            inner = rows - channels - heads
+            state = (channels - inner) // 2
+            sections[name] = {"z": inner, "x": inner, "B": state, "C": state, "dt": heads}
+            parts = {"x": inner, "B": state, "C": state}
+        else:
+            value = rows - channels - 2 * heads
+            key = (channels - value) // 2
+            sections[name] = {"query": key, "key": key, "value": value, "z": value, "beta": heads, "alpha": heads}
+            parts = {"query": key, "key": key, "value": value}
+        sections |= {convolution: parts for convolution in found}
+    return sections

@@ -1,0 +1,74 @@
+"""Tensors that are stored flat: parts of buffers, and grids of flattened local parts."""
+
+import math
+from collections.abc import Iterator
+from itertools import product
+
+import torch
+
+from megatron.fsdp.checkpoint.lazy import Box, LazyTensor
+
+
+def unflatten(flat: LazyTensor, start: int, shape: tuple[int, ...]) -> LazyTensor:
+    """A row-major tensor that lies in a flat one from an element on.
+
+    Raises:
+        ValueError: It is not inside.
+    """
+    numel = math.prod(shape)
+    if len(flat.shape) != 1 or not 0 <= start <= start + numel <= flat.shape[0]:
+        raise ValueError(f"expected {numel} elements from {start} on inside a flat tensor; got shape {flat.shape}.")
+
+    def read(box: Box) -> torch.Tensor:
+        return _read_flat(flat, (), start, shape, box)
+
+    return LazyTensor(shape, flat.dtype, read)
+
+
+def ungrid(stored: LazyTensor, shape: tuple[int, ...]) -> LazyTensor:
+    """A tensor that is stored as a grid of equal parts, each of them flat: shape (*grid, elements of a part).
+
+    Args:
+        stored: The grid; as many dimensions as the tensor, and one for the elements.
+        shape: Of the tensor.
+
+    Raises:
+        ValueError: The grid does not divide the shape.
+    """
+    grid = stored.shape[:-1]
+    if len(grid) != len(shape) or any(size % count for size, count in zip(shape, grid, strict=True)):
+        raise ValueError(f"expected a grid of parts of a tensor of shape {shape}; got shape {stored.shape}.")
+    part = tuple(size // count for size, count in zip(shape, grid, strict=True))
+    if math.prod(part) != stored.shape[-1]:
+        raise ValueError(f"expected {grid} parts of {math.prod(part)} elements each; got shape {stored.shape}.")
+
+    def read(box: Box) -> torch.Tensor:
+        result = torch.empty(box.sizes, dtype=stored.dtype)
+        for cell in _cells(part, box):
+            low = tuple(max(o, c * n) for o, c, n in zip(box.offsets, cell, part, strict=True))
+            high = tuple(min(o + s, (c + 1) * n) for o, s, c, n in zip(box.offsets, box.sizes, cell, part, strict=True))
+            sizes = tuple(h - b for h, b in zip(high, low, strict=True))
+            inside = Box(tuple(b - c * n for b, c, n in zip(low, cell, part, strict=True)), sizes)
+            where = tuple(slice(b - o, b - o + n) for b, o, n in zip(low, box.offsets, sizes, strict=True))
+            result[where] = _read_flat(stored, cell, 0, part, inside)
+        return result
+
+    return LazyTensor(shape, stored.dtype, read)
+
+
+def _cells(part: tuple[int, ...], box: Box) -> Iterator[tuple[int, ...]]:
+    """The parts that a box meets."""
+    ranges = [range(o // n, -(-(o + s) // n)) for o, s, n in zip(box.offsets, box.sizes, part, strict=True)]
+    yield from product(*ranges)
+
+
+def _read_flat(flat: LazyTensor, before: tuple[int, ...], start: int, shape: tuple[int, ...], box: Box) -> torch.Tensor:
+    """A box of a row-major tensor of a shape; ``flat`` holds it in its last dimension, at an index of the others."""
+    if math.prod(box.sizes) == 0:
+        return torch.empty(box.sizes, dtype=flat.dtype)
+    strides = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
+    first = sum(o * s for o, s in zip(box.offsets, strides, strict=True))
+    last = first + sum((n - 1) * s for n, s in zip(box.sizes, strides, strict=True))
+    # From the first element to the last: whole rows but for the edges, as boxes that are asked for are rows.
+    span = Box((*before, start + first), (*(1 for _ in before), last - first + 1))
+    return flat.read(span).reshape(-1).as_strided(box.sizes, strides)

@@ -1,0 +1,123 @@
+"""The order in which Megatron's models register their parameters; gradient buffers have them in reverse."""
+
+import re
+from typing import NamedTuple
+
+# Modules of a transformer layer. A module stands before those that come after it; those of one layer never conflict.
+_LAYER = (
+    "input_layernorm",
+    "self_attention.core_attention",
+    "self_attention.linear_proj",
+    "self_attention.linear_qkv",
+    "self_attention.linear_q_proj",
+    "self_attention.linear_q_down_proj",
+    "self_attention.linear_q_up_proj",
+    "self_attention.linear_kv_down_proj",
+    "self_attention.linear_kv_up_proj",
+    "self_attention.q_layernorm",
+    "self_attention.k_layernorm",
+    "self_attention.kv_layernorm",
+    "pre_mlp_layernorm",
+    "mlp.router",
+    "mlp.fc1_latent_proj",
+    "mlp.fc2_latent_proj",
+    "mlp.experts",
+    "mlp.shared_experts",
+    "mlp.linear_fc1",
+    "mlp.linear_fc2",
+)
+_PREDICTION = ("enorm", "hnorm", "eh_proj", "transformer_layer", "final_layernorm")
+_EMBEDDING = ("word_embeddings", "position_embeddings", "tokentype_embeddings")
+# Parameters of one module. A shared expert's gate is its own, so it stands before its linear layers'.
+_PARAMETERS = ("softmax_offset", "gate_weight", "layer_norm_weight", "layer_norm_bias", "weight", "bias")
+_MLP = ("linear_fc1", "linear_fc2")
+
+_EXPERT = re.compile(r"local_experts\.(\d+)\.(linear_fc\d)\.(weight|bias)$")
+_GROUPED = re.compile(r"(linear_fc\d)\.(weight|bias)(\d+)$")
+
+
+class Place(NamedTuple):
+    """Where a parameter stands: ``unit`` is what a pipeline stage has whole or not at all."""
+
+    unit: tuple[int, ...]
+    inside: tuple[int, ...]
+
+
+def place(name: str) -> Place:
+    """Where a parameter stands in a GPT model.
+
+    Args:
+        name: Canonical, without halves.
+
+    Raises:
+        NotImplementedError: It is none of the known modules'.
+    """
+    parts = name.split(".")
+    try:
+        if parts[0] == "embedding":
+            return Place((0,), (_EMBEDDING.index(parts[1]), *_parameter(parts[2:])))
+        if parts[:2] == ["decoder", "layers"]:
+            return Place((1, int(parts[2])), _in_layer(".".join(parts[3:])))
+        if parts[:2] == ["decoder", "final_layernorm"]:
+            return Place((2,), _parameter(parts[2:]))
+        if parts[:2] == ["mtp", "layers"]:
+            return Place((3, int(parts[2])), _in_prediction(parts[3:]))
+        if parts[0] == "output_layer":
+            return Place((4,), _parameter(parts[1:]))
+    except ValueError:
+        pass
+    raise NotImplementedError(
+        f"{name}: optimizer state of the kind dp_reshardable has no names, and where this parameter lies in Megatron's "
+        "buffers is not known. Load the checkpoint with Megatron and save it with --dist-ckpt-optim-fully-reshardable."
+    )
+
+
+def _parameter(rest: list[str]) -> tuple[int, ...]:
+    if len(rest) != 1:
+        raise ValueError(rest)
+    return (_PARAMETERS.index(rest[0]),)
+
+
+def _in_prediction(parts: list[str]) -> tuple[int, ...]:
+    module = _PREDICTION.index(parts[0])
+    if parts[0] == "transformer_layer":
+        return (module, *_in_layer(".".join(parts[1:])))
+    return (module, *_parameter(parts[1:]))
+
+
+def _in_layer(rest: str) -> tuple[int, ...]:
+    for index, module in enumerate(_LAYER):
+        if not rest.startswith(f"{module}."):
+            continue
+        inside = rest.removeprefix(f"{module}.")
+        if module == "mlp.experts":
+            return (index, *_in_experts(inside))
+        *path, parameter = inside.split(".")
+        if module == "mlp.shared_experts":
+            # The module's own parameter comes before those of the modules in it.
+            return (index, 1 + _MLP.index(path[0]) if path else 0, *_parameter([parameter]))
+        if not path:
+            return (index, *_parameter([parameter]))
+    raise ValueError(rest)
+
+
+def _in_experts(inside: str) -> tuple[int, ...]:
+    single = _EXPERT.fullmatch(inside)
+    if single is not None:
+        return (int(single[1]), _MLP.index(single[2]), *_parameter([single[3]]))
+    grouped = _GROUPED.fullmatch(inside)
+    if grouped is not None:
+        return (_MLP.index(grouped[1]), int(grouped[3]), *_parameter([grouped[2]]))
+    raise ValueError(inside)
+
+
+def expert_index(name: str) -> int:
+    """The index of the expert, among all of its layer, that a parameter belongs to.
+
+    Raises:
+        ValueError: It is no expert's.
+    """
+    match = re.search(r"\.local_experts\.(\d+)\.|\.experts\.linear_fc\d\.(?:weight|bias)(\d+)$", name)
+    if match is None:
+        raise ValueError(f"expected the parameter of an expert; got {name}.")
+    return int(match[1] or match[2])

@@ -1,0 +1,221 @@
+"""Reads a torch_dist checkpoint of any kind into the canonical view."""
+
+import argparse
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron.fsdp.checkpoint.lazy import Box, LazyTensor
+from megatron.fsdp.checkpoint.reader import COMMON, COMMON_KEY, FORMAT_FILE, CheckpointReader, common_state
+from megatron.fsdp.convert import groups
+from megatron.fsdp.convert.canonical import Tensors, TrainingState, compute_dtype, is_buffer
+from megatron.fsdp.convert.options import ReadOptions
+from megatron.fsdp.convert.rewrites import TORCH_DIST, Facts, to_canonical
+from megatron.fsdp.convert.torch_dist.buffers import is_buffer_key, read_buffers
+from megatron.fsdp.convert.torch_dist.facts import layout_of, read_facts
+from megatron.fsdp.convert.torch_dist.flat import ungrid
+
+# Names of the main weights among an optimizer's states.
+MAIN_WEIGHTS = ("param", "fp32_param", "master_param")
+# Common state that every format has; the rest of it is kept for the way back.
+COMMON_KEYS = ("args", "checkpoint_version", "iteration", "opt_param_scheduler", "num_floating_point_operations_so_far")
+
+_STATE = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.(?P<kind>\w+)\.(?P<key>.+)$")
+_OPTIMIZER = re.compile(r"^(?:chained_\d+\.)?optimizer\.")
+_GROUPS = re.compile(r"^(?:chained_(?P<chain>\d+)\.)?optimizer\.distributed\.dp_group_idx_\d+\.optimizer/shard_0_1$")
+_RNG = re.compile(r"^rng_state/shard_(\d+)\.(\d+)_\d+\.\d+$")
+# Arguments that say that the model's weights are rounded further than to their dtype.
+_QUANTIZED = ("fp8_param", "fp8_param_gather", "fp4_param", "fp4_param_gather")
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class _Optimizer(NamedTuple):
+    """Optimizer state by kind and canonical name, and the groups that the checkpoint lists."""
+
+    states: dict[str, Tensors]
+    groups: list[groups.Group]
+
+
+def read(reader: CheckpointReader, options: ReadOptions) -> TrainingState:
+    """The canonical view of a torch_dist checkpoint.
+
+    Main weights become the weights. Each block of them is compared with the model's own weights when it is read, and
+    reading raises ValueError if they are not these in higher precision: their place was worked out wrongly, or they
+    were written wrongly. Only a model that computes in float8 or float4 has no weights to compare with.
+
+    Args:
+        reader: The checkpoint.
+        options: What the user says.
+
+    Raises:
+        ValueError: The checkpoint does not tell enough, or contradicts itself or the options.
+        NotImplementedError: Its optimizer state is of a kind that cannot be read.
+    """
+    common = common_state(reader.path)
+    args = common.get("args") or argparse.Namespace()
+    model = {key: tensor for key, tensor in reader.tensors.items() if not _OPTIMIZER.match(key)}
+    facts = read_facts(reader, model, args, options)
+    live = to_canonical(model, TORCH_DIST, facts)
+    weights = {name: tensor for name, tensor in live.items() if not is_buffer(name)}
+    optimizer = _optimizer(reader, model, facts, common) if options.optimizer else _Optimizer({}, [])
+    main = next((kind for kind in MAIN_WEIGHTS if kind in optimizer.states), None)
+    mains = optimizer.states.pop(main) if main else {}
+    _check_states(reader, {**optimizer.states, **({main: mains} if main else {})}, weights)
+    if not any(getattr(args, name, False) for name in _QUANTIZED):
+        mains = {name: checked(tensor, weights[name], name) for name, tensor in mains.items()}
+    state_of = {
+        name: {kind: tensors[name] for kind, tensors in optimizer.states.items() if name in tensors}
+        for name in weights
+        if any(name in tensors for tensors in optimizer.states.values())
+    }
+    mapping = groups.read_map(options.group_map) if options.group_map else None
+    held = {name: weights[name] for name in state_of}
+    return TrainingState(
+        weights={name: mains.get(name, tensor) for name, tensor in weights.items()},
+        common=_common(reader, common),
+        buffers={name: tensor for name, tensor in live.items() if is_buffer(name)},
+        optimizer_state=state_of,
+        group_of=groups.assign(held, optimizer.groups, args, mapping) if held else {},
+        model_dtypes={n: t.dtype for n, t in weights.items() if t.dtype != compute_dtype(args)},
+        torch_dist=_kept(reader, common, facts),
+        source=reader.fingerprint,
+    )
+
+
+def _optimizer(reader: CheckpointReader, model: Tensors, facts: Facts, common: Mapping[str, Any]) -> _Optimizer:
+    refused = next((key for key in reader.objects if key.endswith(".param_state/shard_0_1")), None)
+    if refused is not None:
+        raise NotImplementedError(
+            f"{reader.path}: optimizer state of the kind dp_zero_gather_scatter ({refused}) is one pickle per rank; "
+            "load it with Megatron and save it with --dist-ckpt-optim-fully-reshardable."
+        )
+    if any(is_buffer_key(key) for key in reader.tensors):
+        args = common.get("args") or argparse.Namespace()
+        return _Optimizer(read_buffers(reader, model, facts, args), _groups_in_objects(reader))
+    stored: dict[str, Tensors] = {}
+    for key, tensor in reader.tensors.items():
+        match = _STATE.match(key)
+        if match is None:
+            continue
+        if match["key"] not in model:
+            raise ValueError(f"{reader.path}: {key} is optimizer state of a tensor that the checkpoint does not have.")
+        shape = model[match["key"]].shape
+        whole = tensor if tensor.shape == shape else ungrid(tensor, shape)
+        stored.setdefault(match["kind"], {})[match["key"]] = whole
+    states = {kind: to_canonical(tensors, TORCH_DIST, facts) for kind, tensors in stored.items()}
+    return _Optimizer(states, [group for chain in groups.chains(common.get("optimizer")) for group in chain])
+
+
+def _groups_in_objects(reader: CheckpointReader) -> list[groups.Group]:
+    """The groups of every optimizer of the chain, which each model-parallel rank lists; they must agree."""
+    found: dict[int, list[groups.Group]] = {}
+    for key in reader.objects:
+        match = _GROUPS.match(key)
+        if match is None:
+            continue
+        value = reader.read_object(key)
+        listed = groups.chains(value[0] if isinstance(value, list) and value else value)
+        if len(listed) != 1:
+            raise ValueError(f"{reader.path}: expected the groups of one optimizer in {key}; got {len(listed)}.")
+        chain = int(match["chain"] or 0)
+        if found.setdefault(chain, listed[0]) != listed[0]:
+            raise ValueError(f"{reader.path}: {key} lists other optimizer groups than another rank does.")
+    return [group for chain in sorted(found) for group in found[chain]]
+
+
+def _check_states(reader: CheckpointReader, states: Mapping[str, Tensors], weights: Tensors) -> None:
+    """Whether all kinds of state are there for the same parameters, as numbers."""
+    names = {name for tensors in states.values() for name in tensors}
+    for kind, tensors in states.items():
+        # A parameter that the model has in float32 is its own main weight.
+        own = {n for n in names & set(weights) if kind in MAIN_WEIGHTS and weights[n].dtype == torch.float32}
+        missing = sorted(names - set(tensors) - own)
+        if missing:
+            raise ValueError(f"{reader.path}: {kind} of {missing[0]} is not there, though other state of it is.")
+        odd = sorted(name for name, tensor in tensors.items() if not tensor.dtype.is_floating_point)
+        if odd:
+            raise NotImplementedError(
+                f"{reader.path}: {kind} of {odd[0]} is {tensors[odd[0]].dtype}, as a precision-aware optimizer that "
+                "stores remainders has it; save it without."
+            )
+    unknown = sorted(names - set(weights))
+    if unknown:
+        raise ValueError(f"{reader.path}: optimizer state of {unknown[0]}, which is no parameter of the model.")
+
+
+def checked(main: LazyTensor, weight: LazyTensor, name: str) -> LazyTensor:
+    """Main weights that are compared, block by block when they are read, with the weights that were cast from them.
+
+    Args:
+        main: In higher precision.
+        weight: As the model has it.
+        name: For the message of the ValueError that reading raises if they differ.
+    """
+
+    def read(box: Box) -> torch.Tensor:
+        found = main.read(box)
+        bits = _INTEGERS[weight.dtype.itemsize]
+        if not torch.equal(found.to(weight.dtype).view(bits), weight.read(box).contiguous().view(bits)):
+            raise ValueError(
+                f"{name}: the optimizer's main weights do not round to the model's weights. Either their place in the "
+                "checkpoint is another than expected, or they were saved wrongly, as Megatron-Core saves "
+                "fully_reshardable state of gradient buffers with padding between buckets. --no-optimizer converts "
+                "the model's weights alone."
+            )
+        return found
+
+    return LazyTensor(main.shape, main.dtype, read)
+
+
+def _common(reader: CheckpointReader, common: Mapping[str, Any]) -> dict[str, Any]:
+    found = {key: common[key] for key in (*COMMON_KEYS, "content_metadata") if key in common}
+    states = {}
+    for key in reader.objects:
+        match = _RNG.match(key)
+        if match is not None:
+            value = reader.read_object(key)
+            states[int(match[1]), int(match[2])] = value[0] if isinstance(value, list) and value else value
+    return {**found, "rng_state": states} if states else found
+
+
+def layout_and_format(path: Path) -> dict[str, Any]:
+    """What tells how to write another checkpoint alike, as :attr:`TrainingState.torch_dist` has it.
+
+    Args:
+        path: A torch_dist checkpoint; of its data, nothing is read but a module's extra state.
+
+    Raises:
+        ValueError: It is none.
+    """
+    reader = CheckpointReader(path)
+    if reader.format != TORCH_DIST:
+        raise ValueError(f"{path}: expected a torch_dist checkpoint to be alike; got {reader.format}.")
+    common = common_state(path)
+    model = {key: tensor for key, tensor in reader.tensors.items() if not _OPTIMIZER.match(key)}
+    facts = read_facts(reader, model, common.get("args") or argparse.Namespace(), ReadOptions())
+    kept = _kept(reader, common, facts)
+    return {key: kept[key] for key in ("layout", "content_metadata", "format", "common_file")}
+
+
+def _kept(reader: CheckpointReader, common: Mapping[str, Any], facts: Facts) -> dict[str, Any]:
+    """What only the way back needs. Random states and groups are in the canonical view, and so are not kept here."""
+    # Bytes: extra states are nobody's business but the modules' that made them.
+    objects = {
+        key: reader.object_bytes(key)
+        for key in reader.objects
+        if key != COMMON_KEY and not _RNG.match(key) and not _OPTIMIZER.match(key)
+    }
+    listed = ("optimizer", "content_metadata", *COMMON_KEYS)
+    return {
+        "layout": layout_of(facts),
+        "common": {key: value for key, value in common.items() if key not in listed},
+        "optimizer": common.get("optimizer"),
+        "content_metadata": common.get("content_metadata"),
+        "objects": objects,
+        "format": json.loads((reader.path / FORMAT_FILE).read_text()),
+        "common_file": (reader.path / COMMON).is_file(),
+    }

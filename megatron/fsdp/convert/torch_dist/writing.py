@@ -1,0 +1,179 @@
+"""Lays out a torch_dist checkpoint, with optimizer state by parameter (``fully_reshardable``)."""
+
+import io
+import json
+import re
+from collections.abc import Mapping
+from itertools import product
+from typing import Any
+
+from megatron.fsdp.checkpoint import safe_pickle
+from megatron.fsdp.checkpoint.reader import COMMON, COMMON_KEY, FORMAT_FILE
+from megatron.fsdp.checkpoint.writer import RawObject
+from megatron.fsdp.convert.canonical import Output, Tensors, TrainingState
+from megatron.fsdp.convert.groups import EXPERTS, Group, chains, is_expert
+from megatron.fsdp.convert.options import WriteOptions
+from megatron.fsdp.convert.rewrites import TORCH_DIST, Facts, from_canonical, has_separate_norms
+from megatron.fsdp.convert.torch_dist.facts import written_facts
+from megatron.fsdp.convert.torch_dist.reading import COMMON_KEYS, layout_and_format
+
+SHARDING = "fully_reshardable"
+_SHARDING_KEY = "distrib_optim_sharding_type"
+# Where the main weights are among the optimizer's states.
+_MAIN = "param"
+
+_NORM_NAME = "input_layernorm.weight"
+_LINEAR = re.compile(r"^(.*\.(?:linear_\w+|eh_proj))\.weight(?:_[wv])?$")
+_NORM = re.compile(r"^(.*layers\..*(?:layernorm|norm)|.*final_layernorm)\.weight$")
+
+
+def lay_out(state: TrainingState, options: WriteOptions) -> Output:
+    """What to write.
+
+    The model's weights are cast to the dtype that it computes in; the weights as they are become the optimizer's main
+    weights. Common state, random states and whatever an earlier conversion kept for the way back are written too.
+
+    Args:
+        state: The checkpoint.
+        options: ``like`` tells the layout.
+
+    Raises:
+        ValueError: Layers that are to be stored in one tensor differ.
+    """
+    kept = {**state.torch_dist, **(layout_and_format(options.like) if options.like else {})}
+    facts = written_facts(state.weights, state.args, kept.get("layout") or {})
+    model = {name: tensor.to(state.model_dtype(name)) for name, tensor in state.weights.items()} | state.buffers
+    stored = from_canonical(model, TORCH_DIST, facts)
+    tensors = dict(stored)
+    for kind, states in _by_kind(state).items():
+        for key, tensor in from_canonical(states, TORCH_DIST, facts).items():
+            tensors[f"optimizer.state.{kind}.{key}"] = tensor
+    layers = {name.removesuffix(_NORM_NAME) for name in state.weights if name.endswith(_NORM_NAME)}
+    own = any(has_separate_norms(state.weights, layer) for layer in layers)
+    earlier = kept.get("objects")
+    objects = extra_states(stored, own) if earlier is None else {k: RawObject(data) for k, data in earlier.items()}
+    objects |= _random_states(state.common.get("rng_state") or {})
+    common = _common_state(state, kept, facts)
+    layout = kept.get("format") or {"sharded_backend": TORCH_DIST, "sharded_backend_version": 1}
+    files = {FORMAT_FILE: json.dumps(layout).encode()}
+    if kept.get("common_file"):
+        stream = io.BytesIO()
+        safe_pickle.save_torch(common, stream)
+        return Output(tensors, objects, None, {**files, COMMON: stream.getvalue()})
+    return Output(tensors, {**objects, COMMON_KEY: [common]}, None, files)
+
+
+def extra_states(model: Tensors, own_layers: bool) -> dict[str, Any]:
+    """Empty extra states for the modules that may have some: Megatron asks for them when it loads.
+
+    Args:
+        model: By stored key.
+        own_layers: Layers are Megatron's own, where only linear layers have extra states, and not Transformer
+            Engine's, where norms and attention have some too.
+    """
+    objects: dict[str, Any] = {}
+    for key, tensor in model.items():
+        linear, norm = _LINEAR.match(key), _NORM.match(key)
+        modules = {linear[1]: tensor.shape[:-2]} if linear else {}
+        if linear and not own_layers and linear[1].endswith("self_attention.linear_proj"):
+            modules[linear[1].replace("linear_proj", "core_attention")] = tensor.shape[:-2]
+        if norm and not own_layers:
+            modules[norm[1]] = tensor.shape[:-1]
+        for module, stacked in modules.items():
+            counts = stacked or (1,)
+            for index in product(*map(range, counts)):
+                place = f"{'.'.join(map(str, index))}_{'.'.join(map(str, counts))}"
+                objects[f"{module}._extra_state/shard_{place}"] = [None]
+    return objects
+
+
+def _by_kind(state: TrainingState) -> dict[str, Tensors]:
+    """Main weights and optimizer states, by kind."""
+    held = [name for name in state.weights if state.optimizer_state.get(name)]
+    kinds: dict[str, Tensors] = {_MAIN: {name: state.weights[name] for name in held}} if held else {}
+    for name in held:
+        for kind, tensor in state.optimizer_state[name].items():
+            kinds.setdefault(kind, {})[name] = tensor
+    return kinds
+
+
+def _random_states(states: Mapping[tuple[int, int], Any]) -> dict[str, Any]:
+    """One object for each pipeline and tensor rank."""
+    if not states:
+        return {}
+    ranks = tuple(1 + max(place[d] for place in states) for d in range(2))
+    return {f"rng_state/shard_{p}.{t}_{ranks[0]}.{ranks[1]}": [state] for (p, t), state in states.items()}
+
+
+def _common_state(state: TrainingState, kept: Mapping[str, Any], facts: Facts) -> dict[str, Any]:
+    common = {key: state.common[key] for key in COMMON_KEYS if key in state.common} | kept.get("common", {})
+    if state.group_of:
+        common["optimizer"] = _optimizer(state, kept.get("optimizer"))
+    content = kept.get("content_metadata") or {}
+    if state.group_of and content.get(_SHARDING_KEY) != SHARDING:
+        content = {
+            **content,
+            _SHARDING_KEY: SHARDING,
+            "distrib_optim_fully_reshardable_mem_efficient": False,
+            "chained_optim_avoid_prefix": True,
+        }
+    single = facts.single_experts or facts.stored_halves
+    content = {"singleton_local_shards": single, **content}
+    if not kept.get("layout") and not facts.stacked:
+        content["non_homogeneous_layers"] = True
+    return {**common, "content_metadata": content}
+
+
+def _optimizer(state: TrainingState, earlier: Any) -> dict[Any, Any]:
+    """The optimizer's part of the common state: its groups, in chains of dense parameters and experts.
+
+    Args:
+        state: The checkpoint.
+        earlier: The same part of the checkpoint that this one was converted from, if there was one: groups stay in
+            their order, and those without parameters stay.
+    """
+    before = [group for chain in chains(earlier) for group in chain]
+    # Experts have an optimizer of their own where they are spread over ranks. FSDP has one optimizer for all.
+    known = before or list(state.group_of.values())
+    spread = any(group.get(EXPERTS) for group in known)
+    if not before:
+        spread = spread or (getattr(state.args, "expert_model_parallel_size", None) or 1) > 1
+    groups: list[Group] = []
+    for name, settings in state.group_of.items():
+        group = {**settings, EXPERTS: True} if spread and is_expert(name) else settings
+        if group not in groups:
+            groups.append(group)
+    kinds = [_identity(group) for group in before]
+    if before and len(set(kinds)) == len(kinds) and {_identity(group) for group in groups} <= set(kinds):
+        now = {_identity(group): group for group in groups}
+        # What reading added, as older versions do not write it, is not written back.
+        ordered = [
+            {k: v for k, v in now.get(kind, group).items() if k in group or k != "default_config"}
+            for kind, group in zip(kinds, before, strict=True)
+        ]
+    else:
+        ordered = sorted(groups, key=_identity)
+    parts = [[g for g in ordered if bool(g.get(EXPERTS)) == expert] for expert in (False, True)]
+    made = [
+        {**_rest(earlier, index), "optimizer": {"param_groups": part}, "param_state_sharding_type": SHARDING}
+        for index, part in enumerate(part for part in parts if part)
+    ]
+    return made[0] if len(made) == 1 else dict(enumerate(made))
+
+
+def _rest(earlier: Any, index: int) -> dict[str, Any]:
+    """What else an optimizer had in the common state, such as a gradient scaler."""
+    part = earlier.get(index, earlier) if isinstance(earlier, Mapping) else {}
+    return {key: value for key, value in part.items() if isinstance(key, str) and key == "grad_scaler"}
+
+
+def _identity(group: Group) -> tuple[Any, ...]:
+    """What Megatron tells groups apart by; sorts those first that no setting was changed for."""
+    numbers = [float(group.get(key, group.get(f"pre_{key}")) or 0.0) for key in ("wd_mult", "lr_mult")]
+    limits = [str(group.get(key)) for key in ("max_lr", "min_lr")]
+    return (
+        bool(group.get(EXPERTS)),
+        bool(group.get("is_decoupled_lr")),
+        *(-number for number in numbers),
+        *limits,
+    )

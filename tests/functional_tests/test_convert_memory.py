@@ -1,0 +1,124 @@
+"""A conversion needs memory for a few blocks, however large the checkpoint is; and one that was killed goes on."""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.fsdp.checkpoint.lazy import Box, LazyTensor
+from megatron.fsdp.convert.canonical import TrainingState
+from megatron.fsdp.convert.options import WriteOptions
+from megatron.fsdp.convert.run import read_state, write_state
+from tests.checkpoints import DECAYED, ROOT
+
+# GiB of a checkpoint that is converted only if it is asked for.
+LARGE = os.environ.get("FSDP_TEST_LARGE_CHECKPOINT")
+MIB = 1 << 20
+
+SCRIPT = """
+import json, resource, sys
+from pathlib import Path
+from megatron.fsdp.convert.options import WriteOptions
+from megatron.fsdp.convert.run import read_state, write_state
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+state = read_state(Path(sys.argv[1]))
+before = peak()
+written = write_state(state, Path(sys.argv[2]), sys.argv[3], WriteOptions(block=int(sys.argv[4])))
+print(json.dumps({"before": before, "after": peak(), "bytes": written.nbytes}))
+"""
+
+
+def pattern(shape: tuple[int, ...], seed: float) -> LazyTensor:
+    """A tensor that takes no memory: every element of a row is a function of the row."""
+
+    def read(box: Box) -> torch.Tensor:
+        rows = torch.arange(box.offsets[0], box.offsets[0] + box.sizes[0], dtype=torch.float32)
+        return (rows * 0.5 + seed).view(-1, *(1 for _ in shape[1:])).expand(box.sizes)
+
+    return LazyTensor(shape, torch.float32, read)
+
+
+def large_checkpoint(folder: Path, nbytes: int) -> Path:
+    """A torch_dist checkpoint of so many bytes, with all layers and experts in one tensor."""
+    hidden, experts = 1024, 8
+    # Bytes of an element: a weight in bfloat16 and three tensors in float32.
+    rows = nbytes // 14 // hidden // experts // 3 // 2
+    weights, states = {}, {}
+    for layer in range(2):
+        for expert in range(experts):
+            prefix = f"decoder.layers.{layer}.mlp.experts.local_experts.{expert}."
+            weights |= {f"{prefix}linear_fc1.weight_{half}": pattern((rows, hidden), expert) for half in "wv"}
+            weights |= {f"{prefix}linear_fc2.weight": pattern((hidden, rows), layer)}
+    for name, weight in weights.items():
+        states[name] = {kind: pattern(weight.shape, 3.0) for kind in ("exp_avg", "exp_avg_sq")}
+    args = argparse.Namespace(bf16=True, swiglu=True, transformer_impl="local", num_layers=2)
+    group_of = {name.removesuffix("_w").removesuffix("_v"): dict(DECAYED) for name in weights}
+    state = TrainingState(weights, {"args": args, "iteration": 7}, {}, states, group_of)
+    write_state(state, folder / "source", "torch_dist")
+    return folder / "source"
+
+
+def convert(source: Path, target: Path, format: str, block: int) -> dict[str, int]:
+    command = [sys.executable, "-c", SCRIPT, str(source), str(target), format, str(block)]
+    output = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, timeout=1000)
+    found: dict[str, int] = json.loads(output.stdout)
+    return found
+
+
+def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
+    block = 8 * MIB
+    growth = []
+    for nbytes in (64 * MIB, 512 * MIB):
+        source = large_checkpoint(tmp_path / str(nbytes), nbytes)
+        there = convert(source, source.with_name("there"), "fsdp_dtensor", block)
+        back = convert(source.with_name("there"), source.with_name("back"), "torch_dist", block)
+        assert there["bytes"] > 0.8 * nbytes
+        growth.append([found["after"] - found["before"] for found in (there, back)])
+    assert max(growth[1]) < 10 * block, growth
+    assert all(large < small + 2 * block for small, large in zip(*growth, strict=True)), growth
+
+
+@pytest.mark.skipif(LARGE is None, reason="set FSDP_TEST_LARGE_CHECKPOINT to a size in GiB, such as 4")
+def test_a_large_checkpoint_is_converted_in_a_gibibyte(tmp_path: Path) -> None:
+    source = large_checkpoint(tmp_path, int(float(LARGE or 0) * 1024) * MIB)
+    there = convert(source, tmp_path / "there", "fsdp_dtensor", 64 * MIB)
+    back = convert(tmp_path / "there", tmp_path / "back", "torch_dist", 64 * MIB)
+    assert max(there["after"], back["after"]) < 1024 * MIB
+
+
+def test_a_conversion_that_was_killed_goes_on(tmp_path: Path) -> None:
+    source = large_checkpoint(tmp_path, 256 * MIB)
+    command = [sys.executable, "-c", SCRIPT, str(source), str(tmp_path / "there"), "fsdp_dtensor", str(MIB)]
+    partial = tmp_path / "there.partial"
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as process:
+        while not (written(partial) > 20 * MIB or process.poll() is not None):
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+    assert not (tmp_path / "there").exists()
+    before = written(partial)
+    assert before > 20 * MIB
+    seen: list[int] = []
+    state = read_state(source)
+    write_state(state, tmp_path / "there", "fsdp_dtensor", WriteOptions(block=MIB), seen.append)
+    assert sum(seen) > 200 * MIB and not partial.exists()
+    found = read_state(tmp_path / "there")
+    assert set(found.weights) == set(state.weights)
+    for name in sorted(state.weights)[::10]:
+        assert torch.equal(found.weights[name].whole(), state.weights[name].whole()), name
+
+
+def written(partial: Path) -> int:
+    try:
+        return (partial / "__0_0.distcp").stat().st_size
+    except FileNotFoundError:
+        return 0

@@ -1,0 +1,147 @@
+"""The commands that convert: what they print, what they refuse, and the work that processes share."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from megatron.fsdp.convert.convert_commands import COMMANDS
+from tests.checkpoints import ITERATION, ROOT, plain_metadata, plain_objects, plain_tensors, same, sample
+
+TO_FSDP, TO_TORCH_DIST = COMMANDS
+
+
+def run(command: Any, *arguments: object) -> Result:
+    return CliRunner().invoke(command, [str(argument) for argument in arguments])
+
+
+def test_names_and_options_are_those_of_the_original_and_some_more() -> None:
+    options = {option for parameter in TO_FSDP.params for option in parameter.opts if option.startswith("--")}
+    assert TO_FSDP.name == "convert-torch-dist-to-fsdp-dtensor"
+    assert options >= {
+        "--swiglu",
+        "--swiglu-modules",
+        "--oom-traceback",
+        "--enable-msc",
+        "--output-optimizer-state-prefix",
+        "--output-model-weight-prefix",
+        "--param-to-param-group-map-json",
+        "--rename-mtp-keys",
+        "--json",
+    }
+    assert TO_TORCH_DIST.name == "convert-fsdp-dtensor-to-torch-dist"
+
+
+def test_the_report_is_one_json_object(tmp_path: Path) -> None:
+    source = sample("torch_dist_moe_ep2")
+    # The folder with the tracker file will do.
+    result = run(TO_FSDP, source, tmp_path / ITERATION, "--swiglu", "--json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["input_format"] == "torch_dist" and report["output_format"] == "fsdp_dtensor"
+    assert (report["iteration"], report["parameters"], report["swiglu_parameters"]) == (3, 29, 8)
+    assert report["optimizer_state"] == ["exp_avg", "exp_avg_sq"]
+    groups = [(g["parameters"], g["weight_decay"], g["is_expert_parallel"]) for g in report["optimizer_groups"]]
+    assert sorted(groups) == [(5, 0.0, False), (8, 0.1, False), (16, 0.1, True)]
+    assert report["bytes"] == sum(t.nbytes for t in plain_tensors(tmp_path / ITERATION).values())
+
+
+def test_the_report_can_be_read_by_a_person(tmp_path: Path) -> None:
+    result = run(TO_FSDP, sample("torch_dist_dp2") / ITERATION, tmp_path / "a")
+    assert result.exit_code == 0, result.output
+    assert "GiB" in result.stdout and "optimizer groups" in result.stdout
+    assert f"Converted checkpoint saved to {tmp_path / 'a'}." in result.stdout
+    back = run(TO_TORCH_DIST, tmp_path / "a", tmp_path / "b")
+    assert back.exit_code == 0 and "fsdp_dtensor to torch_dist" in back.stdout
+
+
+def test_prefixes_of_keys_can_be_chosen(tmp_path: Path) -> None:
+    prefixes = ("--output-optimizer-state-prefix", "optimizer.state.module", "--output-model-weight-prefix", "model")
+    assert run(TO_FSDP, sample("torch_dist_dp2") / ITERATION, tmp_path / "a", *prefixes).exit_code == 0
+    metadata = plain_metadata(tmp_path / "a")
+    keys = set(metadata.state_dict_metadata)
+    assert metadata.planner_data["model.output_layer.weight"] == ("model", "output_layer.weight")
+    assert "optimizer.state.module.output_layer.weight.exp_avg" in keys
+    assert "optimizer.param_to_group_meta.module.output_layer.weight.step" in keys
+    assert run(TO_TORCH_DIST, tmp_path / "a", tmp_path / "b").exit_code == 0
+    assert set(plain_tensors(tmp_path / "b")) == set(plain_tensors(sample("torch_dist_dp2") / ITERATION))
+
+
+@pytest.mark.parametrize(
+    ("command", "source", "options", "message"),
+    [
+        (TO_FSDP, "fsdp_dtensor_dp2", (), "expected a checkpoint to convert to fsdp_dtensor; it is one"),
+        (TO_TORCH_DIST, "torch_dist_dp2", (), "expected a checkpoint to convert to torch_dist; it is one"),
+        (TO_FSDP, "torch_dist_dp2", ("--swiglu-modules", "language_model"), "--swiglu-modules"),
+        (TO_FSDP, "torch_dist_dp2", ("--transformer-impl", "transformer_engine"), "--transformer-impl"),
+        (TO_FSDP, "torch_dist_moe_ep2", ("--moe-grouped-gemm",), "--moe-grouped-gemm"),
+        (TO_TORCH_DIST, "fsdp_dtensor_dp2", ("--like", "fsdp_dtensor_dp2"), "expected a torch_dist checkpoint"),
+        (TO_FSDP, "nothing", (), "expected a folder"),
+    ],
+)
+def test_what_a_user_can_cause_is_one_line(
+    tmp_path: Path, command: Any, source: str, options: tuple[str, ...], message: str
+) -> None:
+    folder = tmp_path if source == "nothing" else sample(source)
+    located = [sample(option) if option == "fsdp_dtensor_dp2" else option for option in options]
+    result = run(command, folder, tmp_path / "out", *located)
+    assert result.exit_code == 1
+    assert message in result.stderr and result.stderr.count("\n") == 1 and "Traceback" not in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_there_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    result = run(TO_FSDP, sample("torch_dist_dp2") / ITERATION, tmp_path / "out")
+    assert result.exit_code == 1 and "expected no such folder" in result.stderr
+
+
+def test_the_tracker_file_is_not_set_back(tmp_path: Path) -> None:
+    tracker = tmp_path / "latest_checkpointed_iteration.txt"
+    tracker.write_text("5")
+    assert run(TO_FSDP, sample("torch_dist_dp2") / ITERATION, tmp_path / ITERATION).exit_code == 0
+    assert tracker.read_text() == "5"
+    tracker.write_text("2")
+    assert run(TO_FSDP, sample("torch_dist_dp2") / ITERATION, tmp_path / "other").exit_code == 0
+    assert tracker.read_text() == "2"
+
+
+SCRIPT = "import sys; from megatron.fsdp.convert.convert_commands import COMMANDS; COMMANDS[0](sys.argv[1:])"
+
+
+def start(source: Path, target: Path, rank: int, processes: int) -> subprocess.Popen[str]:
+    environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(processes), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", SCRIPT, str(source), str(target), "--json"]
+    return subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+
+
+def test_processes_share_the_work(tmp_path: Path) -> None:
+    source = sample("torch_dist_moe_ep2") / ITERATION
+    started = [start(source, tmp_path / ITERATION, rank, 2) for rank in range(2)]
+    outputs = [process.communicate(timeout=100)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0]
+    assert json.loads(outputs[0])["output_format"] == "fsdp_dtensor" and not outputs[1]
+    assert run(TO_FSDP, source, tmp_path / "alone").exit_code == 0
+    shared, alone = plain_tensors(tmp_path / ITERATION), plain_tensors(tmp_path / "alone")
+    assert set(shared) == set(alone) and all(same(shared[key], alone[key]) for key in alone)
+    assert same(plain_objects(tmp_path / ITERATION), plain_objects(tmp_path / "alone"))
+    sizes = {name: (tmp_path / ITERATION / f"__{name}_0.distcp").stat().st_size for name in (0, 1)}
+    assert max(sizes.values()) < 1.5 * min(sizes.values())
+
+
+def test_memory_errors_are_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> Callable[..., None]:
+        raise MemoryError("no more")
+
+    monkeypatch.setattr("megatron.fsdp.convert.convert_commands.read_state", fail)
+    source = sample("torch_dist_dp2") / ITERATION
+    result = run(TO_FSDP, source, tmp_path / "out")
+    assert result.exit_code == 1 and "memory is exhausted" in result.stderr and "Traceback" not in result.stderr
+    shown = run(TO_FSDP, source, tmp_path / "out", "--oom-traceback")
+    assert shown.exit_code == 1 and "Traceback" in shown.stderr

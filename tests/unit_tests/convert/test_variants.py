@@ -1,0 +1,343 @@
+"""Made-up torch_dist checkpoints of every way to store a model, each of which the converter must tell by itself."""
+
+import argparse
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.fsdp.convert.options import ReadOptions, WriteOptions
+from megatron.fsdp.convert.run import read_state, write_state
+from tests.checkpoints import (
+    DECAYED,
+    EXPERTS,
+    PLAIN,
+    optimizer_of,
+    plain_common,
+    plain_metadata,
+    plain_objects,
+    plain_tensors,
+    random_tensors,
+    same,
+    with_optimizer,
+    write_torch_dist,
+)
+
+TE = argparse.Namespace(transformer_impl="transformer_engine", bf16=True, swiglu=True)
+LOCAL = argparse.Namespace(transformer_impl="local", bf16=True, swiglu=True)
+OPTIMIZER = "optimizer.state.module.module.module."
+
+
+def args(base: argparse.Namespace, **changes: Any) -> argparse.Namespace:
+    return argparse.Namespace(**{**vars(base), **changes})
+
+
+def model_weights(path: Path) -> dict[str, torch.Tensor]:
+    return {k.removeprefix("model.module."): v for k, v in plain_tensors(path).items() if k.startswith("model.")}
+
+
+def converted(tmp_path: Path, model: Mapping[str, torch.Tensor], common: Mapping[str, Any], **options: Any) -> Path:
+    source = write_torch_dist(tmp_path / "source", model, common)
+    write_state(read_state(source, ReadOptions(**options)), tmp_path / "target", "fsdp_dtensor")
+    return tmp_path / "target"
+
+
+def assert_returns(tmp_path: Path) -> None:
+    """The way back from ``target`` gives what ``source`` is."""
+    write_state(read_state(tmp_path / "target"), tmp_path / "back", "torch_dist")
+    found, expected = plain_tensors(tmp_path / "back"), plain_tensors(tmp_path / "source")
+    assert set(found) == set(expected)
+    for key, tensor in expected.items():
+        assert same(found[key], tensor), key
+    assert same(plain_common(tmp_path / "back").get("optimizer"), plain_common(tmp_path / "source").get("optimizer"))
+
+
+def test_layers_stored_one_by_one(tmp_path: Path) -> None:
+    layers = {f"decoder.layers.{i}.mlp.linear_fc1.weight": (8, 4) for i in range(3)}
+    layers |= {f"decoder.layers.{i}.mlp.linear_fc2.weight": (4, 4) for i in range(3)}
+    model = random_tensors(layers)
+    target = converted(tmp_path, with_optimizer(model), {"args": TE, "optimizer": optimizer_of(DECAYED)})
+    weights = model_weights(target)
+    assert len(weights) == 9
+    for i in range(3):
+        fc1 = model[f"decoder.layers.{i}.mlp.linear_fc1.weight"]
+        assert torch.equal(weights[f"decoder.layers.{i}.mlp.linear_fc1.weight_w"], fc1[:4])
+        assert torch.equal(weights[f"decoder.layers.{i}.mlp.linear_fc1.weight_v"], fc1[4:])
+    assert_returns(tmp_path)
+
+
+def test_layers_one_by_one_of_stacked_experts_in_grouped_modules(tmp_path: Path) -> None:
+    model = random_tensors(
+        {
+            "decoder.layers.1.mlp.experts.experts.linear_fc1.weight": (3, 8, 6),
+            "decoder.layers.1.mlp.experts.experts.linear_fc2.weight": (3, 6, 4),
+            "decoder.layers.1.mlp.router.weight": (3, 6),
+            "decoder.layers.0.mlp.linear_fc1.weight": (8, 6),
+            "decoder.layers.0.mlp.linear_fc2.weight": (6, 4),
+        }
+    )
+    common = {"args": args(TE, moe_grouped_gemm=True), "optimizer": optimizer_of(DECAYED, EXPERTS)}
+    weights = model_weights(converted(tmp_path, with_optimizer(model), common))
+    first, second = (model[f"decoder.layers.1.mlp.experts.experts.linear_fc{i}.weight"] for i in (1, 2))
+    for expert in range(3):
+        prefix = "decoder.layers.1.mlp.experts.linear_fc"
+        assert torch.equal(weights[f"{prefix}1.weight{expert}_w"], first[expert][:4])
+        assert torch.equal(weights[f"{prefix}1.weight{expert}_v"], first[expert][4:])
+        assert torch.equal(weights[f"{prefix}2.weight{expert}"], second[expert])
+    assert len(weights) == 9 + 1 + 3
+    assert_returns(tmp_path)
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+def test_experts_and_halves_stored_one_by_one(tmp_path: Path, grouped: bool) -> None:
+    shapes: dict[str, tuple[int, ...]] = {"decoder.layers.0.mlp.router.weight": (2, 6)}
+    for expert in range(2):
+        prefix = f"decoder.layers.0.mlp.experts.experts.{expert}."
+        shapes |= {f"{prefix}linear_fc1.weight_{half}": (4, 6) for half in "wv"}
+        shapes |= {f"{prefix}linear_fc2.weight": (6, 4)}
+    model = random_tensors(shapes)
+    common = {"args": args(TE, moe_grouped_gemm=grouped), "optimizer": optimizer_of(DECAYED)}
+    weights = model_weights(converted(tmp_path, with_optimizer(model), common))
+    for expert in range(2):
+        for half in "wv":
+            live = f"linear_fc1.weight{expert}" if grouped else f"local_experts.{expert}.linear_fc1.weight"
+            stored = f"decoder.layers.0.mlp.experts.experts.{expert}.linear_fc1.weight_{half}"
+            assert torch.equal(weights[f"decoder.layers.0.mlp.experts.{live}_{half}"], model[stored])
+    assert_returns(tmp_path)
+
+
+def test_expert_state_is_not_taken_for_tensor_parallel_parts(tmp_path: Path) -> None:
+    # Rows and columns whose ratio a converter once took for the number of tensor-parallel ranks.
+    model = random_tensors(
+        {
+            "decoder.layers.mlp.experts.experts.linear_fc1.weight": (2, 2, 16, 4),
+            "decoder.layers.mlp.experts.experts.linear_fc2.weight": (2, 2, 4, 8),
+        }
+    )
+    common = {"args": args(LOCAL), "optimizer": optimizer_of(DECAYED, EXPERTS)}
+    tensors = plain_tensors(converted(tmp_path, with_optimizer(model), common))
+    second = model["decoder.layers.mlp.experts.experts.linear_fc2.weight"]
+    for layer in range(2):
+        for expert in range(2):
+            name = f"decoder.layers.{layer}.mlp.experts.local_experts.{expert}.linear_fc2.weight"
+            assert torch.equal(tensors[f"{OPTIMIZER}{name}.exp_avg"], second[layer, expert] * 3 + 1)
+            assert torch.equal(tensors[f"{OPTIMIZER}{name}.exp_avg_sq"], second[layer, expert] ** 2)
+    assert_returns(tmp_path)
+
+
+def test_weights_only(tmp_path: Path) -> None:
+    model = {k: v.bfloat16() for k, v in random_tensors({"decoder.layers.mlp.linear_fc2.weight": (2, 4, 8)}).items()}
+    target = converted(tmp_path, model, {"args": TE})
+    weights = model_weights(target)
+    assert torch.equal(
+        weights["decoder.layers.1.mlp.linear_fc2.weight"], model["decoder.layers.mlp.linear_fc2.weight"][1]
+    )
+    keys = set(plain_metadata(target).state_dict_metadata)
+    assert not [key for key in keys if key.startswith("optimizer.")]
+    assert {"args", "iteration", "checkpoint_version"} <= keys
+    assert_returns(tmp_path)
+
+
+def test_gates_that_are_no_swiglu_stay_whole(tmp_path: Path) -> None:
+    model = random_tensors(
+        {"decoder.layers.mlp.linear_fc1.weight": (1, 8, 4), "decoder.layers.mlp.linear_fc2.weight": (1, 4, 4)}
+    )
+    common = {"args": args(TE, swiglu=False), "optimizer": optimizer_of(DECAYED)}
+    assert set(model_weights(converted(tmp_path, with_optimizer(model), common))) == {
+        "decoder.layers.0.mlp.linear_fc1.weight",
+        "decoder.layers.0.mlp.linear_fc2.weight",
+    }
+    assert_returns(tmp_path)
+
+
+def test_layers_without_gates_stay_whole_beside_those_with(tmp_path: Path) -> None:
+    model = random_tensors(
+        {
+            "vision_model.decoder.layers.mlp.linear_fc1.weight": (2, 8, 4),
+            "vision_model.decoder.layers.mlp.linear_fc2.weight": (2, 4, 8),
+            "decoder.layers.mlp.linear_fc1.weight": (1, 8, 4),
+            "decoder.layers.mlp.linear_fc1.bias": (1, 8),
+            "decoder.layers.mlp.linear_fc2.weight": (1, 4, 4),
+        }
+    )
+    common = {"args": TE, "optimizer": optimizer_of(DECAYED, PLAIN)}
+    weights = model_weights(converted(tmp_path, with_optimizer(model), common))
+    assert weights["vision_model.decoder.layers.1.mlp.linear_fc1.weight"].shape == (8, 4)
+    assert weights["decoder.layers.0.mlp.linear_fc1.weight_w"].shape == (4, 4)
+    assert torch.equal(
+        weights["decoder.layers.0.mlp.linear_fc1.bias_v"], model["decoder.layers.mlp.linear_fc1.bias"][0, 4:]
+    )
+    assert_returns(tmp_path)
+
+
+def test_multi_token_prediction_keeps_its_name_unless_asked(tmp_path: Path) -> None:
+    model = random_tensors(
+        {
+            "mtp.layers.0.transformer_layer.mlp.linear_fc1.weight": (8, 4),
+            "mtp.layers.0.transformer_layer.mlp.linear_fc2.weight": (4, 4),
+            "mtp.layers.0.eh_proj.weight": (4, 8),
+        }
+    )
+    source = write_torch_dist(
+        tmp_path / "source", with_optimizer(model), {"args": TE, "optimizer": optimizer_of(DECAYED)}
+    )
+    write_state(read_state(source), tmp_path / "target", "fsdp_dtensor")
+    write_state(read_state(source), tmp_path / "live", "fsdp_dtensor", WriteOptions(rename_mtp_keys=True))
+    stored, live = (set(plain_metadata(tmp_path / name).state_dict_metadata) for name in ("target", "live"))
+    assert "model.module.mtp.layers.0.transformer_layer.mlp.linear_fc1.weight_w" in stored
+    assert not [key for key in stored if "mtp_model_layer" in key]
+    assert {key.replace(".transformer_layer.", ".mtp_model_layer.") for key in stored} == live
+    assert_returns(tmp_path)
+    write_state(read_state(tmp_path / "live"), tmp_path / "live_back", "torch_dist")
+    assert set(plain_tensors(tmp_path / "live_back")) == set(plain_tensors(source))
+
+
+def test_parts_of_state_space_projections_are_fused_as_the_model_has_them(tmp_path: Path) -> None:
+    mixer, attention = "decoder.layers.0.mixer.", "decoder.layers.1.self_attention."
+    rows = {"z": 6, "x": 6, "B": 4, "C": 4, "dt": 3}
+    shapes: dict[str, tuple[int, ...]] = {f"{mixer}in_proj.weight.{k}": (n, 5) for k, n in rows.items()}
+    shapes |= {f"{mixer}conv1d.weight.{k}": (rows[k], 1, 2) for k in "xBC"} | {f"{mixer}A_log": (3,)}
+    shapes |= {f"{mixer}conv1d.bias.{k}": (rows[k],) for k in "xBC"}
+    linear = {"query": 4, "key": 4, "value": 6, "z": 6, "beta": 2, "alpha": 2}
+    shapes |= {f"{attention}in_proj.weight.{k}": (n, 5) for k, n in linear.items()} | {f"{attention}A_log": (2,)}
+    shapes |= {f"{attention}conv1d.weight.{k}": (linear[k], 1, 2) for k in ("query", "key", "value")}
+    model = random_tensors(shapes)
+    common = {"args": args(TE), "optimizer": optimizer_of(DECAYED, PLAIN)}
+    weights = model_weights(converted(tmp_path, with_optimizer(model), common))
+    assert set(weights) == {f"{mixer}{k}" for k in ("in_proj.weight", "conv1d_weight", "conv1d_bias", "A_log")} | {
+        f"{attention}{k}" for k in ("in_proj.weight", "conv1d.weight", "A_log")
+    }
+    assert torch.equal(
+        weights[f"{mixer}in_proj.weight"], torch.cat([model[f"{mixer}in_proj.weight.{k}"] for k in rows])
+    )
+    fused = torch.cat([model[f"{attention}in_proj.weight.{k}"] for k in linear])
+    assert torch.equal(weights[f"{attention}in_proj.weight"], fused)
+    assert_returns(tmp_path)
+
+
+def test_a_model_in_float32_has_a_wrapper_less_in_its_optimizer_keys(tmp_path: Path) -> None:
+    model = random_tensors({"decoder.final_layernorm.weight": (4,)})
+    stored = {**with_optimizer(model), **model}
+    common = {"args": args(TE, bf16=False), "optimizer": optimizer_of(DECAYED, PLAIN)}
+    keys = set(plain_metadata(converted(tmp_path, stored, common)).state_dict_metadata)
+    assert "optimizer.state.module.module.decoder.final_layernorm.weight.exp_avg" in keys
+    assert "optimizer.param_to_group_meta.module.module.decoder.final_layernorm.weight.step" in keys
+    assert "model.module.decoder.final_layernorm.weight" in keys
+    assert not [key for key in keys if "module.module.module" in key]
+    assert_returns(tmp_path)
+
+
+def test_weights_that_the_model_has_in_another_dtype_return_in_it(tmp_path: Path) -> None:
+    model = random_tensors({"decoder.layers.0.mixer.D": (4,), "decoder.layers.0.mlp.linear_fc2.weight": (4, 4)})
+    stored = {**with_optimizer(model), "decoder.layers.0.mixer.D": model["decoder.layers.0.mixer.D"]}
+    converted(tmp_path, stored, {"args": TE, "optimizer": optimizer_of(DECAYED, PLAIN)})
+    assert_returns(tmp_path)
+
+
+def test_buffers_of_the_model_are_kept_as_they_are(tmp_path: Path) -> None:
+    model = random_tensors({"decoder.layers.mlp.router.weight": (2, 3, 4)})
+    bias = random_tensors({"decoder.layers.mlp.router.expert_bias": (2, 3)})
+    common = {"args": LOCAL, "optimizer": optimizer_of(DECAYED)}
+    target = converted(tmp_path, {**with_optimizer(model), **bias}, common)
+    weights = model_weights(target)
+    assert torch.equal(
+        weights["decoder.layers.1.mlp.router.expert_bias"], bias["decoder.layers.mlp.router.expert_bias"][1]
+    )
+    assert not [key for key in plain_objects(target) if "expert_bias" in key]
+    assert_returns(tmp_path)
+
+
+def test_main_weights_of_an_optimizer_that_is_not_distributed(tmp_path: Path) -> None:
+    model = random_tensors({"decoder.layers.mlp.linear_fc2.weight": (2, 4, 8)})
+    stored = {k.replace("state.param.", "state.fp32_param."): v for k, v in with_optimizer(model).items()}
+    group = {k: v for k, v in DECAYED.items() if k != "step"}
+    optimizer = {"optimizer": {"param_groups": [group], "state": {"common_step": 11}}}
+    target = converted(tmp_path, stored, {"args": TE, "optimizer": optimizer})
+    assert torch.equal(
+        model_weights(target)["decoder.layers.1.mlp.linear_fc2.weight"],
+        model["decoder.layers.mlp.linear_fc2.weight"][1],
+    )
+    meta = "optimizer.param_to_group_meta.module.module.module.decoder.layers.1.mlp.linear_fc2.weight.step"
+    assert plain_objects(target)[meta] == 11
+
+
+def test_prefixes_of_chained_optimizers_are_no_part_of_names(tmp_path: Path) -> None:
+    model = random_tensors(
+        {"decoder.layers.mlp.experts.experts.linear_fc2.weight": (1, 2, 4, 8), "output_layer.weight": (4, 4)}
+    )
+    chain = {False: "chained_0.", True: "chained_1."}
+    stored = {
+        (chain["experts" in k] if k.startswith("optimizer.") else "") + k: v for k, v in with_optimizer(model).items()
+    }
+    target = converted(tmp_path, stored, {"args": args(LOCAL), "optimizer": optimizer_of(DECAYED, EXPERTS)})
+    found = plain_tensors(target)
+    name = "decoder.layers.0.mlp.experts.local_experts.1.linear_fc2.weight"
+    stacked = model["decoder.layers.mlp.experts.experts.linear_fc2.weight"]
+    assert torch.equal(found[f"{OPTIMIZER}{name}.exp_avg"], stacked[0, 1] * 3 + 1)
+    assert not [key for key in found if "chained" in key]
+
+
+def test_torchs_own_adam_finds_its_steps(tmp_path: Path) -> None:
+    model = random_tensors({"output_layer.weight": (4, 4)})
+    group = {**DECAYED, "amsgrad": False, "step": 5.0}
+    target = converted(tmp_path, with_optimizer(model), {"args": TE, "optimizer": optimizer_of(group)})
+    step = plain_tensors(target)[f"{OPTIMIZER}output_layer.weight.step"]
+    assert step.shape == () and step.dtype == torch.float32 and step.item() == 5.0
+    assert_returns(tmp_path)
+
+
+def test_optimizer_state_in_one_pickle_per_rank_is_refused(tmp_path: Path) -> None:
+    model = random_tensors({"output_layer.weight": (4, 4)})
+    key = "optimizer.distributed.dp_group_idx_0.param_state/shard_0_1"
+    source = write_torch_dist(tmp_path / "source", model, {"args": TE}, {key: ["state"]})
+    with pytest.raises(NotImplementedError, match="dp_zero_gather_scatter"):
+        read_state(source)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"optimizer.state.param.output_layer.weight": torch.zeros(4, 4, dtype=torch.int16)}, "stores remainders"),
+        ({"optimizer.state.exp_avg.other.weight": torch.zeros(4, 4)}, "does not have"),
+        ({"optimizer.state.momentum.final.weight": torch.zeros(2), "final.weight": torch.zeros(2)}, "is not there"),
+        ({"optimizer.state.exp_avg.output_layer.weight": torch.zeros(3, 4)}, "expected a grid"),
+    ],
+)
+def test_optimizer_state_that_does_not_fit_is_refused(
+    tmp_path: Path, changes: dict[str, torch.Tensor], message: str
+) -> None:
+    model = with_optimizer(random_tensors({"output_layer.weight": (4, 4)})) | changes
+    source = write_torch_dist(tmp_path / "source", model, {"args": TE, "optimizer": optimizer_of(DECAYED)})
+    with pytest.raises((ValueError, NotImplementedError), match=re.escape(message)):
+        read_state(source)
+
+
+def test_nothing_of_a_conversion_is_kept_in_what_is_not_converted(tmp_path: Path) -> None:
+    model = random_tensors(
+        {"decoder.layers.0.mlp.linear_fc2.weight": (4, 8), "decoder.layers.1.mlp.linear_fc2.weight": (4, 8)}
+    )
+    target = converted(tmp_path, with_optimizer(model), {"args": TE, "optimizer": optimizer_of(DECAYED)})
+    state = read_state(target)
+    state.torch_dist.clear()
+    write_state(state, tmp_path / "fresh", "torch_dist")
+    keys = {key for key in plain_tensors(tmp_path / "fresh") if not key.startswith("optimizer.")}
+    # Stored one by one before; equal layers lie in one tensor where Megatron itself writes.
+    assert keys == {"decoder.layers.mlp.linear_fc2.weight"}
+    content = plain_common(tmp_path / "fresh")["content_metadata"]
+    assert content["distrib_optim_sharding_type"] == "fully_reshardable" and not content["singleton_local_shards"]
+
+
+@pytest.mark.parametrize("setting", [{"moe_layer_freq": [1, 1]}, {"moe_layer_freq": 2}, {"linear_attention_freq": 4}])
+def test_layers_that_may_differ_are_written_one_by_one(tmp_path: Path, setting: dict[str, Any]) -> None:
+    model = random_tensors({"decoder.layers.mlp.linear_fc2.weight": (2, 4, 8)})
+    target = converted(
+        tmp_path, with_optimizer(model), {"args": args(TE, **setting), "optimizer": optimizer_of(DECAYED)}
+    )
+    state = read_state(target)
+    state.torch_dist.clear()
+    write_state(state, tmp_path / "fresh", "torch_dist")
+    keys = {key for key in plain_tensors(tmp_path / "fresh") if not key.startswith("optimizer.")}
+    assert keys == {f"decoder.layers.{i}.mlp.linear_fc2.weight" for i in range(2)}
