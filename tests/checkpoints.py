@@ -89,51 +89,35 @@ def plain_metadata(path: Path) -> Metadata:
 
 
 def plain_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint, read by torch."""
-    entries = plain_metadata(path).state_dict_metadata.items()
-    tensors = {
-        k: torch.empty(e.size, dtype=e.properties.dtype) for k, e in entries if isinstance(e, TensorStorageMetadata)
-    }
-    for key, tensor in list(tensors.items()):
-        _fill(path, key, tensor)
+    """Every tensor of a checkpoint, read by torch; each element must be there once."""
+    metadata = plain_metadata(path)
+    entries = {k: e for k, e in metadata.state_dict_metadata.items() if isinstance(e, TensorStorageMetadata)}
+    tensors = {key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in entries.items()}
+    covered = {key: torch.zeros(entry.size, dtype=torch.uint8) for key, entry in entries.items()}
+    for index, info in metadata.storage_data.items():
+        if index.fqn in entries:
+            part = torch.load(_item(path, info), weights_only=True)
+            where = tuple(slice(o, o + n) for o, n in zip(index.offset, part.shape, strict=True))
+            tensors[index.fqn][where] = part
+            covered[index.fqn][where] += 1
+    assert all(bool((count == 1).all()) for count in covered.values())
     return tensors
 
 
-def _fill(path: Path, key: str, tensor: torch.Tensor) -> None:
-    covered = torch.zeros(tensor.shape, dtype=torch.uint8)
-    for index, info in plain_metadata_cached(path).storage_data.items():
-        if index.fqn != key:
-            continue
-        with open(path / info.relative_path, "rb") as file:
-            file.seek(info.offset)
-            part = torch.load(io.BytesIO(file.read(info.length)), weights_only=True)
-        where = tuple(slice(o, o + n) for o, n in zip(index.offset, part.shape, strict=True))
-        tensor[where] = part
-        covered[where] += 1
-    assert bool((covered == 1).all()), f"{key} is not covered exactly once"
-
-
-_METADATA: dict[Path, Metadata] = {}
-
-
-def plain_metadata_cached(path: Path) -> Metadata:
-    """As :func:`plain_metadata`; checkpoints of a test do not change."""
-    if path not in _METADATA:
-        _METADATA[path] = plain_metadata(path)
-    return _METADATA[path]
+def _item(path: Path, info: Any) -> io.BytesIO:
+    with open(path / info.relative_path, "rb") as file:
+        file.seek(info.offset)
+        return io.BytesIO(file.read(info.length))
 
 
 def plain_objects(path: Path) -> dict[str, Any]:
     """Every object of a checkpoint, unpickled freely: these checkpoints are our own."""
-    found = {}
     metadata = plain_metadata(path)
-    for index, info in metadata.storage_data.items():
-        if not isinstance(metadata.state_dict_metadata[index.fqn], TensorStorageMetadata):
-            with open(path / info.relative_path, "rb") as file:
-                file.seek(info.offset)
-                data = io.BytesIO(file.read(info.length))
-            found[index.fqn] = torch.load(data, weights_only=False, pickle_module=_Pickle)
-    return found
+    return {
+        index.fqn: torch.load(_item(path, info), weights_only=False, pickle_module=_Pickle)
+        for index, info in metadata.storage_data.items()
+        if not isinstance(metadata.state_dict_metadata[index.fqn], TensorStorageMetadata)
+    }
 
 
 def plain_common(path: Path) -> dict[str, Any]:

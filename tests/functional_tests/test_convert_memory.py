@@ -53,14 +53,13 @@ def large_checkpoint(folder: Path, nbytes: int) -> Path:
     hidden, experts = 1024, 8
     # Bytes of an element: a weight in bfloat16 and three tensors in float32.
     rows = nbytes // 14 // hidden // experts // 3 // 2
-    weights, states = {}, {}
+    weights: dict[str, LazyTensor] = {}
     for layer in range(2):
         for expert in range(experts):
             prefix = f"decoder.layers.{layer}.mlp.experts.local_experts.{expert}."
             weights |= {f"{prefix}linear_fc1.weight_{half}": pattern((rows, hidden), expert) for half in "wv"}
             weights |= {f"{prefix}linear_fc2.weight": pattern((hidden, rows), layer)}
-    for name, weight in weights.items():
-        states[name] = {kind: pattern(weight.shape, 3.0) for kind in ("exp_avg", "exp_avg_sq")}
+    states = {n: {kind: pattern(w.shape, 3.0) for kind in ("exp_avg", "exp_avg_sq")} for n, w in weights.items()}
     args = argparse.Namespace(bf16=True, swiglu=True, transformer_impl="local", num_layers=2)
     group_of = {name.removesuffix("_w").removesuffix("_v"): dict(DECAYED) for name in weights}
     state = TrainingState(weights, {"args": args, "iteration": 7}, {}, states, group_of)

@@ -18,6 +18,7 @@ from tests.checkpoints import (
     same,
     sample,
     sha256,
+    write_torch_dist,
 )
 
 
@@ -92,6 +93,18 @@ def test_a_layout_can_be_taken_from_another_checkpoint(tmp_path: Path) -> None:
     assert (back / "common.pt").exists()
     assert (back / "metadata.json").read_text() == (like / "metadata.json").read_text()
     assert same(plain_common(back)["content_metadata"], plain_common(like)["content_metadata"])
+
+
+def test_a_layout_of_another_checkpoint_goes_before_that_of_an_earlier_conversion(tmp_path: Path) -> None:
+    single = tmp_path / "single"
+    model = {f"decoder.layers.{i}.mlp.linear_fc2.weight": torch.ones(2, 2) for i in range(2)}
+    write_torch_dist(single, model, {})
+    back = through(
+        sample("torch_dist_dp2") / ITERATION, ("fsdp_dtensor", "torch_dist"), tmp_path, WriteOptions(like=single)
+    )
+    names = {key for key in plain_tensors(back) if "linear_fc2" in key and not key.startswith("optimizer.")}
+    assert names == {f"decoder.layers.{i}.mlp.linear_fc2.weight" for i in range(3)}
+    assert "decoder.layers.2.mlp.linear_fc2._extra_state/shard_0_1" in plain_objects(back)
 
 
 @pytest.mark.parametrize("name", ["torch_dist_dp2_dp_reshardable", "torch_dist_tp2dp2_legacy_fsms_mcore013"])

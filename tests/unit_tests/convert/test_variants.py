@@ -315,6 +315,90 @@ def test_optimizer_state_that_does_not_fit_is_refused(
         read_state(source)
 
 
+def mismatched(tmp_path: Path, **changes: Any) -> Path:
+    model = random_tensors({"output_layer.weight": (4, 4)})
+    stored = with_optimizer(model)
+    stored["optimizer.state.param.output_layer.weight"] = model["output_layer.weight"].roll(1)
+    common = {"args": args(TE, **changes), "optimizer": optimizer_of(DECAYED)}
+    return write_torch_dist(tmp_path / "source", stored, common)
+
+
+def test_main_weights_that_are_not_the_models_are_refused(tmp_path: Path) -> None:
+    source = mismatched(tmp_path)
+    with pytest.raises(ValueError, match="output_layer.weight: the optimizer's main weights do not round"):
+        write_state(read_state(source), tmp_path / "target", "fsdp_dtensor")
+    assert not (tmp_path / "target").exists()
+
+
+def test_the_model_alone_can_be_converted(tmp_path: Path) -> None:
+    source = mismatched(tmp_path)
+    write_state(read_state(source, ReadOptions(optimizer=False)), tmp_path / "target", "fsdp_dtensor")
+    found = plain_tensors(tmp_path / "target")
+    assert set(found) == {"model.module.output_layer.weight"}
+    assert torch.equal(found["model.module.output_layer.weight"], plain_tensors(source)["output_layer.weight"])
+    state = read_state(tmp_path / "target", ReadOptions(optimizer=False))
+    write_state(state, tmp_path / "back", "torch_dist")
+    assert set(plain_tensors(tmp_path / "back")) == {"output_layer.weight"}
+    assert "optimizer" not in plain_common(tmp_path / "back")
+
+
+def test_weights_in_float8_are_no_measure_of_main_weights(tmp_path: Path) -> None:
+    source = mismatched(tmp_path, fp8_param_gather=True)
+    write_state(read_state(source), tmp_path / "target", "fsdp_dtensor")
+    expected = plain_tensors(source)["optimizer.state.param.output_layer.weight"]
+    assert torch.equal(plain_tensors(tmp_path / "target")["model.module.output_layer.weight"], expected)
+
+
+def test_fused_down_projections_are_read_as_two(tmp_path: Path) -> None:
+    attention = "decoder.layers.0.self_attention."
+    fused = random_tensors({f"{attention}linear_qkv_down_proj.weight": (10, 4)})[
+        f"{attention}linear_qkv_down_proj.weight"
+    ]
+    norm = torch.randn(4)
+    tensors = {
+        f"model.module.{attention}linear_qkv_down_proj.weight": fused,
+        f"model.module.{attention}linear_qkv_down_proj.layer_norm_weight": norm,
+    }
+    source = write_torch_dist(tmp_path / "source", tensors, {}, {"args": args(TE, q_lora_rank=6), "iteration": 7})
+    (source / "metadata.json").unlink()
+    weights = read_state(source).weights
+    assert set(weights) == {
+        f"{attention}linear_q_down_proj.weight",
+        f"{attention}linear_kv_down_proj.weight",
+        "decoder.layers.0.input_layernorm.weight",
+    }
+    assert torch.equal(weights[f"{attention}linear_q_down_proj.weight"].whole(), fused[:6])
+    assert torch.equal(weights[f"{attention}linear_kv_down_proj.weight"].whole(), fused[6:])
+    assert torch.equal(weights["decoder.layers.0.input_layernorm.weight"].whole(), norm)
+
+
+def test_empty_extra_states_are_those_of_the_layers_that_there_are(tmp_path: Path) -> None:
+    attention = {
+        "decoder.layers.self_attention.linear_qkv.weight": (2, 12, 4),
+        "decoder.layers.self_attention.linear_proj.weight": (2, 4, 4),
+    }
+    norms = {
+        "decoder.layers.self_attention.linear_qkv.layer_norm_weight": (2, 4),
+        "decoder.final_layernorm.weight": (4,),
+    }
+    found = {}
+    for name, base in {"local": LOCAL, "transformer_engine": TE}.items():
+        target = converted(tmp_path / name, random_tensors(attention | norms), {"args": args(base, bf16=False)})
+        state = read_state(target)
+        state.torch_dist.clear()
+        write_state(state, tmp_path / name / "fresh", "torch_dist")
+        objects = plain_objects(tmp_path / name / "fresh")
+        found[name] = {key for key, value in objects.items() if "_extra_state" in key and value == [None]}
+    linear = {
+        f"decoder.layers.self_attention.linear_{m}._extra_state/shard_{i}_2" for m in ("qkv", "proj") for i in (0, 1)
+    }
+    assert found["local"] == linear
+    assert found["transformer_engine"] == linear | {
+        *(f"decoder.layers.self_attention.core_attention._extra_state/shard_{i}_2" for i in (0, 1)),
+        "decoder.final_layernorm._extra_state/shard_0_1",
+    }
+
+
 def test_nothing_of_a_conversion_is_kept_in_what_is_not_converted(tmp_path: Path) -> None:
     model = random_tensors(
         {"decoder.layers.0.mlp.linear_fc2.weight": (4, 8), "decoder.layers.1.mlp.linear_fc2.weight": (4, 8)}

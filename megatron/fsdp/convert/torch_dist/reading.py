@@ -62,9 +62,9 @@ def read(reader: CheckpointReader, options: ReadOptions) -> TrainingState:
     live = to_canonical(model, TORCH_DIST, facts)
     weights = {name: tensor for name, tensor in live.items() if not is_buffer(name)}
     optimizer = _optimizer(reader, model, facts, common) if options.optimizer else _Optimizer({}, [])
+    _check_states(reader, optimizer.states, weights)
     main = next((kind for kind in MAIN_WEIGHTS if kind in optimizer.states), None)
     mains = optimizer.states.pop(main) if main else {}
-    _check_states(reader, {**optimizer.states, **({main: mains} if main else {})}, weights)
     if not any(getattr(args, name, False) for name in _QUANTIZED):
         mains = {name: checked(tensor, weights[name], name) for name, tensor in mains.items()}
     state_of = {

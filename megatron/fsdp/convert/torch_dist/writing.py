@@ -40,7 +40,10 @@ def lay_out(state: TrainingState, options: WriteOptions) -> Output:
     Raises:
         ValueError: Layers that are to be stored in one tensor differ.
     """
-    kept = {**state.torch_dist, **(layout_and_format(options.like) if options.like else {})}
+    kept = state.torch_dist
+    if options.like is not None:
+        # What was kept of modules is under the names of the earlier layout.
+        kept = {k: v for k, v in kept.items() if k != "objects"} | layout_and_format(options.like)
     facts = written_facts(state.weights, state.args, kept.get("layout") or {})
     model = {name: tensor.to(state.model_dtype(name)) for name, tensor in state.weights.items()} | state.buffers
     stored = from_canonical(model, TORCH_DIST, facts)

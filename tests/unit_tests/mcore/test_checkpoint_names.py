@@ -1,0 +1,117 @@
+"""Names in a checkpoint are those of the whole model, and values are found under other names that they may have."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import nn
+
+from megatron.fsdp.checkpoint.matching import Reaction
+from tests.ranks import DEVICE
+
+pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here")
+
+
+class Layer(nn.Module):
+    """A layer with what names are made of: attention, experts one by one, and experts in one module."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.layer_number = number
+        self.self_attention = nn.Linear(1, 1)
+        self.mlp = nn.Module()
+        self.mlp.experts = nn.Module()
+        self.mlp.experts.local_experts = nn.ModuleList(nn.Linear(1, 1) for _ in range(2))
+        self.mlp.experts.linear_fc1 = nn.Module()
+        for i in range(2):
+            setattr(self.mlp.experts.linear_fc1, f"weight{i}", nn.Parameter(nn.Linear(1, 1).weight.detach()))
+        self.mlp.router = nn.Linear(1, 1)
+
+
+def _model() -> nn.Module:
+    """The second of two pipeline stages, of a model with 4 layers."""
+    model = nn.Module()
+    model.decoder = nn.Module()
+    model.decoder.layers = nn.ModuleList([Layer(3), Layer(4)])
+    model.mtp = nn.Module()
+    model.mtp.layers = nn.ModuleList([Layer(1)])
+    model.output_layer = nn.Linear(1, 1)
+    return model
+
+
+NAMES = {
+    "decoder.layers.0.self_attention.weight": "decoder.layers.2.self_attention.weight",
+    "decoder.layers.1.mlp.router.weight": "decoder.layers.3.mlp.router.weight",
+    "decoder.layers.1.mlp.experts.local_experts.1.weight": "decoder.layers.3.mlp.experts.local_experts.7.weight",
+    "decoder.layers.0.mlp.experts.linear_fc1.weight0": "decoder.layers.2.mlp.experts.linear_fc1.weight6",
+    "mtp.layers.0.self_attention.weight": "mtp.layers.0.self_attention.weight",
+    "output_layer.weight": "output_layer.weight",
+    "not.there": "not.there",
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_global_names(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core import parallel_state
+    from megatron.fsdp.mcore.checkpoint import global_name
+
+    monkeypatch.setattr(parallel_state, "model_parallel_is_initialized", lambda: True)
+    monkeypatch.setattr(parallel_state, "get_expert_model_parallel_rank", lambda: 3)
+    assert global_name(_model(), name) == NAMES[name]
+
+
+OTHERS = {
+    "optimizer.state.module.module.a.weight.step": "optimizer.param_to_group_meta.module.module.a.weight.step",
+    "optimizer.state.module.module.mlp.linear_fc1.weight_v.step": (
+        "optimizer.param_to_group_meta.module.module.module.mlp.linear_fc1.weight.step"
+    ),
+    "optimizer.param_to_group_meta.module.module.mlp.linear_fc1.weight.step": (
+        "optimizer.state.module.module.mlp.linear_fc1.weight_w.step"
+    ),
+    "rng_state.(1, 0).0.torch_rng_state": "rng_state.(0, 0).0.torch_rng_state",
+    "model.module.decoder.layers.0.input_layernorm.weight": (
+        "model.module.decoder.layers.0.self_attention.linear_qkv.layer_norm_weight"
+    ),
+    "model.module.decoder.layers.0.mlp.linear_fc1.layer_norm_bias": (
+        "model.module.decoder.layers.0.pre_mlp_layernorm.bias"
+    ),
+    "optimizer.state.module.module.module.a.weight.exp_avg": "optimizer.state.module.module.a.weight.exp_avg",
+}
+
+
+@pytest.mark.parametrize("key", OTHERS)
+def test_other_names(key: str) -> None:
+    from megatron.fsdp.mcore.checkpointing import other_names
+
+    found = other_names(key)
+    assert OTHERS[key] in found and key not in found and len(found) == len(set(found))
+
+
+STRICTNESS = {
+    "assume_ok_unexpected": (Reaction.RAISE, Reaction.IGNORE),
+    "log_unexpected": (Reaction.RAISE, Reaction.LOG),
+    "log_all": (Reaction.LOG, Reaction.LOG),
+    "raise_unexpected": (Reaction.RAISE, Reaction.RAISE),
+    "raise_all": (Reaction.RAISE, Reaction.RAISE),
+    "ignore_all": (Reaction.IGNORE, Reaction.IGNORE),
+}
+
+
+@pytest.mark.parametrize("chosen", STRICTNESS)
+def test_strictness(chosen: str) -> None:
+    from megatron.fsdp.mcore.checkpointing import strictness_of
+
+    found = strictness_of(SimpleNamespace(dist_ckpt_strictness=chosen))
+    assert (found.missing, found.unexpected) == STRICTNESS[chosen]
+
+
+@pytest.mark.parametrize(("strict", "expected"), [(True, False), (False, True)])
+def test_lenient_loading_still_needs_weights(strict: bool, expected: bool) -> None:
+    from megatron.fsdp.mcore.checkpointing import strictness_of
+
+    optional: Any = strictness_of(SimpleNamespace(strict_fsdp_dtensor_load=strict)).optional
+    assert optional("optimizer.state.module.module.a.weight.exp_avg") is expected
+    assert optional("rng_state.(0, 0).0.torch_rng_state") is expected
+    assert not optional("model.module.a.weight")
+    assert optional("optimizer.param_to_group_meta.module.module.a.weight.foreach"), "says how, not what"
+    assert not strictness_of(None).optional("optimizer.param_to_group_meta.module.module.a.weight.lr")
