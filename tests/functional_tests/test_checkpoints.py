@@ -60,8 +60,7 @@ def content(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
     """All tensors, whole; and the settings of all parameter groups."""
     reader = CheckpointReader(of_iteration(folder))
     reader.check()
-    settings = [key for key in reader.objects if ".param_to_group_meta." in key and ".is_expert_parallel" not in key]
-    objects = {key: reader.read_object(key) for key in settings}
+    objects = {key: reader.read_object(key) for key in reader.objects if ".param_to_group_meta." in key}
     return {key: tensor.whole() for key, tensor in reader.tensors.items() if not key.startswith("rng")}, objects
 
 
@@ -154,8 +153,13 @@ def test_any_topology_loads_any_other(corpus: Path, tmp_path: Path, name: str) -
         assert settings == expected_settings
 
 
-def test_megatron_cores_own_fsdp_goes_on_from_ours(corpus: Path, tmp_path: Path) -> None:
-    model, topology = f"{LLAMA} --bf16 --calculate-per-token-loss", Topology(2)
+@pytest.mark.parametrize(
+    ("model", "topology"), [(LLAMA, Topology(2)), (ALLTOALL, Topology(4, EP))], ids=["Llama-like", "experts, EP 2"]
+)
+def test_megatron_cores_own_fsdp_goes_on_from_ours(
+    corpus: Path, tmp_path: Path, model: str, topology: Topology
+) -> None:
+    model = f"{model} --bf16 --calculate-per-token-loss"
     save(corpus, model, topology, tmp_path)
     ours = train(corpus, model, topology, "--load", str(tmp_path))
     theirs = train(corpus, model, topology, "--load", str(tmp_path), "--fsdp-implementation", "megatron-core")

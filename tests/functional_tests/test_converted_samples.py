@@ -5,13 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from megatron.fsdp.convert.run import read_state, write_state
 from tests.checkpoints import ITERATION, TORCH_DIST, meta, sample
 from tests.ranks import DEVICE, RankPool
-from tests.unit_tests.mcore import test_samples
+from tests.unit_tests.mcore.test_samples import go_on_with_fsdp
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here")
 
@@ -37,39 +35,10 @@ def assert_reached(found: list[Any], name: str) -> None:
         assert losses == pytest.approx(known["next2_train_losses"], rel=2e-4)
 
 
-def _with_fsdp(folder: Path, name: str) -> Any:
-    test_samples.SAMPLES = folder
-    return test_samples._go_on(name, "optim_grads_params")
-
-
 @pytest.mark.parametrize("name", TORCH_DIST)
 def test_fsdp_goes_on_from_torch_dist(ranks: RankPool, tmp_path: Path, name: str) -> None:
     folder = converted(name, tmp_path, "fsdp_dtensor")
-    assert_reached(ranks.run(2, _with_fsdp, folder, name), name)
-
-
-def _model(known: dict[str, Any]) -> torch.nn.Module:
-    """The sample's model with other weights, in Megatron's DDP, on ranks that share experts as the sample's did."""
-    from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.distributed import DistributedDataParallel
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer.module import Float16Module
-    from tests.megatron_models import ddp_config
-
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(expert_model_parallel_size=known["ep"])
-    tensor_parallel.model_parallel_cuda_manual_seed(99)
-    config = test_samples._config({**known, "model": {**known["model"], "tensor_model_parallel_size": "1"}})
-    gpt = GPTModel(
-        config,
-        get_gpt_layer_local_spec(num_experts=config.num_moe_experts, normalization="RMSNorm"),
-        vocab_size=known["vocab"],
-        max_sequence_length=known["seq"],
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=False,
-    )
-    return DistributedDataParallel(config, ddp_config(None, grad_reduce_in_fp32=True), Float16Module(config, gpt))
+    assert_reached(ranks.run(2, go_on_with_fsdp, folder / name, "optim_grads_params"), name)
 
 
 def _load(model: Any, optimizer: Any, scheduler: Any, path: Path) -> int:
@@ -86,49 +55,23 @@ def _load(model: Any, optimizer: Any, scheduler: Any, path: Path) -> int:
     return int(loaded["iteration"])
 
 
-def _with_ddp(folder: Path, name: str) -> tuple[float, list[float], int]:
-    """The same with Megatron's DDP and distributed optimizer, and its own way to load."""
-    from tests.megatron_models import OptimizerConfig, get_megatron_optimizer, megatron
+def _go_on_with_ddp(folder: Path, known: dict[str, Any]) -> Any:
+    """With Megatron's DDP and distributed optimizer, and its own way to load, on ranks that share experts."""
+    from tests.megatron_models import DistributedDataParallel, ddp_config, megatron, parallel_state
+    from tests.sample_models import config_of, go_on, gpt
 
-    known = meta(name)
     with megatron(plugin=False):
-        model = _model(known)
-        settings = OptimizerConfig(
-            optimizer="adam",
-            lr=5e-3,
-            min_lr=1e-4,
-            weight_decay=0.1,
-            adam_beta1=0.9,
-            adam_beta2=0.95,
-            adam_eps=1e-8,
-            clip_grad=1.0,
-            bf16=True,
-            params_dtype=torch.bfloat16,
-            use_distributed_optimizer=True,
-        )
-        optimizer = get_megatron_optimizer(settings, [model])
-        scheduler = test_samples._scheduler(optimizer)
-        iteration = _load(model, optimizer, scheduler, folder / name / ITERATION)
-        with torch.no_grad():
-            evaluated = float(test_samples._loss(model.eval(), test_samples._batch(7, known["vocab"], known["seq"])))
-        model.train()
-        losses = []
-        for step in (3, 4):
-            model.zero_grad_buffer()
-            optimizer.zero_grad()
-            batch = test_samples._batch(1000 * step + dist.get_rank(), known["vocab"], known["seq"])
-            loss = test_samples._loss(model, batch)
-            loss.backward()
-            model.finish_grad_sync()
-            assert optimizer.step()[0]
-            scheduler.step(increment=4)
-            mean = loss.detach().clone()
-            dist.all_reduce(mean)
-            losses.append(float(mean) / dist.get_world_size())
-        return evaluated, losses, iteration
+        from megatron.core import tensor_parallel
+
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(expert_model_parallel_size=known["ep"])
+        tensor_parallel.model_parallel_cuda_manual_seed(99)
+        config = config_of(known)
+        model = DistributedDataParallel(config, ddp_config(None, grad_reduce_in_fp32=True), gpt(config, known))
+        return go_on(model, known, lambda *parts: _load(model, *parts, folder / ITERATION))
 
 
 @pytest.mark.parametrize("name", TORCH_DIST)
 def test_megatron_goes_on_from_what_came_back(ranks: RankPool, tmp_path: Path, name: str) -> None:
     folder = converted(name, tmp_path, "fsdp_dtensor", "torch_dist")
-    assert_reached(ranks.run(2, _with_ddp, folder, name), name)
+    assert_reached(ranks.run(2, _go_on_with_ddp, folder / name, meta(name)), name)

@@ -1,5 +1,6 @@
 """Reads checkpoints in part: metadata, objects, and of a tensor only the bytes that are asked for."""
 
+import bisect
 import functools
 import hashlib
 import io
@@ -39,6 +40,35 @@ class Place(NamedTuple):
     file: str
     offset: int
     length: int
+
+
+class _Index(NamedTuple):
+    """Chunks of a tensor, to be found by where they are along the first dimension; there may be tens of thousands.
+
+    Attributes:
+        boxes: The chunks, in the order of their offsets.
+        starts: The first offset of each.
+        longest: The largest first size.
+    """
+
+    boxes: list[Box]
+    starts: list[int]
+    longest: int
+
+    @staticmethod
+    def of(boxes: list[Box]) -> "_Index":
+        """The index of some chunks of one tensor."""
+        ordered = sorted(boxes)
+        if not ordered or not ordered[0].offsets:
+            return _Index(ordered, [], 0)
+        return _Index(ordered, [box.offsets[0] for box in ordered], max(box.sizes[0] for box in ordered))
+
+    def near(self, box: Box) -> list[Box]:
+        """Chunks that may have something in common with a box."""
+        if not self.starts:
+            return self.boxes
+        first = bisect.bisect_left(self.starts, box.offsets[0] - self.longest + 1)
+        return self.boxes[first : bisect.bisect_left(self.starts, box.offsets[0] + box.sizes[0])]
 
 
 class StoredChunk(NamedTuple):
@@ -123,6 +153,7 @@ class CheckpointReader:
         # Chunks are read block by block: where one lies is asked again and again.
         self._stored = functools.lru_cache(maxsize=1 << 16)(self._find_chunk)
         self._boxes = functools.lru_cache(maxsize=1 << 10)(self._find_boxes)
+        self._index = functools.lru_cache(maxsize=1 << 16)(lambda key: _Index.of(self._boxes(key)))
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -256,7 +287,7 @@ class CheckpointReader:
             raise ValueError(f"{key}: expected a part of a tensor of shape {tensor.shape}; got {box}.")
         result = torch.empty(box.sizes, dtype=tensor.dtype)
         missing = result.numel()
-        for chunk in self._boxes(key) if missing else []:
+        for chunk in self._index(key).near(box) if missing else []:
             common = intersection(chunk, box)
             if common is None:
                 continue

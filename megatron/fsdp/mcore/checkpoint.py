@@ -230,6 +230,10 @@ def _optimizers(names: Sequence[Names], raw: dict[Any, Any], saving: bool) -> di
         groups = state["param_to_group_meta"]
         for key in groups:
             groups[key] = dict(groups[key])
+            if saving:
+                # Which rank has an expert is not the checkpoint's matter; Megatron-Core's FSDP, which has experts and
+                # others in one group, would find them to differ.
+                groups[key]["is_expert_parallel"] = False
             names_of, name = local[bare_name(key)]
             if not (saving and names_of.is_copy(name)):
                 found["param_to_group_meta"][key] = groups[key]

@@ -36,10 +36,12 @@ _KERNEL_SETTINGS = re.compile(
 _TOPOLOGY = ("is_expert_parallel",)
 _WRAPPERS = re.compile(r"^(optimizer\.(?:state|param_to_group_meta)\.|model\.)((?:module\.)+)")
 _STEP = re.compile(r"optimizer\.(state|param_to_group_meta)\.(.*?)(_[wv])?\.step")
-# A layer's norms, in layers of Megatron's own and in Transformer Engine's fused ones.
-_NORMS = (
+_RENAMED = (
+    # A layer's norms, in layers of Megatron's own and in Transformer Engine's fused ones.
     ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
     ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
+    # The layer that predicts a further token, in megatron-core 0.19 and after it.
+    (".mtp_model_layer.", ".transformer_layer."),
 )
 
 
@@ -53,7 +55,7 @@ def other_names(key: str) -> list[str]:
         found += [f"optimizer.state.{step[2]}{half}.step" for half in ("", "_w")]
     if key.startswith("rng_state."):
         found.append(re.sub(r"\(\d+, \d+\)", "(0, 0)", key, count=1))
-    for one, other in (*_NORMS, *(pair[::-1] for pair in _NORMS)):
+    for one, other in (*_RENAMED, *(pair[::-1] for pair in _RENAMED)):
         if one in key:
             found.append(key.replace(one, other))
     for name in (key, *found):

@@ -75,6 +75,9 @@ OTHERS = {
     "model.module.decoder.layers.0.mlp.linear_fc1.layer_norm_bias": (
         "model.module.decoder.layers.0.pre_mlp_layernorm.bias"
     ),
+    "model.module.mtp.layers.0.mtp_model_layer.mlp.linear_fc2.weight": (
+        "model.module.mtp.layers.0.transformer_layer.mlp.linear_fc2.weight"
+    ),
     "optimizer.state.module.module.module.a.weight.exp_avg": "optimizer.state.module.module.a.weight.exp_avg",
 }
 
