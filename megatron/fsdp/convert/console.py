@@ -34,6 +34,21 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 msc_option = click.option("--enable-msc", is_flag=True, help="Check that the Multi-Storage Client is there.")
 
 
+def layer_options[C: Callable[..., Any]](command: C) -> C:
+    """Add the options that say what layers a model has, for ``torch_dist`` checkpoints that do not tell."""
+    implementation = click.option(
+        "--transformer-impl",
+        type=click.Choice(["local", "transformer_engine"]),
+        help="Whose layers the model has, if a torch_dist checkpoint does not tell.",
+    )
+    grouped = click.option(
+        "--moe-grouped-gemm/--no-moe-grouped-gemm",
+        default=None,
+        help="Whether a layer's experts are one grouped module, if a torch_dist checkpoint does not tell.",
+    )
+    return implementation(grouped(command))
+
+
 def directory(name: str) -> Callable[[_Command], _Command]:
     """An argument: a checkpoint's folder, or the one above it with a tracker file."""
     return click.argument(name, type=click.Path(path_type=Path))

@@ -17,6 +17,7 @@ from megatron.fsdp.convert.console import (
     handled,
     is_first,
     json_option,
+    layer_options,
     msc_option,
     print_json,
     progress_bar,
@@ -68,16 +69,7 @@ def _shared(command: Callable[..., Any]) -> Callable[..., Any]:
     help="The optimizer group of each parameter, where Megatron's rules do not tell it; else it is checked.",
 )
 @click.option("--rename-mtp-keys", is_flag=True, help="Write mtp_model_layer for transformer_layer in mtp layers.")
-@click.option(
-    "--transformer-impl",
-    type=click.Choice(["local", "transformer_engine"]),
-    help="Whose layers the model has, if the checkpoint does not tell.",
-)
-@click.option(
-    "--moe-grouped-gemm/--no-moe-grouped-gemm",
-    default=None,
-    help="Whether a layer's experts are one grouped module, if the checkpoint does not tell.",
-)
+@layer_options
 @handled
 def torch_dist_to_fsdp_dtensor(
     input_dir: Path,

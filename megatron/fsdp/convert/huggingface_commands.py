@@ -16,6 +16,7 @@ from megatron.fsdp.convert.console import (
     handled,
     is_first,
     json_option,
+    layer_options,
     line,
     print_json,
     progress_bar,
@@ -65,16 +66,7 @@ class Size(click.ParamType):
 @click.option("--dtype", type=click.Choice([*_DTYPES]), default="bfloat16", show_default=True, help="Of the weights.")
 @click.option("--max-shard-size", type=Size(), default="5GiB", show_default=True, help="Largest file of weights.")
 @click.option("--vocab-size", type=int, help="Tokens without padding, if neither --config nor the checkpoint says.")
-@click.option(
-    "--transformer-impl",
-    type=click.Choice(["local", "transformer_engine"]),
-    help="Whose layers the model has, if a torch_dist checkpoint does not tell.",
-)
-@click.option(
-    "--moe-grouped-gemm/--no-moe-grouped-gemm",
-    default=None,
-    help="Whether a layer's experts are one grouped module, if a torch_dist checkpoint does not tell.",
-)
+@layer_options
 @click.option("--no-verify", is_flag=True, help="Do not compare the checkpoint's files with its checksums.")
 @json_option
 @handled

@@ -31,7 +31,7 @@ def go_on_with_fsdp(folder: Path, strategy: str) -> Any:
         config = config_of(meta | {"model": {**meta["model"], "expert_model_parallel_size": "1"}})
         settings = ddp_config(strategy, grad_reduce_in_fp32=True)
         model = FullyShardedDataParallel(config=config, ddp_config=settings, module=gpt(config, meta))
-        return go_on(model, meta, lambda *parts: _load(model, *parts, folder / ITERATION))
+        return go_on(model, meta, lambda optimizer, scheduler: _load(model, optimizer, scheduler, folder / ITERATION))
 
 
 def _load(model: Any, optimizer: Any, scheduler: Any, folder: Path) -> int:
