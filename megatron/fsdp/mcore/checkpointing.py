@@ -199,11 +199,15 @@ def falling_back(read_metadata: Callable[..., Any]) -> Callable[..., Any]:
         folder = Path(tracker_filename).parent
         text = Path(tracker_filename).read_text().strip()
         wanted = int(text) if text.isdigit() else None
-        others = wanted is not None and (folder_of(folder, wanted) / "metadata.json").exists()
+        torch_dist = wanted is not None and (folder_of(folder, wanted) / "metadata.json").exists()
         args = _arguments()  # None: they are to come from the checkpoint
-        if args is not None and (not args.use_megatron_fsdp or args.ckpt_format != "fsdp_dtensor"):
-            others = True
-        if others or text == "release":
+        ours = args is not None and args.use_megatron_fsdp and args.ckpt_format == "fsdp_dtensor"
+        if ours and torch_dist:
+            raise RuntimeError(
+                f"{folder_of(folder, wanted or 0)}: expected an fsdp_dtensor checkpoint; got torch_dist. Convert it: "
+                "tools/checkpoint/checkpoint_inspector.py convert-torch-dist-to-fsdp-dtensor."
+            )
+        if torch_dist or text == "release" or (args is not None and not ours):
             return read_metadata(tracker_filename)
         if getattr(args, "ckpt_step", None):  # who asks for one gets that one, or an error
             return int(args.ckpt_step), False

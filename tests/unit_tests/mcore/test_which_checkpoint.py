@@ -1,0 +1,71 @@
+"""Which checkpoint Megatron's loop is told to load, by the tracker file, the folders, and what is whole."""
+
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from megatron.fsdp.checkpoint.backend import Planner, Writer
+from tests.ranks import DEVICE
+
+pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here")
+
+TRACKER = "latest_checkpointed_iteration.txt"
+OURS = {"use_megatron_fsdp": True, "ckpt_format": "fsdp_dtensor"}
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> Path:
+    """Whole checkpoints of iterations 10 and 20, and one of 30 that was not finished."""
+    for iteration in (10, 20, 30):
+        folder = tmp_path / f"iter_{iteration:07d}"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.save({"weight": torch.ones(3)}, storage_writer=Writer(folder), planner=Planner())
+    (tmp_path / "iter_0000030" / ".metadata").unlink()
+    return tmp_path
+
+
+def read(monkeypatch: pytest.MonkeyPatch, folder: Path, tracker: str, **arguments: Any) -> tuple[int, bool]:
+    from megatron.fsdp.mcore import checkpointing
+
+    (folder / TRACKER).write_text(tracker)
+    monkeypatch.setattr(checkpointing, "_arguments", lambda: SimpleNamespace(**arguments) if arguments else None)
+    return checkpointing.falling_back(lambda name: (-7, False))(str(folder / TRACKER))
+
+
+@pytest.mark.parametrize("tracker", ["30", "", "garbage", "99"])
+def test_the_newest_whole_one(monkeypatch: pytest.MonkeyPatch, checkpoints: Path, tracker: str) -> None:
+    assert read(monkeypatch, checkpoints, tracker, **OURS) == (20, False)
+
+
+def test_the_one_that_the_tracker_names(monkeypatch: pytest.MonkeyPatch, checkpoints: Path) -> None:
+    assert read(monkeypatch, checkpoints, "10", **OURS) == (10, False)
+    assert read(monkeypatch, checkpoints, "10") == (10, False), "arguments are not parsed yet"
+
+
+def test_who_asks_for_one_gets_that_one(monkeypatch: pytest.MonkeyPatch, checkpoints: Path) -> None:
+    assert read(monkeypatch, checkpoints, "10", **OURS, ckpt_step=30) == (30, False)
+
+
+def test_none_is_whole(monkeypatch: pytest.MonkeyPatch, checkpoints: Path) -> None:
+    for iteration in (10, 20):
+        (checkpoints / f"iter_{iteration:07d}" / ".metadata").unlink()
+    with pytest.raises(RuntimeError, match="no whole checkpoint"):
+        read(monkeypatch, checkpoints, "30", **OURS)
+
+
+def test_a_checkpoint_of_ddp_is_to_be_converted(monkeypatch: pytest.MonkeyPatch, checkpoints: Path) -> None:
+    (checkpoints / "iter_0000020" / "metadata.json").write_text("{}")
+    with pytest.raises(RuntimeError, match="convert-torch-dist-to-fsdp-dtensor"):
+        read(monkeypatch, checkpoints, "20", **OURS)
+
+
+@pytest.mark.parametrize("format", ["torch_dist", "torch"])
+def test_others_are_megatrons_matter(monkeypatch: pytest.MonkeyPatch, checkpoints: Path, format: str) -> None:
+    assert read(monkeypatch, checkpoints, "30", use_megatron_fsdp=False, ckpt_format=format) == (-7, False)
+    assert read(monkeypatch, checkpoints, "release", **OURS) == (-7, False)
