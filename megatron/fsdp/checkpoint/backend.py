@@ -1,5 +1,6 @@
 """Storage for torch.distributed.checkpoint: saves are whole or not seen, files are checked, nothing loaded is run."""
 
+import concurrent.futures
 import io
 import os
 import pickle
@@ -25,7 +26,7 @@ from megatron.fsdp.checkpoint.checksums import METADATA, Checksums, DamagedCheck
 from megatron.fsdp.checkpoint.lazy import Box, blocks_of
 from megatron.fsdp.checkpoint.reader import CheckpointReader
 
-# Bytes that loading holds besides the model.
+# Bytes that loading holds besides the model, and after which the disk is told to take what was written.
 BLOCK = 32 << 20
 # Where a rank's results of a save name a file instead of a tensor: its size, and its checksum.
 _FILE = "checksum of file "
@@ -119,16 +120,25 @@ class Writer(Finishing, FileSystemWriter):
 
 
 def _write_items(file: IO[bytes], name: str, plan: SavePlan, planner: SavePlanner) -> Iterator[WriteResult]:
-    so_far = archive.Written(0, 0)
-    for item in plan.items:
-        data = planner.resolve_data(item)
-        if isinstance(data, io.BytesIO):
-            written = archive.write(file, data.getvalue())
-        else:
-            written = archive.write_tensor(file, data.detach().cpu().contiguous())
-        place = _StorageInfo(name, so_far.length, written.length)
-        yield WriteResult(index=item.index, size_in_bytes=written.length, storage_data=place)
-        so_far = so_far.then(written)
+    so_far, flushed = archive.Written(0, 0), 0
+    flushing: list[concurrent.futures.Future[None]] = []
+    # The disk takes what is written while more is written, and while that waits for its checksum.
+    with concurrent.futures.ThreadPoolExecutor(1) as flusher:
+        for item in plan.items:
+            data = planner.resolve_data(item)
+            if isinstance(data, io.BytesIO):
+                written = archive.write(file, data.getvalue())
+            else:
+                written = archive.write_tensor(file, data.detach().cpu().contiguous())
+            place = _StorageInfo(name, so_far.length, written.length)
+            yield WriteResult(index=item.index, size_in_bytes=written.length, storage_data=place)
+            so_far = so_far.then(written)
+            if so_far.length - flushed >= BLOCK and all(flush.done() for flush in flushing):
+                flushing.append(flusher.submit(os.fdatasync, file.fileno()))
+                flushed = so_far.length
+    # An error of the disk is told once, and then it may be that one of these was told.
+    for flush in flushing:
+        flush.result()
     yield file_result(name, *so_far)
 
 
