@@ -1,6 +1,6 @@
 """A save that is killed, or finds no room, costs nothing; saving is as fast as writing, and takes no memory."""
 
-import functools
+import multiprocessing
 import os
 import random
 import resource
@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +23,9 @@ from megatron.fsdp.checkpoint.newest import folder_of, newest_whole
 ROOT = Path(__file__).resolve().parents[2]
 KILLS = 20
 MIB = 1 << 20
+# Forked from a process that has torch but no threads: started at once, and without locks that only a thread releases.
+CHILDREN = multiprocessing.get_context("forkserver")
+CHILDREN.set_forkserver_preload([__name__])
 
 
 def state(iteration: int, tensors: int = 16, mib: int = 1) -> dict:
@@ -47,19 +49,6 @@ def holds(folder: Path, iteration: int) -> bool:
     return same and found["iteration"] == iteration
 
 
-def in_a_child(function: Callable[[], None]) -> int:
-    """Fork, run, and never come back; returns the child's number."""
-    child = os.fork()
-    if child:
-        return child
-    try:
-        function()
-        os._exit(0)
-    except BaseException:  # noqa: BLE001 - a forked process must not go on as the test
-        traceback.print_exc()
-        os._exit(1)
-
-
 def save_on_and_on(folder: Path, first: int, again: bool) -> None:
     for iteration in range(first, first + 1000):
         save(folder if again else folder_of(folder, iteration), state(iteration))
@@ -76,10 +65,11 @@ def test_killed_at_any_point(tmp_path: Path, again: bool) -> None:
     long = time.monotonic() - started
     for _ in range(KILLS // 2):
         (tmp_path / "done").unlink(missing_ok=True)
-        child = in_a_child(functools.partial(save_on_and_on, tmp_path, last + 1, again))
+        child = CHILDREN.Process(target=save_on_and_on, args=(tmp_path, last + 1, again))
+        child.start()
         time.sleep(dice.uniform(0.0, 3 * long))
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        child.kill()
+        child.join()
         text = (tmp_path / "done").read_text() if (tmp_path / "done").exists() else ""
         done = int(text or last)
         # The next one may have become whole just before the kill.
@@ -94,17 +84,18 @@ def test_killed_at_any_point(tmp_path: Path, again: bool) -> None:
     assert holds(tmp_path if again else folder_of(tmp_path, last + 1), last + 1), left
 
 
+def save_without_room(folder: Path) -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5 * MIB, 5 * MIB))
+    save(folder, state(2))
+
+
 def test_no_room(tmp_path: Path) -> None:
     save(folder_of(tmp_path, 1), state(1))
-
-    def save_without_room() -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (5 * MIB, 5 * MIB))
-        save(folder_of(tmp_path, 2), state(2))
-
-    child = in_a_child(save_without_room)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 1, "a save that found no room was called done"
+    child = CHILDREN.Process(target=save_without_room, args=(folder_of(tmp_path, 2),))
+    child.start()
+    child.join()
+    assert child.exitcode == 1, "a save that found no room was called done"
     assert not list(folder_of(tmp_path, 2).glob("*")), "what could not be finished was left there"
     assert newest_whole(tmp_path, None) == 1 and holds(folder_of(tmp_path, 1), 1)
 
