@@ -86,6 +86,8 @@ def _topology(name: str, ranks: int, arguments: str, **others: object) -> Case:
 ONE = ("optim_grads_params",)
 TP, PP, EP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--expert-model-parallel-size 2"
 CP = "--context-parallel-size 2"
+INTERLEAVED = f"{PP} --num-layers-per-virtual-pipeline-stage 1"
+META = "--init-model-with-meta-device"
 INSTANCES = "--num-distributed-optimizer-instances 2"
 
 CASES = (
@@ -95,7 +97,7 @@ CASES = (
     _topology("TP 2 without data parallelism", 2, TP),
     _topology("PP 2, tied embeddings", 4, PP),
     _topology("PP 2, embeddings of their own", 4, f"{PP} --untie-embeddings-and-output-weights"),
-    _topology("PP 2, interleaved", 4, f"{PP} --num-layers-per-virtual-pipeline-stage 1", layers=4),
+    _topology("PP 2, interleaved", 4, INTERLEAVED, layers=4),
     _topology("PP 2, tied embeddings, without data parallelism", 2, PP),
     _topology("TP 2 x PP 2 x DP 2", 8, f"{TP} {PP} --sequence-parallel"),
     _topology("CP 2", 4, CP),
@@ -165,6 +167,9 @@ CASES = (
     Case("option", "bf16", 2, "--clip-grad 1000", STRATEGIES, bf16=True),
     Case("option", "bf16, TP 2", 4, f"{TP} --clip-grad 1000", ONE, bf16=True),
     Case("option", "bf16, EP 2", 4, f"{ALLTOALL} {EP} --clip-grad 1000", ONE, bf16=True),
+    Case("option", "built on the meta device", 2, "", SHARDED, only_fsdp=META),
+    Case("option", "built on the meta device, TP 2", 4, f"{TP} --sequence-parallel", ONE, only_fsdp=META),
+    Case("option", "built on the meta device, EP 2", 4, f"{ALLTOALL} {EP}", ONE, only_fsdp=META),
     Case("option", "no clipping", 2, "--clip-grad 0", has_norm=False),
     Case("option", "no overlap", 2, "", ("no_shard", "optim"), overlaps=False),
     Case("option", "no overlap, TP 2", 4, TP, ("no_shard", "optim"), overlaps=False),

@@ -13,6 +13,7 @@ Words, used in this package with one meaning each:
 """
 
 from megatron.fsdp.config import FSDPConfig
+from megatron.fsdp.deferred import deferred_init
 from megatron.fsdp.forward_methods import register_forward_method
 from megatron.fsdp.fully_shard import fully_shard, fully_shard_model, fully_shard_optimizer
 from megatron.fsdp.megatron_fsdp import MegatronFSDP
@@ -24,6 +25,7 @@ __all__ = [
     "FSDPDistributedIndex",
     "MegatronFSDP",
     "MixedPrecisionPolicy",
+    "deferred_init",
     "fully_shard",
     "fully_shard_model",
     "fully_shard_optimizer",

@@ -76,8 +76,8 @@ def fully_shard_model(
             3 or ``"optim_grads_params"``.
         outer_dp_sharding_strategy: The same for the outer axis: 0 or ``"no_shard"``, 1 or ``"optim"``.
         device: Where to compute. None: where the parameters are, or the current CUDA device if there is one.
-        init_model_with_meta_device: Materialize parameters on the meta device, unit by unit, with their modules'
-            ``reset_parameters`` or ``_reset_parameters``.
+        init_model_with_meta_device: Materialize parameters on the meta device, unit by unit: as recorded by
+            :func:`megatron.fsdp.deferred_init`, or with their modules' ``reset_parameters`` or ``_reset_parameters``.
         mixed_precision_policy: Dtypes of main weights and gradients. None: ``MixedPrecisionPolicy()``.
         overlap_grad_reduce: Reduce a unit's gradients while backward goes on.
         overlap_param_gather: Gather the next unit's weights while the current unit computes.

@@ -1,11 +1,16 @@
-"""Gives values to parameters that a model was built without (on the meta device), one unit at a time."""
+"""Gives values to parameters that a model was built without (on the meta device), one unit at a time.
 
-from collections.abc import Callable, Iterable, Iterator
+A module's tensors get them as was recorded when it was built (:func:`megatron.fsdp.deferred.deferred_init`), or else by
+its own method.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import nn
 
+from megatron.fsdp.deferred import Recipe, recipes
 from megatron.fsdp.parameter import ParameterEntry
 
 # What a module may call the method that initializes its own parameters and buffers.
@@ -21,6 +26,15 @@ def reset_method(module: nn.Module) -> Callable[[], object] | None:
     return None
 
 
+def _recorded(module: nn.Module) -> dict[str, Recipe]:
+    """How to initialize the module's tensors; empty if its method does, which then does all of them."""
+    found = recipes(module)
+    complete = all(recipe is not None and recipe.gives_values for recipe in found.values())
+    if not complete and reset_method(module) is not None:
+        return {}
+    return {name: recipe for name, recipe in found.items() if recipe is not None and recipe.gives_values}
+
+
 def check_can_materialize(module: nn.Module) -> None:
     """Raise unless every module with parameters or buffers on the meta device can initialize them.
 
@@ -30,38 +44,55 @@ def check_can_materialize(module: nn.Module) -> None:
     for name, part in module.named_modules():
         own = [*part._parameters.items(), *part._buffers.items()]
         missing = [key for key, tensor in own if tensor is not None and tensor.device.type == "meta"]
-        if missing and reset_method(part) is None:
+        if reset_method(part) is None and not set(missing) <= set(_recorded(part)):
             where = name or "the model itself"
             raise ValueError(
                 f"init_model_with_meta_device: {where} ({type(part).__name__}) has {', '.join(missing)} on the meta "
-                f"device and no method {' or '.join(RESET_METHODS)} to initialize it. Give its class one."
+                f"device and no method {' or '.join(RESET_METHODS)} to initialize it. Give its class one, or build "
+                "the model with megatron.fsdp.deferred_init."
             )
 
 
 def materialize_buffers(module: nn.Module, device: torch.device) -> list[nn.Module]:
-    """Give memory to all buffers on the meta device; return the modules that have such and no parameters."""
+    """Give memory to all buffers on the meta device, and values to those whose initialization was recorded.
+
+    Returns:
+        Modules that have others and no parameters.
+    """
     found = []
     for part in module.modules():
+        recorded = _recorded(part)
         for name, buffer in part._buffers.items():
             if buffer is not None and buffer.device.type == "meta":
-                part._buffers[name] = torch.empty_like(buffer, device=device)
-                if not part._parameters and part not in found:
+                part._buffers[name] = given = torch.empty_like(buffer, device=device)
+                if name in recorded:
+                    given.copy_(recorded[name].run(device))
+                elif not part._parameters and part not in found:
                     found.append(part)
     return found
 
 
-def initialize(entries: Iterable[ParameterEntry], others: Iterable[nn.Module] = ()) -> None:
+def initialize(entries: Sequence[ParameterEntry], device: torch.device, others: Iterable[nn.Module] = ()) -> None:
     """Initialize parameters that have memory and no values yet.
 
     Args:
+        device: Where they are.
         entries: Parameters of one unit. Modules that hold one are reset, inner ones before those around them, as
             they are when a model is built.
         others: Modules that are reset, too.
     """
     mine = {id(entry.compute) for entry in entries}
     modules: dict[int, nn.Module] = {id(m): m for m in others}
+    filled: list[tuple[ParameterEntry, Recipe]] = []
     for entry in entries:
-        modules |= {id(module): module for module, _ in entry.sites}
+        found = [recorded[name] for module, name in entry.sites if name in (recorded := _recorded(module))]
+        if found:
+            filled.append((entry, found[0]))
+        else:
+            modules |= {id(module): module for module, _ in entry.sites}
+    with torch.no_grad():
+        for i, value in Recipe.run_all([recipe for _, recipe in filled], device):
+            filled[i][0].compute.copy_(value)
     for module in sorted(modules.values(), key=_depth):
         reset = reset_method(module)
         if reset is not None:

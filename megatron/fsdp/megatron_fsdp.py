@@ -15,6 +15,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from megatron.fsdp import gloo
 from megatron.fsdp.buffer import all_gather, all_reduce
 from megatron.fsdp.config import FSDPConfig
+from megatron.fsdp.deferred import forget
 from megatron.fsdp.device import Handle, Stream, communication_stream, default_device
 from megatron.fsdp.gradients import GradientScaling
 from megatron.fsdp.journal import JOURNAL, explaining
@@ -117,6 +118,8 @@ class MegatronFSDP(nn.Module):
         part = partition(module, classes, self.fsdp_config.every_module_is_a_unit)
         releases = fsdp_unit_modules is not None or bool(part.children)
         self._build(part, self.fsdp_config.sharding if releases else self.fsdp_config.sharding.with_whole_parameters)
+        if self.fsdp_config.materialize:
+            forget(module)
         self._update_reduce_now()
         self._hook_state_dict()
         self.broadcast_params()
@@ -195,7 +198,8 @@ class MegatronFSDP(nn.Module):
         unit = Unit(part.name, [ParameterGroup(entries, environment) for entries in part.groups], [], slot)
         empty = [group for group in unit.groups if not group.adopted]
         if empty or (unit.is_root and self._without_parameters):
-            initialize([entry for group in empty for entry in group.entries], self._without_parameters)
+            entries = [entry for group in empty for entry in group.entries]
+            initialize(entries, self.device, self._without_parameters)
             self._without_parameters = []
         for group in empty:
             group.adopt()

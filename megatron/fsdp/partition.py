@@ -3,7 +3,7 @@
 import importlib
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -48,7 +48,8 @@ def resolve_unit_classes(module: nn.Module, unit_modules: UnitClasses | None) ->
 
     Args:
         module: Model that must contain a module of each.
-        unit_modules: Classes, or import paths such as ``"torch.nn.TransformerEncoderLayer"``.
+        unit_modules: Classes, import paths such as ``"torch.nn.TransformerEncoderLayer"``, or names of classes that
+            are in the model.
 
     Raises:
         ValueError: A path cannot be imported, is no module class, or a class occurs nowhere in the model; the
@@ -66,7 +67,9 @@ def resolve_unit_classes(module: nn.Module, unit_modules: UnitClasses | None) ->
     return tuple(classes)
 
 
-def _import_class(path: str, present: Iterable[str]) -> object:
+def _import_class(path: str, present: Mapping[str, type]) -> object:
+    if path in present:
+        return present[path]
     module_path, _, name = path.rpartition(".")
     try:
         return getattr(importlib.import_module(module_path), name)

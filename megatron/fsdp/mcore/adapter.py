@@ -3,12 +3,14 @@
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
@@ -16,10 +18,12 @@ from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.ssm.mamba_layer import MambaLayer
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import log_single_rank
 from megatron.fsdp.config import FSDPConfig
+from megatron.fsdp.deferred import record
 from megatron.fsdp.device import default_device
 from megatron.fsdp.local_step import ELEMENTWISE, LocalStep
 from megatron.fsdp.mcore.arguments import Settings, adjust, check
@@ -118,6 +122,8 @@ class FullyShardedDataParallel(_BaseDataParallel):
             device,
         )
         super().__init__(config=config, module=sharded)
+        if config.init_model_with_meta_device:
+            self._share_embedding(pg_collection)
         watch_optimizers(_before_step)
         self.ddp_config = ddp_config
         self.param_and_grad_buffer = WeightInstaller(sharded)
@@ -136,6 +142,17 @@ class FullyShardedDataParallel(_BaseDataParallel):
             logging.INFO,
             f"Megatron-FSDP: {len(sharded.unit_names)} units over {sharded.index.size} ranks, {sharded.fsdp_config}",
         )
+
+    @torch.no_grad()
+    def _share_embedding(self, groups: ProcessGroupCollection | None) -> None:
+        """Give the first pipeline stage's embedding to the last, which has zeros: Megatron does not on meta."""
+        shared = [entry.main for entry in self.module.entries() if getattr(entry.main, "shared_embedding", False)]
+        for main in shared:
+            # Such a parameter is a group of its own, which is divided in the same way everywhere.
+            embd = (groups or ProcessGroupCollection.use_mpu_process_groups(["embd"])).embd
+            dist.all_reduce(local_part(main), group=embd)
+        if shared:
+            self.module.install_optimized_model_weights()
 
     # Gradients -------------------------------------------------------------------------------------------------
 
@@ -262,6 +279,60 @@ def adding_up_over_instances(get_optimizer: Callable[..., Any]) -> Callable[...,
     return get_optimizer_of_all
 
 
+def recording_initialization(build: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that records how a model on the meta device would be initialized, if it builds one there.
+
+    Megatron-Core's own layers have no method for that, and what is done to others from outside would be lost.
+
+    Args:
+        build: Its first argument is a function that builds a model.
+    """
+
+    @functools.wraps(build)
+    def build_recorded(model_provider_func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return build(functools.partial(_recorded, model_provider_func), *args, **kwargs)
+
+    return build_recorded
+
+
+class _EmptyOnMeta(TorchFunctionMode):
+    """Memory for weights is not taken, whatever device it is asked for on: Megatron-Core's own layers name one."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        return func(*args, **({**kwargs, "device": "meta"} if func is torch.empty else kwargs))
+
+
+def _recorded(model_provider_func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What the function builds; on the meta device by :func:`megatron.fsdp.deferred.record`, in named random states."""
+    if torch.get_default_device().type != "meta":
+        return model_provider_func(*args, **kwargs)
+    tracker = get_cuda_rng_tracker()
+    entered: list[tuple[Any, ...]] = []
+
+    @contextmanager
+    def fork(*name: Any, **named: Any) -> Iterator[None]:
+        entered.append((*name, *named.values()))
+        try:
+            with type(tracker).fork(tracker, *name, **named):
+                yield
+        finally:
+            entered.pop()
+
+    def build() -> Any:
+        with _EmptyOnMeta():
+            return model_provider_func(*args, **kwargs)
+
+    def surroundings() -> Callable[[], Any]:
+        return functools.partial(get_cuda_rng_tracker().fork, *entered[-1]) if entered else nullcontext
+
+    tracker.fork = fork
+    try:
+        return record(build, surroundings)
+    finally:
+        del tracker.fork
+
+
 def fsdp_config(config: TransformerConfig, ddp_config: DistributedDataParallelConfig) -> FSDPConfig:
     """The engine's settings for Megatron's."""
     main_grads = ddp_config.megatron_fsdp_main_grads_dtype
@@ -286,6 +357,7 @@ def fsdp_config(config: TransformerConfig, ddp_config: DistributedDataParallelCo
         exchange_gradients=ddp_config.reduce_scatter_with_fp32_accumulation,
         every_module_is_a_unit=ddp_config.megatron_fsdp_enable_fine_grained_param_gather,
         fused_weight_gradients=config.gradient_accumulation_fusion,
+        materialize=config.init_model_with_meta_device,
         double_buffer=ddp_config.fsdp_double_buffer,
         own_buffer_if_none_is_free=ddp_config.fsdp_db_use_persist_buf_on_alloc_fail,
     )

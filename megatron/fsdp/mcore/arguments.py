@@ -152,7 +152,6 @@ LIMITS: tuple[Limit, ...] = (
         "Set data_parallel_sharding_strategy to optim.",
     ),
     _parallelism("gtp_weight_remat_size", "Generalized tensor parallelism"),
-    _not_yet("init_model_with_meta_device", "Building the model on the meta device"),
     _not_yet("nccl_ub", "Registering buffers with NCCL"),
     _not_yet("fp8_param_gather", "Gathering weights in FP8"),
     _not_yet("fp4_param_gather", "Gathering weights in FP4"),

@@ -70,6 +70,12 @@ def _whole_norm(original: Any) -> Any:
     return adding_up_over_instances(original)
 
 
+def _recording(original: Any) -> Any:
+    from megatron.fsdp.mcore.adapter import recording_initialization
+
+    return recording_initialization(original)
+
+
 PATCHES = (
     Patch(
         "megatron.core.distributed.fsdp.mcore_fsdp_adapter",
@@ -94,6 +100,18 @@ PATCHES = (
         "FullyShardedDataParallel",
         "model builders wrap with it",
         _wrapper,
+    ),
+    Patch(
+        "megatron.training.training",
+        "get_model",
+        "builds the model; on the meta device its own layers forget how they are initialized",
+        _recording,
+    ),
+    Patch(
+        "megatron.training.models.dist_utils",
+        "build_virtual_pipeline_stages",
+        "builds the model from a configuration, in the same way",
+        _recording,
     ),
     Patch(
         "megatron.training.training",

@@ -1,0 +1,210 @@
+"""Models whose building is recorded: they get the values that they would have had, and need no method for that."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.fsdp import deferred_init
+from megatron.fsdp.deferred import recipes
+from megatron_fsdp import fully_shard_model
+from tests.models import STRATEGIES, device, main_weights
+from tests.ranks import RankPool
+
+SEED = 7
+
+
+class Filled(nn.Module):
+    """Has a parameter that is made in some way, and no method to initialize it."""
+
+    def __init__(self, make: Callable[[], torch.Tensor]) -> None:
+        super().__init__()
+        self.value = nn.Parameter(make(), requires_grad=False)
+
+
+def _part_of_a_larger_one() -> torch.Tensor:
+    whole = torch.empty(4, 6)
+    nn.init.xavier_normal_(whole)
+    part = torch.empty(2, 6)
+    part.data.copy_(torch.cat(torch.split(whole.to(torch.float64), 1)[1:3], dim=0))
+    return part
+
+
+def _with_a_zero_row() -> torch.Tensor:
+    value = torch.empty(5, 3).normal_(std=0.02)
+    value[2].zero_()
+    return value
+
+
+def _from_the_host() -> torch.Tensor:
+    return torch.ones(3) * torch.tensor([1.0, 2.0, 3.0], device="cpu").to("meta" if _on_meta() else "cpu")
+
+
+def _on_meta() -> bool:
+    return torch.empty(0).is_meta
+
+
+MADE: dict[str, Callable[[], torch.Tensor]] = {
+    "ones": lambda: torch.ones(3),
+    "computed": lambda: torch.arange(6.0).view(2, 3).t().contiguous() / 3 + 1,
+    "drawn": lambda: torch.randn(3, 4),
+    "drawn in place": lambda: nn.init.trunc_normal_(torch.empty(3, 4), std=0.1),
+    "orthogonal, scaled": lambda: nn.init.orthogonal_(torch.empty(4, 4)).mul_(0.5).add_(1),
+    "identity": lambda: nn.init.eye_(torch.empty(4, 4)),
+    "sparse": lambda: nn.init.sparse_(torch.empty(4, 4), 0.5),
+    "numbers": lambda: torch.tensor([1.0, 2.5]),
+    "one number": lambda: torch.tensor(3),
+    "part of a larger one": _part_of_a_larger_one,
+    "a row of zeros": _with_a_zero_row,
+    "from the host": _from_the_host,
+    "like another": lambda: torch.rand_like(torch.zeros(2, 2)),
+    "drawn in bf16": lambda: torch.empty(3, 4, dtype=torch.bfloat16).uniform_(),
+}
+
+
+@pytest.mark.parametrize("make", MADE.values(), ids=MADE.keys())
+def test_values_are_those_of_a_model_that_is_built_at_once(make: Callable[[], torch.Tensor]) -> None:
+    torch.manual_seed(SEED)
+    expected = Filled(make).value
+    module = deferred_init(Filled, make)
+    assert module.value.is_meta
+    torch.manual_seed(SEED)
+    recipe = recipes(module)["value"]
+    assert recipe is not None and recipe.gives_values
+    value = recipe.run(torch.device("cpu"))
+    assert torch.equal(value, expected) and value.dtype == expected.dtype
+
+
+def test_dtype_that_is_changed_later() -> None:
+    module = deferred_init(Filled, MADE["drawn"]).to(torch.bfloat16)
+    torch.manual_seed(SEED)
+    expected = torch.randn(3, 4)
+    torch.manual_seed(SEED)
+    recipe = recipes(module)["value"]
+    assert recipe is not None and torch.equal(recipe.run(torch.device("cpu")), expected)
+
+
+def test_memory_alone_gives_no_values() -> None:
+    recipe = recipes(deferred_init(Filled, lambda: torch.empty(3, 4)))["value"]
+    assert recipe is not None and not recipe.gives_values
+    assert recipe.run(torch.device("cpu")).shape == (3, 4)
+
+
+def test_what_came_from_elsewhere_is_unknown() -> None:
+    with torch.device("meta"):
+        strange = torch.ones(3)
+    assert recipes(deferred_init(Filled, lambda: strange * 2))["value"] is None
+
+
+def test_source_that_has_changed_is_an_error() -> None:
+    source = torch.ones(3)
+    module = deferred_init(Filled, lambda: torch.zeros(3).copy_(source))
+    source.add_(1)
+    recipe = recipes(module)["value"]
+    assert recipe is not None
+    with pytest.raises(RuntimeError, match=r"copy_.* was changed after the model was built"):
+        recipe.run(torch.device("cpu"))
+
+
+class Model(nn.Module):
+    """Layers whose own methods would give other values, tied weights, buffers, and a parameter of its own."""
+
+    def __init__(self, width: int = 12) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(17, width)
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width)) for _ in range(3))
+        for layer in self.layers:
+            nn.init.constant_(layer[0].bias, 0.25)
+        self.norm = nn.BatchNorm1d(width)
+        self.norm.running_mean.fill_(0.5)
+        self.gain = nn.Parameter(torch.full((width,), 2.0))
+        self.head = nn.Linear(width, 17, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("positions", torch.arange(5))
+
+    def forward(self, tokens: torch.Tensor) -> Any:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x) * self.gain)
+
+
+def _build(strategy: str) -> None:
+    torch.manual_seed(SEED)
+    reference = Model()
+    model = deferred_init(Model)
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    torch.manual_seed(SEED)
+    # As Model draws: the embedding and then the layers; the head's own weight is not there any more.
+    sharded = fully_shard_model(
+        model,
+        fsdp_unit_modules=[nn.Sequential],
+        zero_dp_strategy=strategy,
+        init_model_with_meta_device=True,
+        device=device(),
+    )
+    weights = main_weights(sharded)
+    for name, parameter in reference.named_parameters():
+        assert torch.equal(weights[name], parameter.detach().cpu()), name
+    buffers = dict(sharded.module.named_buffers())
+    for name, buffer in reference.named_buffers():
+        assert torch.equal(buffers[name].cpu(), buffer), name
+    assert not any(recipes(module) for module in model.modules())
+    sharded(torch.zeros(4, dtype=torch.long, device=device())).sum().backward()
+
+
+@pytest.mark.skipif(device().type == "cuda", reason="numbers drawn on the host differ from the device's")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_sharded_model_is_initialized_as_it_was_built(ranks: RankPool, world_size: int, strategy: str) -> None:
+    ranks.run(world_size, _build, strategy)
+
+
+def _equal() -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.MultiheadAttention(6, 2)) for _ in range(3)))
+
+    torch.manual_seed(SEED)
+    reference = build().to(device())
+    torch.manual_seed(SEED)
+    sharded = fully_shard_model(
+        deferred_init(build), fsdp_unit_modules=["Sequential"], init_model_with_meta_device=True, device=device()
+    )
+    weights = main_weights(sharded)
+    for name, parameter in reference.named_parameters():
+        assert torch.equal(weights[name], parameter.detach().cpu()), name
+
+
+@pytest.mark.skipif(device().type == "cuda", reason="numbers drawn on the host differ from the device's")
+def test_numbers_are_the_same_where_units_are_in_the_order_of_building(ranks: RankPool) -> None:
+    ranks.run(2, _equal)
+
+
+def _transformer() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=97,
+        initializer_range=0.05,
+    )
+    model = deferred_init(transformers.LlamaForCausalLM, config)
+    sharded = fully_shard_model(
+        model, fsdp_unit_modules=["LlamaDecoderLayer"], init_model_with_meta_device=True, device=device()
+    )
+    for name, weight in main_weights(sharded).items():
+        if "norm" in name:
+            assert torch.equal(weight, torch.ones_like(weight)), name
+        else:
+            assert weight.std() == pytest.approx(0.05, rel=0.1), name
+    tokens = torch.arange(20, device=device())[None]
+    assert sharded(tokens, labels=tokens).loss.item() == pytest.approx(torch.tensor(97.0).log().item(), rel=0.1)
+
+
+def test_model_of_transformers(ranks: RankPool) -> None:
+    ranks.run(2, _transformer)
