@@ -69,11 +69,15 @@ class Difference:
         loss: The largest of any iteration's loss.
         grad_norm: The largest of any iteration's gradient norm.
         mean_loss: The mean of all iterations' losses.
+        params_norm: The largest of any iteration's norm of weights.
+        zeros: The largest of any iteration's number of zeros in gradients.
     """
 
     loss: float
     grad_norm: float
     mean_loss: float
+    params_norm: float = 0.0
+    zeros: float = 0.0
 
     @staticmethod
     def between(a: Run, b: Run) -> "Difference":
@@ -82,8 +86,9 @@ class Difference:
         if not pairs:
             raise ValueError("nothing to compare: no iteration was trained")
         losses = [relative(x.loss, y.loss) for x, y in pairs]
+        rest = [max(relative(getattr(x, n), getattr(y, n)) for x, y in pairs) for n in ("params_norm", "zeros")]
         norms = [relative(x.grad_norm, y.grad_norm) for x, y in pairs]
-        return Difference(max(losses), max(norms), statistics.fmean(losses))
+        return Difference(max(losses), max(norms), statistics.fmean(losses), *rest)
 
 
 def write_corpus(folder: Path) -> Path:

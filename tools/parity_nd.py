@@ -103,20 +103,18 @@ CASES = (
     _topology("CP 2", 4, CP),
     _topology("CP 2, per token loss", 4, f"{CP} --calculate-per-token-loss"),
     _topology("CP 2 x TP 2", 8, f"{CP} {TP} --sequence-parallel", strategies=ONE),
-    _topology("EP 2", 4, f"{ALLTOALL} {EP}", strategies=SHARDED),
-    _topology("EP 2, all-gather of tokens", 4, f"{ALLGATHER} {EP}", strategies=SHARDED),
-    _topology("EP 4, one rank per expert group", 4, f"{ALLTOALL} --expert-model-parallel-size 4", strategies=SHARDED),
+    _topology("EP 2", 4, f"{ALLTOALL} {EP}"),
+    _topology("EP 2, all-gather of tokens", 4, f"{ALLGATHER} {EP}"),
+    _topology("EP 4, one rank per expert group", 4, f"{ALLTOALL} --expert-model-parallel-size 4"),
     _topology(
         "EP 2 x TP 2, ETP 1",
         4,
         f"{ALLTOALL} {EP} {TP} --sequence-parallel --expert-tensor-parallel-size 1",
-        strategies=SHARDED,
     ),
     _topology(
         "EP 2 x TP 2, ETP 2",
         4,
         f"{ALLGATHER} {EP} {TP} --sequence-parallel --expert-tensor-parallel-size 2",
-        strategies=SHARDED,
     ),
     _topology(
         "EP 2 x TP 2 x PP 2",
@@ -175,6 +173,8 @@ CASES = (
     Case("option", "no overlap, TP 2", 4, TP, ("no_shard", "optim"), overlaps=False),
     Case("option", "hashes of weights compared", 2, "--check-weight-hash-across-dp-replicas-interval 2", SHARDED[:2]),
     Case("option", "number of zeros, norm of weights", 2, "--log-num-zeros-in-grad --log-params-norm", ONE),
+    Case("option", "number of zeros, TP 2", 4, f"{TP} --log-num-zeros-in-grad"),
+    Case("option", "number of zeros, EP 2", 4, f"{ALLTOALL} {EP} --log-num-zeros-in-grad"),
     Case("option", "decoupled learning rate", 2, "--decoupled-lr 1e-3 --untie-embeddings-and-output-weights", ONE),
     Case("option", "evaluation on the way", 2, "--eval-interval 3 --eval-iters 2", ONE),
 )
@@ -198,18 +198,21 @@ class Result:
 
     @property
     def good(self) -> bool:
-        """Whether loss and gradient norm agree."""
-        if self.difference is None:
+        """Whether loss, gradient norm, and what else the case logs agree."""
+        found = self.difference
+        if found is None:
             return False
-        norm = self.difference.grad_norm if self.case.has_norm else 0.0
-        return max(self.difference.loss, norm) <= SIX_DIGITS
+        norm = found.grad_norm if self.case.has_norm else 0.0
+        return max(found.loss, norm, found.params_norm, found.zeros) <= SIX_DIGITS
 
     @property
     def text(self) -> str:
         """One line."""
         if self.difference is None:
             return f"failed: {self.failure}"
-        return f"loss {self.difference.loss:.1e}, norm {self.norm}"
+        logged = {"norm of weights": self.difference.params_norm, "zeros": self.difference.zeros}
+        rest = "".join(f", {name} {value:.0e}" for name, value in logged.items() if value)
+        return f"loss {self.difference.loss:.1e}, norm {self.norm}{rest}"
 
     @property
     def norm(self) -> str:

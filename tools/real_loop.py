@@ -27,10 +27,19 @@ class RunFailure(RuntimeError):
 
 @dataclass(frozen=True)
 class Iteration:
-    """What one iteration computed, in full precision."""
+    """What one iteration computed, in full precision; 0 for what it was not asked for.
+
+    Attributes:
+        loss: On the last pipeline stage.
+        grad_norm: Of all gradients.
+        params_norm: Of all weights.
+        zeros: How many there are in the gradients.
+    """
 
     loss: float
     grad_norm: float
+    params_norm: float = 0.0
+    zeros: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -130,9 +139,11 @@ def _record() -> dict[str, list[Any]]:
     log, evaluate = training.training_log, training.evaluate
 
     def recording_log(loss_dict: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        # Arguments after the loss: total_loss_dict, learning_rate, iteration, loss_scale, report_memory, skipped, norm.
-        # Pipeline stages before the last have no loss; without clipping there is no norm.
-        numbers["iterations"].append((float(loss_dict.get("lm loss", 0.0)), float(args[6] or 0.0)))
+        # Arguments after the loss: total_loss_dict, learning_rate, iteration, loss_scale, report_memory, skipped, and
+        # then norm of gradients, norm of weights, number of zeros. Pipeline stages before the last have no loss;
+        # without clipping there is no norm.
+        found = (loss_dict.get("lm loss"), *args[6:9])
+        numbers["iterations"].append([float(value or 0.0) for value in found])
         return log(loss_dict, *args, **kwargs)
 
     def recording_evaluate(*args: Any, **kwargs: Any) -> Any:

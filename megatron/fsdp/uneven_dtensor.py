@@ -157,6 +157,7 @@ def describe_part(
     stop: int,
     shape: tuple[int, ...] | None = None,
     offset: tuple[int, ...] | None = None,
+    blocks: Sequence[tuple[int, int]] | None = None,
 ) -> None:
     """Tell torch.distributed.checkpoint which part of the whole tensor this rank holds; no communication.
 
@@ -170,18 +171,32 @@ def describe_part(
         shape: Shape of what the rank computes with, None: of the whole tensor. A tensor-parallel rank computes with
             a part of the whole.
         offset: Where that begins in the whole tensor; None: at its beginning.
+        blocks: Rows that the rank computes with, as blocks that lie apart in the whole tensor: how many there are in
+            each, and the first one's number in the whole. None: they are one block, at ``offset``.
     """
     shape = tuple(dtensor.shape) if shape is None else shape
     offset = (0,) * len(shape) if offset is None else offset
-    covering = boxes(shape, start, stop)
-    chunks = [
-        ChunkStorageMetadata(torch.Size(o + b for o, b in zip(offset, box.offsets, strict=True)), torch.Size(box.sizes))
-        for box in covering
-    ]
+    chunks: list[ChunkStorageMetadata] = []
+    if blocks is None:
+        _add_chunks(chunks, shape, start, stop, offset)
+    first = 0
+    for rows, row in blocks or ():
+        numel = rows * math.prod(shape[1:])
+        begin, end = (min(max(at - first, 0), numel) for at in (start, stop))
+        _add_chunks(chunks, (rows, *shape[1:]), begin, end, (row, *offset[1:]))
+        first += numel
     local = local_part(dtensor)
     local.__create_chunk_list__ = lambda: list(chunks)  # type: ignore[attr-defined]
     local.__create_write_items__ = functools.partial(_write_items, chunks)  # type: ignore[attr-defined]
     local.__get_tensor_shard__ = functools.partial(_chunk_data, weakref.ref(local), chunks)  # type: ignore[attr-defined]
+
+
+def _add_chunks(
+    chunks: list[ChunkStorageMetadata], shape: tuple[int, ...], start: int, stop: int, offset: tuple[int, ...]
+) -> None:
+    for box in boxes(shape, start, stop):
+        place = torch.Size(o + b for o, b in zip(offset, box.offsets, strict=True))
+        chunks.append(ChunkStorageMetadata(place, torch.Size(box.sizes)))
 
 
 def _write_items(chunks: list[ChunkStorageMetadata], fqn: str, tensor: torch.Tensor) -> list[WriteItem]:

@@ -77,7 +77,8 @@ def load(
     metadata = open_checkpoint(folder).metadata
     wanted, paths = flatten_state_dict(state_dict)
     found = match(wanted, metadata, aliases)
-    text = report(found, unexpected_keys(found.sources.values(), metadata), metadata, strictness)
+    unexpected = [k for k in unexpected_keys(found.sources.values(), metadata) if not strictness.extra(k)]
+    text = report(found, unexpected, metadata, strictness)
     if text:
         logger.warning("%s: %s", folder, text)
     into = {key: _place(wanted[key], name, metadata) for key, name in found.sources.items()}

@@ -32,11 +32,13 @@ class Strictness:
         missing: The model has it, the checkpoint does not.
         unexpected: The checkpoint has it, no rank's model does.
         optional: Whether a missing key is all right in any case.
+        extra: Whether an unexpected key is: it says something about the checkpoint.
     """
 
     missing: Reaction = Reaction.RAISE
     unexpected: Reaction = Reaction.IGNORE
     optional: Callable[[str], bool] = lambda key: False
+    extra: Callable[[str], bool] = lambda key: False
 
 
 @dataclass

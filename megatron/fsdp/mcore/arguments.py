@@ -144,13 +144,6 @@ LIMITS: tuple[Limit, ...] = (
         "nccl_ub registers memory with NCCL, which it cannot do for the allocator's expandable segments.",
         "Remove expandable_segments:True from PYTORCH_CUDA_ALLOC_CONF, or leave nccl_ub off.",
     ),
-    Limit(
-        "no_shard with expert_model_parallel_size > 1",
-        lambda s: (s["expert_model_parallel_size"] or 1) > 1 and s["data_parallel_sharding_strategy"] == "no_shard",
-        NotImplementedError,
-        "Megatron-Core adds up the gradient norm over tensor- and pipeline-parallel ranks only, and misses experts.",
-        "Set data_parallel_sharding_strategy to optim.",
-    ),
     _parallelism("gtp_weight_remat_size", "Generalized tensor parallelism"),
     _not_yet("nccl_ub", "Registering buffers with NCCL"),
     _not_yet("fp8_param_gather", "Gathering weights in FP8"),

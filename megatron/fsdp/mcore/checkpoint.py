@@ -1,108 +1,29 @@
 """Prepares model and optimizer state for an ``fsdp_dtensor`` checkpoint, without any communication.
 
 Names in a checkpoint are those of the whole model: layers, experts and tied weights are called as if there were one
-pipeline stage and one expert-parallel rank. ``REWRITES`` lists what makes a parameter's own name differ from that.
+pipeline stage and one expert-parallel rank. :mod:`megatron.fsdp.mcore.layouts` has what makes a parameter's own name
+differ from that, and what its rows are.
 """
 
 import argparse
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron.core import parallel_state
 from megatron.core.transformer.module import Float16Module
 from megatron.fsdp.mcore.adapter import ShardedModule
+from megatron.fsdp.mcore.layouts import EMBEDDING, TIED_OUTPUT, described, global_name, layouts
 from megatron.fsdp.names import bare_name
 from megatron.fsdp.parameter import ParameterEntry
 from megatron.fsdp.uneven_dtensor import describe_part, is_sharded, local_part, make_dtensor
 
-# Weights of the first linear layer of an MLP, whose rows are [gate | up] where the activation is gated.
-GATED = re.compile(
-    r"\.mlp\.(?:shared_experts\.|experts\.local_experts\.\d+\.|experts\.)?linear_fc1\.(?:weight|bias)\d*$"
-)
-# Names of the parameters of one expert among others in one module.
-_GROUPED = re.compile(r"(weight|bias)(\d+)")
-TIED_OUTPUT, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
-
-
-# Names ---------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Step:
-    """One step down a name: from a module to what it has under an attribute.
-
-    Attributes:
-        owner: The module.
-        attribute: A word of the name.
-        child: What is there: a module, or None for a parameter or buffer.
-        path: Words before this one.
-    """
-
-    owner: nn.Module
-    attribute: str
-    child: nn.Module | None
-    path: tuple[str, ...]
-
-
-def _layer(step: Step) -> str | None:
-    """Layers are counted over all pipeline stages; layers that predict further tokens are on one stage."""
-    number = getattr(step.child, "layer_number", None)
-    if number is None or not isinstance(step.owner, nn.ModuleList) or "mtp" in step.path:
-        return None
-    return str(number - 1)
-
-
-def _sequential_expert(step: Step) -> str | None:
-    """Experts are counted over all expert-parallel ranks."""
-    if not step.path or step.path[-1] != "local_experts":
-        return None
-    return str(int(step.attribute) + _first_expert(len(step.owner)))  # type: ignore[arg-type]
-
-
-def _grouped_expert(step: Step) -> str | None:
-    found = _GROUPED.fullmatch(step.attribute)
-    if found is None or step.child is not None or "experts" not in step.path:
-        return None
-    here = sum(1 for name, _ in step.owner.named_parameters(recurse=False) if re.fullmatch(rf"{found[1]}\d+", name))
-    return f"{found[1]}{int(found[2]) + _first_expert(here)}"
-
-
-def _first_expert(local: int) -> int:
-    if not parallel_state.model_parallel_is_initialized():
-        return 0
-    return int(parallel_state.get_expert_model_parallel_rank()) * local
-
-
-# Each takes a step of a name and returns another word for it, or None.
-REWRITES = (_layer, _sequential_expert, _grouped_expert)
-
-
-def global_name(module: nn.Module, name: str) -> str:
-    """What a parameter or buffer of this rank's part of a model is called in the whole model.
-
-    Args:
-        module: The model, without wrappers.
-        name: The name in it.
-    """
-    words: list[str] = []
-    owner: nn.Module | None = module
-    path = name.split(".")
-    for position, attribute in enumerate(path):
-        if owner is None:
-            words.append(attribute)
-            continue
-        child = owner._modules.get(attribute)
-        step = Step(owner, attribute, child, tuple(path[:position]))
-        words.append(next((word for rewrite in REWRITES if (word := rewrite(step)) is not None), attribute))
-        owner = child
-    return ".".join(words)
+# Where a checkpoint says what rows of fused parameters are.
+LAYOUTS_KEY = "layouts"
 
 
 class Names:
@@ -118,8 +39,7 @@ class Names:
             model = model.module
         self._model: nn.Module = model
         self.entries: dict[str, ParameterEntry] = {bare_name(n): e for e in chunk.entries() for n in e.names}
-        configs = ((name, getattr(part, "config", None)) for name, part in model.named_modules())
-        self._gated = [name for name, config in configs if getattr(config, "gated_linear_unit", False)]
+        self._layouts = layouts(model, {name: entry.shape for name, entry in self.entries.items()})
 
     def of(self, name: str) -> str:
         """The name in a checkpoint of what is called so in the model itself."""
@@ -135,7 +55,27 @@ class Names:
 
     def is_gated(self, name: str) -> bool:
         """Whether its rows are those of a gate, and then those of what is gated."""
-        return bool(GATED.search(name)) and any(not path or name.startswith(f"{path}.") for path in self._gated)
+        return name in self._layouts and self._layouts[name].apart
+
+    @property
+    def spread(self) -> list[str]:
+        """Parameters of which tensor-parallel ranks have a part of each section."""
+        return [name for name, layout in self._layouts.items() if layout.spread]
+
+    @property
+    def described(self) -> dict[str, str]:
+        """What readers of a checkpoint cannot tell from names and shapes, by name; ``{}`` stands for any number."""
+        facts: dict[str, dict[str, Any]] = {}
+        for name, entry in self.entries.items():
+            of_name = self._layouts[name].facts if name in self._layouts else {}
+            if entry.key.expert:
+                of_name["experts"] = "numbered over all ranks"
+            if of_name:
+                facts[self.of(name)] = of_name
+        if getattr(self._model, "share_embeddings_and_output_weights", False):
+            facts[TIED_OUTPUT] = {"tied to": EMBEDDING}
+        config = getattr(self._model, "config", None)
+        return described(facts, by_number=bool(getattr(config, "heterogeneous_block_specs", False)))
 
 
 def optimizer_names(chunks: Sequence[nn.Module]) -> dict[nn.Parameter, str]:
@@ -206,6 +146,8 @@ def preprocess_fsdp_dtensor_state_dict(
     prepared["model"] = {}
     for of_chunk, state in zip(names, models, strict=True):
         prepared["model"].update(_weights(of_chunk, state, saving))
+    if saving:
+        prepared[LAYOUTS_KEY] = {name: text for of_chunk in names for name, text in of_chunk.described.items()}
     if "optimizer" in prepared.raw:
         prepared["optimizer"] = _optimizers(names, prepared.raw["optimizer"], saving)
     return prepared

@@ -20,7 +20,13 @@ from megatron.fsdp.checkpoint.matching import Reaction, Strictness
 from megatron.fsdp.checkpoint.newest import folder_of, newest_whole
 from megatron.fsdp.consistency import inconsistent_weights
 from megatron.fsdp.mcore.adapter import FullyShardedDataParallel
-from megatron.fsdp.mcore.checkpoint import Prepared, optimizer_names, preprocess_fsdp_dtensor_state_dict
+from megatron.fsdp.mcore.checkpoint import (
+    LAYOUTS_KEY,
+    Names,
+    Prepared,
+    optimizer_names,
+    preprocess_fsdp_dtensor_state_dict,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +89,7 @@ def strictness_of(args: Any) -> Strictness:
     def optional(key: str) -> bool:
         return bool(_KERNEL_SETTINGS.fullmatch(key)) or (lenient and not key.startswith("model."))
 
-    return Strictness(missing, unexpected, optional)
+    return Strictness(missing, unexpected, optional, extra=lambda key: key.startswith(f"{LAYOUTS_KEY}."))
 
 
 # Saving and loading --------------------------------------------------------------------------------------------------
@@ -157,6 +163,7 @@ def _load(state_dict: dict[str, Any], storage_reader: Any, planner: Any = None) 
     counted = "num_floating_point_operations_so_far"
     if counted in storage_reader.read_metadata().state_dict_metadata:
         state_dict[counted] = 0
+    _check_sections(state_dict, storage_reader, folder)
     groups = state_dict.get("optimizer", {}).get("param_to_group_meta", {})
     own = {key: {name: settings[name] for name in _TOPOLOGY if name in settings} for key, settings in groups.items()}
     load(state_dict, folder, other_names, strictness_of(_arguments()), check=folder not in _checked and _verifies())
@@ -170,6 +177,21 @@ def _load(state_dict: dict[str, Any], storage_reader: Any, planner: Any = None) 
             raise RuntimeError(
                 f"{folder}: after loading, compute weights differ from main weights: {', '.join(stale)}."
             )
+
+
+def _check_sections(state_dict: Prepared, storage_reader: Any, folder: Path) -> None:
+    """Raise if the checkpoint has tensor-parallel ranks' parts of sections one after the other, as others write it."""
+    spread = [name for chunk in state_dict.chunks for name in Names(chunk).spread]
+    keys = storage_reader.read_metadata().state_dict_metadata
+    if not spread or any(key.startswith(f"{LAYOUTS_KEY}.") for key in keys):
+        return
+    ranks = getattr(load_objects(folder, ["args"])["args"], "tensor_model_parallel_size", 1) if "args" in keys else 1
+    if ranks > 1:
+        raise RuntimeError(
+            f"{folder}: it does not say in which order the rows of {spread[0]} are, and was written with "
+            f"tensor_model_parallel_size {ranks}, by another FSDP, which stores the ranks' parts one after the other. "
+            "Convert a torch_dist checkpoint of the run instead."
+        )
 
 
 def _arguments() -> Any:

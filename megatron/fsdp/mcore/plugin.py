@@ -64,10 +64,10 @@ def _checkpointing(name: str) -> Callable[[Any], Any]:
     return replace
 
 
-def _whole_norm(original: Any) -> Any:
-    from megatron.fsdp.mcore.adapter import adding_up_over_instances
+def _counting(original: Any) -> Any:
+    from megatron.fsdp.mcore.adapter import counting_once
 
-    return adding_up_over_instances(original)
+    return counting_once(original)
 
 
 def _recording(original: Any) -> Any:
@@ -116,8 +116,8 @@ PATCHES = (
     Patch(
         "megatron.training.training",
         "get_megatron_optimizer",
-        "its gradient norm is that of one optimizer instance, which with the outer strategy optim has a part only",
-        _whole_norm,
+        "its gradient norm is that of one optimizer instance, or without sharding of one data-parallel rank",
+        _counting,
     ),
     Patch(
         "megatron.training.training",

@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.fsdp.mcore.layouts import layouts
 from megatron.fsdp.mesh import FSDPDistributedIndex
-from megatron.fsdp.parameter import TENSOR_PARALLEL
+from megatron.fsdp.parameter import SECTIONS, TENSOR_PARALLEL
 
 OUTER, INNER, TENSOR = "dp_outer", "dp_cp", "tp"
 
@@ -60,11 +61,19 @@ class _Groups:
 
 def mark_tensor_parallel(module: nn.Module, index: FSDPDistributedIndex) -> None:
     """Tell the engine which parameters are parts of tensor-parallel ones: Megatron's layers say so by attributes."""
-    for parameter in module.parameters():
+    shapes = {}
+    for name, parameter in module.named_parameters():
+        shapes[name] = tuple(parameter.shape)
         expert = not getattr(parameter, "allreduce", True)
         mesh = index.tensor_parallel_mesh(expert)
         if getattr(parameter, "tensor_model_parallel", False) and mesh.size() > 1:
-            setattr(parameter, TENSOR_PARALLEL, (mesh, (Shard(parameter.partition_dim),)))  # type: ignore[attr-defined]
+            dim: int = parameter.partition_dim  # type: ignore[attr-defined]
+            setattr(parameter, TENSOR_PARALLEL, (mesh, (Shard(dim),)))
+            shapes[name] = (*shapes[name][:dim], shapes[name][dim] * mesh.size(), *shapes[name][dim + 1 :])
+    ranks = index.tensor_parallel_mesh(False).size()
+    for name, layout in layouts(module, shapes).items():
+        if layout.spread and ranks > 1:
+            setattr(module.get_parameter(name), SECTIONS, tuple(rows // ranks for _, rows in layout.sections))
 
 
 def make_index(groups: ProcessGroupCollection | None, device: torch.device) -> FSDPDistributedIndex:

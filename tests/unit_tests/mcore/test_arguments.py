@@ -24,10 +24,6 @@ BROKEN: dict[str, dict[str, Any]] = {
     "nccl_ub with expandable segments": {"nccl_ub": True},
     "cuda_graph_impl other than none": {"cuda_graph_impl": "local"},
     "save_wgrads_interval": {"save_wgrads_interval": 10},
-    "no_shard with expert_model_parallel_size > 1": {
-        "data_parallel_sharding_strategy": "no_shard",
-        "expert_model_parallel_size": 2,
-    },
     "param_name_patterns_for_fp32_local_accumulation": {"param_name_patterns_for_fp32_local_accumulation": ("all",)},
 }
 

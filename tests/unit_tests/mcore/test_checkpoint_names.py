@@ -53,7 +53,7 @@ NAMES = {
 @pytest.mark.parametrize("name", NAMES)
 def test_global_names(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core import parallel_state
-    from megatron.fsdp.mcore.checkpoint import global_name
+    from megatron.fsdp.mcore.layouts import global_name
 
     monkeypatch.setattr(parallel_state, "model_parallel_is_initialized", lambda: True)
     monkeypatch.setattr(parallel_state, "get_expert_model_parallel_rank", lambda: 3)

@@ -1,0 +1,174 @@
+"""A checkpoint says what the rows of fused parameters are, and has them in one order at any tensor-parallel size."""
+
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+
+from megatron.fsdp.checkpoint.reader import CheckpointReader
+from megatron_fsdp import fully_shard_model
+from tests.ranks import DEVICE, RankPool
+
+pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here")
+
+SIZES = {"num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 8, "hidden_size": 32}
+ATTENTION = {"sections": {"query": 16, "key": 8, "value": 8}, "groups": 2, "stored apart": False}
+GATED = {"sections": {"w": 36, "v": 36}, "groups": 1, "stored apart": True}
+TIED = {"tied to": "embedding.word_embeddings.weight"}
+
+
+def _save(folder: str, tied: bool, changes: dict[str, Any]) -> None:
+    from tests.megatron_models import gpt, megatron, wrapped
+
+    with megatron():
+        from megatron.fsdp.mcore.checkpoint import preprocess_fsdp_dtensor_state_dict
+
+        model = wrapped("optim_grads_params", lambda config: gpt(config, tied), **changes)
+        raw = {"model": model.module.state_dict_for_save_checkpoint()}
+        state = preprocess_fsdp_dtensor_state_dict(SimpleNamespace(), raw, model.module, saving=True)  # type: ignore[arg-type]
+        dcp.save(state, checkpoint_id=folder)
+
+
+def _described(folder: str) -> dict[str, Any]:
+    reader = CheckpointReader(Path(folder))
+    keys = [key for key in reader.objects if key.startswith("layouts.")]
+    return {key.removeprefix("layouts."): json.loads(reader.read_object(key)) for key in keys}
+
+
+def test_a_checkpoint_describes_itself(ranks: RankPool) -> None:
+    with TemporaryDirectory() as folder:
+        ranks.run(2, _save, folder, True, {**SIZES, "gated_linear_unit": True})
+        assert _described(folder) == {
+            "decoder.layers.{}.self_attention.linear_qkv.weight": ATTENTION,
+            "decoder.layers.{}.self_attention.linear_qkv.bias": ATTENTION,
+            "decoder.layers.{}.mlp.linear_fc1.weight": GATED,
+            "decoder.layers.{}.mlp.linear_fc1.bias": GATED,
+            "output_layer.weight": TIED,
+        }
+
+
+def test_nothing_is_said_of_what_is_of_one_kind(ranks: RankPool) -> None:
+    with TemporaryDirectory() as folder:
+        ranks.run(2, _save, folder, False, {})
+        assert set(_described(folder)) == {
+            f"decoder.layers.{{}}.self_attention.linear_qkv.{k}" for k in ("weight", "bias")
+        }
+
+
+LATENT = SimpleNamespace(
+    multi_latent_attention=True,
+    num_attention_heads=4,
+    q_lora_rank=24,
+    kv_lora_rank=16,
+    qk_head_dim=8,
+    qk_pos_emb_head_dim=6,
+    v_head_dim=10,
+)
+
+
+def _layouts(config: Any, **parameters: tuple[int, ...]) -> dict[str, Any]:
+    from megatron.fsdp.mcore.layouts import layouts
+
+    model, shapes = nn.Module(), {}
+    model.config = config
+    for name, shape in parameters.items():
+        model.add_module(name, nn.Linear(*reversed(shape), bias=False))
+        shapes[f"{name}.weight"] = shape
+    return layouts(model, shapes)
+
+
+def test_latent_attention() -> None:
+    found = _layouts(
+        LATENT,
+        linear_qkv_down_proj=(46, 3),
+        linear_kv_down_proj=(22, 3),
+        linear_q_up_proj=(56, 24),
+        linear_kv_up_proj=(72, 16),
+        linear_proj=(32, 40),
+    )
+    assert {name: (dict(layout.sections), layout.groups) for name, layout in found.items()} == {
+        "linear_qkv_down_proj.weight": ({"query": 24, "key and value": 16, "rope": 6}, 1),
+        "linear_kv_down_proj.weight": ({"key and value": 16, "rope": 6}, 1),
+        "linear_q_up_proj.weight": ({"query": 8, "rope": 6}, 4),
+        "linear_kv_up_proj.weight": ({"key": 8, "value": 10}, 4),
+    }
+
+
+def test_another_number_of_rows_is_of_something_else() -> None:
+    assert not _layouts(LATENT, linear_kv_down_proj=(23, 3))
+
+
+def test_descriptions_that_differ_have_numbers() -> None:
+    from megatron.fsdp.mcore.layouts import described
+
+    facts = {"layers.0.a.weight": {"x": 1}, "layers.1.a.weight": {"x": 2}, "layers.0.b.weight3": {}}
+    assert set(described(facts)) == {"layers.0.a.weight", "layers.1.a.weight", "layers.{}.b.weight{}"}
+    assert set(described(facts, by_number=True)) == set(facts)
+
+
+# Local rows of two sections; a tensor-parallel rank has a part of each.
+SECTIONS = (3, 2)
+COLUMNS = 5
+
+
+def _whole() -> torch.Tensor:
+    return torch.arange(2.0 * sum(SECTIONS) * COLUMNS).view(-1, COLUMNS)
+
+
+def _part(rank: int, ranks: int) -> torch.Tensor:
+    """What a rank of so many has of both sections."""
+    first, second = _whole().split([2 * rows for rows in SECTIONS])
+    return torch.cat([first.chunk(ranks)[rank], second.chunk(ranks)[rank]])
+
+
+def _model(tensor_parallel: int) -> tuple[Any, nn.Parameter, torch.Tensor]:
+    from megatron.fsdp import parameter as names
+
+    mesh = init_device_mesh(
+        "cpu", (dist.get_world_size() // tensor_parallel, tensor_parallel), mesh_dim_names=("dp", "tp")
+    )
+    value = _part(mesh["tp"].get_local_rank(), tensor_parallel)
+    layer = nn.Linear(COLUMNS, len(value), bias=False)
+    layer.weight.data.copy_(value)
+    if tensor_parallel > 1:
+        setattr(layer.weight, names.TENSOR_PARALLEL, (mesh["tp"], (Shard(0),)))
+        setattr(layer.weight, names.SECTIONS, tuple(2 * rows // tensor_parallel for rows in SECTIONS))
+    model = fully_shard_model(
+        nn.Sequential(layer), device_mesh=mesh, dp_shard_dim="dp", tp_dim="tp", fsdp_unit_modules=[nn.Linear]
+    )
+    (main,) = [entry.main for entry in model.entries()]
+    return model, main, value
+
+
+def _write(folder: str, tensor_parallel: int) -> None:
+    dcp.save(_model(tensor_parallel)[0].state_dict(), checkpoint_id=folder)
+
+
+def _read(folder: str, tensor_parallel: int) -> None:
+    model, main, value = _model(tensor_parallel)
+    local = main._local_tensor  # type: ignore[attr-defined]
+    expected = local.detach().clone()
+    local.data.fill_(-1)
+    dcp.load(model.state_dict(), checkpoint_id=folder)
+    assert torch.equal(local, expected)
+
+
+@pytest.mark.parametrize(("tensor_parallel", "world_size"), [(1, 1), (2, 2), (2, 4)])
+def test_sections_are_in_the_same_place_at_any_tensor_parallel_size(
+    ranks: RankPool, tensor_parallel: int, world_size: int
+) -> None:
+    with TemporaryDirectory() as folder:
+        ranks.run(world_size, _write, folder, tensor_parallel)
+        (stored,) = CheckpointReader(Path(folder)).tensors.values()
+        assert torch.equal(stored.whole(), _whole())
+        for others in ((1, 1), (1, 3), (2, 2), (2, 4)):
+            ranks.run(others[1], _read, folder, others[0])
