@@ -44,6 +44,13 @@ class Handle(ABC):
     def ended(self) -> bool:
         """Whether the task has ended, in whatever way. Does not wait."""
 
+    def reference(self) -> "Callable[[], Handle | None]":
+        """Returns the handle as long as somebody else holds it.
+
+        One whose error nobody has asked for would keep alive what its task used.
+        """
+        return weakref.ref(self)
+
 
 class Stream(ABC):
     """Runs tasks in order, beside the compute."""
@@ -186,6 +193,10 @@ class _CudaHandle(Handle):
     @property
     def ended(self) -> bool:
         return self._event.query()
+
+    def reference(self) -> Callable[[], Handle | None]:
+        """See :meth:`Handle.reference`. The host waits for nothing, and drops it before it has ended."""
+        return lambda: self
 
 
 class CudaStream(Stream):

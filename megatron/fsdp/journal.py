@@ -3,16 +3,21 @@
 Every gather and reduction is numbered when it is issued; all ranks of a model issue the same ones in the same order.
 When one of them fails, because a rank died or did not come in time, the rank that notices first asks the others for
 theirs, through the store of the process group, and adds to its error where they differ.
+
+With NCCL nothing fails on the host, which issues work for the device and goes on until it needs a result: there, a
+:class:`Watchdog` reports before NCCL ends the process.
 """
 
 import json
+import sys
+import threading
 import time
-import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import torch
 import torch.distributed as dist
 
 from megatron.fsdp.device import Handle
@@ -32,9 +37,9 @@ class Journal:
         peers: Ranks that issue the same. Those of other pipeline stages issue other things.
     """
 
-    # Handles are held weakly: one whose error nobody has asked for keeps alive what its task used.
-    _kept: deque[tuple[int, str, list[weakref.ref[Handle]]]] = field(default_factory=lambda: deque(maxlen=KEPT))
+    _kept: deque[tuple[int, str, list[Callable[[], Handle | None]]]] = field(default_factory=lambda: deque(maxlen=KEPT))
     _count: int = 0
+    _last: float = field(default_factory=time.monotonic)
     peers: list[int] = field(default_factory=list)
 
     def note(self, what: str, handles: list[Handle]) -> None:
@@ -44,8 +49,20 @@ class Journal:
             what: Such as ``"gather blocks.0"``; the same on all ranks.
             handles: The tasks that do it.
         """
-        self._kept.append((self._count, what, [weakref.ref(handle) for handle in handles]))
+        self._kept.append((self._count, what, [handle.reference() for handle in handles]))
         self._count += 1
+        self._last = time.monotonic()
+
+    @property
+    def count(self) -> int:
+        """How much was issued."""
+        return self._count
+
+    def is_stuck(self, seconds: float) -> bool:
+        """Whether nothing has been issued for so long, though something that was has not ended."""
+        if time.monotonic() - self._last < seconds or not self._kept:
+            return False
+        return not all(_has_ended(handle) for handle in self._kept[-1][2])
 
     def as_json(self) -> str:
         """What was issued, and what of that has not ended."""
@@ -55,7 +72,7 @@ class Journal:
         return json.dumps({"issued": issued, "open": unfinished, "peers": self.peers})
 
 
-def _has_ended(reference: weakref.ref[Handle]) -> bool:
+def _has_ended(reference: Callable[[], Handle | None]) -> bool:
     handle = reference()
     return handle is None or handle.ended
 
@@ -76,6 +93,61 @@ def explaining() -> Iterator[None]:
 
 def _is_of_communication(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or "gloo" in str(error)
+
+
+class Watchdog(threading.Thread):
+    """Prints the report when this rank's communication is stuck, which NCCL would only end with its own message.
+
+    It asks the device nothing as long as something is issued now and then.
+
+    Args:
+        journal: Of this process.
+        seconds: How long nothing must have been issued.
+        tell: Is given the report.
+        look_every: Seconds.
+    """
+
+    def __init__(
+        self, journal: Journal, seconds: float, tell: Callable[[str], object] | None = None, look_every: float = 5.0
+    ) -> None:
+        super().__init__(name="megatron-fsdp-watchdog", daemon=True)
+        self._journal = journal
+        self._seconds = seconds
+        self._tell = tell or _print
+        self._look_every = look_every
+        self._ended = threading.Event()
+
+    def run(self) -> None:
+        """Look, until there is something to report or the thread is told to stop; once for every time it is stuck."""
+        told = -1
+        while not self._ended.wait(self._look_every):
+            if self._journal.count != told and self._journal.is_stuck(self._seconds):
+                told = self._journal.count
+                self._tell(f"Megatron-FSDP: nothing has ended for {self._seconds:.0f} s.\n{report()}")
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._ended.set()
+        self.join()
+
+
+_watchdogs: list[Watchdog] = []
+
+
+def watch(group: dist.ProcessGroup) -> None:
+    """Start the watchdog of this process, if the group's collectives end without the host noticing."""
+    if _watchdogs or dist.get_backend(group) != "nccl":
+        return
+    options = getattr(group._get_backend(torch.device("cuda")), "options", None)
+    timeout = getattr(options, "_timeout", None)
+    seconds = timeout.total_seconds() if timeout is not None else 600.0
+    # Early enough for all ranks to answer before NCCL ends the first.
+    _watchdogs.append(Watchdog(JOURNAL, max(seconds - 3 * SECONDS_FOR_ANSWERS, 0.8 * seconds)))
+    _watchdogs[0].start()
+
+
+def _print(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)  # noqa: T201 - the process is about to be ended
 
 
 def report() -> str:

@@ -18,7 +18,7 @@ from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.deferred import forget
 from megatron.fsdp.device import Handle, Stream, communication_stream, default_device
 from megatron.fsdp.gradients import GradientScaling
-from megatron.fsdp.journal import JOURNAL, explaining
+from megatron.fsdp.journal import JOURNAL, explaining, watch
 from megatron.fsdp.layout import parse_granularity
 from megatron.fsdp.materialize import check_can_materialize, initialize, materialize_buffers
 from megatron.fsdp.mesh import FSDPDistributedIndex, default_index, require_process_group
@@ -109,6 +109,7 @@ class MegatronFSDP(nn.Module):
         self._stream = communication_stream(self.device, everyone)
         self._everyone = self._stream.group(everyone)
         JOURNAL.peers = dist.get_process_group_ranks(everyone)
+        watch(everyone)
         self._is_last_microbatch = True
         self._model_auto_sync = self.fsdp_config.sync_model_each_microbatch
         self._unsynchronized = False
