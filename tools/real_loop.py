@@ -9,9 +9,11 @@ import os
 import socket
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -65,27 +67,41 @@ def run(
     Raises:
         RunFailure: With the end of the log.
     """
-    context = _context()
     with tempfile.TemporaryDirectory() as folder:
-        port = free_port()
-        processes = [
-            context.Process(target=_rank, args=(arguments, rank, ranks, port, folder, dict(environment)), daemon=False)  # type: ignore[attr-defined]
-            for rank in range(ranks)
-        ]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(timeout)
-        late = [process for process in processes if process.is_alive()]
-        for process in processes:
-            process.kill()
-            process.join()
+        with started(arguments, ranks, folder, environment) as processes:
+            for process in processes:
+                process.join(timeout)
+            late = [process for process in processes if process.is_alive()]
         logs = [Path(folder, f"{rank}.log").read_text() for rank in sorted({0, ranks - 1})]
         if late or any(process.exitcode for process in processes):
             reason = f"no end within {timeout:.0f} s" if late else f"exit codes {[p.exitcode for p in processes]}"
             raise RunFailure(f"{reason}\n{' '.join(arguments)}\n{logs[-1][-3000:]}")
         numbers = json.loads(Path(folder, "numbers.json").read_text())
     return Run([Iteration(*pair) for pair in numbers["iterations"]], numbers["validation"], "\n".join(logs))
+
+
+@contextmanager
+def started(
+    arguments: list[str], ranks: int, folder: str, environment: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[list[BaseProcess]]:
+    """pretrain_gpt.py, running with these arguments on this many ranks; SIGKILL ends them with the context.
+
+    Args:
+        folder: Where logs are kept.
+    """
+    context, port = _context(), free_port()
+    processes: list[BaseProcess] = [
+        context.Process(target=_rank, args=(arguments, rank, ranks, port, folder, dict(environment)), daemon=False)  # type: ignore[attr-defined]
+        for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
 
 
 def _context() -> BaseContext:

@@ -1,5 +1,7 @@
 """Checkpoints of Megatron's real loop: training goes on as if it had not stopped, and any topology loads any other."""
 
+import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -11,7 +13,7 @@ from megatron.fsdp.checkpoint.reader import CheckpointReader
 from tests.ranks import DEVICE
 from tools.parity import fsdp_arguments, write_corpus
 from tools.parity_nd import ALLTOALL, CP, EP, INSTANCES, LLAMA, PP, TP, Case, model_arguments
-from tools.real_loop import Run, run
+from tools.real_loop import Run, run, started
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here")
 
@@ -33,11 +35,16 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     yield write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
-def train(corpus: Path, model: str, topology: Topology, *options: str, layers: int = 2, iterations: int = LAST) -> Run:
+def words_of(
+    corpus: Path, model: str, topology: Topology, *options: str, layers: int = 2, iterations: int = LAST
+) -> list[str]:
     case = Case("checkpoint", "", topology.ranks, f"{model} {topology.arguments}", layers=layers, batch=12)
     arguments = [word for word in model_arguments(case, corpus, iterations) if word != "--no-save-optim"]
-    arguments += ["--lr-decay-iters", str(LAST)]
-    return run([*arguments, *fsdp_arguments(topology.strategy), *options], topology.ranks)
+    return [*arguments, "--lr-decay-iters", str(max(LAST, iterations)), *fsdp_arguments(topology.strategy), *options]
+
+
+def train(corpus: Path, model: str, topology: Topology, *options: str, layers: int = 2, iterations: int = LAST) -> Run:
+    return run(words_of(corpus, model, topology, *options, layers=layers, iterations=iterations), topology.ranks)
 
 
 def save(corpus: Path, model: str, topology: Topology, folder: Path, *options: str, layers: int = 2) -> Run:
@@ -106,6 +113,33 @@ def test_without_optimizer_state(corpus: Path, tmp_path: Path) -> None:
     for options in (["--finetune"], ["--no-load-optim", "--no-load-rng"]):
         after = train(corpus, model, topology, "--load", str(tmp_path), *options, *SCHEDULE)
         assert after.iterations[0].loss < before.iterations[0].loss - 0.01, "the weights were not loaded"
+
+
+def test_loading_where_there_is_nothing_changes_nothing(corpus: Path, tmp_path: Path) -> None:
+    topology, at_once = Topology(2), ["--lr-warmup-iters", "0"]
+    whole = train(corpus, LLAMA, topology, *at_once)
+    assert train(corpus, LLAMA, topology, *at_once, "--load", str(tmp_path)).iterations == whole.iterations
+
+
+def test_killed_training_goes_on(corpus: Path, tmp_path: Path) -> None:
+    """SIGKILL, three times, while the newest checkpoint is being saved or has just been."""
+    topology, iterations, dice = Topology(2), 24, random.Random(5)
+    whole = train(corpus, LLAMA, topology, iterations=iterations)
+    folder, logs = tmp_path / "checkpoints", tmp_path / "logs"
+    logs.mkdir()
+    words = ["--save", str(folder), "--load", str(folder), "--save-interval", "1"]
+    for killed in range(3):
+        with started(words_of(corpus, LLAMA, topology, *words, iterations=iterations), 2, str(logs)) as processes:
+            here = len(list(folder.glob("iter_*")))
+            end = time.monotonic() + 120
+            while len(list(folder.glob("iter_*"))) < here + 2 + killed and time.monotonic() < end:
+                assert all(process.is_alive() for process in processes), (logs / "0.log").read_text()[-2000:]
+                time.sleep(0.002)
+            time.sleep(dice.uniform(0, 0.1))
+    resumed = train(corpus, LLAMA, topology, *words, iterations=iterations)
+    done = iterations - len(resumed.iterations)
+    assert 3 <= done < iterations
+    assert resumed.iterations == whole.iterations[done:]
 
 
 # From any topology to any other --------------------------------------------------------------------------------------

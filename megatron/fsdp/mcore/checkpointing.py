@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
@@ -374,3 +375,37 @@ def leaving_main_weights(copy: Callable[..., None]) -> Callable[..., None]:
             copy(self, *args, **kwargs)
 
     return copy_unless_ours
+
+
+def taking_no_step(make_state: Callable[..., None]) -> Callable[..., None]:
+    """Return an ``_init_optimizer_states_with_dummy_values`` after which training begins as if it had not been called.
+
+    Megatron-Core lets the optimizer take a step without gradients, so that there is state to load into. It decays the
+    weights and counts, and where ``--load`` names a folder without a checkpoint, as a run's first start does, nothing
+    takes that back: Adam's bias correction is that of the step after.
+    """
+
+    @functools.wraps(make_state)
+    def make_state_only(self: Any) -> None:
+        if not _is_ours(self):
+            make_state(self)
+            return
+        optimizer = self.optimizer
+        rates = [group["lr"] for group in optimizer.param_groups]
+        counts = [(counted, counted["step"] * 1) for counted in _that_count(optimizer)]
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        make_state(self)
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        for counted in _that_count(optimizer):
+            counted["step"] = counted["step"] * 0
+        for counted, count in counts:
+            counted["step"] = count
+
+    return make_state_only
+
+
+def _that_count(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Where an optimizer counts its steps: torch's in each parameter's state, fused ones in their groups."""
+    return [counted for counted in (*optimizer.param_groups, *optimizer.state.values()) if "step" in counted]

@@ -175,6 +175,12 @@ PATCHES = (
     ),
     Patch(
         "megatron.core.optimizer.distrib_optimizer",
+        "DistributedOptimizer._init_optimizer_states_with_dummy_values",
+        "takes a step so that there is state to load into; if nothing is loaded, training begins with the second",
+        _checkpointing("taking_no_step"),
+    ),
+    Patch(
+        "megatron.core.optimizer.distrib_optimizer",
         "DistributedOptimizer._copy_model_params_to_main_params",
         "is called after loading without optimizer state, and refuses FSDP; main weights are what was loaded",
         _checkpointing("leaving_main_weights"),
