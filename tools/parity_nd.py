@@ -26,6 +26,8 @@ from tools.real_loop import Run, RunFailure, run  # noqa: E402
 SHARDED = STRATEGIES[1:]
 # Numbers that agree in six significant digits differ by no more.
 SIX_DIGITS = 1e-6
+# Of thousands of zeros: a number that is next to zero may be one in one order of additions, and not in another.
+FEW = 1e-3
 # Megatron wants it for tensor and context parallelism with DDP, and refuses it with FSDP.
 DDP_ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
@@ -87,6 +89,8 @@ ONE = ("optim_grads_params",)
 TP, PP, EP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--expert-model-parallel-size 2"
 CP = "--context-parallel-size 2"
 INTERLEAVED = f"{PP} --num-layers-per-virtual-pipeline-stage 1"
+# Rows of an embedding of its own that no token asked for.
+ZEROS = "--untie-embeddings-and-output-weights --log-num-zeros-in-grad"
 META = "--init-model-with-meta-device"
 INSTANCES = "--num-distributed-optimizer-instances 2"
 
@@ -172,9 +176,9 @@ CASES = (
     Case("option", "no overlap", 2, "", ("no_shard", "optim"), overlaps=False),
     Case("option", "no overlap, TP 2", 4, TP, ("no_shard", "optim"), overlaps=False),
     Case("option", "hashes of weights compared", 2, "--check-weight-hash-across-dp-replicas-interval 2", SHARDED[:2]),
-    Case("option", "number of zeros, norm of weights", 2, "--log-num-zeros-in-grad --log-params-norm", ONE),
-    Case("option", "number of zeros, TP 2", 4, f"{TP} --log-num-zeros-in-grad"),
-    Case("option", "number of zeros, EP 2", 4, f"{ALLTOALL} {EP} --log-num-zeros-in-grad"),
+    Case("option", "number of zeros, norm of weights", 2, f"{ZEROS} --log-params-norm", ONE),
+    Case("option", "number of zeros, TP 2", 4, f"{TP} {ZEROS}"),
+    Case("option", "number of zeros, EP 2", 4, f"{ALLTOALL} {EP} {ZEROS}"),
     Case("option", "decoupled learning rate", 2, "--decoupled-lr 1e-3 --untie-embeddings-and-output-weights", ONE),
     Case("option", "evaluation on the way", 2, "--eval-interval 3 --eval-iters 2", ONE),
 )
@@ -203,7 +207,7 @@ class Result:
         if found is None:
             return False
         norm = found.grad_norm if self.case.has_norm else 0.0
-        return max(found.loss, norm, found.params_norm, found.zeros) <= SIX_DIGITS
+        return max(found.loss, norm, found.params_norm) <= SIX_DIGITS and found.zeros <= FEW
 
     @property
     def text(self) -> str:
