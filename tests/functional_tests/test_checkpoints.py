@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from megatron.fsdp.checkpoint.reader import CheckpointReader
+from megatron.fsdp.names import bare_name
 from tests.ranks import DEVICE
-from tools.parity import fsdp_arguments, write_corpus
+from tools.parity import DDP, fsdp_arguments, write_corpus
 from tools.parity_nd import ALLTOALL, CP, EP, INSTANCES, LLAMA, PP, TP, Case, model_arguments
 from tools.real_loop import Run, run, started
 
@@ -113,6 +114,27 @@ def test_without_optimizer_state(corpus: Path, tmp_path: Path) -> None:
     for options in (["--finetune"], ["--no-load-optim", "--no-load-rng"]):
         after = train(corpus, model, topology, "--load", str(tmp_path), *options, *SCHEDULE)
         assert after.iterations[0].loss < before.iterations[0].loss - 0.01, "the weights were not loaded"
+
+
+@pytest.mark.parametrize("topology", [Topology(2), Topology(4, f"{EP} {PP}")], ids=["dense", "EP 2, PP 2"])
+def test_dumped_groups_are_those_of_ddp(corpus: Path, tmp_path: Path, topology: Topology) -> None:
+    model = ALLTOALL if topology.arguments else LLAMA
+    found: list[dict[str, int]] = []
+    for flags in (DDP, fsdp_arguments(topology.strategy)):
+        folder = tmp_path / str(len(found))
+        case = Case("checkpoint", "", topology.ranks, f"{model} {topology.arguments} --decoupled-lr 1e-3")
+        words = [*model_arguments(case, corpus, 3), *flags, "--dump-param-to-param-group-map", str(folder)]
+        run([*words, "--exit-interval", "1"], topology.ranks)
+        reader = CheckpointReader(folder)
+        found.append({bare_name(key): reader.read_object(key) for key in reader.objects})
+    assert found[0].keys() == found[1].keys() and len(found[0]) > 10
+    # Groups may be numbered in another order; which parameters are together is what they say.
+    assert _together(found[0]) == _together(found[1])
+    assert len(set(found[0].values())) > 1
+
+
+def _together(numbers: dict[str, int]) -> set[frozenset[str]]:
+    return {frozenset(name for name, n in numbers.items() if n == number) for number in numbers.values()}
 
 
 def test_loading_where_there_is_nothing_changes_nothing(corpus: Path, tmp_path: Path) -> None:

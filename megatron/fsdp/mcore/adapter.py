@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -279,6 +280,8 @@ def counting_once(get_optimizer: Callable[..., Any]) -> Callable[..., Any]:
                 part.grad_stats_parallel_group = dist.group.WORLD
                 part._filter_grads_for_norm = functools.partial(_of_mine, part._filter_grads_for_norm, mine)
             optimizer.count_zeros = functools.partial(_count_zeros, parts, ours[0].module.device)
+            if kwargs.get("dump_param_to_param_group_map") is not None:
+                _dump_groups(parts, ours, kwargs["dump_param_to_param_group_map"])
         return optimizer
 
     return get_optimizer_that_counts
@@ -294,6 +297,20 @@ def _counted_here(model: ShardedModule) -> Iterator[nn.Parameter]:
 
 def _of_mine(filter_grads: Callable[..., Any], mine: set[int], params: list[Any], *args: Any, **kwargs: Any) -> Any:
     return filter_grads([param for param in params if id(param) in mine], *args, **kwargs)
+
+
+def _dump_groups(parts: list[Any], chunks: list[FullyShardedDataParallel], folder: str) -> None:
+    """Save the number of every parameter's group by its name, which Megatron-Core does without FSDP only."""
+    from megatron.fsdp.mcore.checkpoint import Names
+
+    groups = [group for part in parts for group in part.param_groups]
+    number = {id(parameter): i for i, group in enumerate(groups) for parameter in group["params"]}
+    found = {}
+    for chunk in chunks:
+        names = Names(chunk.module)
+        entries = [(name, id(entry.main)) for name, entry in names.entries.items()]
+        found.update({f"module.{names.untied(name)}": number[main] for name, main in entries if main in number})
+    dcp.save(found, checkpoint_id=folder)
 
 
 def _count_zeros(parts: list[Any], device: torch.device) -> int:

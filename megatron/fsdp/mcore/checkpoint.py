@@ -46,6 +46,10 @@ class Names:
         entry = self.entries.get(name)
         if entry is not None and entry.key.repeated and name.endswith(TIED_OUTPUT):
             return name.removesuffix(TIED_OUTPUT) + EMBEDDING
+        return self.untied(name)
+
+    def untied(self, name: str) -> str:
+        """The name in the whole model, which has two for tied weights."""
         return global_name(self._model, name)
 
     def is_copy(self, name: str) -> bool:
