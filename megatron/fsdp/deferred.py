@@ -120,6 +120,7 @@ class Recipe:
         tensor: It, on the meta device.
 
     Attributes:
+        first: Number of the step that made it.
         complete: False if it depends on what was not recorded.
         gives_values: False if the tensor got its shape and no values.
     """
@@ -128,6 +129,7 @@ class Recipe:
         self._tape = tape
         self._place = _Place.of(tensor)
         self._written = tape.writes.get(self._place.storage, [])
+        self.first = min(self._written, default=0)
         self.gives_values = any(tape.steps[number].function not in _EMPTY for number in self._written)
         read = {storage for number in self._needed() for storage in tape.steps[number].reads}
         self.complete = bool(self._written) and all(tape.writes[storage] for storage in read)

@@ -12,6 +12,7 @@ from torch import nn
 
 from megatron.fsdp.deferred import Recipe, recipes
 from megatron.fsdp.parameter import ParameterEntry
+from megatron.fsdp.partition import UnitPart
 
 # What a module may call the method that initializes its own parameters and buffers.
 RESET_METHODS = ("reset_parameters", "_reset_parameters")
@@ -70,6 +71,21 @@ def materialize_buffers(module: nn.Module, device: torch.device) -> list[nn.Modu
                 elif not part._parameters and part not in found:
                     found.append(part)
     return found
+
+
+def comes_last(part: UnitPart) -> bool:
+    """Whether the model was built with a unit's own parameters after those of the units in it; known if recorded."""
+    own, others = _first_steps(part.entries), [step for child in part.children for step in _all_first_steps(child)]
+    return bool(own and others) and min(own) > min(others)
+
+
+def _all_first_steps(part: UnitPart) -> list[int]:
+    return _first_steps(part.entries) + [step for child in part.children for step in _all_first_steps(child)]
+
+
+def _first_steps(entries: Iterable[ParameterEntry]) -> list[int]:
+    known = (_recorded(module).get(name) for entry in entries for module, name in entry.sites)
+    return [recipe.first for recipe in known if recipe is not None]
 
 
 def initialize(entries: Sequence[ParameterEntry], device: torch.device, others: Iterable[nn.Module] = ()) -> None:

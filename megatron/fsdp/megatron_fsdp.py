@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from megatron.fsdp.device import Handle, Stream, communication_stream, default_d
 from megatron.fsdp.gradients import GradientScaling
 from megatron.fsdp.journal import JOURNAL, explaining, watch
 from megatron.fsdp.layout import parse_granularity
-from megatron.fsdp.materialize import check_can_materialize, initialize, materialize_buffers
+from megatron.fsdp.materialize import check_can_materialize, comes_last, initialize, materialize_buffers
 from megatron.fsdp.mesh import FSDPDistributedIndex, default_index, require_process_group
 from megatron.fsdp.nccl_memory import NcclMemory
 from megatron.fsdp.parameter import ParameterEntry
@@ -157,6 +158,7 @@ class MegatronFSDP(nn.Module):
         )
         modules: dict[int, nn.Module] = {}
         self._units: list[Unit] = []
+        self._unit_numbers = itertools.count()
         self._nccl_memory: NcclMemory | None = None
         self.pool: FixedPool | None = None
         if config.register_with_nccl:
@@ -191,11 +193,16 @@ class MegatronFSDP(nn.Module):
     def _build_unit(
         self, part: UnitPart, environment: Environment, modules: dict[int, nn.Module], depth: int = 0
     ) -> Unit:
-        slot = None
+        place, number, around, slot = len(self._units), next(self._unit_numbers), environment, None
         if self.pool is not None:
             inside_another = depth > 1 and self.fsdp_config.own_buffer_if_none_is_free
-            unit_pool = self.pool.for_unit(len(self._units), depth, shared=depth > 0 and not inside_another)
+            unit_pool = self.pool.for_unit(number, depth, shared=depth > 0 and not inside_another)
             environment, slot = dataclasses.replace(environment, pool=unit_pool), unit_pool.slot
+        children: list[Unit] = []
+        last = self.fsdp_config.materialize and comes_last(part)
+        if last:
+            # Their place is behind this unit; numbers are drawn as they were when the model was built.
+            children = [self._build_unit(child, around, modules, depth + 1) for child in part.children]
         unit = Unit(part.name, [ParameterGroup(entries, environment) for entries in part.groups], [], slot)
         empty = [group for group in unit.groups if not group.adopted]
         if empty or (unit.is_root and self._without_parameters):
@@ -204,9 +211,11 @@ class MegatronFSDP(nn.Module):
             self._without_parameters = []
         for group in empty:
             group.adopt()
-        self._units.append(unit)
+        self._units.insert(place, unit)
         modules[id(unit)] = part.module
-        unit.children += [self._build_unit(child, environment, modules, depth + 1) for child in part.children]
+        unit.children += (
+            children if last else [self._build_unit(child, environment, modules, depth + 1) for child in part.children]
+        )
         return unit
 
     def _hook_state_dict(self) -> None:

@@ -183,6 +183,33 @@ def test_numbers_are_the_same_where_units_are_in_the_order_of_building(ranks: Ra
     ranks.run(2, _equal)
 
 
+class HeadLast(nn.Module):
+    """The root's own parameters are made after its layers'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(6, 6) for _ in range(2)))
+        self.head = nn.Embedding(3, 6)
+
+
+def _last() -> None:
+    torch.manual_seed(SEED)
+    reference = HeadLast()
+    torch.manual_seed(SEED)
+    sharded = fully_shard_model(
+        deferred_init(HeadLast), fsdp_unit_modules=[nn.Linear], init_model_with_meta_device=True, device=device()
+    )
+    assert sharded.unit_names == ["", "layers.0", "layers.1"]
+    weights = main_weights(sharded)
+    for name, parameter in reference.named_parameters():
+        assert torch.equal(weights[name], parameter.detach().cpu()), name
+
+
+@pytest.mark.skipif(device().type == "cuda", reason="numbers drawn on the host differ from the device's")
+def test_a_root_that_was_built_last_is_initialized_last(ranks: RankPool) -> None:
+    ranks.run(2, _last)
+
+
 def _transformer() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
