@@ -1,7 +1,7 @@
 # `make` or `make help` says what there is. Everything runs in .venv, which `make install` creates.
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint typecheck unit functional parity parity-nd bench bench-report gpu-test compatibility wheel clean clean-demo
+.PHONY: help install demo test test-slow lint typecheck unit functional parity parity-nd bench bench-report gpu-test compatibility wheel clean clean-demo
 
 PYTHON := .venv/bin/python
 STAMP := .venv/.installed
@@ -33,7 +33,10 @@ $(STAMP): constraints.txt pyproject.toml setup.py
 demo: install ## train a small GPT on Python's own library; again: go on from its checkpoint (DEMO_FLAGS="--iterations 100")
 	@$(PYTHON) examples/demo/run.py $(DEMO_FLAGS)
 
-test: lint typecheck unit functional ## all that CI runs
+test: lint typecheck unit functional ## what to run before a commit: style, types, unit tests, short whole runs
+
+test-slow: install ## the longer whole runs; CI runs these, too
+	$(PYTEST) tests -m slow
 
 lint: install ## ruff: style, annotations, docstrings, formatting
 	$(PYTHON) -m ruff check
@@ -43,10 +46,10 @@ typecheck: install ## mypy
 	$(PYTHON) -m mypy
 
 unit: install ## unit tests (PYTEST_FLAGS="-k layout")
-	$(PYTEST) tests/unit_tests
+	$(PYTEST) tests/unit_tests -m "not slow"
 
 functional: install ## whole runs: Megatron's training loop, checkpoints, the demo's data
-	$(PYTEST) tests/functional_tests
+	$(PYTEST) tests/functional_tests -m "not slow"
 
 parity: install ## train with Megatron's DDP and with each strategy in the real loop, and compare (PARITY_FLAGS="--ranks 2")
 	@$(PYTHON) -W ignore tools/parity.py $(PARITY_FLAGS)

@@ -12,6 +12,7 @@ import torch
 from megatron.fsdp.checkpoint.reader import CheckpointReader
 from megatron.fsdp.names import bare_name
 from tests.ranks import DEVICE
+from tests.slow import all_but_slow
 from tools.parity import DDP, fsdp_arguments, write_corpus
 from tools.parity_nd import ALLTOALL, CP, EP, INSTANCES, LLAMA, PP, TP, Case, model_arguments
 from tools.real_loop import Run, run, started
@@ -83,7 +84,7 @@ RESUMED = {
 }
 
 
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("name", all_but_slow(RESUMED, "ZeRO-3"))
 def test_resumed_training_is_the_same(corpus: Path, tmp_path: Path, name: str) -> None:
     model, topology = RESUMED[name]
     whole = train(corpus, model, topology)
@@ -108,6 +109,7 @@ def test_saving_in_the_background(corpus: Path, tmp_path: Path) -> None:
     assert (of_iteration(meanwhile) / "checksums.json").exists()
 
 
+@pytest.mark.slow
 def test_without_optimizer_state(corpus: Path, tmp_path: Path) -> None:
     model, topology = f"{LLAMA} --bf16", Topology(2)
     before = save(corpus, model, topology, tmp_path)
@@ -116,6 +118,7 @@ def test_without_optimizer_state(corpus: Path, tmp_path: Path) -> None:
         assert after.iterations[0].loss < before.iterations[0].loss - 0.01, "the weights were not loaded"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("topology", [Topology(2), Topology(4, f"{EP} {PP}")], ids=["dense", "EP 2, PP 2"])
 def test_dumped_groups_are_those_of_ddp(corpus: Path, tmp_path: Path, topology: Topology) -> None:
     model = ALLTOALL if topology.arguments else LLAMA
@@ -143,6 +146,7 @@ def test_loading_where_there_is_nothing_changes_nothing(corpus: Path, tmp_path: 
     assert train(corpus, LLAMA, topology, *at_once, "--load", str(tmp_path)).iterations == whole.iterations
 
 
+@pytest.mark.slow
 def test_killed_training_goes_on(corpus: Path, tmp_path: Path) -> None:
     """SIGKILL, three times, while the newest checkpoint is being saved or has just been."""
     topology, iterations, dice = Topology(2), 24, random.Random(5)
@@ -194,6 +198,7 @@ CHAINS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHAINS)
 def test_any_topology_loads_any_other(corpus: Path, tmp_path: Path, name: str) -> None:
     model, topologies, layers = CHAINS[name]
@@ -209,6 +214,7 @@ def test_any_topology_loads_any_other(corpus: Path, tmp_path: Path, name: str) -
         assert settings == expected_settings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "topology"), [(LLAMA, Topology(2)), (ALLTOALL, Topology(4, EP))], ids=["Llama-like", "experts, EP 2"]
 )

@@ -10,6 +10,7 @@ import torch
 from megatron.fsdp.convert.run import read_state, write_state
 from tests.checkpoints import plain_common, plain_metadata, plain_objects, plain_tensors, same
 from tests.ranks import DEVICE
+from tests.slow import all_but_slow
 from tools.parity import DDP, fsdp_arguments, original_arguments, write_corpus
 from tools.parity_nd import ALLTOALL, DDP_ENVIRONMENT, EP, LLAMA, MLA, PP, TP, Case, model_arguments
 from tools.real_loop import Run, run
@@ -73,6 +74,7 @@ def assert_equal(found: Path, expected: Path) -> None:
     assert [key for key, tensor in wanted.items() if not same(tensors[key], tensor)] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_flat_buffers_hold_what_state_by_parameter_says(corpus: Path, tmp_path: Path, name: str) -> None:
     model = MODELS[name]
@@ -96,6 +98,7 @@ def test_flat_buffers_hold_what_state_by_parameter_says(corpus: Path, tmp_path: 
 OURS, MEGATRONS = fsdp_arguments("optim_grads_params"), original_arguments("optim_grads_params")
 
 
+@pytest.mark.slow
 def test_buckets_and_tied_embeddings(corpus: Path, tmp_path: Path) -> None:
     # Of buffers with padding between buckets, as tied embeddings make them, Megatron-Core writes state by parameter
     # wrongly. So what is right is taken from FSDP, which adds up gradients in another order.
@@ -128,7 +131,7 @@ def losses(found: Run) -> list[float]:
     return [iteration.loss for iteration in found.iterations]
 
 
-@pytest.mark.parametrize("name", GOES_ON)
+@pytest.mark.parametrize("name", all_but_slow(GOES_ON, "Llama-like"))
 def test_training_goes_on_in_every_direction(corpus: Path, tmp_path: Path, name: str) -> None:
     arguments, wrappers, tolerance = GOES_ON[name]
     model = Model(arguments, 2)
@@ -144,6 +147,7 @@ def test_training_goes_on_in_every_direction(corpus: Path, tmp_path: Path, name:
         assert losses(found) == pytest.approx(losses(expected), rel=tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapper", [OURS, MEGATRONS], ids=["ours", "Megatron's"])
 def test_what_fsdp_trained_goes_on_with_ddp(corpus: Path, tmp_path: Path, wrapper: list[str]) -> None:
     model = Model("", 2)

@@ -74,6 +74,7 @@ def convert(source: Path, target: Path, format: str, block: int) -> dict[str, in
     return found
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
     block = 8 * MIB
     growth = []

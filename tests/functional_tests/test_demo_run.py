@@ -46,6 +46,7 @@ def processes_of(output: Path) -> list[psutil.Process]:
     return [process for process in psutil.process_iter(["cmdline"]) if str(output) in str(process.info["cmdline"])]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(SECONDS)
 def test_trains_and_writes_everything(output: Path) -> None:
     printed = run(output)
@@ -57,6 +58,7 @@ def test_trains_and_writes_everything(output: Path) -> None:
     assert (output / "sample.txt").read_text().startswith("def __init__(self")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(SECONDS)
 def test_goes_on_from_its_checkpoint(output: Path) -> None:
     built = (output / "data" / "meta.json").stat().st_mtime_ns
@@ -86,6 +88,7 @@ def test_interrupting_it_ends_the_training_processes(output: Path) -> None:
     assert processes_of(output) == []
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(SECONDS)
 def test_a_failed_process_is_reported_with_its_own_words(output: Path) -> None:
     (output / "data" / "tokenizer" / "tokenizer.json").write_text("not a tokenizer")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.slow import all_but_slow
 from tools.real_loop import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,7 +77,7 @@ def run(mode: str, folder: Path) -> list[tuple[int, str]]:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="several ranks over gloo on the CPU")
-@pytest.mark.parametrize("mode", ["forward", "backward", "step", "late"])
+@pytest.mark.parametrize("mode", all_but_slow(["forward", "backward", "step", "late"], "backward"))
 def test_a_lost_rank_is_reported(mode: str, tmp_path: Path) -> None:
     (code, output), _ = run(mode, tmp_path)
     assert code not in (0, 9) and "trained" not in output, output

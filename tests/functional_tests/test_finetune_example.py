@@ -74,12 +74,14 @@ def test_with_torchrun(tmp_path: Path) -> None:
     assert {part.name for part in output.glob("*.distcp")} == {"__0_0.distcp", "__1_0.distcp"}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(SECONDS)
 def test_with_accelerate(tmp_path: Path) -> None:
     output = tmp_path / "output"
     check(launch(accelerate("multi_gpu"), output), 2, output)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(SECONDS)
 def test_with_accelerate_that_starts_one_process(tmp_path: Path) -> None:
     output = tmp_path / "output"
@@ -97,6 +99,7 @@ def save_pretrained(folder: Path) -> None:
     GPT2LMHeadModel(GPT2Config(vocab_size=300, n_embd=16, n_layer=2, n_head=2, n_positions=128)).save_pretrained(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(SECONDS)
 def test_with_pretrained_weights_and_no_launcher(tmp_path: Path) -> None:
     save_pretrained(tmp_path / "pretrained")

@@ -134,6 +134,7 @@ def first_losses(folder: Path, format_: str, *flags: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"lm loss: (\S+)", output)]
 
 
+@pytest.mark.slow
 def test_training_starts_alike_from_either_format(tmp_path: Path) -> None:
     save("deepseek_v3", tmp_path / "in")
     sharded = ("--use-megatron-fsdp", "--data-parallel-sharding-strategy", "optim_grads_params")

@@ -39,6 +39,7 @@ def spans(path: Path) -> set[tuple[int, str]]:
     return {(e["pid"], e["name"]) for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"}
 
 
+@pytest.mark.slow
 def test_its_own_model(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     small = ["--layers", "2", "--width", "32", "--tokens", "128", "--strategy", "3"]
@@ -56,6 +57,7 @@ def test_a_script(tmp_path: Path) -> None:
     assert {(rank, f"reduction {i}") for rank in (0, 1) for i in range(3)} <= spans(tmp_path / "trace.json")
 
 
+@pytest.mark.slow
 def test_a_script_that_is_too_short(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     result = run(tmp_path, "--ranks", "1", "--script", "train.py", "--steps", "2", "--", "2")

@@ -81,6 +81,7 @@ def test_prints_what_ddp_prints_to_six_digits(folder: Path) -> None:
     assert numbers(ours) == pytest.approx(numbers(ddp), rel=5e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ours", "ours_bf16"])
 def test_a_resumed_run_goes_on_as_if_not_stopped(kind: str, folder: Path) -> None:
     whole = uninterrupted(kind, folder)
@@ -92,6 +93,7 @@ def test_a_resumed_run_goes_on_as_if_not_stopped(kind: str, folder: Path) -> Non
     assert resumed.validation == whole.validation
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_resumed_by_another_number_of_ranks(folder: Path) -> None:
     whole = uninterrupted("ours", folder)
     resumed = train(f"{OURS} --load {folder / 'ours'} --ckpt-step 2", ranks=3)
@@ -106,6 +108,7 @@ def test_a_script_that_knows_nothing_of_this_project_trains_with_it_by_the_launc
     assert run.iterations == uninterrupted("ours", folder).iterations
 
 
+@pytest.mark.slow
 def test_gathering_module_by_module_with_layers_that_return_their_bias() -> None:
     biases = MODEL.replace("--disable-bias-linear", "").replace("--swiglu", "")
     ours = f"{OURS} --megatron-fsdp-enable-fine-grained-param-gather"

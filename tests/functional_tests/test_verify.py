@@ -10,6 +10,7 @@ import torch
 
 from megatron.fsdp.mcore.verify import compare, launch
 from tests.functional_tests.planted import PLANTED
+from tests.slow import all_but_slow
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tests" / "functional_tests" / "planted.py"
@@ -23,6 +24,7 @@ MODEL = (
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="two ranks over gloo on the CPU")
 
 
+@pytest.mark.slow
 def test_nothing_is_found_where_nothing_is_wrong() -> None:
     flags = "--ranks 2 --steps 3 --layers 3 --hidden 48"
     result = subprocess.run(
@@ -52,7 +54,7 @@ def ddp(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("planted", [plant.__name__ for plant in PLANTED])
+@pytest.mark.parametrize("planted", all_but_slow([plant.__name__ for plant in PLANTED], "swapped_shard"))
 def test_planted_errors_are_found(planted: str, ddp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FSDP_PLANTED", planted)
     fsdp = tmp_path / "fsdp"

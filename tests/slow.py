@@ -1,0 +1,11 @@
+"""Which tests `make test` leaves to `make test-slow`: longer runs of what others show, too."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def all_but_slow(values: Iterable[str], *quick: str) -> list[Any]:
+    """Parameters of a test, of which ``make test`` takes only ``quick`` ones."""
+    return [value if value in quick else pytest.param(value, marks=pytest.mark.slow) for value in values]
