@@ -64,6 +64,7 @@ FEATURES = (
         "experts on a mesh of their own", ("test_model_arguments.py::test_experts_are_sharded_over_their_own_mesh",)
     ),
     Feature("initialization on the meta device", ("test_meta_device.py",)),
+    Feature("the same, as the model would initialize itself", ("test_deferred.py",)),
     Feature("granularities; rows cut where they must be", ("test_granularity.py::test_trains_as_unsharded",)),
     Feature("Muon on whole matrices", ("test_granularity.py::test_muon_sees_whole_matrices",)),
     Feature("optimizer in host memory", ("test_offload.py",)),

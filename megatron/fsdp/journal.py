@@ -136,7 +136,7 @@ _watchdogs: list[Watchdog] = []
 
 def watch(group: dist.ProcessGroup) -> None:
     """Start the watchdog of this process, if the group's collectives end without the host noticing."""
-    if _watchdogs or dist.get_backend(group) != "nccl":
+    if _watchdogs or "nccl" not in dist.get_backend(group):
         return
     options = getattr(group._get_backend(torch.device("cuda")), "options", None)
     timeout = getattr(options, "_timeout", None)

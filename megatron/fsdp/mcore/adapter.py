@@ -1,17 +1,13 @@
 """FullyShardedDataParallel: our engine behind the interface of Megatron-Core's data-parallel wrappers."""
 
-import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
@@ -19,12 +15,10 @@ from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.ssm.mamba_layer import MambaLayer
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import log_single_rank
 from megatron.fsdp.config import FSDPConfig
-from megatron.fsdp.deferred import record
 from megatron.fsdp.device import default_device
 from megatron.fsdp.local_step import ELEMENTWISE, LocalStep
 from megatron.fsdp.mcore.arguments import Settings, adjust, check
@@ -259,122 +253,6 @@ class FullyShardedDataParallel(_BaseDataParallel):
         names |= {bare_name(name): name for name in unsharded_state(self.module)}
         renamed = {names.get(bare_name(key), key): value for key, value in state_dict.items()}
         return self.module.load_state_dict(renamed, strict=strict)
-
-
-def counting_once(get_optimizer: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``get_megatron_optimizer`` whose optimizers add up over all ranks what each gradient has, and once.
-
-    Megatron-Core adds up squares and zeros over one optimizer instance, or without sharding over tensor- and
-    pipeline-parallel ranks. It misses what is sharded over instances or expert-parallel ranks, and counts more than
-    once what a strategy leaves whole, and zeros that tensor-parallel ranks share.
-    """
-
-    @functools.wraps(get_optimizer)
-    def get_optimizer_that_counts(config: Any, model_chunks: list[nn.Module], *args: Any, **kwargs: Any) -> Any:
-        optimizer = get_optimizer(config, model_chunks, *args, **kwargs)
-        ours = [chunk for chunk in model_chunks if isinstance(chunk, FullyShardedDataParallel)]
-        if ours:
-            mine = {id(main) for chunk in ours for main in _counted_here(chunk.module)}
-            parts = getattr(optimizer, "chained_optimizers", [optimizer])
-            for part in parts:
-                part.grad_stats_parallel_group = dist.group.WORLD
-                part._filter_grads_for_norm = functools.partial(_of_mine, part._filter_grads_for_norm, mine)
-            optimizer.count_zeros = functools.partial(_count_zeros, parts, ours[0].module.device)
-            if kwargs.get("dump_param_to_param_group_map") is not None:
-                _dump_groups(parts, ours, kwargs["dump_param_to_param_group_map"])
-        return optimizer
-
-    return get_optimizer_that_counts
-
-
-def _counted_here(model: ShardedModule) -> Iterator[nn.Parameter]:
-    """Main weights whose gradients this rank counts, of all that have the same part of them."""
-    for group in model.groups:
-        axes = zip(group.axes.groups, group.sharding.axes, strict=False)
-        if all(placements.shards_optimizer or dist.get_rank(axis) == 0 for axis, placements in axes):
-            yield from (entry.main for entry in group.entries)
-
-
-def _of_mine(filter_grads: Callable[..., Any], mine: set[int], params: list[Any], *args: Any, **kwargs: Any) -> Any:
-    return filter_grads([param for param in params if id(param) in mine], *args, **kwargs)
-
-
-def _dump_groups(parts: list[Any], chunks: list[FullyShardedDataParallel], folder: str) -> None:
-    """Save the number of every parameter's group by its name, which Megatron-Core does without FSDP only."""
-    from megatron.fsdp.mcore.checkpoint import Names
-
-    groups = [group for part in parts for group in part.param_groups]
-    number = {id(parameter): i for i, group in enumerate(groups) for parameter in group["params"]}
-    found = {}
-    for chunk in chunks:
-        names = Names(chunk.module)
-        entries = [(name, id(entry.main)) for name, entry in names.entries.items()]
-        found.update({f"module.{names.untied(name)}": number[main] for name, main in entries if main in number})
-    dcp.save(found, checkpoint_id=folder)
-
-
-def _count_zeros(parts: list[Any], device: torch.device) -> int:
-    """Zeros in the gradients of all ranks."""
-    grads = [grad for part in parts for grad in part._filter_grads_for_norm(part.get_parameters())]
-    total = torch.zeros((), dtype=torch.int64, device=device)
-    for grad in grads:
-        total += grad.numel() - grad.count_nonzero().to(device)
-    dist.all_reduce(total)
-    return int(total)
-
-
-def recording_initialization(build: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that records how a model on the meta device would be initialized, if it builds one there.
-
-    Megatron-Core's own layers have no method for that, and what is done to others from outside would be lost.
-
-    Args:
-        build: Its first argument is a function that builds a model.
-    """
-
-    @functools.wraps(build)
-    def build_recorded(model_provider_func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return build(functools.partial(_recorded, model_provider_func), *args, **kwargs)
-
-    return build_recorded
-
-
-class _EmptyOnMeta(TorchFunctionMode):
-    """Memory for weights is not taken, whatever device it is asked for on: Megatron-Core's own layers name one."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        return func(*args, **({**kwargs, "device": "meta"} if func is torch.empty else kwargs))
-
-
-def _recorded(model_provider_func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What the function builds; on the meta device by :func:`megatron.fsdp.deferred.record`, in named random states."""
-    if torch.get_default_device().type != "meta":
-        return model_provider_func(*args, **kwargs)
-    tracker = get_cuda_rng_tracker()
-    entered: list[tuple[Any, ...]] = []
-
-    @contextmanager
-    def fork(*name: Any, **named: Any) -> Iterator[None]:
-        entered.append((*name, *named.values()))
-        try:
-            with type(tracker).fork(tracker, *name, **named):
-                yield
-        finally:
-            entered.pop()
-
-    def build() -> Any:
-        with _EmptyOnMeta():
-            return model_provider_func(*args, **kwargs)
-
-    def surroundings() -> Callable[[], Any]:
-        return functools.partial(get_cuda_rng_tracker().fork, *entered[-1]) if entered else nullcontext
-
-    tracker.fork = fork
-    try:
-        return record(build, surroundings)
-    finally:
-        del tracker.fork
 
 
 def fsdp_config(config: TransformerConfig, ddp_config: DistributedDataParallelConfig) -> FSDPConfig:

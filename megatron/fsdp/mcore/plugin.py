@@ -65,13 +65,13 @@ def _checkpointing(name: str) -> Callable[[Any], Any]:
 
 
 def _counting(original: Any) -> Any:
-    from megatron.fsdp.mcore.adapter import counting_once
+    from megatron.fsdp.mcore.statistics import counting_once
 
     return counting_once(original)
 
 
 def _recording(original: Any) -> Any:
-    from megatron.fsdp.mcore.adapter import recording_initialization
+    from megatron.fsdp.mcore.initialization import recording_initialization
 
     return recording_initialization(original)
 
