@@ -46,7 +46,7 @@ typecheck: install ## mypy
 	$(PYTHON) -m mypy
 
 unit: install ## unit tests (PYTEST_FLAGS="-k layout")
-	$(PYTEST) tests/unit_tests -m "not slow"
+	$(PYTEST) tests/unit_tests -m "not slow" -n 2 --dist worksteal
 
 functional: install ## whole runs: Megatron's training loop, checkpoints, the demo's data
 	$(PYTEST) tests/functional_tests -m "not slow"
