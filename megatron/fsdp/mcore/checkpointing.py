@@ -184,7 +184,8 @@ def _check_sections(state_dict: Prepared, storage_reader: Any, folder: Path) -> 
     """Raise if the checkpoint has tensor-parallel ranks' parts of sections one after the other, as others write it."""
     spread = [name for chunk in state_dict.chunks for name in Names(chunk).spread]
     keys = storage_reader.read_metadata().state_dict_metadata
-    if not spread or any(key.startswith(f"{LAYOUTS_KEY}.") for key in keys):
+    # What a conversion kept for the way back is under the second.
+    if not spread or any(key.startswith(f"{LAYOUTS_KEY}.") or key == "torch_dist" for key in keys):
         return
     ranks = getattr(load_objects(folder, ["args"])["args"], "tensor_model_parallel_size", 1) if "args" in keys else 1
     if ranks > 1:

@@ -172,3 +172,31 @@ def test_sections_are_in_the_same_place_at_any_tensor_parallel_size(
         assert torch.equal(stored.whole(), _whole())
         for others in ((1, 1), (1, 3), (2, 2), (2, 4)):
             ranks.run(others[1], _read, folder, others[0])
+
+
+@pytest.mark.parametrize(
+    ("keys", "ranks", "refused"),
+    [
+        (["args", "model.a"], 2, True),
+        (["args", "model.a"], 1, False),
+        (["model.a"], 2, False),
+        (["args", "layouts.a"], 2, False),
+        (["args", "torch_dist"], 2, False),
+    ],
+)
+def test_rows_in_an_unknown_order_are_refused(
+    keys: list[str], ranks: int, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.fsdp.mcore import checkpointing
+
+    metadata = SimpleNamespace(state_dict_metadata=dict.fromkeys(keys))
+    reader: Any = SimpleNamespace(read_metadata=lambda: metadata)
+    state: Any = SimpleNamespace(chunks=["chunk"])
+    written = {"args": SimpleNamespace(tensor_model_parallel_size=ranks)}
+    monkeypatch.setattr(checkpointing, "Names", lambda chunk: SimpleNamespace(spread=["in_proj.weight"]))
+    monkeypatch.setattr(checkpointing, "load_objects", lambda folder, names: written)
+    if not refused:
+        checkpointing._check_sections(state, reader, Path("x"))
+        return
+    with pytest.raises(RuntimeError, match=r"x: .* the rows of in_proj.weight .* tensor_model_parallel_size 2"):
+        checkpointing._check_sections(state, reader, Path("x"))
