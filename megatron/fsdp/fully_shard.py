@@ -70,8 +70,8 @@ def fully_shard_model(
         expt_device_mesh: Mesh, with axes of the same names, for parameters whose ``allreduce`` is False (experts).
         fsdp_group_ag: Another group with the ranks of ``dp_shard_dim``, for gathers: they then run beside reductions.
         expt_fsdp_group_ag: The same for ``expt_device_mesh``.
-        fsdp_unit_modules: Module classes, or import paths of such, whose modules are gathered and released one by
-            one; with none in the list, the whole model is. None: every rank keeps whole weights, as with DDP.
+        fsdp_unit_modules: Module classes, or their names or import paths, whose modules are gathered and released one
+            by one; with none in the list, the whole model is. None: every rank keeps whole weights, as with DDP.
         zero_dp_strategy: What is sharded: 0 or ``"no_shard"``, 1 or ``"optim"``, 2 or ``"optim_grads"``,
             3 or ``"optim_grads_params"``.
         outer_dp_sharding_strategy: The same for the outer axis: 0 or ``"no_shard"``, 1 or ``"optim"``.

@@ -156,3 +156,15 @@ def _forward_after_the_process_group_is_gone() -> None:
 
 def test_forward_without_a_process_group(ranks: RankPool) -> None:
     ranks.run(1, _forward_after_the_process_group_is_gone)
+
+
+def _by_name() -> None:
+    assert fully_shard_model(TinyModel(), fsdp_unit_modules=["Block"]).unit_names[1:]
+    model = TinyModel()
+    model.other = type("Block", (nn.Linear,), {})(2, 2)
+    with pytest.raises(ValueError, match="several classes called Block"):
+        fully_shard_model(model, fsdp_unit_modules=["Block"])
+
+
+def test_units_by_name(ranks: RankPool) -> None:
+    ranks.run(1, _by_name)
