@@ -255,17 +255,19 @@ class GradientBuffer:
         while self._spent:
             self._pool.give_back(self._spent.pop())
 
-    def take(self) -> torch.Tensor | None:
+    def take(self, dtype: torch.dtype) -> torch.Tensor | None:
         """The reduced gradients since the last call, flat like the main weights; None if nothing was reduced.
 
-        They are in the main weights' dtype, which is what optimizers ask of a gradient, and on their device. Give them
-        back when nothing reads them any more (:meth:`give_back`).
+        They are on the main weights' device. Give them back when nothing reads them any more (:meth:`give_back`).
+
+        Args:
+            dtype: Of the result.
         """
         self.wait()
         reduced, self._reduced = self._reduced, None
         if reduced is None:
             return None
-        taken = self._cast(reduced, self.dtypes.main_params, for_compute=True)
+        taken = self._cast(reduced, dtype, for_compute=True)
         if taken.device != self._main_device:
             taken = taken.to(self._main_device)
         if taken is not reduced:

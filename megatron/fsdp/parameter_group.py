@@ -251,9 +251,12 @@ class ParameterGroup:
         self.used = [False] * len(self.entries)
         self._recover_handed()
         self.pending = False
-        reduced = self.gradients.take()
+        # Optimizers ask of a gradient that its dtype is the weight's, but not of one that is apart.
+        decoupled = self._env.grad_attribute != "grad"
+        dtype = self.dtypes.main_grads if decoupled else self.dtypes.main_params
+        reduced = self.gradients.take(dtype)
         if reduced is None and zero_unused:
-            reduced = torch.zeros_like(self.weights.main)
+            reduced = torch.zeros_like(self.weights.main, dtype=dtype)
         if reduced is None:
             return
         self._handed = reduced if self._env.pool.recycles else None

@@ -48,10 +48,10 @@ def test_bytes_of_a_command_line() -> None:
 
 
 def test_every_limit_is_named_at_once() -> None:
-    result = doctor(MODEL + " --global-batch-size 8 --optimizer-cpu-offload --use-precision-aware-optimizer", flags="")
+    result = doctor(MODEL + " --global-batch-size 8 --optimizer-cpu-offload --delay-wgrad-compute", flags="")
     assert result.returncode == 1
     assert "NOT POSSIBLE  optimizer_cpu_offload" in result.stdout
-    assert "NOT POSSIBLE  use_precision_aware_optimizer" in result.stdout
+    assert "NOT POSSIBLE  delay_wgrad_compute" in result.stdout
 
 
 def test_what_megatron_refuses() -> None:

@@ -87,7 +87,7 @@ def _copied(dtype: torch.dtype, strategy: str) -> tuple[dict[str, int], int, int
     with _CountCopies() as reduce:
         grads: list[torch.Tensor | None] = [torch.ones(e.compute.shape, dtype=dtype) for e in group.entries]
         group.gradients.reduce(grads, torch.device("cpu"), last=True)
-        group.gradients.take()
+        group.gradients.take(group.dtypes.main_params)
     weights.all_gather, gradients.reduce_scatter = buffer.all_gather, buffer.reduce_scatter
     return (
         {

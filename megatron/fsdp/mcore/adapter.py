@@ -170,19 +170,22 @@ class FullyShardedDataParallel(_BaseDataParallel):
         self.module.finish_grad_sync()
         if self.ddp_config.check_for_nan_in_grad:
             self._check_gradients()
+        gradient = self.module.fsdp_config.grad_attribute
         for entry in self.module.entries():
             if getattr(entry.main, "shared_embedding", False):
                 # Megatron-Core sums the gradients of tied embeddings on two pipeline stages, and sets the attribute
                 # to the local part of the sum, which .grad of a DTensor cannot be: it prefers main_grad.
-                entry.main.main_grad = entry.main.grad
+                entry.main.main_grad = getattr(entry.main, gradient)
         if not USING_PYTORCH_OPTIMIZER:
             # Fused optimizers of Apex and Transformer Engine skip updates behind an empty tensor.
             for entry in self.module.entries():
                 if local_part(entry.main).numel() == 0:
-                    entry.main.grad = None
+                    setattr(entry.main, gradient, None)
 
     def _check_gradients(self) -> None:
-        named = [(e.name, local_part(e.main.grad)) for e in self.module.entries() if e.main.grad is not None]
+        gradient = self.module.fsdp_config.grad_attribute
+        grads = [(entry.name, getattr(entry.main, gradient, None)) for entry in self.module.entries()]
+        named = [(name, local_part(grad)) for name, grad in grads if grad is not None]
         norms = torch._foreach_norm([grad for _, grad in named if grad.numel()])
         if not norms:
             return
@@ -279,6 +282,7 @@ def fsdp_config(config: TransformerConfig, ddp_config: DistributedDataParallelCo
         exchange_gradients=ddp_config.reduce_scatter_with_fp32_accumulation,
         every_module_is_a_unit=ddp_config.megatron_fsdp_enable_fine_grained_param_gather,
         fused_weight_gradients=config.gradient_accumulation_fusion,
+        decoupled_grad=ddp_config.megatron_fsdp_use_decoupled_grad,
         materialize=config.init_model_with_meta_device,
         double_buffer=ddp_config.fsdp_double_buffer,
         own_buffer_if_none_is_free=ddp_config.fsdp_db_use_persist_buf_on_alloc_fail,

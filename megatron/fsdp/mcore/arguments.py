@@ -149,7 +149,6 @@ LIMITS: tuple[Limit, ...] = (
     _not_yet("fp8_param_gather", "Gathering weights in FP8"),
     _not_yet("fp4_param_gather", "Gathering weights in FP4"),
     _not_yet("keep_fp8_transpose_cache", "An FP8 transpose cache"),
-    _not_yet("use_precision_aware_optimizer", "The precision-aware optimizer"),
     _not_yet("optimizer_cpu_offload", "Offloading the optimizer to the CPU"),
     _not_yet("delay_wgrad_compute", "Delaying weight gradients"),
     _not_yet("defer_embedding_wgrad_compute", "Deferring the embedding's weight gradient"),

@@ -28,6 +28,7 @@ from megatron.fsdp.mcore.checkpoint import (
     optimizer_names,
     preprocess_fsdp_dtensor_state_dict,
 )
+from megatron.fsdp.uneven_dtensor import local_part
 
 logger = logging.getLogger(__name__)
 
@@ -396,7 +397,12 @@ def taking_no_step(make_state: Callable[..., None]) -> Callable[..., None]:
         counts = [(counted, counted["step"] * 1) for counted in _that_count(optimizer)]
         for group in optimizer.param_groups:
             group["lr"] = 0.0
+        apart = _parameters(optimizer) if getattr(optimizer, "use_decoupled_grad", False) else []
+        for parameter in apart:
+            parameter.decoupled_grad = torch.zeros_like(parameter)  # type: ignore[attr-defined]
         make_state(self)
+        for parameter in apart:
+            parameter.decoupled_grad = None  # type: ignore[attr-defined]
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         for counted in _that_count(optimizer):
@@ -405,6 +411,12 @@ def taking_no_step(make_state: Callable[..., None]) -> Callable[..., None]:
             counted["step"] = count
 
     return make_state_only
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Those of which this rank has a part."""
+    found = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [parameter for parameter in found if local_part(parameter).numel()]
 
 
 def _that_count(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
