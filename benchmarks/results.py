@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import subprocess
+import re
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -132,7 +133,7 @@ def about() -> dict[str, Any]:
     original = (Path(__file__).parent / "original.txt").read_text().split()[0]
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": "python -m benchmarks " + " ".join(sys.argv[1:]),
+        "command": re.sub(r" --results[ =]\S+", "", "python -m benchmarks " + " ".join(sys.argv[1:])),
         "commit": _commit(),
         "versions": {
             "python": platform.python_version(),

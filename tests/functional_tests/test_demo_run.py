@@ -69,6 +69,7 @@ def test_goes_on_from_its_checkpoint(output: Path) -> None:
     assert (output / "data" / "meta.json").stat().st_mtime_ns == built
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(SECONDS)
 def test_interrupting_it_ends_the_training_processes(output: Path) -> None:
     log = output / "train.log"
