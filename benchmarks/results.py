@@ -7,8 +7,8 @@ import importlib.metadata
 import json
 import os
 import platform
-import subprocess
 import re
+import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
