@@ -5,10 +5,13 @@ Processes are forked from one that has imported Megatron already: many short run
 
 import json
 import multiprocessing
+import multiprocessing.connection
 import os
+import re
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +23,10 @@ from typing import Any
 
 import torch
 
+# Another program may take the port between the moment when it is found free and that when rank 0 listens there.
+ATTEMPTS = 3
+# How long ranks may go on after one has failed.
+SECONDS_FOR_OTHERS = 20.0
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -67,17 +74,43 @@ def run(
     Raises:
         RunFailure: With the end of the log.
     """
+    for _ in range(ATTEMPTS - 1):
+        try:
+            return _run(arguments, ranks, timeout, environment)
+        except RunFailure as failure:
+            if not _is_by_chance(str(failure), arguments):
+                raise
+    return _run(arguments, ranks, timeout, environment)
+
+
+def _is_by_chance(failure: str, arguments: list[str]) -> bool:
+    """Whether the port was taken, or Megatron-Core's own FSDP crashed, as it does now and then on a CPU."""
+    crashed = re.match(r"exit codes \[.*-(6|11)\b", failure) is not None
+    return "EADDRINUSE" in failure or (crashed and "megatron-core" in arguments)
+
+
+def _run(arguments: list[str], ranks: int, timeout: float, environment: Mapping[str, str]) -> Run:
     with tempfile.TemporaryDirectory() as folder:
         with started(arguments, ranks, folder, environment) as processes:
-            for process in processes:
-                process.join(timeout)
+            _wait(processes, timeout)
             late = [process for process in processes if process.is_alive()]
         logs = [Path(folder, f"{rank}.log").read_text() for rank in sorted({0, ranks - 1})]
         if late or any(process.exitcode for process in processes):
-            reason = f"no end within {timeout:.0f} s" if late else f"exit codes {[p.exitcode for p in processes]}"
-            raise RunFailure(f"{reason}\n{' '.join(arguments)}\n{logs[-1][-3000:]}")
+            codes = [None if process in late else process.exitcode for process in processes]
+            reason = f"exit codes {codes}" if any(codes) else f"no end within {timeout:.0f} s"
+            ends = "\n".join(log[-3000:] for log in logs)
+            raise RunFailure(f"{reason}\n{' '.join(arguments)}\n{ends}")
         numbers = json.loads(Path(folder, "numbers.json").read_text())
     return Run([Iteration(*pair) for pair in numbers["iterations"]], numbers["validation"], "\n".join(logs))
+
+
+def _wait(processes: list[BaseProcess], timeout: float) -> None:
+    """Until all have ended; or a while after one has failed, as others may then wait for it for ever."""
+    end, failed = time.monotonic() + timeout, False
+    while (alive := [process for process in processes if process.is_alive()]) and time.monotonic() < end:
+        if not failed and any(process.exitcode for process in processes):
+            end, failed = min(end, time.monotonic() + SECONDS_FOR_OTHERS), True
+        multiprocessing.connection.wait([process.sentinel for process in alive], 0.5)
 
 
 @contextmanager
