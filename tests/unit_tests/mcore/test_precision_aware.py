@@ -19,27 +19,15 @@ STEPS = 3
 class FusedAdam(torch.optim.Optimizer):
     """Counts steps in the group, keeps moments in dtypes of their own, and reads gradients of any dtype."""
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        adam_w_mode: bool = True,
-        capturable: bool = False,
-        master_weights: bool = False,
-        use_decoupled_grad: bool = False,
-        master_weight_dtype: torch.dtype = torch.float32,
-        exp_avg_dtype: torch.dtype = torch.float32,
-        exp_avg_sq_dtype: torch.dtype = torch.float32,
-        store_param_remainders: bool = False,
-    ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        assert adam_w_mode and not capturable
-        self.master_weights = master_weights
-        self.use_decoupled_grad = use_decoupled_grad
-        self.dtypes = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype}
+    def __init__(self, params: Any, **settings: Any) -> None:
+        """With the keyword arguments that Megatron-Core gives it."""
+        defaults = {name: settings.pop(name) for name in ("lr", "betas", "eps", "weight_decay")}
+        super().__init__(params, defaults)
+        assert settings.pop("adam_w_mode") and not settings.pop("capturable")
+        self.master_weights: bool = settings.pop("master_weights", False)
+        self.use_decoupled_grad: bool = settings.pop("use_decoupled_grad", False)
+        self.dtypes = {name: settings.pop(f"{name}_dtype") for name in ("exp_avg", "exp_avg_sq")}
+        assert settings.keys() <= {"master_weight_dtype", "store_param_remainders"}
         self.seen: set[torch.dtype] = set()
 
     def initialize_state(self, parameter: torch.Tensor) -> None:
