@@ -193,17 +193,18 @@ class MegatronFSDP(nn.Module):
     def _build_unit(
         self, part: UnitPart, environment: Environment, modules: dict[int, nn.Module], depth: int = 0
     ) -> Unit:
-        place, number, around, slot = len(self._units), next(self._unit_numbers), environment, None
+        place, number, own, slot = len(self._units), next(self._unit_numbers), environment, None
         if self.pool is not None:
             inside_another = depth > 1 and self.fsdp_config.own_buffer_if_none_is_free
             unit_pool = self.pool.for_unit(number, depth, shared=depth > 0 and not inside_another)
-            environment, slot = dataclasses.replace(environment, pool=unit_pool), unit_pool.slot
-        children: list[Unit] = []
-        last = self.fsdp_config.materialize and comes_last(part)
-        if last:
-            # Their place is behind this unit; numbers are drawn as they were when the model was built.
-            children = [self._build_unit(child, around, modules, depth + 1) for child in part.children]
-        unit = Unit(part.name, [ParameterGroup(entries, environment) for entries in part.groups], [], slot)
+            own, slot = dataclasses.replace(environment, pool=unit_pool), unit_pool.slot
+
+        def build_children() -> list[Unit]:
+            return [self._build_unit(child, environment, modules, depth + 1) for child in part.children]
+
+        # Numbers are drawn as they were when the model was built; a unit's place is before those in it all the same.
+        children = build_children() if self.fsdp_config.materialize and comes_last(part) else []
+        unit = Unit(part.name, [ParameterGroup(entries, own) for entries in part.groups], [], slot)
         empty = [group for group in unit.groups if not group.adopted]
         if empty or (unit.is_root and self._without_parameters):
             entries = [entry for group in empty for entry in group.entries]
@@ -213,9 +214,7 @@ class MegatronFSDP(nn.Module):
             group.adopt()
         self._units.insert(place, unit)
         modules[id(unit)] = part.module
-        unit.children += (
-            children if last else [self._build_unit(child, environment, modules, depth + 1) for child in part.children]
-        )
+        unit.children += children or build_children()
         return unit
 
     def _hook_state_dict(self) -> None:

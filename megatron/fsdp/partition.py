@@ -55,10 +55,11 @@ def resolve_unit_classes(module: nn.Module, unit_modules: UnitClasses | None) ->
         ValueError: A path cannot be imported, is no module class, or a class occurs nowhere in the model; the
             message names the nearest class that does occur. Or several classes have the name.
     """
-    present = {type(m).__name__: type(m) for m in module.modules()}
+    kinds = {type(m) for m in module.modules()}
+    present = {kind.__name__: kind for kind in kinds}
     classes = []
     for entry in unit_modules or ():
-        if isinstance(entry, str) and len({type(m) for m in module.modules() if type(m).__name__ == entry}) > 1:
+        if isinstance(entry, str) and sum(kind.__name__ == entry for kind in kinds) > 1:
             raise ValueError(f"fsdp_unit_modules: the model has several classes called {entry}; give the class itself.")
         cls = _import_class(entry, present) if isinstance(entry, str) else entry
         if not (isinstance(cls, type) and issubclass(cls, nn.Module)):

@@ -9,11 +9,14 @@ from torch import nn
 
 from megatron.fsdp import deferred_init
 from megatron.fsdp.deferred import recipes
-from megatron_fsdp import fully_shard_model
-from tests.models import STRATEGIES, device, main_weights
+from megatron_fsdp import MegatronFSDP, fully_shard_model
+from tests.models import STRATEGIES, assert_same_weights, device, main_weights
 from tests.ranks import RankPool
 
 SEED = 7
+numbers_of_the_host = pytest.mark.skipif(
+    device().type == "cuda", reason="numbers drawn on the host differ from the device's"
+)
 
 
 class Filled(nn.Module):
@@ -146,9 +149,7 @@ def _build(strategy: str) -> None:
         init_model_with_meta_device=True,
         device=device(),
     )
-    weights = main_weights(sharded)
-    for name, parameter in reference.named_parameters():
-        assert torch.equal(weights[name], parameter.detach().cpu()), name
+    assert_same_weights(sharded, reference, tolerance=0)
     buffers = dict(sharded.module.named_buffers())
     for name, buffer in reference.named_buffers():
         assert torch.equal(buffers[name].cpu(), buffer), name
@@ -156,29 +157,33 @@ def _build(strategy: str) -> None:
     sharded(torch.zeros(4, dtype=torch.long, device=device())).sum().backward()
 
 
-@pytest.mark.skipif(device().type == "cuda", reason="numbers drawn on the host differ from the device's")
+@numbers_of_the_host
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_sharded_model_is_initialized_as_it_was_built(ranks: RankPool, world_size: int, strategy: str) -> None:
     ranks.run(world_size, _build, strategy)
 
 
+def _built_alike(build: Callable[[], nn.Module], units: list[Any]) -> MegatronFSDP:
+    """The sharded model, whose weights are those of one that is built at once from the same random state."""
+    torch.manual_seed(SEED)
+    reference = build()
+    torch.manual_seed(SEED)
+    sharded = fully_shard_model(
+        deferred_init(build), fsdp_unit_modules=units, init_model_with_meta_device=True, device=device()
+    )
+    assert_same_weights(sharded, reference, tolerance=0)
+    return sharded
+
+
 def _equal() -> None:
     def build() -> nn.Module:
         return nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.MultiheadAttention(6, 2)) for _ in range(3)))
 
-    torch.manual_seed(SEED)
-    reference = build().to(device())
-    torch.manual_seed(SEED)
-    sharded = fully_shard_model(
-        deferred_init(build), fsdp_unit_modules=["Sequential"], init_model_with_meta_device=True, device=device()
-    )
-    weights = main_weights(sharded)
-    for name, parameter in reference.named_parameters():
-        assert torch.equal(weights[name], parameter.detach().cpu()), name
+    _built_alike(build, ["Sequential"])
 
 
-@pytest.mark.skipif(device().type == "cuda", reason="numbers drawn on the host differ from the device's")
+@numbers_of_the_host
 def test_numbers_are_the_same_where_units_are_in_the_order_of_building(ranks: RankPool) -> None:
     ranks.run(2, _equal)
 
@@ -193,19 +198,10 @@ class HeadLast(nn.Module):
 
 
 def _last() -> None:
-    torch.manual_seed(SEED)
-    reference = HeadLast()
-    torch.manual_seed(SEED)
-    sharded = fully_shard_model(
-        deferred_init(HeadLast), fsdp_unit_modules=[nn.Linear], init_model_with_meta_device=True, device=device()
-    )
-    assert sharded.unit_names == ["", "layers.0", "layers.1"]
-    weights = main_weights(sharded)
-    for name, parameter in reference.named_parameters():
-        assert torch.equal(weights[name], parameter.detach().cpu()), name
+    assert _built_alike(HeadLast, [nn.Linear]).unit_names == ["", "layers.0", "layers.1"]
 
 
-@pytest.mark.skipif(device().type == "cuda", reason="numbers drawn on the host differ from the device's")
+@numbers_of_the_host
 def test_a_root_that_was_built_last_is_initialized_last(ranks: RankPool) -> None:
     ranks.run(2, _last)
 

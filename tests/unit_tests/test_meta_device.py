@@ -56,9 +56,7 @@ def _build(strategy: str, meta_optimizer: bool) -> None:
     else:
         sharded = fully_shard_model(model, **arguments)
         optimizer = adamw(sharded.parameters())
-    weights = main_weights(sharded)
-    for name, parameter in reference.named_parameters():
-        assert torch.equal(weights[name], parameter.detach().cpu()), name
+    assert_same_weights(sharded, reference, tolerance=0)
     if not meta_optimizer:
         return
     for step in batches(steps=2, per_step=dist.get_world_size()):

@@ -6,7 +6,7 @@ import os
 import queue
 import re
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -162,10 +162,11 @@ def _load(state_dict: dict[str, Any], storage_reader: Any, planner: Any = None) 
             parallel_state.get_tensor_model_parallel_rank(),
         )
         state_dict["rng_state"] = {f"({pp}, {tp})": next(iter(state_dict["rng_state"].values()))}
+    keys = storage_reader.read_metadata().state_dict_metadata.keys()
     counted = "num_floating_point_operations_so_far"
-    if counted in storage_reader.read_metadata().state_dict_metadata:
+    if counted in keys:
         state_dict[counted] = 0
-    _check_sections(state_dict, storage_reader, folder)
+    _check_sections(state_dict, keys, folder)
     groups = state_dict.get("optimizer", {}).get("param_to_group_meta", {})
     own = {key: {name: settings[name] for name in _TOPOLOGY if name in settings} for key, settings in groups.items()}
     load(state_dict, folder, other_names, strictness_of(_arguments()), check=folder not in _checked and _verifies())
@@ -181,10 +182,9 @@ def _load(state_dict: dict[str, Any], storage_reader: Any, planner: Any = None) 
             )
 
 
-def _check_sections(state_dict: Prepared, storage_reader: Any, folder: Path) -> None:
+def _check_sections(state_dict: Prepared, keys: Collection[str], folder: Path) -> None:
     """Raise if the checkpoint has tensor-parallel ranks' parts of sections one after the other, as others write it."""
     spread = [name for chunk in state_dict.chunks for name in Names(chunk).spread]
-    keys = storage_reader.read_metadata().state_dict_metadata
     # What a conversion kept for the way back is under the second.
     if not spread or any(key.startswith(f"{LAYOUTS_KEY}.") or key == "torch_dist" for key in keys):
         return

@@ -18,7 +18,8 @@ def counting_once(get_optimizer: Callable[..., Any]) -> Callable[..., Any]:
 
     Megatron-Core adds up squares and zeros over one optimizer instance, or without sharding over tensor- and
     pipeline-parallel ranks. It misses what is sharded over instances or expert-parallel ranks, and counts more than
-    once what a strategy leaves whole, and zeros that tensor-parallel ranks share.
+    once what a strategy leaves whole, and zeros that tensor-parallel ranks share. If asked for, the
+    groups of parameters are saved, too.
     """
 
     @functools.wraps(get_optimizer)

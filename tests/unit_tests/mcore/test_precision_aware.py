@@ -7,8 +7,8 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 
+from megatron.fsdp.uneven_dtensor import local_part
 from tests.ranks import DEVICE, RankPool
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here")
@@ -45,22 +45,18 @@ class FusedAdam(torch.optim.Optimizer):
                     continue
                 if not self.state[parameter]:
                     self.initialize_state(parameter)
-                self._update(group, parameter, _local(grad))
+                self._update(group, parameter, local_part(grad))
 
     def _update(self, group: dict[str, Any], parameter: torch.Tensor, grad: torch.Tensor) -> None:
         self.seen.add(grad.dtype)
-        (beta1, beta2), step, weight = group["betas"], group["step"], _local(parameter)
-        first, second = (_local(self.state[parameter][name]) for name in ("exp_avg", "exp_avg_sq"))
+        (beta1, beta2), step, weight = group["betas"], group["step"], local_part(parameter)
+        first, second = (local_part(self.state[parameter][name]) for name in ("exp_avg", "exp_avg_sq"))
         grad = grad.to(weight.dtype)
         first.copy_(first.to(weight.dtype).lerp(grad, 1 - beta1))
         second.copy_(second.to(weight.dtype).mul(beta2).addcmul(grad, grad, value=1 - beta2))
         weight.mul_(1 - group["lr"] * group["weight_decay"])
         denominator = (second.to(weight.dtype) / (1 - beta2**step)).sqrt_().add_(group["eps"])
         weight.addcdiv_(first.to(weight.dtype), denominator, value=-group["lr"] / (1 - beta1**step))
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 @contextmanager
@@ -143,7 +139,7 @@ def _state_to_load_into() -> None:
         optimizer = optimizer_of(model, use_precision_aware_optimizer=True)
         optimizer.sharded_state_dict({}, is_loading=True, metadata={"distrib_optim_sharding_type": "fsdp_dtensor"})
         fused = optimizer.optimizer
-        here = [e.main for e in model.module.entries() if _local(e.main).numel()]
+        here = [e.main for e in model.module.entries() if local_part(e.main).numel()]
         assert here and all(fused.state[main].keys() == {"exp_avg", "exp_avg_sq"} for main in here)
         assert all(group["step"] == 0 and group["lr"] == 1e-2 for group in fused.param_groups)
         assert all(main.decoupled_grad is None for main in here)
