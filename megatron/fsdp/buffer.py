@@ -1,6 +1,5 @@
 """One flat storage with a layout, and the collectives that run on it. No copies around any of them."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch.distributed as dist
 from megatron.fsdp import gloo
 from megatron.fsdp.layout import Layout
 from megatron.fsdp.pool import Pool
+from megatron.fsdp.ragged import contiguous_stride
 
 # torch 2.13 renamed these two and warns at the old names.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -100,13 +100,7 @@ def slot_view(flat: torch.Tensor, layout: Layout, index: int) -> torch.Tensor:
 
 def part_view(flat: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
     """The elements of a flat tensor from ``offset`` on, in ``shape``."""
-    return flat.as_strided(shape, stride_of(shape), flat.storage_offset() + offset)
-
-
-@functools.cache
-def stride_of(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor."""
-    return torch.empty(shape, device="meta").stride()
+    return flat.as_strided(shape, contiguous_stride(shape), flat.storage_offset() + offset)
 
 
 def gap_views(flat: torch.Tensor, layout: Layout) -> list[torch.Tensor]:

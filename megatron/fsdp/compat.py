@@ -53,7 +53,7 @@ from megatron.fsdp.marked import (
 )
 from megatron.fsdp.mesh import require_process_group
 from megatron.fsdp.precision import MixedPrecisionPolicy as EnginePolicy
-from megatron.fsdp.uneven_dtensor import local_part
+from megatron.fsdp.ragged_dtensor import local_part
 from megatron.fsdp.unit import Unit, WeightState
 
 __all__ = [
@@ -231,10 +231,7 @@ class FSDPModule(MarkedModule):
         """Main weights as DTensors, and buffers, under the names that the model has without sharding."""
         engine = engine_of(self)
         engine.show_main()
-        state = super().state_dict(*args, **kwargs)
-        if not args and kwargs.get("destination") is None and owned_engine(self) is not engine:
-            engine.describe_part(self, state, kwargs.get("prefix", ""))
-        return state
+        return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Copy whole tensors, or DTensors that are sharded as here or evenly, into the main weights.

@@ -33,7 +33,6 @@ class FSDPConfig:
             gets None, as without sharding, for which ranks exchange one flag per parameter at each synchronization.
         report_nan_in_grad: Raise at the first gradient that is not finite, before it is reduced, naming its parameter.
         decoupled_grad: Put gradients into ``.decoupled_grad`` of the main weights instead of ``.grad``.
-        describe_state_dict: Tensors in state dicts tell torch.distributed.checkpoint which part this rank holds.
         fused_weight_gradients: Let kernels that can (Transformer Engine's, Megatron-Core's) write weight gradients
             into a buffer of ``main_grads_dtype`` by themselves.
         exchange_gradients: Reduce-scatter gradients by an all-to-all in the dtype that they are computed in, and sum
@@ -69,7 +68,6 @@ class FSDPConfig:
     zero_unused_gradients: bool = False
     report_nan_in_grad: bool = False
     decoupled_grad: bool = False
-    describe_state_dict: bool = True
     fused_weight_gradients: bool = False
     exchange_gradients: bool = False
     every_module_is_a_unit: bool = False

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron.fsdp.megatron_fsdp import MegatronFSDP
 from megatron.fsdp.parameter import ParameterEntry
-from megatron.fsdp.uneven_dtensor import gather_whole
+from megatron.fsdp.whole import gather_whole
 
 INDEX = "model.safetensors.index.json"
 GIB = 1 << 30

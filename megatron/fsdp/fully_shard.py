@@ -83,7 +83,7 @@ def fully_shard_model(
         overlap_param_gather: Gather the next unit's weights while the current unit computes.
         sync_model_each_microbatch: Every backward ends with reduced gradients in ``.grad``. If False, the
             optimizer's step does that, and the outer axis takes part in it only once per step.
-        preproc_state_dict_for_dcp_ckpt: State dicts tell torch.distributed.checkpoint which parts this rank holds.
+        preproc_state_dict_for_dcp_ckpt: Accepted. State dicts always fit torch.distributed.checkpoint.
         report_nan_in_param_grad: Raise at the first gradient that is not finite, and name its parameter. Costs time.
         average_in_collective: Let the collective divide by the number of ranks.
         disable_bucketing: Accepted. A unit is what is communicated together, in one collective per dtype.
@@ -99,8 +99,9 @@ def fully_shard_model(
         maxpool_double_buffer: Accepted. Fixed buffers have the size of the largest unit.
         offload_optimizer: Keep main weights, gradients of the step, and so the optimizer's state, in host memory. What
             forward needs first is updated first, and gathered while the step goes on.
-        shard_granularity: What is not divided between ranks: ``"row"`` (of dimension 0), ``"tensor"`` (whole
-            matrices, for optimizers such as Muon), ``"block(N)"`` (of N rows), or ``"element"``.
+        shard_granularity: What is not divided between ranks: ``"row"`` (of dimension 0, unless that would
+            waste too much memory), ``"whole_row"``, ``"tensor"`` (whole matrices, for optimizers such as Muon),
+            ``"block(N)"`` (of N rows), or ``"element"``.
         exchange_gradients: Send gradients in the compute dtype and sum them in ``grad_comm_dtype`` where they arrive:
             half the bytes for bf16, no more rounding. For ranks that are all joined by fast links.
         preserve_fp32_weights: Deprecated: ``MixedPrecisionPolicy(main_params_dtype=torch.float32)``, or None.
@@ -132,7 +133,6 @@ def fully_shard_model(
         overlap_param_gather=overlap_param_gather,
         overlap_grad_reduce=overlap_grad_reduce,
         sync_model_each_microbatch=sync_model_each_microbatch,
-        describe_state_dict=preproc_state_dict_for_dcp_ckpt,
         report_nan_in_grad=report_nan_in_param_grad,
         average_in_collective=average_in_collective,
         calculate_per_token_loss=calculate_per_token_loss,
@@ -203,7 +203,7 @@ def fully_shard_optimizer(
         optimizer: Any optimizer of ``torch.optim`` that updates parameters element by element; with
             ``shard_granularity="tensor"`` also one that looks at whole matrices. State that it has for whole
             parameters is sharded along.
-        preproc_state_dict_for_dcp_ckpt: State dicts tell torch.distributed.checkpoint which parts this rank holds.
+        preproc_state_dict_for_dcp_ckpt: Accepted. State dicts always fit torch.distributed.checkpoint.
 
     Returns:
         The same object. ``step`` synchronizes what is left to synchronize before it updates.
@@ -211,7 +211,7 @@ def fully_shard_optimizer(
     Raises:
         ValueError: No parameter belongs to a sharded model, or there is state of another shape than its parameter.
     """
-    attach_optimizer(optimizer, describe_state=preproc_state_dict_for_dcp_ckpt)
+    attach_optimizer(optimizer)
     return optimizer
 
 
@@ -229,4 +229,4 @@ def fully_shard(
         The wrapped model, and the same optimizer.
     """
     model = fully_shard_model(module, **model_arguments)  # type: ignore[arg-type]
-    return model, fully_shard_optimizer(optimizer, model.fsdp_config.describe_state_dict)
+    return model, fully_shard_optimizer(optimizer)

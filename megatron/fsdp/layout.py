@@ -26,10 +26,12 @@ from typing import NamedTuple
 
 # Elements. A parameter starts at a multiple of 32 bytes in bfloat16, which is what vectorized kernels want.
 ALIGNMENT = 16
-# Rows stay whole while padding is at most this part of the parameters,
+# Rows stay whole while padding is at most this part of the parameters.
 WASTE = 0.01
-# on ranks that own at least this many elements; on others, rounding a shard up to the alignment is all they may waste.
+# On ranks that own less than this many elements it may be more: a few rows of padding cost little memory there, and
+# tensors of whole rows are easier to use.
 SMALL_SHARD = 10_000
+SMALL_WASTE = 0.05
 
 _KINDS = ("row", "tensor", "block", "element")
 # A hundredth of what may be wasted is as good as nothing: the search for a smaller shard ends there.
@@ -84,15 +86,18 @@ def parse_granularity(text: str) -> Granularity:
     """The granularity that a user names.
 
     Args:
-        text: ``row``, ``tensor``, ``element``, or ``block(128)`` with any number of rows from 1 on.
+        text: ``row``, ``tensor``, ``element``, or ``block(128)`` with any number of rows from 1 on; ``whole_row``,
+            which never cuts a row, is ``block(1)``.
 
     Raises:
         ValueError: Anything else.
     """
+    if text.strip() == "whole_row":
+        return block(1)
     match = re.fullmatch(r"(row|tensor|element)|block\((\d*[1-9]\d*)\)", text.strip())
     if match is None:
         raise ValueError(
-            f"granularity: expected row, tensor, element or block(<rows>), as in block(128); got {text!r}."
+            f"granularity: expected row, whole_row, tensor, element or block(<rows>), as in block(128); got {text!r}."
         )
     return Granularity(match[1]) if match[1] else block(int(match[2]))
 
@@ -314,9 +319,8 @@ def allowed_shard(total: int, num_shards: int, alignment: int = ALIGNMENT) -> in
     share = -(-total // num_shards)
     # An alignment finer than the usual one is no reason to waste less.
     rounded = max(_round_up(max(share, 1), a) for a in (alignment, ALIGNMENT))
-    if total < SMALL_SHARD * num_shards:
-        return rounded
-    return max(rounded, (total + math.floor(total * WASTE)) // num_shards)
+    waste = SMALL_WASTE if total < SMALL_SHARD * num_shards else WASTE
+    return max(rounded, (total + math.floor(total * waste)) // num_shards)
 
 
 class _Kind(NamedTuple):

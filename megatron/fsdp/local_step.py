@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.parameter import ParameterEntry
 from megatron.fsdp.parameter_group import ParameterGroup
-from megatron.fsdp.uneven_dtensor import is_sharded, local_part, make_like
+from megatron.fsdp.ragged_dtensor import local_part, make_like
 
 
 def _torch_optimizers(names: str) -> set[type]:
@@ -377,13 +377,3 @@ class LocalStep:
         states = state_dict["state"]
         for key in states:
             states[key] = unshared(states[key])
-
-    def describe_state(self, optimizer: torch.optim.Optimizer, state_dict: dict) -> None:
-        """State-dict post-hook: describe each DTensor's part of the whole, which torch's checkpointing asks for."""
-        # State is numbered in the order in which parameters first occur.
-        order = dict.fromkeys(id(p) for group in optimizer.param_groups for p in group["params"])
-        for number, key in enumerate(order):
-            entry = self._entries.get(key)
-            for value in state_dict["state"].get(number, {}).values():
-                if entry is not None and is_sharded(value):
-                    entry.describe(value)

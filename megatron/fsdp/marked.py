@@ -22,9 +22,9 @@ from megatron.fsdp.megatron_fsdp import MegatronFSDP
 from megatron.fsdp.mesh import FSDPDistributedIndex, default_index
 from megatron.fsdp.optimizer import attach_optimizer, owners, watch_optimizers
 from megatron.fsdp.parameter_group import Environment
-from megatron.fsdp.partition import UnitPart, partition, public_name
+from megatron.fsdp.partition import UnitPart, partition
 from megatron.fsdp.precision import MixedPrecisionPolicy
-from megatron.fsdp.uneven_dtensor import is_sharded, let_gather
+from megatron.fsdp.torch_patches import attach_with
 from megatron.fsdp.unit import Unit
 
 
@@ -173,14 +173,6 @@ class InPlaceEngine(MegatronFSDP):
         """Make main weights the model's parameters, also of units that are gathered."""
         self._schedule.show_main()
 
-    def describe_part(self, part: MarkedModule, state_dict: dict[str, Any], prefix: str) -> None:
-        """Do for the state dict of a part what hooks of the outermost module do for that of the whole."""
-        entries = {id(entry.main): entry for entry in self.entries()}
-        for name, parameter in part.named_parameters(remove_duplicate=False):
-            entry, value = entries.get(id(parameter)), state_dict.get(prefix + public_name(name))
-            if entry is not None and is_sharded(value):
-                entry.describe(let_gather(value))
-
     def forget_pass(self) -> None:
         """Bring all units to rest, and drop gradients that are not in ``.grad`` yet."""
         self._schedule.reset()
@@ -189,16 +181,6 @@ class InPlaceEngine(MegatronFSDP):
 
     def load(self, root: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> Any:
         """Load whole tensors, tensors that are sharded as the model is, and tensors that are sharded evenly."""
-        sharded = {
-            name: (entry, state_dict[name])
-            for entry in self.entries()
-            for name in entry.names
-            if is_sharded(state_dict.get(name))
-        }
-        if sharded:
-            others = self.sharded_otherwise(list(sharded.values()))
-            foreign = [name for name, other in zip(sharded, others, strict=True) if other]
-            state_dict = {**state_dict, **{name: state_dict[name].full_tensor() for name in foreign}}
         return self._load(root, "", state_dict, strict)
 
 
@@ -243,6 +225,7 @@ def _shard(root: MarkedModule) -> None:
         offload_optimizer=mark.offload,
     )
     watch_optimizers(_before_step)
+    attach_with(_attach)
     for module in marked.values():
         _pending.discard(module)
     try:
@@ -313,7 +296,12 @@ _looked_at: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = 
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-    """Make an optimizer of ours update main weights. The hooks that this registers run in the same step."""
+    """Step pre-hook of every optimizer. The hooks that this registers run in the same step."""
+    _attach(optimizer)
+
+
+def _attach(optimizer: torch.optim.Optimizer) -> None:
+    """Make an optimizer of ours update main weights."""
     now = InPlaceEngine.models, len(optimizer.param_groups)
     if _looked_at.get(optimizer) == now:
         return

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from megatron.fsdp import gloo
+from megatron.fsdp import gloo, torch_patches
 from megatron.fsdp.buffer import all_gather, all_reduce
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.deferred import forget
@@ -34,16 +34,15 @@ from megatron.fsdp.partition import (
     check_not_wrapped,
     mark_owner,
     partition,
-    public_name,
     resolve_unit_classes,
     root_modules,
     tensor_parallel_mesh,
 )
 from megatron.fsdp.pool import AllocatorPool, FixedPool
+from megatron.fsdp.ragged_dtensor import local_part
 from megatron.fsdp.schedule import Limits, Schedule
-from megatron.fsdp.state_dict import copy_part, match_keys, own_part, unsharded_state
+from megatron.fsdp.state_dict import check_shape, copy_part, match_keys, own_part, unsharded_state
 from megatron.fsdp.strategy import Sharding
-from megatron.fsdp.uneven_dtensor import is_sharded, let_gather, local_part
 from megatron.fsdp.unit import Unit
 from megatron.fsdp.weak import weak_method
 from megatron.fsdp.weights import WeightBuffer
@@ -91,6 +90,7 @@ class MegatronFSDP(nn.Module):
     ) -> None:
         super().__init__()
         require_process_group()
+        torch_patches.apply()
         self.fsdp_config = config or FSDPConfig()
         self.device = torch.device(device) if device is not None else default_device(module)
         check_not_wrapped(module)
@@ -218,11 +218,8 @@ class MegatronFSDP(nn.Module):
         return unit
 
     def _hook_state_dict(self) -> None:
-        names = {id(module): public_name(f"{name}.")[:-1] for name, module in self.named_modules()}
         for module in (self, *root_modules(self.module)):
             module.register_state_dict_pre_hook(weak_method(self._before_state_dict))
-            after = functools.partial(weak_method(self._after_state_dict), names[id(module)])
-            module.register_state_dict_post_hook(after)
             module.register_load_state_dict_post_hook(weak_method(self._after_load_state_dict))
 
     # Parts -----------------------------------------------------------------------------------------------------
@@ -445,14 +442,6 @@ class MegatronFSDP(nn.Module):
         everyone = torch.tensor(flags, dtype=torch.uint8, device=self.device)
         return everyone, self._stream.run(functools.partial(_all_reduce_max, self._stream, everyone, self._everyone))
 
-    def sharded_otherwise(self, values: Sequence[tuple[ParameterEntry, torch.Tensor]]) -> list[bool]:
-        """For each sharded tensor, whether it is sharded in another way than the parameter it is for.
-
-        A rank may find its part to have the right size where another does not, and all of them have to know. All ranks
-        must call this, with as many tensors.
-        """
-        return self.on_any_rank([local_part(value).shape != local_part(entry.main).shape for entry, value in values])
-
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
         """Multiply the gradients in ``.grad`` in place.
 
@@ -478,17 +467,6 @@ class MegatronFSDP(nn.Module):
 
     def _before_state_dict(self, *unused: Any) -> None:
         self._schedule.show_main()
-
-    def _after_state_dict(self, path: str, module: nn.Module, state_dict: dict, prefix: str, *unused: Any) -> None:
-        """Describe each DTensor's part of the whole tensor, which torch.distributed.checkpoint asks for."""
-        if not self.fsdp_config.describe_state_dict:
-            return
-        for entry in self.entries():
-            for name in entry.names:
-                key = prefix + f"module.{name}"[len(path) + 1 if path else 0 :]
-                value = state_dict.get(key)
-                if is_sharded(value):
-                    entry.describe(let_gather(value))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load main weights and buffers; compute weights follow.
@@ -516,11 +494,13 @@ class MegatronFSDP(nn.Module):
         tied = {name for of_entry in names.values() if any(n in state_dict for n in of_entry) for name in of_entry}
         keys = match_keys({k: v for k, v in wanted.items() if k in state_dict or k not in tied}, state_dict, strict)
         # Nothing is changed before everything is known to fit.
-        parts = {k: own_part(wanted[k], state_dict[k], k) for k in keys if isinstance(wanted[k], ParameterEntry)}
+        for key in keys:
+            if isinstance(wanted[key], ParameterEntry):
+                check_shape(wanted[key], state_dict[key], key)
         for key in keys:
             target = wanted[key]
             if isinstance(target, ParameterEntry):
-                copy_part(target, parts[key])
+                copy_part(target, own_part(target, state_dict[key]))
             elif isinstance(target, nn.Module):
                 target.set_extra_state(state_dict[key])
             else:

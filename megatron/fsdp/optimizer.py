@@ -9,13 +9,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from megatron.fsdp.fresh_state import attach_fresh_state, initialize_state
 from megatron.fsdp.local_step import BY_PARAMETER, LocalStep, closure_of
 from megatron.fsdp.megatron_fsdp import MegatronFSDP
-from megatron.fsdp.parameter import ParameterEntry
 from megatron.fsdp.parameter_group import ParameterGroup
 from megatron.fsdp.partition import OWNER
+from megatron.fsdp.ragged_dtensor import make_like, same_layout
 from megatron.fsdp.state_dict import own_part
-from megatron.fsdp.uneven_dtensor import is_sharded, make_like
+from megatron.fsdp.torch_patches import prepare_with
 from megatron.fsdp.weak import weak_method
 
 
@@ -39,9 +40,7 @@ def watch_optimizers(hook: Callable[[torch.optim.Optimizer, tuple, dict], None])
     register_optimizer_step_pre_hook(hook)
 
 
-def attach_optimizer(
-    optimizer: torch.optim.Optimizer, describe_state: bool = True, needs_gradient: bool = True
-) -> None:
+def attach_optimizer(optimizer: torch.optim.Optimizer, needs_gradient: bool = True) -> None:
     """Replace the optimizer's parameters by the main weights of the models they belong to, and hook its step.
 
     Parameter groups and their options stay as they are; state for whole parameters (some optimizers create it when
@@ -51,7 +50,6 @@ def attach_optimizer(
 
     Args:
         optimizer: The optimizer.
-        describe_state: Its state dicts tell torch.distributed.checkpoint which parts this rank holds.
         needs_gradient: A step that finds no gradient at all is an error, and not nothing.
 
     Raises:
@@ -77,12 +75,12 @@ def attach_optimizer(
         if first is not None:
             optimizer.register_step_pre_hook(first)
         optimizer.register_step_post_hook(_After(model, first))
-    if describe_state:
-        optimizer.register_state_dict_post_hook(local.describe_state)
     for model in models:
         reshard = _Reshard(model)
         reshard(optimizer)
         optimizer.register_load_state_dict_post_hook(reshard)
+    attach_fresh_state(optimizer)
+    prepare_with(initialize_state)
 
 
 def _detach(optimizer: torch.optim.Optimizer) -> None:
@@ -170,22 +168,13 @@ class _Reshard:
         model = self._model()
         if model is None:
             return
-        sharded: list[tuple[ParameterEntry, dict, str]] = []
         for entry in model.entries():
             state = optimizer.state.get(entry.main, {})
             for key, value in state.items():
                 if not isinstance(value, torch.Tensor) or not value.dim() or value.shape != entry.main.shape:
                     continue
-                if is_sharded(value):
-                    sharded.append((entry, state, key))
-                elif not isinstance(value, DTensor):
-                    state[key] = make_like(own_part(entry, value, key).clone(), entry.main)
-        if not sharded:
-            return
-        others = model.sharded_otherwise([(entry, state[key]) for entry, state, key in sharded])
-        for (entry, state, key), other in zip(sharded, others, strict=True):
-            if other:
-                state[key] = make_like(own_part(entry, state[key].full_tensor(), key).clone(), entry.main)
+                if not isinstance(value, DTensor) or not same_layout(value, entry.main):  # type: ignore[arg-type]
+                    state[key] = make_like(own_part(entry, value).clone(), entry.main)
 
 
 class _FirstUnits:

@@ -1,6 +1,5 @@
 """One parameter of the model: what forward and backward read, what the optimizer updates, where it is registered."""
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -13,7 +12,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import Placement, Shard
 
 from megatron.fsdp.layout import Piece
-from megatron.fsdp.uneven_dtensor import describe_part, local_part, make_dtensor
+from megatron.fsdp.ragged_dtensor import local_part, make_dtensor
 
 # Set on a parameter that is a plain tensor, this rank's part of one that is divided over a tensor-parallel mesh: a pair
 # of that mesh and its placements. Megatron-Core's layers have such parameters.
@@ -127,20 +126,11 @@ class ParameterEntry:
         mesh, placements = self.tensor_parallel
         return tuple(compute_local_shape_and_global_offset(self.shape, mesh, placements)[1])
 
-    def describe(self, tensor: DTensor) -> None:
-        """Tell torch.distributed.checkpoint which part of the parameter, or of a tensor like it, this rank holds."""
-        describe_part(tensor, self.piece.start, self.piece.stop, self.local_shape, self.offset, self._blocks)
-
     @property
-    def _blocks(self) -> list[tuple[int, int]] | None:
-        """Blocks of rows of this rank's tensor-parallel part that lie apart in the whole parameter, if any."""
-        sections: tuple[int, ...] | None = getattr(self.compute, SECTIONS, None)
-        if sections is None:
-            return None
-        rows = self.local_shape[0]
-        ranks, rank = self.shape[0] // rows, self.offset[0] // rows
-        firsts = itertools.accumulate((ranks * section for section in sections), initial=0)
-        return [(section, first + rank * section) for section, first in zip(sections, firsts, strict=False)]
+    def sections(self) -> tuple[int, ...] | None:
+        """How many rows of each kind this tensor-parallel rank has, if the rows are of several kinds."""
+        marked: tuple[int, ...] | None = getattr(self.compute, SECTIONS, None)
+        return marked
 
     def point_to(self, memory: torch.Tensor) -> None:
         """Make the compute weight a view of ``memory``, which has its local shape."""

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement
 
 from megatron.fsdp.buffer import part_view
 from megatron.fsdp.device import Handle, Stream
@@ -18,8 +18,9 @@ from megatron.fsdp.ownership import shards_of
 from megatron.fsdp.parameter import ParameterEntry
 from megatron.fsdp.pool import Pool
 from megatron.fsdp.precision import MixedPrecisionPolicy
+from megatron.fsdp.ragged import RaggedShard, SectionedShard
+from megatron.fsdp.ragged_dtensor import local_part, make_dtensor, make_like
 from megatron.fsdp.strategy import UNSHARDED, Sharding
-from megatron.fsdp.uneven_dtensor import let_gather, local_part, make_dtensor, make_like
 from megatron.fsdp.weak import weak_method
 from megatron.fsdp.weights import WeightBuffer
 
@@ -135,7 +136,6 @@ class ParameterGroup:
             entry.piece = self._piece(i)
             local = self._local(self.weights.main, entry.piece)
             entry.main = nn.Parameter(self._distribute(local, i), requires_grad=self.requires_grad)
-            let_gather(entry.main)
             # Frameworks mark parameters with attributes, and read them from whichever the optimizer holds.
             for name, value in vars(entry.compute).items():
                 if not callable(value):
@@ -156,7 +156,12 @@ class ParameterGroup:
         """The main weight of parameter ``i`` as a DTensor, which tensors like it are made after."""
         mesh: DeviceMesh = self.axes.mesh
         axes = [self.sharding.inner] if self.axes.outer is None else [self.sharding.outer, self.sharding.inner]
-        placements: list[Placement] = [Shard(0) if axis.shards_optimizer else Replicate() for axis in axes]
+        placements: list[Placement] = []
+        stride = 1
+        # The inner axis divides the buffer, and the outer one each inner rank's part: outer neighbours lie together.
+        for number, axis in enumerate(axes):
+            placements.append(RaggedShard.of(self.layout, i, stride) if axis.shards_optimizer else Replicate())
+            stride *= mesh.size(number) if axis.shards_optimizer else 1
         entry, tp_mesh = self.entries[i], self._env.tp_mesh
         if tp_mesh is not None:
             # Also what is no DTensor, so that all main weights have one mesh, as clipping expects.
@@ -167,10 +172,7 @@ class ParameterGroup:
                 tp_mesh = self._env.index.tensor_parallel_mesh(expert)
             mesh = self._env.index.with_tensor_parallel(mesh, tp_mesh, entry.name, expert)
             tp_placements = [Replicate()] if entry.tensor_parallel is None else entry.tensor_parallel[1]
-            if tp_placements[0].is_shard(0):
-                # The data-parallel ranks divide what the tensor-parallel ranks have divided already.
-                placements = [_StridedShard(0, split_factor=tp_mesh.size()) if p.is_shard() else p for p in placements]
-            placements += tp_placements
+            placements += tp_placements if entry.sections is None else [SectionedShard(entry.sections)]
         return make_dtensor(local, mesh, entry.shape, placements)
 
     def shard(self, i: int, tensor: torch.Tensor) -> torch.Tensor:

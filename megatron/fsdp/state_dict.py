@@ -8,33 +8,28 @@ from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.parameter import ParameterEntry
 from megatron.fsdp.partition import public_name
-from megatron.fsdp.uneven_dtensor import is_sharded, local_part
+from megatron.fsdp.ragged import part_of
+from megatron.fsdp.ragged_dtensor import is_sharded, local_part, reduced, same_layout
 
 
-def own_part(entry: ParameterEntry, value: torch.Tensor, key: str) -> torch.Tensor:
-    """This rank's part of a parameter's value, without copying it.
+def check_shape(entry: ParameterEntry, value: torch.Tensor, key: str) -> None:
+    """Raise ValueError if ``value``, which messages call ``key``, has another shape than the parameter."""
+    if value.shape != entry.main.shape:
+        raise ValueError(f"{key}: expected shape {tuple(entry.main.shape)}; got {tuple(value.shape)}.")
+
+
+def own_part(entry: ParameterEntry, value: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a parameter's value, in the shape of its main weight's local tensor.
 
     Args:
         entry: The parameter.
-        value: The whole tensor, on any device and in any dtype, or a DTensor sharded as the parameter is.
-        key: Name of the value, for messages.
-
-    Raises:
-        ValueError: The shape differs.
+        value: The whole tensor on any device, or a DTensor. One that is sharded in another way than the parameter is
+            gathered: all ranks must call this then.
     """
-    local = local_part(entry.main)
-    if value.shape != entry.main.shape:
-        raise ValueError(f"{key}: expected shape {tuple(entry.main.shape)}; got {tuple(value.shape)}.")
-    if not is_sharded(value):
-        value = local_part(value) if isinstance(value, DTensor) else value
-        if entry.tensor_parallel is not None:
-            begin, size = entry.offset, entry.local_shape
-            value = value[tuple(slice(b, b + n) for b, n in zip(begin, size, strict=True))]
-        return value.reshape(-1)[entry.piece.start : entry.piece.stop].view(local.shape)
-    part = local_part(value)
-    if part.shape != local.shape:
-        raise ValueError(f"{key}: expected a part of shape {tuple(local.shape)} on this rank; got {tuple(part.shape)}.")
-    return part
+    main: DTensor = entry.main  # type: ignore[assignment]  # a Parameter that is a DTensor
+    if is_sharded(value) and same_layout(value, main):
+        return local_part(value)
+    return part_of(main._spec).of(reduced(value))
 
 
 def copy_part(entry: ParameterEntry, part: torch.Tensor) -> None:

@@ -1,227 +1,224 @@
-"""DTensors whose shards have sizes of their own: a rank's part is what the layout gives it, not an even chunk."""
+"""The functions for uneven DTensors that scripts written for NVIDIA's Megatron-FSDP call, under its names.
 
-import copy
-import functools
-import math
-import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, TypeGuard
+Our own tensors (:class:`~megatron.fsdp.ragged_dtensor.RaggedDTensor`) know their layout, so most of this has nothing to
+exchange between ranks. A DTensor of another origin with ``Shard(dim)`` placements may have local parts of any size too:
+each rank says how much it has.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import TensorMeta
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import DTensor, Replicate
 
-from megatron.fsdp.buffer import stride_of
 from megatron.fsdp.gloo import settling
-from megatron.fsdp.layout import boxes
+from megatron.fsdp.ragged import RaggedShard, contiguous_stride, part_of
+from megatron.fsdp.ragged_dtensor import (
+    RaggedDTensor,
+    make_dtensor,
+    narrow_rows,
+)
+from megatron.fsdp.whole import gather_whole, lengths_on_ranks, sharded_axes
 
 
-def make_dtensor(
-    local: torch.Tensor, mesh: DeviceMesh, shape: tuple[int, ...], placements: Sequence[Placement]
-) -> DTensor:
-    """A DTensor whose local tensor is ``local`` itself.
-
-    Args:
-        local: This rank's part, possibly empty.
-        mesh: Mesh it is distributed over.
-        shape: Shape of the whole tensor.
-        placements: One per axis of the mesh. ``Shard(0)`` stands for as many rows per rank as each has.
-    """
-    dtensor = DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride_of(tuple(shape))
-    )
-    return let_gather(dtensor)
-
-
-def let_gather[T: torch.Tensor](dtensor: T) -> T:
-    """Make three methods of this very object right for parts of any size: torch's own expect even ones.
-
-    ``full_tensor()`` and ``redistribute()`` to replicas gather them, as checkpoints of whole tensors do, and
-    ``copy.deepcopy`` copies them.
-    """
-    if is_sharded(dtensor):
-        methods = _Uneven(dtensor)
-        dtensor.full_tensor = methods.full_tensor  # type: ignore[method-assign]
-        dtensor.redistribute = methods.redistribute  # type: ignore[method-assign, assignment]
-        dtensor.__deepcopy__ = methods.deepcopy  # type: ignore[method-assign]
-    return dtensor
-
-
-class _Uneven:
-    """What :func:`let_gather` puts in place of methods of a DTensor, which it does not keep."""
-
-    def __init__(self, dtensor: DTensor) -> None:
-        self._reference: Callable[[], DTensor | None] = weakref.ref(dtensor)
-
-    def __reduce__(self) -> tuple:
-        # The memory of what is unpickled is not known here.
-        return object.__new__, (_Uneven,), {"_reference": None}
-
-    @property
-    def _dtensor(self) -> DTensor:
-        dtensor = self._reference() if self._reference is not None else None
-        if dtensor is None:
-            raise NotImplementedError("An unpickled DTensor does not know its parts; load it into a model first.")
-        return dtensor
-
-    def full_tensor(self, *, grad_placements: object = None) -> torch.Tensor:
-        """The whole tensor, on every rank of the mesh, all of which must call this. Not differentiable."""
-        return gather_whole(self._dtensor)
-
-    def redistribute(self, device_mesh: object = None, placements: Sequence[Placement] = (), **options: Any) -> DTensor:
-        """The whole tensor as a DTensor that is replicated over the mesh."""
-        dtensor = self._dtensor
-        if len(placements) != len(dtensor.placements) or not all(p.is_replicate() for p in placements):
-            raise NotImplementedError(f"redistribute: only Replicate() on every axis is supported; got {placements}.")
-        return DTensor.from_local(self.full_tensor(), dtensor.device_mesh, placements, run_check=False)
-
-    def deepcopy(self, memo: dict) -> torch.Tensor:
-        """A DTensor, or Parameter, like this one, with memory of its own."""
-        dtensor = self._dtensor
-        copied = make_like(local_part(dtensor).detach().clone(), dtensor)
-        if isinstance(dtensor, nn.Parameter):
-            return let_gather(nn.Parameter(copied, requires_grad=dtensor.requires_grad))
-        return copied.requires_grad_(dtensor.requires_grad)
-
-
-def gather_whole(dtensor: DTensor) -> torch.Tensor:
-    """The tensor whose parts ranks hold, in rank order along each axis that it is sharded over. A collective."""
-    mesh, shape = dtensor.device_mesh, tuple(dtensor.shape)
-    whole = local_part(dtensor).detach().to(mesh.device_type)
-    for axis, placement in enumerate(dtensor.placements):
-        if not placement.is_replicate():
-            dim = placement.dim  # type: ignore[attr-defined]
-            others = math.prod(n for d, n in enumerate(shape) if d != dim)
-            size = whole.numel() // others if others else shape[dim]
-            whole = whole.reshape(*shape[:dim], size, *shape[dim + 1 :]) if dim else whole.reshape(-1)
-            whole = torch.cat(_gather_parts(whole, dim, mesh.get_group(axis)), dim)
-    return whole.reshape(shape)
-
-
-def _gather_parts(part: torch.Tensor, dim: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """Every rank's part, in rank order; they differ in size along ``dim``."""
-    sizes = [torch.zeros(1, dtype=torch.int64, device=part.device) for _ in range(group.size())]
-    mine = torch.tensor([part.shape[dim]], dtype=torch.int64, device=part.device)
-    with settling(group, mine, *sizes):
-        dist.all_gather(sizes, mine, group=group)
-    lengths = [int(size) for size in sizes]
-    shape = (*part.shape[:dim], max(lengths), *part.shape[dim + 1 :])
-    padded = part.new_zeros(shape)
-    padded.narrow(dim, 0, part.shape[dim]).copy_(part)
-    parts = [torch.empty_like(padded) for _ in lengths]
-    with settling(group, padded, *parts):
-        dist.all_gather(parts, padded, group=group)
-    return [p.narrow(dim, 0, length) for p, length in zip(parts, lengths, strict=True)]
-
-
-def is_sharded(value: object) -> TypeGuard[DTensor]:
-    """True for a DTensor of which this rank may hold a part only."""
-    return isinstance(value, DTensor) and not all(placement.is_replicate() for placement in value.placements)
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor: the very tensor, which ``to_local`` would make a view of for autograd.
+def gather_and_compute_chunk_metadata(dtensor: DTensor) -> ChunkStorageMetadata:
+    """Offsets and sizes of this rank's part within the whole tensor. A collective for tensors that are not ours.
 
     Raises:
-        TypeError: ``tensor`` is no DTensor.
+        ValueError: The part is no box, because it begins or ends inside a row: only for ``RaggedDTensor``, of which
+            ``__create_chunk_list__()`` lists the boxes.
     """
-    if not isinstance(tensor, DTensor):
-        raise TypeError(f"expected a DTensor; got {type(tensor).__name__}.")
-    return tensor._local_tensor
+    if isinstance(dtensor, RaggedDTensor):
+        part = part_of(dtensor._spec)
+        boxes = part.boxes()
+        if not boxes:
+            row = part.start // max(1, _row(part.shape))
+            return ChunkStorageMetadata(torch.Size((row, *part.offset[1:])), torch.Size((0, *part.shape[1:])))
+        if len(boxes) > 1:
+            raise ValueError(f"This rank's part is {len(boxes)} boxes, not one; __create_chunk_list__() lists them.")
+        return ChunkStorageMetadata(torch.Size(boxes[0].offsets), torch.Size(boxes[0].sizes))
+    offsets, sizes = [0] * dtensor.dim(), list(dtensor._local_tensor.shape)
+    for axis, dim in sharded_axes(dtensor):
+        group = dtensor.device_mesh.get_group(axis)
+        lengths = lengths_on_ranks(sizes[dim], group, dtensor.device_mesh.device_type)
+        offsets[dim] += sum(lengths[: group.rank()])
+        sizes[dim] = sum(lengths)
+    return ChunkStorageMetadata(torch.Size(offsets), dtensor._local_tensor.shape)
 
 
-def make_like(local: torch.Tensor, other: torch.Tensor) -> DTensor:
-    """A DTensor with local tensor ``local``, distributed as the DTensor ``other`` is. Not differentiable.
+def _row(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape[1:]).numel()
 
-    What describes a DTensor can be shared, which spares a step most of the time that making gradients takes.
+
+def update_uneven_dtensor_chunk_metadata(dtensor: DTensor) -> None:
+    """Make torch.distributed.checkpoint save and load a DTensor by what each rank really has of it.
+
+    Our own tensors do that by themselves, and are left as they are.
     """
-    assert isinstance(other, DTensor)
-    spec = other._spec
-    if local.dtype != other.dtype:
-        assert spec.tensor_meta is not None
-        meta = TensorMeta(spec.tensor_meta.shape, spec.tensor_meta.stride, local.dtype)
-        spec = copy.copy(spec)
-        spec.tensor_meta = meta
-    return let_gather(DTensor(local, spec, requires_grad=False))
+    if isinstance(dtensor, RaggedDTensor):
+        return
+    chunk = gather_and_compute_chunk_metadata(dtensor)
+
+    def write_items(fqn: str, tensor: DTensor) -> list[WriteItem]:
+        if not chunk.sizes.numel():
+            return []
+        data = TensorWriteData(chunk, TensorProperties.create_from_tensor(tensor._local_tensor), tensor.size())
+        return [WriteItem(index=MetadataIndex(fqn, chunk.offsets), type=WriteItemType.SHARD, tensor_data=data)]
+
+    local: Any = dtensor._local_tensor
+    local.__create_chunk_list__ = lambda: [chunk]
+    local.__create_write_items__ = write_items
 
 
-def describe_part(
+def validate_uneven_dtensor(dtensor: DTensor) -> None:
+    """Check that the parts of all ranks lie within the tensor and cover it. A collective.
+
+    Raises:
+        ValueError: They do not.
+    """
+    chunks = dtensor.__create_chunk_list__() if isinstance(dtensor, RaggedDTensor) else None
+    if chunks is None:
+        chunks = [gather_and_compute_chunk_metadata(dtensor)]
+    inside = all(
+        0 <= offset and offset + size <= whole
+        for chunk in chunks
+        for offset, size, whole in zip(chunk.offsets, chunk.sizes, dtensor.shape, strict=True)
+    )
+    covered = torch.tensor(
+        [float(sum(chunk.sizes.numel() for chunk in chunks)), float(not inside)],
+        dtype=torch.float64,
+        device=dtensor.device_mesh.device_type,
+    )
+    for axis, placement in enumerate(dtensor._spec.placements):
+        if not isinstance(placement, Replicate):
+            group = dtensor.device_mesh.get_group(axis)
+            with settling(group, covered):
+                dist.all_reduce(covered, group=group)
+    if covered[1] or covered[0] != dtensor.numel():
+        raise ValueError(
+            f"Uneven DTensor of shape {tuple(dtensor.shape)}: ranks hold {int(covered[0])} of {dtensor.numel()} "
+            f"elements; this rank has {[(tuple(c.offsets), tuple(c.sizes)) for c in chunks]}."
+        )
+
+
+def filter_unflattened_state_dict(
+    state_dict: dict, key_chain: list | None = None, visit_condition: Callable[[Any], bool] = lambda value: False
+) -> list[list]:
+    """Paths, as lists of keys, to the values of nested dicts that fulfil ``visit_condition``."""
+    found: list[list] = []
+    for key, value in state_dict.items():
+        path = [*(key_chain or []), key]
+        if isinstance(value, dict):
+            found += filter_unflattened_state_dict(value, path, visit_condition)
+        elif visit_condition(value):
+            found.append(path)
+    return found
+
+
+def get_unflattened_state_dict(state_dict: dict, key_chain: list | None = None) -> Any:
+    """The value at a path of keys in nested dicts.
+
+    Raises:
+        KeyError: There is none.
+    """
+    value: Any = state_dict
+    for key in key_chain or []:
+        if not isinstance(value, dict) or key not in value:
+            raise KeyError(f"{key_chain}: not found in the state dict.")
+        value = value[key]
+    return value
+
+
+def preprocess_state_dict_for_uneven_dtensor(state_dict: dict) -> dict:
+    """Apply :func:`update_uneven_dtensor_chunk_metadata` to every DTensor in nested dicts; return the same dict."""
+    for path in sorted(filter_unflattened_state_dict(state_dict, None, lambda v: isinstance(v, DTensor)), key=str):
+        update_uneven_dtensor_chunk_metadata(get_unflattened_state_dict(state_dict, path))
+    return state_dict
+
+
+def uneven_dtensor_to_full_tensor(dtensor: DTensor) -> torch.Tensor:
+    """The whole tensor on every rank. A collective.
+
+    Raises:
+        TypeError: ``dtensor`` is no DTensor.
+    """
+    if not isinstance(dtensor, DTensor):
+        raise TypeError(f"expected a DTensor; got {type(dtensor).__name__}.")
+    return gather_whole(dtensor)
+
+
+def redistribute_uneven_dtensor_to_replicated(dtensor: DTensor) -> DTensor:
+    """The whole tensor as a DTensor that is replicated over the same mesh. A collective."""
+    whole = uneven_dtensor_to_full_tensor(dtensor)
+    replicated = [Replicate() for _ in dtensor._spec.placements]
+    return DTensor.from_local(whole, dtensor.device_mesh, replicated, run_check=False)
+
+
+def gather_uneven_dtensor_to_full_tensor(dtensor: DTensor) -> DTensor:
+    """An older name of :func:`redistribute_uneven_dtensor_to_replicated`."""
+    return redistribute_uneven_dtensor_to_replicated(dtensor)
+
+
+def split_dtensor(
     dtensor: DTensor,
-    start: int,
-    stop: int,
-    shape: tuple[int, ...] | None = None,
-    offset: tuple[int, ...] | None = None,
-    blocks: Sequence[tuple[int, int]] | None = None,
-) -> None:
-    """Tell torch.distributed.checkpoint which part of the whole tensor this rank holds; no communication.
-
-    DCP asks the local tensor for its chunks before it assumes that a ``Shard(0)`` is an even one. A part that begins or
-    ends inside a row is described as the boxes that cover it.
+    split_size_or_sections: int | list[int],
+    dim: int = 0,
+    update_uneven_dtensor_chunk_meta: bool = False,
+) -> Iterator[DTensor]:
+    """Split a DTensor along a dimension into DTensors on the same memory; nothing is gathered.
 
     Args:
-        dtensor: Tensor to describe. Only its local tensor object carries the description.
-        start: First element of the part, counted within a flattened tensor of ``shape``.
-        stop: One past the last element; an empty part writes and reads nothing.
-        shape: Shape of what the rank computes with, None: of the whole tensor. A tensor-parallel rank computes with
-            a part of the whole.
-        offset: Where that begins in the whole tensor; None: at its beginning.
-        blocks: Rows that the rank computes with, as blocks that lie apart in the whole tensor: how many there are in
-            each, and the first one's number in the whole. None: they are one block, at ``offset``.
+        dtensor: The tensor.
+        split_size_or_sections: Size of each piece, the last of which may be smaller; or a list of sizes.
+        dim: Dimension to split.
+        update_uneven_dtensor_chunk_meta: Prepare pieces of a tensor that is not ours for checkpoints.
+
+    Raises:
+        ValueError: A row of the tensor is cut, and ``dim`` is not 0.
     """
-    shape = tuple(dtensor.shape) if shape is None else shape
-    offset = (0,) * len(shape) if offset is None else offset
-    chunks: list[ChunkStorageMetadata] = []
-    if blocks is None:
-        _add_chunks(chunks, shape, start, stop, offset)
-    first = 0
-    for rows, row in blocks or ():
-        numel = rows * math.prod(shape[1:])
-        begin, end = (min(max(at - first, 0), numel) for at in (start, stop))
-        _add_chunks(chunks, (rows, *shape[1:]), begin, end, (row, *offset[1:]))
-        first += numel
-    local = local_part(dtensor)
-    local.__create_chunk_list__ = lambda: list(chunks)  # type: ignore[attr-defined]
-    local.__create_write_items__ = functools.partial(_write_items, chunks)  # type: ignore[attr-defined]
-    local.__get_tensor_shard__ = functools.partial(_chunk_data, weakref.ref(local), chunks)  # type: ignore[attr-defined]
-
-
-def _add_chunks(
-    chunks: list[ChunkStorageMetadata], shape: tuple[int, ...], start: int, stop: int, offset: tuple[int, ...]
-) -> None:
-    for box in boxes(shape, start, stop):
-        place = torch.Size(o + b for o, b in zip(offset, box.offsets, strict=True))
-        chunks.append(ChunkStorageMetadata(place, torch.Size(box.sizes)))
-
-
-def _write_items(chunks: list[ChunkStorageMetadata], fqn: str, tensor: torch.Tensor) -> list[WriteItem]:
-    local = local_part(tensor)
-    properties = TensorProperties.create_from_tensor(local)
-    return [
-        WriteItem(
-            index=MetadataIndex(fqn, chunk.offsets),
-            type=WriteItemType.SHARD,
-            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=tensor.size()),
+    dim, size = dim % dtensor.dim(), dtensor.shape[dim % dtensor.dim()]
+    if isinstance(split_size_or_sections, int):
+        ends = [*range(split_size_or_sections, size, split_size_or_sections), size]
+    else:
+        ends = list(itertools.accumulate(split_size_or_sections))
+    for start, stop in itertools.pairwise([0, *ends]):
+        shape = (*dtensor.shape[:dim], stop - start, *dtensor.shape[dim + 1 :])
+        if isinstance(dtensor, RaggedDTensor):
+            yield _split_ragged(dtensor, start, stop, dim, shape)
+            continue
+        chunk = gather_and_compute_chunk_metadata(dtensor)
+        first = chunk.offsets[dim]
+        begin, end = (min(max(at - first, 0), chunk.sizes[dim]) for at in (start, stop))
+        piece = DTensor.from_local(
+            dtensor._local_tensor.narrow(dim, begin, end - begin),
+            dtensor.device_mesh,
+            dtensor.placements,
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=contiguous_stride(shape),
         )
-        for chunk in chunks
-    ]
+        if update_uneven_dtensor_chunk_meta:
+            update_uneven_dtensor_chunk_metadata(piece)
+        yield piece
 
 
-def _chunk_data(
-    local: weakref.ref[torch.Tensor], chunks: list[ChunkStorageMetadata], index: MetadataIndex
-) -> torch.Tensor:
-    """The elements of one chunk, in its shape, as a view of the local tensor. Chunks lie in it one after the other."""
-    tensor = local()
-    assert tensor is not None, "who asks for a chunk holds the tensor"
-    begin = 0
-    for chunk in chunks:
-        numel = chunk.sizes.numel()
-        if index.offset is None or chunk.offsets == torch.Size(index.offset):
-            return tensor.detach().reshape(-1)[begin : begin + numel].view(chunk.sizes)
-        begin += numel
-    raise ValueError(f"{index.fqn}: expected the offset of a chunk of this rank; got {index.offset}.")
+def _split_ragged(dtensor: RaggedDTensor, start: int, stop: int, dim: int, shape: tuple[int, ...]) -> DTensor:
+    part, spec = part_of(dtensor._spec), dtensor._spec
+    if part.shape != tuple(dtensor.shape):
+        raise NotImplementedError("split_dtensor of a tensor that is tensor-parallel, too: gather it, or split before.")
+    row = max(_row(part.shape), 1)
+    if dim == 0:
+        return narrow_rows(dtensor, start * row, stop * row, shape)
+    local = dtensor._local_tensor
+    if local.dim() != dtensor.dim() or any(cut % row for p in _ragged(spec) for cut in p.cuts):
+        raise ValueError("split_dtensor: a row of the tensor is divided between ranks. Split along dimension 0.")
+    placements = [p.scaled(row, max(_row(shape), 1)) if isinstance(p, RaggedShard) else p for p in spec.placements]
+    return make_dtensor(local.narrow(dim, start, stop - start), spec.mesh, shape, placements)
+
+
+def _ragged(spec: Any) -> list[RaggedShard]:
+    return [placement for placement in spec.placements if isinstance(placement, RaggedShard)]

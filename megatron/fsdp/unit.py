@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from megatron.fsdp.journal import JOURNAL, explaining
 from megatron.fsdp.parameter_group import ParameterGroup
 from megatron.fsdp.pool import Slot
-from megatron.fsdp.uneven_dtensor import local_part
+from megatron.fsdp.ragged_dtensor import local_part
 from megatron.fsdp.weak import eager, weak_method
 
 logger = logging.getLogger(__name__)

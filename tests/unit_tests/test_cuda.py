@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megatron.fsdp import device
-from megatron.fsdp.uneven_dtensor import local_part
+from megatron.fsdp.ragged_dtensor import local_part
 from megatron_fsdp import MegatronFSDP, fully_shard
 from tests.models import FP32_GRADS, STRATEGIES, Block, TinyModel, adamw, batches, loss_of, main_weights
 from tests.ranks import RankPool

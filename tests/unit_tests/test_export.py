@@ -41,7 +41,7 @@ def _write(folder: str, strategy: str, tied: bool, dtype: torch.dtype | None, la
     sharded(tokens, labels=tokens).loss.backward()
     optimizer.step()
     save_safetensors(sharded, folder, dtype, largest)
-    from megatron.fsdp.uneven_dtensor import gather_whole
+    from megatron.fsdp.whole import gather_whole
 
     return {entry.name: gather_whole(entry.main).cpu() for entry in sharded.entries()}
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from megatron.fsdp.uneven_dtensor import local_part
+from megatron.fsdp.ragged_dtensor import local_part
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model, fully_shard_optimizer
 from tests.models import (
     STRATEGIES,
@@ -163,7 +163,7 @@ def test_muon_sees_whole_matrices(ranks: RankPool, strategy: str, world_size: in
 
 
 def _wrong() -> None:
-    with pytest.raises(ValueError, match=r"expected row, tensor, element or block\(<rows>\)"):
+    with pytest.raises(ValueError, match=r"expected row, whole_row, tensor, element or block\(<rows>\)"):
         fully_shard_model(TinyModel(), shard_granularity="rows")
 
 

@@ -11,7 +11,7 @@ from torch.amp import GradScaler
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.utils import clip_grad_norm_
 
-from megatron.fsdp.uneven_dtensor import local_part
+from megatron.fsdp.ragged_dtensor import local_part
 from megatron_fsdp import fully_shard
 from tests.models import (
     DEVICE,

@@ -28,8 +28,8 @@ from megatron.fsdp.names import bare_name
 from megatron.fsdp.optimizer import owners, watch_optimizers
 from megatron.fsdp.partition import UnitClasses
 from megatron.fsdp.precision import MixedPrecisionPolicy
+from megatron.fsdp.ragged_dtensor import local_part
 from megatron.fsdp.state_dict import unsharded_state
-from megatron.fsdp.uneven_dtensor import local_part
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -20,7 +19,7 @@ from megatron.fsdp.mcore.adapter import ShardedModule
 from megatron.fsdp.mcore.layouts import EMBEDDING, TIED_OUTPUT, described, global_name, layouts
 from megatron.fsdp.names import bare_name
 from megatron.fsdp.parameter import ParameterEntry
-from megatron.fsdp.uneven_dtensor import describe_part, is_sharded, local_part, make_dtensor
+from megatron.fsdp.ragged_dtensor import narrow_rows
 
 # Where a checkpoint says what rows of fused parameters are.
 LAYOUTS_KEY = "layouts"
@@ -214,29 +213,11 @@ def _on_tensors(value: Any, entry: ParameterEntry, half: int | None) -> Any:
         return {k: _on_tensors(v, entry, half) for k, v in value.items()}
     if not isinstance(value, DTensor):
         return value
-    if half is not None:
-        return _half(value, entry, half)
-    if is_sharded(value):
-        entry.describe(value)
-    return value
+    return value if half is None else _half(value, entry, half)
 
 
 def _half(tensor: DTensor, entry: ParameterEntry, half: int) -> DTensor:
     """The first or second half of a tensor's rows, as a DTensor on the same memory."""
-    shape = (tensor.shape[0] // 2, *tensor.shape[1:])
     # A tensor-parallel rank has rows of both halves, the first half's first.
-    mine = (entry.local_shape[0] // 2, *entry.local_shape[1:])
-    numel, piece = math.prod(mine), entry.piece
-    first = half * numel
-    # This rank's part of the half, counted within the flattened half.
-    start = min(max(piece.start - first, 0), numel)
-    stop = min(max(piece.stop - first, start), numel)
-    begin = max(first - piece.start, 0)
-    local: torch.Tensor = local_part(tensor).reshape(-1)[begin : begin + stop - start]
-    if piece.whole_rows:
-        local = local.view(-1, *mine[1:])
-    part = make_dtensor(local, tensor.device_mesh, shape, tensor.placements)
-    if is_sharded(part):
-        offset = (entry.offset[0] // 2, *entry.offset[1:])
-        describe_part(part, start, stop, mine, offset)
-    return part
+    numel = math.prod(entry.local_shape) // 2
+    return narrow_rows(tensor, half * numel, (half + 1) * numel, (tensor.shape[0] // 2, *tensor.shape[1:]))

@@ -28,7 +28,7 @@ from megatron.fsdp.mcore.checkpoint import (
     optimizer_names,
     preprocess_fsdp_dtensor_state_dict,
 )
-from megatron.fsdp.uneven_dtensor import local_part
+from megatron.fsdp.ragged_dtensor import local_part
 
 logger = logging.getLogger(__name__)
 

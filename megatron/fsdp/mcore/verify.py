@@ -159,7 +159,7 @@ def _key(chunk: int, name: str) -> str:
 
 def _gathered(chunk: Any, choose: Callable[[nn.Parameter], Any]) -> Iterator[tuple[Any, torch.Tensor]]:
     """Every parameter, and the whole of what ``choose`` takes of it, gathered over the data-parallel ranks."""
-    from megatron.fsdp.uneven_dtensor import local_part
+    from megatron.fsdp.ragged_dtensor import local_part
 
     for group in chunk.module.groups:
         axis = group.axes.everyone

@@ -1,0 +1,317 @@
+"""Resuming in new processes by the usual recipes, state before the first step, and torch's own state functions."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from megatron.fsdp import compat, torch_patches
+from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
+from tests.models import OPTIMIZERS, STRATEGIES, Block, TinyModel, adamw, batches, device, loss_of, main_weights
+from tests.ranks import DEVICE, RankPool
+
+KINDS = (*STRATEGIES, "hsdp", "hybrid", "in place")
+
+
+def _model(kind: str, make: Callable[..., torch.optim.Optimizer], seed: int) -> tuple[Any, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = TinyModel(tied=True).to(device())
+    if kind == "in place":
+        for block in model.blocks:
+            compat.fully_shard(block)
+        compat.fully_shard(model)
+        return model, make(model.parameters())
+    more: dict[str, Any] = {"zero_dp_strategy": kind}
+    if kind in ("hsdp", "hybrid"):
+        mesh = init_device_mesh(DEVICE, (2, dist.get_world_size() // 2), mesh_dim_names=("outer", "inner"))
+        more = {
+            "device_mesh": mesh,
+            "dp_shard_dim": "inner",
+            "dp_outer_dim": "outer",
+            "outer_dp_sharding_strategy": "no_shard" if kind == "hsdp" else "optim",
+        }
+    return fully_shard(model, make(model.parameters()), fsdp_unit_modules=[Block], **more)
+
+
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> list[float]:
+    losses = []
+    for tokens in batches(8, dist.get_world_size())[first:last, dist.get_rank()]:
+        loss = loss_of(model, tokens)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer, by_torch: bool) -> dict[str, Any]:
+    if by_torch:
+        weights, of_optimizer = get_state_dict(model, optimizer)
+        return {"model": weights, "optimizer": of_optimizer}
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def _save(folder: str, kind: str, name: str, by_torch: bool) -> list[float]:
+    model, optimizer = _model(kind, OPTIMIZERS[name], seed=3)
+    _train(model, optimizer, 0, 3)
+    dcp.save(_state(model, optimizer, by_torch), checkpoint_id=folder)
+    return _train(model, optimizer, 3, 6)
+
+
+def _resume(folder: str, kind: str, name: str, by_torch: bool) -> list[float]:
+    model, optimizer = _model(kind, OPTIMIZERS[name], seed=4)
+    state = _state(model, optimizer, by_torch)
+    dcp.load(state, checkpoint_id=folder)
+    if by_torch:
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    else:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+    return _train(model, optimizer, 3, 6)
+
+
+def _assert_resumes(ranks: RankPool, folder: Path, kind: str, name: str, by_torch: bool) -> None:
+    world_size = 4 if kind in ("hsdp", "hybrid") else 3
+    expected = ranks.run(world_size, _save, str(folder), kind, name, by_torch)
+    assert ranks.run(world_size, _resume, str(folder), kind, name, by_torch) == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("by_torch", [False, True], ids=["state_dict", "get_state_dict"])
+def test_resumes_adam(ranks: RankPool, tmp_path: Path, kind: str, by_torch: bool) -> None:
+    ranks.close()  # new processes
+    _assert_resumes(ranks, tmp_path, kind, "AdamW", by_torch)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_resumes_every_optimizer(ranks: RankPool, tmp_path: Path, name: str) -> None:
+    _assert_resumes(ranks, tmp_path, "optim_grads_params", name, by_torch=False)
+
+
+@pytest.mark.parametrize("kind", ["no_shard", "optim_grads_params", "in place"])
+def test_resumes_momentum(ranks: RankPool, tmp_path: Path, kind: str) -> None:
+    _assert_resumes(ranks, tmp_path, kind, "SGD_momentum", by_torch=True)
+
+
+DELICATE: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "dampening": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5),
+    "Rprop": lambda p: torch.optim.Rprop(p, lr=1e-3),
+    "ASGD": lambda p: torch.optim.ASGD(p, lr=1e-2),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-2),
+    "Adam": lambda p: torch.optim.Adam(p, lr=1e-2),
+}
+
+
+def _looked_at(name: str, how: str) -> None:
+    """Whoever looks at the state before the first step, or loads it back, trains as if nobody had."""
+    runs = []
+    for look in (False, True):
+        model, optimizer = _model("optim_grads_params", DELICATE[name], seed=3)
+        if look:
+            before = [option["lr"] for option in optimizer.param_groups]
+            if how == "state_dict":
+                state = optimizer.state_dict()
+                assert len(state["state"]) == len(optimizer.param_groups[0]["params"])
+                optimizer.load_state_dict(state)
+            else:
+                get_state_dict(model, optimizer)
+            assert before == [option["lr"] for option in optimizer.param_groups]
+        for options in optimizer.param_groups:
+            options["lr"] *= 0.5  # as a scheduler with a warm-up does; some optimizers take it over at the first step
+        runs.append(_train(model, optimizer, 0, 3))
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("name", DELICATE)
+@pytest.mark.parametrize("how", ["state_dict", "get_state_dict"])
+def test_looking_at_state_changes_nothing(ranks: RankPool, name: str, how: str) -> None:
+    ranks.run(2, _looked_at, name, how)
+
+
+def _values_of_fresh_state() -> None:
+    model, optimizer = _model("optim_grads_params", OPTIMIZERS["Adam"], seed=3)
+    state = optimizer.state_dict()["state"]
+    assert list(state) == list(range(len(list(model.parameters()))))
+    for values, parameter in zip(state.values(), model.parameters(), strict=True):
+        assert values.keys() == {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
+        assert values["step"].item() == 0
+        assert isinstance(values["exp_avg"], DTensor) and values["exp_avg"].shape == parameter.shape
+        assert values["exp_avg"].abs().max().item() == 0
+    assert not optimizer.state
+
+
+def test_values_of_fresh_state(ranks: RankPool) -> None:
+    ranks.run(3, _values_of_fresh_state)
+
+
+def _full_state(kind: str, broadcast: bool) -> None:
+    torch.manual_seed(9)
+    source = TinyModel(tied=True)
+    model, optimizer = _model(kind, adamw, seed=3)
+    whole = source.state_dict() if dist.get_rank() == 0 or not broadcast else {}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast, strict=True)
+    prefix = "" if kind == "in place" else "module."
+    set_model_state_dict(model, {prefix + key: value.to(device()) for key, value in whole.items()}, options=options)
+    expected = source.state_dict()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.full_tensor().cpu(), expected[name.removeprefix("module.")]), name
+    tokens = batches(1, 1)[0, 0]
+    torch.testing.assert_close(loss_of(model, tokens), loss_of(source.to(device()), tokens))
+    found = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if dist.get_rank() == 0:
+        assert all(torch.equal(found[prefix + key], value.cpu()) for key, value in expected.items())
+    else:
+        assert not found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_whole_state_by_torchs_functions(ranks: RankPool, kind: str, broadcast: bool) -> None:
+    ranks.run(4, _full_state, kind, broadcast)
+
+
+def _full_optimizer_state(kind: str, broadcast: bool) -> None:
+    model, optimizer = _model(kind, adamw, seed=3)
+    _train(model, optimizer, 0, 2)
+    full = StateDictOptions(full_state_dict=True)
+    weights, state = (copy.deepcopy(each) for each in get_state_dict(model, optimizer, options=full))
+    expected = _train(model, optimizer, 2, 4)
+    fresh, fresh_optimizer = _model(kind, adamw, seed=4)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+    if broadcast and dist.get_rank():
+        weights, state = {}, {}
+    set_state_dict(fresh, fresh_optimizer, model_state_dict=weights, optim_state_dict=state, options=options)
+    assert _train(fresh, fresh_optimizer, 2, 4) == expected
+
+
+@pytest.mark.parametrize("kind", ["optim_grads_params", "hybrid", "in place"])
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_whole_optimizer_state_by_torchs_functions(ranks: RankPool, kind: str, broadcast: bool) -> None:
+    ranks.run(4, _full_optimizer_state, kind, broadcast)
+
+
+def _by_plain_names() -> None:
+    model, _ = _model("optim_grads_params", adamw, seed=3)
+    source = TinyModel(tied=True).to(device())
+    expected = source.state_dict()
+    for load in (
+        lambda: model.load_state_dict(expected),
+        lambda: model.module.load_state_dict(expected),
+        lambda: set_model_state_dict(model, dict(expected), options=StateDictOptions(full_state_dict=True)),
+    ):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        load()
+        for name, weight in main_weights(model).items():
+            assert torch.equal(weight, expected[name].cpu()), name
+        tokens = batches(1, 1)[0, 0]
+        torch.testing.assert_close(loss_of(model, tokens), loss_of(source, tokens))
+    with pytest.raises(RuntimeError, match="Unexpected"):
+        model.load_state_dict({**expected, "tail": torch.zeros(1)})
+    mixed = {**expected, **{f"module.{name}": torch.zeros_like(value) for name, value in expected.items()}}
+    given_twice = {**mixed, **{f"module.{k}": v.clone() for k, v in model.module.state_dict().items()}}
+    with pytest.raises(ValueError, match="expected one of them"):
+        model.load_state_dict(given_twice)
+
+
+def test_loading_by_the_models_own_names(ranks: RankPool) -> None:
+    ranks.run(2, _by_plain_names)
+
+
+def _changed_structure(kind: str) -> None:
+    wrapper, optimizer = _model(kind, adamw, seed=3)
+    model = wrapper.module if isinstance(wrapper, MegatronFSDP) else wrapper
+    _train(wrapper, optimizer, 0, 1)
+    with pytest.raises(RuntimeError, match=r"norm\.weight is sharded|LayerNorm\.weight is sharded"):
+        model.norm.weight = nn.Parameter(torch.ones(13))
+    with pytest.raises(RuntimeError, match="new module 'adapter'"):
+        model.blocks[0].adapter = nn.Linear(2, 2)
+    with pytest.raises(RuntimeError, match="new parameter 'scale'"):
+        model.norm.scale = nn.Parameter(torch.ones(1))
+    model.blocks[0].activation = nn.GELU()
+    model.alias = model.norm
+    with pytest.raises((RuntimeError, ValueError), match="sharded|assign"):
+        model.load_state_dict(TinyModel(tied=True).state_dict(), assign=True)
+    _train(wrapper, optimizer, 1, 2)
+    for copying in (copy.deepcopy, lambda m: m.__reduce_ex__(2)):
+        with pytest.raises(NotImplementedError, match=r"[Ll]oad|state"):
+            copying(wrapper)
+    assert wrapper.to(DEVICE) is wrapper and wrapper.float() is wrapper and wrapper.train() is wrapper
+    for change in (wrapper.bfloat16, wrapper.double, lambda: wrapper.to("meta")):
+        with pytest.raises(NotImplementedError, match="sharded"):
+            change()
+
+
+@pytest.mark.parametrize("kind", ["optim_grads_params", "in place"])
+def test_changes_of_a_sharded_model_are_refused(ranks: RankPool, kind: str) -> None:
+    ranks.run(2, _changed_structure, kind)
+
+
+class WithConfig(TinyModel):
+    """Has an attribute and a method of its own, as models of frameworks have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = {"width": 13}
+
+    def guess(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self(tokens).argmax(-1)
+
+
+def _attributes() -> None:
+    model = fully_shard_model(WithConfig().to(device()), fsdp_unit_modules=[Block])
+    assert model.config == {"width": 13}
+    tokens = batches(1, 1)[0, 0]
+    assert model.guess(tokens).shape == tokens.shape
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = model.nothing
+    assert not hasattr(model, "save_pretrained")
+
+
+def test_attributes_of_the_model(ranks: RankPool) -> None:
+    ranks.run(2, _attributes)
+
+
+def _averaged_buffers() -> None:
+    model = TinyModel()
+    model.blocks[0].norm = nn.BatchNorm1d(5)
+    sharded = fully_shard_model(model.to(device()), fsdp_unit_modules=[Block])
+    loss_of(sharded, batches(1, 3)[0, dist.get_rank()])
+    name = "module.blocks.0.norm.running_mean"
+    own = sharded.state_dict()[name].clone()
+    everyone = [torch.empty_like(own) for _ in range(3)]
+    dist.all_gather(everyone, own)
+    assert not torch.equal(everyone[0], everyone[1])
+    sharded.average_buffers()
+    torch.testing.assert_close(sharded.state_dict()[name], sum(everyone) / 3)
+    assert sharded.state_dict()["module.blocks.0.norm.num_batches_tracked"].item() == 1
+
+
+def test_averaged_buffers(ranks: RankPool) -> None:
+    ranks.run(3, _averaged_buffers)
+
+
+def test_patches_of_torch_are_removed() -> None:
+    originals = {patch: getattr(patch.owner, patch.name) for patch in torch_patches.PATCHES}
+    torch_patches.apply()
+    torch_patches.apply()
+    assert all(getattr(patch.owner, patch.name) is not originals[patch] for patch in torch_patches.PATCHES)
+    torch_patches.remove()
+    assert all(getattr(patch.owner, patch.name) is originals[patch] for patch in torch_patches.PATCHES)
+    assert all(len(patch.why) > 20 for patch in torch_patches.PATCHES)
