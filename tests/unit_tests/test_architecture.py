@@ -59,6 +59,7 @@ ADAPTER_ORDER = [
     "topology",
     "adapter",
     "checkpoint",
+    "replicas",
     "checkpointing",
     "statistics",
     "initialization",

@@ -1,0 +1,118 @@
+"""What tensor-parallel ranks have parts of is told by layers' classes, then by attributes; copies are compared."""
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.ranks import DEVICE, RankFailure, RankPool
+
+pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here")
+
+OFFSETS = "layers.{}.self_attention.core_attention.softmax_offset"
+
+
+def _module(name: str, base: type[nn.Module] = nn.Module, **marks: dict[str, Any]) -> nn.Module:
+    """A module whose class has this name, and its parameters these attributes."""
+    module: nn.Module = type(name, (base,), {})()
+    for parameter, attributes in marks.items():
+        value = nn.Parameter(torch.zeros(2, 2))
+        vars(value).update(attributes)
+        module.register_parameter(parameter, value)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("module", "parameter", "dim"),
+    [
+        (_module("DotProductAttention", softmax_offset={}), "softmax_offset", 0),
+        (_module("TEDotProductAttention", softmax_offset={}), "softmax_offset", 0),
+        (_module("TERowParallelGroupedLinear", weight11={"tensor_model_parallel": False}), "weight11", 1),
+        (_module("TEColumnParallelGroupedLinear", bias3={}), "bias3", 0),
+        (_module("RowParallelLinear", bias={}), "bias", None),
+        (_module("TELayerNormColumnParallelLinear", layer_norm_weight={}), "layer_norm_weight", None),
+        (_module("Derived", type(_module("RowParallelLinear")), weight={}), "weight", 1),
+        # Mamba-2 marks the weight of a norm over what a rank computes.
+        (_module("RMSNorm", weight={"tensor_model_parallel": True, "partition_dim": 0}), "weight", 0),
+        (_module("LayerNorm", weight={}), "weight", None),
+        (_module("Unknown", weight={"tensor_model_parallel": True, "partition_dim": 1}), "weight", 1),
+        (_module("Unknown", weight={}), "weight", None),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else str(value),
+)
+def test_the_class_says_what_is_divided_and_then_the_attributes(
+    module: nn.Module, parameter: str, dim: int | None
+) -> None:
+    from megatron.fsdp.mcore.topology import divided_dim
+
+    assert divided_dim(module, parameter) == dim
+
+
+def _layers(config: Any) -> nn.Module:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    return TransformerBlock(config, get_gpt_layer_local_spec())
+
+
+def _replicas(change: str, forget: bool) -> list[str]:
+    """Transformer layers on two tensor-parallel ranks with offsets of its softmax; then one parameter is changed on one rank."""
+    from tests.megatron_models import parallel_state, wrapped
+
+    from megatron.fsdp.mcore import checkpointing, replicas, topology
+    from megatron.fsdp.mcore.checkpoint import Prepared
+    from megatron.fsdp.uneven_dtensor import local_part
+
+    known = topology.DIVIDED.pop("DotProductAttention")
+    if not forget:
+        topology.DIVIDED["DotProductAttention"] = known
+    warnings: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    replicas.logger.addHandler(handler)
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    model_parallel_cuda_manual_seed(1234)
+    try:
+        model = wrapped("optim_grads_params", _layers, softmax_type="learnable", tensor_model_parallel_size=2)
+        entries = {entry.name.removeprefix("module."): entry for entry in model.module.entries()}
+        if change and parallel_state.get_tensor_model_parallel_rank() == 1:
+            name, factor = change.split("*")
+            with torch.no_grad():
+                local_part(entries[name].main).mul_(float(factor))
+        state = Prepared({"model": model.module.state_dict()})
+        state.chunks, state.raw = [model.module], {}
+        checkpointing.preparing(None)(SimpleNamespace(), state, model.module)
+    finally:
+        topology.DIVIDED["DotProductAttention"] = known
+        replicas.logger.removeHandler(handler)
+        parallel_state.destroy_model_parallel()
+    return [*warnings, str(entries[OFFSETS.format(0)].shape)]
+
+
+def test_offsets_of_the_softmax_are_divided_as_the_heads_are(ranks: RankPool) -> None:
+    found = ranks.run(2, _replicas, f"{OFFSETS.format(1)}*2", False)
+    assert found == [["(2,)"]] * 2
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_parameter_that_differs_and_is_not_marked_is_not_saved(ranks: RankPool, world_size: int) -> None:
+    with pytest.raises(RankFailure) as caught:
+        ranks.run(world_size, _replicas, f"{OFFSETS.format(1)}*2", True)
+    message = str(caught.value)
+    assert message.count("RuntimeError: before a checkpoint is saved") == world_size
+    assert OFFSETS.format(1) in message and OFFSETS.format(0) not in message
+    assert "parameter.partition_dim" in message
+
+
+def test_copies_that_drift_by_rounding_are_saved_and_named(ranks: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    norm = "layers.0.input_layernorm.weight"
+    assert ranks.run(2, _replicas, "", False) == [["(2,)"]] * 2
+    for warning, _ in ranks.run(2, _replicas, f"{norm}*1.00001", False):
+        assert norm in warning and "1e-05" in warning
+    with pytest.raises(RankFailure, match=norm):
+        ranks.run(2, _replicas, f"{norm}*1.001", False)
