@@ -59,24 +59,23 @@ def _layers(config: Any) -> nn.Module:
 
 
 def _replicas(change: str, forget: bool) -> list[str]:
-    """Transformer layers on two tensor-parallel ranks with offsets of its softmax; then one parameter is changed on one rank."""
-    from tests.megatron_models import parallel_state, wrapped
+    """Warnings of a save of layers on two tensor-parallel ranks, and an offset's shape, after a change on one rank."""
+    from tests.megatron_models import model_parallel_cuda_manual_seed, parallel_state, wrapped
+
+    warnings: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    model_parallel_cuda_manual_seed(1234)
 
     from megatron.fsdp.mcore import checkpointing, replicas, topology
     from megatron.fsdp.mcore.checkpoint import Prepared
     from megatron.fsdp.uneven_dtensor import local_part
 
-    known = topology.DIVIDED.pop("DotProductAttention")
-    if not forget:
-        topology.DIVIDED["DotProductAttention"] = known
-    warnings: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    known = dict(topology.DIVIDED)
+    if forget:
+        del topology.DIVIDED["DotProductAttention"]
     replicas.logger.addHandler(handler)
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
-    model_parallel_cuda_manual_seed(1234)
     try:
         model = wrapped("optim_grads_params", _layers, softmax_type="learnable", tensor_model_parallel_size=2)
         entries = {entry.name.removeprefix("module."): entry for entry in model.module.entries()}
@@ -88,7 +87,7 @@ def _replicas(change: str, forget: bool) -> list[str]:
         state.chunks, state.raw = [model.module], {}
         checkpointing.preparing(None)(SimpleNamespace(), state, model.module)
     finally:
-        topology.DIVIDED["DotProductAttention"] = known
+        topology.DIVIDED.update(known)
         replicas.logger.removeHandler(handler)
         parallel_state.destroy_model_parallel()
     return [*warnings, str(entries[OFFSETS.format(0)].shape)]
