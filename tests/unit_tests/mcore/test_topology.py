@@ -1,4 +1,4 @@
-"""What tensor-parallel ranks have parts of is told by layers' classes, then by attributes; copies are compared."""
+"""Process groups; what tensor-parallel ranks have parts of, by layers' classes, then by attributes; their copies."""
 
 import logging
 from types import SimpleNamespace
@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tests.ranks import DEVICE, RankFailure, RankPool
@@ -115,3 +116,75 @@ def test_copies_that_drift_by_rounding_are_saved_and_named(ranks: RankPool, monk
         assert norm in warning and "1e-05" in warning
     with pytest.raises(RankFailure, match=norm):
         ranks.run(2, _replicas, f"{norm}*1.001", False)
+
+
+def _train_with_groups(names: tuple[str, ...]) -> tuple[list[float], list[str], bool]:
+    """Losses of a layer in our wrapper, given these process groups, the axes of a weight, and what gathers use."""
+    from tests.megatron_models import FullyShardedDataParallel, ProcessGroupCollection, ddp_config, transformer_config
+
+    groups = ProcessGroupCollection()
+    for name in names:
+        setattr(groups, name, dist.new_group() if name.endswith("_ag") else dist.group.WORLD)
+    torch.manual_seed(3)
+    model = FullyShardedDataParallel(
+        config=transformer_config(),
+        ddp_config=ddp_config("optim_grads_params", check_for_nan_in_grad=False),
+        module=nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5)),
+        fsdp_unit_modules=[nn.Linear],
+        pg_collection=groups,
+    )
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    data = torch.randn(4, dist.get_world_size(), 3, 5, generator=torch.Generator().manual_seed(1))
+    losses = []
+    for batch in data:
+        model.zero_grad_buffer()
+        loss = model(batch[dist.get_rank()]).square().mean()
+        loss.backward()
+        model.finish_grad_sync()
+        optimizer.step()
+        model.module.install_optimized_model_weights()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        losses.append(float(total) / dist.get_world_size())
+    index = model.module.index
+    return losses, [str(index.get_fsdp_group().size())], index.dense.gather is not index.dense.inner
+
+
+def _expected_losses(world_size: int) -> list[float]:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    data = torch.randn(4, world_size, 3, 5, generator=torch.Generator().manual_seed(1))
+    losses = []
+    for batch in data:
+        optimizer.zero_grad()
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("more", [(), ("expt_dp",), ("dp_cp_ag",)], ids=" ".join)
+def test_groups_without_tensor_parallelism_have_none(ranks: RankPool, more: tuple[str, ...]) -> None:
+    for losses, sizes, apart in ranks.run(3, _train_with_groups, ("dp", "dp_cp", *more)):
+        assert losses == pytest.approx(_expected_losses(3), rel=1e-5)
+        assert sizes == ["3"]
+        assert apart == ("dp_cp_ag" in more)
+
+
+def test_groups_without_data_parallelism_are_refused(ranks: RankPool) -> None:
+    with pytest.raises(RankFailure, match="ValueError: pg_collection: expected dp_cp"):
+        ranks.run(2, _train_with_groups, ("dp",))
+
+
+def _instances_without_groups() -> None:
+    from tests.megatron_models import megatron, wrapped
+
+    with megatron():
+        wrapped("optim_grads_params", num_distributed_optimizer_instances=2)
+
+
+def test_instances_without_their_groups_are_refused(ranks: RankPool) -> None:
+    with pytest.raises(RankFailure, match="num_distributed_optimizer_instances is 2: expected a group inter_dist_opt"):
+        ranks.run(2, _instances_without_groups)
