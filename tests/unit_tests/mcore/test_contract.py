@@ -30,6 +30,8 @@ def _equals_ddp(strategy: str, changes: dict, micro_batches: int, tolerance: flo
     assert found.zeros == pytest.approx(expected.zeros, abs=0.01 * sum(w.numel() for w in expected.weights.values()))
     assert found.weights.keys() == expected.weights.keys()
     for name, weight in expected.weights.items():
+        if name.endswith("k_layernorm.bias"):
+            continue  # it shifts all keys alike: its gradient is rounding, of which Adam makes whole steps
         torch.testing.assert_close(found.weights[name], weight, rtol=tolerance, atol=10 * tolerance, msg=name)
 
 
