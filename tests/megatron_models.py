@@ -22,6 +22,7 @@ from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
 from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining  # noqa: E402
+from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402, F401 - for tests
 from megatron.core.rerun_state_machine import destroy_rerun_state_machine, initialize_rerun_state_machine  # noqa: E402
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402

@@ -67,7 +67,8 @@ def fully_shard_model(
         tp_dim: Name of the mesh's tensor-parallel axis, if it has one.
         hybrid_fsdp_group: Group of all ranks of the outer and the inner axis. None: made where it is needed.
         hybrid_fsdp_expt_group: The same for ``expt_device_mesh``.
-        expt_device_mesh: Mesh, with axes of the same names, for parameters whose ``allreduce`` is False (experts).
+        expt_device_mesh: Mesh, with axes of the same names, for parameters whose ``allreduce`` is False (experts);
+            ignored if there are none.
         fsdp_group_ag: Another group with the ranks of ``dp_shard_dim``, for gathers: they then run beside reductions.
         expt_fsdp_group_ag: The same for ``expt_device_mesh``.
         fsdp_unit_modules: Module classes, or their names or import paths, whose modules are gathered and released one

@@ -65,6 +65,7 @@ class FSDPDistributedIndex:
         hsdp_outer_dp_shard: The optimizer state is sharded over the outer axis too. The strategy decides that; kept
             as an attribute for who asks.
         expt_device_mesh: Mesh of parameters that are experts (``parameter.allreduce`` is False), with the same names.
+            One without them serves models without experts only, for which it does nothing.
         fsdp_group_ag: Another group with the ranks of the inner axis: gathers use it, beside reductions.
         expt_fsdp_group_ag: The same of ``expt_device_mesh``.
 
@@ -109,10 +110,35 @@ class FSDPDistributedIndex:
         self.hsdp_outer_dp_shard = hsdp_outer_dp_shard
         self.dense = self._axes(device_mesh, hybrid_fsdp_group, fsdp_group_ag)
         self.experts = self.dense
-        if expt_device_mesh is not None:
+        self._expert_mesh_error = None if expt_device_mesh is None else self._missing_axis(expt_device_mesh)
+        if self._expert_mesh_error is not None:
+            self.expt_device_mesh = None
+        elif expt_device_mesh is not None:
             self.experts = self._axes(expt_device_mesh, hybrid_fsdp_expt_group, expt_fsdp_group_ag)
         if tp_dim is not None:
             self.get_submesh(tp_dim)
+
+    def _missing_axis(self, mesh: DeviceMesh) -> str | None:
+        """What is wrong with a mesh that lacks a data-parallel axis."""
+        for name in (self.dp_shard_dim, self.dp_outer_dim):
+            try:
+                if name is not None:
+                    submesh(mesh, (name,))
+            except ValueError as error:
+                return str(error)
+        return None
+
+    def check_expert(self, name: str) -> None:
+        """Raise if there is no mesh for parameter ``name``, which is an expert's.
+
+        Raises:
+            ValueError: A mesh of experts was given without the axes that it needs.
+        """
+        if self._expert_mesh_error is not None:
+            raise ValueError(
+                f"expt_device_mesh, over which expert {name} is sharded: {self._expert_mesh_error} Its axes need the "
+                "names that dp_shard_dim and dp_outer_dim give; name or flatten them so."
+            )
 
     def _axes(
         self, mesh: DeviceMesh, everyone: dist.ProcessGroup | None, gather: dist.ProcessGroup | None

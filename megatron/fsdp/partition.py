@@ -136,10 +136,12 @@ def tensor_parallel_mesh(module: nn.Module, index: FSDPDistributedIndex) -> Devi
     """The tensor-parallel axis of dense parameters, if any parameter is a DTensor over one or marked as a part.
 
     Raises:
-        ValueError: A parameter is a DTensor over another mesh.
+        ValueError: A parameter is a DTensor over another mesh, or an expert's whose mesh lacks axes.
     """
     found = None
     for name, parameter in module.named_parameters():
+        if not getattr(parameter, "allreduce", True):
+            index.check_expert(name)
         if isinstance(parameter.data, DTensor):
             found = parameter.data.device_mesh
             index.with_tensor_parallel(index.dense.mesh, found, name)

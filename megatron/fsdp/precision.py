@@ -1,8 +1,12 @@
 """Mixed precision: which dtype each kind of tensor has."""
 
+import functools
+import logging
 from dataclasses import dataclass, fields
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 _WIDTH = {torch.float64: 8, torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
 
@@ -22,7 +26,8 @@ class MixedPrecisionPolicy:
     """Dtypes of main weights, gradients and compute weights. None: the dtype that the model's parameters have.
 
     Attributes:
-        main_params_dtype: What the optimizer updates. None: the model's dtype; its values are kept as they are.
+        main_params_dtype: What the optimizer updates. None: the model's dtype; its values are kept as they are. A
+            narrower one rounds them, and every update; the compute weights are the rounded ones.
         main_grads_dtype: What gradients are accumulated in. None: the model's dtype.
         grad_comm_dtype: What gradients are reduced in. None: ``main_grads_dtype``.
         compute_dtype: What forward and backward compute with. None: the model's dtype.
@@ -52,22 +57,29 @@ class MixedPrecisionPolicy:
             name: Name of a parameter of the group, for error messages.
 
         Raises:
-            ValueError: ``given`` is not supported, or the main weights would be narrower than the compute weights.
+            ValueError: ``given`` is not supported, or two dtypes are different formats of 16 bits.
         """
         if given not in _WIDTH:
             expected = ", ".join(str(d) for d in _WIDTH)
             raise ValueError(f"Parameter {name}: expected a dtype out of {expected}; got {given}.")
         compute = self.compute_dtype or given
         main_params = self.main_params_dtype or given
-        if _WIDTH[main_params] < _WIDTH[compute]:
-            raise ValueError(
-                f"Parameter {name}: main weights must be at least as wide as compute weights, but main_params_dtype "
-                f"is {main_params} and they compute in {compute}. Convert the model or widen main_params_dtype."
-            )
+        if _WIDTH[main_params] < _WIDTH[given]:
+            _say_that_main_weights_round(main_params, given)
         _reject_mixed_halves("main_params_dtype", main_params, f"parameter {name}", compute)
         main_grads = self.main_grads_dtype or given
         _reject_mixed_halves("main_grads_dtype", main_grads, f"parameter {name}", compute)
         return Dtypes(compute, main_params, main_grads, self.grad_comm_dtype or main_grads)
+
+
+@functools.cache
+def _say_that_main_weights_round(main_params: torch.dtype, given: torch.dtype) -> None:
+    """Log it once."""
+    logger.warning(
+        "MixedPrecisionPolicy.main_params_dtype is %s: the optimizer updates weights that are rounded from %s.",
+        main_params,
+        given,
+    )
 
 
 def _reject_mixed_halves(name_a: str, a: torch.dtype | None, name_b: str, b: torch.dtype | None) -> None:

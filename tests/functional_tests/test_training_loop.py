@@ -101,6 +101,17 @@ def test_a_checkpoint_is_resumed_by_another_number_of_ranks(folder: Path) -> Non
         assert float(ours) == pytest.approx(float(reference), rel=2e-6)
 
 
+def test_offsets_of_the_softmax_are_resumed_beside_tensor_parallelism(folder: Path) -> None:
+    model = f"{MODEL.replace('--lr 1e-3', '--lr 1e-2')} --softmax-type learnable"
+    two = f"{OURS} --tensor-model-parallel-size 2"
+    whole = train(f"{two} --save {folder / 'offsets'}", model=model)
+    resumed = train(f"{two} --load {folder / 'offsets'} --ckpt-step 2", model=model)
+    assert resumed.iterations[3] == whole.iterations[3]
+    assert resumed.validation == whole.validation
+    alone = train(f"{OURS} --load {folder / 'offsets'} --ckpt-step 2", ranks=1, model=model)
+    assert float(alone.iterations[3][0]) == pytest.approx(float(whole.iterations[3][0]), rel=2e-6)
+
+
 def test_a_script_that_knows_nothing_of_this_project_trains_with_it_by_the_launcher(folder: Path) -> None:
     script = "-m megatron.fsdp.launch tests/functional_tests/plain_script.py"
     run = train(OURS, script)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.fsdp.mcore.verify import compare, launch
+from megatron.fsdp.mcore.verify import _distance, compare, launch
 from tests.functional_tests.planted import PLANTED
 from tests.slow import all_but_slow
 
@@ -61,3 +61,58 @@ def test_planted_errors_are_found(planted: str, ddp: Path, tmp_path: Path, monke
     assert not launch(SCRIPT, MODEL.split(), ranks=2, steps=2, folder=fsdp, ddp=False)
     found = compare(ddp, fsdp, ranks=2, precision="fp32").findings
     assert str(found[0]).startswith(WHERE[planted]), found[:5]
+
+
+# Biases of queries, keys and values in bf16 -------------------------------------------------------------------------
+
+BF16 = (
+    f"{MODEL} --hidden-size 64 --ffn-hidden-size 256 --seq-length 64 --max-position-embeddings 64 --lr 1e-3 "
+    "--bf16 --add-qkv-bias --disable-bias-linear"
+)
+BIAS = "decoder.layers.0.self_attention.linear_qkv.bias"
+
+
+@pytest.fixture(scope="module")
+def biased(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model in bf16 with these biases, trained with DDP and with FSDP."""
+    folder = tmp_path_factory.mktemp("biased")
+    for name in ("ddp", "fsdp"):
+        assert not launch(SCRIPT, BF16.split(), ranks=2, steps=5, folder=folder / name, ddp=name == "ddp")
+    return folder / "ddp", folder / "fsdp"
+
+
+def test_a_bias_of_keys_whose_gradient_is_rounding_is_left_out_and_named(biased: tuple[Path, Path]) -> None:
+    result = compare(*biased, ranks=2, precision="bf16")
+    assert not result.findings, result.findings[:5]
+    # The keys' rows, of 64 each: queries, keys and values of one head after the other.
+    assert result.noise.get(BIAS) == 64, result.noise
+    a, b = (torch.load(folder / "0.pt", weights_only=True)["weights"] for folder in biased)
+    assert _distance(a[BIAS], b[BIAS]) > 5e-2, "it agrees anyway: the test shows nothing"
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "where"),
+    [
+        ("weights", 0, f"last, weight of {BIAS}"),  # of a query
+        ("weights", 32, f"last, weight of {BIAS}"),  # of a value
+        ("gradients", 16, f"iteration 1, gradient of {BIAS}"),  # of a key
+    ],
+)
+def test_an_error_in_such_a_bias_is_found(
+    kind: str, row: int, where: str, biased: tuple[Path, Path], tmp_path: Path
+) -> None:
+    for rank in range(2):
+        record = torch.load(biased[1] / f"{rank}.pt", weights_only=True)
+        record[kind][BIAS][row] += record[kind][BIAS].abs().max() * 2
+        torch.save(record, tmp_path / f"{rank}.pt")
+    found = compare(biased[0], tmp_path, ranks=2, precision="bf16").findings
+    assert str(found[0]).startswith(where), found[:5]
+
+
+def test_a_planted_error_in_such_a_model_is_found(
+    biased: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FSDP_PLANTED", "skipped_parameter")
+    assert not launch(SCRIPT, BF16.split(), ranks=2, steps=5, folder=tmp_path / "fsdp", ddp=False)
+    found = compare(biased[0], tmp_path / "fsdp", ranks=2, precision="bf16").findings
+    assert str(found[0]).startswith(WHERE["skipped_parameter"]), found[:5]

@@ -65,6 +65,7 @@ ADAPTER_ORDER = [
     "topology",
     "adapter",
     "checkpoint",
+    "replicas",
     "checkpointing",
     "statistics",
     "initialization",

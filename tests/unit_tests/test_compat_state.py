@@ -482,11 +482,11 @@ def test_arguments(ranks: RankPool) -> None:
 
 
 def _refused_models() -> None:
-    half = compat.MixedPrecisionPolicy(param_dtype=torch.float32)
+    half = compat.MixedPrecisionPolicy(param_dtype=torch.float16)
     model: Any = build(compat, TinyModel().bfloat16().to(device()), {})
     compat.fully_shard(model.head, mp_policy=half)
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"Parameter head\.weight: main weights must be at least as wide"):
+        with pytest.raises(ValueError, match=r"is torch.bfloat16 and parameter head\.weight is torch.float16"):
             list(model.parameters())
     model = TinyModel().to(device())
     list(compat.fully_shard(model.blocks[0]).parameters())

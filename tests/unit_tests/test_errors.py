@@ -76,8 +76,8 @@ def _model_already_wrapped() -> None:
 
 
 def _mismatched_dtypes() -> None:
-    policy = MixedPrecisionPolicy(main_params_dtype=torch.bfloat16)
-    match = "embedding.weight.*at least as wide"
+    policy = MixedPrecisionPolicy(main_params_dtype=torch.bfloat16, compute_dtype=torch.float16)
+    match = "Mismatched dtypes: main_params_dtype is torch.bfloat16 and parameter embedding.weight is torch.float16"
     _unchanged_after(ValueError, match, lambda m: fully_shard_model(m, mixed_precision_policy=policy))
     _unchanged_after(
         ValueError, "MixedPrecisionPolicy; got 'bf16'", lambda m: MegatronFSDP(m, FSDPConfig(mixed_precision="bf16"))

@@ -6,8 +6,10 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from megatron.fsdp import gloo
+from megatron.fsdp.consistency import inconsistent_weights
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from tests.models import STRATEGIES, Block, TinyModel, adamw, batches, device, loss_of, main_weights
 from tests.ranks import RankPool
@@ -113,6 +115,46 @@ def _compute_dtype_and_main_dtype(strategy: str, policy: MixedPrecisionPolicy) -
 @pytest.mark.parametrize("main", [FP32, None])
 def test_forward_reads_the_models_dtype(ranks: RankPool, strategy: str, main: torch.dtype | None) -> None:
     ranks.run(2, _compute_dtype_and_main_dtype, strategy, MixedPrecisionPolicy(main_params_dtype=main))
+
+
+def _narrow_main_weights(strategy: str, main: torch.dtype | None) -> None:
+    """Equal to a copy that computes with its 16-bit weights in fp32, and updates those by gradients in 16 bits."""
+    model = TinyModel().to(device(), BF16 if main is None else FP32)
+    computing = copy.deepcopy(model).float()
+    weights = [nn.Parameter(p.detach().to(BF16)) for p in computing.parameters()]
+    sharded, optimizer = fully_shard(
+        model,
+        adamw(model.parameters()),
+        fsdp_unit_modules=[Block],
+        zero_dp_strategy=strategy,
+        mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=main, main_grads_dtype=FP32, compute_dtype=FP32),
+    )
+    reference = adamw(weights)
+    for step in batches(3, dist.get_world_size()):
+        with torch.no_grad():
+            for own, weight in zip(computing.parameters(), weights, strict=True):
+                own.copy_(weight)
+        expected = torch.stack([loss_of(computing, batch) for batch in step]).mean()
+        computing.zero_grad()
+        expected.backward()
+        for own, weight in zip(computing.parameters(), weights, strict=True):
+            weight.grad = own.grad.to(BF16)
+        loss = loss_of(sharded, step[dist.get_rank()])
+        loss.backward()
+        total = loss.detach() / dist.get_world_size()
+        dist.all_reduce(total)
+        torch.testing.assert_close(total, expected.detach(), rtol=1e-5, atol=1e-6)
+        reference.step()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert {p.dtype for p in sharded.parameters()} == {BF16}
+    assert not inconsistent_weights(sharded)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("main", [BF16, None], ids=["fp32 model", "bf16 model"])
+def test_main_weights_narrower_than_compute_weights(ranks: RankPool, strategy: str, main: torch.dtype | None) -> None:
+    ranks.run(2, _narrow_main_weights, strategy, main)
 
 
 def _reduced_in(comm: torch.dtype) -> None:

@@ -217,6 +217,32 @@ def test_experts_are_sharded_over_their_own_mesh(ranks: RankPool) -> None:
     assert found[0][1] + found[2][1] == found[1][1] + found[3][1] == 64
 
 
+def _unmatched_expert_mesh(strategy: str) -> None:
+    """The recipe of a long-used example: a mesh of experts whose axes have other names."""
+    mesh = init_device_mesh(DEVICE, (1, 2, 1, 1), mesh_dim_names=("dp_outer", "dp_shard", "cp", "tp"))
+    mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
+    expert = init_device_mesh(DEVICE, (2, 1), mesh_dim_names=("dp_shard", "tp"))
+
+    arguments = {
+        "device_mesh": mesh,
+        "dp_shard_dim": "dp_shard_cp",
+        "dp_outer_dim": "dp_outer",
+        "tp_dim": "tp",
+        "expt_device_mesh": expert,
+        "zero_dp_strategy": strategy,
+    }
+    assert_same_training(TinyModel(), batches(2, 2), fsdp_unit_modules=[Block], **arguments)
+    experts = nn.Sequential(Expert(8)).to(device())
+    with pytest.raises(ValueError, match=r"expert 0\.weight is sharded: The mesh has no axis 'dp_shard_cp'"):
+        fully_shard_model(experts, fsdp_unit_modules=[Expert], **arguments)
+    assert type(experts[0].weight) is nn.Parameter and experts[0].weight.shape == (8, 8)
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+def test_a_mesh_of_experts_without_the_axes_matters_to_experts_only(ranks: RankPool, strategy: str) -> None:
+    ranks.run(2, _unmatched_expert_mesh, strategy)
+
+
 def _without_description() -> None:
     model = TinyModel()
     sharded, optimizer = fully_shard(

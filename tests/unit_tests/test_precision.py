@@ -1,8 +1,11 @@
 """Dtypes of weights and gradients, and which do not fit together."""
 
+import logging
+
 import pytest
 import torch
 
+from megatron.fsdp import precision
 from megatron.fsdp.precision import Dtypes, MixedPrecisionPolicy
 
 
@@ -28,9 +31,17 @@ def test_two_16_bit_formats_for_gradients_are_refused() -> None:
         MixedPrecisionPolicy(main_grads_dtype=torch.bfloat16, grad_comm_dtype=torch.float16)
 
 
-def test_main_weights_narrower_than_compute_weights_are_refused() -> None:
-    with pytest.raises(ValueError, match="layer.weight.*at least as wide"):
-        MixedPrecisionPolicy(main_params_dtype=torch.bfloat16).resolve(torch.float32, "layer.weight")
+def test_main_weights_narrower_than_the_model_are_accepted_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    precision._say_that_main_weights_round.cache_clear()
+    bf16, fp32 = torch.bfloat16, torch.float32
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert MixedPrecisionPolicy(main_params_dtype=bf16).resolve(fp32, "w") == Dtypes(fp32, bf16, fp32, fp32)
+        MixedPrecisionPolicy(main_params_dtype=None, compute_dtype=fp32).resolve(bf16, "w")  # rounds nothing
+    assert [record.message for record in caplog.records] == [
+        "MixedPrecisionPolicy.main_params_dtype is torch.bfloat16: the optimizer updates weights that are rounded from "
+        "torch.float32."
+    ]
 
 
 @pytest.mark.parametrize("field", ["main_params_dtype", "main_grads_dtype"])

@@ -1,8 +1,9 @@
 """FullyShardedDataParallel: our engine behind the interface of Megatron-Core's data-parallel wrappers."""
 
+import functools
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -108,6 +109,11 @@ class FullyShardedDataParallel(_BaseDataParallel):
             _stop_fusing(module)
         device = device or default_device(module)
         index = make_index(pg_collection, device)
+        if ddp_config.num_distributed_optimizer_instances > 1 and not index.use_hybrid_fsdp:
+            raise ValueError(
+                f"num_distributed_optimizer_instances is {ddp_config.num_distributed_optimizer_instances}: expected a "
+                "group inter_dist_opt of that many ranks in pg_collection, or in parallel_state; got none."
+            )
         mark_tensor_parallel(module, index)
         sharded = ShardedModule(
             module,
@@ -168,7 +174,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
         if force_all_reduce:
             raise NotImplementedError("finish_grad_sync(force_all_reduce=True): gradients stay sharded.")
         self.module.finish_grad_sync()
-        if self.ddp_config.check_for_nan_in_grad:
+        if self.ddp_config.check_for_nan_in_grad or self.ddp_config.check_for_large_grads:
             self._check_gradients()
         gradient = self.module.fsdp_config.grad_attribute
         for entry in self.module.entries():
@@ -189,18 +195,26 @@ class FullyShardedDataParallel(_BaseDataParallel):
         norms = torch._foreach_norm([grad for _, grad in named if grad.numel()])
         if not norms:
             return
-        total = torch.stack(norms).float().sum()
+        total = torch.linalg.vector_norm(torch.stack(norms).float())
         message = "gradient norm of this rank's shards, after reduction"
         if not torch.isfinite(total):
             bad = [name for name, grad in named if not torch.isfinite(grad).all()]
             message += f"; not finite in {', '.join(bad[:8])}{' and others' if len(bad) > 8 else ''}"
-        for what, rejects in (("NaN", torch.isnan), ("Inf", torch.isinf)):
-            get_rerun_state_machine().validate_result(
+        machine = get_rerun_state_machine()
+        # What is found, how, and whether that ends the run.
+        rejected: list[tuple[str, Callable[..., Any], bool]] = []
+        if self.ddp_config.check_for_nan_in_grad:
+            rejected += [("NaN", torch.isnan, True), ("Inf", torch.isinf, True)]
+        if self.ddp_config.check_for_large_grads:
+            large = functools.partial(machine.is_unexpectedly_large, threshold=10, context="grads")
+            rejected.append(("an unexpectedly large value", large, False))
+        for what, rejects, fatal in rejected:
+            machine.validate_result(
                 result=total,
                 rejection_func=rejects,
                 message=f"found {what} in {message}",
                 tolerance=0.001,
-                fatal=True,
+                fatal=fatal,
             )
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
@@ -284,7 +298,8 @@ def fsdp_config(config: TransformerConfig, ddp_config: DistributedDataParallelCo
         fused_weight_gradients=config.gradient_accumulation_fusion,
         decoupled_grad=ddp_config.megatron_fsdp_use_decoupled_grad,
         materialize=config.init_model_with_meta_device,
-        double_buffer=ddp_config.fsdp_double_buffer,
+        # Fixed buffers have the size of the largest unit, as those of a pool for units of all sizes do.
+        double_buffer=ddp_config.fsdp_double_buffer or ddp_config.megatron_fsdp_max_pool_double_buffer,
         own_buffer_if_none_is_free=ddp_config.fsdp_db_use_persist_buf_on_alloc_fail,
     )
 

@@ -1,9 +1,10 @@
-"""What Megatron's settings may be together with our FSDP: two tables, checked before anything is allocated.
+"""What Megatron's settings may be together with our FSDP: three tables, checked before anything is allocated.
 
-``LIMITS`` names what does not fit and what to do; ``ADJUSTMENTS`` names what is changed, and why. Both read settings
-by their names in Megatron, from a parsed command line or from the configs that a wrapper is given.
+``LIMITS`` names what does not fit and what to do; ``ADJUSTMENTS`` names what is changed, and why; ``IGNORED`` names
+what changes nothing. All read settings by their names in Megatron, from a parsed command line or from the configs that
+a wrapper is given.
 
-``python -m megatron.fsdp.mcore.arguments`` prints both tables as they are in docs/limits.md.
+``python -m megatron.fsdp.mcore.arguments`` prints the tables as they are in docs/limits.md.
 """
 
 import functools
@@ -13,10 +14,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 logger = logging.getLogger(__name__)
 
 # Megatron's command line has other names for these fields of its configs.
-ALIASES = {"average_in_collective": ("average_in_collective", "ddp_average_in_collective")}
+ALIASES = {
+    name: (name, f"ddp_{name}")
+    for name in (
+        "average_in_collective",
+        "bucket_size",
+        "num_buckets",
+        "pad_buckets_for_high_nccl_busbw",
+        "param_name_patterns_for_fp32_local_accumulation",
+        "reduce_scatter_with_fp32_accumulation",
+    )
+}
 
 
 class Settings:
@@ -77,6 +90,21 @@ class Adjustment:
     setting: str
     applies: Callable[[Settings], bool]
     value: Any
+    reason: str
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """A setting that changes nothing, and is said so once.
+
+    Attributes:
+        setting: Its name.
+        applies: Whether it asks for something.
+        reason: Why that is not done.
+    """
+
+    setting: str
+    applies: Callable[[Settings], bool]
     reason: str
 
 
@@ -156,6 +184,15 @@ LIMITS: tuple[Limit, ...] = (
     _not_yet("overlap_param_gather_with_optimizer_step", "Gathering weights during the optimizer's step"),
     _not_yet("param_name_patterns_for_fp32_local_accumulation", "fp32 accumulation of some parameters only"),
     _not_yet("save_wgrads_interval", "Saving whole weight gradients"),
+    _not_yet("optimizer_cuda_graph", "Capturing the optimizer's step in a CUDA graph"),
+    _not_yet("megatron_fsdp_cuda_graph_mode", "Capture in CUDA graphs"),
+    Limit(
+        "create_all_gather_group with several optimizer instances",
+        lambda s: bool(s["create_all_gather_group"]) and (s["num_distributed_optimizer_instances"] or 1) > 1,
+        NotImplementedError,
+        "Megatron makes that group of all data-parallel ranks; weights are gathered inside an instance.",
+        "Leave create_all_gather_group off.",
+    ),
     Limit(
         "cuda_graph_impl other than none",
         lambda s: s["cuda_graph_impl"] not in (None, "none"),
@@ -224,6 +261,56 @@ ADJUSTMENTS: tuple[Adjustment, ...] = (
 )
 
 
+_UNITS = "a unit is what is gathered or reduced together, and the next one is gathered ahead"
+_REGISTERED = "it says how nccl_ub registers buffers, which is off"
+# What Megatron's loop gives a run that asks for nothing: at least this many parameters, in steps of a million.
+_DEFAULT_BUCKET, _BUCKET_STEP = 40_000_000, 1_000_000
+
+
+def _asks_for_buckets(settings: Settings) -> bool:
+    if settings["num_buckets"] is not None:  # Megatron's loop computes a size of it
+        return False
+    size = settings["bucket_size"]
+    by_default = size is None or (size >= _DEFAULT_BUCKET and size % _BUCKET_STEP == 0)
+    return settings["ddp_bucket_size"] is not None or not by_default
+
+
+IGNORED: tuple[Ignored, ...] = (
+    Ignored("suggested_communication_unit_size", lambda s: s["suggested_communication_unit_size"] is not None, _UNITS),
+    Ignored("num_buckets", lambda s: s["num_buckets"] is not None, _UNITS),
+    Ignored("bucket_size", _asks_for_buckets, _UNITS),
+    Ignored(
+        "pad_buckets_for_high_nccl_busbw",
+        _is_set("pad_buckets_for_high_nccl_busbw"),
+        "shards have as little padding as the layout allows",
+    ),
+    Ignored(
+        "gradient_reduce_div_fusion",
+        lambda s: s["gradient_reduce_div_fusion"] is False and torch.cuda.is_available(),
+        "a rank divides its shard only, after the reduction",
+    ),
+    Ignored(
+        "outer_dp_sharding_strategy",
+        lambda s: (
+            s["outer_dp_sharding_strategy"] not in (None, "no_shard") and s["num_distributed_optimizer_instances"] == 1
+        ),
+        "it is about several optimizer instances (num_distributed_optimizer_instances), and there is one",
+    ),
+    Ignored(
+        "enable_full_sharding_in_hsdp",
+        _is_set("enable_full_sharding_in_hsdp"),
+        "outer_dp_sharding_strategy optim is what asks for that",
+    ),
+    Ignored("disable_symmetric_registration", _is_set("disable_symmetric_registration"), _REGISTERED),
+    Ignored("fsdp_manual_registration", _is_set("fsdp_manual_registration"), _REGISTERED),
+    Ignored(
+        "torch_fsdp2_reshard_after_forward",
+        lambda s: s["torch_fsdp2_reshard_after_forward"] is False,
+        "it is a setting of torch's FSDP2; data_parallel_sharding_strategy optim_grads keeps weights after forward",
+    ),
+)
+
+
 def broken(settings: Settings) -> list[Limit]:
     """What does not fit."""
     return [limit for limit in LIMITS if limit.applies(settings)]
@@ -244,7 +331,10 @@ def check(settings: Settings) -> None:
 
 
 def adjust(settings: Settings) -> None:
-    """Change what ``ADJUSTMENTS`` says, and log each change once."""
+    """Change what ``ADJUSTMENTS`` says, and log each change once, and each setting that is ignored."""
+    for ignored in IGNORED:
+        if ignored.applies(settings):
+            _log_once(f"{ignored.setting} has no effect: {ignored.reason}.")
     for adjustment in ADJUSTMENTS:
         if adjustment.applies(settings):
             settings.set(adjustment.setting, adjustment.value)
@@ -272,13 +362,15 @@ def checking_validate_args(validate_args: Callable[..., Any]) -> Callable[..., A
 
 
 def as_markdown() -> str:
-    """Both tables, as docs/limits.md has them."""
+    """The tables, as docs/limits.md has them."""
     lines = ["| setting | what happens | why | what to do |", "|---|---|---|---|"]
     for limit in LIMITS:
         lines.append(f"| `{limit.setting}` | {limit.error.__name__} | {limit.message} | {limit.remedy} |")
     lines += ["", "| setting | is set to | why |", "|---|---|---|"]
     for adjustment in ADJUSTMENTS:
         lines.append(f"| `{adjustment.setting}` | `{adjustment.value}` | {adjustment.reason} |")
+    lines += ["", "| setting | has no effect, since |", "|---|---|"]
+    lines += [f"| `{ignored.setting}` | {ignored.reason} |" for ignored in IGNORED]
     return "\n".join(lines) + "\n"
 
 

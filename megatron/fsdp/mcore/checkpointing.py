@@ -28,6 +28,7 @@ from megatron.fsdp.mcore.checkpoint import (
     optimizer_names,
     preprocess_fsdp_dtensor_state_dict,
 )
+from megatron.fsdp.mcore.replicas import check_replicas
 from megatron.fsdp.ragged_dtensor import local_part
 
 logger = logging.getLogger(__name__)
@@ -127,6 +128,8 @@ def _prepare(args: Any, raw_state_dict: dict[str, Any], model: Any) -> Prepared:
     if not isinstance(raw_state_dict, Prepared):
         return preprocess_fsdp_dtensor_state_dict(args, raw_state_dict, model)
     chunks, saving = raw_state_dict.chunks, not raw_state_dict.loading
+    if saving:
+        check_replicas(chunks, "before a checkpoint is saved")
     return preprocess_fsdp_dtensor_state_dict(args, raw_state_dict, model, chunks, saving)
 
 
@@ -180,6 +183,7 @@ def _load(state_dict: dict[str, Any], storage_reader: Any, planner: Any = None) 
             raise RuntimeError(
                 f"{folder}: after loading, compute weights differ from main weights: {', '.join(stale)}."
             )
+    check_replicas(state_dict.chunks, f"after loading {folder}")
 
 
 def _check_sections(state_dict: Prepared, keys: Collection[str], folder: Path) -> None:

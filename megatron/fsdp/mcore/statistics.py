@@ -10,6 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from megatron.fsdp.mcore.adapter import FullyShardedDataParallel, ShardedModule
+from megatron.fsdp.mcore.arguments import Settings, check
 from megatron.fsdp.mcore.checkpoint import Names
 
 
@@ -19,13 +20,16 @@ def counting_once(get_optimizer: Callable[..., Any]) -> Callable[..., Any]:
     Megatron-Core adds up squares and zeros over one optimizer instance, or without sharding over tensor- and
     pipeline-parallel ranks. It misses what is sharded over instances or expert-parallel ranks, and counts more than
     once what a strategy leaves whole, and zeros that tensor-parallel ranks share. If asked for, the
-    groups of parameters are saved, too.
+    groups of parameters are saved, too. Settings of the optimizer that do not fit are refused here, where a script did
+    not parse Megatron's command line.
     """
 
     @functools.wraps(get_optimizer)
     def get_optimizer_that_counts(config: Any, model_chunks: list[nn.Module], *args: Any, **kwargs: Any) -> Any:
-        optimizer = get_optimizer(config, model_chunks, *args, **kwargs)
         ours = [chunk for chunk in model_chunks if isinstance(chunk, FullyShardedDataParallel)]
+        if ours:
+            check(Settings(config))
+        optimizer = get_optimizer(config, model_chunks, *args, **kwargs)
         if ours:
             mine = {id(main) for chunk in ours for main in _counted_here(chunk.module)}
             parts = getattr(optimizer, "chained_optimizers", [optimizer])

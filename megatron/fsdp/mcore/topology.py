@@ -3,6 +3,7 @@
 Pipeline stages, and expert-parallel ranks, have meshes of their own; what is on one of them is unknown to the others.
 """
 
+import re
 from dataclasses import dataclass
 
 import torch
@@ -13,12 +14,29 @@ from torch.distributed.tensor import Shard
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.fsdp.mcore.layouts import layouts
-from megatron.fsdp.mesh import FSDPDistributedIndex
+from megatron.fsdp.mesh import FSDPDistributedIndex, new_group
 from megatron.fsdp.parameter import SECTIONS, TENSOR_PARALLEL
 
 OUTER, INNER, TENSOR = "dp_outer", "dp_cp", "tp"
 
 _NEEDED = ("tp", "dp_cp", "intra_dp_cp", "inter_dist_opt", "expt_tp", "expt_dp", "intra_expt_dp")
+
+_COLUMN, _ROW, _OFFSET = {"weight": 0, "bias": 0}, {"weight": 1}, {"softmax_offset": 0}
+# What layers of these classes, and of those derived from them, divide over tensor-parallel ranks: the dimension of each
+# parameter, by its name without a number. Not all of them say so by attributes. By name: Transformer Engine's are
+# there only where it is installed.
+DIVIDED = {
+    "ColumnParallelLinear": _COLUMN,
+    "TEColumnParallelLinear": _COLUMN,
+    "TELayerNormColumnParallelLinear": _COLUMN,
+    "TEColumnParallelGroupedLinear": _COLUMN,
+    "VocabParallelEmbedding": {"weight": 0},
+    "RowParallelLinear": _ROW,
+    "TERowParallelLinear": _ROW,
+    "TERowParallelGroupedLinear": _ROW,
+    "DotProductAttention": _OFFSET,
+    "TEDotProductAttention": _OFFSET,
+}
 
 
 @dataclass(frozen=True)
@@ -59,17 +77,37 @@ class _Groups:
         return all(dist.get_process_group_ranks(a) == dist.get_process_group_ranks(b) for a, b in pairs)
 
 
+def divided_dim(module: nn.Module, name: str) -> int | None:
+    """The dimension of a parameter that tensor-parallel ranks have a part of; None if each has all of it.
+
+    Args:
+        module: What has the parameter.
+        name: Its name there.
+    """
+    for kind in type(module).__mro__:
+        if kind.__name__ in DIVIDED:
+            dim = DIVIDED[kind.__name__].get(re.sub(r"\d+$", "", name))
+            if dim is not None:
+                return dim
+            break
+    parameter = getattr(module, name)
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return None
+    return int(parameter.partition_dim)
+
+
 def mark_tensor_parallel(module: nn.Module, index: FSDPDistributedIndex) -> None:
-    """Tell the engine which parameters are parts of tensor-parallel ones: Megatron's layers say so by attributes."""
-    shapes = {}
-    for name, parameter in module.named_parameters():
-        shapes[name] = tuple(parameter.shape)
-        expert = not getattr(parameter, "allreduce", True)
-        mesh = index.tensor_parallel_mesh(expert)
-        if getattr(parameter, "tensor_model_parallel", False) and mesh.size() > 1:
-            dim: int = parameter.partition_dim  # type: ignore[attr-defined]
-            setattr(parameter, TENSOR_PARALLEL, (mesh, (Shard(dim),)))
-            shapes[name] = (*shapes[name][:dim], shapes[name][dim] * mesh.size(), *shapes[name][dim + 1 :])
+    """Tell the engine which parameters are parts of tensor-parallel ones: by the layers' classes, or attributes."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path, owner in module.named_modules():
+        for attribute, parameter in owner.named_parameters(recurse=False):
+            name = f"{path}.{attribute}" if path else attribute
+            shapes[name] = tuple(parameter.shape)
+            mesh = index.tensor_parallel_mesh(not getattr(parameter, "allreduce", True))
+            dim = divided_dim(owner, attribute)
+            if dim is not None and mesh.size() > 1:
+                setattr(parameter, TENSOR_PARALLEL, (mesh, (Shard(dim),)))
+                shapes[name] = (*shapes[name][:dim], shapes[name][dim] * mesh.size(), *shapes[name][dim + 1 :])
     ranks = index.tensor_parallel_mesh(False).size()
     for name, layout in layouts(module, shapes).items():
         if layout.spread and ranks > 1:
@@ -80,17 +118,24 @@ def make_index(groups: ProcessGroupCollection | None, device: torch.device) -> F
     """The axes that a model chunk is sharded over. All ranks must call it.
 
     Args:
-        groups: Process groups. None: those of ``megatron.core.parallel_state``.
+        groups: Process groups. None: those of ``megatron.core.parallel_state``. Without ``tp`` there is no tensor
+            parallelism.
         device: Where the model computes.
+
+    Raises:
+        ValueError: There is no group ``dp_cp``, or a group for gathers has other ranks.
     """
     if groups is None:
         groups = ProcessGroupCollection.use_mpu_process_groups(list(_NEEDED))
+    if groups.dp_cp is None:
+        raise ValueError("pg_collection: expected dp_cp, the group of data- and context-parallel ranks; it has none.")
     outer = groups.inter_dist_opt if groups.inter_dist_opt is not None and groups.inter_dist_opt.size() > 1 else None
-    dense = _Groups(groups.tp, groups.dp_cp if outer is None else groups.intra_dp_cp, groups.dp_cp, outer)
+    tensor = _or_alone(groups.tp, groups.dp_cp)
+    dense = _Groups(tensor, groups.dp_cp if outer is None else groups.intra_dp_cp, groups.dp_cp, outer)
     experts = dense
-    if groups.expt_dp is not None and groups.expt_tp is not None:
+    if groups.expt_dp is not None:
         inner = groups.expt_dp if outer is None else groups.intra_expt_dp
-        experts = _Groups(groups.expt_tp, inner, groups.expt_dp, outer)
+        experts = _Groups(_or_alone(groups.expt_tp, groups.expt_dp), inner, groups.expt_dp, outer)
     apart = not experts.same_ranks(dense)
     return FSDPDistributedIndex(
         dense.mesh(device.type),
@@ -100,4 +145,11 @@ def make_index(groups: ProcessGroupCollection | None, device: torch.device) -> F
         hybrid_fsdp_group=None if outer is None else dense.everyone,
         expt_device_mesh=experts.mesh(device.type) if apart else None,
         hybrid_fsdp_expt_group=experts.everyone if apart and outer is not None else None,
+        fsdp_group_ag=groups.dp_cp_ag,
+        expt_fsdp_group_ag=groups.expt_dp_ag if apart else None,
     )
+
+
+def _or_alone(group: dist.ProcessGroup | None, like: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The group, or where there is none, one of this rank alone."""
+    return new_group([dist.get_rank()], like, "no_tensor_parallelism") if group is None else group

@@ -118,11 +118,22 @@ class Recorder:
             loss = sum(float(value) for value in losses.values()) if losses else 0.0
             self.numbers.append((loss, norms[0] if norms else 0.0))
             if len(self.numbers) == self.steps:
-                found = {"numbers": self.numbers, "gradients": self.gradients, "weights": dict(whole_weights(model))}
+                found = {
+                    "numbers": self.numbers,
+                    "gradients": self.gradients,
+                    "weights": dict(whole_weights(model)),
+                    "key shifts": {} if _is_ours(model) else key_shifts(model),
+                }
                 torch.save(found, self.folder / f"{dist.get_rank()}.pt")
             return result
 
         return step_and_record
+
+
+def _is_ours(model: list[nn.Module]) -> bool:
+    from megatron.fsdp.mcore.adapter import FullyShardedDataParallel
+
+    return all(isinstance(chunk, FullyShardedDataParallel) for chunk in model)
 
 
 def whole_gradients(model: list[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -151,6 +162,38 @@ def whole_weights(model: list[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
         else:
             for name, parameter in chunk.named_parameters():
                 yield _key(number, name), parameter.detach().cpu().clone()
+
+
+def key_shifts(model: list[nn.Module]) -> dict[str, tuple[torch.Tensor, str, torch.Tensor]]:
+    """Biases that shift all keys of an attention alike, by name: their rows, and name and rows of the queries' bias.
+
+    A shift of all keys adds the same to all scores of a query, of which a softmax sees nothing: in exact arithmetic
+    such a bias has no gradient. Where keys are turned by their positions, or the softmax has an offset, it has one.
+
+    Args:
+        model: Chunks in Megatron's DDP.
+    """
+    from megatron.core import parallel_state
+    from megatron.fsdp.mcore.layouts import layouts
+
+    ranks = parallel_state.get_tensor_model_parallel_world_size()
+    found = {}
+    for number, chunk in enumerate(model):
+        biases = {name: p for name, p in chunk.named_parameters() if name.endswith(".bias")}
+        parts = {name: ranks if getattr(p, "tensor_model_parallel", False) else 1 for name, p in biases.items()}
+        shapes = {name: (len(p) * parts[name],) for name, p in biases.items()}
+        for name, layout in layouts(chunk, shapes).items():
+            kinds = [kind for kind, rows in layout.sections for _ in range(rows)]
+            groups, rest = divmod(len(biases[name]), len(kinds))
+            if name.endswith("linear_qkv.bias") and not rest:
+                key, query = (torch.tensor([kind == one for kind in kinds] * groups) for one in ("key", "query"))
+                found[_key(number, name)] = key, _key(number, name), query
+        for name, bias in biases.items():
+            queries = name.replace(".k_layernorm.", ".q_layernorm.")
+            if queries != name and queries in biases:
+                everything = torch.ones(len(bias), dtype=torch.bool)
+                found[_key(number, name)] = everything, _key(number, queries), everything
+    return found
 
 
 def _key(chunk: int, name: str) -> str:
@@ -236,12 +279,14 @@ class Comparison:
         compared: How many numbers and tensors.
         largest: The largest relative difference of those that agree.
         fingerprint: Of all weights of the FSDP run.
+        noise: Weights that agree but for elements whose gradient is rounding, by name: how many of these there are.
     """
 
     findings: list[Finding]
     compared: int
     largest: float
     fingerprint: str
+    noise: dict[str, int] = field(default_factory=dict)
 
 
 def compare(ddp: Path, fsdp: Path, ranks: int, precision: str) -> Comparison:
@@ -253,24 +298,16 @@ def compare(ddp: Path, fsdp: Path, ranks: int, precision: str) -> Comparison:
         ranks: Of each.
         precision: A key of ``TOLERANCES``.
     """
-    scalar, tensor = TOLERANCES[precision]
     digest = hashlib.sha256()
     found: list[tuple[int, Finding]] = []
-    compared, largest = 0, 0.0
+    compared, largest, noise = 0, 0.0, {}
     for rank in range(ranks):
         a, b = (torch.load(folder / f"{rank}.pt", weights_only=True) for folder in (ddp, fsdp))
-        checks: list[tuple[int, str, float, float]] = []
-        for number, (x, y) in enumerate(zip(a["numbers"], b["numbers"], strict=True), start=1):
-            for what, p, q in zip(("loss", "gradient norm"), x, y, strict=True):
-                checks.append((3 * number, f"iteration {number}, {what}", relative(p, q), scalar))
-        for order, kind, when in ((1, "gradients", "iteration 1, gradient"), (10**9, "weights", "last, weight")):
-            for name in sorted(a[kind].keys() | b[kind].keys()):
-                if name in a[kind] and name in b[kind]:
-                    noise = _noise(a["gradients"].get(name)) if kind == "weights" else None
-                    difference = _distance(a[kind][name], b[kind][name], noise)
-                else:
-                    difference = math.inf
-                checks.append((order, f"{when} of {name}", difference, tensor))
+        checks = [*_numbers(a, b, precision), *_gradients(a, b, precision)]
+        for name, difference, discounted in _weights(a, b, precision):
+            checks.append((10**9, f"last, weight of {name}", difference, TOLERANCES[precision][1]))
+            if discounted:
+                noise[name] = discounted
         for name in sorted(b["weights"]):
             digest.update(name.encode() + b["weights"][name].float().numpy().tobytes())
         compared += len(checks)
@@ -280,7 +317,45 @@ def compare(ddp: Path, fsdp: Path, ranks: int, precision: str) -> Comparison:
             else:
                 found.append((order, Finding(where, rank, difference)))
     found.sort(key=lambda pair: pair[0])
-    return Comparison([finding for _, finding in found], compared, largest, digest.hexdigest()[:16])
+    return Comparison([finding for _, finding in found], compared, largest, digest.hexdigest()[:16], noise)
+
+
+# Order in time, place, relative difference, and how much that may be.
+_Check = tuple[int, str, float, float]
+
+
+def _numbers(a: dict[str, Any], b: dict[str, Any], precision: str) -> Iterator[_Check]:
+    """Losses and gradient norms."""
+    for number, (x, y) in enumerate(zip(a["numbers"], b["numbers"], strict=True), start=1):
+        for what, p, q in zip(("loss", "gradient norm"), x, y, strict=True):
+            yield 3 * number, f"iteration {number}, {what}", relative(p, q), TOLERANCES[precision][0]
+
+
+def _gradients(a: dict[str, Any], b: dict[str, Any], precision: str) -> Iterator[_Check]:
+    """Gradients of the first iteration; of a bias that shifts keys, against those of the queries' bias."""
+    for name in sorted(a["gradients"].keys() | b["gradients"].keys()):
+        difference = math.inf
+        if name in a["gradients"] and name in b["gradients"]:
+            scale = 0.0
+            if name in a["key shifts"]:
+                _, queries, rows = a["key shifts"][name]
+                scale = float(a["gradients"][queries][rows].abs().max())
+            difference = _distance(a["gradients"][name], b["gradients"][name], scale=scale)
+        yield 1, f"iteration 1, gradient of {name}", difference, TOLERANCES[precision][1]
+
+
+def _weights(a: dict[str, Any], b: dict[str, Any], precision: str) -> Iterator[tuple[str, float, int]]:
+    """Each weight's relative difference, and how many elements had to be left out for it to be within the tolerance."""
+    allowed = TOLERANCES[precision][1]
+    for name in sorted(a["weights"].keys() | b["weights"].keys()):
+        if name not in a["weights"] or name not in b["weights"]:
+            yield name, math.inf, 0
+            continue
+        noise = _noise(name, a, b, precision)
+        pair = a["weights"][name], b["weights"][name]
+        difference = _distance(*pair, noise)
+        discounted = noise is not None and difference <= allowed < _distance(*pair)
+        yield name, difference, int(noise.sum()) if discounted and noise is not None else 0
 
 
 def relative(a: float, b: float) -> float:
@@ -290,16 +365,26 @@ def relative(a: float, b: float) -> float:
     return 0.0 if a == b else abs(a - b) / max(abs(a), abs(b))
 
 
-def _noise(gradient: torch.Tensor | None) -> torch.Tensor | None:
+def _noise(name: str, a: dict[str, Any], b: dict[str, Any], precision: str) -> torch.Tensor | None:
     """Elements whose gradient is nothing but rounding, such as a key's bias before a softmax.
 
     Optimizers that divide a gradient by its size, as Adam does, make steps of it that mean nothing.
     """
-    return None if gradient is None else gradient.abs() <= NOISE * gradient.abs().max()
+    gradient = a["gradients"].get(name)
+    if gradient is None:
+        return None
+    noise: torch.Tensor = gradient.abs() <= NOISE * gradient.abs().max()
+    if name in a["key shifts"] and name in b["gradients"]:
+        rows, queries, of_queries = a["key shifts"][name]
+        scale = a["gradients"][queries][of_queries].abs().max()
+        largest = max(run["gradients"][name][rows].abs().max() for run in (a, b))
+        if largest <= TOLERANCES[precision][1] * scale:
+            noise |= rows
+    return noise
 
 
-def _distance(a: torch.Tensor, b: torch.Tensor, ignored: torch.Tensor | None = None) -> float:
-    """The largest difference of two elements, against the largest element."""
+def _distance(a: torch.Tensor, b: torch.Tensor, ignored: torch.Tensor | None = None, scale: float = 0.0) -> float:
+    """The largest difference of two elements, against the largest element or, if that is larger, ``scale``."""
     if a.shape != b.shape:
         return math.inf
     if ignored is not None:
@@ -307,7 +392,7 @@ def _distance(a: torch.Tensor, b: torch.Tensor, ignored: torch.Tensor | None = N
     if not a.numel():
         return 0.0
     a, b = a.double(), b.double()
-    largest = float(torch.maximum(a.abs(), b.abs()).max())
+    largest = max(scale, float(torch.maximum(a.abs(), b.abs()).max()))
     difference = float((a - b).abs().max())
     if not math.isfinite(difference):
         return math.inf

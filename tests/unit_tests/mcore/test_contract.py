@@ -1,6 +1,7 @@
 """What Megatron-Core reads from, calls on and expects of a wrapper: a test per row that data parallelism touches."""
 
 import copy
+import logging
 from collections.abc import Callable
 
 import pytest
@@ -29,6 +30,8 @@ def _equals_ddp(strategy: str, changes: dict, micro_batches: int, tolerance: flo
     assert found.zeros == pytest.approx(expected.zeros, abs=0.01 * sum(w.numel() for w in expected.weights.values()))
     assert found.weights.keys() == expected.weights.keys()
     for name, weight in expected.weights.items():
+        if name.endswith("k_layernorm.bias"):
+            continue  # it shifts all keys alike: its gradient is rounding, of which Adam makes whole steps
         torch.testing.assert_close(found.weights[name], weight, rtol=tolerance, atol=10 * tolerance, msg=name)
 
 
@@ -429,6 +432,27 @@ def nan_in_a_gradient_is_reported_with_the_parameters_name() -> None:
         model.finish_grad_sync()
 
 
+def large_gradients_are_reported_and_no_error() -> None:
+    from megatron.core import rerun_state_machine
+    from tests.megatron_models import tokens, wrapped
+
+    warnings: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    machine = rerun_state_machine.get_rerun_state_machine()
+    model = wrapped("optim_grads_params", check_for_nan_in_grad=False, check_for_large_grads=True)
+    rerun_state_machine.logger.addHandler(handler)
+    try:
+        for largest in (1e9, 1e-9):
+            # As if a hundred steps had been seen.
+            machine.large_value_counts["grads"], machine.max_values["grads"] = 100, largest
+            forward_backward_without_finalizing(model, tokens(0, 1))
+            model.finish_grad_sync()
+            assert ["unexpectedly large value" in warning for warning in warnings] == [True] * (largest < 1)
+    finally:
+        rerun_state_machine.logger.removeHandler(handler)
+
+
 CASES = [
     class_and_wrapper_chain,
     configs_are_the_ones_given,
@@ -452,6 +476,7 @@ CASES = [
     compute_weights_have_nothing_of_fused_kernels_unless_asked,
     optimizer_state_has_equal_keys_on_all_ranks,
     nan_in_a_gradient_is_reported_with_the_parameters_name,
+    large_gradients_are_reported_and_no_error,
 ]
 
 

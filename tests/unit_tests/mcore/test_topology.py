@@ -1,0 +1,190 @@
+"""Process groups; what tensor-parallel ranks have parts of, by layers' classes, then by attributes; their copies."""
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.ranks import DEVICE, RankFailure, RankPool
+
+pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here")
+
+OFFSETS = "layers.{}.self_attention.core_attention.softmax_offset"
+
+
+def _module(name: str, base: type[nn.Module] = nn.Module, **marks: dict[str, Any]) -> nn.Module:
+    """A module whose class has this name, and its parameters these attributes."""
+    module: nn.Module = type(name, (base,), {})()
+    for parameter, attributes in marks.items():
+        value = nn.Parameter(torch.zeros(2, 2))
+        vars(value).update(attributes)
+        module.register_parameter(parameter, value)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("module", "parameter", "dim"),
+    [
+        (_module("DotProductAttention", softmax_offset={}), "softmax_offset", 0),
+        (_module("TEDotProductAttention", softmax_offset={}), "softmax_offset", 0),
+        (_module("TERowParallelGroupedLinear", weight11={"tensor_model_parallel": False}), "weight11", 1),
+        (_module("TEColumnParallelGroupedLinear", bias3={}), "bias3", 0),
+        (_module("RowParallelLinear", bias={}), "bias", None),
+        (_module("TELayerNormColumnParallelLinear", layer_norm_weight={}), "layer_norm_weight", None),
+        (_module("Derived", type(_module("RowParallelLinear")), weight={}), "weight", 1),
+        # Mamba-2 marks the weight of a norm over what a rank computes.
+        (_module("RMSNorm", weight={"tensor_model_parallel": True, "partition_dim": 0}), "weight", 0),
+        (_module("LayerNorm", weight={}), "weight", None),
+        (_module("Unknown", weight={"tensor_model_parallel": True, "partition_dim": 1}), "weight", 1),
+        (_module("Unknown", weight={}), "weight", None),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else str(value),
+)
+def test_the_class_says_what_is_divided_and_then_the_attributes(
+    module: nn.Module, parameter: str, dim: int | None
+) -> None:
+    from megatron.fsdp.mcore.topology import divided_dim
+
+    assert divided_dim(module, parameter) == dim
+
+
+def _layers(config: Any) -> nn.Module:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    return TransformerBlock(config, get_gpt_layer_local_spec())
+
+
+def _replicas(change: str, forget: bool) -> list[str]:
+    """Warnings of a save of layers on two tensor-parallel ranks, and an offset's shape, after a change on one rank."""
+    from tests.megatron_models import model_parallel_cuda_manual_seed, parallel_state, wrapped
+
+    warnings: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    model_parallel_cuda_manual_seed(1234)
+
+    from megatron.fsdp.mcore import checkpointing, replicas, topology
+    from megatron.fsdp.mcore.checkpoint import Prepared
+    from megatron.fsdp.ragged_dtensor import local_part
+
+    known = dict(topology.DIVIDED)
+    if forget:
+        del topology.DIVIDED["DotProductAttention"]
+    replicas.logger.addHandler(handler)
+    try:
+        model = wrapped("optim_grads_params", _layers, softmax_type="learnable", tensor_model_parallel_size=2)
+        entries = {entry.name.removeprefix("module."): entry for entry in model.module.entries()}
+        if change and parallel_state.get_tensor_model_parallel_rank() == 1:
+            name, factor = change.split("*")
+            with torch.no_grad():
+                local_part(entries[name].main).mul_(float(factor))
+        state = Prepared({"model": model.module.state_dict()})
+        state.chunks, state.raw = [model.module], {}
+        checkpointing.preparing(None)(SimpleNamespace(), state, model.module)
+    finally:
+        topology.DIVIDED.update(known)
+        replicas.logger.removeHandler(handler)
+        parallel_state.destroy_model_parallel()
+    return [*warnings, str(entries[OFFSETS.format(0)].shape)]
+
+
+def test_offsets_of_the_softmax_are_divided_as_the_heads_are(ranks: RankPool) -> None:
+    found = ranks.run(2, _replicas, f"{OFFSETS.format(1)}*2", False)
+    assert found == [["(2,)"]] * 2
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_parameter_that_differs_and_is_not_marked_is_not_saved(ranks: RankPool, world_size: int) -> None:
+    with pytest.raises(RankFailure) as caught:
+        ranks.run(world_size, _replicas, f"{OFFSETS.format(1)}*2", True)
+    message = str(caught.value)
+    assert message.count("RuntimeError: before a checkpoint is saved") == world_size
+    assert OFFSETS.format(1) in message and OFFSETS.format(0) not in message
+    assert "parameter.partition_dim" in message
+
+
+def test_copies_that_drift_by_rounding_are_saved_and_named(ranks: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    norm = "layers.0.input_layernorm.weight"
+    assert ranks.run(2, _replicas, "", False) == [["(2,)"]] * 2
+    for warning, _ in ranks.run(2, _replicas, f"{norm}*1.00001", False):
+        assert norm in warning and "1e-05" in warning
+    with pytest.raises(RankFailure, match=norm):
+        ranks.run(2, _replicas, f"{norm}*1.001", False)
+
+
+def _train_with_groups(names: tuple[str, ...]) -> tuple[list[float], list[str], bool]:
+    """Losses of a layer in our wrapper, given these process groups, the axes of a weight, and what gathers use."""
+    from tests.megatron_models import FullyShardedDataParallel, ProcessGroupCollection, ddp_config, transformer_config
+
+    groups = ProcessGroupCollection()
+    for name in names:
+        setattr(groups, name, dist.new_group() if name.endswith("_ag") else dist.group.WORLD)
+    torch.manual_seed(3)
+    model = FullyShardedDataParallel(
+        config=transformer_config(),
+        ddp_config=ddp_config("optim_grads_params", check_for_nan_in_grad=False),
+        module=nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5)),
+        fsdp_unit_modules=[nn.Linear],
+        pg_collection=groups,
+    )
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    data = torch.randn(4, dist.get_world_size(), 3, 5, generator=torch.Generator().manual_seed(1))
+    losses = []
+    for batch in data:
+        model.zero_grad_buffer()
+        loss = model(batch[dist.get_rank()]).square().mean()
+        loss.backward()
+        model.finish_grad_sync()
+        optimizer.step()
+        model.module.install_optimized_model_weights()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        losses.append(float(total) / dist.get_world_size())
+    index = model.module.index
+    return losses, [str(index.get_fsdp_group().size())], index.dense.gather is not index.dense.inner
+
+
+def _expected_losses(world_size: int) -> list[float]:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    data = torch.randn(4, world_size, 3, 5, generator=torch.Generator().manual_seed(1))
+    losses = []
+    for batch in data:
+        optimizer.zero_grad()
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("more", [(), ("expt_dp",), ("dp_cp_ag",)], ids=" ".join)
+def test_groups_without_tensor_parallelism_have_none(ranks: RankPool, more: tuple[str, ...]) -> None:
+    for losses, sizes, apart in ranks.run(3, _train_with_groups, ("dp", "dp_cp", *more)):
+        assert losses == pytest.approx(_expected_losses(3), rel=1e-5)
+        assert sizes == ["3"]
+        assert apart == ("dp_cp_ag" in more)
+
+
+def test_groups_without_data_parallelism_are_refused(ranks: RankPool) -> None:
+    with pytest.raises(RankFailure, match="ValueError: pg_collection: expected dp_cp"):
+        ranks.run(2, _train_with_groups, ("dp",))
+
+
+def _instances_without_groups() -> None:
+    from tests.megatron_models import megatron, wrapped
+
+    with megatron():
+        wrapped("optim_grads_params", num_distributed_optimizer_instances=2)
+
+
+def test_instances_without_their_groups_are_refused(ranks: RankPool) -> None:
+    with pytest.raises(RankFailure, match="num_distributed_optimizer_instances is 2: expected a group inter_dist_opt"):
+        ranks.run(2, _instances_without_groups)
