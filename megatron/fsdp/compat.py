@@ -40,6 +40,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_map
 
+from megatron.fsdp.layout import parse_granularity
 from megatron.fsdp.marked import (
     Mark,
     MarkedModule,
@@ -382,6 +383,7 @@ def fully_shard[T: nn.Module | list[nn.Module]](
     offload_policy: OffloadPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
+    shard_granularity: str = "row",
 ) -> T:
     """Mark a module as one whose parameters are gathered and released together; see the head of this file.
 
@@ -398,6 +400,9 @@ def fully_shard[T: nn.Module | list[nn.Module]](
         offload_policy: ``CPUOffloadPolicy()`` for main weights in host memory. The same for all modules of a model.
         ignored_params: Must be empty.
         dp_mesh_dims: Must be None.
+        shard_granularity: What is not divided between ranks, as :func:`megatron.fsdp.fully_shard_model` has it:
+            ``"tensor"`` for Muon, ``"parameter"`` for Adafactor or 8-bit Adam. May differ between modules. torch's
+            function has no such argument.
 
     Returns:
         ``module`` itself, which is also an :class:`FSDPModule` from now on.
@@ -415,6 +420,7 @@ def fully_shard[T: nn.Module | list[nn.Module]](
         raise NotImplementedError("ignored_params: every parameter inside is sharded. Leave it empty.")
     if dp_mesh_dims is not None:
         raise NotImplementedError("dp_mesh_dims: give the data-parallel axes as mesh, for instance mesh['dp'].")
+    granularity = parse_granularity(shard_granularity)
     for each in modules:
         _check_module(each, shard_placement_fn)
     # torch's own policies, which have the same attributes, will do as well.
@@ -438,6 +444,7 @@ def fully_shard[T: nn.Module | list[nn.Module]](
             output_dtype=policy.output_dtype,
             offload=hasattr(offload_policy, "pin_memory"),
             reshard_after_forward=reshard_after_forward,
+            granularity=granularity,
         )
         set_mark(each, mark)
     return module

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.device import communication_stream, default_device
+from megatron.fsdp.layout import ROW, Granularity
 from megatron.fsdp.megatron_fsdp import MegatronFSDP
 from megatron.fsdp.mesh import FSDPDistributedIndex, default_index
 from megatron.fsdp.optimizer import attach_optimizer, owners, watch_optimizers
@@ -46,6 +47,7 @@ class Mark:
         output_dtype: What its outputs are cast to; None for nothing.
         offload: Main weights are in host memory.
         reshard_after_forward: Release weights after forward. None: all but the outermost module's.
+        granularity: What is not divided between ranks.
         requires_gradient_sync: Gradients are reduced.
         requires_all_reduce: Gradients are reduced over the outer axis too.
         is_last_backward: The next backward is the last before the step.
@@ -63,6 +65,7 @@ class Mark:
     output_dtype: torch.dtype | None
     offload: bool
     reshard_after_forward: bool | None
+    granularity: Granularity = ROW
     requires_gradient_sync: bool = True
     requires_all_reduce: bool = True
     is_last_backward: bool = True
@@ -135,7 +138,7 @@ class InPlaceEngine(MegatronFSDP):
 
     def _build_unit(self, part: UnitPart, environment: Environment, *rest: Any) -> Unit:
         mark = mark_of(part.module)
-        unit = super()._build_unit(part, replace(environment, policy=mark.policy), *rest)
+        unit = super()._build_unit(part, replace(environment, policy=mark.policy, granularity=mark.granularity), *rest)
         unit.keeps_weights = mark.keeps_weights
         mark.unit = weakref.ref(unit)
         if mark.divisor is not None:
@@ -317,7 +320,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) ->
     now = InPlaceEngine.models, len(optimizer.param_groups)
     if _looked_at.get(optimizer) == now:
         return
-    _looked_at[optimizer] = now
     models = owners(p for group in optimizer.param_groups for p in group["params"])
     if any(isinstance(model, InPlaceEngine) for model in models):
         attach_optimizer(optimizer, needs_gradient=False)
+    _looked_at[optimizer] = now

@@ -1,6 +1,7 @@
 """Makes a torch optimizer update main weights: parameters out, DTensors in, and hooks around the step."""
 
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterable
 
@@ -9,8 +10,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from megatron.fsdp.local_step import BY_PARAMETER, LocalStep, closure_of
+from megatron.fsdp.local_step import LocalStep, closure_of
 from megatron.fsdp.megatron_fsdp import MegatronFSDP
+from megatron.fsdp.optimizer_classes import BY_PARAMETER, check_optimizer
 from megatron.fsdp.parameter import ParameterEntry
 from megatron.fsdp.parameter_group import ParameterGroup
 from megatron.fsdp.partition import OWNER
@@ -55,7 +57,9 @@ def attach_optimizer(
         needs_gradient: A step that finds no gradient at all is an error, and not nothing.
 
     Raises:
-        ValueError: No parameter belongs to a sharded model, or there is state that cannot be sharded.
+        ValueError: No parameter belongs to a sharded model, there is state that cannot be sharded, or the optimizer
+            looks at whole matrices or parameters that are divided between ranks.
+        NotImplementedError: It is not known whether the optimizer works on parts of parameters.
     """
     models = owners(p for group in optimizer.param_groups for p in group["params"])
     if not models:
@@ -63,6 +67,7 @@ def attach_optimizer(
             "fully_shard_optimizer: none of the optimizer's parameters belongs to a sharded model. Shard the model "
             "first, and give the optimizer parameters of the model before or after that."
         )
+    check_optimizer(optimizer, [group for model in models for group in model.groups])
     places = {id(e.given): (group, i) for m in models for group in m.groups for i, e in enumerate(group.entries)}
     for options in optimizer.param_groups:
         options["params"] = [_main_weight(optimizer, p, places) for p in options["params"]]
@@ -83,6 +88,45 @@ def attach_optimizer(
         reshard = _Reshard(model)
         reshard(optimizer)
         optimizer.register_load_state_dict_post_hook(reshard)
+
+
+# Models whose optimizers have to be attached, and for each optimizer that took a step: how many there had been then,
+# and how many parameters it had.
+_models: weakref.WeakSet[MegatronFSDP] = weakref.WeakSet()
+_numbers = itertools.count(1)
+_latest = 0
+_checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
+
+
+def expect_attachment(model: MegatronFSDP) -> None:
+    """From now on, a step of an optimizer that would train nothing of this model raises.
+
+    One that has main weights, but was not attached, is attached at its first step.
+    """
+    global _latest
+    _latest = next(_numbers)
+    _models.add(model)
+    watch_optimizers(_require_attachment)
+
+
+def _require_attachment(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+    now = _latest, sum(len(options["params"]) for options in optimizer.param_groups)
+    if _checked.get(optimizer) == now:
+        return
+    parameters = {p for options in optimizer.param_groups for p in options["params"]}
+    models = [model for model in owners(parameters) if model in _models]
+    for entry in (entry for model in models for entry in model.entries()):
+        if not parameters.isdisjoint({entry.given, entry.compute}):
+            raise RuntimeError(
+                f"The optimizer ({type(optimizer).__name__}) has {entry.name} as it was before the model was sharded, "
+                "which nothing trains any more: its step would change nothing. Call fully_shard_optimizer(optimizer) "
+                "after fully_shard_model, or once more for parameters that were added since."
+            )
+    before = [hook._model for hook in optimizer._optimizer_step_post_hooks.values() if isinstance(hook, _After)]
+    if any(all(reference() is not model for reference in before) for model in models):
+        describe = all(model.fsdp_config.describe_state_dict for model in models)
+        attach_optimizer(optimizer, describe_state=describe, needs_gradient=False)
+    _checked[optimizer] = now
 
 
 def _detach(optimizer: torch.optim.Optimizer) -> None:

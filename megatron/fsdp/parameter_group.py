@@ -141,6 +141,14 @@ class ParameterGroup:
                 if not callable(value):
                     setattr(entry.main, name, value)
 
+    def is_divided(self, i: int) -> bool:
+        """True if no rank owns the whole of parameter ``i``."""
+        parallel = self.entries[i].tensor_parallel
+        if parallel is not None and not all(placement.is_replicate() for placement in parallel[1]):
+            return True
+        slot, size = self.layout.slots[i], self.layout.shard_numel
+        return slot.numel > 0 and slot.offset // size != (slot.end - 1) // size
+
     def _piece(self, i: int) -> Piece:
         if self.weights.owned.index is not None:
             return self.layout.piece(i, self.weights.owned.index)

@@ -41,6 +41,7 @@ ORDER = [
     "megatron_fsdp",
     "consistency",
     "export",
+    "optimizer_classes",
     "local_step",
     "optimizer",
     "forward_methods",
