@@ -194,7 +194,7 @@ def _refused_by_compat(name: str) -> None:
     before = [local_part(p).clone() for p in model.parameters()]
     for _ in range(2):
         with pytest.raises(NotImplementedError, match=message):
-            optimizer.step(lambda: torch.zeros(())) if name == "LBFGS" else optimizer.step()
+            optimizer.step(lambda: 0.0) if name == "LBFGS" else optimizer.step()
     assert all(torch.equal(local_part(p), b) for p, b in zip(model.parameters(), before, strict=True))
 
 
