@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, Shard
+from torch.nn.parameter import UninitializedTensorMixin
 
 from megatron.fsdp.layout import Piece
 from megatron.fsdp.uneven_dtensor import describe_part, local_part, make_dtensor
@@ -20,6 +21,44 @@ from megatron.fsdp.uneven_dtensor import describe_part, local_part, make_dtensor
 TENSOR_PARALLEL = "_fsdp_tensor_parallel"
 # Set beside it where rows are of several kinds, and a rank has a part of each: how many of each it has.
 SECTIONS = "_fsdp_sections"
+
+
+# What a class of parameters may do in its own way without keeping its values in another way than a plain tensor does.
+_HARMLESS = {
+    "__deepcopy__",
+    "__doc__",
+    "__init__",
+    "__module__",
+    "__new__",
+    "__reduce_ex__",
+    "__repr__",
+    "__setstate__",
+}
+
+
+def check_class(name: str, parameter: nn.Parameter) -> None:
+    """Raise unless a parameter's values are those of a plain tensor, which can be put into memory of ours.
+
+    A tensor of a class of its own may keep quantized values, and pretend to be of another dtype: what is written to it
+    by ``.data`` is then a copy that nobody trains. Classes that only add something to ``nn.Parameter`` are fine.
+
+    Raises:
+        NotImplementedError: They are not; the message names parameter and class.
+    """
+    value: torch.Tensor = local_part(parameter) if isinstance(parameter, DTensor) else parameter
+    cls = type(value)
+    where = f"Parameter {name} is a {cls.__module__}.{cls.__qualname__}"
+    if isinstance(parameter, UninitializedTensorMixin):
+        raise ValueError(f"{where}, which has no shape yet. Run the model once before it is sharded.")
+    own = [base for base in cls.__mro__[: cls.__mro__.index(torch.Tensor)] if base is not nn.Parameter]
+    if any(vars(base).keys() & set(dir(torch.Tensor)) - _HARMLESS for base in own):
+        raise NotImplementedError(
+            f"{where}, a tensor whose values are kept in a way that is not known here (quantized, for example). "
+            "Sharding it is not supported, and it would never be trained. Shard the model before it is converted, or "
+            "convert its parameters to plain tensors."
+        )
+    if value.layout is not torch.strided:
+        raise NotImplementedError(f"Parameter {name} has the layout {value.layout}: only strided ones are supported.")
 
 
 class GroupKey(NamedTuple):
