@@ -22,6 +22,7 @@ from megatron.fsdp.layout import ROW, Granularity
 from megatron.fsdp.megatron_fsdp import MegatronFSDP
 from megatron.fsdp.mesh import FSDPDistributedIndex, default_index
 from megatron.fsdp.optimizer import attach_optimizer, owners, watch_optimizers
+from megatron.fsdp.parameter import check_class
 from megatron.fsdp.parameter_group import Environment
 from megatron.fsdp.partition import UnitPart, partition, public_name
 from megatron.fsdp.precision import MixedPrecisionPolicy
@@ -263,6 +264,7 @@ def _ranks(index: FSDPDistributedIndex) -> list[list[int]]:
 
 def _check_dtypes(part: UnitPart) -> None:
     for entry in part.entries:
+        check_class(entry.name, entry.compute)
         mark_of(part.module).policy.resolve(entry.compute.dtype, entry.name)
     for child in part.children:
         _check_dtypes(child)

@@ -19,7 +19,7 @@ class Quantized(torch.Tensor):
     """8 bits and a scale that look like another dtype, and quantize what is assigned to ``.data``."""
 
     @staticmethod
-    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> "Quantized":
+    def __new__(cls: type, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> "Quantized":
         made = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=dtype)
         made._codes, made._scale = codes, scale
         return made
