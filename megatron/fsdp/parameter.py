@@ -1,9 +1,11 @@
 """One parameter of the model: what forward and backward read, what the optimizer updates, where it is registered."""
 
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -14,7 +16,8 @@ from torch.distributed.tensor.placement_types import Placement, Shard
 from torch.nn.parameter import UninitializedTensorMixin
 
 from megatron.fsdp.layout import Piece
-from megatron.fsdp.uneven_dtensor import describe_part, local_part, make_dtensor
+from megatron.fsdp.uneven_dtensor import describe_part, local_part, make_dtensor, make_like
+from megatron.fsdp.weak import weak_method
 
 # Set on a parameter that is a plain tensor, this rank's part of one that is divided over a tensor-parallel mesh: a pair
 # of that mesh and its placements. Megatron-Core's layers have such parameters.
@@ -210,6 +213,68 @@ class ParameterEntry:
         self.compute.requires_grad_(wanted)
         return True
 
+    # Hooks -----------------------------------------------------------------------------------------------------
+
+    def take_hooks(self) -> None:
+        """Make hooks of the parameter, which autograd would call with unreduced gradients, hooks of the main weight.
+
+        The handles that users have go on removing them. Hooks that come later have to be registered with the main
+        weight: registering them with the parameter raises.
+        """
+        for kind, register in (
+            ("_backward_hooks", nn.Parameter.register_hook),
+            ("_post_accumulate_grad_hooks", nn.Parameter.register_post_accumulate_grad_hook),
+        ):
+            hooks = getattr(self.given, kind) or {}
+            for key, hook in list(hooks.items()):
+                hooks[key] = _no_hook
+                with _requiring_grad(self.main):
+                    register(self.main, functools.partial(_if_kept, hooks, key, hook))
+        for parameter in (self.given, self.compute):
+            parameter.register_hook = weak_method(self._register_hook)  # type: ignore[method-assign]
+            parameter.register_post_accumulate_grad_hook = weak_method(self._refuse_hook)  # type: ignore[method-assign]
+
+    def _register_hook(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:
+        """A layer may watch the gradient of what it computes with, of this micro-batch and rank."""
+        module, attribute = self.sites[0]
+        if module._parameters[attribute] is self.compute:
+            return torch.Tensor.register_hook(self.compute, hook)
+        return self._refuse_hook(hook)
+
+    def _refuse_hook(self, hook: Callable[..., Any]) -> NoReturn:
+        raise RuntimeError(
+            f"{self.name} is what forward and backward compute with, of which autograd has an unreduced gradient. "
+            "Register hooks with the parameters that the sharded model's parameters() returns: they are called with "
+            "reduced gradients."
+        )
+
+    def hooked(self, grad: DTensor) -> DTensor:
+        """The reduced gradient after the hooks of the main weight, which may return another.
+
+        Raises:
+            ValueError: A hook returned something else than a DTensor like the gradient.
+        """
+        for hook in tuple((self.main._backward_hooks or {}).values()):
+            with torch.no_grad():
+                returned = hook(grad)
+            if returned is None:
+                continue
+            if not isinstance(returned, DTensor) or local_part(returned).shape != local_part(grad).shape:
+                raise ValueError(
+                    f"A gradient hook of {self.name} returned a {type(returned).__name__} of shape "
+                    f"{tuple(returned.shape)}: expected a DTensor like the gradient that it was given."
+                )
+            grad = make_like(local_part(returned), self.main)
+        return grad
+
+    def tell_gradient(self) -> None:
+        """The main weight has its gradient: call hooks that wait for that."""
+        for hook in tuple((self.main._post_accumulate_grad_hooks or {}).values()):
+            with torch.no_grad():
+                hook(self.main)
+
+    # Gradients -------------------------------------------------------------------------------------------------
+
     def take_gradient(self) -> torch.Tensor | None:
         """Take this micro-batch's gradient off the parameter: in its local shape, None if there is none."""
         grad, self.compute.grad = self.compute.grad, None
@@ -240,3 +305,23 @@ class ParameterEntry:
         self.compute.main_grad = None  # type: ignore[attr-defined]
         self.compute.grad_added_to_main_grad = False  # type: ignore[attr-defined]
         return total
+
+
+def _no_hook(*unused: Any) -> None:
+    """Stands where a hook was that the main weight has now."""
+
+
+def _if_kept(hooks: Mapping[int, Any], key: int, hook: Callable[..., Any], value: torch.Tensor) -> Any:
+    """Call a hook that was taken over, unless its handle has removed it."""
+    return hook(value) if key in hooks else None
+
+
+@contextmanager
+def _requiring_grad(parameter: nn.Parameter) -> Iterator[None]:
+    """What is frozen takes no hooks, but may be unfrozen."""
+    before = parameter.requires_grad
+    parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        parameter.requires_grad_(before)
