@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, Shard
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from megatron.fsdp.layout import Piece
 from megatron.fsdp.uneven_dtensor import describe_part, local_part, make_dtensor, make_like
@@ -51,7 +51,7 @@ def check_class(name: str, parameter: nn.Parameter) -> None:
     value: torch.Tensor = local_part(parameter) if isinstance(parameter, DTensor) else parameter
     cls = type(value)
     where = f"Parameter {name} is a {cls.__module__}.{cls.__qualname__}"
-    if isinstance(parameter, UninitializedTensorMixin):
+    if is_lazy(parameter):
         raise ValueError(f"{where}, which has no shape yet. Run the model once before it is sharded.")
     own = [base for base in cls.__mro__[: cls.__mro__.index(torch.Tensor)] if base is not nn.Parameter]
     if any(vars(base).keys() & set(dir(torch.Tensor)) - _HARMLESS for base in own):

@@ -273,12 +273,14 @@ class ParameterGroup:
         for i, entry in enumerate(self.entries):
             if not used[i] and not (zero_unused and entry.trained):
                 continue
-            grad = entry.hooked(make_like(self._local(reduced, entry.piece), entry.main))
-            before = getattr(entry.main, self._env.grad_attribute, None)
+            local, before = self._local(reduced, entry.piece), getattr(entry.main, self._env.grad_attribute, None)
+            if before is None or entry.main._backward_hooks:
+                grad = entry.hooked(make_like(local, entry.main))
+                local = local_part(grad)
             if before is None:
                 setattr(entry.main, self._env.grad_attribute, grad)
             else:
-                local_part(before).add_(local_part(grad))
+                local_part(before).add_(local)
             arrived.append(entry)
         return arrived
 

@@ -18,9 +18,12 @@ from tests.ranks import RankPool
 class Quantized(torch.Tensor):
     """8 bits and a scale that look like another dtype, and quantize what is assigned to ``.data``."""
 
+    _codes: torch.Tensor
+    _scale: torch.Tensor
+
     @staticmethod
     def __new__(cls: type, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> "Quantized":
-        made = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=dtype)
+        made: Any = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=dtype)
         made._codes, made._scale = codes, scale
         return made
 
@@ -39,7 +42,9 @@ class Quantized(torch.Tensor):
     data = property(_get, _set)  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if function is torch.ops.aten.detach.default:
             return cls(args[0]._codes, args[0]._scale, args[0].dtype)
 
@@ -152,7 +157,7 @@ class Labelled(TinyModel):
 
 def _harmless(strategy: str) -> None:
     model = Labelled()
-    assert type(model.norm.weight) is Marked
+    assert isinstance(model.norm.weight, Marked)
     seen = []
     model.head.register_forward_pre_hook(lambda module, args: seen.append(module.weight.loud()))
     assert_same_training(model, batches(3, 2), adamw, zero_dp_strategy=strategy)
