@@ -10,6 +10,7 @@ from megatron.fsdp import (
     fully_shard_model,
     fully_shard_optimizer,
     register_forward_method,
+    register_optimizer,
 )
 
 __all__ = [
@@ -22,4 +23,5 @@ __all__ = [
     "fully_shard_model",
     "fully_shard_optimizer",
     "register_forward_method",
+    "register_optimizer",
 ]

@@ -18,6 +18,7 @@ from megatron.fsdp.forward_methods import register_forward_method
 from megatron.fsdp.fully_shard import fully_shard, fully_shard_model, fully_shard_optimizer
 from megatron.fsdp.megatron_fsdp import MegatronFSDP
 from megatron.fsdp.mesh import FSDPDistributedIndex
+from megatron.fsdp.optimizer_classes import register_optimizer
 from megatron.fsdp.precision import MixedPrecisionPolicy
 
 __all__ = [
@@ -30,4 +31,5 @@ __all__ = [
     "fully_shard_model",
     "fully_shard_optimizer",
     "register_forward_method",
+    "register_optimizer",
 ]

@@ -28,6 +28,7 @@ that it got before the model was sharded.
 """
 
 import functools
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_map
 
+from megatron.fsdp.layout import parse_granularity
 from megatron.fsdp.marked import (
     Mark,
     MarkedModule,
@@ -55,6 +57,8 @@ from megatron.fsdp.mesh import require_process_group
 from megatron.fsdp.precision import MixedPrecisionPolicy as EnginePolicy
 from megatron.fsdp.ragged_dtensor import local_part
 from megatron.fsdp.unit import Unit, WeightState
+
+logger = logging.getLogger(__name__)
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -379,6 +383,7 @@ def fully_shard[T: nn.Module | list[nn.Module]](
     offload_policy: OffloadPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
+    shard_granularity: str = "row",
 ) -> T:
     """Mark a module as one whose parameters are gathered and released together; see the head of this file.
 
@@ -389,12 +394,16 @@ def fully_shard[T: nn.Module | list[nn.Module]](
         mesh: One data-parallel axis, or two with names: parameters are sharded over the second, and the first repeats
             that (HSDP). None: one axis over all ranks. The same for all modules of a model.
         reshard_after_forward: Release weights after forward, and gather them again for backward. None: True. Those of
-            the outermost module stay until backward in any case.
+            the outermost module stay until backward in any case. A number of ranks, which divides the mesh's: 1 is
+            False, and any other True. (torch leaves weights divided between as many, which are gathered faster.)
         shard_placement_fn: Must return None or ``Shard(0)`` for every parameter.
         mp_policy: Dtypes; may differ between the modules of a model.
         offload_policy: ``CPUOffloadPolicy()`` for main weights in host memory. The same for all modules of a model.
         ignored_params: Must be empty.
         dp_mesh_dims: Must be None.
+        shard_granularity: What is not divided between ranks, as :func:`megatron.fsdp.fully_shard_model` has it:
+            ``"tensor"`` for Muon, ``"parameter"`` for Adafactor or 8-bit Adam. May differ between modules. torch's
+            function has no such argument.
 
     Returns:
         ``module`` itself, which is also an :class:`FSDPModule` from now on.
@@ -406,12 +415,11 @@ def fully_shard[T: nn.Module | list[nn.Module]](
     """
     require_process_group()
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
-    if not isinstance(reshard_after_forward, bool | None):
-        raise NotImplementedError("reshard_after_forward: resharding to a number of ranks. Use True or False.")
     if ignored_params:
         raise NotImplementedError("ignored_params: every parameter inside is sharded. Leave it empty.")
     if dp_mesh_dims is not None:
         raise NotImplementedError("dp_mesh_dims: give the data-parallel axes as mesh, for instance mesh['dp'].")
+    granularity = parse_granularity(shard_granularity)
     for each in modules:
         _check_module(each, shard_placement_fn)
     # torch's own policies, which have the same attributes, will do as well.
@@ -423,6 +431,7 @@ def fully_shard[T: nn.Module | list[nn.Module]](
     )
     for each in modules:
         index, device = axes_of(mesh, each)
+        reshard = _reshard_after_forward(reshard_after_forward, index.dense.inner.size())
         each.__class__ = _marked_class(type(each))
         assert isinstance(each, FSDPModule)
         mark = Mark(
@@ -434,10 +443,39 @@ def fully_shard[T: nn.Module | list[nn.Module]](
             input_dtype=policy.param_dtype if policy.cast_forward_inputs else None,
             output_dtype=policy.output_dtype,
             offload=hasattr(offload_policy, "pin_memory"),
-            reshard_after_forward=reshard_after_forward,
+            reshard_after_forward=reshard,
+            granularity=granularity,
         )
         set_mark(each, mark)
     return module
+
+
+def _reshard_after_forward(value: bool | int | None, ranks: int) -> bool | None:
+    """Whether weights are released after forward, also where a number of ranks says among how many they are to stay.
+
+    Raises:
+        ValueError: It is nothing of that, or not a divisor of ``ranks``.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    if not isinstance(value, int):
+        raise ValueError(f"reshard_after_forward: expected a bool or a number of ranks; got {value!r}.")
+    if value < 1 or ranks % value:
+        raise ValueError(f"reshard_after_forward: expected a divisor of the mesh's {ranks} ranks; got {value}.")
+    if 1 < value < ranks:
+        _log_resharding(value, ranks)
+    return value > 1
+
+
+@functools.cache
+def _log_resharding(value: int, ranks: int) -> None:
+    logger.info(
+        "reshard_after_forward=%d: weights are resharded to all %d ranks. Training is the same, with less memory than "
+        "%d ranks would need, and with gathers from all ranks before backward.",
+        value,
+        ranks,
+        value,
+    )
 
 
 def _check_module(module: nn.Module, placement: Callable[[nn.Parameter], object] | None) -> None:

@@ -18,7 +18,8 @@ class FSDPConfig:
         outer_strategy: Strategy of the outer axis, if the mesh has one: 0 or ``"no_shard"`` repeats what the inner axis
             shards (HSDP), 1 or ``"optim"`` shards main weights and optimizer state over it too (hybrid FSDP).
         mixed_precision: Dtypes of main weights and gradients.
-        granularity: What is not divided between ranks: ``"row"``, ``"tensor"``, ``"block(N)"`` or ``"element"``.
+        granularity: What is not divided between ranks: ``"row"``, ``"tensor"``, ``"parameter"``, ``"block(N)"``
+            or ``"element"``.
         materialize: Parameters may be on the meta device; they are materialized unit by unit.
         offload_optimizer: Keep main weights, their gradients and so the optimizer's state in host memory.
         overlap_param_gather: Gather the next unit's weights while the current unit computes. If False, a unit's

@@ -15,13 +15,16 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from megatron.fsdp.local_step import BY_PARAMETER, State
+from megatron.fsdp.local_step import State
+from megatron.fsdp.optimizer_classes import BY_PARAMETER, looks_at
 from megatron.fsdp.ragged_dtensor import local_part, make_like
 
 logger = logging.getLogger(__name__)
 
 # What torch's optimizers begin with, where that is not zero; "lr" stands for the learning rate.
 _INITIAL: dict[str, float | str] = {"mu_product": 1.0, "mu": 1.0, "eta": "lr", "step_size": "lr"}
+# A shape that state has only if it has its parameter's.
+_DISTINCT = (2, 3, 5, 7, 11, 13, 17, 19)
 _HOOKS = (
     "_optimizer_step_pre_hooks",
     "_optimizer_step_post_hooks",
@@ -84,9 +87,16 @@ class FreshState:
     def _state_of(self, optimizer: torch.optim.Optimizer, options: dict, main: nn.Parameter) -> State | None:
         if not main.requires_grad:
             return None
+        local, by_parameter = local_part(main), looks_at(optimizer) == "parameter"
+        if by_parameter and not local.numel():
+            return None  # the rank that has the parameter has its state
+        shape = tuple(local.shape) if by_parameter else _DISTINCT[: main.dim()]
         try:
-            probe = _state_after_a_step(optimizer, options, main)
-            state = {key: _initial(key, value, options, main) for key, value in probe.items()}
+            probe = _state_after_a_step(optimizer, options, torch.zeros(shape, dtype=local.dtype, device=local.device))
+            state = {
+                key: _initial(key, value, options, main, None if by_parameter else shape)
+                for key, value in probe.items()
+            }
         except Exception as error:
             if not self._warned:
                 logger.warning(
@@ -116,10 +126,9 @@ def _version(value: torch.Tensor) -> int:
     return (value._local_tensor if hasattr(value, "_local_tensor") else value)._version
 
 
-def _state_after_a_step(optimizer: torch.optim.Optimizer, options: dict, main: nn.Parameter) -> State:
-    """What the optimizer keeps for a parameter of one element, after a step of its own on that alone."""
-    local = local_part(main)
-    tiny = nn.Parameter(torch.zeros((1,) * main.dim(), dtype=local.dtype, device=local.device))
+def _state_after_a_step(optimizer: torch.optim.Optimizer, options: dict, value: torch.Tensor) -> State:
+    """What the optimizer keeps for a parameter with this value, after a step of its own on that alone."""
+    tiny = nn.Parameter(value)
     tiny.grad = torch.zeros_like(tiny)
     twin = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
@@ -132,14 +141,23 @@ def _state_after_a_step(optimizer: torch.optim.Optimizer, options: dict, main: n
     return state
 
 
-def _initial(key: str, value: Any, options: dict, main: nn.Parameter) -> Any:
+def _initial(key: str, value: Any, options: dict, main: nn.Parameter, shape: tuple[int, ...] | None) -> Any:
+    """What state is before the first step.
+
+    Args:
+        key: Its name.
+        value: What it is after a step on a parameter of ``shape``; None: of the main weight's own.
+        options: Of the optimizer's parameter group.
+        main: The parameter.
+        shape: See ``value``.
+    """
     named = _INITIAL.get(key, 0.0)
     start = float(options["lr"] if isinstance(named, str) else named)
     if not isinstance(value, torch.Tensor):
         return value if value is None else type(value)(start)
-    if not value.dim():
+    if not value.dim() or shape is None:
         return torch.full_like(value, start)
-    if value.numel() != 1 or value.dim() != main.dim():
+    if tuple(value.shape) != shape:
         raise ValueError(f"state {key!r} is not shaped like its parameter")
     return make_like(torch.full_like(local_part(main), start, dtype=value.dtype), main)
 

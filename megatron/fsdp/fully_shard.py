@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.megatron_fsdp import MegatronFSDP
 from megatron.fsdp.mesh import FSDPDistributedIndex, require_process_group
-from megatron.fsdp.optimizer import attach_optimizer
+from megatron.fsdp.optimizer import attach_optimizer, expect_attachment
+from megatron.fsdp.optimizer_classes import require_known
 from megatron.fsdp.partition import UnitClasses
 from megatron.fsdp.precision import MixedPrecisionPolicy
 
@@ -100,8 +101,9 @@ def fully_shard_model(
         maxpool_double_buffer: Accepted. Fixed buffers have the size of the largest unit.
         offload_optimizer: Keep main weights, gradients of the step, and so the optimizer's state, in host memory. What
             forward needs first is updated first, and gathered while the step goes on.
-        shard_granularity: What is not divided between ranks: ``"row"`` (of dimension 0, unless that would
-            waste too much memory), ``"whole_row"``, ``"tensor"`` (whole matrices, for optimizers such as Muon),
+        shard_granularity: What is not divided between ranks: ``"row"`` (of dimension 0, unless that would waste too
+            much memory), ``"whole_row"``, ``"tensor"`` (whole matrices, for optimizers such as Muon),
+            ``"parameter"`` (each as a whole, for Adafactor or 8-bit Adam),
             ``"block(N)"`` (of N rows), or ``"element"``.
         exchange_gradients: Send gradients in the compute dtype and sum them in ``grad_comm_dtype`` where they arrive:
             half the bytes for bf16, no more rounding. For ranks that are all joined by fast links.
@@ -161,7 +163,9 @@ def fully_shard_model(
             fsdp_group_ag,
             expt_fsdp_group_ag,
         )
-    return MegatronFSDP(module, config, index, fsdp_unit_modules, device)
+    model = MegatronFSDP(module, config, index, fsdp_unit_modules, device)
+    expect_attachment(model)
+    return model
 
 
 def _policy(
@@ -202,15 +206,19 @@ def fully_shard_optimizer(
 
     Args:
         optimizer: Any optimizer of ``torch.optim`` that updates parameters element by element; with
-            ``shard_granularity="tensor"`` also one that looks at whole matrices. State that it has for whole
-            parameters is sharded along.
+            ``shard_granularity="tensor"`` also one that looks at whole matrices, and with ``"parameter"`` one that
+            looks at whole parameters. Classes that are not known have to be registered
+            (:func:`megatron.fsdp.register_optimizer`). State that it has for whole parameters is sharded along.
         preproc_state_dict_for_dcp_ckpt: Accepted. State dicts always fit torch.distributed.checkpoint.
 
     Returns:
         The same object. ``step`` synchronizes what is left to synchronize before it updates.
 
     Raises:
-        ValueError: No parameter belongs to a sharded model, or there is state of another shape than its parameter.
+        ValueError: No parameter belongs to a sharded model, there is state of another shape than its parameter, or
+            the optimizer looks at whole matrices or parameters, and one is divided between ranks.
+        NotImplementedError: The optimizer's class does not work on parts of parameters, or nobody has said that it
+            does. Nothing has been changed then.
     """
     attach_optimizer(optimizer)
     return optimizer
@@ -229,5 +237,6 @@ def fully_shard(
     Returns:
         The wrapped model, and the same optimizer.
     """
+    require_known(optimizer)
     model = fully_shard_model(module, **model_arguments)  # type: ignore[arg-type]
     return model, fully_shard_optimizer(optimizer)

@@ -33,7 +33,7 @@ WASTE = 0.01
 SMALL_SHARD = 10_000
 SMALL_WASTE = 0.05
 
-_KINDS = ("row", "tensor", "block", "element")
+_KINDS = ("row", "tensor", "parameter", "block", "element")
 # A hundredth of what may be wasted is as good as nothing: the search for a smaller shard ends there.
 _GOOD = WASTE / 100
 # Bounds on the search, which make its time independent of the number of ranks.
@@ -44,12 +44,13 @@ _MAX_HALVINGS = 8
 
 @dataclass(frozen=True)
 class Granularity:
-    """Where a boundary between two shards may cut a parameter. Use ``ROW``, ``TENSOR``, ``ELEMENT`` or ``block(n)``.
+    """Where a boundary between two shards may cut a parameter. Use ``ROW``, ``TENSOR``, ``PARAMETER``, ``ELEMENT``
+    or ``block(n)``.
 
     Attributes:
         kind: ``row``: between rows; if that wastes too much, the layout may cut inside rows. ``tensor``: nowhere,
-            unless the parameter has less than two dimensions. ``block``: between blocks of rows, of which the last
-            may be incomplete. ``element``: anywhere.
+            unless the parameter has less than two dimensions. ``parameter``: nowhere. ``block``: between blocks of
+            rows, of which the last may be incomplete. ``element``: anywhere.
         rows: Rows of a block; 1 for every other kind.
     """
 
@@ -68,12 +69,18 @@ class Granularity:
     def unit(self, shape: tuple[int, ...]) -> int:
         """Elements that stay together: a boundary inside a parameter of this shape is at a multiple of as many."""
         numel, row = math.prod(shape), max(math.prod(shape[1:]), 1)
-        units = {"row": row, "block": min(self.rows * row, numel), "tensor": numel if len(shape) > 1 else 1}
+        units = {
+            "row": row,
+            "block": min(self.rows * row, numel),
+            "tensor": numel if len(shape) > 1 else 1,
+            "parameter": numel,
+        }
         return max(units.get(self.kind, 1), 1)
 
 
 ROW = Granularity("row")
 TENSOR = Granularity("tensor")
+PARAMETER = Granularity("parameter")
 ELEMENT = Granularity("element")
 
 
@@ -86,18 +93,19 @@ def parse_granularity(text: str) -> Granularity:
     """The granularity that a user names.
 
     Args:
-        text: ``row``, ``tensor``, ``element``, or ``block(128)`` with any number of rows from 1 on; ``whole_row``,
-            which never cuts a row, is ``block(1)``.
+        text: ``row``, ``tensor``, ``parameter``, ``element``, or ``block(128)`` with any number of rows from 1 on;
+            ``whole_row``, which never cuts a row, is ``block(1)``.
 
     Raises:
         ValueError: Anything else.
     """
     if text.strip() == "whole_row":
         return block(1)
-    match = re.fullmatch(r"(row|tensor|element)|block\((\d*[1-9]\d*)\)", text.strip())
+    match = re.fullmatch(r"(row|tensor|parameter|element)|block\((\d*[1-9]\d*)\)", text.strip())
     if match is None:
         raise ValueError(
-            f"granularity: expected row, whole_row, tensor, element or block(<rows>), as in block(128); got {text!r}."
+            "granularity: expected row, whole_row, tensor, parameter, element or block(<rows>), as in block(128); got "
+            f"{text!r}."
         )
     return Granularity(match[1]) if match[1] else block(int(match[2]))
 

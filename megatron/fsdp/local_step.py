@@ -11,22 +11,14 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from megatron.fsdp.optimizer_classes import ELEMENTWISE, looks_at, skips_empty
 from megatron.fsdp.parameter import ParameterEntry
 from megatron.fsdp.parameter_group import ParameterGroup
 from megatron.fsdp.ragged_dtensor import local_part, make_like
-
-
-def _torch_optimizers(names: str) -> set[type]:
-    return {getattr(torch.optim, name) for name in names.split() if hasattr(torch.optim, name)}
-
-
-# Optimizers that are known to update each element by its own gradient and state, and what a parameter's elements share.
-ELEMENTWISE = _torch_optimizers("ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD")
-# Those that are known to update each parameter by its own, so that a step may be taken part by part.
-BY_PARAMETER = ELEMENTWISE | _torch_optimizers("Muon")
 
 # Elements of a run at most. Joining spares the work per tensor; a large tensor has little of that per element, and
 # temporary memory of its size is slower to get than that of several smaller ones.
@@ -194,6 +186,24 @@ def _is_scalar(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and not value.dim()
 
 
+def _described(state: State) -> State:
+    """What other ranks have to know of a parameter's state: tensors that are sharded with it by their dtype only."""
+    return {
+        key: value.dtype if isinstance(value, DTensor) else value.cpu() if isinstance(value, torch.Tensor) else value
+        for key, value in state.items()
+    }
+
+
+def _undescribed(value: Any, main: nn.Parameter) -> Any:
+    if isinstance(value, torch.dtype):
+        return _empty_like(main, value)
+    return value.to(main.device) if isinstance(value, torch.Tensor) and value.dim() else value
+
+
+def _empty_like(main: torch.Tensor, dtype: torch.dtype) -> DTensor:
+    return make_like(torch.empty_like(local_part(main), dtype=dtype), main)
+
+
 def _numel(entry: ParameterEntry) -> int:
     return entry.piece.stop - entry.piece.start
 
@@ -219,17 +229,22 @@ class LocalStep:
     def __init__(self, groups: list[ParameterGroup]) -> None:
         self._flat = [(group.weights.main, group.entries) for group in groups]
         self._entries = {id(entry.main): entry for group in groups for entry in group.entries}
+        self._ranks = {id(entry.main): group.axes.everyone for group in groups for entry in group.entries}
         self._local: dict[int, nn.Parameter] = {}
         self._dtensors: dict[int, dict[str, DTensor]] = {}
         self._planned: list[list[nn.Parameter]] = []
         self._plan: list[list[_Run | nn.Parameter]] = []
         self._shown: list[list[nn.Parameter]] | None = None
+        self._skips_empty = False
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Hook the optimizer's step and its state dicts."""
+        self._skips_empty = skips_empty(optimizer)
         optimizer.register_step_pre_hook(self.before_step)
         optimizer.register_step_post_hook(self.after_step)
         optimizer.register_state_dict_post_hook(self.unshare_state)
+        if looks_at(optimizer) == "parameter":
+            optimizer.register_state_dict_post_hook(self.share_whole_state)
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """Step pre-hook."""
@@ -326,9 +341,10 @@ class LocalStep:
         local = self._local.get(id(main))
         if local is None:
             local = self._local[id(main)] = nn.Parameter(local_part(main), requires_grad=main.requires_grad)
-        local.grad = None if main.grad is None else local_part(main.grad)
+        hidden = self._is_hidden(main)
+        local.grad = None if main.grad is None or hidden else local_part(main.grad)
         decoupled = getattr(main, "decoupled_grad", None)
-        if decoupled is not None:
+        if decoupled is not None and not hidden:
             local.decoupled_grad = local_part(decoupled)  # type: ignore[attr-defined]
         state = optimizer.state.pop(main, None)
         if state is not None:
@@ -347,11 +363,31 @@ class LocalStep:
                 elif id(shown) in self._entries:
                     self._globalize(optimizer, shown)
         self._shown = None
+        if self._skips_empty:
+            for options in optimizer.param_groups:
+                self._give_state_to_hidden(optimizer, options["params"])
         # In the order of the parameters, on every rank: whoever gathers whole state goes through it in this order.
         for options in optimizer.param_groups:
             for parameter in options["params"]:
                 if parameter in optimizer.state:
                     optimizer.state[parameter] = optimizer.state.pop(parameter)
+
+    def _is_hidden(self, main: nn.Parameter) -> bool:
+        """True for a parameter of which this rank owns nothing, if the optimizer must not see such."""
+        return self._skips_empty and id(main) in self._entries and not local_part(main).numel() and main.numel() > 0
+
+    def _give_state_to_hidden(self, optimizer: torch.optim.Optimizer, mains: list[nn.Parameter]) -> None:
+        """State without elements for what the optimizer did not see, as others have: ranks gather state together."""
+        seen = next((m for m in mains if optimizer.state.get(m) and not self._is_hidden(m)), None)
+        for main in mains:
+            has_gradient = main.grad is not None or getattr(main, "decoupled_grad", None) is not None
+            if seen is None or not self._is_hidden(main) or not has_gradient or main in optimizer.state:
+                continue
+            optimizer.state[main] = {
+                key: _empty_like(main, value.dtype) if isinstance(value, DTensor) else value
+                for key, value in unshared(optimizer.state[seen]).items()
+                if isinstance(value, DTensor) or _is_scalar(value) or not isinstance(value, torch.Tensor)
+            }
 
     def _globalize(self, optimizer: torch.optim.Optimizer, main: nn.Parameter) -> None:
         local = self._local[id(main)]
@@ -377,3 +413,20 @@ class LocalStep:
         states = state_dict["state"]
         for key in states:
             states[key] = unshared(states[key])
+
+    def share_whole_state(self, optimizer: torch.optim.Optimizer, state_dict: dict) -> None:
+        """State-dict post-hook: a parameter's state is known to every rank, as if all of them had updated it.
+
+        What looks at whole parameters has state of any shape (sums of rows, scales of blocks), of which the rank that
+        owns the parameter has all, and nobody else anything. A collective: all ranks must ask for a state dict.
+        """
+        states = state_dict["state"]
+        order = dict.fromkeys(p for options in optimizer.param_groups for p in options["params"])
+        for group in dict.fromkeys(self._ranks[id(main)] for main in order if id(main) in self._ranks):
+            here = {n: main for n, main in enumerate(order) if self._ranks.get(id(main)) is group}
+            mine = {n: _described(states[n]) for n, main in here.items() if n in states and local_part(main).numel()}
+            everyone: list[dict[int, State]] = [{} for _ in range(group.size())]
+            dist.all_gather_object(everyone, mine, group=group)
+            for number, state in (item for theirs in everyone for item in theirs.items()):
+                if number not in mine:  # what a rank knows of another's may be as old as what it has loaded
+                    states[number] = {key: _undescribed(value, here[number]) for key, value in state.items()}

@@ -18,9 +18,11 @@ from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.device import communication_stream, default_device
+from megatron.fsdp.layout import ROW, Granularity
 from megatron.fsdp.megatron_fsdp import MegatronFSDP
 from megatron.fsdp.mesh import FSDPDistributedIndex, default_index
 from megatron.fsdp.optimizer import attach_optimizer, owners, watch_optimizers
+from megatron.fsdp.parameter import check_class
 from megatron.fsdp.parameter_group import Environment
 from megatron.fsdp.partition import UnitPart, partition
 from megatron.fsdp.precision import MixedPrecisionPolicy
@@ -46,6 +48,7 @@ class Mark:
         output_dtype: What its outputs are cast to; None for nothing.
         offload: Main weights are in host memory.
         reshard_after_forward: Release weights after forward. None: all but the outermost module's.
+        granularity: What is not divided between ranks.
         requires_gradient_sync: Gradients are reduced.
         requires_all_reduce: Gradients are reduced over the outer axis too.
         is_last_backward: The next backward is the last before the step.
@@ -63,6 +66,7 @@ class Mark:
     output_dtype: torch.dtype | None
     offload: bool
     reshard_after_forward: bool | None
+    granularity: Granularity = ROW
     requires_gradient_sync: bool = True
     requires_all_reduce: bool = True
     is_last_backward: bool = True
@@ -135,7 +139,7 @@ class InPlaceEngine(MegatronFSDP):
 
     def _build_unit(self, part: UnitPart, environment: Environment, *rest: Any) -> Unit:
         mark = mark_of(part.module)
-        unit = super()._build_unit(part, replace(environment, policy=mark.policy), *rest)
+        unit = super()._build_unit(part, replace(environment, policy=mark.policy, granularity=mark.granularity), *rest)
         unit.keeps_weights = mark.keeps_weights
         mark.unit = weakref.ref(unit)
         if mark.divisor is not None:
@@ -243,6 +247,7 @@ def _ranks(index: FSDPDistributedIndex) -> list[list[int]]:
 
 def _check_dtypes(part: UnitPart) -> None:
     for entry in part.entries:
+        check_class(entry.name, entry.compute)
         mark_of(part.module).policy.resolve(entry.compute.dtype, entry.name)
     for child in part.children:
         _check_dtypes(child)
@@ -305,7 +310,7 @@ def _attach(optimizer: torch.optim.Optimizer) -> None:
     now = InPlaceEngine.models, len(optimizer.param_groups)
     if _looked_at.get(optimizer) == now:
         return
-    _looked_at[optimizer] = now
     models = owners(p for group in optimizer.param_groups for p in group["params"])
     if any(isinstance(model, InPlaceEngine) for model in models):
         attach_optimizer(optimizer, needs_gradient=False)
+    _looked_at[optimizer] = now

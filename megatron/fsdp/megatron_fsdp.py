@@ -398,20 +398,25 @@ class MegatronFSDP(nn.Module):
                 self.synchronize_gradient_reduce()
             if self._nccl_memory is not None and self.pool is not None:
                 self._nccl_memory.register(self.pool.allocations)
-            self._attach_gradients()
+            arrived = self._attach_gradients()
         except BaseException:
             for group in self.groups:
                 group.abandon_gradients()
             raise
         self.microbatch_count = 0
         self._unsynchronized = False
+        # Hooks may take an optimizer's step.
+        for entry in arrived:
+            entry.tell_gradient()
 
-    def _attach_gradients(self) -> None:
+    def _attach_gradients(self) -> list[ParameterEntry]:
         groups = [group for group in self.groups if group.requires_grad or group.pending]
         used = iter(self._used_anywhere(groups))
+        arrived = []
         for group in groups:
             flags = [next(used) for _ in group.entries]
-            group.attach_gradients(flags, self.fsdp_config.zero_unused_gradients)
+            arrived += group.attach_gradients(flags, self.fsdp_config.zero_unused_gradients)
+        return arrived
 
     def finish_waiting_gradients(self) -> None:
         """:meth:`finish_grad_sync`, unless it has been called since the last backward."""

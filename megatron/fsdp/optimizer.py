@@ -1,8 +1,10 @@
 """Makes a torch optimizer update main weights: parameters out, DTensors in, and hooks around the step."""
 
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,13 +12,14 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megatron.fsdp.fresh_state import attach_fresh_state, initialize_state
-from megatron.fsdp.local_step import BY_PARAMETER, LocalStep, closure_of
+from megatron.fsdp.local_step import LocalStep, closure_of
 from megatron.fsdp.megatron_fsdp import MegatronFSDP
+from megatron.fsdp.optimizer_classes import BY_PARAMETER, check_optimizer
 from megatron.fsdp.parameter_group import ParameterGroup
 from megatron.fsdp.partition import OWNER
 from megatron.fsdp.ragged_dtensor import make_like, same_layout
 from megatron.fsdp.state_dict import own_part
-from megatron.fsdp.torch_patches import prepare_with
+from megatron.fsdp.torch_patches import attach_with, prepare_with
 from megatron.fsdp.weak import weak_method
 
 
@@ -53,7 +56,9 @@ def attach_optimizer(optimizer: torch.optim.Optimizer, needs_gradient: bool = Tr
         needs_gradient: A step that finds no gradient at all is an error, and not nothing.
 
     Raises:
-        ValueError: No parameter belongs to a sharded model, or there is state that cannot be sharded.
+        ValueError: No parameter belongs to a sharded model, there is state that cannot be sharded, or the optimizer
+            looks at whole matrices or parameters that are divided between ranks.
+        NotImplementedError: It is not known whether the optimizer works on parts of parameters.
     """
     models = owners(p for group in optimizer.param_groups for p in group["params"])
     if not models:
@@ -61,6 +66,7 @@ def attach_optimizer(optimizer: torch.optim.Optimizer, needs_gradient: bool = Tr
             "fully_shard_optimizer: none of the optimizer's parameters belongs to a sharded model. Shard the model "
             "first, and give the optimizer parameters of the model before or after that."
         )
+    check_optimizer(optimizer, [group for model in models for group in model.groups])
     places = {id(e.given): (group, i) for m in models for group in m.groups for i, e in enumerate(group.entries)}
     for options in optimizer.param_groups:
         options["params"] = [_main_weight(optimizer, p, places) for p in options["params"]]
@@ -68,7 +74,10 @@ def attach_optimizer(optimizer: torch.optim.Optimizer, needs_gradient: bool = Tr
     local = LocalStep([group for model in models for group in model.groups])
     for model in models:
         optimizer.register_step_pre_hook(_Before(model, needs_gradient))
-    # The optimizer keeps what these need, and they do not keep the optimizer or a model.
+    # The optimizer keeps what these need, and they do not keep the optimizer or a model. State is made before it is
+    # shared between ranks.
+    attach_fresh_state(optimizer)
+    prepare_with(initialize_state)
     local.attach(optimizer)
     for model in models:
         first = _FirstUnits(model, local) if model.fsdp_config.gather_during_step else None
@@ -79,8 +88,45 @@ def attach_optimizer(optimizer: torch.optim.Optimizer, needs_gradient: bool = Tr
         reshard = _Reshard(model)
         reshard(optimizer)
         optimizer.register_load_state_dict_post_hook(reshard)
-    attach_fresh_state(optimizer)
-    prepare_with(initialize_state)
+
+
+# Models whose optimizers have to be attached, and for each optimizer that took a step: how many there had been then,
+# and how many parameters it had.
+_models: weakref.WeakSet[MegatronFSDP] = weakref.WeakSet()
+_numbers = itertools.count(1)
+_latest = 0
+_checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
+
+
+def expect_attachment(model: MegatronFSDP) -> None:
+    """From now on, a step of an optimizer that would train nothing of this model raises.
+
+    One that has main weights, but was not attached, is attached at its first step.
+    """
+    global _latest
+    _latest = next(_numbers)
+    _models.add(model)
+    watch_optimizers(_require_attachment)
+    attach_with(_require_attachment)
+
+
+def _require_attachment(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
+    now = _latest, sum(len(options["params"]) for options in optimizer.param_groups)
+    if _checked.get(optimizer) == now:
+        return
+    parameters = {p for options in optimizer.param_groups for p in options["params"]}
+    models = [model for model in owners(parameters) if model in _models]
+    for entry in (entry for model in models for entry in model.entries()):
+        if not parameters.isdisjoint({entry.given, entry.compute}):
+            raise RuntimeError(
+                f"The optimizer ({type(optimizer).__name__}) has {entry.name} as it was before the model was sharded, "
+                "which nothing trains any more: its step would change nothing. Call fully_shard_optimizer(optimizer) "
+                "after fully_shard_model, or once more for parameters that were added since."
+            )
+    before = [hook._model for hook in optimizer._optimizer_step_post_hooks.values() if isinstance(hook, _After)]
+    if any(all(reference() is not model for reference in before) for model in models):
+        attach_optimizer(optimizer, needs_gradient=False)
+    _checked[optimizer] = now
 
 
 def _detach(optimizer: torch.optim.Optimizer) -> None:

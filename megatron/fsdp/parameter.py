@@ -1,8 +1,10 @@
 """One parameter of the model: what forward and backward read, what the optimizer updates, where it is registered."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -10,15 +12,55 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, Shard
+from torch.nn.parameter import is_lazy
 
 from megatron.fsdp.layout import Piece
-from megatron.fsdp.ragged_dtensor import local_part, make_dtensor
+from megatron.fsdp.ragged_dtensor import local_part, make_dtensor, make_like
+from megatron.fsdp.weak import weak_method
 
 # Set on a parameter that is a plain tensor, this rank's part of one that is divided over a tensor-parallel mesh: a pair
 # of that mesh and its placements. Megatron-Core's layers have such parameters.
 TENSOR_PARALLEL = "_fsdp_tensor_parallel"
 # Set beside it where rows are of several kinds, and a rank has a part of each: how many of each it has.
 SECTIONS = "_fsdp_sections"
+
+
+# What a class of parameters may do in its own way without keeping its values in another way than a plain tensor does.
+_HARMLESS = {
+    "__deepcopy__",
+    "__doc__",
+    "__init__",
+    "__module__",
+    "__new__",
+    "__reduce_ex__",
+    "__repr__",
+    "__setstate__",
+}
+
+
+def check_class(name: str, parameter: nn.Parameter) -> None:
+    """Raise unless a parameter's values are those of a plain tensor, which can be put into memory of ours.
+
+    A tensor of a class of its own may keep quantized values, and pretend to be of another dtype: what is written to it
+    by ``.data`` is then a copy that nobody trains. Classes that only add something to ``nn.Parameter`` are fine.
+
+    Raises:
+        NotImplementedError: They are not; the message names parameter and class.
+    """
+    value: torch.Tensor = local_part(parameter) if isinstance(parameter, DTensor) else parameter
+    cls = type(value)
+    where = f"Parameter {name} is a {cls.__module__}.{cls.__qualname__}"
+    if is_lazy(parameter):
+        raise ValueError(f"{where}, which has no shape yet. Run the model once before it is sharded.")
+    own = [base for base in cls.__mro__[: cls.__mro__.index(torch.Tensor)] if base is not nn.Parameter]
+    if any(vars(base).keys() & set(dir(torch.Tensor)) - _HARMLESS for base in own):
+        raise NotImplementedError(
+            f"{where}, a tensor whose values are kept in a way that is not known here (quantized, for example). "
+            "Sharding it is not supported, and it would never be trained. Shard the model before it is converted, or "
+            "convert its parameters to plain tensors."
+        )
+    if value.layout is not torch.strided:
+        raise NotImplementedError(f"Parameter {name} has the layout {value.layout}: only strided ones are supported.")
 
 
 class GroupKey(NamedTuple):
@@ -161,6 +203,68 @@ class ParameterEntry:
         self.compute.requires_grad_(wanted)
         return True
 
+    # Hooks -----------------------------------------------------------------------------------------------------
+
+    def take_hooks(self) -> None:
+        """Make hooks of the parameter, which autograd would call with unreduced gradients, hooks of the main weight.
+
+        The handles that users have go on removing them. Hooks that come later have to be registered with the main
+        weight: registering them with the parameter raises.
+        """
+        for kind, register in (
+            ("_backward_hooks", nn.Parameter.register_hook),
+            ("_post_accumulate_grad_hooks", nn.Parameter.register_post_accumulate_grad_hook),
+        ):
+            hooks = getattr(self.given, kind) or {}
+            for key, hook in list(hooks.items()):
+                hooks[key] = _no_hook
+                with _requiring_grad(self.main):
+                    register(self.main, functools.partial(_if_kept, hooks, key, hook))
+        for parameter in (self.given, self.compute):
+            parameter.register_hook = weak_method(self._register_hook)  # type: ignore[method-assign]
+            parameter.register_post_accumulate_grad_hook = weak_method(self._refuse_hook)  # type: ignore[method-assign]
+
+    def _register_hook(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:
+        """A layer may watch the gradient of what it computes with, of this micro-batch and rank."""
+        module, attribute = self.sites[0]
+        if module._parameters[attribute] is self.compute:
+            return torch.Tensor.register_hook(self.compute, hook)
+        return self._refuse_hook(hook)
+
+    def _refuse_hook(self, hook: Callable[..., Any]) -> NoReturn:
+        raise RuntimeError(
+            f"{self.name} is what forward and backward compute with, of which autograd has an unreduced gradient. "
+            "Register hooks with the parameters that the sharded model's parameters() returns: they are called with "
+            "reduced gradients."
+        )
+
+    def hooked(self, grad: DTensor) -> DTensor:
+        """The reduced gradient after the hooks of the main weight, which may return another.
+
+        Raises:
+            ValueError: A hook returned something else than a DTensor like the gradient.
+        """
+        for hook in tuple((self.main._backward_hooks or {}).values()):
+            with torch.no_grad():
+                returned = hook(grad)
+            if returned is None:
+                continue
+            if not isinstance(returned, DTensor) or local_part(returned).shape != local_part(grad).shape:
+                raise ValueError(
+                    f"A gradient hook of {self.name} returned a {type(returned).__name__} of shape "
+                    f"{tuple(returned.shape)}: expected a DTensor like the gradient that it was given."
+                )
+            grad = make_like(local_part(returned), self.main)
+        return grad
+
+    def tell_gradient(self) -> None:
+        """The main weight has its gradient: call hooks that wait for that."""
+        for hook in tuple((self.main._post_accumulate_grad_hooks or {}).values()):
+            with torch.no_grad():
+                hook(self.main)
+
+    # Gradients -------------------------------------------------------------------------------------------------
+
     def take_gradient(self) -> torch.Tensor | None:
         """Take this micro-batch's gradient off the parameter: in its local shape, None if there is none."""
         grad, self.compute.grad = self.compute.grad, None
@@ -191,3 +295,23 @@ class ParameterEntry:
         self.compute.main_grad = None  # type: ignore[attr-defined]
         self.compute.grad_added_to_main_grad = False  # type: ignore[attr-defined]
         return total
+
+
+def _no_hook(*unused: Any) -> None:
+    """Stands where a hook was that the main weight has now."""
+
+
+def _if_kept(hooks: Mapping[int, Any], key: int, hook: Callable[..., Any], value: torch.Tensor) -> Any:
+    """Call a hook that was taken over, unless its handle has removed it."""
+    return hook(value) if key in hooks else None
+
+
+@contextmanager
+def _requiring_grad(parameter: nn.Parameter) -> Iterator[None]:
+    """What is frozen takes no hooks, but may be unfrozen."""
+    before = parameter.requires_grad
+    parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        parameter.requires_grad_(before)

@@ -140,6 +140,15 @@ class ParameterGroup:
             for name, value in vars(entry.compute).items():
                 if not callable(value):
                     setattr(entry.main, name, value)
+            entry.take_hooks()
+
+    def is_divided(self, i: int) -> bool:
+        """True if no rank owns the whole of parameter ``i``."""
+        parallel = self.entries[i].tensor_parallel
+        if parallel is not None and not all(placement.is_replicate() for placement in parallel[1]):
+            return True
+        slot, size = self.layout.slots[i], self.layout.shard_numel
+        return slot.numel > 0 and slot.offset // size != (slot.end - 1) // size
 
     def _piece(self, i: int) -> Piece:
         if self.weights.owned.index is not None:
@@ -243,8 +252,8 @@ class ParameterGroup:
         entry.fused.append(buffer)
         return buffer
 
-    def attach_gradients(self, used: list[bool], zero_unused: bool) -> None:
-        """Add what was reduced to the main weights' ``.grad``.
+    def attach_gradients(self, used: list[bool], zero_unused: bool) -> list[ParameterEntry]:
+        """Add what was reduced to the main weights' ``.grad``, and return whose.
 
         Args:
             used: For each parameter, whether any rank had a gradient for it.
@@ -260,16 +269,22 @@ class ParameterGroup:
         if reduced is None and zero_unused:
             reduced = torch.zeros_like(self.weights.main, dtype=dtype)
         if reduced is None:
-            return
+            return []
         self._handed = reduced if self._env.pool.recycles else None
+        arrived = []
         for i, entry in enumerate(self.entries):
             if not used[i] and not (zero_unused and entry.trained):
                 continue
-            grad, before = self._local(reduced, entry.piece), getattr(entry.main, self._env.grad_attribute, None)
+            local, before = self._local(reduced, entry.piece), getattr(entry.main, self._env.grad_attribute, None)
+            if before is None or entry.main._backward_hooks:
+                grad = entry.hooked(make_like(local, entry.main))
+                local = local_part(grad)
             if before is None:
-                setattr(entry.main, self._env.grad_attribute, make_like(grad, entry.main))
+                setattr(entry.main, self._env.grad_attribute, grad)
             else:
-                local_part(before).add_(grad)
+                local_part(before).add_(local)
+            arrived.append(entry)
+        return arrived
 
     def _recover_handed(self) -> None:
         """Give gradients of an earlier step back to a pool that uses them again, if nobody has them any more."""

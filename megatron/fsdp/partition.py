@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.mesh import FSDPDistributedIndex
 from megatron.fsdp.names import did_you_mean
-from megatron.fsdp.parameter import TENSOR_PARALLEL, GroupKey, ParameterEntry
+from megatron.fsdp.parameter import TENSOR_PARALLEL, GroupKey, ParameterEntry, check_class
 from megatron.fsdp.precision import MixedPrecisionPolicy
 
 # The one attribute that the engine sets on parameters: a weak reference to the MegatronFSDP that owns them.
@@ -123,12 +123,14 @@ def check_devices(module: nn.Module, device: torch.device, materialize: bool = F
 
 
 def check_dtypes(module: nn.Module, policy: MixedPrecisionPolicy) -> None:
-    """Raise if the policy does not fit a parameter.
+    """Raise if the policy does not fit a parameter, or what keeps its values is no plain tensor.
 
     Raises:
         ValueError: It does not.
+        NotImplementedError: A parameter is of a class that is not known (:func:`check_class`).
     """
     for name, parameter in module.named_parameters():
+        check_class(name, parameter)
         policy.resolve(parameter.dtype, name)
 
 

@@ -44,8 +44,8 @@ def _parameter_registered(module: nn.Module, name: str, parameter: nn.Parameter 
             "before the model is sharded."
         )
     raise RuntimeError(
-        f"{kind} is part of a sharded model: a new parameter {name!r} would be neither sharded nor synchronized between "
-        "ranks. Add it before the model is sharded."
+        f"{kind} is part of a sharded model: a new parameter {name!r} would be neither sharded nor synchronized "
+        "between ranks. Add it before the model is sharded."
     )
 
 

@@ -84,6 +84,8 @@ class WeightBuffer:
         self._given: torch.Tensor | None = None
         self._current = False
         self._home_current = False
+        # Set and cleared by gathers, which run one after the other.
+        self._home_is_old = False
         self._handle: Handle | None = None
 
     @property
@@ -146,6 +148,8 @@ class WeightBuffer:
         return self._handle
 
     def _gather(self, refresh: bool) -> None:
+        # Whoever catches an error, such as running out of memory, may gather again: home is old until it is renewed.
+        self._home_is_old |= refresh
         if self.temporary:
             self.compute.fill()
         flat = self.compute.flat
@@ -153,10 +157,11 @@ class WeightBuffer:
             shard = self._cast_into(flat[self.owned.main])
         else:
             shard = self._home[within(self.owned.inner, self._home_span)]
-            if refresh:
+            if self._home_is_old:
                 own = self._cast_into(self._home[within(self.owned.main, self._home_span)])
                 if self.sharding.outer.shards_optimizer and self._outer is not None:
                     all_gather(shard, own, self._outer)
+                self._home_is_old = False
         if self.sharding.inner.shards_optimizer:
             all_gather(flat, shard, self._inner)
 

@@ -46,6 +46,7 @@ ORDER = [
     "megatron_fsdp",
     "consistency",
     "export",
+    "optimizer_classes",
     "local_step",
     "fresh_state",
     "optimizer",

@@ -10,7 +10,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
-from megatron_fsdp import MegatronFSDP, fully_shard
+from megatron.fsdp import compat
+from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
 from tests.models import (
     STRATEGIES,
     Block,
@@ -66,9 +67,7 @@ def _assert_same_gradients(sharded: MegatronFSDP, reference: nn.Module) -> None:
 
 def _norms(strategy: str) -> None:
     reference, sharded = _gradients(strategy)
-    # torch has no infinity norm of an empty tensor, which is what a rank may hold of a parameter.
-    whole_everywhere = strategy == "no_shard" or dist.get_world_size() == 1
-    for norm_type in (2.0, 1.0, 3.0, *([math.inf] if whole_everywhere else [])):
+    for norm_type in (2.0, 1.0, 3.0, math.inf):
         found, expected = (
             get_total_norm([p.grad for p in each.parameters() if p.grad is not None], norm_type)
             for each in (sharded, reference)
@@ -89,6 +88,35 @@ def _norms(strategy: str) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_norms_and_clipped_gradients(ranks: RankPool, strategy: str, world_size: int) -> None:
     ranks.run(world_size, _norms, strategy)
+
+
+def _infinity(interface: str, foreach: bool | None) -> None:
+    """The largest element, wherever it is, also where a rank holds nothing of a parameter."""
+    torch.manual_seed(3)
+    model = Uneven().to(device())
+    reference = copy.deepcopy(model)
+    if interface == "compat":
+        compat.fully_shard(model)
+        sharded: nn.Module = model
+    else:
+        sharded = fully_shard_model(model, fsdp_unit_modules=[Block], shard_granularity=interface)
+    for tokens in batches(1, 1)[0]:
+        loss_of(sharded, tokens).backward()
+        loss_of(reference, tokens).backward()
+    found, expected = (
+        clip_grad_norm_(each.parameters(), 1e-3, norm_type=math.inf, foreach=foreach) for each in (sharded, reference)
+    )
+    torch.testing.assert_close(_value(found), expected.cpu(), rtol=2e-5, atol=0)
+    for mine, other in zip(sharded.parameters(), reference.parameters(), strict=True):
+        assert (mine.grad is None) == (other.grad is None)
+        if mine.grad is not None:
+            torch.testing.assert_close(mine.grad.full_tensor(), other.grad, rtol=2e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("interface", ["row", "parameter", "compat"])
+@pytest.mark.parametrize("foreach", [None, False])
+def test_infinity_norm(ranks: RankPool, interface: str, foreach: bool | None) -> None:
+    ranks.run(4, _infinity, interface, foreach)
 
 
 def _values(strategy: str) -> None:

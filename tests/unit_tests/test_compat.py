@@ -435,7 +435,7 @@ def test_several_backwards_of_one_forward(ranks: RankPool) -> None:
     ranks.run(2, _backward_several_times)
 
 
-def _count_gathers(reshard: bool | None, later: bool) -> list[int]:
+def _count_gathers(reshard: bool | int | None, later: bool) -> list[int]:
     """Gathers of a block's weights in each of three steps, between which nothing changes."""
     from megatron.fsdp import weights
 
@@ -470,6 +470,46 @@ def test_weights_are_gathered_again_for_backward_or_kept(
 ) -> None:
     # Three blocks; the last one is kept for backward in any case.
     for counts in ranks.run(2, _count_gathers, reshard, later):
+        assert counts[1:] == [expected, expected]
+
+
+def _number_of_ranks(number: int, mesh_shape: tuple[int, ...]) -> None:
+    names = ("replicate", "shard")[-len(mesh_shape) :]
+    mesh = init_device_mesh(DEVICE, mesh_shape, mesh_dim_names=names)
+    start, data = TinyModel().to(device()), batches(3, dist.get_world_size())
+    ours = train(build(compat, start, BF16, mesh=mesh, reshard_after_forward=number), data)
+    assert_same(ours, train(build(FSDP2, start, BF16, mesh=mesh, reshard_after_forward=number), data))
+    assert_same(ours, train_unsharded(start, data, torch.bfloat16), tolerance=1e-4)
+
+
+@pytest.mark.parametrize("number", [1, 2, 4])
+def test_resharding_to_a_number_of_ranks(ranks: RankPool, number: int) -> None:
+    ranks.run(4, _number_of_ranks, number, (4,))
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_resharding_to_a_number_of_ranks_of_a_hybrid_mesh(ranks: RankPool, number: int) -> None:
+    ranks.run(4, _number_of_ranks, number, (2, 2))
+
+
+def _no_divisor() -> None:
+    for number in (0, -1, 2, 6):
+        for library in (compat, FSDP2):
+            model = nn.Linear(3, 3)
+            with pytest.raises(ValueError, match="reshard_after_forward"):
+                library.fully_shard(model, reshard_after_forward=number)
+            assert type(model) is nn.Linear
+    with pytest.raises(ValueError, match="expected a bool or a number of ranks; got '2'"):
+        compat.fully_shard(nn.Linear(3, 3), reshard_after_forward="2")
+
+
+def test_resharding_to_a_number_that_is_no_divisor_is_refused(ranks: RankPool) -> None:
+    ranks.run(3, _no_divisor)
+
+
+@pytest.mark.parametrize(("number", "expected"), [(1, 3), (2, 5)])
+def test_resharding_to_a_number_of_ranks_releases_weights(ranks: RankPool, number: int, expected: int) -> None:
+    for counts in ranks.run(2, _count_gathers, number, False):
         assert counts[1:] == [expected, expected]
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from megatron.fsdp import device
 from megatron.fsdp.ragged_dtensor import local_part
-from megatron_fsdp import MegatronFSDP, fully_shard
+from megatron_fsdp import MegatronFSDP, fully_shard, register_optimizer
 from tests.models import FP32_GRADS, STRATEGIES, Block, TinyModel, adamw, batches, loss_of, main_weights
 from tests.ranks import RankPool
 
@@ -162,6 +162,9 @@ class FusedAdam(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.numel():
                     parameter.sub_(parameter.decoupled_grad.float(), alpha=group["lr"])
+
+
+register_optimizer(FusedAdam, "element")
 
 
 def _decoupled() -> MegatronFSDP:

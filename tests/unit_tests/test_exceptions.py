@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import megatron.fsdp.gradients as gradients
@@ -258,6 +259,59 @@ def test_failed_reduction_reaches_the_caller(ranks: RankPool, strategy: str) -> 
 @pytest.mark.parametrize("direct", [False, True])
 def test_failed_gather_reaches_the_caller(ranks: RankPool, strategy: str, direct: bool) -> None:
     ranks.run(2, _collective_fails, strategy, "all_gather", direct)
+
+
+@contextmanager
+def _failing_method(owner: type, name: str) -> Iterator[None]:
+    """The method raises when it is called for the first time, as at an allocation for which there is no memory."""
+    original = getattr(owner, name)
+
+    def call(*args: Any) -> None:
+        setattr(owner, name, original)
+        raise MemoryError("no memory left")
+
+    setattr(owner, name, call)
+    try:
+        with pytest.raises(MemoryError, match="no memory left"):
+            yield
+    finally:
+        setattr(owner, name, original)
+
+
+def _gathers_again(strategy: str, outer: str | None, owner: type, name: str) -> None:
+    """What a caught error has kept from being gathered is gathered anew, from the weights that there are by then."""
+    arguments: dict[str, Any] = {"fsdp_unit_modules": [Block], "zero_dp_strategy": strategy}
+    if outer is not None:
+        mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("outer", "inner"))
+        arguments |= {"device_mesh": mesh, "dp_shard_dim": "inner", "dp_outer_dim": "outer"}
+        arguments |= {"outer_dp_sharding_strategy": outer}
+    start = TinyModel().to(device(), torch.bfloat16)
+    models = []
+    for _ in range(2):
+        model = copy.deepcopy(start)
+        models.append(fully_shard(model, torch.optim.SGD(model.parameters(), lr=1.0), **arguments))
+    for tokens in batches(steps=3, per_step=1)[:, 0]:
+        losses = []
+        for number, (model, optimizer) in enumerate(models):
+            if number:
+                with _failing_method(owner, name):
+                    loss_of(model, tokens)
+            losses.append(loss_of(model, tokens))
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert torch.equal(*losses)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gather_after_one_that_failed(ranks: RankPool, strategy: str) -> None:
+    ranks.run(2, _gathers_again, strategy, None, weights.WeightBuffer, "_cast_into")
+
+
+@pytest.mark.parametrize("outer", ["no_shard", "optim"])
+@pytest.mark.parametrize("where", [(weights.WeightBuffer, "_cast_into"), (weights.FlatBuffer, "fill")])
+def test_gather_after_one_that_failed_over_two_axes(ranks: RankPool, outer: str, where: tuple[type, str]) -> None:
+    ranks.run(4, _gathers_again, "optim_grads_params", outer, *where)
 
 
 @contextmanager

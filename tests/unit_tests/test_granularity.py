@@ -25,7 +25,7 @@ from tests.models import (
 )
 from tests.ranks import RankPool
 
-GRANULARITIES = ("row", "tensor", "block(4)", "element")
+GRANULARITIES = ("row", "tensor", "parameter", "block(4)", "element")
 
 
 def _train(granularity: str, strategy: str) -> None:
@@ -163,7 +163,7 @@ def test_muon_sees_whole_matrices(ranks: RankPool, strategy: str, world_size: in
 
 
 def _wrong() -> None:
-    with pytest.raises(ValueError, match=r"expected row, whole_row, tensor, element or block\(<rows>\)"):
+    with pytest.raises(ValueError, match=r"expected row, whole_row, tensor, parameter, element or block\(<rows>\)"):
         fully_shard_model(TinyModel(), shard_granularity="rows")
 
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from megatron.fsdp.layout import (
     ALIGNMENT,
     ELEMENT,
+    PARAMETER,
     ROW,
     TENSOR,
     Box,
@@ -171,7 +172,7 @@ def test_numbers_below_one_are_refused(num_shards: int, alignment: int) -> None:
         plan_layout([(3,)], num_shards, alignment=alignment)
 
 
-@pytest.mark.parametrize("granularity", [ROW, TENSOR, ELEMENT, block(1), block(128)])
+@pytest.mark.parametrize("granularity", [ROW, TENSOR, PARAMETER, ELEMENT, block(1), block(128)])
 def test_a_granularity_is_read_as_it_is_printed(granularity: Granularity) -> None:
     assert parse_granularity(str(granularity)) == granularity
 
@@ -180,12 +181,14 @@ def test_a_granularity_is_read_as_it_is_printed(granularity: Granularity) -> Non
     "text", ["", "rows", "block", "block()", "block(0)", "block(-1)", "block(1.5)", "ROW", "row(2)"]
 )
 def test_a_granularity_that_does_not_exist_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"expected row, whole_row, tensor, element or block\(<rows>\).*got"):
+    with pytest.raises(
+        ValueError, match=r"expected row, whole_row, tensor, parameter, element or block\(<rows>\).*got"
+    ):
         parse_granularity(text)
 
 
 def test_granularities_validate_themselves() -> None:
-    with pytest.raises(ValueError, match="expected a kind out of row, tensor, block, element; got 'rows'"):
+    with pytest.raises(ValueError, match="expected a kind out of row, tensor, parameter, block, element; got 'rows'"):
         Granularity("rows")
     for kind, rows in (("block", 0), ("row", 2)):
         with pytest.raises(ValueError, match=f"expected rows >= 1, and 1 unless block; got '{kind}', {rows}"):
@@ -193,7 +196,7 @@ def test_granularities_validate_themselves() -> None:
 
 
 SHAPE = st.lists(st.integers(1, 9), min_size=0, max_size=3).map(tuple)
-GRANULARITY = st.sampled_from([ROW, TENSOR, ELEMENT, block(1), block(2), block(3)])
+GRANULARITY = st.sampled_from([ROW, TENSOR, PARAMETER, ELEMENT, block(1), block(2), block(3)])
 
 
 @st.composite
@@ -253,8 +256,8 @@ def test_every_element_is_owned_exactly_once_and_in_place(
 def may_cut(granularity: Granularity, shape: tuple[int, ...], element: int) -> bool:
     """Whether a boundary may fall before this element of a flattened parameter."""
     row, inside = divmod(element, max(math.prod(shape[1:]), 1))
-    if granularity == TENSOR:
-        return len(shape) < 2
+    if granularity in (TENSOR, PARAMETER):
+        return granularity == TENSOR and len(shape) < 2
     if granularity == ROW:
         return inside == 0
     return granularity == ELEMENT or (inside == 0 and row % granularity.rows == 0)

@@ -11,6 +11,7 @@ from torch.amp import GradScaler
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.utils import clip_grad_norm_
 
+from megatron.fsdp import compat
 from megatron.fsdp.ragged_dtensor import local_part
 from megatron_fsdp import fully_shard
 from tests.models import (
@@ -110,9 +111,51 @@ def test_all_ranks_skip_the_same_steps(ranks: RankPool, strategy: str, kind: str
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_scalar_that_comes_first(ranks: RankPool, strategy: str) -> None:
-    """torch's GradScaler asks the first gradient alone whether ranks hold parts of it; of a scalar they do not."""
-    ranks.run(2, _train, strategy, "ShardedGradScaler", True, False)
+@pytest.mark.parametrize("kind", SCALERS)
+def test_scalar_that_comes_first(ranks: RankPool, strategy: str, kind: str) -> None:
+    """Every rank has all of it, and parts of what comes after it."""
+    ranks.run(2, _train, strategy, kind, True, False)
+
+
+class OfOneRow(TinyModel):
+    """Begins with a parameter of which most ranks own nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._parameters = {"row": nn.Parameter(torch.ones(1, 13)), **self._parameters}
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) * self.row.sum() / 13
+
+
+def _agree(interface: str, first: type[nn.Module], holder: int) -> None:
+    """One rank's part of a gradient is infinite: every rank skips the step, and the scale is halved on every rank."""
+    torch.manual_seed(3)
+    model = first(True) if first is Probed else first()
+    if interface == "compat":
+        compat.fully_shard(model, shard_granularity="parameter")
+        optimizer = _optimizer(model.parameters(), False)
+    else:
+        model, optimizer = fully_shard(
+            model, _optimizer(model.parameters(), False), fsdp_unit_modules=[Block], shard_granularity=interface
+        )
+    scaler = GradScaler(DEVICE, init_scale=2.0**10)
+    scaler.scale(loss_of(model, batches(1, 1)[0, 0])).backward()
+    parts = [local_part(p.grad) for p in model.parameters() if p.dim()]
+    if dist.get_rank() == holder:
+        next(part for part in parts if part.numel()).view(-1)[-1] = math.inf
+    before = [local_part(p).clone() for p in model.parameters()]
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**9
+    assert all(torch.equal(local_part(p), b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("interface", ["row", "parameter", "compat"])
+@pytest.mark.parametrize("first", [Probed, OfOneRow])
+@pytest.mark.parametrize("holder", range(4))
+def test_what_one_rank_finds_all_know(ranks: RankPool, interface: str, first: type[nn.Module], holder: int) -> None:
+    ranks.run(4, _agree, interface, first, holder)
 
 
 def _half(strategy: str) -> tuple[list[float], list[float]]:

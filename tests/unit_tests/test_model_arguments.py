@@ -12,7 +12,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import megatron_fsdp
 from megatron.fsdp.ragged_dtensor import local_part
-from megatron_fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_model, fully_shard_optimizer
+from megatron_fsdp import (
+    MixedPrecisionPolicy,
+    fully_shard,
+    fully_shard_model,
+    fully_shard_optimizer,
+    register_optimizer,
+)
 from tests.models import DEVICE, Block, TinyModel, adamw, assert_same_training, batches, device, loss_of, main_weights
 from tests.ranks import RankPool
 
@@ -127,6 +133,9 @@ class ReadsDecoupled(torch.optim.SGD):
             for parameter in group["params"]:
                 if parameter.numel():
                     parameter.sub_(parameter.decoupled_grad, alpha=group["lr"])
+
+
+register_optimizer(ReadsDecoupled, "element")
 
 
 def _decoupled() -> None:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp import fully_shard, fully_shard_model, fully_shard_optimizer
+from megatron_fsdp import fully_shard, fully_shard_model, fully_shard_optimizer, register_optimizer
 from tests.models import (
     OPTIMIZERS,
     STRATEGIES,
@@ -132,6 +132,9 @@ class Interrupted(torch.optim.SGD):
             self.failed = True
             raise KeyboardInterrupt
         super().step(closure)
+
+
+register_optimizer(Interrupted, "element")
 
 
 def _step_that_raises() -> None:

@@ -186,7 +186,8 @@ def test_pickled_and_loaded(ranks: RankPool) -> None:
 
 
 def _checkpoints(folder: str, asynchronous: bool) -> dict[str, torch.Tensor]:
-    state, expected = {}, {}
+    state: dict[str, torch.Tensor] = {}
+    expected: dict[str, torch.Tensor] = {}
     for case in CASES:
         whole, ragged = _ragged(case)
         state |= {case: ragged, f"{case} doubled": ragged.clone() * 2, f"{case} bf16": ragged.to(torch.bfloat16)}

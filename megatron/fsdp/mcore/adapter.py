@@ -21,12 +21,13 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import log_single_rank
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.device import default_device
-from megatron.fsdp.local_step import ELEMENTWISE, LocalStep
+from megatron.fsdp.local_step import LocalStep
 from megatron.fsdp.mcore.arguments import Settings, adjust, check
 from megatron.fsdp.mcore.topology import make_index, mark_tensor_parallel
 from megatron.fsdp.megatron_fsdp import MegatronFSDP
 from megatron.fsdp.names import bare_name
 from megatron.fsdp.optimizer import owners, watch_optimizers
+from megatron.fsdp.optimizer_classes import ELEMENTWISE
 from megatron.fsdp.partition import UnitClasses
 from megatron.fsdp.precision import MixedPrecisionPolicy
 from megatron.fsdp.ragged_dtensor import local_part

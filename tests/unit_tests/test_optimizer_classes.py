@@ -1,0 +1,483 @@
+"""An optimizer does on parts of parameters what it does on whole ones, or it is refused by name."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from megatron.fsdp import compat
+from megatron.fsdp.optimizer_classes import looks_at
+from megatron.fsdp.ragged_dtensor import local_part
+from megatron_fsdp import fully_shard, fully_shard_model, fully_shard_optimizer, register_optimizer
+from tests.models import (
+    STRATEGIES,
+    Block,
+    TinyModel,
+    adamw,
+    assert_same_training,
+    assert_same_weights,
+    batches,
+    device,
+    loss_of,
+    main_weights,
+)
+from tests.ranks import RankPool
+
+Make = Callable[[Any], torch.optim.Optimizer]
+
+
+class Normalized(torch.optim.Optimizer):
+    """Divides each parameter's gradient by its norm, as LAMB and LARS do; fails at a parameter without elements."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    rate = group["lr"] * float(parameter.norm()) / parameter.numel()
+                    parameter.sub_(parameter.grad / parameter.grad.norm(), alpha=rate)
+
+
+class Blockwise(torch.optim.Optimizer):
+    """Momentum in 8 bits with a scale for each 8 elements, as 8-bit Adam has it for more."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state, blocks = self.state[parameter], -(-parameter.numel() // 8)
+                if not state:
+                    state["codes"] = torch.zeros(parameter.shape, dtype=torch.int8, device=parameter.device)
+                    state["scales"] = torch.ones(blocks, device=parameter.device)
+                scales = state["scales"].repeat_interleave(8)[: parameter.numel()].view(parameter.shape)
+                momentum = 0.9 * state["codes"] * scales + parameter.grad
+                padded = nn.functional.pad(momentum.flatten(), (0, blocks * 8 - parameter.numel())).view(blocks, 8)
+                largest = padded.abs().amax(1).clamp(min=1e-12) / 127
+                state["scales"].copy_(largest)
+                state["codes"].copy_(
+                    (padded / largest[:, None]).round().flatten()[: parameter.numel()].view_as(momentum)
+                )
+                parameter.sub_(momentum, alpha=group["lr"])
+
+
+register_optimizer(Normalized, "parameter")
+register_optimizer(Blockwise, "parameter")
+
+
+class Lion(torch.optim.Optimizer):
+    """An element-wise optimizer that nobody has registered."""
+
+    def __init__(self, parameters: Any, lr: float = 1e-2) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
+                    parameter.sub_(momentum.mul(0.9).add(parameter.grad, alpha=0.1).sign(), alpha=group["lr"])
+                    momentum.lerp_(parameter.grad, 0.01)
+
+
+class RegisteredLion(Lion):
+    """The same, registered."""
+
+
+register_optimizer(RegisteredLion, "element")
+
+
+class Renamed(torch.optim.AdamW):
+    """Updates as AdamW does."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+
+
+class Changed(torch.optim.SGD):
+    """Does something else first."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        super().step(closure)
+
+
+class Prepared(torch.optim.SGD):
+    """Changes what the step does without a step of its own."""
+
+    def _init_group(self, *args: Any) -> bool:
+        return super()._init_group(*args)
+
+
+def test_which_classes_are_known() -> None:
+    parameters = [nn.Parameter(torch.ones(2, 2))]
+    for _ in range(2):  # torch changes a class when its first object is made
+        assert looks_at(torch.optim.AdamW(parameters)) == looks_at(Renamed(parameters)) == "element"
+        assert looks_at(RegisteredLion(parameters)) == "element"
+        assert looks_at(Blockwise(parameters, 0.1)) == looks_at(torch.optim.Adafactor(parameters)) == "parameter"
+        for unknown in (Lion, Changed, Prepared, torch.optim.LBFGS, torch.optim.SparseAdam):
+            assert looks_at(unknown(parameters)) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("transformer_engine.pytorch.optimizers.fused_adam.FusedAdam", "element"),
+        ("apex.optimizers.fused_adam.FusedAdam", "element"),
+        ("bitsandbytes.optim.adamw.AdamW8bit", "parameter"),
+        ("transformers.optimization.Adafactor", "parameter"),
+        ("elsewhere.fused_adam.FusedAdam", None),
+    ],
+)
+def test_classes_of_other_packages_are_known_by_name(name: str, kind: str | None) -> None:
+    module, _, cls = name.rpartition(".")
+    made = type(cls, (torch.optim.Optimizer,), {"__module__": module, "step": lambda self: None})
+    assert looks_at(made([nn.Parameter(torch.ones(2))], {})) == kind
+
+
+def test_what_is_registered_is_checked() -> None:
+    with pytest.raises(ValueError, match="expected looks_at to be one of .*; got 'row'"):
+        register_optimizer(Lion, "row")
+    with pytest.raises(ValueError, match="expected a subclass of torch.optim.Optimizer; got <class 'torch.nn"):
+        register_optimizer(nn.Linear, "element")  # type: ignore[arg-type]
+
+
+def _hybrid(parameters: Any) -> torch.optim.Optimizer:
+    name = "megatron.core.optimizer.cpu_offloading.hybrid_optimizer"
+    return type("HybridDeviceOptimizer", (torch.optim.Optimizer,), {"__module__": name})(parameters, {})
+
+
+REFUSED: dict[str, tuple[Make, str]] = {
+    "LBFGS": (torch.optim.LBFGS, r"LBFGS \(torch.optim.lbfgs\) does not work with sharded parameters: .*Use AdamW"),
+    "SparseAdam": (torch.optim.SparseAdam, "SparseAdam .*reduced gradients are dense"),
+    "hybrid": (_hybrid, "HybridDeviceOptimizer .*offload_optimizer=True"),
+    "Lion": (Lion, r"Lion \(tests.*\) is not known .*megatron_fsdp.register_optimizer\(Lion, 'element'\)"),
+    "Changed": (lambda p: Changed(p, lr=0.1), "Changed .* is not known"),
+}
+
+
+def _refused(name: str) -> None:
+    make, message = REFUSED[name]
+    model = TinyModel()
+    optimizer = make(model.parameters())
+    before = {name: (id(p), p.clone()) for name, p in model.named_parameters()}
+    with pytest.raises(NotImplementedError, match=message):
+        fully_shard(model, optimizer, fsdp_unit_modules=[Block])
+    for name, parameter in model.named_parameters():  # the model is as it was
+        assert before[name][0] == id(parameter) and torch.equal(before[name][1], parameter)
+    sharded = fully_shard_model(model, fsdp_unit_modules=[Block])
+    with pytest.raises(NotImplementedError, match=message):
+        fully_shard_optimizer(optimizer)
+    with pytest.raises(NotImplementedError, match=message):
+        fully_shard_optimizer(make(sharded.parameters()))
+
+
+def _refused_by_compat(name: str) -> None:
+    make, message = REFUSED[name]
+    model = TinyModel()
+    compat.fully_shard(model)
+    optimizer = make(model.parameters())
+    loss_of(model, batches(1, 1)[0, 0]).backward()
+    before = [local_part(p).clone() for p in model.parameters()]
+    for _ in range(2):
+        with pytest.raises(NotImplementedError, match=message):
+            optimizer.step(lambda: 0.0) if name == "LBFGS" else optimizer.step()
+    assert all(torch.equal(local_part(p), b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_does_not_fit_is_refused(ranks: RankPool, world_size: int, name: str) -> None:
+    ranks.run(world_size, _refused, name)
+
+
+@pytest.mark.parametrize("name", ["LBFGS", "Lion", "Changed"])
+def test_what_does_not_fit_is_refused_by_compat(ranks: RankPool, name: str) -> None:
+    ranks.run(2, _refused_by_compat, name)
+
+
+WHOLE: dict[str, Make] = {
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.05),
+    "Normalized": lambda p: Normalized(p, lr=0.5),
+    "Blockwise": lambda p: Blockwise(p, lr=0.3),
+}
+MATRICES: dict[str, Make] = {"Muon": lambda p: torch.optim.Muon([q for q in p if q.dim() == 2], lr=0.05)}
+
+
+def _divided(name: str, granularity: str) -> None:
+    make = {**WHOLE, **MATRICES}[name]
+    kind = "matrices" if name in MATRICES else "parameters"
+    remedy = "tensor" if name in MATRICES else "parameter"
+    model = TinyModel()
+    optimizer = make(model.parameters())
+    sharded = fully_shard_model(model, fsdp_unit_modules=[Block], shard_granularity=granularity)
+    message = rf"{name} looks at whole {kind}, .*embedding.weight.*shard_granularity='{remedy}'"
+    with pytest.raises(ValueError, match=message.replace(".*embedding.weight", "")):
+        fully_shard_optimizer(optimizer)
+    assert sharded.module is model
+
+
+@pytest.mark.parametrize("name", [*WHOLE, *MATRICES])
+@pytest.mark.parametrize("granularity", ["row", "element"])
+def test_parts_of_what_has_to_be_whole_are_refused(ranks: RankPool, name: str, granularity: str) -> None:
+    ranks.run(4, _divided, name, granularity)
+
+
+def _vectors_are_parameters() -> None:
+    """What keeps matrices whole does not keep long vectors whole."""
+    model = nn.LayerNorm(999)
+    optimizer = torch.optim.Adafactor(model.parameters())
+    sharded = fully_shard_model(model, shard_granularity="tensor")
+    with pytest.raises(ValueError, match="2 of its parameters are divided between ranks: weight, bias."):
+        fully_shard_optimizer(optimizer)
+    assert sharded.module is model
+
+
+def test_vectors_have_to_be_whole_too(ranks: RankPool) -> None:
+    ranks.run(4, _vectors_are_parameters)
+
+
+def _trains(name: str, strategy: str) -> None:
+    data = batches(steps=4, per_step=dist.get_world_size())
+    granularity = {"shard_granularity": "parameter"} if name in WHOLE else {}
+    make: Make = WHOLE.get(name, lambda p: RegisteredLion(p))
+    sharded = assert_same_training(TinyModel(), data, make, zero_dp_strategy=strategy, tolerance=1e-3, **granularity)
+    if dist.get_world_size() == 4 and strategy != "no_shard" and granularity:
+        assert any(not local_part(entry.main).numel() for entry in sharded.entries())
+
+
+@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_trains_as_unsharded(ranks: RankPool, name: str, strategy: str, world_size: int) -> None:
+    ranks.run(world_size, _trains, name, strategy)
+
+
+def test_registered_class_trains_as_unsharded(ranks: RankPool) -> None:
+    ranks.run(3, _trains, "RegisteredLion", "optim_grads_params")
+
+
+def _compat_granularity(granularity: str) -> None:
+    torch.manual_seed(3)
+    model = TinyModel().to(device())
+    reference = copy.deepcopy(model)
+    for block in model.blocks:
+        compat.fully_shard(block, shard_granularity=granularity)
+    compat.fully_shard(model, shard_granularity=granularity)
+    make = MATRICES["Muon"] if granularity == "tensor" else WHOLE["Adafactor"]
+    optimizer, expected = make(model.parameters()), make(reference.parameters())
+    for (tokens,) in batches(steps=3, per_step=1):
+        for each, each_optimizer in ((model, optimizer), (reference, expected)):
+            loss_of(each, tokens).backward()
+            each_optimizer.step()
+            each.zero_grad()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value.full_tensor(), reference.state_dict()[name], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "parameter"])
+def test_compat_keeps_whole_what_it_is_told_to(ranks: RankPool, granularity: str) -> None:
+    ranks.run(4, _compat_granularity, granularity)
+
+
+def _compat_divided() -> None:
+    model = TinyModel()
+    with pytest.raises(ValueError, match="expected row, tensor, parameter"):
+        compat.fully_shard(model, shard_granularity="rows")
+    compat.fully_shard(model)
+    optimizer = MATRICES["Muon"](model.parameters())
+    loss_of(model, batches(1, 1)[0, 0]).backward()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="Muon looks at whole matrices"):
+            optimizer.step()
+
+
+def test_compat_refuses_parts_of_matrices(ranks: RankPool) -> None:
+    ranks.run(3, _compat_divided)
+
+
+# State of another shape than its parameter's ----------------------------------------------------------------------
+
+
+def _states_are_complete(name: str, strategy: str) -> None:
+    """Every rank's state dict says all that the unsharded optimizer's does."""
+    torch.manual_seed(3)
+    model = TinyModel().to(device())
+    reference = copy.deepcopy(model)
+    sharded, optimizer = fully_shard(
+        model,
+        WHOLE[name](model.parameters()),
+        fsdp_unit_modules=[Block],
+        zero_dp_strategy=strategy,
+        shard_granularity="parameter",
+    )
+    expected = WHOLE[name](reference.parameters())
+    for (tokens,) in batches(steps=2, per_step=1):
+        for each, each_optimizer in ((sharded, optimizer), (reference, expected)):
+            loss_of(each, tokens).backward()
+            each_optimizer.step()
+            each_optimizer.zero_grad()
+    found, wanted = optimizer.state_dict()["state"], expected.state_dict()["state"]
+    assert found.keys() == wanted.keys()
+    for number, state in wanted.items():
+        assert found[number].keys() == state.keys()
+        for key, value in state.items():
+            got = found[number][key]
+            got = got.full_tensor() if hasattr(got, "full_tensor") else got
+            assert got.shape == value.shape and got.dtype == value.dtype
+            torch.testing.assert_close(got.float(), value.float(), rtol=1e-3, atol=1.1 if key == "codes" else 1e-6)
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "Blockwise"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_state_dict_is_that_of_the_unsharded_optimizer(ranks: RankPool, name: str, strategy: str) -> None:
+    ranks.run(4, _states_are_complete, name, strategy)
+
+
+def _whole_states(name: str) -> None:
+    """torch's functions gather the whole state of an optimizer, and load it into another."""
+    torch.manual_seed(3)
+    reference = TinyModel().to(device())
+    expected = WHOLE[name](reference.parameters())
+    model, optimizer = _start(name)
+    for each, each_optimizer in ((model, optimizer), (reference, expected)):
+        _step(each, each_optimizer, 0)
+    options = StateDictOptions(full_state_dict=True)
+    found = get_optimizer_state_dict(model.module, optimizer, options=options)
+    wanted = get_optimizer_state_dict(reference, expected)
+    assert found["state"].keys() == wanted["state"].keys()
+    for parameter, state in wanted["state"].items():
+        assert found["state"][parameter].keys() == state.keys()
+        for key, value in state.items():
+            torch.testing.assert_close(found["state"][parameter][key].float(), value.float(), rtol=1e-3, atol=1.1)
+    other, other_optimizer = _start(name)
+    other.load_state_dict(model.state_dict())
+    # As torch does it, an optimizer goes on with the very tensors that it is given.
+    set_optimizer_state_dict(other.module, other_optimizer, copy.deepcopy(found), options=options)
+    for each, each_optimizer in ((model, optimizer), (other, other_optimizer)):
+        _step(each, each_optimizer, 1)
+    weights = main_weights(other)
+    assert all(torch.equal(value, weights[key]) for key, value in main_weights(model).items())
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "Blockwise"])
+def test_whole_state_is_gathered_and_loaded(ranks: RankPool, name: str) -> None:
+    ranks.run(4, _whole_states, name)
+
+
+def _start(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(3)
+    model = TinyModel().to(device())
+    make = WHOLE[name]
+    return fully_shard(model, make(model.parameters()), fsdp_unit_modules=[Block], shard_granularity="parameter")
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    loss_of(model, batches(number + 1, 1)[number, 0]).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _save(name: str, folder: str) -> dict[str, torch.Tensor]:
+    model, optimizer = _start(name)
+    _step(model, optimizer, 0)
+    dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=folder)
+    _step(model, optimizer, 1)
+    return main_weights(model)
+
+
+def _resume(name: str, folder: str) -> dict[str, torch.Tensor]:
+    model, optimizer = _start(name)
+    _step(model, optimizer, 7)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    _step(model, optimizer, 1)
+    # What a rank has loaded of another's state is older than that: all of them tell the owner's.
+    plain = [
+        {key: value for key, value in values.items() if isinstance(value, torch.Tensor) and type(value) is torch.Tensor}
+        for values in optimizer.state_dict()["state"].values()
+    ]
+    everyone: list[list[dict[str, torch.Tensor]]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(everyone, plain)
+    for other in everyone:
+        for mine, theirs in zip(plain, other, strict=True):
+            assert mine and mine.keys() == theirs.keys()
+            assert all(torch.equal(value, theirs[key]) for key, value in mine.items())
+    return main_weights(model)
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "Blockwise"])
+@pytest.mark.parametrize("ranks_loaded", [1, 2, 4])
+def test_resuming_on_other_ranks(ranks: RankPool, tmp_path: Path, name: str, ranks_loaded: int) -> None:
+    expected = ranks.run(4, _save, name, str(tmp_path))[0]
+    found = ranks.run(ranks_loaded, _resume, name, str(tmp_path))[0]
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-5)
+
+
+# Optimizers that were not attached --------------------------------------------------------------------------------
+
+
+def _never_attached(strategy: str) -> None:
+    model = TinyModel()
+    optimizer = adamw(model.parameters())
+    sharded = fully_shard_model(model, fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
+    loss_of(sharded, batches(1, 1)[0, 0]).backward()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"AdamW\) has .* Call fully_shard_optimizer\(optimizer\) after"):
+            optimizer.step()
+    before = main_weights(sharded)
+    fully_shard_optimizer(optimizer).step()
+    assert all(not torch.equal(value, before[name]) for name, value in main_weights(sharded).items())
+    late = nn.Parameter(torch.ones(2))
+    optimizer.add_param_group({"params": [late]})  # of no model: nobody's business
+    optimizer.step()
+    # An optimizer of nothing sharded.
+    torch.optim.SGD([late], lr=0.1).step()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_optimizer_that_would_train_nothing_raises(ranks: RankPool, strategy: str) -> None:
+    ranks.run(2, _never_attached, strategy)
+
+
+def _of_main_weights(strategy: str) -> None:
+    """An optimizer of the sharded model's parameters trains it, whether it was attached or not."""
+    torch.manual_seed(3)
+    model = TinyModel().to(device())
+    reference = copy.deepcopy(model)
+    sharded = fully_shard_model(model, fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
+    optimizer, expected = adamw(sharded.parameters()), adamw(reference.parameters())
+    for (tokens,) in batches(steps=3, per_step=1):
+        for each, each_optimizer in ((sharded, optimizer), (reference, expected)):
+            loss = loss_of(each, tokens)
+            loss.backward()
+            each_optimizer.step()
+            each_optimizer.zero_grad()
+    torch.testing.assert_close(loss_of(sharded, tokens), loss_of(reference, tokens), rtol=1e-5, atol=1e-5)
+    assert_same_weights(sharded, reference)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_optimizer_of_main_weights_that_was_not_attached(ranks: RankPool, strategy: str) -> None:
+    ranks.run(2, _of_main_weights, strategy)
