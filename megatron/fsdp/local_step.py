@@ -6,6 +6,7 @@ one flat parameter (:class:`_Run`), and the others one by one. Outside of the st
 those of each parameter, as DTensors: state of a run is flat, and a parameter's state is views of that.
 """
 
+import collections
 import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -411,8 +412,10 @@ class LocalStep:
     def unshare_state(self, optimizer: torch.optim.Optimizer, state_dict: dict) -> None:
         """State-dict post-hook: every parameter has scalars of its own, as whoever loads them expects."""
         states = state_dict["state"]
+        times = collections.Counter(id(value) for state in states.values() for value in state.values())
         for key in states:
-            states[key] = unshared(states[key])
+            if any(times[id(value)] > 1 for value in states[key].values()):
+                states[key] = unshared(states[key])
 
     def share_whole_state(self, optimizer: torch.optim.Optimizer, state_dict: dict) -> None:
         """State-dict post-hook: a parameter's state is known to every rank, as if all of them had updated it.
