@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from megatron.fsdp.checkpoint import backend
 from megatron.fsdp.checkpoint.backend import Planner, Writer
 from megatron.fsdp.checkpoint.loading import load
 from megatron.fsdp.checkpoint.newest import folder_of, newest_whole
@@ -84,6 +85,35 @@ def test_killed_at_any_point(tmp_path: Path, again: bool) -> None:
     assert holds(tmp_path if again else folder_of(tmp_path, last + 1), last + 1), left
 
 
+def save_until(folder: Path, iteration: int, stop: str) -> None:
+    """Save, and be killed before ``stop`` is called."""
+
+    def die(*arguments: object, **options: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    owner, _, name = stop.rpartition(".")
+    setattr(getattr(backend, owner) if owner else backend, name, die)
+    save(folder, state(iteration))
+
+
+@pytest.mark.parametrize("sums", ["none", "damaged", "there"])
+@pytest.mark.parametrize("stop", ["os.fsync", "Checksums.save", "write_file", "Finishing._remove_earlier"])
+def test_killed_over_a_checkpoint_of_others(tmp_path: Path, sums: str, stop: str) -> None:
+    """``.metadata`` is what makes a checkpoint; others, torch and Megatron-Core, write no checksums beside it."""
+    save(tmp_path, state(1))
+    if sums != "there":
+        (tmp_path / "checksums.json").unlink()
+    if sums == "damaged" and stop in ("write_file", "Finishing._remove_earlier"):
+        (tmp_path / "checksums.json").write_text("[" * 100_000)
+    child = CHILDREN.Process(target=save_until, args=(tmp_path, 2, stop))
+    child.start()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
+    assert holds(tmp_path, 2 if stop == "Finishing._remove_earlier" else 1)
+    save(tmp_path, state(3))
+    assert holds(tmp_path, 3) and len(list(tmp_path.glob("*.distcp"))) == 1
+
+
 def save_without_room(folder: Path) -> None:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5 * MIB, 5 * MIB))
@@ -131,6 +161,7 @@ def test_saving_is_as_fast_as_writing(tmp_path: Path) -> None:
 MEMORY = """
 import resource, sys, threading, time, warnings
 import torch, torch.distributed.checkpoint as dcp
+from megatron.fsdp.checkpoint import backend
 from megatron.fsdp.checkpoint.backend import Planner, Writer
 from megatron.fsdp.checkpoint.loading import load
 

@@ -13,12 +13,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.core import parallel_state
-from megatron.fsdp.checkpoint.backend import Finishing, Planner, Reader, Writer, file_result
+from megatron.fsdp.checkpoint.backend import Finishing, Planner, Reader, Writer, file_result, remove_save, save_with
+from megatron.fsdp.checkpoint.checksums import METADATA
 from megatron.fsdp.checkpoint.loading import load, load_objects
 from megatron.fsdp.checkpoint.matching import Reaction, Strictness
-from megatron.fsdp.checkpoint.newest import folder_of, newest_whole
+from megatron.fsdp.checkpoint.newest import folder_of, iterations_in, newest_whole
+from megatron.fsdp.checkpoint.reader import FORMAT_FILE, RELEASE, TRACKER
 from megatron.fsdp.consistency import inconsistent_weights
 from megatron.fsdp.mcore.adapter import FullyShardedDataParallel
 from megatron.fsdp.mcore.checkpoint import (
@@ -141,7 +144,10 @@ def _saves_objects() -> bool:
 
 def _save(state_dict: dict[str, Any], *, storage_writer: Any = None, **options: Any) -> Any:
     planner = Planner(_saves_objects()) if isinstance(state_dict, Prepared) else None
-    return dcp.save(state_dict, storage_writer=storage_writer, **{"planner": planner, **options})
+    options = {"planner": planner, **options}
+    if isinstance(storage_writer, Writer):
+        return save_with(storage_writer, state_dict, **options)
+    return dcp.save(state_dict, storage_writer=storage_writer, **options)
 
 
 def _load_objects(state_dict: dict[str, Any], *, checkpoint_id: Any = None, **options: Any) -> None:
@@ -210,6 +216,8 @@ def _arguments() -> Any:
 # Which checkpoint ----------------------------------------------------------------------------------------------------
 
 _checked: set[Path] = set()
+# A number as Megatron writes it, and no longer than Python takes.
+_ITERATION = re.compile(r"[0-9]{1,18}")
 
 
 def _verifies() -> bool:
@@ -222,29 +230,117 @@ def falling_back(read_metadata: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(read_metadata)
     def read(tracker_filename: str) -> tuple[int, bool]:
         folder = Path(tracker_filename).parent
-        text = Path(tracker_filename).read_text().strip()
-        wanted = int(text) if text.isdigit() else None
-        torch_dist = wanted is not None and (folder_of(folder, wanted) / "metadata.json").exists()
+        text = Path(tracker_filename).read_bytes().decode(errors="replace").strip()
+        wanted = int(text) if _ITERATION.fullmatch(text) else None
         args = _arguments()  # None: they are to come from the checkpoint
-        ours = args is not None and args.use_megatron_fsdp and args.ckpt_format == "fsdp_dtensor"
-        if ours and torch_dist:
-            raise RuntimeError(
-                f"{folder_of(folder, wanted or 0)}: expected an fsdp_dtensor checkpoint; got torch_dist. Convert it: "
-                "tools/checkpoint/checkpoint_inspector.py convert-torch-dist-to-fsdp-dtensor."
-            )
-        if torch_dist or text == "release" or (args is not None and not ours):
+        if wanted is not None and _is_ours(args):
+            _refuse_torch_dist(folder_of(folder, wanted))
+        torch_dist = wanted is not None and (folder_of(folder, wanted) / FORMAT_FILE).exists()
+        if torch_dist or text == RELEASE or (args is not None and not _is_ours(args)):
             return read_metadata(tracker_filename)
         if getattr(args, "ckpt_step", None):  # who asks for one gets that one, or an error
             return int(args.ckpt_step), False
-        check = _verifies() and dist.is_initialized()
-        found = newest_whole(folder, wanted, check, _checked)
+        found = _newest(folder, wanted)
         if found is None:
-            raise RuntimeError(f"{folder}: no whole checkpoint is there; {tracker_filename} says {text!r}.")
-        if check:
-            _checked.add(folder_of(folder, found))
+            raise RuntimeError(f"{folder}: no whole checkpoint is there; {tracker_filename} says {text[:40]!r}.")
         return found, False
 
     return read
+
+
+def going_on_untracked(load_base_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a ``_load_base_checkpoint`` that finds checkpoints where the tracker file is missing.
+
+    Megatron would start from random weights, and in time write over the checkpoints that are there.
+    """
+
+    @functools.wraps(load_base_checkpoint)
+    def load_base(load_dir: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
+        chosen = getattr(args, "ckpt_step", None)
+        found = None
+        if load_dir is not None and not chosen and _is_ours(args) and not _tracker_is_there(Path(load_dir)):
+            found = _untracked(Path(load_dir))
+        if found is None:
+            return load_base_checkpoint(load_dir, args, *rest, **kwargs)
+        args.ckpt_step = found
+        try:
+            return load_base_checkpoint(load_dir, args, *rest, **kwargs)
+        finally:
+            args.ckpt_step = chosen
+
+    return load_base
+
+
+def seeing_untracked(checkpoint_exists: Callable[..., bool]) -> Callable[..., bool]:
+    """Return a ``checkpoint_exists`` that also sees checkpoints that no tracker file names."""
+
+    @functools.wraps(checkpoint_exists)
+    def exists(checkpoints_path: Any) -> bool:
+        if checkpoint_exists(checkpoints_path):
+            return True
+        return checkpoints_path is not None and _is_ours(_arguments()) and bool(_complete(Path(checkpoints_path)))
+
+    return exists
+
+
+def _is_ours(args: Any) -> bool:
+    """Whether a run of these arguments saves and loads with what is here."""
+    return args is not None and bool(args.use_megatron_fsdp) and args.ckpt_format == "fsdp_dtensor"
+
+
+def _tracker_is_there(folder: Path) -> bool:
+    """As the first rank sees it: a file system that machines share may show a new file to some of them only."""
+    there = [(folder / TRACKER).is_file()]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast_object_list(there, src=0)
+    return there[0]
+
+
+def _complete(folder: Path) -> list[Path]:
+    """Checkpoints in a folder whose save was completed, whole or damaged by now: the first is the newest."""
+    if not folder.is_dir():
+        return []
+    found = [*(folder_of(folder, iteration) for iteration in iterations_in(folder)), folder / RELEASE]
+    return [path for path in found if (path / METADATA).exists()]
+
+
+def _untracked(folder: Path) -> int | None:
+    """The iteration to go on from if there is no tracker file; None if there are no checkpoints either. A collective.
+
+    Raises:
+        RuntimeError: There are, but none that can be gone on from without being told.
+    """
+    complete = [_complete(folder)]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast_object_list(complete, src=0)
+    if not complete[0]:
+        return None
+    _refuse_torch_dist(complete[0][0])
+    found = _newest(folder, None)
+    if not found:  # neither iteration 0 nor a release can be asked for by number
+        raise RuntimeError(
+            f"{folder}: expected {TRACKER} beside the checkpoints that are there, or one of an iteration that is "
+            f"whole; got neither. Write the iteration to load, or {RELEASE!r}, into that file, or give another --load."
+        )
+    logger.warning("%s: there is no %s; going on from iteration %d.", folder, TRACKER, found)
+    return found
+
+
+def _newest(folder: Path, wanted: int | None) -> int | None:
+    """See :func:`newest_whole`; what is compared with checksums here is not compared again when it is loaded."""
+    check = _verifies() and dist.is_initialized()
+    found = newest_whole(folder, wanted, check, _checked)
+    if found is not None and check:
+        _checked.add(folder_of(folder, found))
+    return found
+
+
+def _refuse_torch_dist(folder: Path) -> None:
+    if (folder / FORMAT_FILE).exists():
+        raise RuntimeError(
+            f"{folder}: expected an fsdp_dtensor checkpoint; got torch_dist. Convert it: "
+            "tools/checkpoint/checkpoint_inspector.py convert-torch-dist-to-fsdp-dtensor."
+        )
 
 
 # In the background ---------------------------------------------------------------------------------------------------
@@ -257,7 +353,8 @@ def finishing_whole(get_async_strategy: Callable[..., Any]) -> Callable[..., Any
     def get_strategy(*args: Any, **kwargs: Any) -> tuple[str, dict[str, Any]]:
         name, modules = get_async_strategy(*args, **kwargs)
         writer = _background_writer(modules["FileSystemWriterAsync"])
-        return name, {**modules, "FileSystemWriterAsync": writer}
+        finalize = _leaving_nothing(modules["save_state_dict_async_finalize"])
+        return name, {**modules, "FileSystemWriterAsync": writer, "save_state_dict_async_finalize": finalize}
 
     return get_strategy
 
@@ -275,6 +372,21 @@ def _background_writer(base: type) -> type:
             return (None if write is None else functools.partial(_write_and_sum, write)), preload, arguments
 
     return BackgroundWriter
+
+
+def _leaving_nothing(finalize: Callable[..., None]) -> Callable[..., None]:
+    """Return a ``save_state_dict_async_finalize`` that removes what was written if a rank could not write."""
+
+    @functools.wraps(finalize)
+    def finalize_or_remove(storage_writer: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            finalize(storage_writer, *args, **kwargs)
+        except CheckpointException:
+            for path, _, _ in storage_writer.write_buckets or ():
+                remove_save(Path(path))
+            raise
+
+    return finalize_or_remove
 
 
 def _write_and_sum(write: Callable[..., None], rank: int, buckets: Any, results: Any, *rest: Any) -> None:
@@ -333,7 +445,7 @@ def torch_view(torch: Any) -> View:
 # The optimizer -------------------------------------------------------------------------------------------------------
 
 
-def _is_ours(optimizer: Any) -> bool:
+def _updates_ours(optimizer: Any) -> bool:
     chunks = getattr(optimizer, "model_chunks", [])
     return bool(chunks) and all(isinstance(chunk, FullyShardedDataParallel) for chunk in chunks)
 
@@ -343,7 +455,7 @@ def naming_globally(param_name: Callable[..., str]) -> Callable[..., str]:
 
     @functools.wraps(param_name)
     def name_of(self: Any, param: Any) -> str:
-        if not _is_ours(self):
+        if not _updates_ours(self):
             return param_name(self, param)
         if not hasattr(self, "_global_names"):
             self._global_names = optimizer_names(self.model_chunks)
@@ -373,7 +485,7 @@ def leaving_main_weights(copy: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(copy)
     def copy_unless_ours(self: Any, *args: Any, **kwargs: Any) -> None:
-        if not _is_ours(self):
+        if not _updates_ours(self):
             copy(self, *args, **kwargs)
 
     return copy_unless_ours
@@ -389,7 +501,7 @@ def taking_no_step(make_state: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(make_state)
     def make_state_only(self: Any) -> None:
-        if not _is_ours(self):
+        if not _updates_ours(self):
             make_state(self)
             return
         optimizer = self.optimizer
