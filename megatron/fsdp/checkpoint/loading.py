@@ -3,7 +3,7 @@
 import logging
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,12 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
-from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import _create_read_items
 
 from megatron.fsdp.checkpoint.backend import FlatLoadPlanner, Reader, check_files, open_checkpoint
 from megatron.fsdp.checkpoint.checksums import METADATA, DamagedCheckpoint, crc32_of
-from megatron.fsdp.checkpoint.matching import Aliases, Strictness, match, report, unexpected_keys
+from megatron.fsdp.checkpoint.matching import Aliases, Match, Strictness, match, report, unexpected_keys
 from megatron.fsdp.checkpoint.reader import CheckpointReader
 
 logger = logging.getLogger(__name__)
@@ -31,26 +31,41 @@ _SECONDS_BETWEEN = 0.1
 
 
 class _Renaming(FlatLoadPlanner):
-    """Loads values that the checkpoint has under other names.
+    """Loads values that the checkpoint has under other names, or as some rows of a larger tensor.
 
     Args:
         source: The checkpoint, for messages.
-        names: The checkpoint's name of every key.
+        found: Where every key is.
     """
 
-    def __init__(self, source: str, names: Mapping[str, str]) -> None:
+    def __init__(self, source: str, found: Match) -> None:
         super().__init__(source)
-        self._names = names
+        self._found = found
 
     def create_local_plan(self) -> LoadPlan:
         """What this rank reads."""
         assert self.metadata is not None
-        items = []
+        items: list[ReadItem] = []
         for key, value in self.state_dict.items():
-            name = self._names[key]
-            for item in _create_read_items(key, self.metadata.state_dict_metadata[name], value):
-                items.append(replace(item, storage_index=replace(item.storage_index, fqn=name)))
+            name = self._found.sources[key]
+            stored = self.metadata.state_dict_metadata[name]
+            items += _read_items(key, value, name, stored, self._found.starts.get(key, 0))
         return LoadPlan(items)
+
+
+def _read_items(key: str, value: Any, name: str, stored: Any, start: int) -> Iterator[ReadItem]:
+    """What to read of an entry of the checkpoint, whose row ``start`` is the first of the value's."""
+    if start:
+        chunks = [replace(chunk, offsets=_shifted(chunk.offsets, -start)) for chunk in stored.chunks]
+        stored = replace(stored, chunks=chunks)
+    for item in _create_read_items(key, stored, value):
+        offset = item.storage_index.offset
+        offset = _shifted(offset, start) if start and offset is not None else offset
+        yield replace(item, storage_index=replace(item.storage_index, fqn=name, offset=offset))
+
+
+def _shifted(offsets: torch.Size, rows: int) -> torch.Size:
+    return torch.Size([offsets[0] + rows, *offsets[1:]])
 
 
 def no_aliases(key: str) -> tuple[str, ...]:
@@ -103,7 +118,7 @@ def _load(state_dict: dict[str, Any], opened: CheckpointReader, aliases: Aliases
     if text:
         logger.warning("%s: %s", folder, text)
     into = {key: _place(wanted[key], name, metadata) for key, name in found.sources.items()}
-    dcp.load(into, storage_reader=Reader(folder, opened), planner=_Renaming(str(folder), found.sources))
+    dcp.load(into, storage_reader=Reader(folder, opened), planner=_Renaming(str(folder), found))
     for key, value in into.items():
         target = wanted[key]
         if isinstance(target, torch.Tensor):

@@ -6,7 +6,7 @@ import os
 import queue
 import re
 import zlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from megatron.core import parallel_state
 from megatron.fsdp.checkpoint.backend import Finishing, Planner, Reader, Writer, file_result, remove_save, save_with
 from megatron.fsdp.checkpoint.checksums import METADATA
 from megatron.fsdp.checkpoint.loading import load, load_objects
-from megatron.fsdp.checkpoint.matching import Reaction, Strictness
+from megatron.fsdp.checkpoint.matching import Reaction, Rows, Strictness
 from megatron.fsdp.checkpoint.newest import folder_of, iterations_in, newest_whole
 from megatron.fsdp.checkpoint.reader import FORMAT_FILE, RELEASE, TRACKER
 from megatron.fsdp.consistency import inconsistent_weights
@@ -31,6 +31,7 @@ from megatron.fsdp.mcore.checkpoint import (
     optimizer_names,
     preprocess_fsdp_dtensor_state_dict,
 )
+from megatron.fsdp.mcore.layouts import FUSED_DOWN
 from megatron.fsdp.uneven_dtensor import local_part
 
 logger = logging.getLogger(__name__)
@@ -53,28 +54,65 @@ _RENAMED = (
     ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
     # The layer that predicts a further token, in megatron-core 0.19 and after it.
     (".mtp_model_layer.", ".transformer_layer."),
+    # A layer's norm, where it is part of a fused down projection; groups have the module's own name.
+    (".input_layernorm.", f".self_attention.{FUSED_DOWN}.layer_norm_"),
 )
+# What a fused down projection is apart.
+_DOWN = ("linear_q_down_proj", "linear_kv_down_proj")
 
 
-def other_names(key: str) -> list[str]:
-    """Names under which checkpoints of other runs, or of other layers' implementations, have a value."""
-    found = []
-    step = _STEP.fullmatch(key)
+def other_names(key: str) -> list[str | Rows]:
+    """What checkpoints of other runs, or of other layers' implementations, have in place of a value."""
+    found = [key]
+    for name in found:  # and of what is found: a name may differ in several words
+        found += [other for other in _unique(_variants(name)) if other not in found]
+    found = _renamed(found)
+    return [*found[1:], *(rows for name in found if (rows := _fused(name, key)) is not None)]
+
+
+def _variants(name: str) -> Iterator[str]:
+    """Names that differ from one in a single way."""
+    step = _STEP.fullmatch(name)
     if step is not None and step[1] == "state":
-        found.append(f"optimizer.param_to_group_meta.{step[2]}.step")
+        yield f"optimizer.param_to_group_meta.{step[2]}.step"
     elif step is not None:
-        found += [f"optimizer.state.{step[2]}{half}.step" for half in ("", "_w")]
-    if key.startswith("rng_state."):
-        found.append(re.sub(r"\(\d+, \d+\)", "(0, 0)", key, count=1))
+        yield from (f"optimizer.state.{step[2]}{half}.step" for half in ("", "_w"))
+    if name.startswith("rng_state."):
+        yield re.sub(r"\(\d+, \d+\)", "(0, 0)", name, count=1)
     for one, other in (*_RENAMED, *(pair[::-1] for pair in _RENAMED)):
-        if one in key:
-            found.append(key.replace(one, other))
-    for name in (key, *found):
+        if one in name:
+            yield name.replace(one, other)
+    if name.startswith("optimizer.param_to_group_meta."):
+        yield from (name.replace(f".{down}.", f".{FUSED_DOWN}.") for down in _DOWN)
+        yield from (name.replace(f".{FUSED_DOWN}.", f".{down}.") for down in _DOWN)
+
+
+def _renamed(names: list[str]) -> list[str]:
+    """Names, and those that they have in a run of another precision: one in bf16 has one wrapper more."""
+    found = list(names)
+    for name in names:
         wrappers = _WRAPPERS.match(name)
         if wrappers is not None:
-            # A run in bf16 has one wrapper more than one in fp32.
-            found += [name.replace(wrappers[2], "module." * n, 1) for n in (2, 3) if "module." * n != wrappers[2]]
-    return list(dict.fromkeys(found))
+            found += [name.replace(wrappers[2], "module." * n, 1) for n in (2, 3)]
+    return _unique(found)
+
+
+def _unique(names: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(names))
+
+
+def _fused(name: str, key: str) -> Rows | None:
+    """The tensor that has the rows of both down projections, as a run that fuses them once stored it.
+
+    Args:
+        name: One that a value may have.
+        key: That by which it is wanted.
+    """
+    down = next((down for down in _DOWN if f".{down}." in name and f".{down}." in key), None)
+    if down is None or name.startswith("optimizer.param_to_group_meta."):
+        return None
+    parts = tuple(key.replace(f".{down}.", f".{part}.") for part in _DOWN)
+    return Rows(name.replace(f".{down}.", f".{FUSED_DOWN}."), parts)
 
 
 def strictness_of(args: Any) -> Strictness:
@@ -191,16 +229,28 @@ def _load(state_dict: dict[str, Any], storage_reader: Any, planner: Any = None) 
 def _check_sections(state_dict: Prepared, keys: Collection[str], folder: Path) -> None:
     """Raise if the checkpoint has tensor-parallel ranks' parts of sections one after the other, as others write it."""
     spread = [name for chunk in state_dict.chunks for name in Names(chunk).spread]
+    fused = next((key for key in keys if key.startswith("model.") and key.endswith(f".{FUSED_DOWN}.weight")), None)
+    if fused is not None and _ranks_of(folder, keys) > 1:
+        raise RuntimeError(
+            f"{folder}: expected {' and '.join(_DOWN)}; got {fused}, written with tensor parallelism: in which order "
+            "its rows are, it does not say. Convert a torch_dist checkpoint of the run instead."
+        )
     # What a conversion kept for the way back is under the second.
     if not spread or any(key.startswith(f"{LAYOUTS_KEY}.") or key == "torch_dist" for key in keys):
         return
-    ranks = getattr(load_objects(folder, ["args"])["args"], "tensor_model_parallel_size", 1) if "args" in keys else 1
+    ranks = _ranks_of(folder, keys)
     if ranks > 1:
         raise RuntimeError(
             f"{folder}: it does not say in which order the rows of {spread[0]} are, and was written with "
             f"tensor_model_parallel_size {ranks}, by another FSDP, which stores the ranks' parts one after the other. "
             "Convert a torch_dist checkpoint of the run instead."
         )
+
+
+def _ranks_of(folder: Path, keys: Collection[str]) -> int:
+    """Tensor-parallel ranks of the run that wrote a checkpoint; 1 if it does not say."""
+    args = load_objects(folder, ["args"])["args"] if "args" in keys else None
+    return getattr(args, "tensor_model_parallel_size", None) or 1
 
 
 def _arguments() -> Any:
