@@ -271,7 +271,11 @@ class CheckpointReader:
             if problem:
                 raise DamagedCheckpoint(f"{self.path / METADATA}: expected the chunks of {key} to tile it; {problem}.")
             for box in boxes:
-                self.place(key, box)
+                have, need = self.place(key, box).length, math.prod(box.sizes) * tensor.dtype.itemsize
+                if have < need:
+                    raise DamagedCheckpoint(
+                        f"{self.path / METADATA}: {key}: expected at least {need} bytes of {box}; got {have}."
+                    )
         for name, size in self.files().items():
             self._check_size(name, size)
 
