@@ -21,11 +21,12 @@ from megatron.fsdp.convert.rewrites import (
     from_canonical,
     gated_parameters,
     grouped_names,
+    has_own_layers,
     live_mtp_name,
     names_in_groups,
     to_canonical,
 )
-from megatron.fsdp.convert.torch_dist.facts import checked_gates
+from megatron.fsdp.convert.torch_dist.facts import asked, checked_gates
 
 # What an earlier conversion kept for the way back is an object of this name.
 KEPT = "torch_dist"
@@ -67,6 +68,7 @@ def read(reader: CheckpointReader, options: ReadOptions) -> TrainingState:
     stored = _model(reader)
     live = to_canonical(stored.tensors, FSDP_DTENSOR, facts)
     checked_gates(gated_parameters(live), args, options)
+    asked(options, has_own_layers(live))
     weights = {name: tensor for name, tensor in live.items() if not is_buffer(name)}
     if not options.optimizer:
         stored.states.clear()

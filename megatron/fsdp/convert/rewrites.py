@@ -28,6 +28,7 @@ _SINGLE_EXPERT = re.compile(
     r"^(?P<mlp>.*\.experts\.)local_experts\.(?P<index>\d+)\.(?P<module>.+)\.(?P<kind>weight|bias)(?P<half>_[wv])?$"
 )
 _OWN_NORM = re.compile(r"^(.*\.)(input_layernorm|pre_mlp_layernorm)\.(weight|bias)$")
+_FIRST_NORM = re.compile(r"(.*layers\.\d+\.)(?:input_layernorm\.|(self_attention\.linear_qkv\.layer_norm)_)")
 _FUSED_NORM = {
     "input_layernorm": "self_attention.linear_qkv.layer_norm",
     "pre_mlp_layernorm": "mlp.linear_fc1.layer_norm",
@@ -239,6 +240,25 @@ def has_separate_norms(names: Mapping[str, object], layer: str) -> bool:
         layer: The beginning of the layer's names, with the dot.
     """
     return f"{layer}input_layernorm.weight" in names and f"{layer}self_attention.linear_qkv.weight" in names
+
+
+def has_own_layers(names: Mapping[str, object]) -> bool | None:
+    """Whether layers are Megatron's own, by what their norms are called; None if nothing tells.
+
+    Args:
+        names: Canonical names.
+    """
+    found = {
+        match[2] is None
+        for name in names
+        if (
+            match := re.match(
+                r"(.*layers\.\d+\.)(?:input_layernorm|(self_attention\.linear_qkv\.layer_norm))[._]", name
+            )
+        )
+        and f"{match[1]}self_attention.linear_qkv.weight" in names
+    }
+    return found.pop() if len(found) == 1 else None
 
 
 def _fuse_norms(tensors: Tensors, facts: Facts) -> Tensors:
