@@ -79,8 +79,9 @@ class Finishing:
         """Choose the names of the files: such as no other save has, one that has only begun included."""
         folder = Path(self.path)
         self._earlier = {path.name for path in folder.glob(_DATA)}
-        generation = 0
-        while any(_of_save(name, generation) for name in self._earlier) or not _reserve(folder, generation):
+        # Never a name again that a job may be reading from: it would find other data where it looks.
+        generation = 1 + max((found for name in self._earlier if (found := _generation(name)) is not None), default=-1)
+        while not _reserve(folder, generation):
             generation += 1
         self._reserved = (_first_file(generation),)
         return [replace(plan, storage_data=_StoragePrefix(_name(rank, generation))) for rank, plan in enumerate(plans)]
@@ -131,8 +132,10 @@ def _first_file(generation: int) -> str:
     return f"{_name(0, generation)}0.distcp"
 
 
-def _of_save(name: str, generation: int) -> bool:
-    return re.fullmatch(r"__\d+_" + (rf"{generation}_" if generation else "") + r"\d+\.distcp", name) is not None
+def _generation(name: str) -> int | None:
+    """Which save into its folder a file is of; None if it has another name."""
+    found = re.fullmatch(r"__\d+_(?:(\d+)_)?\d+\.distcp", name)
+    return None if found is None else int(found[1] or 0)
 
 
 def _reserve(folder: Path, generation: int) -> bool:
@@ -146,12 +149,9 @@ def _reserve(folder: Path, generation: int) -> bool:
 
 def remove_save(file: Path) -> None:
     """Remove all files of the save that wrote one of them, and failed; but none that checksums vouch for."""
-    generation = re.fullmatch(r"__\d+_(?:(\d+)_)?\d+\.distcp", file.name)
-    if generation is None:
-        return
-    listed = _earlier_sums(file.parent)
+    listed = _earlier_sums(file.parent) or Checksums()
     for path in file.parent.glob(_DATA):
-        if _of_save(path.name, int(generation[1] or 0)) and not (listed and path.name in listed.files):
+        if _generation(path.name) == _generation(file.name) and path.name not in listed.files:
             path.unlink(missing_ok=True)
 
 

@@ -217,6 +217,16 @@ def test_a_job_that_ends_first_leaves_the_others_files(tmp_path: Path) -> None:
     assert values(tmp_path) == 2 and len(list(tmp_path.glob("*.distcp"))) == 1
 
 
+def test_no_name_is_used_twice(tmp_path: Path) -> None:
+    """Who reads the first checkpoint must not find data of the third where it looks."""
+    seen: set[str] = set()
+    for value in range(4):
+        save(state(value), tmp_path)
+        (name,) = (path.name for path in tmp_path.glob("*.distcp"))
+        assert name not in seen
+        seen.add(name)
+
+
 def test_over_a_checkpoint_of_ddp(tmp_path: Path) -> None:
     dcp.save(state(1), checkpoint_id=tmp_path)
     (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')

@@ -394,7 +394,7 @@ def test_fused_down_projections_stored_as_two(tmp_path: Path) -> None:
     decays = {f"{attention}linear_qkv_down_proj.weight": 0.1, f"{attention}linear_qkv_down_proj.layer_norm_weight": 0.0}
     tensors = {f"model.module.{name}": tensor for name, tensor in model.items()}
     tensors |= {f"{OPTIMIZER}{name}.{kind}": t for name, t in model.items() for kind in ("exp_avg", "exp_avg_sq")}
-    objects = {f"{meta}{name}.{field}": decay for name, decay in decays.items()}
+    objects: dict[str, Any] = {f"{meta}{name}.{field}": decay for name, decay in decays.items()}
     objects |= {"args": args(TE, mla_down_proj_fusion=True, tensor_model_parallel_size=2), "iteration": 7}
     source = write_torch_dist(tmp_path / "source", tensors, {}, objects)
     (source / "metadata.json").unlink()

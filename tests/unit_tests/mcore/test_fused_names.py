@@ -118,7 +118,7 @@ def _contents(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
     from megatron.fsdp.names import bare_name
     from tests.models import whole
 
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     for entry in model.module.entries():
         states = optimizer.optimizer.state[entry.main]
         for kind, value in {"": entry.main, ".exp_avg": states["exp_avg"], ".exp_avg_sq": states["exp_avg_sq"]}.items():
