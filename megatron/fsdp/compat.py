@@ -55,7 +55,7 @@ from megatron.fsdp.marked import (
 )
 from megatron.fsdp.mesh import require_process_group
 from megatron.fsdp.precision import MixedPrecisionPolicy as EnginePolicy
-from megatron.fsdp.ragged_dtensor import local_part
+from megatron.fsdp.state_dict import NO_COPY, NO_PICKLE, refuse_conversion
 from megatron.fsdp.unit import Unit, WeightState
 
 logger = logging.getLogger(__name__)
@@ -188,7 +188,10 @@ class FSDPModule(MarkedModule):
         return original(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict) -> NoReturn:
-        raise NotImplementedError("A sharded model cannot be copied. Load its state dict into another model.")
+        raise NotImplementedError(NO_COPY)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise NotImplementedError(NO_PICKLE)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module; before the first time, shard the model."""
@@ -216,13 +219,7 @@ class FSDPModule(MarkedModule):
             p.is_meta for m in self.modules() for p in m._parameters.values() if p is not None
         ):
             return super()._apply(fn, recurse)
-        for entry in engine_of(self).entries():
-            probe = local_part(entry.main).new_empty(0)
-            if (got := fn(probe)).dtype != probe.dtype or got.device != probe.device:
-                raise NotImplementedError(
-                    f"The model is sharded: its parameters stay {probe.dtype} on {probe.device}, and cannot become "
-                    f"{got.dtype} on {got.device}. Convert it before fully_shard, or set mp_policy."
-                )
+        refuse_conversion(engine_of(self).entries(), fn)
         for module in self.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:

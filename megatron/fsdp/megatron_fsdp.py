@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,8 +41,19 @@ from megatron.fsdp.partition import (
 from megatron.fsdp.pool import AllocatorPool, FixedPool
 from megatron.fsdp.ragged_dtensor import local_part
 from megatron.fsdp.schedule import Limits, Schedule
-from megatron.fsdp.state_dict import check_shape, copy_part, match_keys, own_part, unsharded_state
+from megatron.fsdp.state_dict import (
+    NO_COPY,
+    NO_PICKLE,
+    check_shape,
+    copy_part,
+    match_keys,
+    own_part,
+    refuse_conversion,
+    unsharded_state,
+    with_prefix,
+)
 from megatron.fsdp.strategy import Sharding
+from megatron.fsdp.structure import keep_structure
 from megatron.fsdp.unit import Unit
 from megatron.fsdp.weak import weak_method
 from megatron.fsdp.weights import WeightBuffer
@@ -124,6 +135,7 @@ class MegatronFSDP(nn.Module):
             forget(module)
         self._update_reduce_now()
         self._hook_state_dict()
+        keep_structure(module, self)
         self.broadcast_params()
 
     # Construction ----------------------------------------------------------------------------------------------
@@ -477,8 +489,8 @@ class MegatronFSDP(nn.Module):
         """Load main weights and buffers; compute weights follow.
 
         Args:
-            state_dict: By the names that ``state_dict()`` uses: whole tensors, or DTensors sharded as here. A tied
-                parameter needs one of its names.
+            state_dict: By the names that ``state_dict()`` uses, or by those of the model itself, which lack
+                ``module.``: whole tensors, or DTensors. A tied parameter needs one of its names.
             strict: Every parameter and buffer must be there, and nothing else.
             assign: Must be False: the values are copied into the memory of the main weights.
 
@@ -488,7 +500,46 @@ class MegatronFSDP(nn.Module):
         """
         if assign:
             raise ValueError("load_state_dict: assign=True would replace the main weights; expected assign=False.")
+        # A model with a part called "module" may have such names itself.
+        if not any(name.startswith("module.") for entry in self.entries() for name in entry.names):
+            state_dict = with_prefix(state_dict, "module.", self.entries())
         return self._load(self, "module.", state_dict, strict)
+
+    @torch.no_grad()
+    def average_buffers(self) -> None:
+        """Replace buffers of floating point by their mean over the data-parallel ranks. A collective.
+
+        Ranks update buffers such as BatchNorm's running statistics from their own data, and a checkpoint has those of
+        one rank. Call this before saving to save the mean of all.
+        """
+        size = self.index.dense.everyone.size()
+        for buffer in self.module.buffers():
+            if buffer.is_floating_point():
+                self._stream.run(functools.partial(all_reduce, buffer, dist.ReduceOp.SUM, self._everyone)).wait()
+                buffer.div_(size)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None or name.startswith("_"):
+                raise
+        if name == "save_pretrained" and hasattr(module, name):
+            from megatron.fsdp.export import save_safetensors  # it needs this module
+
+            return functools.partial(save_safetensors, self)
+        return getattr(module, name)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "MegatronFSDP":
+        refuse_conversion(self.entries(), fn)
+        return self
+
+    def __deepcopy__(self, memo: dict) -> "MegatronFSDP":
+        raise NotImplementedError(NO_COPY)
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise NotImplementedError(NO_PICKLE)
 
     @torch.no_grad()
     def _load(self, module: nn.Module, prefix: str, state_dict: Mapping[str, Any], strict: bool) -> Any:

@@ -112,6 +112,13 @@ class SectionedShard(_OwnPlacement):
     def __reduce__(self) -> tuple:
         return SectionedShard, (self.sections,)
 
+    def narrowed(self, start: int, stop: int) -> Placement:
+        """How rows ``start`` to ``stop`` of one rank, and those of the others at the same place, are divided."""
+        ends = itertools.accumulate(self.sections)
+        spans = [(max(end - rows, start), min(end, stop)) for rows, end in zip(self.sections, ends, strict=True)]
+        left = tuple(end - begin for begin, end in spans if end > begin)
+        return SectionedShard(left) if len(left) > 1 else Shard(0)
+
     def blocks(self, ranks: int, rank: int) -> list[tuple[int, int]]:
         """Each section's rows on one rank: how many, and the first one's number in the whole tensor."""
         firsts = itertools.accumulate((ranks * rows for rows in self.sections), initial=0)
@@ -246,10 +253,18 @@ def narrowed_spec(spec: DTensorSpec, start: int, stop: int, shape: tuple[int, ..
         stop: One past their last element there.
         shape: Shape of the result, over all tensor-parallel ranks.
     """
-    placements = tuple(p.narrowed(start, stop) if isinstance(p, RaggedShard) else p for p in spec.placements)
     assert spec.tensor_meta is not None
+    row = max(math.prod(spec.tensor_meta.shape[1:]), 1)
+    placements: list[Placement] = []
+    for placement in spec.placements:
+        if isinstance(placement, RaggedShard):
+            placements.append(placement.narrowed(start, stop))
+        elif isinstance(placement, SectionedShard):
+            placements.append(placement.narrowed(start // row, stop // row))
+        else:
+            placements.append(placement)
     meta = TensorMeta(torch.Size(shape), contiguous_stride(shape), spec.tensor_meta.dtype)
-    return DTensorSpec(spec.mesh, placements, tensor_meta=meta)
+    return DTensorSpec(spec.mesh, tuple(placements), tensor_meta=meta)
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 """Loading a state dict of whole or sharded tensors into a sharded model."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -65,3 +66,45 @@ def match_keys(wanted: Mapping[str, object], given: Mapping[str, object], strict
     if strict and (missing or unexpected):
         raise RuntimeError(f"state_dict does not fit the model. Missing: {missing}. Unexpected: {unexpected}.")
     return [key for key in wanted if key in given]
+
+
+def with_prefix(state_dict: Mapping[str, Any], prefix: str, entries: Iterable[ParameterEntry]) -> dict[str, Any]:
+    """The state dict by names that begin with ``prefix``, of one by these or by those of the model itself.
+
+    ``torch.distributed.checkpoint.state_dict.set_model_state_dict`` gives both: the values that are to be loaded by the
+    model's names, and the present weights by the wrapper's.
+
+    Raises:
+        ValueError: There is a value by either name, and neither is the present weight.
+    """
+    result = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
+    present = {prefix + name: local_part(entry.main) for entry in entries for name in entry.names}
+    for key, value in state_dict.items():
+        other = result.get(prefix + key)
+        if key in result:
+            continue
+        if isinstance(other, DTensor) and local_part(other).data_ptr() != present[prefix + key].data_ptr():
+            raise ValueError(f"load_state_dict: both {key} and {prefix + key} are given; expected one of them.")
+        result[prefix + key] = value
+    return result
+
+
+def refuse_conversion(entries: Iterable[ParameterEntry], fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Raise NotImplementedError if ``fn``, of ``to()`` or ``float()``, would move or convert the parameters."""
+    for dtype, device in {(local_part(e.main).dtype, local_part(e.main).device): None for e in entries}:
+        changed = fn(torch.empty(0, dtype=dtype, device=device))
+        if (changed.dtype, changed.device) != (dtype, device):
+            raise NotImplementedError(
+                f"The model is sharded: its parameters stay {dtype} on {device}, and cannot become {changed.dtype} on "
+                f"{changed.device}. Convert or move it before it is sharded; the mixed precision policy sets dtypes."
+            )
+
+
+NO_COPY = (
+    "A sharded model cannot be copied. For averaged weights, copy its state: {name: value.clone() for name, value in "
+    "model.state_dict().items()}. For a second model, build and shard one, and load that state into it."
+)
+NO_PICKLE = (
+    "A sharded model cannot be pickled. Save its state: torch.distributed.checkpoint.save, or "
+    "torch.save(model.state_dict()) on every rank, which a run with as many ranks can load."
+)

@@ -108,7 +108,7 @@ PATCHES = (
     Patch(
         torch.optim.Optimizer,
         "load_state_dict",
-        "as state_dict",
+        "the same: state may be loaded before the first step",
         _preparing,
     ),
 )

@@ -1,12 +1,15 @@
 """A save that is killed, or finds no room, costs nothing; saving is as fast as writing, and takes no memory."""
 
+import contextlib
 import multiprocessing
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -15,10 +18,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron.fsdp.checkpoint import backend, loading
 from megatron.fsdp.checkpoint.backend import Planner, Writer
+from megatron.fsdp.checkpoint.checksums import DamagedCheckpoint
 from megatron.fsdp.checkpoint.loading import load
 from megatron.fsdp.checkpoint.newest import folder_of, newest_whole
+from megatron.fsdp.checkpoint.reader import CheckpointReader
 
 ROOT = Path(__file__).resolve().parents[2]
 KILLS = 20
@@ -84,6 +91,129 @@ def test_killed_at_any_point(tmp_path: Path, again: bool) -> None:
     assert holds(tmp_path if again else folder_of(tmp_path, last + 1), last + 1), left
 
 
+def save_until(folder: Path, iteration: int, stop: str) -> None:
+    """Save, and be killed before ``stop`` is called."""
+
+    def die(*arguments: object, **options: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    owner, _, name = stop.rpartition(".")
+    setattr(getattr(backend, owner) if owner else backend, name, die)
+    save(folder, state(iteration))
+
+
+@pytest.mark.parametrize("sums", ["none", "damaged", "there"])
+@pytest.mark.parametrize("stop", ["os.fsync", "Checksums.save", "write_file", "Finishing._remove_earlier"])
+def test_killed_over_a_checkpoint_of_others(tmp_path: Path, sums: str, stop: str) -> None:
+    """``.metadata`` is what makes a checkpoint; others, torch and Megatron-Core, write no checksums beside it."""
+    save(tmp_path, state(1))
+    if sums != "there":
+        (tmp_path / "checksums.json").unlink()
+    if sums == "damaged" and stop in ("write_file", "Finishing._remove_earlier"):
+        (tmp_path / "checksums.json").write_text("[" * 100_000)
+    child = CHILDREN.Process(target=save_until, args=(tmp_path, 2, stop))
+    child.start()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
+    assert holds(tmp_path, 2 if stop == "Finishing._remove_earlier" else 1)
+    save(tmp_path, state(3))
+    assert holds(tmp_path, 3) and len(list(tmp_path.glob("*.distcp"))) == 1
+
+
+def value_of(folder: Path) -> float:
+    """The iteration that all of what is loaded is of."""
+    found = state(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        load(found, folder)
+    (value,) = {float(x) - i for i, tensor in enumerate(found["model"].values()) for x in (tensor.min(), tensor.max())}
+    assert found["iteration"] == value
+    return value
+
+
+def save_what_can_be_saved(folder: Path, first: int) -> None:
+    for iteration in range(first, first + 1000):
+        with contextlib.suppress(CheckpointException):  # the other was in the way
+            save(folder, state(iteration))
+
+
+def test_loading_while_jobs_save(tmp_path: Path) -> None:
+    """Two jobs save into one folder, and a third loads: what it gets is always one whole checkpoint."""
+    save(tmp_path, state(1))
+    children = [CHILDREN.Process(target=save_what_can_be_saved, args=(tmp_path, first)) for first in (1000, 5000)]
+    for child in children:
+        child.start()
+    try:
+        end = time.monotonic() + 15
+        found: set[float] = set()
+        while (len(found) < 8 or len({value > 4000 for value in found}) < 2) and time.monotonic() < end:
+            try:
+                found.add(value_of(tmp_path))
+            except (DamagedCheckpoint, CheckpointException) as error:
+                # It was replaced again and again, which the message does not hide.
+                assert "expected" in str(error)
+    finally:
+        for child in children:
+            child.kill()
+            child.join()
+    assert len(found) > 1
+    save(tmp_path, state(2))
+    assert value_of(tmp_path) == 2
+
+
+def test_pruning_while_a_checkpoint_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for iteration in (1, 2):
+        save(folder_of(tmp_path, iteration), state(iteration))
+    original = CheckpointReader.files
+
+    def pruned(self: CheckpointReader) -> dict[str, int]:
+        if self.path.name.endswith("2"):
+            shutil.rmtree(self.path)
+        return original(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointReader, "files", pruned)
+        assert newest_whole(tmp_path, None) == 1
+
+    def prune(opened: CheckpointReader) -> None:
+        shutil.rmtree(opened.path)
+
+    monkeypatch.setattr(loading, "check_files", prune)
+    with pytest.raises((DamagedCheckpoint, CheckpointException), match="expected a file; got none"):
+        value_of(folder_of(tmp_path, 1))
+
+
+def in_a_read_only_folder(folder: Path) -> None:
+    save(folder.parent / "another", state(2))
+    assert value_of(folder.parent / "another") == 2  # what Python loads on the way, others may not be allowed to read
+    if os.geteuid() == 0:
+        os.seteuid(65534)
+    assert value_of(folder) == 1 and newest_whole(folder, None) is None
+    for target in (folder, folder / "new"):
+        try:
+            save(target, state(2))
+        except CheckpointException as error:
+            assert "Permission denied" in str(error) and str(folder) in str(error), error
+        else:
+            raise AssertionError("a save into a read-only folder was called done")
+    assert value_of(folder) == 1
+
+
+def test_a_read_only_folder() -> None:
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent, "checkpoint")
+        save(folder, state(1))
+        for path in folder.iterdir():
+            path.chmod(0o444)
+        folder.chmod(0o555)
+        Path(parent).chmod(0o755)
+        child = CHILDREN.Process(target=in_a_read_only_folder, args=(folder,))
+        child.start()
+        child.join()
+        folder.chmod(0o755)
+        assert child.exitcode == 0
+
+
 def save_without_room(folder: Path) -> None:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5 * MIB, 5 * MIB))
@@ -131,6 +261,7 @@ def test_saving_is_as_fast_as_writing(tmp_path: Path) -> None:
 MEMORY = """
 import resource, sys, threading, time, warnings
 import torch, torch.distributed.checkpoint as dcp
+from megatron.fsdp.checkpoint import backend, loading
 from megatron.fsdp.checkpoint.backend import Planner, Writer
 from megatron.fsdp.checkpoint.loading import load
 

@@ -243,3 +243,14 @@ def test_a_damaged_checkpoint_is_passed_over(corpus: Path, tmp_path: Path) -> No
     resumed = train(corpus, LLAMA, topology, "--load", str(tmp_path), iterations=3)
     assert resumed.iterations == whole.iterations[2:], "expected to go on from iteration 2"
     assert "__1_0.distcp" in resumed.log and "going back to the checkpoint of iteration 2" in resumed.log
+
+
+def test_a_missing_tracker_file_is_no_new_start(corpus: Path, tmp_path: Path) -> None:
+    topology = Topology(2)
+    words = ("--save", str(tmp_path), "--save-interval", "1")
+    whole = train(corpus, LLAMA, topology, *words, iterations=3)
+    (tmp_path / "latest_checkpointed_iteration.txt").unlink()
+    (tmp_path / "iter_0000003" / ".metadata").unlink()
+    resumed = train(corpus, LLAMA, topology, "--load", str(tmp_path), *words, iterations=3)
+    assert resumed.iterations == whole.iterations[2:], "expected to go on from iteration 2"
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "3"

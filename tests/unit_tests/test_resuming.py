@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_state_dict,
     set_model_state_dict,
+    set_optimizer_state_dict,
     set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
@@ -196,7 +197,8 @@ def _full_optimizer_state(kind: str, broadcast: bool) -> None:
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
     if broadcast and dist.get_rank():
         weights, state = {}, {}
-    set_state_dict(fresh, fresh_optimizer, model_state_dict=weights, optim_state_dict=state, options=options)
+    set_model_state_dict(fresh, weights, options=options)
+    set_optimizer_state_dict(fresh, fresh_optimizer, state, options=options)
     assert _train(fresh, fresh_optimizer, 2, 4) == expected
 
 
@@ -247,8 +249,9 @@ def _changed_structure(kind: str) -> None:
         model.norm.scale = nn.Parameter(torch.ones(1))
     model.blocks[0].activation = nn.GELU()
     model.alias = model.norm
-    with pytest.raises((RuntimeError, ValueError), match="sharded|assign"):
-        model.load_state_dict(TinyModel(tied=True).state_dict(), assign=True)
+    if kind != "in place":  # which copies the values all the same
+        with pytest.raises(RuntimeError, match="sharded"):
+            model.load_state_dict(TinyModel(tied=True).state_dict(), assign=True)
     _train(wrapper, optimizer, 1, 2)
     for copying in (copy.deepcopy, lambda m: m.__reduce_ex__(2)):
         with pytest.raises(NotImplementedError, match=r"[Ll]oad|state"):
@@ -309,6 +312,7 @@ def test_averaged_buffers(ranks: RankPool) -> None:
 
 
 def test_patches_of_torch_are_removed() -> None:
+    torch_patches.remove()
     originals = {patch: getattr(patch.owner, patch.name) for patch in torch_patches.PATCHES}
     torch_patches.apply()
     torch_patches.apply()

@@ -29,6 +29,8 @@ else:
 INERT = ("megatron", "transformer_engine", "transformer_engine_torch", "torch.nn", "torch._C._nn")
 
 NUMPY_DTYPE = "numpy.dtype"
+# In a pickle, a few bytes make a range, and containers of all its elements.
+_LONGEST_RANGE = 1 << 16
 # Numbers, booleans and text; no objects and no records.
 _PLAIN_DTYPE = re.compile(r"[<>=|]?[biufcSU?]\d*")
 
@@ -200,6 +202,35 @@ def _encoded(text: str, encoding: str = "latin1") -> bytes:
     return text.encode(encoding)
 
 
+def _bytes(data: bytes | bytearray = b"") -> bytes:
+    return bytes(_short(data, bytes, bytearray))
+
+
+def _bytearray(data: bytes | bytearray | str = b"", encoding: str = "latin1") -> bytearray:
+    if isinstance(data, str):
+        return bytearray(_encoded(data, encoding))
+    return bytearray(_short(data, bytes, bytearray))
+
+
+def _text(text: str = "") -> str:
+    return str(_short(text, str))
+
+
+def _short[T](value: T, *kinds: type) -> T:
+    """A value no longer than its pickle: of a number, these classes make as many bytes; of a nest, its whole text."""
+    if type(value) not in kinds:
+        raise ValueError(f"expected {' or '.join(kind.__name__ for kind in kinds)}; got {type(value).__name__}")
+    return value
+
+
+def _range(*bounds: Any) -> range:
+    """A range of no more elements than a container may be made of."""
+    found = range(*map(operator.index, bounds))
+    if not found or abs(found[-1] - found[0]) // abs(found.step) < _LONGEST_RANGE:
+        return found
+    raise ValueError(f"expected a range of at most {_LONGEST_RANGE} elements; got {found}")
+
+
 def plain_dtype(name: Any, align: bool = False, copy: bool = True) -> Any:
     """A numpy dtype of numbers, booleans or text.
 
@@ -253,6 +284,10 @@ def _functions() -> dict[str, Callable[..., Any]]:
     made: dict[str, Callable[..., Any]] = {
         "_codecs.encode": _encoded,
         "argparse.Namespace": _plain(argparse.Namespace),
+        "builtins.bytearray": _bytearray,
+        "builtins.bytes": _bytes,
+        "builtins.range": _range,
+        "builtins.str": _text,
         "collections.Counter": collections.Counter,
         "torch.serialization._get_layout": _layout,
         "torch.Tensor": _not_called,
@@ -264,7 +299,7 @@ def _functions() -> dict[str, Callable[..., Any]]:
         "torch._utils._rebuild_parameter": _parameter,
         "torch._utils._rebuild_parameter_with_state": _parameter,
         "torch._tensor._rebuild_from_type_v2": _with_attributes,
-        "torch.torch_version.TorchVersion": str,
+        "torch.torch_version.TorchVersion": _text,
         "torch.distributed.checkpoint.filesystem._StorageInfo": _plain(filesystem._StorageInfo),
         # Where torch kept it before version 2.3.
         "torch.distributed._shard.sharded_tensor.metadata.TensorProperties": _plain(metadata.TensorProperties),
@@ -294,7 +329,7 @@ def _functions() -> dict[str, Callable[..., Any]]:
 def _values() -> dict[str, Any]:
     """What is handed out as it is: nothing can change it."""
     kinds = (
-        *(bool, bytearray, bytes, complex, dict, float, frozenset, int, list, range, set, slice, str, tuple),
+        *(bool, complex, dict, float, frozenset, int, list, set, slice, tuple),
         *(collections.OrderedDict, collections.defaultdict, collections.deque),
         *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),
         *(io.BytesIO, types.SimpleNamespace, torch.Size, torch.device),

@@ -3,11 +3,12 @@
 import functools
 import json
 import os
+import stat
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 NAME = "checksums.json"
 METADATA = ".metadata"
@@ -51,12 +52,9 @@ class Checksums:
             DamagedCheckpoint: The file is there but cannot be understood.
         """
         path = folder / NAME
-        try:
-            found = json.loads(path.read_bytes())
-        except FileNotFoundError:
+        if not path.exists():
             return None
-        except ValueError as error:
-            raise DamagedCheckpoint(f"{path}: expected JSON; got {error}.") from error
+        found = read_json(path)
         try:
             if found["algorithm"] != ALGORITHM:
                 raise DamagedCheckpoint(f"{path}: expected the algorithm {ALGORITHM}; got {found['algorithm']!r}.")
@@ -64,7 +62,9 @@ class Checksums:
             if not all(map(is_inside, files)):
                 raise DamagedCheckpoint(f"{path}: expected files of this folder; got others.")
             return Checksums(files, [str(value) for value in found["metadata"]], str(found.get("fingerprint", "")))
-        except (KeyError, TypeError, AttributeError) as error:
+        except DamagedCheckpoint:
+            raise
+        except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
             raise DamagedCheckpoint(f"{path}: expected a table of checksums; got no {error}.") from error
 
     def save(self, folder: Path) -> None:
@@ -94,15 +94,19 @@ class Checksums:
         if found != wanted.crc32:
             raise DamagedCheckpoint(f"{path}: expected the CRC-32 {wanted.crc32}; got {found}.")
 
-    def check_metadata(self, folder: Path) -> None:
+    def check_metadata(self, folder: Path, found: str | None = None) -> None:
         """Compare ``.metadata`` with what it should be.
+
+        Args:
+            folder: Of the checkpoint.
+            found: CRC-32 of what was read of it. None: it is read for that.
 
         Raises:
             DamagedCheckpoint: It is missing or has another checksum.
         """
         path = folder / METADATA
         size_of(path)
-        found = crc32_of(path)
+        found = found or crc32_of(path)
         if found not in self.metadata:
             raise DamagedCheckpoint(f"{path}: expected the CRC-32 {' or '.join(self.metadata)}; got {found}.")
 
@@ -117,12 +121,28 @@ def size_of(path: Path) -> int:
     """Size of a checkpoint's file in bytes.
 
     Raises:
-        DamagedCheckpoint: It is missing.
+        DamagedCheckpoint: It is missing, or no file: a folder, or a pipe, which would be waited for.
     """
     try:
-        return path.stat().st_size
+        found = path.stat()
     except (FileNotFoundError, NotADirectoryError) as error:
         raise DamagedCheckpoint(f"{path}: expected a file; got none.") from error
+    if not stat.S_ISREG(found.st_mode):
+        raise DamagedCheckpoint(f"{path}: expected a file; got a folder or a device.")
+    return found.st_size
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file of a checkpoint says.
+
+    Raises:
+        DamagedCheckpoint: It is missing, or says nothing that can be understood.
+    """
+    size_of(path)
+    try:
+        return json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise DamagedCheckpoint(f"{path}: expected JSON; got {error}.") from error
 
 
 def crc32_of(path: Path) -> str:

@@ -1,9 +1,9 @@
 """What a model asks for against what a checkpoint has: one report of everything that does not fit."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -11,8 +11,21 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from megatron.fsdp.names import did_you_mean
 
-# Other names that a value may have in a checkpoint, the likeliest first.
-Aliases = Callable[[str], Sequence[str]]
+
+class Rows(NamedTuple):
+    """A tensor of a checkpoint that has the rows of several wanted ones, one after the other.
+
+    Attributes:
+        key: Its name.
+        parts: The keys of those.
+    """
+
+    key: str
+    parts: tuple[str, ...]
+
+
+# What else a value may be in a checkpoint, the likeliest first.
+Aliases = Callable[[str], Sequence[str | Rows]]
 SHOWN = 50
 
 
@@ -47,11 +60,13 @@ class Match:
 
     Attributes:
         sources: For every key that is loaded, the checkpoint's name of it.
+        starts: For those that are some rows of a larger tensor, the first of these.
         missing: Keys that the checkpoint does not have.
         misshaped: For keys of other shapes: what is expected, and what is there.
     """
 
     sources: dict[str, str] = field(default_factory=dict)
+    starts: dict[str, int] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     misshaped: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
 
@@ -67,16 +82,27 @@ def match(wanted: Mapping[str, Any], metadata: Metadata, aliases: Aliases) -> Ma
     found = Match()
     there = metadata.state_dict_metadata
     for key, value in wanted.items():
-        source = next((name for name in (key, *aliases(key)) if name in there), None)
+        candidates = _candidates(key, aliases)
+        source = next((c for c in candidates if c.key in there and all(part in wanted for part in c.parts)), None)
         if source is None:
             found.missing.append(key)
             continue
-        found.sources[key] = source
-        stored = there[source]
+        found.sources[key] = source.key
+        stored = there[source.key]
         if isinstance(stored, TensorStorageMetadata) and isinstance(value, torch.Tensor):
-            if value.shape != stored.size and value.numel() > 1:
-                found.misshaped[key] = tuple(value.shape), tuple(stored.size)
+            shape = tuple(value.shape)
+            if source.parts and shape:
+                lengths = [wanted[part].shape[0] for part in source.parts]
+                found.starts[key] = sum(lengths[: source.parts.index(key)])
+                shape = (sum(lengths), *shape[1:])
+            if shape != tuple(stored.size) and value.numel() > 1:
+                found.misshaped[key] = shape, tuple(stored.size)
     return found
+
+
+def _candidates(key: str, aliases: Aliases) -> Iterator[Rows]:
+    yield Rows(key, ())
+    yield from (other if isinstance(other, Rows) else Rows(other, ()) for other in aliases(key))
 
 
 def unexpected_keys(sources: Iterable[str], metadata: Metadata) -> list[str]:

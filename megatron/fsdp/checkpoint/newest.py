@@ -4,6 +4,7 @@ import logging
 import re
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -41,9 +42,9 @@ def newest_whole(folder: Path, wanted: int | None, check: bool = True, checked: 
     found = iterations_in(folder)
     if dist.is_initialized() and dist.get_world_size() > 1:
         # File systems that many machines share do not show everything to everyone at the same time.
-        lists = [found]
-        dist.broadcast_object_list(lists, src=0)
-        found = lists[0]
+        of_first: list[Any] = [found, wanted]
+        dist.broadcast_object_list(of_first, src=0)
+        found, wanted = of_first
     for iteration in found:
         if wanted is not None and iteration > wanted:
             continue
@@ -59,18 +60,19 @@ def newest_whole(folder: Path, wanted: int | None, check: bool = True, checked: 
 
 def _damage(folder: Path, check: bool) -> str:
     """What is wrong with a checkpoint, on any rank; empty if nothing is."""
-    found = ""
+    found, opened = "", None
     try:
-        for name, end in open_checkpoint(folder).files().items():
+        opened = open_checkpoint(folder)
+        for name, end in opened.files().items():
             size = size_of(folder / name)
             if size < end:
                 found = f"{folder / name}: expected at least {end} bytes; got {size}"
-    except (FileNotFoundError, ValueError) as error:
+    except (OSError, ValueError, NotImplementedError) as error:
         found = str(error)
     found = _any(found)
-    if not found and check:
+    if not found and check and opened is not None:
         try:
-            check_files(folder)
+            check_files(opened)
         except ValueError as error:
             found = str(error)
     return found

@@ -4,9 +4,9 @@ import bisect
 import functools
 import hashlib
 import io
-import json
 import math
 import os
+import re
 import zlib
 from collections.abc import Buffer
 from pathlib import Path
@@ -18,10 +18,20 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from megatron.fsdp.checkpoint import safe_pickle
 from megatron.fsdp.checkpoint.allowed import Foreign
 from megatron.fsdp.checkpoint.archive import Archive, memory
-from megatron.fsdp.checkpoint.checksums import METADATA, Checksums, DamagedCheckpoint, is_inside, size_of
+from megatron.fsdp.checkpoint.checksums import (
+    METADATA,
+    Checksums,
+    DamagedCheckpoint,
+    as_hex,
+    is_inside,
+    read_json,
+    size_of,
+)
 from megatron.fsdp.checkpoint.lazy import Box, LazyTensor
 
 TRACKER = "latest_checkpointed_iteration.txt"
+# What a tracker file says, and the folder is called, of a checkpoint without an iteration.
+RELEASE = "release"
 COMMON = "common.pt"
 FORMAT_FILE = "metadata.json"
 COMMON_KEY = "common_state/shard_0_1"
@@ -100,15 +110,12 @@ def checkpoint_folder(path: Path) -> Path:
     """
     if (path / METADATA).is_file():
         return path
-    try:
-        text = (path / TRACKER).read_text().strip()
-    except (FileNotFoundError, NotADirectoryError):
-        raise FileNotFoundError(f"{path}: expected a folder with {METADATA} or {TRACKER}; got neither.") from None
-    except UnicodeDecodeError:
-        text = "binary data"
-    if text != "release" and not text.isdecimal():
-        raise DamagedCheckpoint(f"{path / TRACKER}: expected an iteration or 'release'; got {text[:40]!r}.")
-    found = path / ("release" if text == "release" else f"iter_{int(text):07d}")
+    if not (path / TRACKER).is_file():
+        raise FileNotFoundError(f"{path}: expected a folder with {METADATA} or {TRACKER}; got neither.")
+    text = (path / TRACKER).read_bytes().decode(errors="replace").strip()
+    if text != RELEASE and not re.fullmatch("[0-9]{1,18}", text):
+        raise DamagedCheckpoint(f"{path / TRACKER}: expected an iteration or {RELEASE!r}; got {text[:40]!r}.")
+    found = path / (RELEASE if text == RELEASE else f"iter_{int(text):07d}")
     if not (found / METADATA).is_file():
         raise FileNotFoundError(f"{found}: expected the checkpoint that {path / TRACKER} names; got no {METADATA}.")
     return found
@@ -119,11 +126,13 @@ class CheckpointReader:
 
     Args:
         path: The folder with ``.metadata``.
-        verify: Compare each file with its checksum when it is first read, if the checkpoint has checksums.
+        verify: Compare each file with its checksum when it is first read; where the checkpoint has none, each item with
+            those that torch.save put beside it.
 
     Attributes:
         path: As given.
         metadata: What ``.metadata`` holds.
+        metadata_crc32: CRC-32 of ``.metadata``.
         checksums: What the files should be; None if the checkpoint does not say.
         tensors: By key, to be read when they are needed.
         objects: Keys of what are not tensors.
@@ -140,13 +149,14 @@ class CheckpointReader:
             raise FileNotFoundError(f"{path}: expected a checkpoint; got no {METADATA}.")
         self.path = path
         self.checksums = Checksums.load(path)
-        self._unverified = set(self.checksums.files) if verify and self.checksums else set()
+        self._verify = verify
+        self._sound: set[str | tuple[str, Box | None]] = set()
+        data = (path / METADATA).read_bytes()
+        self.metadata_crc32 = as_hex(zlib.crc32(data))
         if verify and self.checksums:
-            self.checksums.check_metadata(path)
-        self.metadata = _as_metadata(
-            safe_pickle.loads((path / METADATA).read_bytes(), str(path / METADATA)), path / METADATA
-        )
-        self.format = _format_of(path)
+            self.checksums.check_metadata(path, self.metadata_crc32)
+        self.metadata = _as_metadata(safe_pickle.loads(data, str(path / METADATA)), path / METADATA)
+        self.format = format_of(path)
         entries = self.metadata.state_dict_metadata.items()
         self.tensors = {key: self._tensor(key, e) for key, e in entries if isinstance(e, TensorStorageMetadata)}
         self.objects = tuple(key for key, e in entries if isinstance(e, BytesStorageMetadata))
@@ -163,6 +173,16 @@ class CheckpointReader:
             status = path.stat()
             digest.update(f"{path.name} {status.st_size} {status.st_mtime_ns}\n".encode())
         return digest.hexdigest()
+
+    def unlisted(self) -> list[tuple[str, Box | None]]:
+        """Objects, and chunks of tensors, that lie in files without a checksum of their own; None for an object.
+
+        Raises:
+            DamagedCheckpoint: The metadata does not say where one lies.
+        """
+        items: list[tuple[str, Box | None]] = [(key, None) for key in self.objects]
+        items += [(key, chunk) for key in self.tensors for chunk in self.chunks(key)]
+        return [(key, chunk) for key, chunk in items if not self._is_listed(self.place(key, chunk).file)]
 
     def files(self) -> dict[str, int]:
         """The data files that the metadata names, and the size in bytes that each must have at least."""
@@ -230,6 +250,7 @@ class CheckpointReader:
             DamagedCheckpoint: It is not there.
         """
         place = self.place(key)
+        self._check_item(key, None, place)
         with self._open(place.file) as file:
             data = _window(file, place.offset, place.length).read()
         if len(data) != place.length:
@@ -250,7 +271,11 @@ class CheckpointReader:
             if problem:
                 raise DamagedCheckpoint(f"{self.path / METADATA}: expected the chunks of {key} to tile it; {problem}.")
             for box in boxes:
-                self.place(key, box)
+                have, need = self.place(key, box).length, math.prod(box.sizes) * tensor.dtype.itemsize
+                if have < need:
+                    raise DamagedCheckpoint(
+                        f"{self.path / METADATA}: {key}: expected at least {need} bytes of {box}; got {have}."
+                    )
         for name, size in self.files().items():
             self._check_size(name, size)
 
@@ -310,6 +335,7 @@ class CheckpointReader:
     def _find_chunk(self, key: str, chunk: Box) -> StoredChunk:
         tensor = self.tensors[key]
         place = self.place(key, chunk)
+        self._check_item(key, chunk, place)
         source = self._source(key, place)
         with self._open(place.file) as file:
             archive = Archive(_window(file, place.offset, place.length), source)
@@ -348,11 +374,20 @@ class CheckpointReader:
 
     def _open(self, name: str) -> IO[bytes]:
         """A data file, compared with its checksum when it is first opened."""
-        if name in self._unverified and self.checksums is not None:
+        if self._verify and self.checksums is not None and name not in self._sound:
             self.checksums.check_file(self.path, name)
-            self._unverified.discard(name)
+            self._sound.add(name)
         size_of(self.path / name)
         return open(self.path / name, "rb", buffering=0)
+
+    def _check_item(self, key: str, chunk: Box | None, place: Place) -> None:
+        """Before it is first read, compare an item of a file without a checksum with the item's own."""
+        if self._verify and (key, chunk) not in self._sound and not self._is_listed(place.file):
+            self.check_contents(key, chunk)
+            self._sound.add((key, chunk))
+
+    def _is_listed(self, name: str) -> bool:
+        return self.checksums is not None and name in self.checksums.files
 
 
 def common_state(path: Path, verify: bool = True) -> dict[str, Any]:
@@ -383,13 +418,15 @@ def common_state(path: Path, verify: bool = True) -> dict[str, Any]:
     return found
 
 
-def _format_of(path: Path) -> str:
-    try:
-        found = json.loads((path / FORMAT_FILE).read_bytes())
-    except FileNotFoundError:
+def format_of(path: Path) -> str:
+    """What ``metadata.json`` says, see ``CheckpointReader.format``.
+
+    Raises:
+        DamagedCheckpoint: The file is there but is no JSON.
+    """
+    if not (path / FORMAT_FILE).exists():
         return "fsdp_dtensor"
-    except ValueError as error:
-        raise DamagedCheckpoint(f"{path / FORMAT_FILE}: expected JSON; got {error}.") from error
+    found = read_json(path / FORMAT_FILE)
     return "torch_dist" if isinstance(found, dict) and found.get("sharded_backend") == "torch_dist" else "fsdp_dtensor"
 
 

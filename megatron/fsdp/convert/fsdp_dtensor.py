@@ -18,13 +18,15 @@ from megatron.fsdp.convert.options import ReadOptions, WriteOptions
 from megatron.fsdp.convert.rewrites import (
     FSDP_DTENSOR,
     Facts,
-    canonical_mtp_name,
     from_canonical,
     gated_parameters,
+    grouped_names,
+    has_own_layers,
     live_mtp_name,
+    names_in_groups,
     to_canonical,
 )
-from megatron.fsdp.convert.torch_dist.facts import checked_gates
+from megatron.fsdp.convert.torch_dist.facts import asked, checked_gates
 
 # What an earlier conversion kept for the way back is an object of this name.
 KEPT = "torch_dist"
@@ -59,10 +61,14 @@ def read(reader: CheckpointReader, options: ReadOptions) -> TrainingState:
     """
     common = _common(reader)
     args = common.get("args") or argparse.Namespace()
-    facts = Facts(q_lora_rank=getattr(args, "q_lora_rank", None) or 0)
+    facts = Facts(
+        q_lora_rank=getattr(args, "q_lora_rank", None) or 0,
+        tensor_parallel=getattr(args, "tensor_model_parallel_size", None) or 1,
+    )
     stored = _model(reader)
     live = to_canonical(stored.tensors, FSDP_DTENSOR, facts)
     checked_gates(gated_parameters(live), args, options)
+    asked(options, has_own_layers(live))
     weights = {name: tensor for name, tensor in live.items() if not is_buffer(name)}
     if not options.optimizer:
         stored.states.clear()
@@ -113,11 +119,13 @@ def _groups(reader: CheckpointReader, steps: Tensors) -> dict[str, groups.Group]
         data = reader.object_bytes(key)
         if data not in known:
             known[data] = safe_pickle.load_torch(io.BytesIO(data), f"{reader.path} ({key})")
-        group_of.setdefault(canonical_mtp_name(match["name"]), {})[match["field"]] = known[data]
-    for name, step in steps.items():
-        group = group_of.get(unsplit(canonical_mtp_name(name)), {})
-        if _STEP not in group:
-            group[_STEP] = step.whole().item()
+        for name in grouped_names(match["name"]):
+            group_of.setdefault(name, {})[match["field"]] = known[data]
+    for stored, step in steps.items():
+        for name in grouped_names(stored):
+            group = group_of.get(unsplit(name), {})
+            if _STEP not in group:
+                group[_STEP] = step.whole().item()
     return group_of
 
 
@@ -211,12 +219,13 @@ def _steps(prefix: str, name: str) -> tuple[str, ...]:
 
 def _lay_out_groups(nested: _Nested, state: TrainingState, prefix: str, facts: Facts) -> None:
     wrappers = prefix.removeprefix("optimizer.state.") if prefix.startswith("optimizer.state.") else "module.module"
+    fused = bool(getattr(state.args, "mla_down_proj_fusion", False))
     for name, group in state.group_of.items():
-        live = live_mtp_name(name) if facts.live_mtp else name
         # One optimizer holds all parameters. A group of its parameters must agree in every setting.
         settings = {**group, groups.EXPERTS: False} if groups.EXPERTS in group else group
-        for field, value in settings.items():
-            nested.setting(("optimizer", "param_to_group_meta", f"{wrappers}.{live}", field), value)
+        for own in names_in_groups(name, fused):
+            for field, value in settings.items():
+                nested.setting(("optimizer", "param_to_group_meta", f"{wrappers}.{own}", field), value)
     for name in state.optimizer_state:
         group = state.group_of[unsplit(name)]
         # Torch's own Adam counts the steps in the state of each parameter, and asks for them there.

@@ -1,12 +1,12 @@
 """Which optimizer group a parameter belongs to: torch_dist lists the groups, but not what is in them."""
 
 import argparse
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron.fsdp.checkpoint.checksums import read_json
 from megatron.fsdp.convert.canonical import Tensors, unsplit
 from megatron.fsdp.convert.rewrites import canonical_mtp_name
 
@@ -52,7 +52,7 @@ def read_map(path: Path) -> dict[str, int]:
     Raises:
         ValueError: It is something else.
     """
-    found = json.loads(path.read_text())
+    found = read_json(path)
     if not isinstance(found, dict) or not all(isinstance(index, int) for index in found.values()):
         raise ValueError(f"{path}: expected an object of group indices by parameter name.")
     return {canonical_mtp_name(_WRAPPERS.sub("", name)): index for name, index in found.items()}

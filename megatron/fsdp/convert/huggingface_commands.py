@@ -8,6 +8,7 @@ import click
 import torch
 from rich.table import Table
 
+from megatron.fsdp.checkpoint.reader import RELEASE
 from megatron.fsdp.convert.console import (
     console,
     directory,
@@ -27,7 +28,6 @@ from megatron.fsdp.convert.huggingface.arguments import flags
 from megatron.fsdp.convert.huggingface.folder import divide
 from megatron.fsdp.convert.huggingface.transfer import (
     ARGUMENTS,
-    RELEASE,
     ImportOptions,
     export,
     import_,

@@ -28,6 +28,7 @@ _SINGLE_EXPERT = re.compile(
     r"^(?P<mlp>.*\.experts\.)local_experts\.(?P<index>\d+)\.(?P<module>.+)\.(?P<kind>weight|bias)(?P<half>_[wv])?$"
 )
 _OWN_NORM = re.compile(r"^(.*\.)(input_layernorm|pre_mlp_layernorm)\.(weight|bias)$")
+_FIRST_NORM = re.compile(r"(.*layers\.\d+\.)(?:input_layernorm\.|(self_attention\.linear_qkv\.layer_norm)_)")
 _FUSED_NORM = {
     "input_layernorm": "self_attention.linear_qkv.layer_norm",
     "pre_mlp_layernorm": "mlp.linear_fc1.layer_norm",
@@ -38,6 +39,7 @@ _GDN_PARTS = re.compile(r"^(.*\.)(in_proj\.weight|conv1d\.weight|conv1d\.bias)\.
 # A hybrid model's prediction layer holds layers of its own, and has one name everywhere.
 _LIVE_MTP = re.compile(r"^(mtp\.layers\.\d+\.)mtp_model_layer\.(?!layers\.)")
 _STORED_MTP = re.compile(r"^(mtp\.layers\.\d+\.)transformer_layer\.")
+_FUSED_DOWN, _DOWN = "linear_qkv_down_proj", ("linear_q_down_proj", "linear_kv_down_proj")
 _PART_ORDER = ("z", "x", "B", "C", "dt"), ("query", "key", "value", "z", "beta", "alpha")
 
 
@@ -55,6 +57,7 @@ class Facts:
         gated: Parameters made of gate and up projections, by canonical name without halves.
         sections: Parameters that are stored in several parts: rows of each part, by canonical name.
         q_lora_rank: Rows of a fused MLA down projection that belong to the queries.
+        tensor_parallel: Ranks that each wrote a part of a layer.
         live_mtp: Multi-token prediction's layer has the name that it has in the model.
     """
 
@@ -66,6 +69,7 @@ class Facts:
     gated: frozenset[str] = frozenset()
     sections: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     q_lora_rank: int = 0
+    tensor_parallel: int = 1
     live_mtp: bool = False
 
 
@@ -238,6 +242,25 @@ def has_separate_norms(names: Mapping[str, object], layer: str) -> bool:
     return f"{layer}input_layernorm.weight" in names and f"{layer}self_attention.linear_qkv.weight" in names
 
 
+def has_own_layers(names: Mapping[str, object]) -> bool | None:
+    """Whether layers are Megatron's own, by what their norms are called; None if nothing tells.
+
+    Args:
+        names: Canonical names.
+    """
+    found = {
+        match[2] is None
+        for name in names
+        if (
+            match := re.match(
+                r"(.*layers\.\d+\.)(?:input_layernorm|(self_attention\.linear_qkv\.layer_norm))[._]", name
+            )
+        )
+        and f"{match[1]}self_attention.linear_qkv.weight" in names
+    }
+    return found.pop() if len(found) == 1 else None
+
+
 def _fuse_norms(tensors: Tensors, facts: Facts) -> Tensors:
     found: Tensors = {}
     for name, tensor in tensors.items():
@@ -302,12 +325,18 @@ def _split_sections(tensors: Tensors, facts: Facts) -> Tensors:
 def _unfuse_down_projection(tensors: Tensors, facts: Facts) -> Tensors:
     found: Tensors = {}
     for name, tensor in tensors.items():
-        layer, fused, rest = name.partition("self_attention.linear_qkv_down_proj.")
+        layer, fused, rest = name.partition(f"self_attention.{_FUSED_DOWN}.")
         if not fused:
             found[name] = tensor
         elif rest.startswith("layer_norm_"):
             found[f"{layer}input_layernorm.{rest.removeprefix('layer_norm_')}"] = tensor
         else:
+            if facts.tensor_parallel > 1:
+                raise ValueError(
+                    f"{name}: it is stored fused, and was written with tensor parallelism: whether each rank's rows of "
+                    "queries, keys and values follow each other is not said. Load it with the version that wrote it, "
+                    "with tensor_model_parallel_size 1, and save it."
+                )
             queries = facts.q_lora_rank
             if not 0 < queries < tensor.shape[0]:
                 raise ValueError(f"{name}: expected q_lora_rank in the arguments, to split it; got {queries}.")
@@ -320,6 +349,34 @@ def _unfuse_down_projection(tensors: Tensors, facts: Facts) -> Tensors:
 def canonical_mtp_name(name: str) -> str:
     """The canonical name of a parameter of multi-token prediction; other names stay."""
     return _LIVE_MTP.sub(r"\1transformer_layer.", name)
+
+
+def grouped_names(name: str) -> tuple[str, ...]:
+    """Canonical names of what an optimizer's group holds under a parameter's name in the model.
+
+    A fused down projection of multi-latent attention is stored as two, and the norm in it as a module of the layer.
+    """
+    layer, fused, rest = canonical_mtp_name(name).partition(f"self_attention.{_FUSED_DOWN}.")
+    if not fused:
+        return (canonical_mtp_name(name),)
+    if rest.startswith("layer_norm_"):
+        return (f"{layer}input_layernorm.{rest.removeprefix('layer_norm_')}",)
+    return tuple(f"{layer}self_attention.{down}.{rest}" for down in _DOWN)
+
+
+def names_in_groups(name: str, fused: bool) -> tuple[str, ...]:
+    """Names that a parameter may have in a model, and in its optimizer's groups; the inverse.
+
+    Args:
+        name: The canonical name.
+        fused: The model has a fused down projection, which has the layer's first norm in it.
+    """
+    names = dict.fromkeys((name, live_mtp_name(name)))
+    if fused:
+        for own in tuple(names):
+            within = re.sub(rf"\.(?:{'|'.join(_DOWN)})\.", f".{_FUSED_DOWN}.", own)
+            names[re.sub(r"\.input_layernorm\.", f".self_attention.{_FUSED_DOWN}.layer_norm_", within)] = None
+    return tuple(names)
 
 
 def live_mtp_name(name: str) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron.fsdp.checkpoint.checksums import write_file
-from megatron.fsdp.checkpoint.reader import TRACKER, CheckpointReader, checkpoint_folder
+from megatron.fsdp.checkpoint.reader import RELEASE, TRACKER, CheckpointReader, checkpoint_folder
 from megatron.fsdp.checkpoint.writer import CheckpointWriter
 from megatron.fsdp.convert import fsdp_dtensor
 from megatron.fsdp.convert.canonical import Output, TrainingState
@@ -110,11 +110,12 @@ def write_state(
 
 def _update_tracker(path: Path) -> None:
     """Let the tracker file name a checkpoint that was written, unless it names a later one."""
-    match = re.fullmatch(r"iter_(\d+)|release", path.name)
+    match = re.fullmatch(rf"iter_(\d+)|{RELEASE}", path.name)
     if match is None:
         return
     tracker = path.parent / TRACKER
-    found = tracker.read_text().strip() if tracker.is_file() else ""
-    text = str(int(match[1])) if match[1] else "release"
-    if not (text.isdecimal() and found.isdecimal() and int(found) > int(text)):
+    found = tracker.read_bytes().decode(errors="replace").strip() if tracker.is_file() else ""
+    text = str(int(match[1])) if match[1] else RELEASE
+    later = match[1] and re.fullmatch("[0-9]{1,18}", found) and int(found) > int(text)
+    if not later:
         write_file(tracker, text.encode())

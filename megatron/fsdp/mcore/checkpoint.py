@@ -16,7 +16,18 @@ from torch.distributed.tensor import DTensor
 
 from megatron.core.transformer.module import Float16Module
 from megatron.fsdp.mcore.adapter import ShardedModule
-from megatron.fsdp.mcore.layouts import EMBEDDING, TIED_OUTPUT, described, global_name, layouts
+from megatron.fsdp.mcore.layouts import (
+    EMBEDDING,
+    FUSED_DOWN,
+    TIED_OUTPUT,
+    Layout,
+    Stored,
+    described,
+    global_name,
+    layouts,
+    renamed_in_checkpoints,
+    with_own_norm,
+)
 from megatron.fsdp.names import bare_name
 from megatron.fsdp.parameter import ParameterEntry
 from megatron.fsdp.ragged_dtensor import narrow_rows
@@ -39,6 +50,7 @@ class Names:
         self._model: nn.Module = model
         self.entries: dict[str, ParameterEntry] = {bare_name(n): e for e in chunk.entries() for n in e.names}
         self._layouts = layouts(model, {name: entry.shape for name, entry in self.entries.items()})
+        self._renamed = renamed_in_checkpoints(model)
 
     def of(self, name: str) -> str:
         """The name in a checkpoint of what is called so in the model itself."""
@@ -56,9 +68,17 @@ class Names:
         entry = self.entries.get(name)
         return entry is not None and entry.key.repeated and not getattr(self._model, "pre_process", True)
 
-    def is_gated(self, name: str) -> bool:
-        """Whether its rows are those of a gate, and then those of what is gated."""
-        return name in self._layouts and self._layouts[name].apart
+    def stored(self, name: str) -> str:
+        """What a weight, and an optimizer's state of it, is called in a checkpoint; groups have the name in ``of``."""
+        key = self.of(name)
+        for now, before in self._renamed.items():
+            if key.startswith(now):
+                key = before + key.removeprefix(now)
+        return with_own_norm(key)
+
+    def apart(self, name: str) -> tuple[Stored, ...]:
+        """The tensors that a checkpoint has instead of a parameter; empty: it has one."""
+        return self._layouts[name].apart if name in self._layouts else ()
 
     @property
     def spread(self) -> list[str]:
@@ -70,11 +90,17 @@ class Names:
         """What readers of a checkpoint cannot tell from names and shapes, by name; ``{}`` stands for any number."""
         facts: dict[str, dict[str, Any]] = {}
         for name, entry in self.entries.items():
-            of_name = self._layouts[name].facts if name in self._layouts else {}
+            layout = self._layouts.get(name)
+            of_name = layout.facts if layout is not None else {}
+            if layout is not None and name.split(".")[-2] == FUSED_DOWN:
+                # They are what a model has that does not fuse them.
+                parts = [(part.of(self.stored(name)), Layout(part.sections)) for part in layout.apart]
+                facts |= {key: of_part.facts for key, of_part in parts if len(of_part.sections) > 1}
+                continue
             if entry.key.expert:
                 of_name["experts"] = "numbered over all ranks"
             if of_name:
-                facts[self.of(name)] = of_name
+                facts[self.stored(name)] = of_name
         if getattr(self._model, "share_embeddings_and_output_weights", False):
             facts[TIED_OUTPUT] = {"tied to": EMBEDDING}
         config = getattr(self._model, "config", None)
@@ -127,8 +153,9 @@ def preprocess_fsdp_dtensor_state_dict(
 ) -> Prepared:
     """A state dict ready for torch.distributed.checkpoint, for saving or for loading in place.
 
-    Names become those of the whole model. Fused gate and up projections become two keys, ``_w`` and ``_v``, so that
-    each can be cut anywhere; every DTensor is told which part of the whole this rank holds. Tensors keep their memory.
+    Names become those of the whole model. Fused gate and up projections become two keys, ``_w`` and ``_v``, and a fused
+    down projection of latent attention ``linear_q_down_proj`` and ``linear_kv_down_proj``, so that each can be cut
+    anywhere; every DTensor is told which part of the whole this rank holds. Tensors keep their memory.
 
     Args:
         args: Megatron's arguments.
@@ -162,7 +189,7 @@ def _weights(names: Names, state: Mapping[str, Any], saving: bool) -> dict[str, 
         name = bare_name(key)
         if name.endswith("._extra_state") or (saving and names.is_copy(name)):
             continue
-        found.update(_described(names, name, f"module.{names.of(name)}", value))
+        found.update(_described(names, name, f"module.{names.stored(name)}", value))
     return found
 
 
@@ -185,7 +212,8 @@ def _optimizers(names: Sequence[Names], raw: dict[Any, Any], saving: bool) -> di
         for key, value in state["state"].items():
             names_of, name = local[bare_name(key)]
             if not (saving and names_of.is_copy(name)):
-                found["state"].update(_described(names_of, name, key, value))
+                stored = key.removesuffix(names_of.of(name)) + names_of.stored(name)
+                found["state"].update(_described(names_of, name, stored, value))
     return found
 
 
@@ -201,23 +229,26 @@ def _described(names: Names, name: str, key: str, value: Any) -> Iterator[tuple[
     entry = names.entries.get(name)
     if entry is None:
         yield key, value
-    elif names.is_gated(name):
-        yield f"{key}_w", _on_tensors(value, entry, 0)
-        yield f"{key}_v", _on_tensors(value, entry, 1)
-    else:
+        return
+    parts = names.apart(name)
+    if not parts:
         yield key, _on_tensors(value, entry, None)
+    first = 0
+    for part in parts:
+        yield part.of(key), _on_tensors(value, entry, range(first, first + part.rows))
+        first += part.rows
 
 
-def _on_tensors(value: Any, entry: ParameterEntry, half: int | None) -> Any:
+def _on_tensors(value: Any, entry: ParameterEntry, rows: range | None) -> Any:
     if isinstance(value, dict):
-        return {k: _on_tensors(v, entry, half) for k, v in value.items()}
+        return {k: _on_tensors(v, entry, rows) for k, v in value.items()}
     if not isinstance(value, DTensor):
         return value
-    return value if half is None else _half(value, entry, half)
+    return value if rows is None else _rows(value, entry, rows)
 
 
-def _half(tensor: DTensor, entry: ParameterEntry, half: int) -> DTensor:
-    """The first or second half of a tensor's rows, as a DTensor on the same memory."""
-    # A tensor-parallel rank has rows of both halves, the first half's first.
-    numel = math.prod(entry.local_shape) // 2
-    return narrow_rows(tensor, half * numel, (half + 1) * numel, (tensor.shape[0] // 2, *tensor.shape[1:]))
+def _rows(tensor: DTensor, entry: ParameterEntry, rows: range) -> DTensor:
+    """Some of a tensor's rows, as a DTensor on the same memory."""
+    # A tensor-parallel rank has its share of all rows, and of any that belong together.
+    share = math.prod(entry.local_shape) // tensor.shape[0]
+    return narrow_rows(tensor, rows.start * share, rows.stop * share, (len(rows), *tensor.shape[1:]))

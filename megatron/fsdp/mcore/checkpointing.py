@@ -6,19 +6,22 @@ import os
 import queue
 import re
 import zlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.core import parallel_state
-from megatron.fsdp.checkpoint.backend import Finishing, Planner, Reader, Writer, file_result
+from megatron.fsdp.checkpoint.backend import Finishing, Planner, Reader, Writer, file_result, remove_save, save_with
+from megatron.fsdp.checkpoint.checksums import METADATA
 from megatron.fsdp.checkpoint.loading import load, load_objects
-from megatron.fsdp.checkpoint.matching import Reaction, Strictness
-from megatron.fsdp.checkpoint.newest import folder_of, newest_whole
+from megatron.fsdp.checkpoint.matching import Reaction, Rows, Strictness
+from megatron.fsdp.checkpoint.newest import folder_of, iterations_in, newest_whole
+from megatron.fsdp.checkpoint.reader import FORMAT_FILE, RELEASE, TRACKER
 from megatron.fsdp.consistency import inconsistent_weights
 from megatron.fsdp.mcore.adapter import FullyShardedDataParallel
 from megatron.fsdp.mcore.checkpoint import (
@@ -28,6 +31,7 @@ from megatron.fsdp.mcore.checkpoint import (
     optimizer_names,
     preprocess_fsdp_dtensor_state_dict,
 )
+from megatron.fsdp.mcore.layouts import FUSED_DOWN
 from megatron.fsdp.mcore.replicas import check_replicas
 from megatron.fsdp.ragged_dtensor import local_part
 
@@ -51,28 +55,65 @@ _RENAMED = (
     ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
     # The layer that predicts a further token, in megatron-core 0.19 and after it.
     (".mtp_model_layer.", ".transformer_layer."),
+    # A layer's norm, where it is part of a fused down projection; groups have the module's own name.
+    (".input_layernorm.", f".self_attention.{FUSED_DOWN}.layer_norm_"),
 )
+# What a fused down projection is apart.
+_DOWN = ("linear_q_down_proj", "linear_kv_down_proj")
 
 
-def other_names(key: str) -> list[str]:
-    """Names under which checkpoints of other runs, or of other layers' implementations, have a value."""
-    found = []
-    step = _STEP.fullmatch(key)
+def other_names(key: str) -> list[str | Rows]:
+    """What checkpoints of other runs, or of other layers' implementations, have in place of a value."""
+    found = [key]
+    for name in found:  # and of what is found: a name may differ in several words
+        found += [other for other in _unique(_variants(name)) if other not in found]
+    found = _renamed(found)
+    return [*found[1:], *(rows for name in found if (rows := _fused(name, key)) is not None)]
+
+
+def _variants(name: str) -> Iterator[str]:
+    """Names that differ from one in a single way."""
+    step = _STEP.fullmatch(name)
     if step is not None and step[1] == "state":
-        found.append(f"optimizer.param_to_group_meta.{step[2]}.step")
+        yield f"optimizer.param_to_group_meta.{step[2]}.step"
     elif step is not None:
-        found += [f"optimizer.state.{step[2]}{half}.step" for half in ("", "_w")]
-    if key.startswith("rng_state."):
-        found.append(re.sub(r"\(\d+, \d+\)", "(0, 0)", key, count=1))
+        yield from (f"optimizer.state.{step[2]}{half}.step" for half in ("", "_w"))
+    if name.startswith("rng_state."):
+        yield re.sub(r"\(\d+, \d+\)", "(0, 0)", name, count=1)
     for one, other in (*_RENAMED, *(pair[::-1] for pair in _RENAMED)):
-        if one in key:
-            found.append(key.replace(one, other))
-    for name in (key, *found):
+        if one in name:
+            yield name.replace(one, other)
+    if name.startswith("optimizer.param_to_group_meta."):
+        yield from (name.replace(f".{down}.", f".{FUSED_DOWN}.") for down in _DOWN)
+        yield from (name.replace(f".{FUSED_DOWN}.", f".{down}.") for down in _DOWN)
+
+
+def _renamed(names: list[str]) -> list[str]:
+    """Names, and those that they have in a run of another precision: one in bf16 has one wrapper more."""
+    found = list(names)
+    for name in names:
         wrappers = _WRAPPERS.match(name)
         if wrappers is not None:
-            # A run in bf16 has one wrapper more than one in fp32.
-            found += [name.replace(wrappers[2], "module." * n, 1) for n in (2, 3) if "module." * n != wrappers[2]]
-    return list(dict.fromkeys(found))
+            found += [name.replace(wrappers[2], "module." * n, 1) for n in (2, 3)]
+    return _unique(found)
+
+
+def _unique(names: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(names))
+
+
+def _fused(name: str, key: str) -> Rows | None:
+    """The tensor that has the rows of both down projections, as a run that fuses them once stored it.
+
+    Args:
+        name: One that a value may have.
+        key: That by which it is wanted.
+    """
+    down = next((down for down in _DOWN if f".{down}." in name and f".{down}." in key), None)
+    if down is None or name.startswith("optimizer.param_to_group_meta."):
+        return None
+    parts = tuple(key.replace(f".{down}.", f".{part}.") for part in _DOWN)
+    return Rows(name.replace(f".{down}.", f".{FUSED_DOWN}."), parts)
 
 
 def strictness_of(args: Any) -> Strictness:
@@ -144,7 +185,10 @@ def _saves_objects() -> bool:
 
 def _save(state_dict: dict[str, Any], *, storage_writer: Any = None, **options: Any) -> Any:
     planner = Planner(_saves_objects()) if isinstance(state_dict, Prepared) else None
-    return dcp.save(state_dict, storage_writer=storage_writer, **{"planner": planner, **options})
+    options = {"planner": planner, **options}
+    if isinstance(storage_writer, Writer):
+        return save_with(storage_writer, state_dict, **options)
+    return dcp.save(state_dict, storage_writer=storage_writer, **options)
 
 
 def _load_objects(state_dict: dict[str, Any], *, checkpoint_id: Any = None, **options: Any) -> None:
@@ -189,16 +233,28 @@ def _load(state_dict: dict[str, Any], storage_reader: Any, planner: Any = None) 
 def _check_sections(state_dict: Prepared, keys: Collection[str], folder: Path) -> None:
     """Raise if the checkpoint has tensor-parallel ranks' parts of sections one after the other, as others write it."""
     spread = [name for chunk in state_dict.chunks for name in Names(chunk).spread]
+    fused = next((key for key in keys if key.startswith("model.") and key.endswith(f".{FUSED_DOWN}.weight")), None)
+    if fused is not None and _ranks_of(folder, keys) > 1:
+        raise RuntimeError(
+            f"{folder}: expected {' and '.join(_DOWN)}; got {fused}, written with tensor parallelism: in which order "
+            "its rows are, it does not say. Convert a torch_dist checkpoint of the run instead."
+        )
     # What a conversion kept for the way back is under the second.
     if not spread or any(key.startswith(f"{LAYOUTS_KEY}.") or key == "torch_dist" for key in keys):
         return
-    ranks = getattr(load_objects(folder, ["args"])["args"], "tensor_model_parallel_size", 1) if "args" in keys else 1
+    ranks = _ranks_of(folder, keys)
     if ranks > 1:
         raise RuntimeError(
             f"{folder}: it does not say in which order the rows of {spread[0]} are, and was written with "
             f"tensor_model_parallel_size {ranks}, by another FSDP, which stores the ranks' parts one after the other. "
             "Convert a torch_dist checkpoint of the run instead."
         )
+
+
+def _ranks_of(folder: Path, keys: Collection[str]) -> int:
+    """Tensor-parallel ranks of the run that wrote a checkpoint; 1 if it does not say."""
+    args = load_objects(folder, ["args"])["args"] if "args" in keys else None
+    return getattr(args, "tensor_model_parallel_size", None) or 1
 
 
 def _arguments() -> Any:
@@ -214,6 +270,8 @@ def _arguments() -> Any:
 # Which checkpoint ----------------------------------------------------------------------------------------------------
 
 _checked: set[Path] = set()
+# A number as Megatron writes it, and no longer than Python takes.
+_ITERATION = re.compile(r"[0-9]{1,18}")
 
 
 def _verifies() -> bool:
@@ -226,29 +284,117 @@ def falling_back(read_metadata: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(read_metadata)
     def read(tracker_filename: str) -> tuple[int, bool]:
         folder = Path(tracker_filename).parent
-        text = Path(tracker_filename).read_text().strip()
-        wanted = int(text) if text.isdigit() else None
-        torch_dist = wanted is not None and (folder_of(folder, wanted) / "metadata.json").exists()
+        text = Path(tracker_filename).read_bytes().decode(errors="replace").strip()
+        wanted = int(text) if _ITERATION.fullmatch(text) else None
         args = _arguments()  # None: they are to come from the checkpoint
-        ours = args is not None and args.use_megatron_fsdp and args.ckpt_format == "fsdp_dtensor"
-        if ours and torch_dist:
-            raise RuntimeError(
-                f"{folder_of(folder, wanted or 0)}: expected an fsdp_dtensor checkpoint; got torch_dist. Convert it: "
-                "tools/checkpoint/checkpoint_inspector.py convert-torch-dist-to-fsdp-dtensor."
-            )
-        if torch_dist or text == "release" or (args is not None and not ours):
+        if wanted is not None and _is_ours(args):
+            _refuse_torch_dist(folder_of(folder, wanted))
+        torch_dist = wanted is not None and (folder_of(folder, wanted) / FORMAT_FILE).exists()
+        if torch_dist or text == RELEASE or (args is not None and not _is_ours(args)):
             return read_metadata(tracker_filename)
         if getattr(args, "ckpt_step", None):  # who asks for one gets that one, or an error
             return int(args.ckpt_step), False
-        check = _verifies() and dist.is_initialized()
-        found = newest_whole(folder, wanted, check, _checked)
+        found = _newest(folder, wanted)
         if found is None:
-            raise RuntimeError(f"{folder}: no whole checkpoint is there; {tracker_filename} says {text!r}.")
-        if check:
-            _checked.add(folder_of(folder, found))
+            raise RuntimeError(f"{folder}: no whole checkpoint is there; {tracker_filename} says {text[:40]!r}.")
         return found, False
 
     return read
+
+
+def going_on_untracked(load_base_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a ``_load_base_checkpoint`` that finds checkpoints where the tracker file is missing.
+
+    Megatron would start from random weights, and in time write over the checkpoints that are there.
+    """
+
+    @functools.wraps(load_base_checkpoint)
+    def load_base(load_dir: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
+        chosen = getattr(args, "ckpt_step", None)
+        found = None
+        if load_dir is not None and not chosen and _is_ours(args) and not _tracker_is_there(Path(load_dir)):
+            found = _untracked(Path(load_dir))
+        if found is None:
+            return load_base_checkpoint(load_dir, args, *rest, **kwargs)
+        args.ckpt_step = found
+        try:
+            return load_base_checkpoint(load_dir, args, *rest, **kwargs)
+        finally:
+            args.ckpt_step = chosen
+
+    return load_base
+
+
+def seeing_untracked(checkpoint_exists: Callable[..., bool]) -> Callable[..., bool]:
+    """Return a ``checkpoint_exists`` that also sees checkpoints that no tracker file names."""
+
+    @functools.wraps(checkpoint_exists)
+    def exists(checkpoints_path: Any) -> bool:
+        if checkpoint_exists(checkpoints_path):
+            return True
+        return checkpoints_path is not None and _is_ours(_arguments()) and bool(_complete(Path(checkpoints_path)))
+
+    return exists
+
+
+def _is_ours(args: Any) -> bool:
+    """Whether a run of these arguments saves and loads with what is here."""
+    return args is not None and bool(args.use_megatron_fsdp) and args.ckpt_format == "fsdp_dtensor"
+
+
+def _tracker_is_there(folder: Path) -> bool:
+    """As the first rank sees it: a file system that machines share may show a new file to some of them only."""
+    there = [(folder / TRACKER).is_file()]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast_object_list(there, src=0)
+    return there[0]
+
+
+def _complete(folder: Path) -> list[Path]:
+    """Checkpoints in a folder whose save was completed, whole or damaged by now: the first is the newest."""
+    if not folder.is_dir():
+        return []
+    found = [*(folder_of(folder, iteration) for iteration in iterations_in(folder)), folder / RELEASE]
+    return [path for path in found if (path / METADATA).exists()]
+
+
+def _untracked(folder: Path) -> int | None:
+    """The iteration to go on from if there is no tracker file; None if there are no checkpoints either. A collective.
+
+    Raises:
+        RuntimeError: There are, but none that can be gone on from without being told.
+    """
+    complete = [_complete(folder)]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast_object_list(complete, src=0)
+    if not complete[0]:
+        return None
+    _refuse_torch_dist(complete[0][0])
+    found = _newest(folder, None)
+    if not found:  # neither iteration 0 nor a release can be asked for by number
+        raise RuntimeError(
+            f"{folder}: expected {TRACKER} beside the checkpoints that are there, or one of an iteration that is "
+            f"whole; got neither. Write the iteration to load, or {RELEASE!r}, into that file, or give another --load."
+        )
+    logger.warning("%s: there is no %s; going on from iteration %d.", folder, TRACKER, found)
+    return found
+
+
+def _newest(folder: Path, wanted: int | None) -> int | None:
+    """See :func:`newest_whole`; what is compared with checksums here is not compared again when it is loaded."""
+    check = _verifies() and dist.is_initialized()
+    found = newest_whole(folder, wanted, check, _checked)
+    if found is not None and check:
+        _checked.add(folder_of(folder, found))
+    return found
+
+
+def _refuse_torch_dist(folder: Path) -> None:
+    if (folder / FORMAT_FILE).exists():
+        raise RuntimeError(
+            f"{folder}: expected an fsdp_dtensor checkpoint; got torch_dist. Convert it: "
+            "tools/checkpoint/checkpoint_inspector.py convert-torch-dist-to-fsdp-dtensor."
+        )
 
 
 # In the background ---------------------------------------------------------------------------------------------------
@@ -261,7 +407,8 @@ def finishing_whole(get_async_strategy: Callable[..., Any]) -> Callable[..., Any
     def get_strategy(*args: Any, **kwargs: Any) -> tuple[str, dict[str, Any]]:
         name, modules = get_async_strategy(*args, **kwargs)
         writer = _background_writer(modules["FileSystemWriterAsync"])
-        return name, {**modules, "FileSystemWriterAsync": writer}
+        finalize = _leaving_nothing(modules["save_state_dict_async_finalize"])
+        return name, {**modules, "FileSystemWriterAsync": writer, "save_state_dict_async_finalize": finalize}
 
     return get_strategy
 
@@ -279,6 +426,21 @@ def _background_writer(base: type) -> type:
             return (None if write is None else functools.partial(_write_and_sum, write)), preload, arguments
 
     return BackgroundWriter
+
+
+def _leaving_nothing(finalize: Callable[..., None]) -> Callable[..., None]:
+    """Return a ``save_state_dict_async_finalize`` that removes what was written if a rank could not write."""
+
+    @functools.wraps(finalize)
+    def finalize_or_remove(storage_writer: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            finalize(storage_writer, *args, **kwargs)
+        except CheckpointException:
+            for path, _, _ in storage_writer.write_buckets or ():
+                remove_save(Path(path))
+            raise
+
+    return finalize_or_remove
 
 
 def _write_and_sum(write: Callable[..., None], rank: int, buckets: Any, results: Any, *rest: Any) -> None:
@@ -337,7 +499,7 @@ def torch_view(torch: Any) -> View:
 # The optimizer -------------------------------------------------------------------------------------------------------
 
 
-def _is_ours(optimizer: Any) -> bool:
+def _updates_ours(optimizer: Any) -> bool:
     chunks = getattr(optimizer, "model_chunks", [])
     return bool(chunks) and all(isinstance(chunk, FullyShardedDataParallel) for chunk in chunks)
 
@@ -347,7 +509,7 @@ def naming_globally(param_name: Callable[..., str]) -> Callable[..., str]:
 
     @functools.wraps(param_name)
     def name_of(self: Any, param: Any) -> str:
-        if not _is_ours(self):
+        if not _updates_ours(self):
             return param_name(self, param)
         if not hasattr(self, "_global_names"):
             self._global_names = optimizer_names(self.model_chunks)
@@ -377,7 +539,7 @@ def leaving_main_weights(copy: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(copy)
     def copy_unless_ours(self: Any, *args: Any, **kwargs: Any) -> None:
-        if not _is_ours(self):
+        if not _updates_ours(self):
             copy(self, *args, **kwargs)
 
     return copy_unless_ours
@@ -393,7 +555,7 @@ def taking_no_step(make_state: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(make_state)
     def make_state_only(self: Any) -> None:
-        if not _is_ours(self):
+        if not _updates_ours(self):
             make_state(self)
             return
         optimizer = self.optimizer

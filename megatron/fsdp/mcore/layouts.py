@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -21,6 +21,10 @@ GATED = re.compile(
 )
 # Names of the parameters of one expert among others in one module.
 _GROUPED = re.compile(r"(weight|bias)(\d+)")
+# The projection to what queries, keys and values are expanded from, where it is one.
+FUSED_DOWN = "linear_qkv_down_proj"
+_ABSORBED_NORM = re.compile(rf"[^.]+\.{FUSED_DOWN}\.layer_norm_(\w+)$")
+_PREDICTING, _STORED_PREDICTING = "mtp_model_layer", "transformer_layer"
 TIED_OUTPUT, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 
 
@@ -98,7 +102,51 @@ def global_name(module: nn.Module, name: str) -> str:
     return ".".join(words)
 
 
+def renamed_in_checkpoints(module: nn.Module) -> dict[str, str]:
+    """Beginnings of names that a checkpoint keeps from before Megatron-Core changed them, and what they were.
+
+    A hybrid model's layer that predicts a further token holds layers of its own; it had no other name.
+    """
+    return {
+        f"{path}.{_PREDICTING}.": f"{path}.{_STORED_PREDICTING}."
+        for path, layer in module.named_modules()
+        if _PREDICTING in layer._modules and getattr(layer, "mtp_layer_pattern", None) is None
+    }
+
+
+def with_own_norm(name: str) -> str:
+    """A name where the norm before a fused down projection is a module of the layer; other names stay."""
+    return _ABSORBED_NORM.sub(r"input_layernorm.\1", name)
+
+
 # Rows ----------------------------------------------------------------------------------------------------------------
+
+
+class Stored(NamedTuple):
+    """A tensor of a checkpoint that has some of a parameter's rows.
+
+    Attributes:
+        ending: What of the parameter's name is another in the tensor's: a regular expression.
+        name: What it is there.
+        sections: As of :class:`Layout`.
+    """
+
+    ending: str
+    name: str
+    sections: tuple[tuple[str, int], ...]
+
+    @property
+    def rows(self) -> int:
+        """Of the tensor."""
+        return sum(rows for _, rows in self.sections)
+
+    def of(self, key: str) -> str:
+        """The tensor's key.
+
+        Args:
+            key: What the parameter's would be.
+        """
+        return re.sub(self.ending, self.name, key, count=1)
 
 
 @dataclass(frozen=True)
@@ -108,13 +156,13 @@ class Layout:
     Attributes:
         sections: Rows of each section of a group, by what they compute, in their order.
         groups: How often the sections follow each other. Tensor-parallel ranks have whole groups.
-        apart: The checkpoint has a tensor for each section.
+        apart: Tensors that the checkpoint has instead of the parameter; tensor-parallel ranks have a part of each.
         spread: Tensor-parallel ranks have a part of each section instead.
     """
 
     sections: tuple[tuple[str, int], ...]
     groups: int = 1
-    apart: bool = False
+    apart: tuple[Stored, ...] = ()
     spread: bool = False
 
     @property
@@ -125,7 +173,7 @@ class Layout:
     @property
     def facts(self) -> dict[str, Any]:
         """What a checkpoint says of it."""
-        return {"sections": dict(self.sections), "groups": self.groups, "stored apart": self.apart}
+        return {"sections": dict(self.sections), "groups": self.groups, "stored apart": bool(self.apart)}
 
 
 def _attention(module: Any, config: Any) -> Iterator[tuple[str, Layout]]:
@@ -144,7 +192,11 @@ def _latent_attention(module: Any, config: Any) -> Iterator[tuple[str, Layout]]:
         latent = (("key and value", config.kv_lora_rank), rope)
         yield "linear_kv_down_proj", Layout(latent)
         if config.q_lora_rank:
-            yield "linear_qkv_down_proj", Layout((("query", config.q_lora_rank), *latent))
+            apart = (
+                Stored(FUSED_DOWN, "linear_q_down_proj", (("query", config.q_lora_rank),)),
+                Stored(FUSED_DOWN, "linear_kv_down_proj", latent),
+            )
+            yield FUSED_DOWN, Layout((("query", config.q_lora_rank), *latent), apart=apart)
         for name in ("linear_q_up_proj", "linear_q_proj"):
             yield name, Layout((("query", config.qk_head_dim), rope), heads)
         yield "linear_kv_up_proj", Layout((("key", config.qk_head_dim), ("value", config.v_head_dim)), heads)
@@ -204,7 +256,8 @@ def layouts(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str
                 found |= {name: layout for name in names if name in shapes and shapes[name][:1] == (layout.rows,)}
     for name, shape in shapes.items():
         if GATED.search(name) and name.startswith(tuple(gated)):
-            found[name] = Layout((("w", shape[0] // 2), ("v", shape[0] // 2)), apart=True)
+            halves = (("w", shape[0] // 2), ("v", shape[0] // 2))
+            found[name] = Layout(halves, apart=tuple(Stored("$", f"_{half[0]}", (half,)) for half in halves))
     return found
 
 

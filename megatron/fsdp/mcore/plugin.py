@@ -168,6 +168,18 @@ PATCHES = (
         _checkpointing("falling_back"),
     ),
     Patch(
+        "megatron.training.checkpointing",
+        "_load_base_checkpoint",
+        "starts anew if the file is missing that says which checkpoint is the last, and in time writes over them all",
+        _checkpointing("going_on_untracked"),
+    ),
+    Patch(
+        "megatron.training.checkpointing",
+        "checkpoint_exists",
+        "looks for that file, and without it takes the weights of --pretrained-checkpoint",
+        _checkpointing("seeing_untracked"),
+    ),
+    Patch(
         "megatron.core.optimizer.distrib_optimizer",
         "DistributedOptimizer._param_name",
         "names parameters in a checkpoint as this pipeline stage does, so that stages would share names",

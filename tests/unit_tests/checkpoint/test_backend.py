@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.fsdp.checkpoint import backend
 from megatron.fsdp.checkpoint.backend import Planner, Reader, Writer
-from megatron.fsdp.checkpoint.checksums import NAME, Checksums, DamagedCheckpoint
+from megatron.fsdp.checkpoint.checksums import NAME, Checksums, DamagedCheckpoint, crc32_of
 from megatron.fsdp.checkpoint.loading import load, load_objects
 from megatron.fsdp.checkpoint.matching import Reaction, Strictness
 from megatron.fsdp.checkpoint.newest import newest_whole
@@ -152,6 +152,43 @@ def test_damage_is_found_and_the_file_named(tmp_path: Path, damage: str, which: 
     with pytest.raises((DamagedCheckpoint, FileNotFoundError), match=which if which != "data" else path.name):
         load(into, tmp_path)
     assert same(into, 0), "something was loaded from a damaged checkpoint"
+
+
+def flip_in(folder: Path, tensor: torch.Tensor) -> Path:
+    """Flip a bit of a tensor in its file."""
+    pattern = tensor.numpy().tobytes()
+    (path,) = (path for path in folder.glob("*.distcp") if pattern in path.read_bytes())
+    flip(path, path.read_bytes().index(pattern) + 6)
+    return path
+
+
+@pytest.mark.parametrize("way", ["load", "Reader", "newest_whole"])
+def test_damage_is_found_without_checksums_of_files(tmp_path: Path, way: str) -> None:
+    """What torch and Megatron-Core write has checksums of its own, inside the files."""
+    folder = tmp_path / "iter_0000003"
+    dcp.save(state(3), checkpoint_id=folder)
+    path = flip_in(folder, state(3)["model"]["a.b"])
+    if way == "newest_whole":
+        assert newest_whole(tmp_path, 3) is None
+        assert newest_whole(tmp_path, 3, check=False) == 3
+        return
+    into = state(0)
+    with pytest.raises((DamagedCheckpoint, CheckpointException), match=rf"{path.name} \(model.a.b\): .*CRC-32"):
+        if way == "load":
+            load(into, folder)
+        else:
+            dcp.load(into, storage_reader=Reader(folder))
+    assert torch.equal(into["model"]["a.b"], torch.zeros(3, 5))
+    assert not same(loaded(folder, check=False), 3), "checking can be left out"
+
+
+def test_files_that_checksums_do_not_list_are_checked_too(tmp_path: Path) -> None:
+    dcp.save(state(3), checkpoint_id=tmp_path)
+    Checksums({}, [crc32_of(tmp_path / ".metadata")]).save(tmp_path)  # as a save that was killed leaves it
+    assert same(loaded(tmp_path), 3)
+    flip_in(tmp_path, state(3)["model"]["a.b"])
+    with pytest.raises(DamagedCheckpoint, match="CRC-32"):
+        loaded(tmp_path)
 
 
 def test_checking_can_be_left_out(tmp_path: Path) -> None:

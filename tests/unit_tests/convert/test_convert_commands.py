@@ -1,18 +1,36 @@
 """The commands that convert: what they print, what they refuse, and the work that processes share."""
 
+import argparse
 import json
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner, Result
 
 from megatron.fsdp.convert.convert_commands import COMMANDS
-from tests.checkpoints import ITERATION, ROOT, plain_metadata, plain_objects, plain_tensors, same, sample
+from megatron.fsdp.convert.inspect_commands import modify_state_dict as MODIFY
+from tests.checkpoints import (
+    DECAYED,
+    ITERATION,
+    ROOT,
+    optimizer_of,
+    plain_metadata,
+    plain_objects,
+    plain_tensors,
+    random_tensors,
+    same,
+    sample,
+    with_optimizer,
+    write_torch_dist,
+)
 
 TO_FSDP, TO_TORCH_DIST = COMMANDS
 
@@ -145,3 +163,41 @@ def test_memory_errors_are_explained(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert result.exit_code == 1 and "memory is exhausted" in result.stderr and "Traceback" not in result.stderr
     shown = run(TO_FSDP, source, tmp_path / "out", "--oom-traceback")
     assert shown.exit_code == 1 and "Traceback" in shown.stderr
+
+
+def damaged(path: Path, tensor: torch.Tensor) -> Path:
+    """A checkpoint without checksums of files, with a bit flipped in the middle of a tensor."""
+    pattern = tensor.contiguous().view(torch.uint8).numpy().tobytes()
+    (file,) = (file for file in path.glob("*.distcp") if pattern in file.read_bytes())
+    data = bytearray(file.read_bytes())
+    data[data.index(pattern) + len(pattern) // 2] ^= 1
+    file.write_bytes(data)
+    return file
+
+
+@pytest.mark.parametrize("kind", ["", "optimizer.state.exp_avg."])
+def test_damaged_data_gets_no_fresh_checksums(tmp_path: Path, kind: str) -> None:
+    names = [f"decoder.layers.{i}.mlp.linear_fc{k}.weight" for i in range(2) for k in (1, 2)]
+    tensors = with_optimizer(random_tensors({name: (8, 4) if "fc1" in name else (4, 4) for name in names}))
+    args = argparse.Namespace(transformer_impl="local", bf16=True, swiglu=True)
+    common = {"args": args, "optimizer": optimizer_of(DECAYED)}
+    source = write_torch_dist(tmp_path / "source", tensors, common)
+    assert run(TO_FSDP, source, tmp_path / "good").exit_code == 0
+    name = damaged(source, tensors[f"{kind}{names[2]}"]).name
+    for command, *options in ((TO_FSDP,), (MODIFY, "--op", "remove layers.0")):
+        result = run(command, source, tmp_path / "bad", *options)
+        assert result.exit_code == 1 and name in result.stderr and "CRC-32" in result.stderr, result.output
+        assert names[2] in result.stderr and not (tmp_path / "bad").exists()
+    assert run(TO_FSDP, source, tmp_path / "asked", "--no-verify", "--no-optimizer").exit_code == 0
+
+
+def test_the_way_back_checks_too(tmp_path: Path) -> None:
+    weights = random_tensors({"decoder.final_layernorm.weight": (500,)})
+    state: dict[str, Any] = {"model": {f"module.{name}": tensor for name, tensor in weights.items()}}
+    state |= {"args": argparse.Namespace(), "iteration": 3, "checkpoint_version": 3.0}
+    with warnings.catch_warnings(action="ignore"):  # that there is one process
+        dcp.save(state, checkpoint_id=tmp_path / "source", no_dist=True)
+    assert run(TO_TORCH_DIST, tmp_path / "source", tmp_path / "good").exit_code == 0
+    damaged(tmp_path / "source", weights["decoder.final_layernorm.weight"])
+    result = run(TO_TORCH_DIST, tmp_path / "source", tmp_path / "bad")
+    assert result.exit_code == 1 and "CRC-32" in result.stderr and not (tmp_path / "bad").exists()

@@ -1,7 +1,9 @@
 """Hugging Face's tensors to Megatron's names and layouts and back: every bit, every name, known places."""
 
+import dataclasses
 import itertools
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -310,12 +312,38 @@ def test_every_name_that_does_not_fit_is_listed(tmp_path: Path) -> None:
     ]
 
 
-def test_errors_about_shapes_name_the_tensor(tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_every_shape_is_compared(case: str, tmp_path: Path) -> None:
+    save(case, tmp_path)
+    files, model = files_of(tmp_path), from_config(read_config(tmp_path))
+    for name, tensor in files.items():
+        for dim in range(tensor.dim()):
+            for more in (-1, 1):
+                shape = [size + more * (d == dim) for d, size in enumerate(tensor.shape)]
+                changed = readable(lazily(files | {name: torch.zeros(shape)}), {})
+                with pytest.raises(ValueError, match=f"expected {re.escape(str(tuple(tensor.shape)))}"):
+                    to_megatron(changed, model, "local", PADDED)
+    with pytest.raises(ValueError, match=f"{len(files)} tensors have another shape"):
+        wrong = {name: torch.zeros([size + 2 for size in tensor.shape]) for name, tensor in files.items()}
+        to_megatron(readable(lazily(wrong), {}), model, "local", PADDED)
+
+
+@pytest.mark.parametrize(
+    "change", [{"hidden_size": 48}, {"intermediate_size": 8}, {"head_dim": 2}, {"num_key_value_heads": 1}], ids=str
+)
+def test_a_config_of_another_size(change: dict[str, int], tmp_path: Path) -> None:
     save("llama", tmp_path)
-    tensors, model = read_weights(tmp_path), from_config(read_config(tmp_path))
-    wrong = lazily({"model.layers.1.self_attn.k_proj.weight": torch.zeros(3, 24)})
-    with pytest.raises(ValueError, match=r"model\.layers\.1\.self_attn\.k_proj\.weight, .*: expected 20 rows"):
-        to_megatron(tensors | wrong, model, "local", PADDED)
+    config = read_config(tmp_path) | change
+    with pytest.raises(ValueError, match="another shape than by config.json"):
+        to_megatron(readable(read_weights(tmp_path), config), from_config(config), "local", PADDED)
+
+
+def test_arguments_of_another_size(tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    tensors, model = imported(tmp_path)
+    other = dataclasses.replace(model, sizes=dataclasses.replace(model.sizes, ffn=model.sizes.ffn + 4))
+    with pytest.raises(ValueError, match=r"args:\n  model\.layers\.0\.mlp\.down_proj\.weight: expected"):
+        to_huggingface(tensors, other)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

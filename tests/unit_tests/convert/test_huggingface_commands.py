@@ -17,7 +17,7 @@ from megatron.fsdp.checkpoint.lazy import Box, LazyTensor
 from megatron.fsdp.convert.huggingface import transfer
 from megatron.fsdp.convert.huggingface_commands import COMMANDS, Size
 from megatron.fsdp.convert.options import WriteOptions
-from megatron.fsdp.convert.run import read_state
+from megatron.fsdp.convert.run import read_state, write_state
 from tests.huggingface_models import CASES, save
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -59,6 +59,22 @@ def test_import_and_export_are_inverse(case: str, tmp_path: Path) -> None:
         assert state.args.transformer_impl == spec
         succeeded(call("export-safetensors", middle, out, "--dtype", "float32"))
         assert_same(files_of(out), expected)
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_converted_checkpoint_says_whose_layers_it_has(format_: str, spec: str, tmp_path: Path) -> None:
+    save("llama", tmp_path / "in")
+    succeeded(call("import-safetensors", tmp_path / "in", tmp_path / "a", "--format", format_, "--layer-spec", spec))
+    other = next(name for name in FORMATS if name != format_)
+    write_state(read_state(tmp_path / "a"), tmp_path / "b" / "release", other)
+    for folder in ("a", "b"):
+        for asked in SPECS:
+            out = tmp_path / f"{folder}{asked}"
+            result = call("export-safetensors", tmp_path / folder, out, "--transformer-impl", asked)
+            assert (result.exit_code == 0) == (asked == spec), result.output
+            assert asked == spec or "the checkpoint's layers are of the other" in result.output
+    assert read_state(tmp_path / "a").weights.keys() == read_state(tmp_path / "b").weights.keys()
 
 
 def test_bfloat16_stays_bit_equal_through_float32_main_weights(tmp_path: Path) -> None:

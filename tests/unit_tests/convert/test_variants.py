@@ -187,6 +187,13 @@ def test_multi_token_prediction_keeps_its_name_unless_asked(tmp_path: Path) -> N
     write_state(read_state(source), tmp_path / "target", "fsdp_dtensor")
     write_state(read_state(source), tmp_path / "live", "fsdp_dtensor", WriteOptions(rename_mtp_keys=True))
     stored, live = (set(plain_metadata(tmp_path / name).state_dict_metadata) for name in ("target", "live"))
+    groups = {key for key in stored if "param_to_group_meta" in key}
+    assert groups == {key for key in live if "param_to_group_meta" in key}
+    # Groups have the model's own names, which were others once.
+    assert {key for key in groups if "mtp_model_layer" in key} == {
+        key.replace(".transformer_layer.", ".mtp_model_layer.") for key in groups if "mtp.layers.0.eh" not in key
+    }
+    stored, live = stored - groups, live - groups
     assert "model.module.mtp.layers.0.transformer_layer.mlp.linear_fc1.weight_w" in stored
     assert not [key for key in stored if "mtp_model_layer" in key]
     assert {key.replace(".transformer_layer.", ".mtp_model_layer.") for key in stored} == live
@@ -370,6 +377,47 @@ def test_fused_down_projections_are_read_as_two(tmp_path: Path) -> None:
     assert torch.equal(weights[f"{attention}linear_q_down_proj.weight"].whole(), fused[:6])
     assert torch.equal(weights[f"{attention}linear_kv_down_proj.weight"].whole(), fused[6:])
     assert torch.equal(weights["decoder.layers.0.input_layernorm.weight"].whole(), norm)
+
+
+def test_fused_down_projections_stored_as_two(tmp_path: Path) -> None:
+    """As Megatron-Core stores them: tensors apart, and groups under the model's own names."""
+    layer = "decoder.layers.0."
+    attention, field = f"{layer}self_attention.", "weight_decay"
+    model = random_tensors(
+        {
+            f"{attention}linear_q_down_proj.weight": (6, 4),
+            f"{attention}linear_kv_down_proj.weight": (4, 4),
+            f"{layer}input_layernorm.weight": (4,),
+        }
+    )
+    meta = "optimizer.param_to_group_meta.module.module.module."
+    decays = {f"{attention}linear_qkv_down_proj.weight": 0.1, f"{attention}linear_qkv_down_proj.layer_norm_weight": 0.0}
+    tensors = {f"model.module.{name}": tensor for name, tensor in model.items()}
+    tensors |= {f"{OPTIMIZER}{name}.{kind}": t for name, t in model.items() for kind in ("exp_avg", "exp_avg_sq")}
+    objects: dict[str, Any] = {f"{meta}{name}.{field}": decay for name, decay in decays.items()}
+    objects |= {"args": args(TE, mla_down_proj_fusion=True, tensor_model_parallel_size=2), "iteration": 7}
+    source = write_torch_dist(tmp_path / "source", tensors, {}, objects)
+    (source / "metadata.json").unlink()
+    state = read_state(source)
+    assert {name: group[field] for name, group in state.group_of.items()} == {
+        name: 0.1 * (tensor.dim() > 1) for name, tensor in model.items()
+    }
+    write_state(state, tmp_path / "target", "fsdp_dtensor")
+    found = plain_objects(tmp_path / "target")
+    assert {key: found[key] for key in objects if key.startswith(meta)} == {
+        key: value for key, value in objects.items() if key.startswith(meta)
+    }
+    stored = {key for key in plain_tensors(tmp_path / "target")}
+    assert stored == set(tensors)
+
+
+def test_fused_down_projections_of_tensor_parallel_ranks_are_refused(tmp_path: Path) -> None:
+    name = "model.module.decoder.layers.0.self_attention.linear_qkv_down_proj.weight"
+    said = {"args": args(TE, q_lora_rank=6, tensor_model_parallel_size=2), "iteration": 7}
+    source = write_torch_dist(tmp_path / "source", random_tensors({name: (10, 4)}), {}, said)
+    (source / "metadata.json").unlink()
+    with pytest.raises(ValueError, match="linear_qkv_down_proj.weight: it is stored fused"):
+        read_state(source)
 
 
 def test_empty_extra_states_are_those_of_the_layers_that_there_are(tmp_path: Path) -> None:

@@ -198,3 +198,18 @@ def test_rows_in_an_unknown_order_are_refused(
         return
     with pytest.raises(RuntimeError, match=r"x: .* the rows of in_proj.weight .* tensor_model_parallel_size 2"):
         checkpointing._check_sections(state, keys, Path("x"))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_fused_projection_of_tensor_parallel_ranks_is_refused(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.fsdp.mcore import checkpointing
+
+    state: Any = SimpleNamespace(chunks=[])
+    written = {"args": SimpleNamespace(tensor_model_parallel_size=ranks)}
+    monkeypatch.setattr(checkpointing, "load_objects", lambda folder, names: written)
+    keys = ["args", "layouts.a", "model.module.decoder.layers.0.self_attention.linear_qkv_down_proj.weight"]
+    if ranks == 1:
+        checkpointing._check_sections(state, keys, Path("x"))
+        return
+    with pytest.raises(RuntimeError, match="x: expected linear_q_down_proj and linear_kv_down_proj; got model.module"):
+        checkpointing._check_sections(state, keys, Path("x"))

@@ -1,5 +1,6 @@
 """Which checkpoint Megatron's loop is told to load, by the tracker file, the folders, and what is whole."""
 
+import shutil
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,15 +31,25 @@ def checkpoints(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def at_base(monkeypatch: pytest.MonkeyPatch, folder: Path, **arguments: Any) -> tuple[int | None, int | None]:
+    """The iteration that Megatron's loader is told where no tracker file names one, and what is left of that."""
+    from megatron.fsdp.mcore import checkpointing
+
+    args = SimpleNamespace(**arguments)
+    monkeypatch.setattr(checkpointing, "_arguments", lambda: args)
+    load_base = checkpointing.going_on_untracked(lambda load_dir, args, rank0: args.ckpt_step)
+    return load_base(str(folder), args, rank0=True), args.ckpt_step
+
+
 def read(monkeypatch: pytest.MonkeyPatch, folder: Path, tracker: str, **arguments: Any) -> tuple[int, bool]:
     from megatron.fsdp.mcore import checkpointing
 
-    (folder / TRACKER).write_text(tracker)
+    (folder / TRACKER).write_bytes(tracker.encode("latin-1"))
     monkeypatch.setattr(checkpointing, "_arguments", lambda: SimpleNamespace(**arguments) if arguments else None)
     return checkpointing.falling_back(lambda name: (-7, False))(str(folder / TRACKER))
 
 
-@pytest.mark.parametrize("tracker", ["30", "", "garbage", "99"])
+@pytest.mark.parametrize("tracker", ["30", "", "garbage", "99", "\xff\0g", "-5", "9" * 5000, "\xb2", "3" * 19])
 def test_the_newest_whole_one(monkeypatch: pytest.MonkeyPatch, checkpoints: Path, tracker: str) -> None:
     assert read(monkeypatch, checkpoints, tracker, **OURS) == (20, False)
 
@@ -69,3 +80,48 @@ def test_a_checkpoint_of_ddp_is_to_be_converted(monkeypatch: pytest.MonkeyPatch,
 def test_others_are_megatrons_matter(monkeypatch: pytest.MonkeyPatch, checkpoints: Path, format: str) -> None:
     assert read(monkeypatch, checkpoints, "30", use_megatron_fsdp=False, ckpt_format=format) == (-7, False)
     assert read(monkeypatch, checkpoints, "release", **OURS) == (-7, False)
+
+
+def test_without_a_tracker_too(monkeypatch: pytest.MonkeyPatch, checkpoints: Path) -> None:
+    assert at_base(monkeypatch, checkpoints, **OURS, ckpt_step=None) == (20, None)
+    assert at_base(monkeypatch, checkpoints, **OURS, ckpt_step=10) == (10, 10), "who asks for one gets that one"
+    others = {"use_megatron_fsdp": False, "ckpt_format": "torch_dist"}
+    assert at_base(monkeypatch, checkpoints, **others, ckpt_step=None) == (None, None), "Megatron's matter"
+    (checkpoints / TRACKER).mkdir()
+    assert at_base(monkeypatch, checkpoints, **OURS, ckpt_step=None) == (20, None)
+
+
+def test_a_first_start_is_one(monkeypatch: pytest.MonkeyPatch, checkpoints: Path, tmp_path: Path) -> None:
+    assert at_base(monkeypatch, tmp_path / "nothing", **OURS, ckpt_step=None) == (None, None)
+    for iteration in (10, 20):
+        (checkpoints / f"iter_{iteration:07d}" / ".metadata").unlink()
+    # A run that was killed while it saved for the first time.
+    assert at_base(monkeypatch, checkpoints, **OURS, ckpt_step=None) == (None, None)
+    (checkpoints / TRACKER).write_text("20")
+    assert at_base(monkeypatch, checkpoints, **OURS, ckpt_step=None) == (None, None), "that is read elsewhere"
+
+
+def test_checkpoints_that_nothing_can_go_on_from(monkeypatch: pytest.MonkeyPatch, checkpoints: Path) -> None:
+    for iteration in (10, 20):
+        (checkpoints / f"iter_{iteration:07d}" / ".metadata").write_bytes(b"?")
+    with pytest.raises(RuntimeError, match=f"expected {TRACKER}"):
+        at_base(monkeypatch, checkpoints, **OURS, ckpt_step=None)
+    for iteration in (10, 30):
+        shutil.rmtree(checkpoints / f"iter_{iteration:07d}")
+    (checkpoints / "iter_0000020").rename(checkpoints / "release")
+    with pytest.raises(RuntimeError, match="Write the iteration to load, or 'release'"):
+        at_base(monkeypatch, checkpoints, **OURS, ckpt_step=None)
+    (checkpoints / "release" / "metadata.json").write_text("{}")
+    with pytest.raises(RuntimeError, match="convert-torch-dist-to-fsdp-dtensor"):
+        at_base(monkeypatch, checkpoints, **OURS, ckpt_step=None)
+
+
+def test_pretrained_weights_are_for_a_first_start(monkeypatch: pytest.MonkeyPatch, checkpoints: Path) -> None:
+    from megatron.fsdp.mcore import checkpointing
+
+    exists = checkpointing.seeing_untracked(lambda path: path is not None and (Path(path) / TRACKER).is_file())
+    monkeypatch.setattr(checkpointing, "_arguments", lambda: SimpleNamespace(**OURS))
+    assert exists(str(checkpoints)) and not exists(None) and not exists(str(checkpoints / "nothing"))
+    for iteration in (10, 20):
+        (checkpoints / f"iter_{iteration:07d}" / ".metadata").unlink()
+    assert not exists(str(checkpoints))

@@ -13,6 +13,7 @@ from megatron.fsdp.convert.canonical import Tensors
 from megatron.fsdp.convert.huggingface.maps import ARCHITECTURES, FURTHER_COPIES, links
 from megatron.fsdp.convert.huggingface.model import Model
 from megatron.fsdp.convert.huggingface.rules import RULES, Context, dequantized
+from megatron.fsdp.convert.huggingface.shapes import require_shapes
 
 # Follow from the configuration; old versions of transformers wrote them.
 _DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")
@@ -98,8 +99,8 @@ def to_megatron(
         dtype: Of the weights; None: as they are.
 
     Raises:
-        ValueError: Tensors without an entry in the tables, entries without tensors (all of them are listed), or a
-            tensor of another shape than the model's.
+        ValueError: Tensors without an entry in the tables, entries without tensors, or tensors of another shape than
+            the model's; all of them are listed.
     """
     layers = {int(match[1]) for name in tensors if (match := _LAYER.match(name))}
     model, notes = _with_present_layers(model, sum(layer >= model.sizes.layers for layer in layers))
@@ -107,8 +108,11 @@ def to_megatron(
     weights: Tensors = {}
     buffers: Tensors = {}
     missing: list[str] = []
+    known = list(links(model, layer_spec))
+    named = {name: tensors[name] for link in known for name in link.huggingface if name in tensors}
+    require_shapes(named, model, "config.json")
     used = set(_checked_copies(tensors, model))
-    for link in links(model, layer_spec):
+    for link in known:
         if absent := [name for name in link.huggingface if name not in tensors]:
             missing += absent
             continue
@@ -166,6 +170,7 @@ def to_huggingface(tensors: Tensors, model: Model, dtype: torch.dtype | None = N
             wanted = torch.float32 if link.buffer else dtype
             found[name] = part if wanted is None else part.to(wanted)
     _require_all(model, missing, set(tensors) - used)
+    require_shapes(found, model, "the checkpoint's args")
     for name, original in _copies(model):
         found[name] = found[original]
     return Exported(found, model, notes)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.fsdp.checkpoint.checksums import sync_folder, write_file
+from megatron.fsdp.checkpoint.checksums import read_json, sync_folder, write_file
 from megatron.fsdp.checkpoint.lazy import LazyTensor
 from megatron.fsdp.convert.huggingface.safetensors_file import read_tensors, write_tensors
 
@@ -76,10 +76,7 @@ def read_weights(folder: Path) -> dict[str, LazyTensor]:
 
 
 def _json_object(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path}: expected JSON; got {error}.") from error
+    value = read_json(path)
     if not isinstance(value, dict):
         raise ValueError(f"{path}: expected a JSON object; got {type(value).__name__}.")
     return value

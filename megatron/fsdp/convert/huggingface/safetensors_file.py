@@ -15,6 +15,7 @@ from typing import IO, Any, NamedTuple
 
 import torch
 
+from megatron.fsdp.checkpoint.checksums import size_of
 from megatron.fsdp.checkpoint.lazy import Box, LazyTensor
 
 DTYPES = {
@@ -55,7 +56,7 @@ def read_tensors(path: Path) -> dict[str, LazyTensor]:
     Raises:
         ValueError: It is no safetensors file, or shorter or longer than its header says.
     """
-    size = path.stat().st_size
+    size = size_of(path)
     with path.open("rb") as file:
         length = int.from_bytes(file.read(_PREFIX), "little")
         if size < _PREFIX or not 2 <= length <= min(_LARGEST_HEADER, size - _PREFIX):
@@ -63,7 +64,7 @@ def read_tensors(path: Path) -> dict[str, LazyTensor]:
         try:
             header = json.loads(file.read(length))
             entries = {name: _entry(value) for name, value in header.items() if name != "__metadata__"}
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
             raise ValueError(f"{path}: expected the header of a safetensors file; got {error!r}.") from error
     start, end = _PREFIX + length, 0
     tensors = {}

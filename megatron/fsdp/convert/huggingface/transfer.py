@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from megatron.fsdp.checkpoint.checksums import write_file
+from megatron.fsdp.checkpoint.reader import RELEASE
 from megatron.fsdp.convert.canonical import Tensors, TrainingState
 from megatron.fsdp.convert.huggingface.arguments import from_args, notes, script, to_args
 from megatron.fsdp.convert.huggingface.config import from_config, to_config
@@ -19,8 +20,6 @@ from megatron.fsdp.convert.huggingface.model import Model, differences
 from megatron.fsdp.convert.options import WriteOptions
 from megatron.fsdp.convert.run import write_state
 
-# A checkpoint without an iteration, by the name that Megatron looks for.
-RELEASE = "release"
 ARGUMENTS = "args.sh"
 _CHECKPOINT_VERSION = 3.0
 

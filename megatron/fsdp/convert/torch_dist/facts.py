@@ -87,27 +87,38 @@ def _is_local(reader: CheckpointReader, model: Tensors, args: argparse.Namespace
         for layer in norms
     )
     state = next((key for key in reader.objects if _LINEAR_STATE.search(key)), None)
+    found = {"local": True, "transformer_engine": False, "inference_optimized": False}.get(
+        str(getattr(args, "transformer_impl", None))
+    )
+    # A conversion knows no extra states, and writes None for those of either.
+    converted = reader.checksums is not None and bool(reader.checksums.fingerprint)
     if shown:
-        found: bool | None = True
-    elif state is not None:
+        found = True
+    elif state is not None and (found is None or not converted):
         found = _is_none(reader, state)
-    else:
-        found = {"local": True, "transformer_engine": False, "inference_optimized": False}.get(
-            str(getattr(args, "transformer_impl", None))
-        )
     if options.transformer_impl is not None:
-        wanted = options.transformer_impl == "local"
-        if found not in (None, wanted):
-            raise ValueError(
-                f"--transformer-impl {options.transformer_impl}: the checkpoint's layers are of the other."
-            )
-        return wanted
+        return asked(options, found) == "local"
     if found is None:
         raise ValueError(
             f"{reader.path}: expected to find whether its layers are Megatron's own or Transformer Engine's, which "
             "decides how they are named; neither its arguments nor its extra states tell. Give --transformer-impl."
         )
     return found
+
+
+def asked(options: ReadOptions, local: bool | None) -> str | None:
+    """Whose layers the user says that a model has.
+
+    Args:
+        options: What the user says.
+        local: Whether the checkpoint says that they are Megatron's own; None: it does not tell.
+
+    Raises:
+        ValueError: The checkpoint says otherwise.
+    """
+    if options.transformer_impl is not None and local not in (None, options.transformer_impl == "local"):
+        raise ValueError(f"--transformer-impl {options.transformer_impl}: the checkpoint's layers are of the other.")
+    return options.transformer_impl
 
 
 def _is_none(reader: CheckpointReader, key: str) -> bool:

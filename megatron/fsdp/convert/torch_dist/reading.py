@@ -1,7 +1,6 @@
 """Reads a torch_dist checkpoint of any kind into the canonical view."""
 
 import argparse
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron.fsdp.checkpoint.checksums import read_json
 from megatron.fsdp.checkpoint.lazy import Box, LazyTensor
 from megatron.fsdp.checkpoint.reader import COMMON, COMMON_KEY, FORMAT_FILE, CheckpointReader, common_state
 from megatron.fsdp.convert import groups
@@ -216,6 +216,6 @@ def _kept(reader: CheckpointReader, common: Mapping[str, Any], facts: Facts) -> 
         "optimizer": common.get("optimizer"),
         "content_metadata": common.get("content_metadata"),
         "objects": objects,
-        "format": json.loads((reader.path / FORMAT_FILE).read_text()),
+        "format": read_json(reader.path / FORMAT_FILE),
         "common_file": (reader.path / COMMON).is_file(),
     }

@@ -1,0 +1,181 @@
+"""Files that are no files, JSON that no parser takes, pickles that grow: an error at once, or the checkpoint before."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from megatron.fsdp.checkpoint import safe_pickle
+from megatron.fsdp.checkpoint.backend import save
+from megatron.fsdp.checkpoint.checksums import NAME, DamagedCheckpoint
+from megatron.fsdp.checkpoint.loading import load
+from megatron.fsdp.checkpoint.newest import newest_whole
+from megatron.fsdp.checkpoint.reader import TRACKER, CheckpointReader, checkpoint_folder
+from megatron.fsdp.convert.huggingface.folder import read_config, read_weights
+from tests.checkpoints import ROOT
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
+
+SECONDS = 5.0
+
+
+def data_of(folder: Path) -> Path:
+    return next(folder.glob("*.distcp"))
+
+
+def replaced(path: Path, make: Callable[[Path], object]) -> None:
+    path.unlink(missing_ok=True)
+    make(path)
+
+
+def infinite(folder: Path) -> None:
+    content = json.loads((folder / NAME).read_text())
+    next(iter(content["files"].values()))["bytes"] = float("inf")
+    (folder / NAME).write_text(json.dumps(content))
+
+
+ODD: dict[str, Callable[[Path], object]] = {
+    "data is a pipe": lambda folder: replaced(data_of(folder), os.mkfifo),
+    "data is a folder": lambda folder: replaced(data_of(folder), os.mkdir),
+    "metadata is a pipe": lambda folder: replaced(folder / ".metadata", os.mkfifo),
+    "metadata is a folder": lambda folder: replaced(folder / ".metadata", os.mkdir),
+    "checksums are a pipe": lambda folder: replaced(folder / NAME, os.mkfifo),
+    "checksums are a folder": lambda folder: replaced(folder / NAME, os.mkdir),
+    "deep checksums": lambda folder: (folder / NAME).write_text("[" * 200_000),
+    "checksums of infinity": infinite,
+    "checksums are a number": lambda folder: (folder / NAME).write_text("3"),
+    "checksums are no text": lambda folder: (folder / NAME).write_bytes(b"\xff\xfe\x00\xd8"),
+    "the format is a pipe": lambda folder: os.mkfifo(folder / "metadata.json"),
+    "a deep format": lambda folder: (folder / "metadata.json").write_text('{"a":' * 100_000),
+}
+
+
+@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("sums", [True, False], ids=["with sums", "without"])
+def test_going_back(tmp_path: Path, odd: str, sums: bool) -> None:
+    for iteration in (1, 2):
+        save({"w": torch.full((5,), float(iteration))}, tmp_path / f"iter_{iteration:07d}")
+    newest = tmp_path / "iter_0000002"
+    if not sums and "infinity" not in odd:
+        (newest / NAME).unlink()
+    ODD[odd](newest)
+    begun = time.monotonic()
+    assert newest_whole(tmp_path, 2) == 1
+    into = {"w": torch.zeros(5)}
+    with pytest.raises((DamagedCheckpoint, FileNotFoundError), match="iter_0000002"):
+        load(into, newest)
+    assert time.monotonic() - begun < SECONDS and torch.equal(into["w"], torch.zeros(5))
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.write_bytes(b"\xff\x00g")], ids=range(3))
+def test_odd_trackers(tmp_path: Path, make: Callable[[Path], object]) -> None:
+    make(tmp_path / TRACKER)
+    with pytest.raises((DamagedCheckpoint, FileNotFoundError), match=TRACKER):
+        checkpoint_folder(tmp_path)
+
+
+def test_odd_hugging_face_folders(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[" * 200_000)
+    with pytest.raises(ValueError, match="config.json: expected JSON"):
+        read_config(tmp_path)
+    header = b"[" * 200_000
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(ValueError, match="expected the header of a safetensors file"):
+        read_weights(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"w": "pipe"}}')
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(FileNotFoundError, match="pipe"):
+        read_weights(tmp_path)
+
+
+def test_a_tensor_larger_than_its_place(tmp_path: Path) -> None:
+    dcp.save({"w": torch.ones(8)}, checkpoint_id=tmp_path)
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    entry = metadata.state_dict_metadata["w"]
+    entry.size = entry.chunks[0].sizes = torch.Size([1 << 50])
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(DamagedCheckpoint, match="w: expected at least 4503599627370496 bytes"):
+        CheckpointReader(tmp_path).check()
+
+
+# Pickles that grow ------------------------------------------------------------------------------------------------
+
+
+class Made:
+    """Is pickled as a call."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> tuple:
+        return self.call
+
+
+def doubled(times: int) -> Any:
+    text: Any = "a"
+    for _ in range(times):
+        text = Made(str, (text, text))
+    return text
+
+
+GROWING: dict[str, Any] = {
+    "deque": Made(deque, range(10**13)),
+    "set": Made(set, range(10**13)),
+    "frozenset": Made(frozenset, range(10**13)),
+    "list": Made(list, range(10**10)),
+    "Counter": Made(Counter, range(10**13)),
+    "bytes": Made(set, Made(bytes, 10**10)),
+    "bytearray": Made(deque, Made(bytearray, 10**10)),
+    "text": doubled(60),
+}
+TRY = """
+import io, resource, sys, time
+from pathlib import Path
+from megatron.fsdp.checkpoint import safe_pickle
+from megatron.fsdp.checkpoint.checksums import DamagedCheckpoint
+resource.setrlimit(resource.RLIMIT_AS, (12 << 30, 12 << 30))
+for path in sorted(Path(sys.argv[1]).iterdir()):
+    begun = time.monotonic()
+    try:
+        if path.suffix == ".pt":
+            safe_pickle.load_torch(io.BytesIO(path.read_bytes()), path.name)
+        else:
+            safe_pickle.loads(path.read_bytes(), path.name)
+    except DamagedCheckpoint as error:
+        assert path.name in str(error) and "MemoryError" not in str(error), error
+        print(path.name, time.monotonic() - begun, flush=True)
+"""
+
+
+def test_pickles_that_grow_are_refused(tmp_path: Path) -> None:
+    for name, value in GROWING.items():
+        (tmp_path / f"{name}.pickle").write_bytes(pickle.dumps({"args": value}))
+        torch.save({"args": value}, tmp_path / f"{name}.pt")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", TRY, str(tmp_path)]
+    output = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60).stdout
+    seconds = {name: float(text) for name, text in map(str.split, output.splitlines())}
+    assert seconds.keys() == {path.name for path in tmp_path.iterdir()}
+    assert max(seconds.values()) < SECONDS
+
+
+def test_what_is_as_long_as_its_pickle_is_read() -> None:
+    value = {
+        "range": range(0, -(1 << 16), -1),
+        "bytes": [b"", b"\xff" * 9, bytearray(), bytearray(b"\xff\x00")],
+        "sets": [{1, "a"}, frozenset({2}), Counter("aab"), deque(range(9), maxlen=12)],
+        "text": ["", "ü" * 9],
+    }
+    for protocol in (2, 4, 5):
+        assert safe_pickle.loads(pickle.dumps(value, protocol=protocol), "here") == value

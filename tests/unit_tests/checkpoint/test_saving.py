@@ -1,0 +1,235 @@
+"""Saves of several ranks, and of several jobs: whole, or nothing is left of them and what was there is still whole."""
+
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from megatron.fsdp.checkpoint import backend
+from megatron.fsdp.checkpoint.backend import Planner, Writer, save
+from megatron.fsdp.checkpoint.checksums import NAME
+from megatron.fsdp.checkpoint.loading import load
+from megatron.fsdp.checkpoint.reader import CheckpointReader
+from tests.ranks import DEVICE, RankPool
+
+pytestmark = [
+    pytest.mark.skipif(DEVICE == "cuda", reason="Files are the same there"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is"),
+]
+
+
+def divided(value: float) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    parts = {f"p{i}": DTensor.from_local(torch.full((4, 3), value + i), mesh, [Shard(0)]) for i in range(3)}
+    return {"model": parts, "iteration": int(value)}
+
+
+def is_whole(folder: str, value: float) -> bool:
+    found = divided(0)
+    load(found, Path(folder))
+    same = (torch.equal(p.to_local(), torch.full((4, 3), value + i)) for i, p in enumerate(found["model"].values()))
+    return found["iteration"] == int(value) and all(same)
+
+
+def no_space(*arguments: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+# The disk is full on one rank -------------------------------------------------------------------------------------
+
+
+def _full_on_one(folder: str, last: bool, way: str) -> tuple[list[str], bool]:
+    if way != "a new folder":
+        save(divided(1), folder)
+    original = backend.archive.write_tensor
+    if dist.get_rank() == 1:
+        # Before the others begin, or when they are done.
+        backend.archive.write_tensor = lambda *arguments: (time.sleep(0.5 * last), no_space())
+    elif not last:
+        backend.archive.write_tensor = lambda *arguments: (time.sleep(0.1), original(*arguments))[1]
+    before = {path.name for path in Path(folder).glob("*")}
+    dist.barrier()
+    try:
+        if way == "Writer alone":
+            dcp.save(divided(2), storage_writer=Writer(folder), planner=Planner())
+        else:
+            save(divided(2), folder)
+        raise AssertionError("a save without room was called done")
+    except CheckpointException as error:
+        assert dist.get_rank() or "No space left" in str(error)
+    finally:
+        backend.archive.write_tensor = original
+    dist.barrier()
+    left = sorted({path.name for path in Path(folder).glob("*")} - before)
+    good = way == "a new folder" or is_whole(folder, 1)
+    dist.barrier()
+    save(divided(3), folder)
+    return left, good and is_whole(folder, 3)
+
+
+@pytest.mark.parametrize("way", ["a new folder", "over a checkpoint"])
+@pytest.mark.parametrize("last", [False, True], ids=["first", "last"])
+def test_nothing_is_left_of_a_save_without_room(ranks: RankPool, tmp_path: Path, last: bool, way: str) -> None:
+    assert ranks.run(3, _full_on_one, str(tmp_path / "c"), last, way) == [([], True)] * 3
+
+
+def test_nor_with_torchs_own_function(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(3, _full_on_one, str(tmp_path), True, "Writer alone") == [([], True)] * 3
+
+
+def _in_megatrons_loop(folder: str) -> list[str]:
+    from megatron.fsdp.mcore.checkpointing import torch_view
+
+    checkpoint = torch_view(torch).distributed.checkpoint
+    if dist.get_rank() == 1:
+        backend.archive.write_tensor, original = no_space, backend.archive.write_tensor
+    with pytest.raises(CheckpointException):
+        checkpoint.save(divided(2), storage_writer=checkpoint.FileSystemWriter(folder))
+    if dist.get_rank() == 1:
+        backend.archive.write_tensor = original
+    dist.barrier()
+    return sorted(path.name for path in Path(folder).glob("*"))
+
+
+def test_nor_in_megatrons_loop(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(3, _in_megatrons_loop, str(tmp_path)) == [[]] * 3
+
+
+def _in_the_background(folder: str) -> list[str]:
+    from megatron.core.dist_checkpointing.strategies.torch import get_async_strategy
+    from megatron.fsdp.mcore.checkpointing import finishing_whole
+
+    def failing(*arguments: Any) -> None:
+        raise CheckpointException("write", {})
+
+    modules = {**get_async_strategy("mcore")[1], "save_state_dict_async_finalize": failing}
+    ours = finishing_whole(lambda strategy: (strategy, modules))("mcore")[1]
+    writer = ours["FileSystemWriterAsync"](folder)
+    name = f"__{dist.get_rank()}_0.distcp"
+    writer.write_buckets = [(Path(folder) / name, name, ([], []))]
+    (Path(folder) / name).write_bytes(b"half")
+    dist.barrier()
+    with pytest.raises(CheckpointException):
+        ours["save_state_dict_async_finalize"](writer, None, None)
+    dist.barrier()
+    return sorted(path.name for path in Path(folder).glob("*"))
+
+
+def test_nor_in_the_background(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(2, _in_the_background, str(tmp_path)) == [[]] * 2
+
+
+@pytest.mark.parametrize("with_sums", [True, False])
+def test_no_room_for_metadata(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_sums: bool) -> None:
+    save({"w": torch.ones(5)}, tmp_path)
+    if not with_sums:
+        (tmp_path / NAME).unlink()
+    before = {path.name: path.read_bytes() for path in tmp_path.glob("*")}
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, "write_file", no_space)
+        with pytest.raises(CheckpointException, match="No space left"):
+            save({"w": torch.zeros(5)}, tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.glob("*")} == before
+
+
+def test_a_failure_after_the_metadata_takes_nothing_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save({"w": torch.ones(5)}, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(backend.Finishing, "_remove_earlier", no_space)
+        with pytest.raises(CheckpointException, match="No space left"):
+            save({"w": torch.zeros(5)}, tmp_path)
+    found = {"w": torch.full((5,), 7.0)}
+    load(found, tmp_path)
+    assert torch.equal(found["w"], torch.zeros(5))
+
+
+# Other jobs, other checkpoints ------------------------------------------------------------------------------------
+
+
+class Meanwhile(Planner):
+    """Lets something happen after the names of files are chosen: before they are opened, or while they are written."""
+
+    def __init__(self, happens: Callable[[], None], opened: bool) -> None:
+        super().__init__()
+        self._happens, self._opened = [happens], opened
+
+    def finish_plan(self, plan: Any) -> Any:
+        if not self._opened:
+            self._happens.pop()()
+        return super().finish_plan(plan)
+
+    def resolve_data(self, write_item: Any) -> Any:
+        if self._happens:
+            self._happens.pop()()
+        return super().resolve_data(write_item)
+
+
+def values(folder: Path) -> float:
+    found = {f"w{i}": torch.zeros(5) for i in range(3)}
+    load(found, folder)
+    (value,) = {float(x) for tensor in found.values() for x in tensor}
+    return value
+
+
+def state(value: float) -> dict[str, torch.Tensor]:
+    return {f"w{i}": torch.full((5,), value) for i in range(3)}
+
+
+def test_two_jobs_save_into_one_folder(tmp_path: Path) -> None:
+    def another() -> None:
+        save(state(2), tmp_path)
+
+    # The other began later and is done before: its checkpoint is there, and this job is told.
+    with pytest.raises(CheckpointException, match="Does another job save into this folder"):
+        save(state(1), tmp_path, Meanwhile(another, opened=True))
+    assert values(tmp_path) == 2
+    assert len(list(tmp_path.glob("*.distcp"))) == 1
+    save(state(3), tmp_path, Meanwhile(another, opened=False))
+    assert values(tmp_path) == 3
+    save(state(4), tmp_path)
+    assert values(tmp_path) == 4 and len(list(tmp_path.glob("*.distcp"))) == 1
+
+
+def test_a_job_that_ends_first_leaves_the_others_files(tmp_path: Path) -> None:
+    writer = Writer(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        first = Planner()
+        first.set_up_planner(state(1), is_coordinator=True)
+        plans, metadata = first.create_global_plan([writer.prepare_local_plan(first.create_local_plan())])
+    (plan,) = writer.prepare_global_plan(plans)
+    results = writer.write_data(plan, first).wait()
+
+    def finish() -> None:
+        writer.finish(metadata, [results])
+        assert values(tmp_path) == 1
+
+    save(state(2), tmp_path, Meanwhile(finish, opened=True))
+    assert values(tmp_path) == 2 and len(list(tmp_path.glob("*.distcp"))) == 1
+
+
+def test_no_name_is_used_twice(tmp_path: Path) -> None:
+    """Who reads the first checkpoint must not find data of the third where it looks."""
+    seen: set[str] = set()
+    for value in range(4):
+        save(state(value), tmp_path)
+        (name,) = (path.name for path in tmp_path.glob("*.distcp"))
+        assert name not in seen
+        seen.add(name)
+
+
+def test_over_a_checkpoint_of_ddp(tmp_path: Path) -> None:
+    dcp.save(state(1), checkpoint_id=tmp_path)
+    (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    torch.save({}, tmp_path / "common.pt")
+    save(state(2), tmp_path)
+    assert CheckpointReader(tmp_path).format == "fsdp_dtensor" and values(tmp_path) == 2
