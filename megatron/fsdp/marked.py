@@ -21,6 +21,7 @@ from megatron.fsdp.device import communication_stream, default_device
 from megatron.fsdp.megatron_fsdp import MegatronFSDP
 from megatron.fsdp.mesh import FSDPDistributedIndex, default_index
 from megatron.fsdp.optimizer import attach_optimizer, owners, watch_optimizers
+from megatron.fsdp.other_engines import check_no_other_engine
 from megatron.fsdp.parameter_group import Environment
 from megatron.fsdp.partition import UnitPart, partition, public_name
 from megatron.fsdp.precision import MixedPrecisionPolicy
@@ -142,6 +143,16 @@ class InPlaceEngine(MegatronFSDP):
             self.divide(unit, self.index.size, mark.divisor)
         return unit
 
+    def _settings_of(self, part: UnitPart) -> str:
+        mark = mark_of(part.module)
+        divisor = "" if mark.divisor is None else f", gradients divided by {mark.divisor}"
+        return f"{mark.policy}, reshard_after_forward={not mark.keeps_weights}{divisor}"
+
+    def agree(self) -> None:
+        """Not while the model is sharded, which waits for nobody, but before something waits for other ranks."""
+        if self._built:
+            super().agree()
+
     def broadcast_params(self) -> None:
         """Not while the model is sharded, which communicates nothing, but before its first forward."""
         if self._built:
@@ -150,6 +161,7 @@ class InPlaceEngine(MegatronFSDP):
     def before_forward(self) -> None:
         """The outermost module is about to run."""
         if not self._agreed:
+            self.agree()
             self._agreed = True
             self.broadcast_params()
         for group in self.groups:
@@ -196,6 +208,7 @@ class InPlaceEngine(MegatronFSDP):
             if is_sharded(state_dict.get(name))
         }
         if sharded:
+            self.agree()
             others = self.sharded_otherwise(list(sharded.values()))
             foreign = [name for name, other in zip(sharded, others, strict=True) if other]
             state_dict = {**state_dict, **{name: state_dict[name].full_tensor() for name in foreign}}
@@ -235,6 +248,7 @@ def _shard(root: MarkedModule) -> None:
             raise NotImplementedError(f"mesh: {name} and the modules around it must have the same mesh.")
         if mark_of(module).offload != mark.offload:
             raise NotImplementedError(f"offload_policy: {name} and the modules around it must have the same.")
+    check_no_other_engine(root)
     tensors = [t for m in root.modules() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
     _check_dtypes(partition(root, (MarkedModule,)))
     config = FSDPConfig(
