@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from megatron.fsdp.device import finish_tasks
 from megatron.fsdp.mcore import cpu, install
 
 cpu.enable()  # does nothing where CUDA is present; has to precede the imports of Megatron
@@ -229,14 +228,8 @@ def main() -> None:
     try:
         pretrain(container, datasets_provider, ModelType.encoder_or_decoder, forward_step)
     except SystemExit:  # how Megatron ends at --exit-interval and its like
-        _end()
+        torch.distributed.destroy_process_group()
         raise
-    _end()
-
-
-def _end() -> None:
-    # The loop starts gathers after its last step, too.
-    finish_tasks()
     torch.distributed.destroy_process_group()
 
 

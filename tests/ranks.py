@@ -105,8 +105,6 @@ def _path_for_children() -> Iterator[None]:
 def _work(pipe: Connection) -> None:
     import torch.distributed as dist
 
-    from megatron.fsdp.device import finish_tasks
-
     torch.set_num_threads(1)
     sys.path.insert(0, str(ROOT))
     # A rank that is done before another has connected to it must not leave.
@@ -123,7 +121,6 @@ def _work(pipe: Connection) -> None:
             dist.init_process_group(backend, init_method=store, rank=rank, world_size=world_size)
             torch.manual_seed(0)
             result = function(*args)
-            finish_tasks()
         except BaseException:  # noqa: BLE001 - reported to the test
             error = traceback.format_exc()
         with contextlib.suppress(Exception):

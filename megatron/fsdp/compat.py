@@ -12,9 +12,9 @@ marked module, with everything in it, is sharded when something first asks for w
 ``named_parameters()``, ``state_dict()`` or ``load_state_dict()`` of a marked module, its forward, or a method of
 :class:`FSDPModule` that needs weights. Marked modules inside are its units. So calls may be nested as deep as one
 likes, a module that nothing marked is around is sharded by itself, and nobody has to say which call is the last.
-Sharding communicates nothing (process groups are made by the calls), so one rank may ask earlier than another, or
-alone. Asking for the parameters of a part before the call on the whole makes the part a model of its own; the whole
-is then refused.
+Sharding waits for no other rank (process groups are made by the calls), so one rank may ask earlier than another, or
+alone; whether all have the same model is compared before the first forward. Asking for the parameters of a part before
+the call on the whole makes the part a model of its own; the whole is then refused.
 
 **What the model is then.** The same object, also an instance of its own class and of :class:`FSDPModule`. At rest its
 parameters are main weights: DTensors in the dtype that the model was built in, under their own names. The engine
@@ -258,7 +258,7 @@ class FSDPModule(MarkedModule):
         Args:
             async_op: Return a handle to wait for instead of waiting.
         """
-        shard_if_pending(self)
+        engine_of(self).agree()
         unit = mark_of(self).unit()
         if unit is not None and unit.state is WeightState.RESTING:
             unit.gather()

@@ -10,9 +10,12 @@ then leave the computing thread too.
 """
 
 import atexit
+import functools
 import logging
 import queue
+import sys
 import threading
+import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -25,6 +28,10 @@ from megatron.fsdp.mesh import new_group
 logger = logging.getLogger(__name__)
 
 Task = Callable[[], None]
+
+# How long the end of a process, or of its process groups, waits for communication that other ranks may never join.
+SECONDS_TO_END = 10.0
+SECONDS_TO_END_AFTER_ERRORS = 1.0
 
 
 class Handle(ABC):
@@ -44,12 +51,13 @@ class Handle(ABC):
     def ended(self) -> bool:
         """Whether the task has ended, in whatever way. Does not wait."""
 
-    def reference(self) -> "Callable[[], Handle | None]":
-        """Returns the handle as long as somebody else holds it.
+    def watcher(self) -> Callable[[], bool]:
+        """Tells whether the task has ended, as long as that matters to anybody; does not keep the handle alive.
 
         One whose error nobody has asked for would keep alive what its task used.
         """
-        return weakref.ref(self)
+        reference = weakref.ref(self)
+        return lambda: (handle := reference()) is None or handle.ended
 
 
 class Stream(ABC):
@@ -66,6 +74,10 @@ class Stream(ABC):
     @abstractmethod
     def keep(self, tensors: list[torch.Tensor]) -> None:
         """Called in a task: keep the memory of ``tensors``, which the compute allocated, until the task is done."""
+
+    @abstractmethod
+    def finish(self) -> bool:
+        """Wait for all tasks, but not for ever. Returns whether they have ended."""
 
 
 class _Done(Handle):
@@ -93,6 +105,23 @@ class InlineStream(Stream):
     def keep(self, tensors: list[torch.Tensor]) -> None:
         """See :meth:`Stream.keep`."""
 
+    def finish(self) -> bool:
+        """See :meth:`Stream.finish`."""
+        return True
+
+
+class Disagreement(RuntimeError):
+    """Ranks communicate different things, and what this one waits for will never come."""
+
+
+# Why nothing that is waited for will end any more; empty as long as it may.
+_hopeless: list[str] = []
+
+
+def give_up(reason: str) -> None:
+    """Let every wait on the host, now and from now on, raise :class:`Disagreement`."""
+    _hopeless[:] = [reason]
+
 
 class _CpuHandle(Handle):
     """Set by the stream's thread."""
@@ -105,6 +134,10 @@ class _CpuHandle(Handle):
         self._error = error
         self._done.set()
 
+    def wait_for_end(self, timeout: float) -> bool:
+        """Whether the task ends, in whatever way, within ``timeout`` seconds."""
+        return self._done.wait(timeout)
+
     @property
     def done(self) -> bool:
         return self._done.is_set()
@@ -113,8 +146,14 @@ class _CpuHandle(Handle):
     def ended(self) -> bool:
         return self.done
 
+    def watcher(self) -> Callable[[], bool]:
+        """See :meth:`Handle.watcher`. A task that nobody waits for has its place in the order all the same."""
+        return self._done.is_set
+
     def wait(self) -> None:
-        self._done.wait()
+        while not self._done.wait(1.0):
+            if _hopeless:
+                raise Disagreement(_hopeless[0])
         error, self._error = self._error, None
         if error is not None:
             try:
@@ -139,7 +178,10 @@ class CpuStream(Stream):
     def run(self, task: Task) -> Handle:
         """See :meth:`Stream.run`."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._loop, name="megatron-fsdp-stream", daemon=True)
+            self._tasks = queue.SimpleQueue()
+            self._thread = threading.Thread(
+                target=self._loop, args=(self._tasks,), name="megatron-fsdp-stream", daemon=True
+            )
             self._thread.start()
             # A thread that the interpreter stops at its end, in the middle of torch's code, takes the process with it.
             atexit.register(self.close)
@@ -147,9 +189,10 @@ class CpuStream(Stream):
         self._tasks.put((task, handle))
         return handle
 
-    def _loop(self) -> None:
+    @staticmethod
+    def _loop(tasks: "queue.SimpleQueue[tuple[Task, _CpuHandle] | None]") -> None:
         while True:
-            item = self._tasks.get()
+            item = tasks.get()
             if item is None:
                 return
             task, handle = item
@@ -165,15 +208,29 @@ class CpuStream(Stream):
             handle.finish(error)
             del handle, error
 
-    def close(self, timeout: float = 10.0) -> None:
-        """Run what was given, and end the thread; ``timeout`` in seconds is for a collective that never ends."""
+    def close(self) -> None:
+        """Run what was given, and end the thread, unless a collective never ends."""
         if self._thread is not None:
             self._tasks.put(None)
-            self._thread.join(timeout)
+            self._thread.join(_seconds_to_end())
             self._thread = None
+
+    def finish(self) -> bool:
+        """See :meth:`Stream.finish`. A thread whose task does not end is left to it; the next task gets another."""
+        if self._thread is None:
+            return True
+        handle = self.run(_nothing)
+        assert isinstance(handle, _CpuHandle)
+        if not handle.wait_for_end(_seconds_to_end()):
+            self._thread = None
+            return False
+        return True
 
     def group(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
         """See :meth:`Stream.group`. The first call for a group is a collective of its ranks."""
+        if group.size() == 1:
+            # Nothing is sent; and torch names a new group by how many this rank has, which others may not share.
+            return group
         if group not in self._groups:
             ranks = dist.get_process_group_ranks(group)
             self._groups[group] = new_group(ranks, group, "megatron_fsdp")
@@ -194,9 +251,9 @@ class _CudaHandle(Handle):
     def ended(self) -> bool:
         return self._event.query()
 
-    def reference(self) -> Callable[[], Handle | None]:
-        """See :meth:`Handle.reference`. The host waits for nothing, and drops it before it has ended."""
-        return lambda: self
+    def watcher(self) -> Callable[[], bool]:
+        """See :meth:`Handle.watcher`. The host waits for nothing, and drops the handle before the task has ended."""
+        return self._event.query
 
 
 class CudaStream(Stream):
@@ -229,6 +286,15 @@ class CudaStream(Stream):
         for tensor in tensors:
             tensor.record_stream(self._stream)
 
+    def finish(self) -> bool:
+        """See :meth:`Stream.finish`."""
+        end = time.monotonic() + _seconds_to_end()
+        while not self._stream.query():
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.001)
+        return True
+
 
 _STREAMS: dict[tuple[str, int | None] | tuple[str, int | None, str], Stream] = {}
 
@@ -243,6 +309,7 @@ def communication_stream(device: torch.device, group: dist.ProcessGroup, second:
     """
     if dist.get_backend(group) == "fake" and device.type == "cpu":
         return _STREAMS.setdefault(("fake", None), InlineStream())
+    watch_end()
     key = (device.type, device.index, "second") if second else (device.type, device.index)
     if key not in _STREAMS:
         _STREAMS[key] = CudaStream(device) if device.type == "cuda" else CpuStream()
@@ -250,18 +317,83 @@ def communication_stream(device: torch.device, group: dist.ProcessGroup, second:
 
 
 def finish_tasks() -> None:
-    """Wait for all that streams were given. On every rank before ``torch.distributed.destroy_process_group``.
+    """Wait for all that streams were given, but not for ever.
 
-    A gather that nothing has waited for yet may otherwise begin on one rank and not on another, whose groups are gone.
+    The end of the process groups and the end of the process do this by themselves.
     """
-    for stream in _STREAMS.values():
-        stream.run(_nothing).wait()
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+    if not all([stream.finish() for stream in _STREAMS.values()]) and not _hopeless:
+        logger.warning(
+            "FSDP: communication did not end within %.0f s, and is left: another rank has failed or does other things.",
+            _seconds_to_end(),
+        )
+
+
+def _seconds_to_end() -> float:
+    if _hopeless:
+        return 0.0
+    return SECONDS_TO_END if error_at_end() is None else SECONDS_TO_END_AFTER_ERRORS
+
+
+def error_at_end() -> BaseException | None:
+    """The exception that ends the process, or its process groups, if there is one."""
+    error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+    return None if isinstance(error, SystemExit) else error
 
 
 def _nothing() -> None:
     pass
+
+
+_at_end: list[Callable[[], None]] = [finish_tasks]
+
+
+def at_end(function: Callable[[], None]) -> None:
+    """Call ``function`` when process groups, or the process, end: it may use the store, but not take long."""
+    if function not in _at_end:
+        _at_end.append(function)
+        atexit.register(function)
+
+
+def watch_end() -> None:
+    """See to it that what was given to :func:`at_end`, and the tasks of all streams, are done before groups end.
+
+    Tasks that nothing has waited for yet, such as gathers of layers that this rank has left out, are needed by ranks
+    that have not. They fail as soon as torch forgets their groups.
+    """
+    world = dist.distributed_c10d._world
+    communicators = getattr(world, "comms", None)
+    if isinstance(communicators, list):
+        # What torch finishes first: known however the user has imported destroy_process_group.
+        if _END not in communicators:
+            communicators.append(_END)
+    elif not hasattr(dist.destroy_process_group, "__wrapped__"):
+        dist.destroy_process_group = dist.distributed_c10d.destroy_process_group = _ending(dist.destroy_process_group)
+
+
+def _ending(destroy: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(destroy)
+    def finish_and_destroy(group: dist.ProcessGroup | None = None) -> None:
+        if group is None or group is dist.group.WORLD:
+            _END.finalize()
+        destroy(group)
+
+    return finish_and_destroy
+
+
+class _End:
+    """Ends what this process has to do with its process groups."""
+
+    def finalize(self) -> None:
+        """Do it. Nothing must keep the groups from ending."""
+        for function in _at_end:
+            try:
+                function()
+            except Exception as error:  # noqa: BLE001 - see above
+                logger.warning("FSDP: while the process groups ended: %s", error)
+        _hopeless.clear()
+
+
+_END = _End()
 
 
 def default_device(module: torch.nn.Module) -> torch.device:

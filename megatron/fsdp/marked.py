@@ -22,10 +22,12 @@ from megatron.fsdp.layout import ROW, Granularity
 from megatron.fsdp.megatron_fsdp import MegatronFSDP
 from megatron.fsdp.mesh import FSDPDistributedIndex, default_index
 from megatron.fsdp.optimizer import attach_optimizer, owners, watch_optimizers
+from megatron.fsdp.other_engines import check_no_other_engine
 from megatron.fsdp.parameter import check_class
 from megatron.fsdp.parameter_group import Environment
 from megatron.fsdp.partition import UnitPart, partition
 from megatron.fsdp.precision import MixedPrecisionPolicy
+from megatron.fsdp.ragged_dtensor import is_sharded
 from megatron.fsdp.torch_patches import attach_with
 from megatron.fsdp.unit import Unit
 
@@ -146,6 +148,16 @@ class InPlaceEngine(MegatronFSDP):
             self.divide(unit, self.index.size, mark.divisor)
         return unit
 
+    def _settings_of(self, part: UnitPart) -> str:
+        mark = mark_of(part.module)
+        divisor = "" if mark.divisor is None else f", gradients divided by {mark.divisor}"
+        return f"{mark.policy}, reshard_after_forward={not mark.keeps_weights}{divisor}"
+
+    def agree(self) -> None:
+        """Not while the model is sharded, which waits for nobody, but before something waits for other ranks."""
+        if self._built:
+            super().agree()
+
     def broadcast_params(self) -> None:
         """Not while the model is sharded, which communicates nothing, but before its first forward."""
         if self._built:
@@ -154,6 +166,7 @@ class InPlaceEngine(MegatronFSDP):
     def before_forward(self) -> None:
         """The outermost module is about to run."""
         if not self._agreed:
+            self.agree()
             self._agreed = True
             self.broadcast_params()
         for group in self.groups:
@@ -185,6 +198,8 @@ class InPlaceEngine(MegatronFSDP):
 
     def load(self, root: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> Any:
         """Load whole tensors, tensors that are sharded as the model is, and tensors that are sharded evenly."""
+        if any(is_sharded(value) for value in state_dict.values()):
+            self.agree()  # what is sharded in another way is gathered
         return self._load(root, "", state_dict, strict)
 
 
@@ -221,6 +236,7 @@ def _shard(root: MarkedModule) -> None:
             raise NotImplementedError(f"mesh: {name} and the modules around it must have the same mesh.")
         if mark_of(module).offload != mark.offload:
             raise NotImplementedError(f"offload_policy: {name} and the modules around it must have the same.")
+    check_no_other_engine(root)
     tensors = [t for m in root.modules() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
     _check_dtypes(partition(root, (MarkedModule,)))
     config = FSDPConfig(

@@ -14,16 +14,18 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from megatron.fsdp import gloo, torch_patches
+from megatron.fsdp.agreement import Agreement, fingerprint, telling_others
 from megatron.fsdp.buffer import all_gather, all_reduce
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.deferred import forget
 from megatron.fsdp.device import Handle, Stream, communication_stream, default_device
 from megatron.fsdp.gradients import GradientScaling
-from megatron.fsdp.journal import JOURNAL, explaining, watch
+from megatron.fsdp.journal import explaining, watch
 from megatron.fsdp.layout import parse_granularity
 from megatron.fsdp.materialize import check_can_materialize, comes_last, initialize, materialize_buffers
 from megatron.fsdp.mesh import FSDPDistributedIndex, default_index, require_process_group
 from megatron.fsdp.nccl_memory import NcclMemory
+from megatron.fsdp.other_engines import refuse_others
 from megatron.fsdp.parameter import ParameterEntry
 from megatron.fsdp.parameter_group import Environment, ParameterGroup
 from megatron.fsdp.partition import (
@@ -32,6 +34,7 @@ from megatron.fsdp.partition import (
     check_devices,
     check_dtypes,
     check_not_wrapped,
+    is_wrapped,
     mark_owner,
     partition,
     resolve_unit_classes,
@@ -105,32 +108,26 @@ class MegatronFSDP(nn.Module):
         self.fsdp_config = config or FSDPConfig()
         self.device = torch.device(device) if device is not None else default_device(module)
         check_not_wrapped(module)
-        check_devices(module, self.device, self.fsdp_config.materialize)
-        if self.fsdp_config.materialize:
-            check_can_materialize(module)
-        check_dtypes(module, self.fsdp_config.mixed_precision)
-        classes = resolve_unit_classes(module, fsdp_unit_modules)
         self.index = index or default_index(self.device)
-        self._tp_mesh = tensor_parallel_mesh(module, self.index)
-
-        if self.fsdp_config.average_in_collective and dist.get_backend(self.index.dense.inner) == "gloo":
-            raise ValueError("average_in_collective: gloo can sum only. Leave it off; the result is the same.")
+        everyone = self.index.dense.everyone
+        self._channel = watch(everyone, self.device)
+        with telling_others(self.index):
+            part = self._examine(module, fsdp_unit_modules)
+        self._agreement = Agreement(self.index, *fingerprint(part, self.fsdp_config, self.index, self._settings_of))
+        self.agree()
 
         self.module = module
-        everyone = self.index.dense.everyone
         self._stream = communication_stream(self.device, everyone)
         self._everyone = self._stream.group(everyone)
-        JOURNAL.peers = dist.get_process_group_ranks(everyone)
-        watch(everyone)
         self._is_last_microbatch = True
         self._model_auto_sync = self.fsdp_config.sync_model_each_microbatch
         self._unsynchronized = False
         self.microbatch_count = 0
         self._without_parameters = materialize_buffers(module, self.device)
         self._move_buffers()
-        part = partition(module, classes, self.fsdp_config.every_module_is_a_unit)
-        releases = fsdp_unit_modules is not None or bool(part.children)
-        self._build(part, self.fsdp_config.sharding if releases else self.fsdp_config.sharding.with_whole_parameters)
+        self._build(
+            part, self.fsdp_config.sharding if self._releases else self.fsdp_config.sharding.with_whole_parameters
+        )
         if self.fsdp_config.materialize:
             forget(module)
         self._update_reduce_now()
@@ -139,6 +136,29 @@ class MegatronFSDP(nn.Module):
         self.broadcast_params()
 
     # Construction ----------------------------------------------------------------------------------------------
+
+    def _examine(self, module: nn.Module, unit_modules: UnitClasses | None) -> UnitPart:
+        """Raise if this rank's model or settings are not fit; else divide the model into units."""
+        config = self.fsdp_config
+        check_devices(module, self.device, config.materialize)
+        if config.materialize:
+            check_can_materialize(module)
+        check_dtypes(module, config.mixed_precision)
+        classes = resolve_unit_classes(module, unit_modules)
+        self._tp_mesh = tensor_parallel_mesh(module, self.index)
+        if config.average_in_collective and dist.get_backend(self.index.dense.inner) == "gloo":
+            raise ValueError("average_in_collective: gloo can sum only. Leave it off; the result is the same.")
+        part = partition(module, classes, config.every_module_is_a_unit)
+        self._releases = unit_modules is not None or bool(part.children)
+        return part
+
+    def _settings_of(self, part: UnitPart) -> str:
+        """What was said about one unit, and must be the same on all ranks."""
+        return f"weights are released: {self._releases}" if not part.name else ""
+
+    def agree(self) -> None:
+        """Wait until the other ranks have the same model, or raise."""
+        self._agreement.wait(self._channel)
 
     def _move_buffers(self) -> None:
         for buffer in self.module.buffers():
@@ -193,11 +213,13 @@ class MegatronFSDP(nn.Module):
         )
         for unit in self._units:
             module = modules[id(unit)]
+            unit.channel = self._channel
             unit.install_hooks(root_modules(module) if unit.is_root else [module], self._schedule)
             for group in unit.groups:
                 group.show(compute=False)
                 if config.fused_weight_gradients and group.requires_grad:
                     group.let_kernels_write()
+        refuse_others(self, is_wrapped)
         for entry in self.entries():
             for parameter in (entry.given, entry.compute, entry.main):
                 mark_owner(parameter, self)
@@ -445,19 +467,23 @@ class MegatronFSDP(nn.Module):
         # What is used here is used: reading the flags, which stops the host, is for ranks that miss a gradient.
         if all(used for used, needed in zip(used_here, trained, strict=True) if needed):
             return used_here
-        handle.wait()
+        with explaining():
+            handle.wait()
         return [bool(flag) for flag in flags.tolist()]
 
     def on_any_rank(self, flags: list[bool]) -> list[bool]:
         """For each flag, whether it is set on any rank. All ranks must call this, with as many flags."""
         everyone, handle = self._start_any(flags)
-        handle.wait()
+        with explaining():
+            handle.wait()
         return [bool(flag) for flag in everyone.tolist()]
 
     def _start_any(self, flags: list[bool]) -> tuple[torch.Tensor, Handle]:
         """Start finding out which flags are set on any rank: the result, and what to wait for before it is read."""
         everyone = torch.tensor(flags, dtype=torch.uint8, device=self.device)
-        return everyone, self._stream.run(functools.partial(_all_reduce_max, self._stream, everyone, self._everyone))
+        handle = self._stream.run(functools.partial(_all_reduce_max, self._stream, everyone, self._everyone))
+        self._channel.note(f"compare {len(flags)} flags", [handle])
+        return everyone, handle
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
         """Multiply the gradients in ``.grad`` in place.

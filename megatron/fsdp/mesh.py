@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -14,12 +15,17 @@ DEFAULT_SHARD_DIM = "dp_shard"
 
 def new_group(ranks: list[int], like: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
     """A group of these ranks, all of which must call it, with the timeout of another, which torch does not pass on."""
-    device = torch.device("cuda" if dist.get_backend(like) == "nccl" else "cpu")
+    return dist.new_group(ranks, timeout=timeout_of(like), use_local_synchronization=True, group_desc=name)
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """How long a collective of the group may take; None if nobody knows."""
+    device = torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
     try:
-        timeout = like._get_backend(device).options._timeout
+        timeout: timedelta = group._get_backend(device).options._timeout
     except (RuntimeError, AttributeError):  # the fake backend has none
-        timeout = None
-    return dist.new_group(ranks, timeout=timeout, use_local_synchronization=True, group_desc=name)
+        return None
+    return timeout
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.mesh import FSDPDistributedIndex
 from megatron.fsdp.names import did_you_mean
+from megatron.fsdp.other_engines import check_no_other_engine
 from megatron.fsdp.parameter import TENSOR_PARALLEL, GroupKey, ParameterEntry, check_class
 from megatron.fsdp.precision import MixedPrecisionPolicy
 
@@ -86,15 +87,23 @@ def _nearest(name: str, present: Iterable[str]) -> str:
 
 
 def check_not_wrapped(module: nn.Module) -> None:
-    """Raise if the model, or a part of it, is sharded already.
+    """Raise if the model, or a part of it, is sharded already, or synchronized by another engine.
 
     Raises:
         ValueError: It is.
     """
     for name, parameter in module.named_parameters():
         owner = getattr(parameter, OWNER, None)
-        if owner is not None and owner() is not None:
-            raise ValueError(f"The model is already wrapped: parameter {name} belongs to a MegatronFSDP.")
+        if owner is not None:
+            gone = "" if owner() is not None else " that is gone: keep what fully_shard returns"
+            raise ValueError(f"The model is already wrapped: parameter {name} belongs to a MegatronFSDP{gone}.")
+    check_no_other_engine(module)
+
+
+def is_wrapped(module: nn.Module) -> bool:
+    """Whether any parameter of a module belongs to a model that is sharded."""
+    owners = (getattr(parameter, OWNER, None) for parameter in module.parameters())
+    return any(owner is not None and owner() is not None for owner in owners)
 
 
 def check_devices(module: nn.Module, device: torch.device, materialize: bool = False) -> None:

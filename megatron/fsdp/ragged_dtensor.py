@@ -309,8 +309,8 @@ def _dispatch(func: Any, args: tuple, kwargs: dict) -> Any:
 
 def _unsupported(func: Any, why: str = "it is not element-wise and no reduction of the whole tensor") -> Exception:
     return NotImplementedError(
-        f"{func} on a sharded DTensor: {why}. Use .full_tensor() for the whole tensor (a collective), or .to_local() for "
-        "this rank's rows. Parameters are whole only while the forward of their unit runs; a method that computes with "
+        f"{func} on a sharded DTensor: {why}. Use .full_tensor() for the whole tensor (a collective), or .to_local() "
+        "for this rank's rows. Parameters are whole only while the forward of their unit runs; a method that computes with "
         "them needs megatron_fsdp.register_forward_method(module, 'name')."
     )
 

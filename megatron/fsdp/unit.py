@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from megatron.fsdp.journal import JOURNAL, explaining
+from megatron.fsdp.journal import Channel, explaining
 from megatron.fsdp.parameter_group import ParameterGroup
 from megatron.fsdp.pool import Slot
 from megatron.fsdp.ragged_dtensor import local_part
@@ -80,6 +80,7 @@ class Unit:
         took_part: The gradient of an output has arrived in this backward.
         reduced: Gradients were handed over for reduction in this backward.
         keeps_weights: The weights stay gathered from a forward until its backward, as the root's do.
+        channel: Where it is noted what the unit communicates.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class Unit:
         self.took_part = False
         self.reduced = False
         self.keeps_weights = False
+        self.channel = Channel([])
         self._listener: Callable[[], UnitListener | None] = lambda: None
         self._before: Callable[..., Any] = weak_method(self.pre_forward)
         self._after: Callable[..., Any] = weak_method(self.post_forward)
@@ -114,6 +116,11 @@ class Unit:
     def label(self) -> str:
         """Name for messages."""
         return self.name or "<root>"
+
+    @functools.cached_property
+    def _gathering(self) -> str:
+        size = sum(g.layout.numel * g.dtypes.compute.itemsize for g in self.groups)
+        return f"gather {self.label}, {size:,} bytes"
 
     @property
     def state(self) -> WeightState:
@@ -159,7 +166,7 @@ class Unit:
                 self._slot.holder = weakref.ref(self)
             handles = [handle for group in self.groups if (handle := group.weights.gather()) is not None]
         if handles:
-            JOURNAL.note(f"gather {self.label}", handles)
+            self.channel.note(self._gathering, handles)
 
     @property
     def must_wait(self) -> bool:
@@ -243,12 +250,13 @@ class Unit:
         Returns:
             Whether a reduction was started.
         """
-        handles = []
+        handles, size = [], 0
         for group in self.groups:
             if group.requires_grad and (handle := group.reduce_gradients(last)) is not None:
                 handles.append(handle)
+                size += group.layout.numel * group.gradients.sent_dtype.itemsize
         if handles:
-            JOURNAL.note(f"reduce {self.label}", handles)
+            self.channel.note(f"reduce {self.label}, {size:,} bytes", handles)
         return bool(handles)
 
     def reduce_waiting(self) -> None:

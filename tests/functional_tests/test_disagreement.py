@@ -19,13 +19,16 @@ from torch import nn
 from megatron_fsdp import fully_shard
 
 mode, rank = sys.argv[1], int(os.environ["RANK"])
-dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=8))
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30 if mode in ("other", "slow") else 8))
 model = nn.Sequential(*(nn.Linear(8, 8 + 8 * (i == 2)) for i in range(3)))
 model, optimizer = fully_shard(model, torch.optim.AdamW(model.parameters()), fsdp_unit_modules=[nn.Linear])
 layers = list(model.module)
 
 def die(*unused):
     os._exit(9)
+
+def evaluate():
+    time.sleep(8)
 
 for step in range(4):
     lost = rank == 1 and step == 2
@@ -34,6 +37,8 @@ for step in range(4):
     loss = model(torch.ones(2, 8)).sum()
     if lost and mode == "backward":
         die()
+    if lost and mode == "slow":
+        evaluate()
     if lost and mode == "late":
         time.sleep(120)
     loss.backward()
@@ -48,12 +53,12 @@ print("trained")
 """
 
 
-def run(mode: str, folder: Path) -> list[tuple[int, str]]:
+def run(mode: str, folder: Path, **variables: str) -> list[tuple[int, str]]:
     """Exit code and output of each rank. No launcher ends the other rank when one has died."""
     script = folder / "train.py"
     script.write_text(SCRIPT)
     environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables}
     ranks = [
         subprocess.Popen(
             [sys.executable, str(script), mode],
@@ -81,13 +86,26 @@ def run(mode: str, folder: Path) -> list[tuple[int, str]]:
 def test_a_lost_rank_is_reported(mode: str, tmp_path: Path) -> None:
     (code, output), _ = run(mode, tmp_path)
     assert code not in (0, 9) and "trained" not in output, output
-    assert "What the ranks had communicated:" in output, output
-    assert "rank 0: last issued" in output and "rank 1: no answer" in output, output
+    assert "Where the ranks are:" in output, output
+    other = "rank 1: last issued" if mode == "late" else "rank 1: no answer"
+    assert "rank 0: last issued" in output and other in output, output
+    assert "train.py:" in output and output.index("Where the ranks are:") < output.index("The error was:"), output
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="several ranks over gloo on the CPU")
 def test_the_first_difference_is_named(tmp_path: Path) -> None:
     results = run("other", tmp_path)
     assert all(code for code, _ in results), results
-    (report,) = [output for _, output in results if "What the ranks had communicated:" in output]
-    assert "They first differ at number" in report, report
+    for _, output in results:
+        assert "The ranks do different things" in output and "They first differ at number" in output, output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="several ranks over gloo on the CPU")
+def test_a_long_wait_is_reported_while_it_goes_on(tmp_path: Path) -> None:
+    """Rank 1 evaluates something of its own for a while, in a place of which rank 0 knows nothing."""
+    results = run("slow", tmp_path, MEGATRON_FSDP_REPORT_AFTER="3")
+    assert [code for code, _ in results] == [0, 0], results
+    assert all("trained" in output for _, output in results)
+    (report,) = [output for _, output in results if "nothing has ended for 3 s" in output]
+    assert "in evaluate, which" not in report.split("rank 1:")[0] and "in evaluate" in report, report
+    assert "waits for: gather" in report and "bytes" in report, report

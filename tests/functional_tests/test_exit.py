@@ -1,5 +1,6 @@
 """A script that ends right after a step ends cleanly: nothing of gloo's outlives Python."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -36,3 +37,63 @@ def test_a_script_ends_cleanly(last: str, tmp_path: Path) -> None:
     for _ in range(3):
         run = torchrun([str(script), last], ranks=2, timeout=200)
         assert run.returncode == 0, run.stdout + run.stderr
+
+
+SKIPPING = """
+import os, sys, time
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed import destroy_process_group
+from megatron_fsdp import fully_shard
+from megatron.fsdp.device import CpuStream
+
+dist.init_process_group("gloo")
+rank, how = dist.get_rank(), sys.argv[1]
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x, skip):
+        for i, layer in enumerate(self.layers):
+            if not (skip and i == 2):
+                x = layer(x)
+        return x
+
+run = CpuStream.run
+# The communication of the rank that skips is late: what it does not wait for itself is on its way when it ends.
+CpuStream.run = lambda self, task: run(self, lambda: (time.sleep(0.05 * rank), task())[1])
+model = Model()
+model, optimizer = fully_shard(model, torch.optim.AdamW(model.parameters()), fsdp_unit_modules=[nn.Linear])
+for step in range(3):
+    model(torch.randn(4, 32), skip=rank == 1).pow(2).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+with torch.no_grad():
+    model(torch.randn(4, 32), skip=rank == 1)
+if how == "raise" and rank == 1:
+    raise ValueError("the user's")
+if how == "destroy":
+    destroy_process_group()
+    os._exit(0)  # as processes that multiprocessing has forked end
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="gloo, in host memory")
+@pytest.mark.parametrize("how", ["destroy", "exit"])
+def test_what_others_need_is_finished_at_the_end(how: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SKIPPING)
+    run = torchrun([str(script), how], ranks=2, timeout=200)
+    assert run.returncode == 0 and "Error" not in run.stderr, run.stdout + run.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="gloo, in host memory")
+def test_an_error_of_one_rank_ends_all_soon(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SKIPPING)
+    begin = time.monotonic()
+    run = torchrun([str(script), "raise"], ranks=2, timeout=200)
+    assert run.returncode != 0 and "ValueError: the user's" in run.stderr
+    assert time.monotonic() - begin < 100

@@ -1,0 +1,214 @@
+"""Ranks that are about to share a model compare it, and all of them raise the first difference."""
+
+import re
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from megatron.fsdp import agreement
+from megatron.fsdp.compat import fully_shard
+from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model
+from tests.ranks import RankPool
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 8, depth: int = 2, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, width, dtype=dtype)
+        self.layers = nn.ModuleList(nn.Linear(width, width, dtype=dtype) for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def _frozen() -> Net:
+    net = Net()
+    net.layers[1].requires_grad_(False)
+    return net
+
+
+def _tied() -> Net:
+    net = Net()
+    net.layers[1].weight = net.layers[0].weight
+    return net
+
+
+def _marked() -> Net:
+    net = Net()
+    net.first.weight.shared_embedding = True  # type: ignore[attr-defined]
+    return net
+
+
+# What the last rank does otherwise, and what the error must name.
+DIFFERENT: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
+    "width": (lambda: Net(width=12), {}, r"parameter first.weight: rank.* 0.*: shape \(8, 4\).*shape \(12, 4\)"),
+    "depth": (lambda: Net(depth=3), {}, r"parameter layers.2.weight: .*nothing of that name.*shape \(8, 8\)"),
+    "dtype": (lambda: Net(dtype=torch.bfloat16), {}, r"parameter first.weight: .*float32.*bfloat16"),
+    "frozen": (_frozen, {}, r"parameter layers.1.weight: .*trained.*frozen"),
+    "tied": (_tied, {}, r"parameter layers.0.weight: .*tied to \['layers.1.weight'\]"),
+    "marked": (_marked, {}, r"parameter first.weight: .*repeated"),
+    "strategy": (Net, {"zero_dp_strategy": 2}, "setting strategy: .*optim_grads_params.*: optim_grads. Give all"),
+    "dtypes": (
+        Net,
+        {"mixed_precision_policy": MixedPrecisionPolicy(main_grads_dtype=torch.float32)},
+        "setting mixed_precision: .*main_grads_dtype=None.*main_grads_dtype=torch.float32",
+    ),
+    "overlap": (Net, {"overlap_param_gather": False}, "setting overlap_param_gather: .*True.*False"),
+    "units": (Net, {"fsdp_unit_modules": None}, "setting of unit 0: .*released: True.*released: False. Give"),
+    "unfit": (
+        Net,
+        {"fsdp_unit_modules": [nn.Conv2d]},
+        "cannot be sharded, because rank . cannot: ValueError: fsdp_unit",
+    ),
+}
+
+
+def _raised(function: Callable[[], object]) -> tuple[str, float]:
+    begin = time.monotonic()
+    try:
+        function()
+    except Exception as error:  # noqa: BLE001 - returned to the test
+        return f"{type(error).__name__}: {error}", time.monotonic() - begin
+    return "nothing", time.monotonic() - begin
+
+
+def _shard(case: str) -> tuple[str, float, bool]:
+    build, arguments, _ = DIFFERENT[case]
+    last = dist.get_rank() == dist.get_world_size() - 1
+    net = build() if last else Net()
+    defaults: dict[str, Any] = {"fsdp_unit_modules": [nn.Linear], "device": "cpu"}
+    before = {name: parameter for name, parameter in net.named_parameters()}
+    raised = _raised(lambda: fully_shard_model(net, **{**defaults, **(arguments if last else {})}))
+    return *raised, all(before[name] is parameter for name, parameter in net.named_parameters())
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_every_rank_raises_the_first_difference_and_nothing_is_changed(ranks: RankPool, case: str) -> None:
+    results = ranks.run(3 if case == "width" else 2, _shard, case)
+    for text, seconds, untouched in results:
+        assert text.startswith("ValueError") and seconds < 10 and untouched, results
+    expected = DIFFERENT[case][2]
+    own = results[:-1] if case == "unfit" else results
+    assert all(re.search(expected, text, re.S) for text, *_ in own), results
+    if case == "width":
+        assert "ranks 0-1: shape (8, 4)" in results[2][0] and "rank 2: shape (12, 4)" in results[2][0]
+
+
+def _shard_again() -> str:
+    """After a difference, ranks that now have the same can go on."""
+    rank = dist.get_rank()
+    with suppress(ValueError):
+        fully_shard_model(Net(width=8 + 4 * rank), device="cpu")
+    model = fully_shard_model(Net(), device="cpu")
+    model(torch.ones(2, 4)).sum().backward()
+    return _raised(lambda: fully_shard_model(Net(depth=rank + 1), device="cpu"))[0]
+
+
+def test_ranks_that_agree_after_a_difference_go_on(ranks: RankPool) -> None:
+    assert all("layers.1.weight" in text for text in ranks.run(2, _shard_again))
+
+
+def _shard_marked(rank_differs: bool) -> list[str]:
+    rank, found = dist.get_rank(), []
+    net = Net(width=8 + 4 * (rank_differs and rank))
+    for layer in net.layers:
+        fully_shard(layer, reshard_after_forward=not (rank and not rank_differs))
+    fully_shard(net)
+    # Sharding waits for nobody, so that one rank may look at parameters alone.
+    if rank == 0:
+        found.append(str(sum(parameter.numel() for parameter in net.parameters())))
+    found.append(_raised(lambda: net(torch.ones(2, 4)))[0])
+    return found
+
+
+def test_modules_that_are_marked_are_compared_before_their_first_forward(ranks: RankPool) -> None:
+    first, second = ranks.run(2, _shard_marked, True)
+    assert first[0] == str(sum(parameter.numel() for parameter in Net().parameters()))
+    assert all("parameter first.weight" in texts[-1] for texts in (first, second))
+    for texts in ranks.run(2, _shard_marked, False):
+        assert "reshard_after_forward=True" in texts[-1] and "reshard_after_forward=False" in texts[-1]
+
+
+def _shard_over_other_groups() -> tuple[str, str]:
+    """Two groups that share nothing have models of their own; so has each rank alone."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    stage = mesh.get_local_rank("pp")
+    alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("each", "one"))
+    if dist.get_rank() == 1:
+        fully_shard_model(Net(width=20), device_mesh=alone["one"], device="cpu")
+    good = _raised(lambda: fully_shard_model(Net(depth=1 + stage), device_mesh=mesh["dp"], device="cpu"))[0]
+    width = 12 if dist.get_rank() == 3 else 8
+    bad = _raised(lambda: fully_shard_model(Net(width=width), device_mesh=mesh["dp"], device="cpu"))[0]
+    return good, bad
+
+
+def test_only_ranks_that_share_a_model_compare(ranks: RankPool) -> None:
+    results = ranks.run(4, _shard_over_other_groups)
+    assert [good for good, _ in results] == ["nothing"] * 4
+    assert [bad == "nothing" for _, bad in results] == [True, True, False, False]
+    assert "rank 2: shape (8, 4)" in results[2][1] and "rank 3: shape (12, 4)" in results[2][1]
+
+
+class Experts(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.dense, self.expert = nn.Linear(4, 4), nn.Linear(4, width)
+        for parameter in self.expert.parameters():
+            parameter.allreduce = False  # type: ignore[attr-defined]
+
+
+def _shard_experts(widths: list[int]) -> str:
+    """Ranks 0 and 2 share experts, and so do ranks 1 and 3."""
+    mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("ep", "dp"))
+    experts = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    model = Experts(widths[dist.get_rank()])
+    return _raised(
+        lambda: fully_shard_model(
+            model, device_mesh=mesh, dp_shard_dim="dp", expt_device_mesh=experts, fsdp_unit_modules=[], device="cpu"
+        )
+    )[0]
+
+
+def test_experts_are_compared_by_those_that_share_them(ranks: RankPool) -> None:
+    assert ranks.run(4, _shard_experts, [8, 12, 8, 12]) == ["nothing"] * 4
+    found = ranks.run(4, _shard_experts, [8, 12, 8, 16])
+    assert all("parameter expert.weight: rank 1: shape (12, 4)" in text for text in found), found
+    assert "because rank 1 cannot" in found[0] or "because ranks 1, 3 cannot" in found[0]
+
+
+def _count_messages() -> tuple[int, int]:
+    """How many messages a comparison takes if nothing differs and all have come: those of the last rank to come."""
+    messages = [0]
+
+    class Counting(dist.PrefixStore):
+        def add(self, key: str, value: int) -> int:
+            messages[0] += 1
+            return super().add(key, value)
+
+        def set(self, key: str, value: str) -> None:
+            messages[0] += 1
+            super().set(key, value)
+
+    agreement.dist.PrefixStore, original = Counting, dist.PrefixStore  # type: ignore[misc]
+    try:
+        comparison = agreement.Comparison(dist.group.WORLD, {"a": "b" * 10**6})
+        dist.barrier()
+        sent = messages[0]
+        comparison.wait(agreement.Channel([0]))
+    finally:
+        agreement.dist.PrefixStore = original  # type: ignore[misc]
+    return sent, messages[0]
+
+
+def test_agreeing_takes_a_few_short_messages_whatever_the_number_of_ranks(ranks: RankPool) -> None:
+    assert ranks.run(4, _count_messages) == [(2, 4)] * 4

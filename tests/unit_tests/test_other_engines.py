@@ -1,0 +1,80 @@
+"""A model that another engine synchronizes is refused, and one that is sharded cannot be wrapped by another."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from megatron.fsdp import compat
+from megatron_fsdp import fully_shard_model
+from tests.ranks import RankPool
+
+_KEPT: list[object] = []
+
+
+def _model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+def _sharded() -> tuple[nn.Sequential, nn.Module]:
+    model = _model()
+    wrapped = fully_shard_model(model, fsdp_unit_modules=[nn.Linear], device="cpu")
+    _KEPT.append(wrapped)
+    return model, wrapped
+
+
+def _torch_inside() -> nn.Module:
+    model = _model()
+    torch_fully_shard(model[1])
+    return model
+
+
+def _marked() -> nn.Module:
+    model = _torch_inside()
+    compat.fully_shard(model)
+    model(torch.ones(2, 4))
+    return model
+
+
+def _shard(model: Callable[[], nn.Module]) -> Callable[[], Any]:
+    return lambda: fully_shard_model(model(), device="cpu")
+
+
+# What is done, and what the error says.
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "ddp before": (
+        _shard(lambda: DistributedDataParallel(_model())),
+        r"it is already synchronized by .*DistributedDataParallel. Give fully_shard the model that it wraps",
+    ),
+    "ddp inside": (_shard(lambda: nn.Sequential(DistributedDataParallel(_model()))), "its part 0 is already"),
+    "data parallel before": (_shard(lambda: DataParallel(_model())), "DataParallel"),
+    "replicate before": (_shard(lambda: replicate(_model())), "torch's replicate"),
+    "fsdp2 inside": (_shard(_torch_inside), r"its part 1 .*Leave out torch's fully_shard"),
+    "fsdp2 inside of marked": (_marked, r"its part 1 .*Leave out torch's fully_shard"),
+    "sharded before": (_shard(lambda: _sharded()[1]), "already wrapped: parameter .* belongs to a MegatronFSDP"),
+    "ddp around": (lambda: DistributedDataParallel(_sharded()[1]), "DistributedDataParallel is to wrap a model"),
+    "ddp around the model": (lambda: DistributedDataParallel(_sharded()[0]), "Use the sharded model as it is"),
+    "ddp far around": (lambda: DistributedDataParallel(nn.Sequential(_sharded()[1])), "is to wrap a model"),
+    "data parallel around": (lambda: DataParallel(_sharded()[1]), "is to wrap a model"),
+    "fsdp2 around": (lambda: torch_fully_shard(_sharded()[1]), "torch's fully_shard was called on a model"),
+    "fsdp2 of a part": (lambda: torch_fully_shard(_sharded()[0][1]), "torch's fully_shard was called on a model"),
+}
+
+
+def _refuse_all() -> None:
+    for case, (act, expected) in REFUSED.items():
+        with pytest.raises(ValueError, match=expected):
+            act()
+            pytest.fail(f"{case} was accepted")
+    # A model that is not sharded may be wrapped by anything, after all of that.
+    DistributedDataParallel(_model())(torch.ones(2, 4)).sum().backward()
+    torch_fully_shard(_model())(torch.ones(2, 4)).sum().backward()
+
+
+def test_other_engines_are_refused_by_name(ranks: RankPool) -> None:
+    ranks.run(2, _refuse_all)
