@@ -14,6 +14,7 @@ Words, used in this package with one meaning each:
 
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.deferred import deferred_init
+from megatron.fsdp.export import save_safetensors
 from megatron.fsdp.forward_methods import register_forward_method
 from megatron.fsdp.fully_shard import fully_shard, fully_shard_model, fully_shard_optimizer
 from megatron.fsdp.megatron_fsdp import MegatronFSDP
@@ -31,5 +32,6 @@ __all__ = [
     "fully_shard_model",
     "fully_shard_optimizer",
     "register_forward_method",
+    "save_safetensors",
     "register_optimizer",
 ]

@@ -67,6 +67,9 @@ def save_safetensors(
     dist.barrier()
 
 
+MegatronFSDP.exporter = staticmethod(save_safetensors)
+
+
 def _whole_tensors(model: MegatronFSDP, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
     """Every parameter and buffer, whole and on the CPU, in an order that all ranks share."""
     model.synchronize_param_gather()

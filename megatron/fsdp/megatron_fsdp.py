@@ -6,7 +6,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -92,6 +92,9 @@ class MegatronFSDP(nn.Module):
         RuntimeError: torch.distributed is not initialized.
         ValueError: The model or a setting is not fit; checked before anything is allocated.
     """
+
+    # What writes the whole weights of a model from Hugging Face; set by the module that does, which needs this one.
+    exporter: ClassVar[Callable[..., None]]
 
     @torch.inference_mode(False)  # who only evaluates may build it in inference mode, but must be able to gather
     def __init__(
@@ -552,9 +555,7 @@ class MegatronFSDP(nn.Module):
             if module is None or name.startswith("_"):
                 raise
         if name == "save_pretrained" and hasattr(module, name):
-            from megatron.fsdp.export import save_safetensors  # it needs this module
-
-            return functools.partial(save_safetensors, self)
+            return functools.partial(self.exporter, self)
         return getattr(module, name)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "MegatronFSDP":

@@ -24,6 +24,10 @@ from megatron.fsdp.layout import Box, Layout, boxes
 class _OwnPlacement(Placement):
     """Base of placements that torch's own rules must not take for one of theirs."""
 
+    def __post_init__(self) -> None:
+        # torch 2.11's Placement is a class of C++, which wants that; a dataclass does not do it.
+        super().__init__()
+
     def is_shard(self, dim: int | None = None) -> bool:
         """False: torch takes every shard for an even one."""
         return False
@@ -145,6 +149,8 @@ class Part(NamedTuple):
     @property
     def local_shape(self) -> tuple[int, ...]:
         """Shape of the local tensor: whole rows, or flat if the range begins or ends inside a row."""
+        if not self.shape:
+            return ()
         row = max(math.prod(self.shape[1:]), 1)
         if self.start == self.stop or (self.start % row == 0 and self.stop % row == 0):
             return ((self.stop - self.start) // row, *self.shape[1:])

@@ -26,7 +26,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim import optimizer as torch_optimizer
+from torch.torch_version import TorchVersion
 from torch.utils import _foreach_utils
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from megatron.fsdp.gloo import settling
@@ -44,7 +46,36 @@ from megatron.fsdp.ragged import (
 from megatron.fsdp.whole import gather_whole
 
 
-class RaggedDTensor(DTensor):
+class _Dispatching(TorchDispatchMode):
+    """Gives operations to the classes here where torch gives those of every kind of DTensor to its own rules."""
+
+    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict | None = None) -> Any:
+        given = {type(value) for value in tree_flatten((args, kwargs))[0]}
+        if RaggedDTensor in given:
+            return _dispatch(func, args, kwargs or {})
+        if PartialDTensor in given:
+            return PartialDTensor.__torch_dispatch__(func, tuple(given), args, kwargs)
+        return func(*args, **(kwargs or {}))
+
+
+class _OwnDispatch(DTensor):
+    """Base of DTensors with a dispatch of their own.
+
+    Up to torch 2.12, an operation on a subclass of DTensor never reaches that. A mode comes before, and
+    ``__torch_function__`` sees every operation that Python starts.
+    """
+
+    if TorchVersion(torch.__version__) < (2, 13):
+
+        @classmethod
+        def __torch_function__(  # type: ignore[override]
+            cls, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict | None = None
+        ) -> Any:
+            with torch._C.DisableTorchFunctionSubclass(), _Dispatching():
+                return func(*args, **(kwargs or {}))
+
+
+class RaggedDTensor(_OwnDispatch):
     """A DTensor with :class:`RaggedShard` or :class:`SectionedShard` among the placements of its spec."""
 
     def __new__(cls, local_tensor: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool = False) -> "RaggedDTensor":
@@ -155,7 +186,7 @@ class RaggedDTensor(DTensor):
         raise ValueError(f"{index.fqn}: expected the offset of a chunk of this rank; got {index.offset}.")
 
 
-class PartialDTensor(DTensor):
+class PartialDTensor(_OwnDispatch):
     """A DTensor of results that are still to be reduced over ranks; reading it as a number reduces it first.
 
     torch's own would read as what this rank has.
@@ -310,8 +341,8 @@ def _dispatch(func: Any, args: tuple, kwargs: dict) -> Any:
 def _unsupported(func: Any, why: str = "it is not element-wise and no reduction of the whole tensor") -> Exception:
     return NotImplementedError(
         f"{func} on a sharded DTensor: {why}. Use .full_tensor() for the whole tensor (a collective), or .to_local() "
-        "for this rank's rows. Parameters are whole only while the forward of their unit runs; a method that computes with "
-        "them needs megatron_fsdp.register_forward_method(module, 'name')."
+        "for this rank's rows. Parameters are whole only while the forward of their unit runs; a method that computes "
+        "with them needs megatron_fsdp.register_forward_method(module, 'name')."
     )
 
 

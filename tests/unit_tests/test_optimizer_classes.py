@@ -300,7 +300,7 @@ def test_compat_keeps_whole_what_it_is_told_to(ranks: RankPool, granularity: str
 
 def _compat_divided() -> None:
     model = TinyModel()
-    with pytest.raises(ValueError, match="expected row, tensor, parameter"):
+    with pytest.raises(ValueError, match="expected row, whole_row, tensor, parameter"):
         compat.fully_shard(model, shard_granularity="rows")
     compat.fully_shard(model)
     optimizer = MATRICES["Muon"](model.parameters())

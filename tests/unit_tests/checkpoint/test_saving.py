@@ -105,6 +105,9 @@ def test_nor_in_megatrons_loop(ranks: RankPool, tmp_path: Path) -> None:
 
 
 def _in_the_background(folder: str) -> list[str]:
+    from megatron.fsdp.mcore import cpu
+
+    cpu.enable()
     from megatron.core.dist_checkpointing.strategies.torch import get_async_strategy
     from megatron.fsdp.mcore.checkpointing import finishing_whole
 

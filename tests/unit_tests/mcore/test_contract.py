@@ -293,12 +293,7 @@ def state_dict_has_main_weights_and_loads_back() -> None:
         assert all(key.startswith("module.") and not key.startswith("module.module.") for key in state)
         weights = {k: v for k, v in state.items() if isinstance(v, torch.Tensor)}
         assert all(isinstance(v, DTensor) and v.dtype == torch.float32 for v in weights.values())
-        saved = {
-            k: DTensor.from_local(
-                v._local_tensor.clone(), v.device_mesh, v.placements, run_check=False, shape=v.shape, stride=v.stride()
-            )
-            for k, v in weights.items()
-        }
+        saved = {k: v.clone() for k, v in weights.items()}
         with torch.no_grad():
             for entry in model.module.entries():
                 entry.main._local_tensor.zero_()
