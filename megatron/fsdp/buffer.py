@@ -1,5 +1,6 @@
 """One flat storage with a layout, and the collectives that run on it. No copies around any of them."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.fsdp import gloo
+from megatron.fsdp.device import Stream
 from megatron.fsdp.layout import Layout
 from megatron.fsdp.pool import Pool
 from megatron.fsdp.ragged import contiguous_stride
@@ -111,3 +113,19 @@ def gap_views(flat: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
             gaps.append(flat[end : slot.offset])
         end = max(end, slot.end)
     return [*gaps, flat[end:]] if end < layout.numel else gaps
+
+
+def exchange_numbers(
+    stream: Stream, group: dist.ProcessGroup, device: torch.device, numbers: list[int]
+) -> list[list[int]]:
+    """Every rank's list of integers, in rank order; the lists may differ in length."""
+    if dist.get_backend(group) == "fake":
+        return [numbers]
+    size = torch.tensor(len(numbers), dtype=torch.int64, device=device)
+    stream.run(functools.partial(all_reduce, size, dist.ReduceOp.MAX, group)).wait()
+    # The first element is the length.
+    mine = torch.zeros(int(size) + 1, dtype=torch.int64, device=device)
+    mine[: len(numbers) + 1] = torch.tensor([len(numbers), *numbers], dtype=torch.int64, device=device)
+    everyone = torch.empty(group.size() * mine.numel(), dtype=torch.int64, device=device)
+    stream.run(functools.partial(all_gather, everyone, mine, group)).wait()
+    return [row[1 : row[0] + 1] for row in everyone.view(group.size(), -1).tolist()]

@@ -15,7 +15,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from megatron.fsdp import gloo, torch_patches
 from megatron.fsdp.agreement import Agreement, fingerprint, telling_others
-from megatron.fsdp.buffer import all_gather, all_reduce
+from megatron.fsdp.buffer import all_reduce, exchange_numbers
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.deferred import forget
 from megatron.fsdp.device import Handle, Stream, communication_stream, default_device
@@ -211,7 +211,7 @@ class MegatronFSDP(nn.Module):
                 prefetch=config.overlap_param_gather and config.max_gathered_units > 1,
                 wait_for_reduction=not config.overlap_grad_reduce,
             ),
-            exchange=functools.partial(_exchange, self._stream, self._everyone, self.device),
+            exchange=functools.partial(exchange_numbers, self._stream, self._everyone, self.device),
             on_backward_end=self._backward_ended,
         )
         for unit in self._units:
@@ -598,17 +598,3 @@ class MegatronFSDP(nn.Module):
 def _all_reduce_max(stream: Stream, flags: torch.Tensor, group: dist.ProcessGroup) -> None:
     stream.keep([flags])
     all_reduce(flags, dist.ReduceOp.MAX, group)
-
-
-def _exchange(stream: Stream, group: dist.ProcessGroup, device: torch.device, numbers: list[int]) -> list[list[int]]:
-    """Every rank's list of integers, in rank order."""
-    if dist.get_backend(group) == "fake":
-        return [numbers]
-    size = torch.tensor(len(numbers), dtype=torch.int64, device=device)
-    stream.run(functools.partial(all_reduce, size, dist.ReduceOp.MAX, group)).wait()
-    # The first element is the length.
-    mine = torch.zeros(int(size) + 1, dtype=torch.int64, device=device)
-    mine[: len(numbers) + 1] = torch.tensor([len(numbers), *numbers], dtype=torch.int64, device=device)
-    everyone = torch.empty(group.size() * mine.numel(), dtype=torch.int64, device=device)
-    stream.run(functools.partial(all_gather, everyone, mine, group)).wait()
-    return [row[1 : row[0] + 1] for row in everyone.view(group.size(), -1).tolist()]

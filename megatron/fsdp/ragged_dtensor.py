@@ -11,7 +11,6 @@ sharding rules, which know even shards only. What it allows is one table:
 Anything else raises NotImplementedError, which names ``full_tensor()``.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
@@ -23,7 +22,6 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim import optimizer as torch_optimizer
 from torch.torch_version import TorchVersion
@@ -43,6 +41,7 @@ from megatron.fsdp.ragged import (
     reported,
     spec_like,
 )
+from megatron.fsdp.reductions import shard_norm, shard_result
 from megatron.fsdp.whole import gather_whole
 
 
@@ -65,10 +64,10 @@ class _OwnDispatch(DTensor):
     ``__torch_function__`` sees every operation that Python starts.
     """
 
-    if TorchVersion(torch.__version__) < (2, 13):
+    if TorchVersion(torch.__version__) < "2.13":
 
         @classmethod
-        def __torch_function__(  # type: ignore[override]
+        def __torch_function__(
             cls, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict | None = None
         ) -> Any:
             with torch._C.DisableTorchFunctionSubclass(), _Dispatching():
@@ -476,43 +475,11 @@ def _new(func: Any, args: tuple, kwargs: dict) -> Any:
     return make_like(func(tensor._local_tensor, tuple(tensor._local_tensor.shape), *rest, **kwargs), tensor)
 
 
-# Reductions: of the local shard, and how results of ranks are put together. An empty shard has the neutral element.
-def _norm_placement(order: float) -> Placement:
-    special: dict[float, str] = {math.inf: "max", -math.inf: "min", 0.0: "sum"}
-    return Partial(special[order]) if order in special else _NormPartial(order)
-
-
-def _lowest(dtype: torch.dtype, largest: bool = False) -> float | int | bool:
-    if dtype is torch.bool:
-        return largest
-    limits = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
-    extreme = limits.max if largest else limits.min
-    infinite = math.inf if largest else -math.inf
-    return infinite if dtype.is_floating_point else extreme
-
-
 def _reduction(func: Any, args: tuple, kwargs: dict) -> Any:
-    tensor, name = args[0], func._schema.name.removeprefix("aten::")
-    given = _arguments(func, args, kwargs)
+    tensor, given = args[0], _arguments(func, args, kwargs)
     _require_all_dims(func, tensor, given.get("dim"))
-    local, dtype = tensor._local_tensor.reshape(-1), given.get("dtype")
-    if name in ("max", "amax", "min", "amin"):
-        largest = "max" in name
-        neutral = _lowest(local.dtype, largest=not largest)
-        value = (local.amax() if largest else local.amin()) if local.numel() else local.new_full((), neutral)
-        placement: Placement = Partial("max" if largest else "min")
-    elif name in ("linalg_vector_norm", "norm"):
-        order = given.get("ord", given.get("p"))
-        order = 2.0 if order is None else float(order)
-        value, placement = _local_norm(local, order, dtype), _norm_placement(order)
-    elif name == "mean":
-        value, placement = local.sum(dtype=dtype) / tensor.numel(), Partial("sum")
-    elif name in ("all", "any"):
-        value, placement = getattr(local, name)(), Partial("product" if name == "all" else "sum")
-    elif name == "count_nonzero":
-        value, placement = local.count_nonzero(), Partial("sum")
-    else:
-        value, placement = getattr(local, name)(dtype=dtype), Partial("product" if name == "prod" else "sum")
+    name, local = func._schema.name.removeprefix("aten::"), tensor._local_tensor.reshape(-1)
+    value, placement = shard_result(name, local, tensor.numel(), given)
     value = value.reshape((1,) * tensor.dim()) if given.get("keepdim") else value
     return _partial(value, placement, tensor._spec)
 
@@ -524,15 +491,9 @@ def _arguments(func: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
 
 def _require_all_dims(func: Any, tensor: torch.Tensor, dim: Any) -> None:
     dims = [dim] if isinstance(dim, int) else list(dim or range(tensor.dim()))
-    if {d % tensor.dim() for d in dims} != set(range(tensor.dim())):
+    # Of one dimension, `max` and `min` give indices, too.
+    if len(func._schema.returns) > 1 or {d % tensor.dim() for d in dims} != set(range(tensor.dim())):
         raise _unsupported(func, f"it reduces dimensions {dims} only")
-
-
-def _local_norm(local: torch.Tensor, order: float, dtype: torch.dtype | None) -> torch.Tensor:
-    if not local.numel():
-        neutral = math.inf if order == -math.inf else 0.0
-        return local.new_full((), neutral, dtype=dtype or local.dtype)
-    return torch.linalg.vector_norm(local, order, dtype=dtype)
 
 
 def _partial(value: torch.Tensor, placement: Placement, spec: DTensorSpec) -> DTensor:
@@ -561,15 +522,12 @@ def _spread(func: Any, args: tuple, kwargs: dict) -> Any:
 
 def _foreach_norm(func: Any, args: tuple, kwargs: dict) -> Any:
     given = _arguments(func, args, kwargs)
-    order = float(given.get("ord", 2))
-    results = []
+    order, results = float(given.get("ord", 2)), []
     for tensor in args[0]:
         local = local_part(tensor) if isinstance(tensor, DTensor) else tensor
-        results.append(_local_norm(local.reshape(-1), order, given.get("dtype")))
-    return [
-        _partial(value, _norm_placement(order), tensor._spec) if isinstance(tensor, DTensor) else value
-        for value, tensor in zip(results, args[0], strict=True)
-    ]
+        value, placement = shard_norm(local.reshape(-1), order, given.get("dtype"))
+        results.append(_partial(value, placement, tensor._spec) if isinstance(tensor, DTensor) else value)
+    return results
 
 
 def _equal(func: Any, args: tuple, kwargs: dict) -> bool:

@@ -26,6 +26,7 @@ ORDER = [
     "config",
     "gloo",
     "ragged",
+    "reductions",
     "whole",
     "ragged_dtensor",
     "torch_patches",

@@ -16,7 +16,6 @@ from megatron_fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
     fully_shard_model,
-    fully_shard_optimizer,
     register_optimizer,
 )
 from tests.models import DEVICE, Block, TinyModel, adamw, assert_same_training, batches, device, loss_of, main_weights
@@ -250,18 +249,3 @@ def _unmatched_expert_mesh(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 def test_a_mesh_of_experts_without_the_axes_matters_to_experts_only(ranks: RankPool, strategy: str) -> None:
     ranks.run(2, _unmatched_expert_mesh, strategy)
-
-
-def _without_description() -> None:
-    model = TinyModel()
-    sharded, optimizer = fully_shard(
-        model, adamw(model.parameters()), fsdp_unit_modules=[Block], preproc_state_dict_for_dcp_ckpt=False
-    )
-    for value in sharded.state_dict().values():
-        assert not hasattr(local_part(value), "__create_chunk_list__")
-    other = fully_shard_optimizer(adamw(sharded.parameters()))
-    assert other.state_dict()["state"] == {}
-
-
-def test_state_dicts_are_described_only_if_wanted(ranks: RankPool) -> None:
-    ranks.run(1, _without_description)

@@ -19,7 +19,11 @@ from megatron.fsdp.checkpoint.backend import Planner, Writer, save
 from megatron.fsdp.checkpoint.checksums import NAME
 from megatron.fsdp.checkpoint.loading import load
 from megatron.fsdp.checkpoint.reader import CheckpointReader
+from megatron.fsdp.mcore import cpu
 from tests.ranks import DEVICE, RankPool
+
+# Before any of Megatron's modules is imported, as those for some of these tests are.
+cpu.enable()
 
 pytestmark = [
     pytest.mark.skipif(DEVICE == "cuda", reason="Files are the same there"),
@@ -105,9 +109,6 @@ def test_nor_in_megatrons_loop(ranks: RankPool, tmp_path: Path) -> None:
 
 
 def _in_the_background(folder: str) -> list[str]:
-    from megatron.fsdp.mcore import cpu
-
-    cpu.enable()
     from megatron.core.dist_checkpointing.strategies.torch import get_async_strategy
     from megatron.fsdp.mcore.checkpointing import finishing_whole
 

@@ -1,0 +1,57 @@
+"""Reductions of a tensor that ranks hold shards of: of one shard, and how the results of ranks are put together."""
+
+import math
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Partial
+from torch.distributed.tensor._ops._math_ops import _NormPartial
+from torch.distributed.tensor.placement_types import Placement
+
+
+def shard_result(name: str, local: torch.Tensor, numel: int, given: dict[str, Any]) -> tuple[torch.Tensor, Placement]:
+    """The result of a reduction on one rank's shard. An empty shard has the neutral element.
+
+    Args:
+        name: Of torch's operation.
+        local: The shard, flat.
+        numel: Number of elements of the whole tensor.
+        given: Arguments of the operation, by name.
+
+    Returns:
+        A scalar, and the placement that says how those of all ranks are reduced.
+    """
+    dtype = given.get("dtype")
+    if name in ("max", "amax", "min", "amin"):
+        largest = "max" in name
+        if not local.numel():
+            return local.new_full((), _extreme(local.dtype, largest=not largest)), Partial("max" if largest else "min")
+        return local.amax() if largest else local.amin(), Partial("max" if largest else "min")
+    if name in ("linalg_vector_norm", "norm"):
+        order = given.get("ord", given.get("p"))
+        return shard_norm(local, 2.0 if order is None else float(order), dtype)
+    if name == "mean":
+        return local.sum(dtype=dtype) / numel, Partial("sum")
+    if name in ("all", "any"):
+        return getattr(local, name)(), Partial("product" if name == "all" else "sum")
+    if name == "count_nonzero":
+        return local.count_nonzero(), Partial("sum")
+    return getattr(local, name)(dtype=dtype), Partial("product" if name == "prod" else "sum")
+
+
+def shard_norm(local: torch.Tensor, order: float, dtype: torch.dtype | None) -> tuple[torch.Tensor, Placement]:
+    """The norm of one rank's flat shard, and how norms of shards are reduced."""
+    special: dict[float, str] = {math.inf: "max", -math.inf: "min", 0.0: "sum"}
+    placement = Partial(special[order]) if order in special else _NormPartial(order)
+    if not local.numel():
+        # torch has no infinity norm of an empty tensor.
+        return local.new_full((), math.inf if order == -math.inf else 0.0, dtype=dtype or local.dtype), placement
+    return torch.linalg.vector_norm(local, order, dtype=dtype), placement
+
+
+def _extreme(dtype: torch.dtype, largest: bool) -> float | int | bool:
+    if dtype is torch.bool:
+        return largest
+    if dtype.is_floating_point:
+        return math.inf if largest else -math.inf
+    return torch.iinfo(dtype).max if largest else torch.iinfo(dtype).min
