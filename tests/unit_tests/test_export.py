@@ -67,3 +67,29 @@ def test_from_pretrained_loads_it(
         assert found.keys() == expected.keys()
         for name, value in expected.items():
             assert torch.equal(found[name], value.to(dtype or torch.bfloat16)), name
+
+
+def _through_the_wrapper(folder: str) -> tuple[dict[str, torch.Tensor], list[int]]:
+    from megatron_fsdp import fully_shard_model
+
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(
+        vocab_size=61, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4
+    )
+    model = transformers.LlamaForCausalLM(config).to(DEVICE)
+    expected = {name: value.clone().cpu() for name, value in model.state_dict().items()}
+    prompt = torch.arange(4, device=DEVICE).view(1, 4)
+    words = model.generate(prompt, max_new_tokens=5, do_sample=False)
+    sharded = fully_shard_model(model, fsdp_unit_modules=[type(model.model.layers[0])])
+    assert sharded.config is config
+    assert torch.equal(sharded.generate(prompt, max_new_tokens=5, do_sample=False), words)
+    sharded.save_pretrained(folder)
+    return expected, words.tolist()
+
+
+def test_methods_of_the_model_through_the_wrapper(ranks: RankPool, tmp_path: Path) -> None:
+    expected, words = ranks.run(2, _through_the_wrapper, str(tmp_path))[0]
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert all(torch.equal(value, expected[name]) for name, value in loaded.state_dict().items())
+    prompt = torch.arange(4).view(1, 4)
+    assert loaded.generate(prompt, max_new_tokens=5, do_sample=False).tolist() == words

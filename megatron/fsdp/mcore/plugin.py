@@ -76,6 +76,12 @@ def _recording(original: Any) -> Any:
     return recording_initialization(original)
 
 
+def _whole_tensor(original: Any) -> Any:
+    from megatron.fsdp.uneven_dtensor import uneven_dtensor_to_full_tensor
+
+    return uneven_dtensor_to_full_tensor
+
+
 PATCHES = (
     Patch(
         "megatron.core.distributed.fsdp.mcore_fsdp_adapter",
@@ -196,6 +202,12 @@ PATCHES = (
         "DistributedOptimizer._copy_model_params_to_main_params",
         "is called after loading without optimizer state, and refuses FSDP; main weights are what was loaded",
         _checkpointing("leaving_main_weights"),
+    ),
+    Patch(
+        "megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor",
+        "uneven_dtensor_to_full_tensor",
+        "gathers parts of unequal size with an all-gather of lists, which gloo has for equal parts only",
+        _whole_tensor,
     ),
 )
 
