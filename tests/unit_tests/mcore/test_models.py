@@ -103,7 +103,12 @@ def _equals_ddp(strategy: str, model: str) -> None:
     torch.testing.assert_close(found.norms, expected.norms, rtol=2e-6, atol=0)
     assert found.weights.keys() == expected.weights.keys()
     for name, weight in expected.weights.items():
-        torch.testing.assert_close(found.weights[name], weight, rtol=1e-4, atol=1e-5, msg=name)
+        ours = found.weights[name]
+        if name.endswith("linear_qkv.bias"):
+            # The keys' bias shifts all scores alike: its gradient is rounding, of which Adam makes whole steps.
+            heads = (2, 3, -1)
+            weight, ours = weight.view(heads)[:, ::2], ours.view(heads)[:, ::2]
+        torch.testing.assert_close(ours, weight, rtol=1e-4, atol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
