@@ -11,6 +11,7 @@ sharding rules, which know even shards only. What it allows is one table:
 Anything else raises NotImplementedError, which names ``full_tensor()``.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
@@ -64,6 +65,9 @@ class _OwnDispatch(DTensor):
     ``__torch_function__`` sees every operation that Python starts.
     """
 
+    def __init__(self, *unused: Any, **unused_options: Any) -> None:
+        """Everything is done by ``__new__``."""
+
     if TorchVersion(torch.__version__) < "2.13":
 
         @classmethod
@@ -95,9 +99,6 @@ class RaggedDTensor(_OwnDispatch):
         tensor._spec = spec
         tensor._local_tensor = local_tensor
         return tensor
-
-    def __init__(self, *unused: Any, **unused_options: Any) -> None:
-        """Everything is done by ``__new__``."""
 
     @property
     def placements(self) -> tuple[Placement, ...]:
@@ -496,11 +497,20 @@ def _require_all_dims(func: Any, tensor: torch.Tensor, dim: Any) -> None:
         raise _unsupported(func, f"it reduces dimensions {dims} only")
 
 
+# Specs of results, by the spec of the tensor that is reduced: clipping asks for one of every gradient in every step,
+# and making a spec takes longer than all else there. Not kept in the spec itself, which is pickled with the tensor.
+_specs_of_results: weakref.WeakKeyDictionary[DTensorSpec, dict[tuple, DTensorSpec]] = weakref.WeakKeyDictionary()
+
+
 def _partial(value: torch.Tensor, placement: Placement, spec: DTensorSpec) -> DTensor:
     """A result of this rank's shard as a DTensor that is still to be reduced over the axes that shard."""
-    placements = tuple(p if isinstance(p, Replicate) else placement for p in spec.placements)
-    meta = TensorMeta(value.shape, value.stride(), value.dtype)
-    return PartialDTensor(value, DTensorSpec(spec.mesh, placements, tensor_meta=meta), requires_grad=False)
+    known = _specs_of_results.setdefault(spec, {})
+    key = (placement, value.dtype, value.shape)
+    if key not in known:
+        placements = tuple(p if isinstance(p, Replicate) else placement for p in spec.placements)
+        meta = TensorMeta(value.shape, value.stride(), value.dtype)
+        known[key] = DTensorSpec(spec.mesh, placements, tensor_meta=meta)
+    return PartialDTensor(value, known[key], requires_grad=False)
 
 
 def _spread(func: Any, args: tuple, kwargs: dict) -> Any:
@@ -581,5 +591,5 @@ _HANDLERS: dict[str, Callable[[Any, tuple, dict], Any]] = {
 
 # torch's clipping and optimizers take lists of these as they take lists of DTensors.
 for _supported in (_foreach_utils._foreach_supported_types, torch_optimizer._foreach_supported_types):
-    _supported.append(RaggedDTensor)
+    _supported.append(RaggedDTensor)  # type: ignore[arg-type]
 torch.serialization.add_safe_globals([RaggedDTensor, RaggedShard, SectionedShard, DTensorSpec])
