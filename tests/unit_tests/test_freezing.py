@@ -140,7 +140,7 @@ def test_freezing_while_weights_are_gathered(ranks: RankPool, strategy: str) -> 
 def _communication_of(phases: list[str]) -> list[tuple[int, int]]:
     """Reductions, and exchanges of plans, in each step."""
     found = {"reductions": 0, "exchanges": 0}
-    originals = gradients.reduce_scatter, megatron_fsdp_module._exchange
+    originals = gradients.reduce_scatter, megatron_fsdp_module.exchange_numbers
 
     def counting(key: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
@@ -150,7 +150,7 @@ def _communication_of(phases: list[str]) -> list[tuple[int, int]]:
         return call
 
     gradients.reduce_scatter = counting("reductions", originals[0])
-    megatron_fsdp_module._exchange = counting("exchanges", originals[1])
+    megatron_fsdp_module.exchange_numbers = counting("exchanges", originals[1])
     counts = []
     try:
         sharded = MegatronFSDP(TinyModel(), fsdp_unit_modules=[Block])
@@ -161,7 +161,7 @@ def _communication_of(phases: list[str]) -> list[tuple[int, int]]:
             sharded.zero_grad()
             counts.append((found["reductions"], found["exchanges"]))
     finally:
-        gradients.reduce_scatter, megatron_fsdp_module._exchange = originals
+        gradients.reduce_scatter, megatron_fsdp_module.exchange_numbers = originals
     return counts
 
 
