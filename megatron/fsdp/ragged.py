@@ -95,10 +95,6 @@ class RaggedShard(_OwnPlacement):
         cuts = tuple(cut // row * new_row for cut in self.cuts)
         return RaggedShard(self.num_shards, self.first, cuts, self.stride)
 
-    def owners(self) -> range:
-        """The shards that may hold elements."""
-        return range(self.first, self.first + len(self.cuts) - 1)
-
 
 @dataclass(frozen=True)
 class SectionedShard(_OwnPlacement):

@@ -80,9 +80,8 @@ def validate_uneven_dtensor(dtensor: DTensor) -> None:
     Raises:
         ValueError: They do not.
     """
-    chunks = dtensor.__create_chunk_list__() if isinstance(dtensor, RaggedDTensor) else None
-    if chunks is None:
-        chunks = [gather_and_compute_chunk_metadata(dtensor)]
+    ours = isinstance(dtensor, RaggedDTensor)
+    chunks = dtensor.__create_chunk_list__() if ours else [gather_and_compute_chunk_metadata(dtensor)]
     inside = all(
         0 <= offset and offset + size <= whole
         for chunk in chunks
@@ -185,12 +184,13 @@ def split_dtensor(
         ends = [*range(split_size_or_sections, size, split_size_or_sections), size]
     else:
         ends = list(itertools.accumulate(split_size_or_sections))
+    # Of a tensor that is not ours, asking for it is a collective: once, not for every piece.
+    chunk = None if isinstance(dtensor, RaggedDTensor) else gather_and_compute_chunk_metadata(dtensor)
     for start, stop in itertools.pairwise([0, *ends]):
         shape = (*dtensor.shape[:dim], stop - start, *dtensor.shape[dim + 1 :])
-        if isinstance(dtensor, RaggedDTensor):
+        if chunk is None:
             yield _split_ragged(dtensor, start, stop, dim, shape)
             continue
-        chunk = gather_and_compute_chunk_metadata(dtensor)
         first = chunk.offsets[dim]
         begin, end = (min(max(at - first, 0), chunk.sizes[dim]) for at in (start, stop))
         piece = DTensor.from_local(
@@ -206,7 +206,7 @@ def split_dtensor(
         yield piece
 
 
-def _split_ragged(dtensor: RaggedDTensor, start: int, stop: int, dim: int, shape: tuple[int, ...]) -> DTensor:
+def _split_ragged(dtensor: DTensor, start: int, stop: int, dim: int, shape: tuple[int, ...]) -> DTensor:
     part, spec = part_of(dtensor._spec), dtensor._spec
     if part.shape != tuple(dtensor.shape):
         raise NotImplementedError("split_dtensor of a tensor that is tensor-parallel, too: gather it, or split before.")

@@ -44,11 +44,7 @@ def _gather_uneven(tensor: DTensor) -> torch.Tensor:
     for axis, dim in sharded_axes(tensor):
         group = tensor.device_mesh.get_group(axis)
         lengths = lengths_on_ranks(whole.shape[dim], group, tensor.device_mesh.device_type)
-        padded = whole.new_zeros((*whole.shape[:dim], max(lengths), *whole.shape[dim + 1 :]))
-        padded.narrow(dim, 0, whole.shape[dim]).copy_(whole)
-        received = [torch.empty_like(padded) for _ in lengths]
-        with settling(group, padded, *received):
-            dist.all_gather(received, padded, group=group)
+        received = _all_gather_padded(whole, dim, max(lengths), group)
         whole = torch.cat([part.narrow(dim, 0, n) for part, n in zip(received, lengths, strict=True)], dim)
     return whole.reshape(tensor.shape)
 
@@ -103,12 +99,7 @@ def _gather_ranges(mine: torch.Tensor, bounds: list[int], group: dist.ProcessGro
             with settling(group, parts[owner]):
                 dist.broadcast(parts[owner], group=group, group_src=owner)
         return whole
-    longest = max((part.numel() for part in parts), default=0)
-    padded = mine.new_zeros(longest)
-    padded[: mine.numel()].copy_(mine)
-    received = [torch.empty_like(padded) for _ in parts]
-    with settling(group, padded, *received):
-        dist.all_gather(received, padded, group=group)
+    received = _all_gather_padded(mine, 0, max(part.numel() for part in parts), group)
     for part, from_rank in zip(parts, received, strict=True):
         part.copy_(from_rank[: part.numel()])
     return whole
@@ -120,13 +111,18 @@ def _gather_chunks(
     """Put together what the ranks of a tensor-parallel axis have."""
     dim, ranks = placement.dim, mesh.size(axis)
     full = -(-shape[dim] // ranks)
-    padded = own.new_zeros((*own.shape[:dim], full, *own.shape[dim + 1 :]))
-    padded.narrow(dim, 0, own.shape[dim]).copy_(own)
-    received = [torch.empty_like(padded) for _ in range(ranks)]
-    group = mesh.get_group(axis)
-    with settling(group, padded, *received):
-        dist.all_gather(received, padded, group=group)
+    received = _all_gather_padded(own, dim, full, mesh.get_group(axis))
     if not isinstance(placement, SectionedShard):
         return torch.cat(received, dim).narrow(dim, 0, shape[dim])
     sections = [part.split(placement.sections) for part in received]
     return torch.cat([part[i] for i in range(len(placement.sections)) for part in sections])
+
+
+def _all_gather_padded(own: torch.Tensor, dim: int, size: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """Every rank's tensor, in rank order, each filled up with zeros to ``size`` along ``dim``."""
+    padded = own.new_zeros((*own.shape[:dim], size, *own.shape[dim + 1 :]))
+    padded.narrow(dim, 0, own.shape[dim]).copy_(own)
+    received = [torch.empty_like(padded) for _ in range(group.size())]
+    with settling(group, padded, *received):
+        dist.all_gather(received, padded, group=group)
+    return received
