@@ -38,9 +38,10 @@ test: lint typecheck unit functional ## what to run before a commit: style, type
 test-slow: install ## the longer whole runs; CI runs these, too
 	$(PYTEST) tests -m slow
 
-lint: install ## ruff: style, annotations, docstrings, formatting
+lint: install ## ruff: style, annotations, docstrings, formatting; which way imports go
 	$(PYTHON) -m ruff check
 	$(PYTHON) -m ruff format --check
+	.venv/bin/lint-imports --no-cache --no-logo
 
 typecheck: install ## mypy
 	$(PYTHON) -m mypy

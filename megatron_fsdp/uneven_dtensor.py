@@ -1,6 +1,6 @@
-"""The functions of :mod:`megatron.fsdp.uneven_dtensor` under the name that scripts import."""
+"""The functions of :mod:`megatron.fsdp.dtensor.uneven` under the name that scripts import."""
 
-from megatron.fsdp.uneven_dtensor import (
+from megatron.fsdp.dtensor.uneven import (
     filter_unflattened_state_dict,
     gather_and_compute_chunk_metadata,
     gather_uneven_dtensor_to_full_tensor,

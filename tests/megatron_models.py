@@ -188,7 +188,7 @@ def train(
 
 def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Compute weights in fp32, whole, by their names in the model itself."""
-    from megatron.fsdp.names import bare_name
+    from megatron.fsdp.helpers.spelling import bare_name
 
     if isinstance(model, FullyShardedDataParallel):
         from tests.models import whole

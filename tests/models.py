@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.fsdp.parameter import ParameterEntry
+from megatron.fsdp.buffers.parameter import ParameterEntry
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
 from tests.ranks import DEVICE
 

@@ -27,7 +27,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.fsdp.mcore.verify import relative  # noqa: E402
+from megatron.fsdp.tools.compare_runs import relative  # noqa: E402
 from tools.real_loop import Run, RunFailure, run  # noqa: E402
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")

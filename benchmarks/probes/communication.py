@@ -9,7 +9,7 @@ import torch.distributed as dist
 from benchmarks import training
 from benchmarks.job import Job
 from benchmarks.model import Transformer
-from megatron.fsdp import gloo
+from megatron.fsdp.comm import gloo
 
 # How often a step gathers every unit, and how it reduces it.
 PATTERNS = {

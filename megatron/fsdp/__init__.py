@@ -12,15 +12,16 @@ Words, used in this package with one meaning each:
 * **inner**, **outer**: the ``dp_shard`` and ``dp_outer`` data-parallel axes.
 """
 
+from megatron.fsdp._old_paths import install as _install_old_paths
+from megatron.fsdp.api import fully_shard, fully_shard_model, fully_shard_optimizer
 from megatron.fsdp.config import FSDPConfig
-from megatron.fsdp.deferred import deferred_init
-from megatron.fsdp.export import save_safetensors
 from megatron.fsdp.forward_methods import register_forward_method
-from megatron.fsdp.fully_shard import fully_shard, fully_shard_model, fully_shard_optimizer
-from megatron.fsdp.megatron_fsdp import MegatronFSDP
-from megatron.fsdp.mesh import FSDPDistributedIndex
-from megatron.fsdp.optimizer_classes import register_optimizer
-from megatron.fsdp.precision import MixedPrecisionPolicy
+from megatron.fsdp.init.deferred import deferred_init
+from megatron.fsdp.module import MegatronFSDP
+from megatron.fsdp.optim.classes import register_optimizer
+from megatron.fsdp.sharding.mesh import FSDPDistributedIndex
+from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
+from megatron.fsdp.state.export import save_safetensors
 
 __all__ = [
     "FSDPConfig",
@@ -35,3 +36,5 @@ __all__ = [
     "save_safetensors",
     "register_optimizer",
 ]
+
+_install_old_paths()

@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron.fsdp.layout import parse_granularity
-from megatron.fsdp.precision import MixedPrecisionPolicy
-from megatron.fsdp.strategy import INNER, OUTER, Sharding, resolve_strategy
+from megatron.fsdp.sharding.layout import parse_granularity
+from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
+from megatron.fsdp.sharding.strategy import INNER, OUTER, Sharding, resolve_strategy
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import nn
 
-from megatron.fsdp.megatron_fsdp import MegatronFSDP
-from megatron.fsdp.names import did_you_mean
-from megatron.fsdp.optimizer import owners
-from megatron.fsdp.unit import as_forward
+from megatron.fsdp.helpers.spelling import did_you_mean
+from megatron.fsdp.module import MegatronFSDP
+from megatron.fsdp.optim.hooks import owners
+from megatron.fsdp.runtime.unit import as_forward
 
 
 def register_forward_method(module: nn.Module, method_name: str) -> None:

@@ -10,7 +10,11 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.fsdp import gradients, parameter_group, weights  # noqa: E402
+from megatron.fsdp.buffers import (
+    gradients,  # noqa: E402
+    parameter_group,  # noqa: E402
+    weights,  # noqa: E402
+)
 
 
 def missed_reduction() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.fsdp.checkpoint.reader import CheckpointReader
-from megatron.fsdp.names import bare_name
+from megatron.fsdp.helpers.spelling import bare_name
 from tests.ranks import DEVICE
 from tests.slow import all_but_slow
 from tools.parity import DDP, fsdp_arguments, write_corpus

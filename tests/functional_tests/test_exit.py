@@ -45,7 +45,7 @@ import torch, torch.distributed as dist
 from torch import nn
 from torch.distributed import destroy_process_group
 from megatron_fsdp import fully_shard
-from megatron.fsdp.device import CpuStream
+from megatron.fsdp.comm.streams import CpuStream
 
 dist.init_process_group("gloo")
 rank, how = dist.get_rank(), sys.argv[1]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.fsdp.mcore.verify import _distance, compare, launch
+from megatron.fsdp.tools.compare_runs import _distance, compare, launch
 from tests.functional_tests.planted import PLANTED
 from tests.slow import all_but_slow
 

@@ -37,7 +37,7 @@ def test_accumulation_over_three_ranks(ranks: RankPool, strategy: str) -> None:
 
 
 def _count_reductions(strategy: str) -> int:
-    import megatron.fsdp.gradients as gradients
+    import megatron.fsdp.buffers.gradients as gradients
 
     count = 0
     collectives = {name: getattr(gradients, name) for name in ("all_reduce", "reduce_scatter")}

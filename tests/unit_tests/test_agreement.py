@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from megatron.fsdp import agreement
-from megatron.fsdp.compat import fully_shard
+from megatron.fsdp.fsdp2 import fully_shard
+from megatron.fsdp.runtime import agreement
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model
 from tests.ranks import RankPool
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
-from megatron.fsdp import compat
+from megatron.fsdp import fsdp2
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
 from tests.models import (
     STRATEGIES,
@@ -96,7 +96,7 @@ def _infinity(interface: str, foreach: bool | None) -> None:
     model = Uneven().to(device())
     reference = copy.deepcopy(model)
     if interface == "compat":
-        compat.fully_shard(model)
+        fsdp2.fully_shard(model)
         sharded: nn.Module = model
     else:
         sharded = fully_shard_model(model, fsdp_unit_modules=[Block], shard_granularity=interface)

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.fsdp.consistency import hash_of, inconsistent_weights
+from megatron.fsdp.state.consistency import hash_of, inconsistent_weights
 from tests.ranks import DEVICE, RankPool
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.fsdp import device
-from megatron.fsdp.ragged_dtensor import local_part
+from megatron.fsdp.comm import streams
+from megatron.fsdp.dtensor.ragged_dtensor import local_part
 from megatron_fsdp import MegatronFSDP, fully_shard, register_optimizer
 from tests.models import FP32_GRADS, STRATEGIES, Block, TinyModel, adamw, batches, loss_of, main_weights
 from tests.ranks import RankPool
@@ -36,9 +36,9 @@ def _trained(steps: int, **arguments: Any) -> dict[str, torch.Tensor]:
 def _delays_change_no_bit(strategy: str) -> None:
     """A stream that is late, or a computation that is, reads and writes the same as one that is not."""
     expected = _trained(4, zero_dp_strategy=strategy)
-    run = device.CudaStream.run
+    run = streams.CudaStream.run
 
-    def late(self: device.CudaStream, task: Callable[[], None]) -> device.Handle:
+    def late(self: streams.CudaStream, task: Callable[[], None]) -> streams.Handle:
         def slow() -> None:
             torch.cuda._sleep(2_000_000)
             task()
@@ -46,16 +46,16 @@ def _delays_change_no_bit(strategy: str) -> None:
 
         return run(self, slow)
 
-    def late_compute(self: device.CudaStream, task: Callable[[], None]) -> device.Handle:
+    def late_compute(self: streams.CudaStream, task: Callable[[], None]) -> streams.Handle:
         torch.cuda._sleep(3_000_000)
         return run(self, task)
 
     for replacement in (late, late_compute):
-        device.CudaStream.run = replacement  # type: ignore[method-assign]
+        streams.CudaStream.run = replacement  # type: ignore[method-assign]
         try:
             found = _trained(4, zero_dp_strategy=strategy)
         finally:
-            device.CudaStream.run = run  # type: ignore[method-assign]
+            streams.CudaStream.run = run  # type: ignore[method-assign]
         for name, value in expected.items():
             assert torch.equal(found[name], value), name
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from megatron.fsdp import deferred_init
-from megatron.fsdp.deferred import recipes
+from megatron.fsdp.init.deferred import recipes
 from megatron_fsdp import MegatronFSDP, fully_shard_model
 from tests.models import STRATEGIES, assert_same_weights, device, main_weights
 from tests.ranks import RankPool

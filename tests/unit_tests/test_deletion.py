@@ -66,7 +66,7 @@ def test_deletion(ranks: RankPool, strategy: str, when: str) -> None:
 
 
 def test_stream_keeps_no_task() -> None:
-    from megatron.fsdp.device import CpuStream
+    from megatron.fsdp.comm.streams import CpuStream
 
     stream = CpuStream()
     tensor = torch.zeros(3)

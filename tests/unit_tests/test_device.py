@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from megatron.fsdp.device import CpuStream, InlineStream
+from megatron.fsdp.comm.streams import CpuStream, InlineStream
 
 
 def test_tasks_run_in_order_beside_the_caller() -> None:

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.fsdp.pool import FixedPool
+from megatron.fsdp.buffers.pool import FixedPool
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
 from tests.models import FP32_GRADS, STRATEGIES, Block, TinyModel, adamw, assert_same_training, batches, device, loss_of
 from tests.ranks import RankPool

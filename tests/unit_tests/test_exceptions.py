@@ -15,10 +15,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-import megatron.fsdp.gradients as gradients
-import megatron.fsdp.weights as weights
-from megatron.fsdp.device import CpuStream
-from megatron.fsdp.device import _CpuHandle as CpuHandle
+import megatron.fsdp.buffers.gradients as gradients
+import megatron.fsdp.buffers.weights as weights
+from megatron.fsdp.comm.streams import CpuStream
+from megatron.fsdp.comm.streams import _CpuHandle as CpuHandle
 from megatron_fsdp import MegatronFSDP, fully_shard
 from tests.models import (
     STRATEGIES,

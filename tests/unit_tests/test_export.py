@@ -15,7 +15,7 @@ pytest.importorskip("safetensors")
 
 
 def _write(folder: str, strategy: str, tied: bool, dtype: torch.dtype | None, largest: int) -> dict[str, torch.Tensor]:
-    from megatron.fsdp.export import save_safetensors
+    from megatron.fsdp.state.export import save_safetensors
     from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 
     torch.manual_seed(3)
@@ -41,7 +41,7 @@ def _write(folder: str, strategy: str, tied: bool, dtype: torch.dtype | None, la
     sharded(tokens, labels=tokens).loss.backward()
     optimizer.step()
     save_safetensors(sharded, folder, dtype, largest)
-    from megatron.fsdp.whole import gather_whole
+    from megatron.fsdp.dtensor.gathering import gather_whole
 
     return {entry.name: gather_whole(entry.main).cpu() for entry in sharded.entries()}
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import megatron.fsdp.gradients as gradients
-import megatron.fsdp.megatron_fsdp as megatron_fsdp_module
+import megatron.fsdp.buffers.gradients as gradients
+import megatron.fsdp.module as megatron_fsdp_module
 from megatron_fsdp import FSDPConfig, MegatronFSDP, fully_shard
 from tests.models import STRATEGIES, Block, TinyModel, adamw, batches, device, loss_of, main_weights, whole
 from tests.ranks import RankPool

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.fsdp import gloo
+from megatron.fsdp.comm import gloo
 from tests.ranks import RankPool
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for tensors in host memory")

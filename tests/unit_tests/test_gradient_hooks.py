@@ -12,8 +12,8 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron.fsdp import compat
-from megatron.fsdp.ragged_dtensor import local_part
+from megatron.fsdp import fsdp2
+from megatron.fsdp.dtensor.ragged_dtensor import local_part
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model, fully_shard_optimizer
 from tests.models import (
     STRATEGIES,
@@ -178,7 +178,7 @@ def _step_in_backward() -> None:
         _reference_backward(reference, step)
         optimizer.step()
         optimizer.zero_grad()
-    for library in (torch_fsdp, compat, None):
+    for library in (torch_fsdp, fsdp2, None):
         losses = _steps_in_hooks(library, start, data)
         torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5)
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from megatron.fsdp.ragged_dtensor import local_part
+from megatron.fsdp.dtensor.ragged_dtensor import local_part
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model, fully_shard_optimizer
 from tests.models import (
     STRATEGIES,

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from megatron.fsdp.strategy import INNER, OUTER
+from megatron.fsdp.sharding.strategy import INNER, OUTER
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model
 from tests.models import (
     DEVICE,
@@ -91,7 +91,7 @@ def test_each_axis_divides_what_its_strategy_says(ranks: RankPool, strategy: str
 
 def _count_outer(strategy: str, outer_strategy: str) -> list[int]:
     """Elements reduced over the outer axis in each of three micro-batches, of which the last synchronizes."""
-    from megatron.fsdp import gradients
+    from megatron.fsdp.buffers import gradients
 
     seen: list[int] = []
     model = fully_shard_model(

@@ -5,8 +5,8 @@ import time
 
 import torch.distributed as dist
 
-from megatron.fsdp.device import CpuStream, Disagreement, Handle, watch_end
-from megatron.fsdp.journal import JOURNAL, KEPT, Channel, Journal, Watchdog, describe, name_ranks, whereabouts
+from megatron.fsdp.comm.journal import JOURNAL, KEPT, Channel, Journal, Watchdog, describe, name_ranks, whereabouts
+from megatron.fsdp.comm.streams import CpuStream, Disagreement, Handle, watch_end
 from tests.ranks import RankPool
 
 

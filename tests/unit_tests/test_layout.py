@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.fsdp.layout import (
+from megatron.fsdp.sharding.layout import (
     ALIGNMENT,
     ELEMENT,
     PARAMETER,

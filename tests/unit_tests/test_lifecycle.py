@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from megatron.fsdp.unit import TRANSITIONS, Unit, WeightState
+from megatron.fsdp.runtime.unit import TRANSITIONS, Unit, WeightState
 
 
 @pytest.mark.parametrize(("before", "after"), list(itertools.product(WeightState, WeightState)))

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.fsdp.ragged_dtensor import local_part
+from megatron.fsdp.dtensor.ragged_dtensor import local_part
 from megatron_fsdp import MegatronFSDP, fully_shard
 from tests.models import Block, TinyModel, adamw, assert_same_weights, batches, device, loss_of
 from tests.ranks import RankPool

@@ -11,8 +11,8 @@ from torch.amp import GradScaler
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.utils import clip_grad_norm_
 
-from megatron.fsdp import compat
-from megatron.fsdp.ragged_dtensor import local_part
+from megatron.fsdp import fsdp2
+from megatron.fsdp.dtensor.ragged_dtensor import local_part
 from megatron_fsdp import fully_shard
 from tests.models import (
     DEVICE,
@@ -133,7 +133,7 @@ def _agree(interface: str, first: type[nn.Module], holder: int) -> None:
     torch.manual_seed(3)
     model = first(True) if first is Probed else first()
     if interface == "compat":
-        compat.fully_shard(model, shard_granularity="parameter")
+        fsdp2.fully_shard(model, shard_granularity="parameter")
         optimizer = _optimizer(model.parameters(), False)
     else:
         model, optimizer = fully_shard(

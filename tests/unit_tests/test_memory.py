@@ -76,19 +76,19 @@ def measure_sharded(strategy: str, dtype: str, ranks: int, collective: float, co
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from megatron.fsdp import device
+    from megatron.fsdp.comm import streams
     from megatron_fsdp import fully_shard
     from tests.models import FP32_GRADS, Block, adamw, loss_of
 
-    class SlowStream(device.CpuStream):
-        def run(self, task: device.Task) -> device.Handle:
+    class SlowStream(streams.CpuStream):
+        def run(self, task: streams.Task) -> streams.Handle:
             return super().run(lambda: (time.sleep(collective), task(), time.sleep(collective))[1])
 
         def group(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
             return group
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    device._STREAMS["fake", None] = SlowStream()
+    streams._STREAMS["fake", None] = SlowStream()
     _warm_up(dtype)
     counter = TensorBytes()
     model = _model(dtype)

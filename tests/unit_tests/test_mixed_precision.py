@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.fsdp import gloo
-from megatron.fsdp.consistency import inconsistent_weights
+from megatron.fsdp.comm import gloo
+from megatron.fsdp.state.consistency import inconsistent_weights
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from tests.models import STRATEGIES, Block, TinyModel, adamw, batches, device, loss_of, main_weights
 from tests.ranks import RankPool
@@ -158,7 +158,7 @@ def test_main_weights_narrower_than_compute_weights(ranks: RankPool, strategy: s
 
 
 def _reduced_in(comm: torch.dtype) -> None:
-    import megatron.fsdp.gradients as gradients
+    import megatron.fsdp.buffers.gradients as gradients
 
     seen: set[torch.dtype] = set()
     original = gradients.reduce_scatter

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.fsdp.nccl_memory import NcclMemory
+from megatron.fsdp.comm.registered_memory import NcclMemory
 
 
 class Backend:

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.fsdp.ragged_dtensor import local_part
-from megatron.fsdp.unit import Unit
+from megatron.fsdp.dtensor.ragged_dtensor import local_part
+from megatron.fsdp.runtime.unit import Unit
 from megatron_fsdp import fully_shard
 from tests.models import (
     FP32_GRADS,

@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from megatron.fsdp import compat
-from megatron.fsdp.optimizer_classes import looks_at
-from megatron.fsdp.ragged_dtensor import local_part
+from megatron.fsdp import fsdp2
+from megatron.fsdp.dtensor.ragged_dtensor import local_part
+from megatron.fsdp.optim.classes import looks_at
 from megatron_fsdp import fully_shard, fully_shard_model, fully_shard_optimizer, register_optimizer
 from tests.models import (
     STRATEGIES,
@@ -193,7 +193,7 @@ def _refused(name: str) -> None:
 def _refused_by_compat(name: str) -> None:
     make, message = REFUSED[name]
     model = TinyModel()
-    compat.fully_shard(model)
+    fsdp2.fully_shard(model)
     optimizer = make(model.parameters())
     loss_of(model, batches(1, 1)[0, 0]).backward()
     before = [local_part(p).clone() for p in model.parameters()]
@@ -280,8 +280,8 @@ def _compat_granularity(granularity: str) -> None:
     model = TinyModel().to(device())
     reference = copy.deepcopy(model)
     for block in model.blocks:
-        compat.fully_shard(block, shard_granularity=granularity)
-    compat.fully_shard(model, shard_granularity=granularity)
+        fsdp2.fully_shard(block, shard_granularity=granularity)
+    fsdp2.fully_shard(model, shard_granularity=granularity)
     make = MATRICES["Muon"] if granularity == "tensor" else WHOLE["Adafactor"]
     optimizer, expected = make(model.parameters()), make(reference.parameters())
     for (tokens,) in batches(steps=3, per_step=1):
@@ -301,8 +301,8 @@ def test_compat_keeps_whole_what_it_is_told_to(ranks: RankPool, granularity: str
 def _compat_divided() -> None:
     model = TinyModel()
     with pytest.raises(ValueError, match="expected row, whole_row, tensor, parameter"):
-        compat.fully_shard(model, shard_granularity="rows")
-    compat.fully_shard(model)
+        fsdp2.fully_shard(model, shard_granularity="rows")
+    fsdp2.fully_shard(model)
     optimizer = MATRICES["Muon"](model.parameters())
     loss_of(model, batches(1, 1)[0, 0]).backward()
     for _ in range(2):

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.fsdp.device import CpuStream
+from megatron.fsdp.comm.streams import CpuStream
 from megatron_fsdp import fully_shard
 from tests.models import FP32_GRADS, STRATEGIES, Block, TinyModel, adamw, batches, device, loss_of
 from tests.ranks import DEVICE, RankPool

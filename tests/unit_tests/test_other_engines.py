@@ -10,7 +10,7 @@ from torch.distributed._composable.replicate import replicate
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from megatron.fsdp import compat
+from megatron.fsdp import fsdp2
 from megatron_fsdp import fully_shard_model
 from tests.ranks import RankPool
 
@@ -36,7 +36,7 @@ def _torch_inside() -> nn.Module:
 
 def _marked() -> nn.Module:
     model = _torch_inside()
-    compat.fully_shard(model)
+    fsdp2.fully_shard(model)
     model(torch.ones(2, 4))
     return model
 

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from megatron.fsdp.device import CpuStream
+from megatron.fsdp.comm.streams import CpuStream
 from megatron_fsdp import fully_shard_model
 from tests.models import Block, TinyModel, batches, loss_of
 from tests.ranks import DEVICE, RankPool
@@ -106,7 +106,7 @@ def test_backward_goes_on_while_a_unit_is_reduced(ranks: RankPool) -> None:
 
 
 def _order_of_reductions() -> list[int]:
-    import megatron.fsdp.gradients as gradients
+    import megatron.fsdp.buffers.gradients as gradients
 
     sizes: list[int] = []
     original = gradients.reduce_scatter

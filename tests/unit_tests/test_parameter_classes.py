@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map
 
-from megatron.fsdp import compat
+from megatron.fsdp import fsdp2
 from megatron_fsdp import fully_shard, fully_shard_model
 from tests.models import DEVICE, STRATEGIES, Block, TinyModel, adamw, assert_same_training, batches, sgd
 from tests.ranks import RankPool
@@ -115,7 +115,7 @@ def _refused(kind: str) -> None:
             if shard == "engine":
                 fully_shard(model, sgd(model.parameters()), fsdp_unit_modules=[Block])
             else:
-                compat.fully_shard(model)
+                fsdp2.fully_shard(model)
                 model.state_dict()
         assert model.blocks[1].up.weight is weight
         assert shard == "compat" or before == [id(p) for p in model.parameters()]

@@ -1,6 +1,6 @@
 """The order of communication: literal plans, and what a rank does that falls behind or runs ahead."""
 
-from megatron.fsdp.plan import Op, OpKind, Plan, hoist_gathers, merge_recorded
+from megatron.fsdp.runtime.plan import Op, OpKind, Plan, hoist_gathers, merge_recorded
 
 
 def _ops(text: str) -> list[Op]:

@@ -5,8 +5,8 @@ import logging
 import pytest
 import torch
 
-from megatron.fsdp import precision
-from megatron.fsdp.precision import Dtypes, MixedPrecisionPolicy
+from megatron.fsdp.sharding import precision
+from megatron.fsdp.sharding.precision import Dtypes, MixedPrecisionPolicy
 
 
 def test_default_keeps_main_weights_in_fp32_and_gradients_in_the_compute_dtype() -> None:

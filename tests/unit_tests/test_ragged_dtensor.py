@@ -18,9 +18,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from megatron.fsdp.layout import ELEMENT, ROW, Layout, Slot, plan_layout
-from megatron.fsdp.ragged import RaggedShard, SectionedShard
-from megatron.fsdp.ragged_dtensor import RaggedDTensor, make_dtensor
+from megatron.fsdp.dtensor.placements import RaggedShard, SectionedShard
+from megatron.fsdp.dtensor.ragged_dtensor import RaggedDTensor, make_dtensor
+from megatron.fsdp.sharding.layout import ELEMENT, ROW, Layout, Slot, plan_layout
 from megatron_fsdp import fully_shard, uneven_dtensor
 from tests.models import Block, TinyModel, adamw, batches, device, loss_of
 from tests.ranks import RankPool

@@ -93,7 +93,7 @@ def test_recompute_of_a_unit_that_is_called_twice(ranks: RankPool, reentrant: bo
 
 def _count_gathers(what: str) -> int:
     """Gathers of one step after the first."""
-    import megatron.fsdp.weights as weights
+    import megatron.fsdp.buffers.weights as weights
     from megatron_fsdp import fully_shard_model
     from tests.models import loss_of
 

@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from megatron.fsdp import compat, torch_patches
+from megatron.fsdp import fsdp2
+from megatron.fsdp.dtensor import torch_patches
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
 from tests.models import OPTIMIZERS, STRATEGIES, Block, TinyModel, adamw, batches, device, loss_of, main_weights
 from tests.ranks import DEVICE, RankPool
@@ -34,8 +35,8 @@ def _model(kind: str, make: Callable[..., torch.optim.Optimizer], seed: int) -> 
     model = TinyModel(tied=True).to(device())
     if kind == "in place":
         for block in model.blocks:
-            compat.fully_shard(block)
-        compat.fully_shard(model)
+            fsdp2.fully_shard(block)
+        fsdp2.fully_shard(model)
         return model, make(model.parameters())
     more: dict[str, Any] = {"zero_dp_strategy": kind}
     if kind in ("hsdp", "hybrid"):

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron.fsdp.ragged_dtensor import local_part
+from megatron.fsdp.dtensor.ragged_dtensor import local_part
 from megatron_fsdp import MegatronFSDP
 from tests.models import STRATEGIES, adamw, assert_same_training, batches, device
 from tests.ranks import RankPool

@@ -15,11 +15,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils.checkpoint import checkpoint
 
-from megatron.fsdp import compat, weights
-from megatron.fsdp.trace import Kind, RankTrace, Row, Span, Timeline, trace_step
-from megatron.fsdp.trace.plot import short_names
-from megatron.fsdp.trace.timeline import note_latecomers
-from megatron.fsdp.trace.watch import StepWatcher
+from megatron.fsdp import fsdp2
+from megatron.fsdp.buffers import weights
+from megatron.fsdp.tools.trace import Kind, RankTrace, Row, Span, Timeline, trace_step
+from megatron.fsdp.tools.trace.plot import short_names
+from megatron.fsdp.tools.trace.timeline import note_latecomers
+from megatron.fsdp.tools.trace.watch import StepWatcher
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
 from tests.models import STRATEGIES, Block, TinyModel, adamw, batches, device, loss_of
 from tests.ranks import DEVICE, RankPool
@@ -168,8 +169,8 @@ def _traced_fsdp2() -> Timeline:
     """A model of code written for PyTorch's FSDP2."""
     model = TinyModel().to(device())
     for block in model.blocks:
-        compat.fully_shard(block)
-    compat.fully_shard(model)
+        fsdp2.fully_shard(block)
+    fsdp2.fully_shard(model)
     optimizer = adamw(model.parameters())
     for _ in range(2):
         with trace_step(model) as timeline:

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.fsdp.trace.clock import CudaClock, HostClock, Meeting, Offset, clock_of, meet, offset
+from megatron.fsdp.tools.trace.clock import CudaClock, HostClock, Meeting, Offset, clock_of, meet, offset
 from tests.models import device
 from tests.ranks import RankPool
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from megatron.fsdp.names import did_you_mean
+from megatron.fsdp.helpers.spelling import did_you_mean
 
 
 class Rows(NamedTuple):

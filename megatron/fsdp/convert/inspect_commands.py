@@ -41,7 +41,7 @@ from megatron.fsdp.convert.inspecting import (
     summarize,
 )
 from megatron.fsdp.convert.modifying import Modification, parse_operation
-from megatron.fsdp.names import bare_name, did_you_mean
+from megatron.fsdp.helpers.spelling import bare_name, did_you_mean
 
 GROUP_MAP = "param_to_param_group_map.json"
 

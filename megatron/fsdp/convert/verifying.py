@@ -13,7 +13,7 @@ from megatron.fsdp.checkpoint.reader import COMMON, COMMON_KEY, CheckpointReader
 from megatron.fsdp.checkpoint.safe_pickle import UnsafePickle
 from megatron.fsdp.convert.canonical import unsplit
 from megatron.fsdp.convert.inspecting import GROUP_META
-from megatron.fsdp.names import bare_name
+from megatron.fsdp.helpers.spelling import bare_name
 
 WEIGHTS = "model.module."
 _STATE = "optimizer.state."

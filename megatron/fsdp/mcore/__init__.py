@@ -5,7 +5,7 @@ Importing this package imports nothing of Megatron-Core, so that :mod:`megatron.
 
 from typing import TYPE_CHECKING
 
-from megatron.fsdp.mcore.plugin import install, is_installed, uninstall
+from megatron.fsdp.mcore.patches import install, is_installed, uninstall
 
 if TYPE_CHECKING:
     from megatron.fsdp.mcore.adapter import FullyShardedDataParallel

@@ -19,19 +19,19 @@ from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import log_single_rank
+from megatron.fsdp.comm.streams import default_device
 from megatron.fsdp.config import FSDPConfig
-from megatron.fsdp.device import default_device
-from megatron.fsdp.local_step import LocalStep
-from megatron.fsdp.mcore.arguments import Settings, adjust, check
+from megatron.fsdp.dtensor.ragged_dtensor import local_part
+from megatron.fsdp.helpers.spelling import bare_name
+from megatron.fsdp.mcore.limits import Settings, adjust, check
 from megatron.fsdp.mcore.topology import make_index, mark_tensor_parallel
-from megatron.fsdp.megatron_fsdp import MegatronFSDP
-from megatron.fsdp.names import bare_name
-from megatron.fsdp.optimizer import owners, watch_optimizers
-from megatron.fsdp.optimizer_classes import ELEMENTWISE
-from megatron.fsdp.partition import UnitClasses
-from megatron.fsdp.precision import MixedPrecisionPolicy
-from megatron.fsdp.ragged_dtensor import local_part
-from megatron.fsdp.state_dict import unsharded_state
+from megatron.fsdp.module import MegatronFSDP
+from megatron.fsdp.optim.classes import ELEMENTWISE
+from megatron.fsdp.optim.hooks import owners, watch_optimizers
+from megatron.fsdp.optim.local_step import LocalStep
+from megatron.fsdp.runtime.partition import UnitClasses
+from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
+from megatron.fsdp.state.loading import unsharded_state
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
 
     Args:
         config: The model's own TransformerConfig.
-        ddp_config: Settings of data parallelism; adjusted in place where ``arguments.ADJUSTMENTS`` says so.
+        ddp_config: Settings of data parallelism; adjusted in place where ``limits.ADJUSTMENTS`` says so.
         module: The model, or a Float16Module of it.
         fsdp_unit_modules: Classes of the modules that are gathered one by one. None: transformer and Mamba layers.
         disable_bucketing: Accepted as Megatron-Core's wrappers do; units are what is communicated together.
@@ -129,7 +129,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
         watch_optimizers(_before_step)
         self.ddp_config = ddp_config
         self.param_and_grad_buffer = WeightInstaller(sharded)
-        # Set by the training loop, which asks for whole gradients with it; see arguments.LIMITS.
+        # Set by the training loop, which asks for whole gradients with it; see limits.LIMITS.
         self.force_all_reduce = False
         for entry in sharded.entries():
             marks = {

@@ -9,7 +9,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
-from megatron.fsdp.deferred import record
+from megatron.fsdp.init.deferred import record
 
 
 def recording_initialization(build: Callable[..., Any]) -> Callable[..., Any]:
@@ -37,7 +37,9 @@ class _EmptyOnMeta(TorchFunctionMode):
 
 
 def _recorded(model_provider_func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What the function builds; on the meta device by :func:`megatron.fsdp.deferred.record`, in named random states."""
+    """What the function builds; on the meta device by :func:`megatron.fsdp.init.deferred.record`, in named random
+    states.
+    """
     if torch.get_default_device().type != "meta":
         return model_provider_func(*args, **kwargs)
     tracker = get_cuda_rng_tracker()

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.fsdp.buffer import all_gather
-from megatron.fsdp.consistency import hash_of
+from megatron.fsdp.buffers.flat_buffer import all_gather
+from megatron.fsdp.buffers.parameter import ParameterEntry
+from megatron.fsdp.dtensor.ragged_dtensor import local_part
 from megatron.fsdp.mcore.adapter import ShardedModule
-from megatron.fsdp.parameter import ParameterEntry
-from megatron.fsdp.ragged_dtensor import local_part
+from megatron.fsdp.state.consistency import hash_of
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from megatron.fsdp.mcore.adapter import FullyShardedDataParallel, ShardedModule
-from megatron.fsdp.mcore.arguments import Settings, check
-from megatron.fsdp.mcore.checkpoint import Names
+from megatron.fsdp.mcore.checkpoint_state import Names
+from megatron.fsdp.mcore.limits import Settings, check
 
 
 def counting_once(get_optimizer: Callable[..., Any]) -> Callable[..., Any]:

@@ -19,7 +19,7 @@ LLAMA = {"gated_linear_unit": True, "add_bias_linear": False, "normalization": "
 
 
 def _state(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
-    from megatron.fsdp.mcore.checkpoint import preprocess_fsdp_dtensor_state_dict
+    from megatron.fsdp.mcore.checkpoint_state import preprocess_fsdp_dtensor_state_dict
 
     metadata = {"distrib_optim_sharding_type": "fsdp_dtensor"}
     raw = {

@@ -131,7 +131,12 @@ def test_torch_is_untouched_for_everyone_else() -> None:
 
 
 def test_the_engine_and_the_adapter_see_torch_as_it_is() -> None:
-    for name in ("megatron.fsdp", "megatron.fsdp.layout", "megatron.fsdp.mcore.plugin", "megatron.fsdp.mcore.cpu"):
+    for name in (
+        "megatron.fsdp",
+        "megatron.fsdp.sharding.layout",
+        "megatron.fsdp.mcore.patches",
+        "megatron.fsdp.mcore.cpu",
+    ):
         module = importlib.import_module(name)
         assert not isinstance(module.__loader__, imports.MegatronLoader)
     assert cuda_stand_in.torch is torch

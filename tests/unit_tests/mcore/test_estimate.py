@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron.fsdp.config import FSDPConfig
-from megatron.fsdp.mcore.estimate import AxisSizes, estimate
-from megatron.fsdp.precision import MixedPrecisionPolicy
+from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
+from megatron.fsdp.tools.estimate import AxisSizes, estimate
 from megatron_fsdp import fully_shard_model
 from tests.models import STRATEGIES, Block, TinyModel, device
 from tests.ranks import RankPool

@@ -104,7 +104,7 @@ def _build(fused: bool, seed: int) -> tuple[Any, Any]:
 
 
 def _state(model: Any, optimizer: Any, saving: bool) -> Any:
-    from megatron.fsdp.mcore.checkpoint import preprocess_fsdp_dtensor_state_dict
+    from megatron.fsdp.mcore.checkpoint_state import preprocess_fsdp_dtensor_state_dict
 
     raw = {
         "model": model.module.state_dict_for_save_checkpoint(),
@@ -115,7 +115,7 @@ def _state(model: Any, optimizer: Any, saving: bool) -> Any:
 
 def _contents(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
     """Weights and moments, whole, under the names of a model that is not fused."""
-    from megatron.fsdp.names import bare_name
+    from megatron.fsdp.helpers.spelling import bare_name
     from tests.models import whole
 
     found: dict[str, torch.Tensor] = {}
@@ -142,7 +142,7 @@ def _save(folder: str, fused: bool) -> dict[str, torch.Tensor]:
 
 def _as_before(folder: str) -> dict[str, torch.Tensor]:
     """What a run with the fusion once stored: everything under the model's own names."""
-    from megatron.fsdp.names import bare_name
+    from megatron.fsdp.helpers.spelling import bare_name
     from tests.megatron_models import megatron
     from tests.models import whole
 
@@ -163,7 +163,7 @@ def _as_before(folder: str) -> dict[str, torch.Tensor]:
 
 def _load(folder: str, fused: bool) -> dict[str, torch.Tensor]:
     from megatron.fsdp.checkpoint.loading import load
-    from megatron.fsdp.mcore.checkpointing import other_names
+    from megatron.fsdp.mcore.checkpoint_patches import other_names
     from tests.megatron_models import megatron
 
     with megatron():
@@ -211,7 +211,7 @@ def test_each_loads_each(ranks: RankPool, tmp_path: Path, before: str, after: bo
 
 
 def test_other_names_combine() -> None:
-    from megatron.fsdp.mcore.checkpointing import other_names
+    from megatron.fsdp.mcore.checkpoint_patches import other_names
 
     layer = "optimizer.state.module.module.mtp.layers.0."
     once = "optimizer.state.module.module.module.mtp.layers.0.mtp_model_layer.self_attention.linear_qkv_down_proj."
@@ -223,7 +223,7 @@ def test_other_names_combine() -> None:
 
 def _narrower(folder: str) -> str:
     from megatron.fsdp.checkpoint.loading import load
-    from megatron.fsdp.mcore.checkpointing import other_names
+    from megatron.fsdp.mcore.checkpoint_patches import other_names
 
     attention = "model.module.decoder.layers.0.self_attention."
     rows = {"linear_q_down_proj": QUERY - 1, "linear_kv_down_proj": KEY_VALUE + ROPE}

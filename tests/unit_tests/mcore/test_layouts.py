@@ -30,7 +30,7 @@ def _save(folder: str, tied: bool, changes: dict[str, Any]) -> None:
     from tests.megatron_models import gpt, megatron, wrapped
 
     with megatron():
-        from megatron.fsdp.mcore.checkpoint import preprocess_fsdp_dtensor_state_dict
+        from megatron.fsdp.mcore.checkpoint_state import preprocess_fsdp_dtensor_state_dict
 
         model = wrapped("optim_grads_params", lambda config: gpt(config, tied), **changes)
         raw = {"model": model.module.state_dict_for_save_checkpoint()}
@@ -76,7 +76,7 @@ LATENT = SimpleNamespace(
 
 
 def _layouts(config: Any, **parameters: tuple[int, ...]) -> dict[str, Any]:
-    from megatron.fsdp.mcore.layouts import layouts
+    from megatron.fsdp.mcore.parameter_names import layouts
 
     model, shapes = nn.Module(), {}
     model.config = config
@@ -108,7 +108,7 @@ def test_another_number_of_rows_is_of_something_else() -> None:
 
 
 def test_descriptions_that_differ_have_numbers() -> None:
-    from megatron.fsdp.mcore.layouts import described
+    from megatron.fsdp.mcore.parameter_names import described
 
     facts = {"layers.0.a.weight": {"x": 1}, "layers.1.a.weight": {"x": 2}, "layers.0.b.weight3": {}}
     assert set(described(facts)) == {"layers.0.a.weight", "layers.1.a.weight", "layers.{}.b.weight{}"}
@@ -131,7 +131,7 @@ def _part(rank: int, ranks: int) -> torch.Tensor:
 
 
 def _model(tensor_parallel: int) -> tuple[Any, nn.Parameter, torch.Tensor]:
-    from megatron.fsdp import parameter as names
+    from megatron.fsdp.buffers import parameter as names
 
     mesh = init_device_mesh(
         "cpu", (dist.get_world_size() // tensor_parallel, tensor_parallel), mesh_dim_names=("dp", "tp")
@@ -187,29 +187,29 @@ def test_sections_are_in_the_same_place_at_any_tensor_parallel_size(
 def test_rows_in_an_unknown_order_are_refused(
     keys: list[str], ranks: int, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron.fsdp.mcore import checkpointing
+    from megatron.fsdp.mcore import checkpoint_patches
 
     state: Any = SimpleNamespace(chunks=["chunk"])
     written = {"args": SimpleNamespace(tensor_model_parallel_size=ranks)}
-    monkeypatch.setattr(checkpointing, "Names", lambda chunk: SimpleNamespace(spread=["in_proj.weight"]))
-    monkeypatch.setattr(checkpointing, "load_objects", lambda folder, names: written)
+    monkeypatch.setattr(checkpoint_patches, "Names", lambda chunk: SimpleNamespace(spread=["in_proj.weight"]))
+    monkeypatch.setattr(checkpoint_patches, "load_objects", lambda folder, names: written)
     if not refused:
-        checkpointing._check_sections(state, keys, Path("x"))
+        checkpoint_patches._check_sections(state, keys, Path("x"))
         return
     with pytest.raises(RuntimeError, match=r"x: .* the rows of in_proj.weight .* tensor_model_parallel_size 2"):
-        checkpointing._check_sections(state, keys, Path("x"))
+        checkpoint_patches._check_sections(state, keys, Path("x"))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_fused_projection_of_tensor_parallel_ranks_is_refused(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.fsdp.mcore import checkpointing
+    from megatron.fsdp.mcore import checkpoint_patches
 
     state: Any = SimpleNamespace(chunks=[])
     written = {"args": SimpleNamespace(tensor_model_parallel_size=ranks)}
-    monkeypatch.setattr(checkpointing, "load_objects", lambda folder, names: written)
+    monkeypatch.setattr(checkpoint_patches, "load_objects", lambda folder, names: written)
     keys = ["args", "layouts.a", "model.module.decoder.layers.0.self_attention.linear_qkv_down_proj.weight"]
     if ranks == 1:
-        checkpointing._check_sections(state, keys, Path("x"))
+        checkpoint_patches._check_sections(state, keys, Path("x"))
         return
     with pytest.raises(RuntimeError, match="x: expected linear_q_down_proj and linear_kv_down_proj; got model.module"):
-        checkpointing._check_sections(state, keys, Path("x"))
+        checkpoint_patches._check_sections(state, keys, Path("x"))

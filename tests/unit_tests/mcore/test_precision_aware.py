@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.fsdp.ragged_dtensor import local_part
+from megatron.fsdp.dtensor.ragged_dtensor import local_part
 from tests.ranks import DEVICE, RankPool
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here")

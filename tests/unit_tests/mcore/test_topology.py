@@ -69,9 +69,9 @@ def _replicas(change: str, forget: bool) -> list[str]:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     model_parallel_cuda_manual_seed(1234)
 
-    from megatron.fsdp.mcore import checkpointing, replicas, topology
-    from megatron.fsdp.mcore.checkpoint import Prepared
-    from megatron.fsdp.ragged_dtensor import local_part
+    from megatron.fsdp.dtensor.ragged_dtensor import local_part
+    from megatron.fsdp.mcore import checkpoint_patches, replicas, topology
+    from megatron.fsdp.mcore.checkpoint_state import Prepared
 
     known = dict(topology.DIVIDED)
     if forget:
@@ -86,7 +86,7 @@ def _replicas(change: str, forget: bool) -> list[str]:
                 local_part(entries[name].main).mul_(float(factor))
         state = Prepared({"model": model.module.state_dict()})
         state.chunks, state.raw = [model.module], {}
-        checkpointing.preparing(None)(SimpleNamespace(), state, model.module)
+        checkpoint_patches.preparing(None)(SimpleNamespace(), state, model.module)
     finally:
         topology.DIVIDED.update(known)
         replicas.logger.removeHandler(handler)

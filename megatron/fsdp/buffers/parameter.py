@@ -1,0 +1,317 @@
+"""One parameter of the model: what forward and backward read, what the optimizer updates, where it is registered."""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Placement, Shard
+from torch.nn.parameter import is_lazy
+
+from megatron.fsdp.dtensor.ragged_dtensor import local_part, make_dtensor, make_like
+from megatron.fsdp.helpers.weak import weak_method
+from megatron.fsdp.sharding.layout import Piece
+
+# Set on a parameter that is a plain tensor, this rank's part of one that is divided over a tensor-parallel mesh: a pair
+# of that mesh and its placements. Megatron-Core's layers have such parameters.
+TENSOR_PARALLEL = "_fsdp_tensor_parallel"
+# Set beside it where rows are of several kinds, and a rank has a part of each: how many of each it has.
+SECTIONS = "_fsdp_sections"
+
+
+# What a class of parameters may do in its own way without keeping its values in another way than a plain tensor does.
+_HARMLESS = {
+    "__deepcopy__",
+    "__doc__",
+    "__init__",
+    "__module__",
+    "__new__",
+    "__reduce_ex__",
+    "__repr__",
+    "__setstate__",
+}
+
+
+def check_class(name: str, parameter: nn.Parameter) -> None:
+    """Raise unless a parameter's values are those of a plain tensor, which can be put into memory of ours.
+
+    A tensor of a class of its own may keep quantized values, and pretend to be of another dtype: what is written to it
+    by ``.data`` is then a copy that nobody trains. Classes that only add something to ``nn.Parameter`` are fine.
+
+    Raises:
+        NotImplementedError: They are not; the message names parameter and class.
+    """
+    value: torch.Tensor = local_part(parameter) if isinstance(parameter, DTensor) else parameter
+    cls = type(value)
+    where = f"Parameter {name} is a {cls.__module__}.{cls.__qualname__}"
+    if is_lazy(parameter):
+        raise ValueError(f"{where}, which has no shape yet. Run the model once before it is sharded.")
+    own = [base for base in cls.__mro__[: cls.__mro__.index(torch.Tensor)] if base is not nn.Parameter]
+    if any(vars(base).keys() & set(dir(torch.Tensor)) - _HARMLESS for base in own):
+        raise NotImplementedError(
+            f"{where}, a tensor whose values are kept in a way that is not known here (quantized, for example). "
+            "Sharding it is not supported, and it would never be trained. Shard the model before it is converted, or "
+            "convert its parameters to plain tensors."
+        )
+    if value.layout is not torch.strided:
+        raise NotImplementedError(f"Parameter {name} has the layout {value.layout}: only strided ones are supported.")
+
+
+class GroupKey(NamedTuple):
+    """Parameters of a unit with equal keys share a group.
+
+    Attributes:
+        dtype: Of the compute weights.
+        requires_grad: Whether they take gradients.
+        divisible: False for scalars, of which every rank has all.
+        expert: Sharded over the mesh of experts.
+        repeated: Another pipeline stage has the same parameter (tied embeddings), and must divide it as this one does.
+    """
+
+    dtype: torch.dtype
+    requires_grad: bool
+    divisible: bool
+    expert: bool
+    repeated: bool
+
+
+@dataclass
+class ParameterEntry:
+    """One parameter of the model, however often it is registered.
+
+    A parameter may be a DTensor over a tensor-parallel mesh, or marked as a part of what is divided over one
+    (``TENSOR_PARALLEL``). What is sharded here is its local part.
+
+    Attributes:
+        name: First of its names in the wrapped model.
+        compute: The model's own Parameter: what forward and backward read.
+        sites: Every (module, attribute) it is registered as: more than one if it is tied.
+        names: Its name at each site.
+        given: The Parameter that the model had before it was sharded, by which an optimizer may know it. Mostly
+            ``compute`` itself.
+        main: What the optimizer updates: a Parameter that is a DTensor.
+        piece: Which part of it this rank owns.
+        trained: Whether it takes gradients, as of :meth:`follow_freezing`.
+        fused: Gradients that kernels wrote by themselves during this backward, in the parameter's shape.
+    """
+
+    name: str
+    compute: nn.Parameter
+    sites: list[tuple[nn.Module, str]]
+    names: list[str]
+    given: nn.Parameter = field(init=False)
+    main: nn.Parameter = field(init=False)
+    piece: Piece = field(init=False)
+    trained: bool = field(init=False)
+    fused: list[torch.Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.given = self.compute
+        self.trained = self.compute.requires_grad
+
+    @property
+    def key(self) -> GroupKey:
+        """Which group of its unit it belongs to."""
+        parameter = self.compute
+        # Megatron-Core marks so what is not reduced over all data-parallel ranks.
+        expert = not getattr(parameter, "allreduce", True)
+        repeated = getattr(parameter, "shared_embedding", False)
+        return GroupKey(parameter.dtype, parameter.requires_grad, len(self.local_shape) > 0, expert, repeated)
+
+    @property
+    def is_meta(self) -> bool:
+        """True if the parameter has no values yet."""
+        return self.compute.device.type == "meta"
+
+    @property
+    def tensor_parallel(self) -> tuple[DeviceMesh, Sequence[Placement]] | None:
+        """Mesh and placements of a parameter that is tensor-parallel; None for others."""
+        value = self.compute.data
+        if isinstance(value, DTensor):
+            return value.device_mesh, value.placements
+        marked: tuple[DeviceMesh, Sequence[Placement]] | None = getattr(self.compute, TENSOR_PARALLEL, None)
+        return marked
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the whole parameter."""
+        shape = list(self.compute.shape)
+        if self.tensor_parallel is not None and not isinstance(self.compute.data, DTensor):
+            mesh, placements = self.tensor_parallel
+            for axis, placement in enumerate(placements):
+                if isinstance(placement, Shard):
+                    shape[placement.dim] *= mesh.size(axis)
+        return tuple(shape)
+
+    @property
+    def local_value(self) -> torch.Tensor:
+        """What this rank has of the parameter before it is sharded."""
+        value = self.compute.data
+        return local_part(value) if isinstance(value, DTensor) else value
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of what this rank computes with."""
+        return tuple(self.local_value.shape)
+
+    @property
+    def offset(self) -> tuple[int, ...]:
+        """Where this rank's tensor-parallel part begins in the whole parameter."""
+        if self.tensor_parallel is None:
+            return (0,) * self.compute.dim()
+        mesh, placements = self.tensor_parallel
+        return tuple(compute_local_shape_and_global_offset(self.shape, mesh, placements)[1])
+
+    @property
+    def sections(self) -> tuple[int, ...] | None:
+        """How many rows of each kind this tensor-parallel rank has, if the rows are of several kinds."""
+        marked: tuple[int, ...] | None = getattr(self.compute, SECTIONS, None)
+        return marked
+
+    def point_to(self, memory: torch.Tensor) -> None:
+        """Make the compute weight a view of ``memory``, which has its local shape."""
+        is_dtensor = isinstance(self.compute.data, DTensor)
+        if not is_dtensor and not self.is_meta:
+            self.compute.data = memory
+            return
+        # Autograd must not take a gather, which writes to the memory, for a change of the parameter.
+        value = memory = memory.data
+        if is_dtensor:
+            assert self.tensor_parallel is not None
+            mesh, placements = self.tensor_parallel
+            value = make_dtensor(memory, mesh, tuple(self.compute.shape), placements)
+        replacement = nn.Parameter(value, requires_grad=self.compute.requires_grad)
+        for name, mark in vars(self.compute).items():
+            setattr(replacement, name, mark)
+        self.compute = replacement
+        for module, attribute in self.sites:
+            module._parameters[attribute] = replacement
+
+    def follow_freezing(self) -> bool:
+        """Freeze or unfreeze main and compute weight as the user has done with one of them; True if that is new."""
+        wanted = not self.trained
+        if wanted not in (self.main.requires_grad, self.compute.requires_grad):
+            return False
+        self.trained = wanted
+        self.main.requires_grad_(wanted)
+        self.compute.requires_grad_(wanted)
+        return True
+
+    # Hooks -----------------------------------------------------------------------------------------------------
+
+    def take_hooks(self) -> None:
+        """Make hooks of the parameter, which autograd would call with unreduced gradients, hooks of the main weight.
+
+        The handles that users have go on removing them. Hooks that come later have to be registered with the main
+        weight: registering them with the parameter raises.
+        """
+        for kind, register in (
+            ("_backward_hooks", nn.Parameter.register_hook),
+            ("_post_accumulate_grad_hooks", nn.Parameter.register_post_accumulate_grad_hook),
+        ):
+            hooks = getattr(self.given, kind) or {}
+            for key, hook in list(hooks.items()):
+                hooks[key] = _no_hook
+                with _requiring_grad(self.main):
+                    register(self.main, functools.partial(_if_kept, hooks, key, hook))
+        for parameter in (self.given, self.compute):
+            parameter.register_hook = weak_method(self._register_hook)  # type: ignore[method-assign]
+            parameter.register_post_accumulate_grad_hook = weak_method(self._refuse_hook)  # type: ignore[method-assign]
+
+    def _register_hook(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:
+        """A layer may watch the gradient of what it computes with, of this micro-batch and rank."""
+        module, attribute = self.sites[0]
+        if module._parameters[attribute] is self.compute:
+            return torch.Tensor.register_hook(self.compute, hook)
+        return self._refuse_hook(hook)
+
+    def _refuse_hook(self, hook: Callable[..., Any]) -> NoReturn:
+        raise RuntimeError(
+            f"{self.name} is what forward and backward compute with, of which autograd has an unreduced gradient. "
+            "Register hooks with the parameters that the sharded model's parameters() returns: they are called with "
+            "reduced gradients."
+        )
+
+    def hooked(self, grad: DTensor) -> DTensor:
+        """The reduced gradient after the hooks of the main weight, which may return another.
+
+        Raises:
+            ValueError: A hook returned something else than a DTensor like the gradient.
+        """
+        for hook in tuple((self.main._backward_hooks or {}).values()):
+            with torch.no_grad():
+                returned = hook(grad)
+            if returned is None:
+                continue
+            if not isinstance(returned, DTensor) or local_part(returned).shape != local_part(grad).shape:
+                raise ValueError(
+                    f"A gradient hook of {self.name} returned a {type(returned).__name__} of shape "
+                    f"{tuple(returned.shape)}: expected a DTensor like the gradient that it was given."
+                )
+            grad = make_like(local_part(returned), self.main)
+        return grad
+
+    def tell_gradient(self) -> None:
+        """The main weight has its gradient: call hooks that wait for that."""
+        for hook in tuple((self.main._post_accumulate_grad_hooks or {}).values()):
+            with torch.no_grad():
+                hook(self.main)
+
+    # Gradients -------------------------------------------------------------------------------------------------
+
+    def take_gradient(self) -> torch.Tensor | None:
+        """Take this micro-batch's gradient off the parameter: in its local shape, None if there is none."""
+        grad, self.compute.grad = self.compute.grad, None
+        if self.fused:
+            return self._take_fused(grad)
+        if isinstance(grad, DTensor):
+            assert self.tensor_parallel is not None
+            placements = self.tensor_parallel[1]
+            # Autograd may leave it as a sum that is still to be made over the tensor-parallel ranks.
+            return local_part(
+                grad if tuple(grad.placements) == tuple(placements) else grad.redistribute(None, placements)
+            )
+        return grad
+
+    @property
+    def has_gradient(self) -> bool:
+        """True if a gradient of this micro-batch is there to be taken."""
+        return self.compute.grad is not None or bool(self.fused)
+
+    def _take_fused(self, grad: torch.Tensor | None) -> torch.Tensor:
+        """The sum of what fused kernels wrote, and of ``grad``, what autograd has, if that is marked as real."""
+        total, *others = self.fused
+        self.fused = []
+        for other in others:
+            total.add_(other)
+        if grad is not None and getattr(self.compute, "zero_out_wgrad", False):
+            total.add_(grad)
+        self.compute.main_grad = None  # type: ignore[attr-defined]
+        self.compute.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+        return total
+
+
+def _no_hook(*unused: Any) -> None:
+    """Stands where a hook was that the main weight has now."""
+
+
+def _if_kept(hooks: Mapping[int, Any], key: int, hook: Callable[..., Any], value: torch.Tensor) -> Any:
+    """Call a hook that was taken over, unless its handle has removed it."""
+    return hook(value) if key in hooks else None
+
+
+@contextmanager
+def _requiring_grad(parameter: nn.Parameter) -> Iterator[None]:
+    """What is frozen takes no hooks, but may be unfrozen."""
+    before = parameter.requires_grad
+    parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        parameter.requires_grad_(before)

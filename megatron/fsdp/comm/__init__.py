@@ -1,0 +1,1 @@
+"""How bytes move: streams, collectives, memory that NCCL knows. Everything about devices and backends."""

@@ -1,0 +1,1 @@
+"""DTensors whose shards have any size, as parameters, optimizer state and state dicts hold them."""

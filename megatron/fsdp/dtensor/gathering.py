@@ -1,0 +1,128 @@
+"""Gathers the whole of a DTensor from shards of any size. Collectives; the whole tensor is in memory afterwards."""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from megatron.fsdp.comm.gloo import settling
+from megatron.fsdp.dtensor.placements import SectionedShard, is_ragged, part_of, ragged_axes
+
+
+def gather_whole(tensor: DTensor) -> torch.Tensor:
+    """The tensor of which each rank holds a part. A collective over every axis that it is sharded over."""
+    spec, mesh = tensor._spec, tensor.device_mesh
+    if not is_ragged(spec):
+        return _gather_uneven(tensor)
+    part = part_of(spec)
+    flat = tensor._local_tensor.detach().to(mesh.device_type).reshape(-1)
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    # From the axis whose ranks hold neighbouring shards to the one whose ranks are furthest apart.
+    first = sum(coordinate[axis] * p.stride for axis, p in ragged_axes(spec))
+    for axis, placement in ragged_axes(spec):
+        size, step = mesh.size(axis), placement.stride
+        first -= coordinate[axis] * step
+        bounds = [placement.bounds(first + i * step)[0] for i in range(size)]
+        bounds.append(placement.bounds(first + size * step - 1)[1])
+        flat = _gather_ranges(flat, bounds, mesh.get_group(axis))
+    own = flat.view(part.shape)
+    for axis, other in enumerate(spec.placements):
+        if isinstance(other, (Shard, SectionedShard)):
+            own = _gather_chunks(own, other, tensor.shape, mesh, axis)
+    return own
+
+
+def _gather_uneven(tensor: DTensor) -> torch.Tensor:
+    """The whole of a DTensor with torch's placements, whose local parts may have any size."""
+    if any(placement.is_partial() for placement in tensor._spec.placements) or _is_even_everywhere(tensor):
+        by_torch: torch.Tensor = tensor.full_tensor()
+        return by_torch.detach()
+    whole = tensor._local_tensor.detach().to(tensor.device_mesh.device_type)
+    for axis, dim in sharded_axes(tensor):
+        group = tensor.device_mesh.get_group(axis)
+        lengths = lengths_on_ranks(whole.shape[dim], group, tensor.device_mesh.device_type)
+        received = _all_gather_padded(whole, dim, max(lengths), group)
+        whole = torch.cat([part.narrow(dim, 0, n) for part, n in zip(received, lengths, strict=True)], dim)
+    return whole.reshape(tensor.shape)
+
+
+def _is_even_everywhere(tensor: DTensor) -> bool:
+    """Whether every rank holds what torch says its placements mean. A collective."""
+    shape, _ = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor._spec.placements)
+    even = torch.tensor(float(tuple(tensor._local_tensor.shape) == tuple(shape)), device=tensor.device_mesh.device_type)
+    for axis in range(tensor.device_mesh.ndim):
+        group = tensor.device_mesh.get_group(axis)
+        with settling(group, even):
+            dist.all_reduce(even, dist.ReduceOp.MIN, group=group)
+    return bool(even)
+
+
+def sharded_axes(tensor: DTensor) -> list[tuple[int, int]]:
+    """Mesh axes and the dimensions they shard, of a DTensor with torch's placements.
+
+    The axis comes first whose ranks hold neighbouring parts. Of two axes that shard one dimension unevenly that is the
+    first of the mesh, as with NVIDIA's Megatron-FSDP; torch itself has no uneven ones.
+    """
+    axes, strided = [], []
+    for axis, placement in enumerate(tensor._spec.placements):
+        if isinstance(placement, _StridedShard):
+            strided.append((axis, placement.dim))
+        elif isinstance(placement, Shard):
+            axes.append((axis, placement.dim))
+        elif not isinstance(placement, Replicate):
+            raise ValueError(f"expected Shard and Replicate placements; got {placement}.")
+    # What is strided divides parts that the other axes have divided before.
+    return strided + axes
+
+
+def lengths_on_ranks(length: int, group: dist.ProcessGroup, device: str) -> list[int]:
+    """One number of every rank of a group, in rank order. A collective."""
+    mine = torch.tensor([length], dtype=torch.int64, device=device)
+    lengths = [torch.zeros_like(mine) for _ in range(group.size())]
+    with settling(group, mine, *lengths):
+        dist.all_gather(lengths, mine, group=group)
+    return [int(each) for each in lengths]
+
+
+def _gather_ranges(mine: torch.Tensor, bounds: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    """All of a flat tensor of which rank ``i`` of ``group`` holds elements ``bounds[i]`` to ``bounds[i + 1]``."""
+    whole = mine.new_empty(bounds[-1] - bounds[0])
+    parts = [whole[begin - bounds[0] : end - bounds[0]] for begin, end in zip(bounds, bounds[1:], strict=False)]
+    owners = [rank for rank, part in enumerate(parts) if part.numel()]
+    if 2 * len(owners) < group.size():
+        # Padded to the longest, an all-gather would need many times the memory of the tensor.
+        parts[group.rank()].copy_(mine)
+        for owner in owners:
+            with settling(group, parts[owner]):
+                dist.broadcast(parts[owner], group=group, group_src=owner)
+        return whole
+    received = _all_gather_padded(mine, 0, max(part.numel() for part in parts), group)
+    for part, from_rank in zip(parts, received, strict=True):
+        part.copy_(from_rank[: part.numel()])
+    return whole
+
+
+def _gather_chunks(
+    own: torch.Tensor, placement: Shard | SectionedShard, shape: torch.Size, mesh: DeviceMesh, axis: int
+) -> torch.Tensor:
+    """Put together what the ranks of a tensor-parallel axis have."""
+    dim, ranks = placement.dim, mesh.size(axis)
+    full = -(-shape[dim] // ranks)
+    received = _all_gather_padded(own, dim, full, mesh.get_group(axis))
+    if not isinstance(placement, SectionedShard):
+        return torch.cat(received, dim).narrow(dim, 0, shape[dim])
+    sections = [part.split(placement.sections) for part in received]
+    return torch.cat([part[i] for i in range(len(placement.sections)) for part in sections])
+
+
+def _all_gather_padded(own: torch.Tensor, dim: int, size: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """Every rank's tensor, in rank order, each filled up with zeros to ``size`` along ``dim``."""
+    padded = own.new_zeros((*own.shape[:dim], size, *own.shape[dim + 1 :]))
+    padded.narrow(dim, 0, own.shape[dim]).copy_(own)
+    received = [torch.empty_like(padded) for _ in range(group.size())]
+    with settling(group, padded, *received):
+        dist.all_gather(received, padded, group=group)
+    return received

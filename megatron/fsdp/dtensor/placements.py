@@ -1,0 +1,283 @@
+"""Placements for shards of any size, and where each rank's shard lies in the whole tensor. Values; no communication.
+
+torch's ``Shard`` says *even chunks along a dimension*. A flat buffer that is divided among ranks gives each of them
+some rows of each parameter, sometimes a part of a row, sometimes nothing. :class:`RaggedShard` says which. It goes into
+a DTensor's spec in place of ``Shard(0)``, so whatever is derived from the tensor (a copy, another dtype, an optimizer's
+state) is divided as it is. The idea is that of veScale's ``RaggedShard`` (arXiv:2602.22437).
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from megatron.fsdp.sharding.layout import Box, Layout, boxes
+
+
+class _OwnPlacement(Placement):
+    """Base of placements that torch's own rules must not take for one of theirs."""
+
+    def __post_init__(self) -> None:
+        # torch 2.11's Placement is a class of C++, which wants that; a dataclass does not do it.
+        super().__init__()
+
+    def is_shard(self, dim: int | None = None) -> bool:
+        """False: torch takes every shard for an even one."""
+        return False
+
+    def is_replicate(self) -> bool:
+        """False."""
+        return False
+
+    def is_partial(self, reduce_op: str | None = None) -> bool:
+        """False."""
+        return False
+
+
+@dataclass(frozen=True)
+class RaggedShard(_OwnPlacement):
+    """Ranks along this mesh axis hold consecutive ranges of the flattened tensor, each of its own length.
+
+    With a tensor-parallel axis in the mesh, the tensor that is flattened is the tensor-parallel rank's own. With two
+    data-parallel axes, both carry a ``RaggedShard``, and a rank's shard number is the sum of its coordinates on these
+    axes, each times the ``stride`` of the axis.
+
+    Attributes:
+        num_shards: Number of shards, over all ragged axes together.
+        first: The first shard that may hold elements; those before it are empty.
+        cuts: Where shards ``first``, ``first + 1``, ... begin, in elements of the flattened tensor, and where the last
+            of them ends: one more number than shards. Later shards are empty. The length is that of the parameter's
+            span, not of the world.
+        stride: How far one step along this mesh axis moves in the order of shards.
+    """
+
+    num_shards: int
+    first: int
+    cuts: tuple[int, ...]
+    stride: int = 1
+
+    def __reduce__(self) -> tuple:
+        return RaggedShard, (self.num_shards, self.first, self.cuts, self.stride)
+
+    @staticmethod
+    def of(layout: Layout, index: int, stride: int = 1) -> "RaggedShard":
+        """How ``layout`` divides parameter ``index``."""
+        slot, size = layout.slots[index], layout.shard_numel
+        if not slot.numel:
+            return RaggedShard(layout.num_shards, 0, (0, 0), stride)
+        first, last = slot.offset // size, (slot.end - 1) // size
+        inner = (shard * size - slot.offset for shard in range(first + 1, last + 1))
+        return RaggedShard(layout.num_shards, first, (0, *inner, slot.numel), stride)
+
+    def bounds(self, shard: int) -> tuple[int, int]:
+        """The elements of one shard, from and to."""
+        position = shard - self.first
+        if position < 0:
+            return 0, 0
+        if position >= len(self.cuts) - 1:
+            return self.cuts[-1], self.cuts[-1]
+        return self.cuts[position], self.cuts[position + 1]
+
+    def narrowed(self, start: int, stop: int) -> "RaggedShard":
+        """How elements ``start`` to ``stop`` of the flattened tensor, as a tensor of their own, are divided."""
+        cuts = tuple(min(max(cut, start), stop) - start for cut in self.cuts)
+        return RaggedShard(self.num_shards, self.first, cuts, self.stride)
+
+    def scaled(self, row: int, new_row: int) -> "RaggedShard":
+        """The same rows, each of ``new_row`` elements where it had ``row``; no row is cut."""
+        cuts = tuple(cut // row * new_row for cut in self.cuts)
+        return RaggedShard(self.num_shards, self.first, cuts, self.stride)
+
+
+@dataclass(frozen=True)
+class SectionedShard(_OwnPlacement):
+    """A tensor-parallel axis whose ranks each hold a part of every section of the rows (dimension 0).
+
+    Fused projections have such rows: a rank holds some of each kind, and its kinds lie one after the other.
+
+    Attributes:
+        sections: How many rows of each section one rank holds.
+    """
+
+    sections: tuple[int, ...]
+    dim: int = 0
+
+    def __reduce__(self) -> tuple:
+        return SectionedShard, (self.sections,)
+
+    def narrowed(self, start: int, stop: int) -> Placement:
+        """How rows ``start`` to ``stop`` of one rank, and those of the others at the same place, are divided."""
+        ends = itertools.accumulate(self.sections)
+        spans = [(max(end - rows, start), min(end, stop)) for rows, end in zip(self.sections, ends, strict=True)]
+        left = tuple(end - begin for begin, end in spans if end > begin)
+        return SectionedShard(left) if len(left) > 1 else Shard(0)
+
+    def blocks(self, ranks: int, rank: int) -> list[tuple[int, int]]:
+        """Each section's rows on one rank: how many, and the first one's number in the whole tensor."""
+        firsts = itertools.accumulate((ranks * rows for rows in self.sections), initial=0)
+        return [(rows, first + rank * rows) for rows, first in zip(self.sections, firsts, strict=False)]
+
+
+class Part(NamedTuple):
+    """What one rank holds of a tensor.
+
+    Attributes:
+        shape: Shape of the tensor-parallel rank's own tensor, of which this is a range.
+        offset: Where that begins in the whole tensor.
+        blocks: Its rows as blocks that lie apart in the whole; None: they are one block, at ``offset``.
+        start: First element of the range.
+        stop: One past the last element.
+    """
+
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    blocks: list[tuple[int, int]] | None
+    start: int
+    stop: int
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of the local tensor: whole rows, or flat if the range begins or ends inside a row."""
+        if not self.shape:
+            return ()
+        row = max(math.prod(self.shape[1:]), 1)
+        if self.start == self.stop or (self.start % row == 0 and self.stop % row == 0):
+            return ((self.stop - self.start) // row, *self.shape[1:])
+        return (self.stop - self.start,)
+
+    def boxes(self) -> list[Box]:
+        """Boxes of the whole tensor that cover the range, in the order in which they lie in the local tensor."""
+        if self.blocks is None:
+            return [_moved(box, self.offset) for box in boxes(self.shape, self.start, self.stop)]
+        found, first = [], 0
+        for rows, row in self.blocks:
+            numel = rows * math.prod(self.shape[1:])
+            begin, end = (min(max(at - first, 0), numel) for at in (self.start, self.stop))
+            place = (row, *self.offset[1:])
+            found += [_moved(box, place) for box in boxes((rows, *self.shape[1:]), begin, end)]
+            first += numel
+        return found
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """This part of a whole tensor, in the shape of the local tensor; a view where that is possible."""
+        own = whole[tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))]
+        if self.blocks is not None:
+            own = torch.cat([whole.narrow(0, row, rows) for rows, row in self.blocks])
+        return own.reshape(-1)[self.start : self.stop].view(self.local_shape)
+
+
+def _moved(box: Box, by: Sequence[int]) -> Box:
+    return Box(tuple(o + b for o, b in zip(box.offsets, by, strict=True)), box.sizes)
+
+
+def is_ragged(spec: DTensorSpec) -> bool:
+    """Whether a spec has placements that torch has no rules for."""
+    return any(isinstance(placement, _OwnPlacement) for placement in spec.placements)
+
+
+def ragged_axes(spec: DTensorSpec) -> list[tuple[int, RaggedShard]]:
+    """The mesh axes over which the tensor is divided raggedly, and how; the axis with the smallest stride first."""
+    axes = [(axis, p) for axis, p in enumerate(spec.placements) if isinstance(p, RaggedShard)]
+    return sorted(axes, key=lambda pair: pair[1].stride)
+
+
+def part_of(spec: DTensorSpec) -> Part:
+    """What this rank holds of a tensor with this spec.
+
+    Raises:
+        RuntimeError: This rank is not in the mesh.
+    """
+    coordinate = spec.mesh.get_coordinate()
+    if coordinate is None:
+        raise RuntimeError(f"This rank is not in {spec.mesh}, over which the tensor is sharded.")
+    assert spec.tensor_meta is not None
+    shape, offset = list(spec.tensor_meta.shape), [0] * len(spec.tensor_meta.shape)
+    blocks = None
+    for axis, placement in enumerate(spec.placements):
+        if isinstance(placement, (Shard, SectionedShard)):
+            dim, ranks, rank = placement.dim, spec.mesh.size(axis), coordinate[axis]
+            if isinstance(placement, SectionedShard):
+                blocks = placement.blocks(ranks, rank)
+            begin, size = _chunk(shape[dim], ranks, rank)
+            offset[dim], shape[dim] = offset[dim] + begin, size
+    start, stop = 0, math.prod(shape)
+    ragged = ragged_axes(spec)
+    if ragged:
+        start, stop = ragged[0][1].bounds(sum(coordinate[axis] * p.stride for axis, p in ragged))
+    return Part(tuple(shape), tuple(offset), blocks, start, stop)
+
+
+def _chunk(size: int, ranks: int, rank: int) -> tuple[int, int]:
+    """Beginning and size of one rank's even chunk, as ``torch.chunk`` divides."""
+    full = -(-size // ranks)
+    begin = min(rank * full, size)
+    return begin, min(full, size - begin)
+
+
+def reported(spec: DTensorSpec) -> tuple[Placement, ...]:
+    """The placements that code outside is shown: ``Shard(0)`` and ``_StridedShard(0)`` for ragged ones.
+
+    Functions that only ask along which axes a tensor is sharded then work. None of torch's own rules sees them.
+    """
+    tensor_parallel = math.prod(
+        spec.mesh.size(axis)
+        for axis, p in enumerate(spec.placements)
+        if isinstance(p, SectionedShard) or (isinstance(p, Shard) and p.dim == 0)
+    )
+    # Data-parallel ranks divide the rows that the tensor-parallel ranks have divided before.
+    ragged = Shard(0) if tensor_parallel == 1 else _StridedShard(0, split_factor=tensor_parallel)
+    shown: dict[type, Placement] = {RaggedShard: ragged, SectionedShard: Shard(0)}
+    return tuple(shown.get(type(placement), placement) for placement in spec.placements)
+
+
+def spec_like(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
+    """The same spec for another dtype; the very object if the dtype is the same."""
+    meta = spec.tensor_meta
+    assert meta is not None
+    if meta.dtype == dtype:
+        return spec
+    return DTensorSpec(spec.mesh, spec.placements, tensor_meta=TensorMeta(meta.shape, meta.stride, dtype))
+
+
+def narrowed_spec(spec: DTensorSpec, start: int, stop: int, shape: tuple[int, ...]) -> DTensorSpec:
+    """The spec of rows of a tensor as a tensor of their own.
+
+    Args:
+        spec: Of the tensor.
+        start: First element of the rows, in the flattened tensor that a tensor-parallel rank has.
+        stop: One past their last element there.
+        shape: Shape of the result, over all tensor-parallel ranks.
+    """
+    assert spec.tensor_meta is not None
+    row = max(math.prod(spec.tensor_meta.shape[1:]), 1)
+    placements: list[Placement] = []
+    for placement in spec.placements:
+        if isinstance(placement, RaggedShard):
+            placements.append(placement.narrowed(start, stop))
+        elif isinstance(placement, SectionedShard):
+            placements.append(placement.narrowed(start // row, stop // row))
+        else:
+            placements.append(placement)
+    meta = TensorMeta(torch.Size(shape), contiguous_stride(shape), spec.tensor_meta.dtype)
+    return DTensorSpec(spec.mesh, tuple(placements), tensor_meta=meta)
+
+
+@functools.cache
+def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor, in elements."""
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * max(size, 1))
+    return tuple(reversed(strides))[: len(shape)] if shape else ()
+
+
+def is_replicated(placements: Sequence[Placement]) -> bool:
+    """Whether every rank holds the whole tensor."""
+    return all(isinstance(placement, Replicate) for placement in placements)

@@ -1,0 +1,595 @@
+"""A DTensor whose shards have any size, and what may be done with it.
+
+Main weights, their gradients and optimizer state are :class:`RaggedDTensor`. Its dispatch never reaches torch's
+sharding rules, which know even shards only. What it allows is one table:
+
+* element-wise operations, between tensors of one layout and with scalars: on the local shards, without communication;
+* reductions of the whole tensor: of the local shard, and reduced over ranks when the result is read;
+* random initialization in place: drawn as if the tensor were whole;
+* ``copy_`` from a whole tensor, or from a tensor that is sharded otherwise.
+
+Anything else raises NotImplementedError, which names ``full_tensor()``.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, TypeGuard
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement
+from torch.optim import optimizer as torch_optimizer
+from torch.torch_version import TorchVersion
+from torch.utils import _foreach_utils
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from megatron.fsdp.comm.gloo import settling
+from megatron.fsdp.dtensor.gathering import gather_whole
+from megatron.fsdp.dtensor.placements import (
+    RaggedShard,
+    SectionedShard,
+    contiguous_stride,
+    is_ragged,
+    is_replicated,
+    narrowed_spec,
+    part_of,
+    reported,
+    spec_like,
+)
+from megatron.fsdp.dtensor.reductions import shard_norm, shard_result
+
+
+class _Dispatching(TorchDispatchMode):
+    """Gives operations to the classes here where torch gives those of every kind of DTensor to its own rules."""
+
+    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict | None = None) -> Any:
+        given = {type(value) for value in tree_flatten((args, kwargs))[0]}
+        if RaggedDTensor in given:
+            return _dispatch(func, args, kwargs or {})
+        if PartialDTensor in given:
+            return PartialDTensor.__torch_dispatch__(func, tuple(given), args, kwargs)
+        return func(*args, **(kwargs or {}))
+
+
+class _OwnDispatch(DTensor):
+    """Base of DTensors with a dispatch of their own.
+
+    Up to torch 2.12, an operation on a subclass of DTensor never reaches that. A mode comes before, and
+    ``__torch_function__`` sees every operation that Python starts.
+    """
+
+    def __init__(self, *unused: Any, **unused_options: Any) -> None:
+        """Everything is done by ``__new__``."""
+
+    if TorchVersion(torch.__version__) < "2.13":
+
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict | None = None
+        ) -> Any:
+            with torch._C.DisableTorchFunctionSubclass(), _Dispatching():
+                return func(*args, **(kwargs or {}))
+
+
+class RaggedDTensor(_OwnDispatch):
+    """A DTensor with :class:`RaggedShard` or :class:`SectionedShard` among the placements of its spec."""
+
+    def __new__(cls, local_tensor: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool = False) -> "RaggedDTensor":
+        """A tensor of what this rank holds and a spec; see :func:`make_dtensor`."""
+        # Not DTensor's constructor: it takes over the storage offset of the local tensor, a view of a flat buffer, and
+        # what copies tensors (pickling, staging for asynchronous checkpoints) takes that for memory of the wrapper.
+        meta = spec.tensor_meta
+        assert meta is not None
+        tensor: RaggedDTensor = torch.Tensor._make_wrapper_subclass(
+            cls,
+            meta.shape,
+            strides=meta.stride,
+            dtype=local_tensor.dtype,
+            layout=local_tensor.layout,
+            device=local_tensor.device,
+            requires_grad=requires_grad,
+        )
+        tensor._spec = spec
+        tensor._local_tensor = local_tensor
+        return tensor
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """What code outside may look at: ragged placements appear as ``Shard(0)``."""
+        return reported(self._spec)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        return _dispatch(func, args, kwargs or {})
+
+    def full_tensor(self, *, grad_placements: object = None) -> torch.Tensor:
+        """The whole tensor, on every rank of the mesh, all of which must call this. Not differentiable."""
+        return gather_whole(self)
+
+    def redistribute(
+        self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **options: Any
+    ) -> DTensor:
+        """The tensor with placements of torch's own, made of the whole tensor. A collective; not differentiable."""
+        if placements is None:
+            raise ValueError("redistribute: expected placements.")
+        if tuple(placements) == self.placements:
+            return self
+        mesh = device_mesh or self.device_mesh
+        if is_replicated(placements):
+            return DTensor.from_local(self.full_tensor(), mesh, placements, run_check=False)
+        return distribute_tensor(self.full_tensor(), mesh, placements, src_data_rank=None)
+
+    def to_local(self, *, grad_placements: object = None) -> torch.Tensor:
+        """This rank's shard: rows of the tensor, or a flat range if a row is cut. Differentiable."""
+        if torch.is_grad_enabled() and self.requires_grad:
+            local: torch.Tensor = _ToLocal.apply(self)
+            return local
+        return self._local_tensor
+
+    def __deepcopy__(self, memo: dict) -> torch.Tensor:
+        copied: torch.Tensor = RaggedDTensor(self._local_tensor.detach().clone(), self._spec, requires_grad=False)
+        copied = nn.Parameter(copied, self.requires_grad) if isinstance(self, nn.Parameter) else copied
+        memo[id(self)] = copied.requires_grad_(self.requires_grad)
+        return copied
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        part = part_of(self._spec)
+        return (
+            f"RaggedDTensor(shape={tuple(self.shape)}, elements {part.start} to {part.stop} here: "
+            f"{self._local_tensor}, device_mesh={self.device_mesh})"
+        )
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple]:
+        return ["_local_tensor"], (self._spec, self.requires_grad)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict, context: tuple, shape: object, stride: object) -> "RaggedDTensor":
+        spec, requires_grad = context
+        local = inner["_local_tensor"]
+        return RaggedDTensor(local, spec_like(spec, local.dtype), requires_grad=requires_grad)
+
+    # What torch.distributed.checkpoint asks for. ----------------------------------------------------------------
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        # NVIDIA's functions for uneven DTensors describe a tensor by an attribute of its local tensor.
+        described = getattr(self._local_tensor, "__create_chunk_list__", None)
+        return described() if described is not None else _chunks(self._spec)
+
+    def __create_write_items__(self, fqn: str, tensor: DTensor) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self._local_tensor)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
+            )
+            for chunk in _chunks(self._spec)
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        """The elements of one chunk, in its shape, as a view. Chunks lie in the local tensor one after the other."""
+        begin, flat = 0, self._local_tensor.detach().reshape(-1)
+        for chunk in _chunks(self._spec):
+            numel = chunk.sizes.numel()
+            if index.offset is None or chunk.offsets == torch.Size(index.offset):
+                return flat[begin : begin + numel].view(chunk.sizes)
+            begin += numel
+        raise ValueError(f"{index.fqn}: expected the offset of a chunk of this rank; got {index.offset}.")
+
+
+class PartialDTensor(_OwnDispatch):
+    """A DTensor of results that are still to be reduced over ranks; reading it as a number reduces it first.
+
+    torch's own would read as what this rank has.
+    """
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        if any(issubclass(each, RaggedDTensor) for each in types):
+            return NotImplemented
+        flat, tree = tree_flatten((args, kwargs or {}))
+        meshes = {value.device_mesh for value in flat if isinstance(value, DTensor)}
+        if func is aten._local_scalar_dense.default or len(meshes) > 1:
+            args, kwargs = tree_unflatten([reduced(value) for value in flat], tree)
+            return func(*args, **kwargs)
+        args, kwargs = tree_unflatten([_as_plain(value) for value in flat], tree)
+        return tree_map(_as_partial, func(*args, **kwargs))
+
+
+class _ToLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: RaggedDTensor) -> torch.Tensor:
+        ctx.spec = tensor._spec
+        return tensor._local_tensor.view_as(tensor._local_tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> RaggedDTensor:
+        return RaggedDTensor(grad, spec_like(ctx.spec, grad.dtype), requires_grad=False)
+
+
+# Making and reading them ----------------------------------------------------------------------------------------
+
+
+def make_dtensor(
+    local: torch.Tensor, mesh: DeviceMesh, shape: tuple[int, ...], placements: Sequence[Placement]
+) -> DTensor:
+    """A DTensor whose local tensor is ``local`` itself.
+
+    Args:
+        local: This rank's shard, possibly empty.
+        mesh: Mesh it is distributed over.
+        shape: Shape of the whole tensor.
+        placements: One per axis of the mesh, torch's own or those of :mod:`megatron.fsdp.dtensor.placements`.
+    """
+    meta = TensorMeta(torch.Size(shape), contiguous_stride(shape), local.dtype)
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+    kind = RaggedDTensor if is_ragged(spec) else DTensor
+    return kind(local, spec, requires_grad=False)
+
+
+def make_like(local: torch.Tensor, other: torch.Tensor) -> DTensor:
+    """A DTensor with local tensor ``local``, distributed as the DTensor ``other`` is. Not differentiable.
+
+    The spec is shared, which spares a step most of the time that making gradients takes.
+    """
+    assert isinstance(other, DTensor)
+    kind = RaggedDTensor if isinstance(other, RaggedDTensor) else DTensor
+    return kind(local, spec_like(other._spec, local.dtype), requires_grad=False)
+
+
+def narrow_rows(tensor: DTensor, start: int, stop: int, shape: tuple[int, ...]) -> DTensor:
+    """Some rows as a DTensor of their own, on the same memory.
+
+    Args:
+        tensor: The tensor.
+        start: First element of the rows, in the flattened tensor that a tensor-parallel rank has.
+        stop: One past their last element there.
+        shape: Shape of the result, over all tensor-parallel ranks.
+    """
+    spec, part = narrowed_spec(tensor._spec, start, stop, shape), part_of(tensor._spec)
+    wanted = part_of(spec)
+    begin = max(start - part.start, 0)
+    local = tensor._local_tensor.reshape(-1)[begin : begin + wanted.stop - wanted.start].view(wanted.local_shape)
+    return (RaggedDTensor if is_ragged(spec) else DTensor)(local, spec, requires_grad=False)
+
+
+def is_sharded(value: object) -> TypeGuard[DTensor]:
+    """True for a DTensor of which this rank may hold a part only."""
+    return isinstance(value, DTensor) and not is_replicated(value._spec.placements)
+
+
+def same_layout(one: DTensor, other: DTensor) -> bool:
+    """Whether every rank holds the same part of both."""
+    return _same(one._spec, other._spec)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a DTensor: the very tensor, which ``to_local`` would make a view of for autograd.
+
+    Raises:
+        TypeError: ``tensor`` is no DTensor.
+    """
+    if not isinstance(tensor, DTensor):
+        raise TypeError(f"expected a DTensor; got {type(tensor).__name__}.")
+    return tensor._local_tensor
+
+
+def reduced(value: Any) -> Any:
+    """The whole of a DTensor as a plain tensor, a collective unless every rank has it; anything else as it is."""
+    if not isinstance(value, DTensor):
+        return value
+    return value._local_tensor if is_replicated(value._spec.placements) else value.full_tensor()
+
+
+def _chunks(spec: DTensorSpec) -> list[ChunkStorageMetadata]:
+    return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in part_of(spec).boxes()]
+
+
+def _same(one: DTensorSpec, other: DTensorSpec) -> bool:
+    return one is other or (one.placements == other.placements and one.shape == other.shape and one.mesh == other.mesh)
+
+
+def _as_plain(value: Any) -> Any:
+    if isinstance(value, PartialDTensor):
+        return DTensor(value._local_tensor, value._spec, requires_grad=False)
+    return value
+
+
+def _as_partial(value: Any) -> Any:
+    if isinstance(value, DTensor) and any(placement.is_partial() for placement in value._spec.placements):
+        return PartialDTensor(value._local_tensor, value._spec, requires_grad=False)
+    return value
+
+
+# What may be done with them --------------------------------------------------------------------------------------
+
+aten = torch.ops.aten
+
+# Element-wise, but not tagged so.
+_ELEMENTWISE = {
+    f"aten::{name}"
+    for name in "alias clone detach _to_copy zeros_like ones_like empty_like full_like copy_ zero_ fill_ lerp lerp_ "
+    "is_pinned pin_memory _pin_memory lift_fresh _amp_update_scale_".split()
+}
+
+
+def _dispatch(func: Any, args: tuple, kwargs: dict) -> Any:
+    name = func._schema.name
+    handler = _HANDLERS.get(name)
+    if handler is not None:
+        return handler(func, args, kwargs)
+    if name.startswith(("aten::_foreach_", "aten::_fused_")):
+        return _on_lists(func, args, kwargs)
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return _random(func, args, kwargs)
+    if torch.Tag.pointwise in func.tags or name in _ELEMENTWISE:
+        return _elementwise(func, args, kwargs)
+    raise _unsupported(func)
+
+
+def _unsupported(func: Any, why: str = "it is not element-wise and no reduction of the whole tensor") -> Exception:
+    return NotImplementedError(
+        f"{func} on a sharded DTensor: {why}. Use .full_tensor() for the whole tensor (a collective), or .to_local() "
+        "for this rank's rows. Parameters are whole only while the forward of their unit runs; a method that computes "
+        "with them needs megatron_fsdp.register_forward_method(module, 'name')."
+    )
+
+
+def _first(values: Sequence[Any]) -> "RaggedDTensor":
+    return next(value for value in values if isinstance(value, RaggedDTensor))
+
+
+def _operand(func: Any, value: Any, spec: DTensorSpec, local: torch.Tensor) -> Any:
+    """What an element-wise operation on this rank's shard uses of one of its arguments."""
+    if isinstance(value, RaggedDTensor):
+        if not _same(value._spec, spec):
+            shapes = f"{tuple(spec.shape)} and {tuple(value.shape)}"
+            raise _unsupported(func, f"operands of shapes {shapes} are sharded in different ways")
+        return value._local_tensor
+    if isinstance(value, DTensor):
+        value = reduced(value)
+        if value.dim() and value.shape == spec.shape:
+            return part_of(spec).of(value)
+    if isinstance(value, torch.Tensor) and value.dim():
+        if value.numel() != 1 or value.dim() > len(spec.shape):
+            raise _unsupported(func, f"an operand is a plain tensor of shape {tuple(value.shape)}")
+        return value.reshape((1,) * local.dim())
+    return value
+
+
+def _elementwise(func: Any, args: tuple, kwargs: dict) -> Any:
+    flat, tree = tree_flatten((args, kwargs))
+    first = _first(flat)
+    spec, local = first._spec, first._local_tensor
+    operands = [_operand(func, value, spec, local) for value in flat]
+    own_args, own_kwargs = tree_unflatten(operands, tree)
+    result = func(*own_args, **own_kwargs)
+    return tree_map(lambda value: _wrapped(func, value, flat, operands, spec, local.shape), result)
+
+
+def _wrapped(
+    func: Any, value: Any, given: Sequence[Any], operands: Sequence[Any], spec: DTensorSpec, shape: torch.Size
+) -> Any:
+    """The DTensor for a local result: the one that was given if it was changed in place."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if func._schema.is_mutable:
+        for original, operand in zip(given, operands, strict=True):
+            if operand is value:
+                return original
+    if value.shape != shape:
+        raise _unsupported(func)
+    return RaggedDTensor(value, spec_like(spec, value.dtype), requires_grad=False)
+
+
+def _on_lists(func: Any, args: tuple, kwargs: dict) -> Any:
+    """``_foreach_`` and fused operations: element-wise on each position of their lists."""
+    lists = [value for value in args if isinstance(value, (list, tuple)) and value]
+    leading: Sequence[Any] = lists[0]
+    specs = [value._spec if isinstance(value, RaggedDTensor) else None for value in leading]
+
+    def unwrap(value: Any) -> Any:
+        if not isinstance(value, (list, tuple)) or len(value) != len(leading):
+            return reduced(value)
+        return [
+            reduced(each) if spec is None else _operand(func, each, spec, lead._local_tensor)
+            for each, spec, lead in zip(value, specs, leading, strict=True)
+        ]
+
+    result = func(*(unwrap(value) for value in args), **{key: unwrap(value) for key, value in kwargs.items()})
+    if func._schema.is_mutable or not isinstance(result, (list, tuple)):
+        return result if not isinstance(result, (list, tuple)) else leading
+    return [
+        make_like(value, lead) if isinstance(lead, DTensor) else value
+        for value, lead in zip(_checked(func, result, leading), leading, strict=True)
+    ]
+
+
+def _checked(func: Any, results: Sequence[torch.Tensor], leading: Sequence[Any]) -> Sequence[torch.Tensor]:
+    if any(isinstance(d, DTensor) and r.shape != d._local_tensor.shape for r, d in zip(results, leading, strict=True)):
+        raise _unsupported(func)
+    return results
+
+
+def _copy(func: Any, args: tuple, kwargs: dict) -> Any:
+    """``copy_`` into a ragged tensor, of a whole one or of one that is sharded otherwise; or out of it."""
+    target, source = args[:2]
+    if not isinstance(target, RaggedDTensor):
+        raise _unsupported(func, "the target is not sharded")
+    if isinstance(source, DTensor) and not (isinstance(source, RaggedDTensor) and same_layout(source, target)):
+        source = gather_whole(source)
+    if isinstance(source, RaggedDTensor):
+        source = source._local_tensor
+    elif source.dim() and source.shape == target.shape:
+        source = part_of(target._spec).of(source)
+    elif source.numel() != 1:
+        raise ValueError(f"copy_: expected a tensor of shape {tuple(target.shape)}; got {tuple(source.shape)}.")
+    target._local_tensor.copy_(source, *args[2:], **kwargs)
+    return target
+
+
+def _random(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Draw the whole tensor, as without sharding, and keep this rank's part of it.
+
+    Ranks whose random states differ draw other numbers. Replicas then follow the first rank of their axis.
+    """
+    target = args[0]
+    in_place = func._schema.is_mutable
+    if not isinstance(target, RaggedDTensor) or not (in_place or func._schema.name.endswith("_like")):
+        raise _unsupported(func)
+    spec, local = target._spec, target._local_tensor
+    whole = torch.empty(target.shape, dtype=local.dtype, device=local.device)
+    if in_place:
+        func(whole, *args[1:], **kwargs)
+    else:
+        whole = func(whole, *args[1:], **kwargs)
+    drawn = part_of(spec).of(whole).contiguous()
+    for axis, placement in enumerate(spec.placements):
+        if isinstance(placement, Replicate) and spec.mesh.size(axis) > 1:
+            group = spec.mesh.get_group(axis)
+            sent = drawn.to(spec.mesh.device_type)
+            with settling(group, sent):
+                dist.broadcast(sent, group=group, group_src=0)
+            drawn.copy_(sent)
+    if not in_place:
+        return make_like(drawn, target)
+    local.copy_(drawn)
+    return target
+
+
+def _new(func: Any, args: tuple, kwargs: dict) -> Any:
+    """``new_empty`` and its like: ragged in the tensor's own shape, else a plain tensor."""
+    tensor, size, rest = args[0], tuple(args[1]), args[2:]
+    if size != tuple(tensor.shape):
+        return func(tensor._local_tensor, size, *rest, **kwargs)
+    return make_like(func(tensor._local_tensor, tuple(tensor._local_tensor.shape), *rest, **kwargs), tensor)
+
+
+def _reduction(func: Any, args: tuple, kwargs: dict) -> Any:
+    tensor, given = args[0], _arguments(func, args, kwargs)
+    _require_all_dims(func, tensor, given.get("dim"))
+    name, local = func._schema.name.removeprefix("aten::"), tensor._local_tensor.reshape(-1)
+    value, placement = shard_result(name, local, tensor.numel(), given)
+    value = value.reshape((1,) * tensor.dim()) if given.get("keepdim") else value
+    return _partial(value, placement, tensor._spec)
+
+
+def _arguments(func: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
+    names = [argument.name for argument in func._schema.arguments]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _require_all_dims(func: Any, tensor: torch.Tensor, dim: Any) -> None:
+    dims = [dim] if isinstance(dim, int) else list(dim or range(tensor.dim()))
+    # Of one dimension, `max` and `min` give indices, too.
+    if len(func._schema.returns) > 1 or {d % tensor.dim() for d in dims} != set(range(tensor.dim())):
+        raise _unsupported(func, f"it reduces dimensions {dims} only")
+
+
+# Specs of results, by the spec of the tensor that is reduced: clipping asks for one of every gradient in every step,
+# and making a spec takes longer than all else there. Not kept in the spec itself, which is pickled with the tensor.
+_specs_of_results: weakref.WeakKeyDictionary[DTensorSpec, dict[tuple, DTensorSpec]] = weakref.WeakKeyDictionary()
+
+
+def _partial(value: torch.Tensor, placement: Placement, spec: DTensorSpec) -> DTensor:
+    """A result of this rank's shard as a DTensor that is still to be reduced over the axes that shard."""
+    known = _specs_of_results.setdefault(spec, {})
+    key = (placement, value.dtype, value.shape)
+    if key not in known:
+        placements = tuple(p if isinstance(p, Replicate) else placement for p in spec.placements)
+        meta = TensorMeta(value.shape, value.stride(), value.dtype)
+        known[key] = DTensorSpec(spec.mesh, placements, tensor_meta=meta)
+    return PartialDTensor(value, known[key], requires_grad=False)
+
+
+def _spread(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Variance or standard deviation, by two passes over the shards."""
+    tensor, given = args[0], _arguments(func, args, kwargs)
+    _require_all_dims(func, tensor, given.get("dim"))
+    correction = given.get("correction")
+    if correction is None:
+        correction = 1 if given.get("unbiased", True) else 0
+    local, numel = tensor._local_tensor.reshape(-1), tensor.numel()
+    wide = local.double()
+    mean = reduced(_partial(wide.sum(), Partial("sum"), tensor._spec)) / numel
+    squares = reduced(_partial((wide - mean).square().sum(), Partial("sum"), tensor._spec))
+    variance = squares / max(numel - correction, 0)
+    value = (variance.sqrt() if func._schema.name == "aten::std" else variance).to(local.dtype)
+    replicated = tuple(Replicate() for _ in tensor._spec.placements)
+    return DTensor.from_local(value, tensor.device_mesh, replicated, run_check=False)
+
+
+def _foreach_norm(func: Any, args: tuple, kwargs: dict) -> Any:
+    given = _arguments(func, args, kwargs)
+    order, results = float(given.get("ord", 2)), []
+    for tensor in args[0]:
+        local = local_part(tensor) if isinstance(tensor, DTensor) else tensor
+        value, placement = shard_norm(local.reshape(-1), order, given.get("dtype"))
+        results.append(_partial(value, placement, tensor._spec) if isinstance(tensor, DTensor) else value)
+    return results
+
+
+def _equal(func: Any, args: tuple, kwargs: dict) -> bool:
+    """``torch.equal`` and ``allclose``: the same answer on every rank. A collective."""
+    one, other = args[:2]
+    spec = _first(args)._spec
+    if one.shape != other.shape:
+        return False
+    local = _first(args)._local_tensor
+    locals_ = [
+        _operand(func, value, spec, local) if isinstance(value, DTensor) else part_of(spec).of(value)
+        for value in (one, other)
+    ]
+    equal = bool(func(*locals_, *args[2:], **kwargs))
+    return bool(reduced(_partial(torch.tensor(float(equal), device=locals_[0].device), Partial("min"), spec)))
+
+
+def _number(func: Any, args: tuple, kwargs: dict) -> Any:
+    return func(gather_whole(args[0]), *args[1:], **kwargs)
+
+
+def _unscale(func: Any, args: tuple, kwargs: dict) -> None:
+    """What torch's GradScaler calls: unscale gradients, and tell every rank if one of them is not finite on any."""
+    grads, found_inf, inverse_scale = args
+    func([local_part(g) if isinstance(g, DTensor) else g for g in grads], reduced(found_inf), reduced(inverse_scale))
+    # Each mesh once, however many gradients are sharded over it.
+    for spec in {g._spec.mesh: g._spec for g in grads if isinstance(g, RaggedDTensor)}.values():
+        found_inf.copy_(reduced(_partial(found_inf.clone(), Partial("max"), spec)))
+
+
+def _is_same_size(func: Any, args: tuple, kwargs: dict) -> bool:
+    return bool(args[0].shape == args[1].shape)
+
+
+_HANDLERS: dict[str, Callable[[Any, tuple, dict], Any]] = {
+    "aten::copy_": _copy,
+    "aten::equal": _equal,
+    "aten::allclose": _equal,
+    "aten::is_same_size": _is_same_size,
+    "aten::_local_scalar_dense": _number,
+    "aten::_amp_foreach_non_finite_check_and_unscale_": _unscale,
+    "aten::_foreach_norm": _foreach_norm,
+    "aten::var": _spread,
+    "aten::std": _spread,
+    **{f"aten::new_{kind}": _new for kind in ("empty", "zeros", "ones", "full")},
+    **{
+        f"aten::{name}": _reduction
+        for name in "sum mean max min amax amin linalg_vector_norm norm all any prod count_nonzero".split()
+    },
+}
+
+# torch's clipping and optimizers take lists of these as they take lists of DTensors.
+for _supported in (_foreach_utils._foreach_supported_types, torch_optimizer._foreach_supported_types):
+    _supported.append(RaggedDTensor)  # type: ignore[arg-type]
+torch.serialization.add_safe_globals([RaggedDTensor, RaggedShard, SectionedShard, DTensorSpec])

@@ -1,0 +1,332 @@
+"""Models that are sharded in place, when that is first needed: what was said about each module, and their engine.
+
+A module is *marked* by :class:`MarkedModule` being among its classes and a :class:`Mark`. Marking changes no parameter.
+The outermost marked module is sharded with everything in it by :func:`shard_if_pending`; marked modules inside are its
+units. It then owns an :class:`InPlaceEngine`.
+"""
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from megatron.fsdp.buffers.parameter import check_class
+from megatron.fsdp.buffers.parameter_group import Environment
+from megatron.fsdp.comm.streams import communication_stream, default_device
+from megatron.fsdp.config import FSDPConfig
+from megatron.fsdp.dtensor.ragged_dtensor import is_sharded
+from megatron.fsdp.dtensor.torch_patches import attach_with
+from megatron.fsdp.module import MegatronFSDP
+from megatron.fsdp.optim.hooks import attach_optimizer, owners, watch_optimizers
+from megatron.fsdp.runtime.other_engines import check_no_other_engine
+from megatron.fsdp.runtime.partition import UnitPart, partition
+from megatron.fsdp.runtime.unit import Unit
+from megatron.fsdp.sharding.layout import ROW, Granularity
+from megatron.fsdp.sharding.mesh import FSDPDistributedIndex, default_index
+from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
+
+
+class MarkedModule(nn.Module):
+    """Base of the classes of marked modules."""
+
+
+@dataclass(eq=False)
+class Mark:
+    """What was said about one marked module.
+
+    Attributes:
+        mesh: Mesh that was given.
+        index: Its axes; the same object for all modules marked for one mesh, until they are sharded.
+        world: Default process group at that time.
+        device: Where the module will compute.
+        policy: Dtypes.
+        input_dtype: What inputs of the forward are cast to; None for nothing.
+        output_dtype: What its outputs are cast to; None for nothing.
+        offload: Main weights are in host memory.
+        reshard_after_forward: Release weights after forward. None: all but the outermost module's.
+        granularity: What is not divided between ranks.
+        requires_gradient_sync: Gradients are reduced.
+        requires_all_reduce: Gradients are reduced over the outer axis too.
+        is_last_backward: The next backward is the last before the step.
+        divisor: What the sum of gradients is divided by. None: the number of ranks.
+        engine: The engine that the module is sharded by; None until then.
+        unit: Its unit there; None if it has no parameters.
+    """
+
+    mesh: DeviceMesh | None
+    index: FSDPDistributedIndex
+    world: object
+    device: torch.device
+    policy: MixedPrecisionPolicy
+    input_dtype: torch.dtype | None
+    output_dtype: torch.dtype | None
+    offload: bool
+    reshard_after_forward: bool | None
+    granularity: Granularity = ROW
+    requires_gradient_sync: bool = True
+    requires_all_reduce: bool = True
+    is_last_backward: bool = True
+    divisor: float | None = None
+    engine: "Callable[[], InPlaceEngine | None]" = field(default=lambda: None)
+    unit: Callable[[], Unit | None] = field(default=lambda: None)
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Weights stay gathered from forward to backward."""
+        return self.reshard_after_forward is False
+
+
+# Kept in a module's __dict__ themselves: they are none of its parameters, buffers and modules.
+_MARK = "_fsdp_mark"
+_ENGINE = "_fsdp_engine"
+
+_pending: weakref.WeakSet[MarkedModule] = weakref.WeakSet()
+
+
+def mark_of(module: nn.Module) -> Mark:
+    """What was said about a marked module."""
+    mark: Mark = module.__dict__[_MARK]
+    return mark
+
+
+def set_mark(module: MarkedModule, mark: Mark) -> None:
+    """Mark a module; its class is that of a marked one already."""
+    module.__dict__[_MARK] = mark
+    _pending.add(module)
+
+
+def is_pending(module: MarkedModule) -> bool:
+    """True until the module is sharded."""
+    return module in _pending
+
+
+def owned_engine(module: MarkedModule) -> "InPlaceEngine | None":
+    """The engine of the model whose outermost module this is; None for others."""
+    engine: InPlaceEngine | None = module.__dict__.get(_ENGINE)
+    return engine
+
+
+class InPlaceEngine(MegatronFSDP):
+    """The engine as a property of its model: the outermost module owns it, and it does not keep that module.
+
+    Attributes:
+        models: How many have been sharded in this process.
+        marks: What was said about each module.
+    """
+
+    models = 0
+    _built = False
+    _agreed = False
+
+    def __init__(self, root: MarkedModule, config: FSDPConfig, index: FSDPDistributedIndex) -> None:
+        super().__init__(root, config, index, [MarkedModule], mark_of(root).device)
+        self.marks = [mark_of(module) for module in root.modules() if isinstance(module, MarkedModule)]
+        for mark in self.marks:
+            mark.engine = weakref.ref(self)
+        del self._modules["module"]
+        # Stands for the root where parameters of its own are registered.
+        place = nn.Module()
+        place.__dict__["_parameters"] = root._parameters
+        for entry in self.entries():
+            entry.sites = [(place if owner is root else owner, name) for owner, name in entry.sites]
+        self._built = True
+        InPlaceEngine.models += 1
+        self.update_sync()
+
+    def _build_unit(self, part: UnitPart, environment: Environment, *rest: Any) -> Unit:
+        mark = mark_of(part.module)
+        unit = super()._build_unit(part, replace(environment, policy=mark.policy, granularity=mark.granularity), *rest)
+        unit.keeps_weights = mark.keeps_weights
+        mark.unit = weakref.ref(unit)
+        if mark.divisor is not None:
+            self.divide(unit, self.index.size, mark.divisor)
+        return unit
+
+    def _settings_of(self, part: UnitPart) -> str:
+        mark = mark_of(part.module)
+        divisor = "" if mark.divisor is None else f", gradients divided by {mark.divisor}"
+        return f"{mark.policy}, reshard_after_forward={not mark.keeps_weights}{divisor}"
+
+    def agree(self) -> None:
+        """Not while the model is sharded, which waits for nobody, but before something waits for other ranks."""
+        if self._built:
+            super().agree()
+
+    def broadcast_params(self) -> None:
+        """Not while the model is sharded, which communicates nothing, but before its first forward."""
+        if self._built:
+            super().broadcast_params()
+
+    def before_forward(self) -> None:
+        """The outermost module is about to run."""
+        if not self._agreed:
+            self.agree()
+            self._agreed = True
+            self.broadcast_params()
+        for group in self.groups:
+            # What is kept gathered has no other way to follow main weights that were changed without an optimizer.
+            if not group.weights.temporary:
+                group.weights.invalidate()
+
+    def update_sync(self) -> None:
+        """Gradients are synchronized if every part of the model says so."""
+        sync = all(mark.requires_gradient_sync and mark.requires_all_reduce for mark in self.marks)
+        self.is_last_microbatch = sync
+        self.set_model_auto_sync(sync and all(mark.is_last_backward for mark in self.marks))
+
+    @staticmethod
+    def divide(unit: Unit, before: float, divisor: float) -> None:
+        """Divide the sum of the unit's gradients by ``divisor``, and not by ``before`` any more."""
+        for group in unit.groups:
+            group.gradients.rescale(before / divisor)
+
+    def show_main(self) -> None:
+        """Make main weights the model's parameters, also of units that are gathered."""
+        self._schedule.show_main()
+
+    def forget_pass(self) -> None:
+        """Bring all units to rest, and drop gradients that are not in ``.grad`` yet."""
+        self._schedule.reset()
+        for group in self.groups:
+            group.abandon_gradients()
+
+    def load(self, root: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> Any:
+        """Load whole tensors, tensors that are sharded as the model is, and tensors that are sharded evenly."""
+        if any(is_sharded(value) for value in state_dict.values()):
+            self.agree()  # what is sharded in another way is gathered
+        return self._load(root, "", state_dict, strict)
+
+
+def engine_of(module: MarkedModule) -> InPlaceEngine:
+    """The engine that the module is sharded by, which it is now if it was not.
+
+    Raises:
+        RuntimeError: The model that the module was a part of is gone.
+    """
+    shard_if_pending(module)
+    engine = mark_of(module).engine()
+    if engine is None:
+        raise RuntimeError("The model that this module was sharded with has been deleted, and its weights with it.")
+    return engine
+
+
+def shard_if_pending(module: MarkedModule) -> None:
+    """Shard the outermost marked module around ``module``, unless it is sharded or about to be."""
+    if module in _pending:
+        around = [m for m in _pending if any(part is module for part in m.modules())]
+        _shard(max(around, key=lambda m: sum(1 for _ in m.modules())))
+
+
+def _shard(root: MarkedModule) -> None:
+    mark = mark_of(root)
+    marked = {name: module for name, module in root.named_modules() if isinstance(module, MarkedModule)}
+    for name, module in marked.items():
+        if module not in _pending:
+            raise RuntimeError(
+                f"{name} is sharded by itself already, because its parameters were asked for, or it was run, before "
+                "fully_shard was called on a module around it. Call fully_shard on the whole model first."
+            )
+        if _ranks(mark_of(module).index) != _ranks(mark.index):
+            raise NotImplementedError(f"mesh: {name} and the modules around it must have the same mesh.")
+        if mark_of(module).offload != mark.offload:
+            raise NotImplementedError(f"offload_policy: {name} and the modules around it must have the same.")
+    check_no_other_engine(root)
+    tensors = [t for m in root.modules() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
+    _check_dtypes(partition(root, (MarkedModule,)))
+    config = FSDPConfig(
+        mixed_precision=MixedPrecisionPolicy(main_params_dtype=None),  # each unit has its own
+        materialize=any(tensor.is_meta for tensor in tensors),
+        offload_optimizer=mark.offload,
+    )
+    watch_optimizers(_before_step)
+    attach_with(_attach)
+    for module in marked.values():
+        _pending.discard(module)
+    try:
+        root.__dict__[_ENGINE] = InPlaceEngine(root, config, _with_tensor_parallel(mark.index, tensors))
+    except BaseException:
+        # Whoever asks next must be told the same.
+        for module in marked.values():
+            _pending.add(module)
+        raise
+
+
+def _ranks(index: FSDPDistributedIndex) -> list[list[int]]:
+    return [dist.get_process_group_ranks(group) for group in index.dense.groups]
+
+
+def _check_dtypes(part: UnitPart) -> None:
+    for entry in part.entries:
+        check_class(entry.name, entry.compute)
+        mark_of(part.module).policy.resolve(entry.compute.dtype, entry.name)
+    for child in part.children:
+        _check_dtypes(child)
+
+
+def _with_tensor_parallel(index: FSDPDistributedIndex, tensors: Sequence[torch.Tensor]) -> FSDPDistributedIndex:
+    """The axes, and the tensor-parallel one if parameters are DTensors."""
+    mesh = next((t.data.device_mesh for t in tensors if isinstance(t.data, DTensor)), None)
+    if mesh is None:
+        return index
+    names, whole = mesh.mesh_dim_names, index.device_mesh._get_root_mesh()
+    if not names or len(names) != 1 or mesh._get_root_mesh() != whole:
+        raise ValueError(
+            f"Parameters are DTensors over {mesh}: expected one named axis of the mesh that fully_shard's mesh is "
+            "a part of."
+        )
+    both = None if index.dense.outer is None else index.dense.everyone
+    return FSDPDistributedIndex(whole, index.dp_shard_dim, index.dp_outer_dim, names[0], both)
+
+
+def axes_of(mesh: DeviceMesh | None, module: nn.Module) -> tuple[FSDPDistributedIndex, torch.device]:
+    """Data-parallel axes and device for ``mesh``. Makes the process groups that are needed: all ranks must call it.
+
+    Raises:
+        ValueError: The mesh has neither one nor two axes, or two without names.
+    """
+    for other in _pending:
+        mark = mark_of(other)
+        if mark.world is dist.group.WORLD and mark.mesh == mesh:
+            return mark.index, mark.device
+    if mesh is None:
+        device = default_device(module)
+        index = default_index(device)
+    else:
+        names = mesh.mesh_dim_names
+        if mesh.ndim > 2 or (mesh.ndim == 2 and not names):
+            raise ValueError(f"mesh: expected one axis, or two with names (outer, inner); got {mesh}.")
+        device = torch.device(mesh.device_type)
+        if device.type == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())
+        outer = names[0] if names and mesh.ndim == 2 else None
+        index = FSDPDistributedIndex(mesh, names[-1] if names else None, outer)
+    stream = communication_stream(device, index.dense.everyone)
+    for group in (*index.dense.groups, index.dense.everyone):
+        stream.group(group)
+    return index, device
+
+
+# For each optimizer that took a step: how many models there were then, and how many parameter groups it had.
+_looked_at: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+    """Step pre-hook of every optimizer. The hooks that this registers run in the same step."""
+    _attach(optimizer)
+
+
+def _attach(optimizer: torch.optim.Optimizer) -> None:
+    """Make an optimizer of ours update main weights."""
+    now = InPlaceEngine.models, len(optimizer.param_groups)
+    if _looked_at.get(optimizer) == now:
+        return
+    models = owners(p for group in optimizer.param_groups for p in group["params"])
+    if any(isinstance(model, InPlaceEngine) for model in models):
+        attach_optimizer(optimizer, needs_gradient=False)
+    _looked_at[optimizer] = now

@@ -1,0 +1,1 @@
+"""What several packages need and that has nothing to do with sharding."""

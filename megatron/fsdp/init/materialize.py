@@ -1,0 +1,132 @@
+"""Gives values to parameters that a model was built without (on the meta device), one unit at a time.
+
+A module's tensors get them as was recorded when it was built (:func:`megatron.fsdp.init.deferred.deferred_init`), or
+else by its own method.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from megatron.fsdp.buffers.parameter import ParameterEntry
+from megatron.fsdp.init.deferred import Recipe, recipes
+
+# What a module may call the method that initializes its own parameters and buffers.
+RESET_METHODS = ("reset_parameters", "_reset_parameters")
+
+
+def reset_method(module: nn.Module) -> Callable[[], object] | None:
+    """The method that initializes the module's own parameters; None if it has none."""
+    for name in RESET_METHODS:
+        method = getattr(module, name, None)
+        if callable(method):
+            return method
+    return None
+
+
+def _recorded(module: nn.Module) -> dict[str, Recipe]:
+    """How to initialize the module's tensors; empty if its method does, which then does all of them."""
+    found = recipes(module)
+    complete = all(recipe is not None and recipe.gives_values for recipe in found.values())
+    if not complete and reset_method(module) is not None:
+        return {}
+    return {name: recipe for name, recipe in found.items() if recipe is not None and recipe.gives_values}
+
+
+def check_can_materialize(module: nn.Module) -> None:
+    """Raise unless every module with parameters or buffers on the meta device can initialize them.
+
+    Raises:
+        ValueError: One cannot; the message names it.
+    """
+    for name, part in module.named_modules():
+        own = [*part._parameters.items(), *part._buffers.items()]
+        missing = [key for key, tensor in own if tensor is not None and tensor.device.type == "meta"]
+        if reset_method(part) is None and not set(missing) <= set(_recorded(part)):
+            where = name or "the model itself"
+            raise ValueError(
+                f"init_model_with_meta_device: {where} ({type(part).__name__}) has {', '.join(missing)} on the meta "
+                f"device and no method {' or '.join(RESET_METHODS)} to initialize it. Give its class one, or build "
+                "the model with megatron.fsdp.deferred_init."
+            )
+
+
+def materialize_buffers(module: nn.Module, device: torch.device) -> list[nn.Module]:
+    """Give memory to all buffers on the meta device, and values to those whose initialization was recorded.
+
+    Returns:
+        Modules that have others and no parameters.
+    """
+    found = []
+    for part in module.modules():
+        recorded = _recorded(part)
+        for name, buffer in part._buffers.items():
+            if buffer is not None and buffer.device.type == "meta":
+                part._buffers[name] = given = torch.empty_like(buffer, device=device)
+                if name in recorded:
+                    given.copy_(recorded[name].run(device))
+                elif not part._parameters and part not in found:
+                    found.append(part)
+    return found
+
+
+def comes_last(own: Iterable[ParameterEntry], inside: Iterable[ParameterEntry]) -> bool:
+    """Whether the model was built with a unit's own parameters after those of the units in it; known if recorded."""
+    own_steps, steps_inside = _first_steps(own), _first_steps(inside)
+    return bool(own_steps and steps_inside) and min(own_steps) > min(steps_inside)
+
+
+def _first_steps(entries: Iterable[ParameterEntry]) -> list[int]:
+    known = (_recorded(module).get(name) for entry in entries for module, name in entry.sites)
+    return [recipe.first for recipe in known if recipe is not None]
+
+
+def initialize(entries: Sequence[ParameterEntry], device: torch.device, others: Iterable[nn.Module] = ()) -> None:
+    """Initialize parameters that have memory and no values yet.
+
+    Args:
+        device: Where they are.
+        entries: Parameters of one unit. Modules that hold one are reset, inner ones before those around them, as
+            they are when a model is built.
+        others: Modules that are reset, too.
+    """
+    mine = {id(entry.compute) for entry in entries}
+    modules: dict[int, nn.Module] = {id(m): m for m in others}
+    filled: list[tuple[ParameterEntry, Recipe]] = []
+    for entry in entries:
+        found = [recorded[name] for module, name in entry.sites if name in (recorded := _recorded(module))]
+        if found:
+            filled.append((entry, found[0]))
+        else:
+            modules |= {id(module): module for module, _ in entry.sites}
+    with torch.no_grad():
+        for i, value in Recipe.run_all([recipe for _, recipe in filled], device):
+            filled[i][0].compute.copy_(value)
+    for module in sorted(modules.values(), key=_depth):
+        reset = reset_method(module)
+        if reset is not None:
+            with torch.no_grad(), _strangers_on_meta(module, mine):
+                reset()
+
+
+def _depth(module: nn.Module) -> int:
+    """How many levels of modules are inside."""
+    return 1 + max((_depth(child) for child in module.children()), default=0)
+
+
+@contextmanager
+def _strangers_on_meta(module: nn.Module, mine: set[int]) -> Iterator[None]:
+    """Hide parameters of other units, whose memory is not there: what resetting writes to them is lost."""
+    hidden = []
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None and id(parameter) not in mine:
+                hidden.append((part, name, parameter))
+                part._parameters[name] = nn.Parameter(torch.empty_like(parameter, device="meta"))
+    try:
+        yield
+    finally:
+        for part, name, parameter in hidden:
+            part._parameters[name] = parameter

@@ -1,0 +1,254 @@
+"""Prepares model and optimizer state for an ``fsdp_dtensor`` checkpoint, without any communication.
+
+Names in a checkpoint are those of the whole model: layers, experts and tied weights are called as if there were one
+pipeline stage and one expert-parallel rank. :mod:`megatron.fsdp.mcore.parameter_names` has what makes a parameter's own
+name differ from that, and what its rows are.
+"""
+
+import argparse
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from megatron.core.transformer.module import Float16Module
+from megatron.fsdp.buffers.parameter import ParameterEntry
+from megatron.fsdp.dtensor.ragged_dtensor import narrow_rows
+from megatron.fsdp.helpers.spelling import bare_name
+from megatron.fsdp.mcore.adapter import ShardedModule
+from megatron.fsdp.mcore.parameter_names import (
+    EMBEDDING,
+    FUSED_DOWN,
+    TIED_OUTPUT,
+    Layout,
+    Stored,
+    described,
+    global_name,
+    layouts,
+    renamed_in_checkpoints,
+    with_own_norm,
+)
+
+# Where a checkpoint says what rows of fused parameters are.
+LAYOUTS_KEY = "layouts"
+
+
+class Names:
+    """Names in a checkpoint of everything that a model chunk has.
+
+    Args:
+        chunk: The chunk.
+    """
+
+    def __init__(self, chunk: ShardedModule) -> None:
+        model: Any = chunk.module
+        while isinstance(model, Float16Module):
+            model = model.module
+        self._model: nn.Module = model
+        self.entries: dict[str, ParameterEntry] = {bare_name(n): e for e in chunk.entries() for n in e.names}
+        self._layouts = layouts(model, {name: entry.shape for name, entry in self.entries.items()})
+        self._renamed = renamed_in_checkpoints(model)
+
+    def of(self, name: str) -> str:
+        """The name in a checkpoint of what is called so in the model itself."""
+        entry = self.entries.get(name)
+        if entry is not None and entry.key.repeated and name.endswith(TIED_OUTPUT):
+            return name.removesuffix(TIED_OUTPUT) + EMBEDDING
+        return self.untied(name)
+
+    def untied(self, name: str) -> str:
+        """The name in the whole model, which has two for tied weights."""
+        return global_name(self._model, name)
+
+    def is_copy(self, name: str) -> bool:
+        """Whether another pipeline stage has the same parameter, and saves it."""
+        entry = self.entries.get(name)
+        return entry is not None and entry.key.repeated and not getattr(self._model, "pre_process", True)
+
+    def stored(self, name: str) -> str:
+        """What a weight, and an optimizer's state of it, is called in a checkpoint; groups have the name in ``of``."""
+        key = self.of(name)
+        for now, before in self._renamed.items():
+            if key.startswith(now):
+                key = before + key.removeprefix(now)
+        return with_own_norm(key)
+
+    def apart(self, name: str) -> tuple[Stored, ...]:
+        """The tensors that a checkpoint has instead of a parameter; empty: it has one."""
+        return self._layouts[name].apart if name in self._layouts else ()
+
+    @property
+    def spread(self) -> list[str]:
+        """Parameters of which tensor-parallel ranks have a part of each section."""
+        return [name for name, layout in self._layouts.items() if layout.spread]
+
+    @property
+    def described(self) -> dict[str, str]:
+        """What readers of a checkpoint cannot tell from names and shapes, by name; ``{}`` stands for any number."""
+        facts: dict[str, dict[str, Any]] = {}
+        for name, entry in self.entries.items():
+            layout = self._layouts.get(name)
+            of_name = layout.facts if layout is not None else {}
+            if layout is not None and name.split(".")[-2] == FUSED_DOWN:
+                # They are what a model has that does not fuse them.
+                parts = [(part.of(self.stored(name)), Layout(part.sections)) for part in layout.apart]
+                facts |= {key: of_part.facts for key, of_part in parts if len(of_part.sections) > 1}
+                continue
+            if entry.key.expert:
+                of_name["experts"] = "numbered over all ranks"
+            if of_name:
+                facts[self.stored(name)] = of_name
+        if getattr(self._model, "share_embeddings_and_output_weights", False):
+            facts[TIED_OUTPUT] = {"tied to": EMBEDDING}
+        config = getattr(self._model, "config", None)
+        return described(facts, by_number=bool(getattr(config, "heterogeneous_block_specs", False)))
+
+
+def optimizer_names(chunks: Sequence[nn.Module]) -> dict[nn.Parameter, str]:
+    """The name of every main weight in an optimizer's part of a checkpoint: the global one, behind its wrappers.
+
+    Args:
+        chunks: Model chunks in our wrapper.
+    """
+    found: dict[nn.Parameter, str] = {}
+    for chunk in chunks:
+        names = Names(chunk.module)  # type: ignore[arg-type]
+        for name, entry in names.entries.items():
+            wrappers = entry.name.removesuffix(bare_name(entry.name))
+            found.setdefault(entry.main, f"module.module.{wrappers}{names.of(name)}")
+    return found
+
+
+# State ---------------------------------------------------------------------------------------------------------------
+
+
+class Prepared(dict[str, Any]):
+    """A state dict as it is in a checkpoint.
+
+    Attributes:
+        raw: What Megatron made and expects back after loading, by key: models and optimizers.
+        chunks: The model chunks.
+        loading: Whether a checkpoint is to be loaded into it.
+    """
+
+    raw: dict[str, Any]
+    chunks: Sequence[ShardedModule]
+    loading: bool = False
+
+    def restore(self) -> None:
+        """Put back what Megatron made; its tensors are the same."""
+        self.pop("model", None)
+        self.update(self.raw)
+
+
+def preprocess_fsdp_dtensor_state_dict(
+    args: argparse.Namespace,
+    raw_state_dict: dict[str, Any],
+    model: ShardedModule,
+    chunks: Sequence[ShardedModule] = (),
+    saving: bool = False,
+) -> Prepared:
+    """A state dict ready for torch.distributed.checkpoint, for saving or for loading in place.
+
+    Names become those of the whole model. Fused gate and up projections become two keys, ``_w`` and ``_v``, and a fused
+    down projection of latent attention ``linear_q_down_proj`` and ``linear_kv_down_proj``, so that each can be cut
+    anywhere; every DTensor is told which part of the whole this rank holds. Tensors keep their memory.
+
+    Args:
+        args: Megatron's arguments.
+        raw_state_dict: With ``model``, or ``model0``, ``model1`` ... (by parameter name), and maybe ``optimizer``
+            (``state`` and ``param_to_group_meta`` by parameter name, or several such by number).
+        model: The first chunk of the model.
+        chunks: All chunks. None: only the first.
+        saving: Leave out what another pipeline stage saves.
+    """
+    chunks = chunks or [model]
+    names = [Names(chunk) for chunk in chunks]
+    prepared = Prepared(raw_state_dict)
+    prepared.chunks = chunks
+    prepared.raw = {key: value for key, value in raw_state_dict.items() if re.fullmatch(r"model\d*|optimizer", key)}
+    for key in prepared.raw:
+        del prepared[key]
+    models = [prepared.raw[key] for key in sorted(prepared.raw.keys() - {"optimizer"})]
+    prepared["model"] = {}
+    for of_chunk, state in zip(names, models, strict=True):
+        prepared["model"].update(_weights(of_chunk, state, saving))
+    if saving:
+        prepared[LAYOUTS_KEY] = {name: text for of_chunk in names for name, text in of_chunk.described.items()}
+    if "optimizer" in prepared.raw:
+        prepared["optimizer"] = _optimizers(names, prepared.raw["optimizer"], saving)
+    return prepared
+
+
+def _weights(names: Names, state: Mapping[str, Any], saving: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in state.items():
+        name = bare_name(key)
+        if name.endswith("._extra_state") or (saving and names.is_copy(name)):
+            continue
+        found.update(_described(names, name, f"module.{names.stored(name)}", value))
+    return found
+
+
+def _optimizers(names: Sequence[Names], raw: dict[Any, Any], saving: bool) -> dict[str, Any]:
+    """The state of all optimizers as that of one; and a dict of its own for every parameter's settings."""
+    found: dict[str, Any] = {"state": {}, "param_to_group_meta": {}}
+    local = {names_of.of(name): (names_of, name) for names_of in names for name in names_of.entries}
+    for state in [raw] if "state" in raw else [raw[number] for number in sorted(raw)]:
+        # In place: Megatron keeps the dict that these are in, and looks for what was loaded there.
+        groups = state["param_to_group_meta"]
+        for key in groups:
+            groups[key] = dict(groups[key])
+            if saving:
+                # Which rank has an expert is not the checkpoint's matter; Megatron-Core's FSDP, which has experts and
+                # others in one group, would find them to differ.
+                groups[key]["is_expert_parallel"] = False
+            names_of, name = local[bare_name(key)]
+            if not (saving and names_of.is_copy(name)):
+                found["param_to_group_meta"][key] = groups[key]
+        for key, value in state["state"].items():
+            names_of, name = local[bare_name(key)]
+            if not (saving and names_of.is_copy(name)):
+                stored = key.removesuffix(names_of.of(name)) + names_of.stored(name)
+                found["state"].update(_described(names_of, name, stored, value))
+    return found
+
+
+def _described(names: Names, name: str, key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """What is saved of a parameter, or of an optimizer's state of it, and under which keys.
+
+    Args:
+        names: Of the model chunk.
+        name: Of the parameter in the model itself.
+        key: In the checkpoint.
+        value: A tensor, or a dict of an optimizer's.
+    """
+    entry = names.entries.get(name)
+    if entry is None:
+        yield key, value
+        return
+    parts = names.apart(name)
+    if not parts:
+        yield key, _on_tensors(value, entry, None)
+    first = 0
+    for part in parts:
+        yield part.of(key), _on_tensors(value, entry, range(first, first + part.rows))
+        first += part.rows
+
+
+def _on_tensors(value: Any, entry: ParameterEntry, rows: range | None) -> Any:
+    if isinstance(value, dict):
+        return {k: _on_tensors(v, entry, rows) for k, v in value.items()}
+    if not isinstance(value, DTensor):
+        return value
+    return value if rows is None else _rows(value, entry, rows)
+
+
+def _rows(tensor: DTensor, entry: ParameterEntry, rows: range) -> DTensor:
+    """Some of a tensor's rows, as a DTensor on the same memory."""
+    # A tensor-parallel rank has its share of all rows, and of any that belong together.
+    share = math.prod(entry.local_shape) // tensor.shape[0]
+    return narrow_rows(tensor, rows.start * share, rows.stop * share, (len(rows), *tensor.shape[1:]))

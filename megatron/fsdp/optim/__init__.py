@@ -1,0 +1,1 @@
+"""How an optimizer of torch updates main weights."""

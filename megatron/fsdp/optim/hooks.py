@@ -1,0 +1,264 @@
+"""Makes a torch optimizer update main weights: parameters out, DTensors in, and hooks around the step."""
+
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from megatron.fsdp.buffers.parameter_group import ParameterGroup
+from megatron.fsdp.dtensor.ragged_dtensor import make_like, same_layout
+from megatron.fsdp.dtensor.torch_patches import attach_with, prepare_with
+from megatron.fsdp.helpers.weak import weak_method
+from megatron.fsdp.module import MegatronFSDP
+from megatron.fsdp.optim.classes import BY_PARAMETER, check_optimizer
+from megatron.fsdp.optim.fresh_state import attach_fresh_state, initialize_state
+from megatron.fsdp.optim.local_step import LocalStep, closure_of
+from megatron.fsdp.runtime.partition import OWNER
+from megatron.fsdp.state.loading import own_part
+
+
+def owners(parameters: Iterable[nn.Parameter]) -> list[MegatronFSDP]:
+    """The sharded models that the parameters belong to, each once."""
+    found: list[MegatronFSDP] = []
+    for parameter in parameters:
+        reference = getattr(parameter, OWNER, None)
+        model = reference() if reference is not None else None
+        if model is not None and model not in found:
+            found.append(model)
+    return found
+
+
+@functools.cache
+def watch_optimizers(hook: Callable[[torch.optim.Optimizer, tuple, dict], None]) -> None:
+    """Have ``hook`` called before every step of every optimizer from now on, once however often this is called.
+
+    Hooks that it registers with the optimizer run in the same step.
+    """
+    register_optimizer_step_pre_hook(hook)
+
+
+def attach_optimizer(optimizer: torch.optim.Optimizer, needs_gradient: bool = True) -> None:
+    """Replace the optimizer's parameters by the main weights of the models they belong to, and hook its step.
+
+    Parameter groups and their options stay as they are; state for whole parameters (some optimizers create it when
+    they are built) becomes state for this rank's parts. A step first finishes the gradients' synchronization, and
+    ends with the compute weights out of date, so that they are made of the new main weights before their next use.
+    A second call also takes parameters over that have been added, or sharded, since the first.
+
+    Args:
+        optimizer: The optimizer.
+        needs_gradient: A step that finds no gradient at all is an error, and not nothing.
+
+    Raises:
+        ValueError: No parameter belongs to a sharded model, there is state that cannot be sharded, or the optimizer
+            looks at whole matrices or parameters that are divided between ranks.
+        NotImplementedError: It is not known whether the optimizer works on parts of parameters.
+    """
+    models = owners(p for group in optimizer.param_groups for p in group["params"])
+    if not models:
+        raise ValueError(
+            "fully_shard_optimizer: none of the optimizer's parameters belongs to a sharded model. Shard the model "
+            "first, and give the optimizer parameters of the model before or after that."
+        )
+    check_optimizer(optimizer, [group for model in models for group in model.groups])
+    places = {id(e.given): (group, i) for m in models for group in m.groups for i, e in enumerate(group.entries)}
+    for options in optimizer.param_groups:
+        options["params"] = [_main_weight(optimizer, p, places) for p in options["params"]]
+    _detach(optimizer)
+    local = LocalStep([group for model in models for group in model.groups])
+    for model in models:
+        optimizer.register_step_pre_hook(_Before(model, needs_gradient))
+    # The optimizer keeps what these need, and they do not keep the optimizer or a model. State is made before it is
+    # shared between ranks.
+    attach_fresh_state(optimizer)
+    prepare_with(initialize_state)
+    local.attach(optimizer)
+    for model in models:
+        first = _FirstUnits(model, local) if model.fsdp_config.gather_during_step else None
+        if first is not None:
+            optimizer.register_step_pre_hook(first)
+        optimizer.register_step_post_hook(_After(model, first))
+    for model in models:
+        reshard = _Reshard(model)
+        reshard(optimizer)
+        optimizer.register_load_state_dict_post_hook(reshard)
+
+
+# Models whose optimizers have to be attached, and for each optimizer that took a step: how many there had been then,
+# and how many parameters it had.
+_models: weakref.WeakSet[MegatronFSDP] = weakref.WeakSet()
+_numbers = itertools.count(1)
+_latest = 0
+_checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
+
+
+def expect_attachment(model: MegatronFSDP) -> None:
+    """From now on, a step of an optimizer that would train nothing of this model raises.
+
+    One that has main weights, but was not attached, is attached at its first step.
+    """
+    global _latest
+    _latest = next(_numbers)
+    _models.add(model)
+    watch_optimizers(_require_attachment)
+    attach_with(_require_attachment)
+
+
+def _require_attachment(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
+    now = _latest, sum(len(options["params"]) for options in optimizer.param_groups)
+    if _checked.get(optimizer) == now:
+        return
+    parameters = {p for options in optimizer.param_groups for p in options["params"]}
+    models = [model for model in owners(parameters) if model in _models]
+    for entry in (entry for model in models for entry in model.entries()):
+        if not parameters.isdisjoint({entry.given, entry.compute}):
+            raise RuntimeError(
+                f"The optimizer ({type(optimizer).__name__}) has {entry.name} as it was before the model was sharded, "
+                "which nothing trains any more: its step would change nothing. Call fully_shard_optimizer(optimizer) "
+                "after fully_shard_model, or once more for parameters that were added since."
+            )
+    before = [hook._model for hook in optimizer._optimizer_step_post_hooks.values() if isinstance(hook, _After)]
+    if any(all(reference() is not model for reference in before) for model in models):
+        attach_optimizer(optimizer, needs_gradient=False)
+    _checked[optimizer] = now
+
+
+def _detach(optimizer: torch.optim.Optimizer) -> None:
+    """Remove the hooks of an earlier :func:`attach_optimizer`."""
+    for hooks in (
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+        optimizer._optimizer_state_dict_post_hooks,
+        optimizer._optimizer_load_state_dict_post_hooks,
+    ):
+        for key, hook in list(hooks.items()):
+            if isinstance(getattr(hook, "__self__", hook), (_Before, _FirstUnits, _After, LocalStep, _Reshard)):
+                del hooks[key]
+
+
+def _main_weight(
+    optimizer: torch.optim.Optimizer, parameter: nn.Parameter, places: dict[int, tuple[ParameterGroup, int]]
+) -> nn.Parameter:
+    """What the optimizer is to update in place of ``parameter``, whose state it gets."""
+    if id(parameter) not in places:
+        return parameter
+    group, i = places[id(parameter)]
+    entry = group.entries[i]
+    state = optimizer.state.pop(parameter, None)
+    if state:
+        sharded = {}
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.numel() > 1:
+                if value.shape != entry.main.shape:
+                    raise ValueError(
+                        f"fully_shard_optimizer: state {key!r} of {entry.name} has shape {tuple(value.shape)}, which "
+                        f"is not the parameter's {tuple(entry.main.shape)}: it cannot be sharded along with it."
+                    )
+                value = group.shard(i, value)
+            sharded[key] = value
+        optimizer.state[entry.main] = sharded
+    return entry.main
+
+
+class _Before:
+    """Step pre-hook: finish the model's gradients; refuse a step that would do nothing if ``needs_gradient``."""
+
+    def __init__(self, model: MegatronFSDP, needs_gradient: bool) -> None:
+        self._finish = weak_method(model.finish_waiting_gradients)
+        self._needs_gradient = needs_gradient
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+        self._finish()
+        # A closure computes the gradients.
+        if not self._needs_gradient or closure_of(args, kwargs) is not None:
+            return
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if all(p.grad is None and getattr(p, "decoupled_grad", None) is None for p in parameters):
+            raise RuntimeError(
+                "The optimizer's step found no gradient on any of its parameters and would change nothing. "
+                "Call backward first, and check that the optimizer was given to fully_shard_optimizer."
+            )
+
+
+class _After:
+    """Step post-hook: compute weights are made of the new main weights before their next use."""
+
+    def __init__(self, model: MegatronFSDP, first: "_FirstUnits | None") -> None:
+        self._model = weakref.ref(model)
+        self._first = first
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+        model = self._model()
+        if model is None:
+            return
+        if self._first is not None and self._first.gathering:
+            # What nobody waits for would be on its way still when a script ends and destroys the process group.
+            model.finish_gathering()
+        else:
+            model.install_optimized_model_weights()
+
+
+class _Reshard:
+    """Load-state-dict post-hook: state that is whole, or sharded evenly, becomes state for this rank's parts."""
+
+    def __init__(self, model: MegatronFSDP) -> None:
+        self._model = weakref.ref(model)
+
+    def __call__(self, optimizer: torch.optim.Optimizer) -> None:
+        model = self._model()
+        if model is None:
+            return
+        for entry in model.entries():
+            state = optimizer.state.get(entry.main, {})
+            for key, value in state.items():
+                if not isinstance(value, torch.Tensor) or not value.dim() or value.shape != entry.main.shape:
+                    continue
+                if not isinstance(value, DTensor) or not same_layout(value, entry.main):  # type: ignore[arg-type]
+                    state[key] = make_like(own_part(entry, value).clone(), entry.main)
+
+
+class _FirstUnits:
+    """Step pre-hook: update the units that forward needs first one by one, and gather each while the next is updated.
+
+    The step itself then updates what is left. Optimizers of torch are known to allow that; others take their step as a
+    whole.
+
+    Args:
+        model: The model.
+        local: What the optimizer is shown in place of DTensors.
+
+    Attributes:
+        gathering: The latest step has been taken so.
+    """
+
+    def __init__(self, model: MegatronFSDP, local: LocalStep) -> None:
+        self._model = weakref.ref(model)
+        self._local = local
+        self.gathering = False
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+        model = self._model()
+        units = [] if model is None else model.units_needed_first
+        self.gathering = bool(units) and type(optimizer) in BY_PARAMETER and closure_of(args, kwargs) is None
+        if model is None or not self.gathering:
+            return
+        model.install_optimized_model_weights()
+        parts = {self._local.shown(e.main): i for i, u in enumerate(units) for g in u.groups for e in g.entries}
+        split: list[list[list[nn.Parameter]]] = [[[] for _ in optimizer.param_groups] for _ in [*units, None]]
+        for number, options in enumerate(optimizer.param_groups):
+            for parameter in options["params"]:
+                split[parts.get(id(parameter), len(units))][number].append(parameter)
+        for unit, parameters in zip([*units, None], split, strict=True):
+            for options, part in zip(optimizer.param_groups, parameters, strict=True):
+                options["params"] = part
+            if unit is None:
+                return
+            if any(parameters):
+                type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]
+            model.begin_gathering(until=unit)

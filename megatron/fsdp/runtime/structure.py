@@ -1,0 +1,61 @@
+"""Refuses changes of a sharded model's structure that would train nothing, at the moment they are made."""
+
+import functools
+import weakref
+
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from megatron.fsdp.runtime.partition import OWNER
+
+# Modules of sharded models, each with a reference to what has sharded it.
+_sharded: weakref.WeakKeyDictionary[nn.Module, weakref.ref[object]] = weakref.WeakKeyDictionary()
+
+
+def keep_structure(root: nn.Module, owner: object) -> None:
+    """While ``owner`` lives, raise if a parameter in ``root`` is replaced, or parameters or modules are added."""
+    for module in root.modules():
+        _sharded[module] = weakref.ref(owner)
+    _watch()
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    owner = _sharded.get(module)
+    return owner is not None and owner() is not None
+
+
+@functools.cache
+def _watch() -> None:
+    register_module_parameter_registration_hook(_parameter_registered)
+    register_module_module_registration_hook(_module_registered)
+
+
+def _parameter_registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+    if parameter is None or not _is_sharded(module) or hasattr(parameter, OWNER):
+        return
+    kind = type(module).__name__
+    if module._parameters.get(name) is not None:
+        raise RuntimeError(
+            f"{kind}.{name} is sharded: a parameter in its place would be neither sharded nor trained. Copy values "
+            f"into it with torch.no_grad(): module.{name}.copy_(value), where value is the whole tensor; or replace it "
+            "before the model is sharded."
+        )
+    raise RuntimeError(
+        f"{kind} is part of a sharded model: a new parameter {name!r} would be neither sharded nor synchronized "
+        "between ranks. Add it before the model is sharded."
+    )
+
+
+def _module_registered(module: nn.Module, name: str, child: nn.Module | None) -> None:
+    if child is None or not _is_sharded(module):
+        return
+    new = [path for path, parameter in child.named_parameters() if not hasattr(parameter, OWNER)]
+    if new:
+        raise RuntimeError(
+            f"{type(module).__name__} is part of a sharded model: parameters of a new module {name!r} "
+            f"({', '.join(new[:3])}) would be neither sharded nor synchronized between ranks. Add modules, such as "
+            "adapters, before the model is sharded."
+        )

@@ -1,0 +1,1 @@
+"""What a rank holds of a model: strategy, mesh, dtypes, layout, ownership. Values, no communication."""

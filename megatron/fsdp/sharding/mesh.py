@@ -1,0 +1,243 @@
+"""The device mesh: which process groups parameters are sharded over."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from megatron.fsdp.comm.process_groups import new_group
+from megatron.fsdp.helpers.spelling import did_you_mean
+
+DEFAULT_SHARD_DIM = "dp_shard"
+
+
+@dataclass(frozen=True)
+class DataParallelAxes:
+    """The data-parallel axes of one kind of parameters (dense ones, or experts).
+
+    Attributes:
+        mesh: The inner axis alone, or the outer and the inner axis.
+        inner: Group of the inner axis.
+        outer: Group of the outer axis; None if there is none.
+        gather: Group with the ranks of ``inner``, for gathers; ``inner`` itself unless the user gave another.
+        everyone: Group of all ranks of both axes.
+    """
+
+    mesh: DeviceMesh
+    inner: dist.ProcessGroup
+    outer: dist.ProcessGroup | None
+    gather: dist.ProcessGroup
+    everyone: dist.ProcessGroup
+
+    @property
+    def size(self) -> int:
+        """Number of data-parallel ranks."""
+        return self.inner.size() * (1 if self.outer is None else self.outer.size())
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The axes' groups, from the inner to the outer."""
+        return [self.inner] if self.outer is None else [self.inner, self.outer]
+
+
+class FSDPDistributedIndex:
+    """The axes of a device mesh that the engine uses.
+
+    Args:
+        device_mesh: Mesh that this rank is part of.
+        dp_shard_dim: Name of the axis that parameters, gradients and optimizer state are sharded over (the inner
+            axis); a flattened sub-mesh has a name, too. None: the mesh has one axis.
+        dp_outer_dim: Name of the axis that the inner one is repeated over (HSDP, hybrid FSDP).
+        tp_dim: Name of the tensor-parallel axis, if the mesh has one.
+        hybrid_fsdp_group: Group of all ranks of both data-parallel axes. None: made here where there is an outer axis.
+        hybrid_fsdp_expt_group: The same of ``expt_device_mesh``.
+        hsdp_outer_dp_shard: The optimizer state is sharded over the outer axis too. The strategy decides that; kept
+            as an attribute for who asks.
+        expt_device_mesh: Mesh of parameters that are experts (``parameter.allreduce`` is False), with the same names.
+            One without them serves models without experts only, for which it does nothing.
+        fsdp_group_ag: Another group with the ranks of the inner axis: gathers use it, beside reductions.
+        expt_fsdp_group_ag: The same of ``expt_device_mesh``.
+
+    Attributes:
+        dense: Axes of all parameters that are no experts.
+        experts: Axes of experts; those of ``dense`` if there is no mesh of their own.
+
+    Raises:
+        ValueError: A name is not an axis of the mesh, none is given and the mesh has several, or a group has not the
+            ranks of its axes.
+    """
+
+    def __init__(
+        self,
+        device_mesh: DeviceMesh,
+        dp_shard_dim: str | None = None,
+        dp_outer_dim: str | None = None,
+        tp_dim: str | None = None,
+        hybrid_fsdp_group: dist.ProcessGroup | None = None,
+        hybrid_fsdp_expt_group: dist.ProcessGroup | None = None,
+        hsdp_outer_dp_shard: bool = False,
+        expt_device_mesh: DeviceMesh | None = None,
+        fsdp_group_ag: dist.ProcessGroup | None = None,
+        expt_fsdp_group_ag: dist.ProcessGroup | None = None,
+    ) -> None:
+        if dp_shard_dim is None:
+            names = device_mesh.mesh_dim_names or ()
+            if device_mesh.ndim != 1:
+                raise ValueError(
+                    f"dp_shard_dim: a mesh with axes {list(names)} needs the name of the one to shard over."
+                )
+            dp_shard_dim = names[0] if names else None
+        if hybrid_fsdp_group is not None and dp_outer_dim is None:
+            raise ValueError(
+                "hybrid_fsdp_group is the group of two axes: give dp_outer_dim, the name of the outer one."
+            )
+        self.device_mesh = device_mesh
+        self.expt_device_mesh = expt_device_mesh
+        self.dp_shard_dim = dp_shard_dim
+        self.dp_outer_dim = dp_outer_dim
+        self.tp_dim = tp_dim
+        self.hsdp_outer_dp_shard = hsdp_outer_dp_shard
+        self.dense = self._axes(device_mesh, hybrid_fsdp_group, fsdp_group_ag)
+        self.experts = self.dense
+        self._expert_mesh_error = None if expt_device_mesh is None else self._missing_axis(expt_device_mesh)
+        if self._expert_mesh_error is not None:
+            self.expt_device_mesh = None
+        elif expt_device_mesh is not None:
+            self.experts = self._axes(expt_device_mesh, hybrid_fsdp_expt_group, expt_fsdp_group_ag)
+        if tp_dim is not None:
+            self.get_submesh(tp_dim)
+
+    def _missing_axis(self, mesh: DeviceMesh) -> str | None:
+        """What is wrong with a mesh that lacks a data-parallel axis."""
+        for name in (self.dp_shard_dim, self.dp_outer_dim):
+            try:
+                if name is not None:
+                    submesh(mesh, (name,))
+            except ValueError as error:
+                return str(error)
+        return None
+
+    def check_expert(self, name: str) -> None:
+        """Raise if there is no mesh for parameter ``name``, which is an expert's.
+
+        Raises:
+            ValueError: A mesh of experts was given without the axes that it needs.
+        """
+        if self._expert_mesh_error is not None:
+            raise ValueError(
+                f"expt_device_mesh, over which expert {name} is sharded: {self._expert_mesh_error} Its axes need the "
+                "names that dp_shard_dim and dp_outer_dim give; name or flatten them so."
+            )
+
+    def _axes(
+        self, mesh: DeviceMesh, everyone: dist.ProcessGroup | None, gather: dist.ProcessGroup | None
+    ) -> DataParallelAxes:
+        inner_mesh = mesh if self.dp_shard_dim is None else submesh(mesh, (self.dp_shard_dim,))
+        if inner_mesh.ndim != 1:
+            raise ValueError(
+                f"dp_shard_dim: expected one axis of the mesh; {self.dp_shard_dim!r} has {inner_mesh.ndim}."
+            )
+        inner = inner_mesh.get_group()
+        if gather is not None:
+            _check_ranks("fsdp_group_ag", gather, dist.get_process_group_ranks(inner))
+        if self.dp_outer_dim is None or self.dp_shard_dim is None:
+            return DataParallelAxes(inner_mesh, inner, None, gather or inner, inner)
+        both = submesh(mesh, (self.dp_outer_dim, self.dp_shard_dim))
+        outer = submesh(mesh, (self.dp_outer_dim,)).get_group()
+        ranks = both.mesh.flatten().tolist()
+        if everyone is None:
+            everyone = new_group(ranks, inner, "megatron_fsdp_hybrid")
+        _check_ranks("hybrid_fsdp_group", everyone, ranks)
+        return DataParallelAxes(both, inner, outer, gather or inner, everyone)
+
+    def tensor_parallel_mesh(self, expert: bool = False) -> DeviceMesh:
+        """The tensor-parallel axis; of experts, if they have a mesh of their own."""
+        assert self.tp_dim is not None
+        return self.get_submesh(self.tp_dim, expert and self.expt_device_mesh is not None)
+
+    def with_tensor_parallel(
+        self, mesh: DeviceMesh, tp_mesh: DeviceMesh, name: str, expert: bool = False
+    ) -> DeviceMesh:
+        """The mesh of data-parallel axes ``mesh`` and the tensor-parallel axis, for parameter ``name``.
+
+        Raises:
+            ValueError: There is no ``tp_dim``, or the parameter's mesh is another one.
+        """
+        if self.tp_dim is None or tp_mesh != self.tensor_parallel_mesh(expert):
+            raise ValueError(
+                f"Parameter {name} is a DTensor over {tp_mesh}: expected the tensor-parallel axis of device_mesh, "
+                f"named by tp_dim; got tp_dim={self.tp_dim!r}."
+            )
+        whole = self.expt_device_mesh if expert and self.expt_device_mesh is not None else self.device_mesh
+        return submesh(whole, (*(mesh.mesh_dim_names or ()), self.tp_dim))
+
+    @property
+    def use_hybrid_fsdp(self) -> bool:
+        """True if there is an outer axis."""
+        return self.dp_outer_dim is not None
+
+    @property
+    def gathers_apart(self) -> bool:
+        """True if gathers have groups of their own, so that they may run beside reductions."""
+        return all(axes.gather is not axes.inner for axes in (self.dense, self.experts))
+
+    @property
+    def size(self) -> int:
+        """Number of data-parallel ranks of parameters that are no experts."""
+        return self.dense.size
+
+    def get_submesh(self, mesh_dim_names: str | Sequence[str], is_expert_parallel: bool = False) -> DeviceMesh:
+        """The sub-mesh of the named axes.
+
+        Raises:
+            ValueError: A name is not an axis of the mesh; the message names the nearest. Or
+                ``is_expert_parallel``, and there is no mesh of experts.
+        """
+        mesh = self.expt_device_mesh if is_expert_parallel else self.device_mesh
+        if mesh is None:
+            raise ValueError("get_submesh(is_expert_parallel=True): there is no expt_device_mesh.")
+        return submesh(mesh, (mesh_dim_names,) if isinstance(mesh_dim_names, str) else tuple(mesh_dim_names))
+
+    def get_fsdp_group(self, is_expert_parallel: bool = False) -> dist.ProcessGroup:
+        """Process group that parameters are sharded over."""
+        return (self.experts if is_expert_parallel else self.dense).inner
+
+    def get_outer_fsdp_group(self, is_expert_parallel: bool = False) -> dist.ProcessGroup | None:
+        """Process group that the inner axis is repeated over; None if there is none."""
+        return (self.experts if is_expert_parallel else self.dense).outer
+
+    def get_dp_group(self, is_expert_parallel: bool = False) -> dist.ProcessGroup:
+        """Process group of all data-parallel ranks."""
+        return (self.experts if is_expert_parallel else self.dense).everyone
+
+
+def submesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """The sub-mesh of the named axes, which may be flattened ones.
+
+    Raises:
+        ValueError: A name is not an axis of the mesh; the message names the nearest.
+    """
+    axes = mesh.mesh_dim_names or ()
+    if names == tuple(axes):
+        return mesh
+    for name in names:
+        try:
+            mesh[name]
+        except (KeyError, RuntimeError) as error:
+            hint = did_you_mean(name, axes, cutoff=0.4)
+            raise ValueError(f"The mesh has no axis {name!r}; its axes are {list(axes)}.{hint}") from error
+    return mesh[names]
+
+
+def _check_ranks(name: str, group: dist.ProcessGroup, expected: list[int]) -> None:
+    got = sorted(dist.get_process_group_ranks(group))
+    if got != sorted(expected):
+        raise ValueError(f"{name}: expected a group of ranks {sorted(expected)}; got {got}.")
+
+
+def default_index(device: torch.device) -> FSDPDistributedIndex:
+    """One axis over all ranks of the default process group."""
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=(DEFAULT_SHARD_DIM,))
+    return FSDPDistributedIndex(mesh, DEFAULT_SHARD_DIM)

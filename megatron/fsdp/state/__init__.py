@@ -1,0 +1,1 @@
+"""State dicts, exports, and whether ranks agree on weights."""

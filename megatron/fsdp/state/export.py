@@ -1,0 +1,105 @@
+"""Writes a sharded model as safetensors files with the model's own names, as Hugging Face's ``save_pretrained``."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from megatron.fsdp.buffers.parameter import ParameterEntry
+from megatron.fsdp.dtensor.gathering import gather_whole
+
+if TYPE_CHECKING:
+    from megatron.fsdp.module import MegatronFSDP
+
+INDEX = "model.safetensors.index.json"
+GIB = 1 << 30
+
+
+@torch.no_grad()
+def save_safetensors(
+    model: MegatronFSDP, folder: str | os.PathLike, dtype: torch.dtype | None = None, max_shard_size: int = 5 * GIB
+) -> None:
+    """Write the main weights and buffers; the first rank does, and all ranks must call this.
+
+    A tied parameter is written once, by the first of its names, as Hugging Face's models expect. If the model has a
+    ``config`` with ``save_pretrained()``, that is written too, so that ``from_pretrained(folder)`` loads the model.
+
+    Args:
+        model: The sharded model.
+        folder: Where to; is created. A file is there whole or not at all; the index comes last.
+        dtype: Of the files; None: that of the compute weights.
+        max_shard_size: Bytes of a file at most, unless one tensor has more. The first rank holds as much of it in
+            memory; the others never hold more than one whole parameter.
+
+    Raises:
+        ImportError: safetensors is not installed.
+    """
+    from safetensors.torch import save_file
+
+    first, folder = dist.get_rank() == 0, Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    files: list[list[str]] = []
+    held: dict[str, torch.Tensor] = {}
+    total = 0
+
+    def write() -> None:
+        if first and held:
+            path = folder / f"part-{len(files)}.unfinished"
+            save_file(held, path, metadata={"format": "pt"})
+            files.append(list(held))
+            held.clear()
+
+    for name, tensor in _whole_tensors(model, dtype):
+        if not first:
+            continue
+        if held and sum(t.nbytes for t in held.values()) + tensor.nbytes > max_shard_size:
+            write()
+        held[name] = tensor
+        total += tensor.nbytes
+    write()
+    if first:
+        _name_files(folder, files, total)
+        config = getattr(model.module, "config", None)
+        save_config = getattr(config, "save_pretrained", None)
+        if save_config is not None:
+            save_config(folder)
+    dist.barrier()
+
+
+def _whole_tensors(model: MegatronFSDP, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter and buffer, whole and on the CPU, in an order that all ranks share."""
+    model.synchronize_param_gather()
+    seen: set[int] = set()
+    entry: ParameterEntry
+    for entry in model.entries():
+        if id(entry) not in seen:
+            seen.add(id(entry))
+            whole = gather_whole(entry.main)  # type: ignore[arg-type]  # a Parameter that is a DTensor
+            yield entry.name, whole.to("cpu", dtype or entry.compute.dtype).contiguous()
+    persistent = model.module.state_dict().keys()
+    for name, buffer in model.module.named_buffers():
+        if name in persistent:
+            kept = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype
+            yield name, buffer.detach().to("cpu", kept).contiguous().clone()
+
+
+def _name_files(folder: Path, files: list[list[str]], total: int) -> None:
+    """Give the files their names, now that their number is known, and write the index if there are several."""
+    count = len(files)
+    names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    if count == 1:
+        names = ["model.safetensors"]
+    for number, name in enumerate(names):
+        os.replace(folder / f"part-{number}.unfinished", folder / name)
+    if count > 1:
+        places = {tensor: name for name, tensors in zip(names, files, strict=True) for tensor in tensors}
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        unfinished = folder / f"{INDEX}.unfinished"
+        unfinished.write_text(json.dumps(index, indent=2))
+        os.replace(unfinished, folder / INDEX)

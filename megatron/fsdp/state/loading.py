@@ -1,0 +1,110 @@
+"""Loading a state dict of whole or sharded tensors into a sharded model."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from megatron.fsdp.buffers.parameter import ParameterEntry
+from megatron.fsdp.dtensor.placements import part_of
+from megatron.fsdp.dtensor.ragged_dtensor import is_sharded, local_part, reduced, same_layout
+from megatron.fsdp.runtime.partition import public_name
+
+
+def check_shape(entry: ParameterEntry, value: torch.Tensor, key: str) -> None:
+    """Raise ValueError if ``value``, which messages call ``key``, has another shape than the parameter."""
+    if value.shape != entry.main.shape:
+        raise ValueError(f"{key}: expected shape {tuple(entry.main.shape)}; got {tuple(value.shape)}.")
+
+
+def own_part(entry: ParameterEntry, value: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a parameter's value, in the shape of its main weight's local tensor.
+
+    Args:
+        entry: The parameter.
+        value: The whole tensor on any device, or a DTensor. One that is sharded in another way than the parameter is
+            gathered: all ranks must call this then.
+    """
+    main: DTensor = entry.main  # type: ignore[assignment]  # a Parameter that is a DTensor
+    if is_sharded(value) and same_layout(value, main):
+        return local_part(value)
+    return part_of(main._spec).of(reduced(value))
+
+
+def copy_part(entry: ParameterEntry, part: torch.Tensor) -> None:
+    """Make ``part`` the value of this rank's part of a parameter."""
+    local = local_part(entry.main)
+    # A checkpoint that was loaded in place comes back as the very memory it was loaded into.
+    if part.data_ptr() != local.data_ptr() or part.dtype != local.dtype:
+        local.copy_(part)
+
+
+def unsharded_state(module: nn.Module) -> dict[str, torch.Tensor | nn.Module]:
+    """What a module's state dict has besides parameters, by name: buffers, and modules that keep extra state."""
+    state: dict[str, torch.Tensor | nn.Module] = {}
+    for path, part in module.named_modules():
+        prefix = public_name(f"{path}." if path else "")
+        for name, buffer in part.named_buffers(recurse=False):
+            if name not in part._non_persistent_buffers_set:
+                state[prefix + name] = buffer
+        if type(part).get_extra_state is not nn.Module.get_extra_state:
+            state[f"{prefix}_extra_state"] = part
+    return state
+
+
+def match_keys(wanted: Mapping[str, object], given: Mapping[str, object], strict: bool) -> list[str]:
+    """The keys to load.
+
+    Raises:
+        RuntimeError: ``strict``, and keys are missing or unexpected; the message names all of them.
+    """
+    # What layers keep beside their tensors comes and goes with versions and settings of theirs.
+    missing = [key for key in wanted if key not in given and not key.endswith("_extra_state")]
+    unexpected = [key for key in given if key not in wanted and not key.endswith("_extra_state")]
+    if strict and (missing or unexpected):
+        raise RuntimeError(f"state_dict does not fit the model. Missing: {missing}. Unexpected: {unexpected}.")
+    return [key for key in wanted if key in given]
+
+
+def with_prefix(state_dict: Mapping[str, Any], prefix: str, entries: Iterable[ParameterEntry]) -> dict[str, Any]:
+    """The state dict by names that begin with ``prefix``, of one by these or by those of the model itself.
+
+    ``torch.distributed.checkpoint.state_dict.set_model_state_dict`` gives both: the values that are to be loaded by the
+    model's names, and the present weights by the wrapper's.
+
+    Raises:
+        ValueError: There is a value by either name, and neither is the present weight.
+    """
+    result = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
+    present = {prefix + name: local_part(entry.main) for entry in entries for name in entry.names}
+    for key, value in state_dict.items():
+        other = result.get(prefix + key)
+        if key in result:
+            continue
+        if isinstance(other, DTensor) and local_part(other).data_ptr() != present[prefix + key].data_ptr():
+            raise ValueError(f"load_state_dict: both {key} and {prefix + key} are given; expected one of them.")
+        result[prefix + key] = value
+    return result
+
+
+def refuse_conversion(entries: Iterable[ParameterEntry], fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Raise NotImplementedError if ``fn``, of ``to()`` or ``float()``, would move or convert the parameters."""
+    for dtype, device in {(local_part(e.main).dtype, local_part(e.main).device): None for e in entries}:
+        changed = fn(torch.empty(0, dtype=dtype, device=device))
+        if (changed.dtype, changed.device) != (dtype, device):
+            raise NotImplementedError(
+                f"The model is sharded: its parameters stay {dtype} on {device}, and cannot become {changed.dtype} on "
+                f"{changed.device}. Convert or move it before it is sharded; the mixed precision policy sets dtypes."
+            )
+
+
+NO_COPY = (
+    "A sharded model cannot be copied. For averaged weights, copy its state: {name: value.clone() for name, value in "
+    "model.state_dict().items()}. For a second model, build and shard one, and load that state into it."
+)
+NO_PICKLE = (
+    "A sharded model cannot be pickled. Save its state: torch.distributed.checkpoint.save, or "
+    "torch.save(model.state_dict()) on every rank, which a run with as many ranks can load."
+)

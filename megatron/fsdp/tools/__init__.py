@@ -1,0 +1,1 @@
+"""Commands, and what looks at a model from outside: doctor, verify, trace, launch."""

@@ -1,0 +1,31 @@
+"""Runs a Megatron training script, written for Megatron-Core's own FSDP or for DDP, with ours.
+
+    torchrun --nproc-per-node 8 -m megatron.fsdp.launch SCRIPT ARGS...
+
+The script needs no change: where it asks for ``--use-megatron-fsdp``, it gets this project's. Without a CUDA device it
+runs on the CPU.
+"""
+
+import sys
+from pathlib import Path
+
+from megatron.fsdp.mcore import cpu, install
+from megatron.fsdp.tools.script import run
+
+
+def main() -> None:
+    """Run the script named on the command line as ``__main__``."""
+    if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
+        print(__doc__, end="")
+        sys.exit(0 if len(sys.argv) > 1 else 2)
+    script = Path(sys.argv[1])
+    if not script.is_file():
+        print(f"megatron.fsdp.launch: no such script: {script}", file=sys.stderr)
+        sys.exit(2)
+    cpu.enable()
+    install()
+    run(script, sys.argv[2:])
+
+
+if __name__ == "__main__":
+    main()

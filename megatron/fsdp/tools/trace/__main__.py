@@ -1,0 +1,152 @@
+"""Writes a timeline of one training step, of a small transformer or of a script of yours.
+
+    python -m megatron.fsdp.trace --ranks 2 --out trace
+    torchrun --nproc-per-node 2 -m megatron.fsdp.trace --out trace --strategy optim_grads --layers 6
+    torchrun --nproc-per-node 2 -m megatron.fsdp.trace --out trace --script train.py --steps 5 -- arguments of train.py
+
+Both write trace.json, for https://ui.perfetto.dev, and trace.png, and print a table.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron.fsdp.api import fully_shard
+from megatron.fsdp.sharding.strategy import INNER
+from megatron.fsdp.tools.script import run
+from megatron.fsdp.tools.trace import Timeline, trace_step
+from megatron.fsdp.tools.trace.watch import StepWatcher
+
+VOCABULARY = 1024
+SEQUENCE = 128
+
+
+class Transformer(nn.Module):
+    """What is traced if no script is given: an encoder that guesses its own input.
+
+    Args:
+        layers: How many layers, each of which is a unit.
+        width: Of the layers.
+    """
+
+    def __init__(self, layers: int, width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, max(width // 64, 1), 4 * width, dropout=0.0, batch_first=True)
+            for _ in range(layers)
+        )
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits of every token, [sequences, length, VOCABULARY]."""
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def demonstrate(arguments: argparse.Namespace) -> Timeline:
+    """Train the transformer and trace the step after the first ones."""
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        torch.manual_seed(0)
+        model = Transformer(arguments.layers, arguments.width).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        sharded, _ = fully_shard(
+            model, optimizer, fsdp_unit_modules=[nn.TransformerEncoderLayer], zero_dp_strategy=arguments.strategy
+        )
+        torch.manual_seed(1 + dist.get_rank())
+        tokens = torch.randint(0, VOCABULARY, (max(arguments.tokens // SEQUENCE, 1), SEQUENCE), device=device)
+
+        def step() -> None:
+            loss = nn.functional.cross_entropy(sharded(tokens).flatten(0, 1), tokens.flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for _ in range(arguments.steps):
+            step()
+        with trace_step(sharded) as timeline:
+            step()
+    finally:
+        dist.destroy_process_group()
+    return timeline
+
+
+def trace_script(arguments: argparse.Namespace) -> None:
+    """Run a script as ``python SCRIPT`` does, and trace one of its steps."""
+    watcher = StepWatcher(trace_step, arguments.steps, lambda timeline: write(timeline, arguments.out))
+    script = Path(arguments.script)
+    run(script, arguments.arguments)
+    if not watcher.done:
+        raise SystemExit(
+            f"{script} ended before a step could be traced: expected an optimizer of a sharded model to make at least "
+            f"{arguments.steps + 1} steps. --steps says how many to let pass."
+        )
+
+
+def write(timeline: Timeline, out: str) -> None:
+    """Write and print what the first rank has collected."""
+    if not timeline.ranks:
+        return
+    timeline.print()
+    timeline.save(f"{out}.json")
+    print(f"wrote {out}.json, for https://ui.perfetto.dev", flush=True)
+    try:
+        timeline.plot(f"{out}.png")
+    except ImportError as error:
+        print(f"did not write {out}.png: {error}", file=sys.stderr)
+    else:
+        print(f"wrote {out}.png", flush=True)
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line; what stands behind ``--`` is the script's."""
+    end = argv.index("--") if "--" in argv else len(argv)
+    parser = argparse.ArgumentParser("megatron.fsdp.trace", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--out", default="trace", help="files to write, without their ending (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=3, help="steps to let pass before (default: %(default)s)")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks to start, without torchrun (default: %(default)s)")
+    parser.add_argument("--script", help="the training script to run; the options below are for the transformer")
+    parser.add_argument("--strategy", default="optim_grads_params", help=f"{', '.join(INNER)}, or 0 to 3")
+    parser.add_argument("--layers", type=int, default=4, help="(default: %(default)s)")
+    parser.add_argument("--width", type=int, default=256, help="(default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=1024, help="per rank and step (default: %(default)s)")
+    arguments = parser.parse_args(argv[:end])
+    arguments.arguments = argv[end + 1 :]
+    if arguments.script is None and arguments.arguments:
+        parser.error("arguments behind -- are for a script: give --script too")
+    if arguments.script is not None and not Path(arguments.script).is_file():
+        parser.error(f"no such script: {arguments.script}")
+    if arguments.steps < 2:
+        parser.error(f"--steps: expected at least 2, which allocate memory and record the plan; got {arguments.steps}")
+    if arguments.strategy.isdigit():
+        arguments.strategy = int(arguments.strategy)
+    return arguments
+
+
+def main() -> None:
+    """Run, on the ranks that torchrun has started or on some of our own."""
+    argv = sys.argv[1:]
+    arguments = parse(argv)
+    if "RANK" not in os.environ:
+        launch = ["torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.ranks}"]
+        sys.exit(subprocess.run([sys.executable, "-m", *launch, "-m", "megatron.fsdp.trace", *argv]).returncode)
+    if arguments.script is not None:
+        trace_script(arguments)
+    else:
+        write(demonstrate(arguments), arguments.out)
+
+
+if __name__ == "__main__":
+    main()

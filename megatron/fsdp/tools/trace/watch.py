@@ -1,0 +1,82 @@
+"""Traces one step of a training script that was not written for it: from one update of the weights to the next."""
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from megatron.fsdp.module import MegatronFSDP
+from megatron.fsdp.optim.hooks import owners
+from megatron.fsdp.tools.trace.recorder import Replacements
+from megatron.fsdp.tools.trace.timeline import Timeline
+
+
+class StepWatcher:
+    """Waits for the first optimizer of a sharded model to make steps, and traces one iteration.
+
+    An iteration is what lies between the ends of two calls of ``optimizer.step``: reading data, all micro-batches,
+    and the update.
+
+    Args:
+        trace: Makes the context to trace a model in.
+        passes: How many steps to let pass, at least 2: the first ones allocate memory and record the plan.
+        finished: Called on every rank with the timeline.
+
+    Raises:
+        ValueError: ``passes`` is below 2.
+    """
+
+    def __init__(
+        self,
+        trace: Callable[[MegatronFSDP], AbstractContextManager[Timeline]],
+        passes: int,
+        finished: Callable[[Timeline], None],
+    ) -> None:
+        if passes < 2:
+            raise ValueError(f"expected to let at least 2 steps pass before the one that is traced; got {passes}")
+        self._trace = trace
+        self._remaining = passes
+        self._finished = finished
+        self._context: AbstractContextManager[Timeline] | None = None
+        self._timeline: Timeline | None = None
+        self._replacements: Replacements | None = None
+        self._hook = register_optimizer_step_post_hook(self._after_first)
+
+    @property
+    def done(self) -> bool:
+        """A step has been traced."""
+        return self._timeline is not None and self._context is None
+
+    def _after_first(self, optimizer: torch.optim.Optimizer, *unused: Any) -> None:
+        """Hook: an optimizer has made a step. If it is the first of a sharded model, its ``step`` is replaced.
+
+        Hooks would not do for what follows: while they run, no others may be added or removed.
+        """
+        models = owners(p for group in optimizer.param_groups for p in group["params"])
+        if self._replacements is None and models:
+            self._remaining -= 1
+            self._replacements = Replacements()
+            self._replacements.replace(optimizer, "step", functools.partial(self._step, models[0]))
+
+    def _step(self, model: MegatronFSDP, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = step(*args, **kwargs)
+        if self._context is not None:
+            self._finish(self._context)
+        elif not self.done:
+            self._remaining -= 1
+            if self._remaining == 0:
+                self._context = self._trace(model)
+                self._timeline = self._context.__enter__()
+        return result
+
+    def _finish(self, context: AbstractContextManager[Timeline]) -> None:
+        self._context = None
+        self._hook.remove()
+        if self._replacements is not None:
+            self._replacements.undo()
+        context.__exit__(None, None, None)
+        if self._timeline is not None:
+            self._finished(self._timeline)

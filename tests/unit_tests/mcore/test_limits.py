@@ -1,0 +1,239 @@
+"""Settings that do not fit, are changed, or change nothing: three tables, and the page that prints them."""
+
+import argparse
+import dataclasses
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron.fsdp.mcore import limits
+from megatron.fsdp.mcore.limits import (
+    ADJUSTMENTS,
+    IGNORED,
+    LIMITS,
+    Settings,
+    adjust,
+    as_markdown,
+    check,
+    checking_validate_args,
+)
+
+# One value for each row at which it applies.
+BROKEN: dict[str, dict[str, Any]] = {
+    "ckpt_format other than fsdp_dtensor": {"ckpt_format": "torch_dist"},
+    "nccl_ub with expandable segments": {"nccl_ub": True},
+    "cuda_graph_impl other than none": {"cuda_graph_impl": "local"},
+    "create_all_gather_group with several optimizer instances": {
+        "create_all_gather_group": True,
+        "num_distributed_optimizer_instances": 2,
+    },
+    "save_wgrads_interval": {"save_wgrads_interval": 10},
+    "param_name_patterns_for_fp32_local_accumulation": {"param_name_patterns_for_fp32_local_accumulation": ("all",)},
+}
+
+
+def _broken(setting: str) -> dict[str, Any]:
+    return BROKEN.get(setting) or ({setting.split()[0]: 2} if setting.endswith("> 1") else {setting: True})
+
+
+@pytest.mark.parametrize("limit", LIMITS, ids=lambda limit: limit.setting)
+def test_each_limit_is_an_error_that_says_what_to_do(limit: limits.Limit, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "expandable" in limit.setting:
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True")
+    with pytest.raises((ValueError, NotImplementedError)) as caught:
+        check(Settings(SimpleNamespace(**_broken(limit.setting))))
+    assert any(line.startswith(f"{limit.setting}: ") for line in str(caught.value).splitlines())
+    assert limit.message in str(caught.value) and limit.remedy in str(caught.value)
+    if "nccl_ub" not in limit.setting:
+        assert caught.type is limit.error
+
+
+def test_all_that_is_wrong_is_said_at_once() -> None:
+    settings = Settings(SimpleNamespace(gtp_weight_remat_size=2, use_torch_fsdp2=True, ckpt_format="torch"))
+    with pytest.raises(ValueError) as caught:
+        check(settings)
+    assert len(str(caught.value).splitlines()) == 3
+
+
+def test_other_parallelism_fits() -> None:
+    for axis in ("tensor_model", "pipeline_model", "context", "expert_model"):
+        check(Settings(SimpleNamespace(**{f"{axis}_parallel_size": 2})))
+
+
+def test_what_fits_passes() -> None:
+    check(Settings(SimpleNamespace(tensor_model_parallel_size=1, ckpt_format="fsdp_dtensor", nccl_ub=False)))
+    check(Settings(None, SimpleNamespace()))
+
+
+ADJUSTED: dict[str, dict[str, Any]] = {
+    "average_in_collective": {"ddp_average_in_collective": True},
+    "gradient_accumulation_fusion": {"gradient_accumulation_fusion": True},
+    "fsdp_double_buffer": {"nccl_ub": True, "fsdp_double_buffer": False},
+    "overlap_grad_reduce": {"overlap_grad_reduce": False, "data_parallel_sharding_strategy": "optim_grads"},
+    "overlap_param_gather": {"overlap_param_gather": False, "data_parallel_sharding_strategy": "optim_grads_params"},
+}
+
+
+@pytest.mark.parametrize("adjustment", ADJUSTMENTS, ids=lambda adjustment: adjustment.setting)
+def test_each_adjustment_is_made_and_logged_once(
+    adjustment: limits.Adjustment, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits._log_once.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            settings = Settings(SimpleNamespace(**ADJUSTED[adjustment.setting]))
+            adjust(settings)
+            assert settings[adjustment.setting] == adjustment.value
+    messages = [record.message for record in caplog.records if adjustment.setting in record.message]
+    assert len(messages) == 1
+    assert adjustment.reason in messages[0]
+
+
+def test_nothing_is_adjusted_where_there_is_no_reason() -> None:
+    arguments_ = SimpleNamespace(
+        overlap_grad_reduce=False,
+        overlap_param_gather=False,
+        data_parallel_sharding_strategy="optim",
+        average_in_collective=False,
+        gradient_accumulation_fusion=False,
+        nccl_ub=False,
+        fsdp_double_buffer=False,
+    )
+    before = vars(arguments_).copy()
+    adjust(Settings(arguments_))
+    assert vars(arguments_) == before
+
+
+ASKED_FOR: dict[str, dict[str, Any]] = {
+    "suggested_communication_unit_size": {"suggested_communication_unit_size": 1_000_000},
+    "num_buckets": {"ddp_num_buckets": 4},
+    "bucket_size": {"ddp_bucket_size": 40_000_000},
+    "gradient_reduce_div_fusion": {"gradient_reduce_div_fusion": False},
+    "outer_dp_sharding_strategy": {"outer_dp_sharding_strategy": "optim", "num_distributed_optimizer_instances": 1},
+    "torch_fsdp2_reshard_after_forward": {"torch_fsdp2_reshard_after_forward": False},
+}
+
+
+@pytest.mark.parametrize("ignored", IGNORED, ids=lambda ignored: ignored.setting)
+def test_what_has_no_effect_is_logged_once(
+    ignored: limits.Ignored, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits._log_once.cache_clear()
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)  # on a CPU the fused division is off anyway
+    given = ASKED_FOR.get(ignored.setting, {ignored.setting: True})
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            adjust(Settings(SimpleNamespace(**given)))
+    assert [record.message for record in caplog.records] == [
+        f"Megatron-FSDP: {ignored.setting} has no effect: {ignored.reason}."
+    ]
+
+
+def test_defaults_of_megatrons_command_line_are_not_called_ignored(caplog: pytest.LogCaptureFixture) -> None:
+    from megatron.core.distributed import DistributedDataParallelConfig
+
+    limits._log_once.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        adjust(Settings(_command_line().parse_args([])))
+        # The loop computes a size of buckets.
+        for size in (None, 40_000_000, 512_000_000):
+            adjust(Settings(DistributedDataParallelConfig(bucket_size=size)))
+    assert not [record.message for record in caplog.records if "no effect" in record.message]
+
+
+# Every setting of data parallelism -----------------------------------------------------------------------------------
+
+# Read in another place than the adapter's, or by nobody.
+ELSEWHERE = {
+    "use_megatron_fsdp": "asks for the wrapper",
+    "use_custom_fsdp": "its older name",
+    "use_distributed_optimizer": "of Megatron's optimizer",
+    "align_param_gather": "the loop's, which calls start_param_sync",
+    "check_for_nan_in_grad": "read after each backward",
+    "check_for_large_grads": "read after each backward",
+    "fsdp_all_gather_in_start_param_sync": "read after each step",
+    "num_distributed_optimizer_instances": "which process groups there are",
+}
+# Arguments about process groups, pipelines, ranks and other wrappers.
+OTHERS = """
+    distributed_backend distributed_timeout_minutes align_grad_reduce local_rank lazy_mpu_init use_megatron_fsdp
+    nccl_communicator_config_path use_gloo_process_groups use_sharp sharp_enabled_group high_priority_stream_groups
+    distributed_timeout_seconds_after_init flight_recorder_dump_path flight_recorder_trace_buffer_size
+    flight_recorder_dump_on_timeout flight_recorder_include_stack_trace flight_recorder_include_only_active
+    flight_recorder_extra_dump_on_exec disable_jit_fuser decoder_first_pipeline_num_layers
+    decoder_last_pipeline_num_layers pipeline_model_parallel_layout model_parallel_size
+    num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank overlap_p2p_comm
+    use_layer_wise_param_layout cp_comm_type fake_process_group
+""".split()
+
+
+def _in_tables() -> set[str]:
+    rows = {row.setting.split()[0] for row in (*LIMITS, *ADJUSTMENTS, *IGNORED)}
+    return rows | {f"ddp_{name}" for name in rows}
+
+
+def _command_line() -> argparse.ArgumentParser:
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser: argparse.ArgumentParser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    return parser
+
+
+def test_every_setting_of_megatrons_data_parallelism_has_an_effect_or_is_named() -> None:
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.fsdp.mcore.adapter import fsdp_config
+    from tests.megatron_models import transformer_config
+
+    config = DistributedDataParallelConfig()
+    read: set[str] = set()
+
+    class Reading:
+        def __getattr__(self, name: str) -> Any:
+            read.add(name)
+            return getattr(config, name)
+
+    fsdp_config(transformer_config(), Reading())  # type: ignore[arg-type]
+    fields = {field.name for field in dataclasses.fields(config)}
+    assert read <= fields
+    assert fields - read - _in_tables() - ELSEWHERE.keys() == set()
+    assert not ELSEWHERE.keys() & (read | {row.setting for row in IGNORED})
+
+
+def test_every_argument_about_the_ranks_has_an_effect_or_is_named() -> None:
+    from megatron.core.distributed import DistributedDataParallelConfig
+
+    (group,) = [group for group in _command_line()._action_groups if group.title == "distributed init"]
+    found = {action.dest for action in group._group_actions}
+    fields = {field.name for field in dataclasses.fields(DistributedDataParallelConfig)}
+    prefixed = {f"ddp_{name}" for name in fields}
+    assert found - fields - prefixed - _in_tables() - set(OTHERS) == set()
+
+
+def test_fitting_transformer_engine_keeps_the_fusion(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "_transformer_engine_fits", lambda: True)
+    arguments_ = SimpleNamespace(gradient_accumulation_fusion=True)
+    adjust(Settings(arguments_))
+    assert arguments_.gradient_accumulation_fusion
+
+
+def test_megatrons_validation_runs_after_ours_and_only_fsdp_is_checked() -> None:
+    seen: list[Any] = []
+    validate = checking_validate_args(lambda args, defaults: seen.append((args, defaults)))
+    with pytest.raises(NotImplementedError):
+        validate(SimpleNamespace(use_megatron_fsdp=True, gtp_weight_remat_size=2), {})
+    assert not seen
+    plain = SimpleNamespace(use_megatron_fsdp=False, gtp_weight_remat_size=2)
+    validate(plain, {})
+    assert seen == [(plain, {})]
+
+
+def test_the_page_prints_the_tables() -> None:
+    page = Path(__file__).resolve().parents[3] / "docs" / "limits.md"
+    assert as_markdown() in page.read_text(), (
+        "run: python -m megatron.fsdp.mcore.limits, and put it into docs/limits.md"
+    )
+    for row in (*LIMITS, *ADJUSTMENTS, *IGNORED):
+        assert f"`{row.setting}`" in as_markdown()

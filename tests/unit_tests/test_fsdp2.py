@@ -1,0 +1,540 @@
+"""Code written for torch's fully_shard: it trains as with torch's, and as without sharding."""
+
+import copy
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from megatron.fsdp import fsdp2
+from megatron.fsdp.sharding.precision import MixedPrecisionPolicy as EnginePolicy
+from megatron_fsdp import fully_shard
+from tests.models import (
+    DEVICE,
+    STRATEGIES,
+    Block,
+    TinyModel,
+    adamw,
+    batches,
+    device,
+    loss_of,
+    main_weights,
+    sgd,
+)
+from tests.ranks import RankPool
+
+FSDP2 = torch_fsdp
+BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+
+
+@dataclass
+class Run:
+    """What a training run has shown on this rank."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def assert_same(a: Run, b: Run, tolerance: float = 1e-5) -> None:
+    torch.testing.assert_close(a.losses, b.losses, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(a.norms, b.norms, rtol=tolerance, atol=tolerance)
+    assert a.weights.keys() == b.weights.keys()
+    for name, weight in a.weights.items():
+        torch.testing.assert_close(b.weights[name], weight, rtol=tolerance, atol=tolerance, msg=name)
+
+
+def build(library: types.ModuleType, start: nn.Module, policy: dict | None = None, **arguments: Any) -> nn.Module:
+    """A copy of ``start``, sharded block by block as one writes it for FSDP2."""
+    model = copy.deepcopy(start)
+    for block in model.blocks:
+        library.fully_shard(block, mp_policy=library.MixedPrecisionPolicy(**policy or {}), **arguments)
+    root = {**arguments, "reshard_after_forward": None}
+    assert library.fully_shard(model, mp_policy=library.MixedPrecisionPolicy(**policy or {}), **root) is model
+    return model
+
+
+def full_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """All weights, gathered, as code for FSDP2 does it."""
+    return {name: value.full_tensor().cpu() for name, value in model.state_dict().items()}
+
+
+def train(
+    model: nn.Module,
+    data: torch.Tensor,
+    before_backward: Callable[[nn.Module, bool], None] = lambda model, last: None,
+    clip: bool = True,
+    make_optimizer: Callable[..., torch.optim.Optimizer] = adamw,
+) -> Run:
+    """Train a sharded model: of a step's micro-batches, rank r takes r, r + ranks, ..."""
+    optimizer, run = make_optimizer(model.parameters()), Run()
+    for step in data:
+        mine = step[dist.get_rank() :: dist.get_world_size()]
+        for number, tokens in enumerate(mine):
+            before_backward(model, number == len(mine) - 1)
+            loss = loss_of(model, tokens) / len(mine)
+            loss.backward()
+            run.losses.append(loss.item())
+        if clip:
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            run.norms.append(norm.full_tensor().item())
+        optimizer.step()
+        optimizer.zero_grad()
+    run.weights = full_weights(model)
+    return run
+
+
+def train_unsharded(start: nn.Module, data: torch.Tensor, dtype: torch.dtype = torch.float32) -> Run:
+    """Train a copy of ``start`` on all ranks' micro-batches, computing in ``dtype``, and clip."""
+    model = copy.deepcopy(start)
+    optimizer, run = adamw(model.parameters()), Run()
+
+    class Cast(nn.Module):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return torch.func.functional_call(model, {n: p.to(dtype) for n, p in model.named_parameters()}, tokens)
+
+    for step in data:
+        for number, tokens in enumerate(step):
+            loss = loss_of(Cast(), tokens) * dist.get_world_size() / len(step)
+            loss.backward()
+            if number % dist.get_world_size() == dist.get_rank():
+                run.losses.append(loss.item())
+        for parameter in model.parameters():
+            parameter.grad /= dist.get_world_size()
+        run.norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    run.weights = {name: value.cpu() for name, value in model.state_dict().items()}
+    return run
+
+
+def _parity(policy: dict, reshard: bool | None, micro_batches: int, sync_last_only: bool) -> None:
+    start = TinyModel().to(device())
+    data = batches(4, micro_batches * dist.get_world_size())
+
+    def before_backward(model: nn.Module, last: bool) -> None:
+        if sync_last_only:
+            model.set_requires_gradient_sync(last)
+
+    ours = train(build(fsdp2, start, policy, reshard_after_forward=reshard), data, before_backward)
+    theirs = train(build(FSDP2, start, policy, reshard_after_forward=reshard), data, before_backward)
+    assert_same(ours, theirs)
+    assert_same(ours, train_unsharded(start, data, policy.get("param_dtype", torch.float32)), tolerance=1e-4)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("policy", [{}, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("reshard", [True, False, None])
+def test_trains_as_torch_and_as_unsharded(ranks: RankPool, world: int, policy: dict, reshard: bool | None) -> None:
+    ranks.run(world, _parity, policy, reshard, 1, False)
+
+
+@pytest.mark.parametrize("policy", [{}, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("sync_last_only", [True, False])
+def test_accumulates_gradients(ranks: RankPool, policy: dict, reshard: bool, sync_last_only: bool) -> None:
+    ranks.run(2, _parity, policy, reshard, 3, sync_last_only)
+
+
+def _hybrid(setting: str) -> None:
+    start = TinyModel().to(device())
+    data = batches(3, 2 * dist.get_world_size())
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("replicate", "shard"))
+
+    def before_backward(model: nn.Module, last: bool) -> None:
+        if setting:
+            getattr(model, setting)(last)
+
+    ours = train(build(fsdp2, start, BF16, mesh=mesh), data, before_backward)
+    assert_same(ours, train(build(FSDP2, start, BF16, mesh=mesh), data, before_backward))
+    assert_same(ours, train_unsharded(start, data, torch.bfloat16), tolerance=1e-4)
+
+
+@pytest.mark.parametrize("setting", ["", "set_requires_gradient_sync", "set_requires_all_reduce"])
+def test_hybrid_mesh(ranks: RankPool, setting: str) -> None:
+    ranks.run(4, _hybrid, setting)
+
+
+def _replicas_agree() -> None:
+    """Ranks that built the model differently train one model: each part has one owner."""
+    torch.manual_seed(dist.get_rank())
+    mesh = init_device_mesh(DEVICE, (2, 1), mesh_dim_names=("replicate", "shard"))
+    model = build(fsdp2, TinyModel().to(device()), mesh=mesh)
+    train(model, batches(2, 2))
+    for value in model.state_dict().values():
+        everyone = [torch.zeros_like(value._local_tensor) for _ in range(2)]
+        dist.all_gather(everyone, value._local_tensor)
+        assert torch.equal(*everyone)
+
+
+def test_replicas_of_a_hybrid_mesh_agree(ranks: RankPool) -> None:
+    ranks.run(2, _replicas_agree)
+
+
+def _main_weights_keep_precision() -> None:
+    start = TinyModel().to(device())
+    model = build(fsdp2, start, {"param_dtype": torch.bfloat16})
+    assert all(isinstance(p, DTensor) and p.dtype is torch.float32 for p in model.parameters())
+    seen = []
+    model.head.register_forward_hook(lambda module, args, output: seen.append((module.weight.dtype, args[0].dtype)))
+    assert model(batches(1, 1)[0, 0]).dtype is torch.bfloat16
+    assert seen == [(torch.bfloat16, torch.bfloat16)]
+    for name, weight in full_weights(model).items():
+        assert torch.equal(weight, start.state_dict()[name].cpu())
+
+
+def test_main_weights_keep_the_values_of_the_model(ranks: RankPool) -> None:
+    ranks.run(2, _main_weights_keep_precision)
+
+
+def _compute_dtype(strategy: str, on_meta: bool) -> None:
+    """The engine's own setting behind it, with every strategy."""
+    policy = EnginePolicy(main_params_dtype=None, compute_dtype=torch.bfloat16)
+    torch.manual_seed(3)
+    start = TinyModel().to(device())
+    with torch.device("meta" if on_meta else device()):
+        torch.manual_seed(3)
+        model = TinyModel()
+    model, optimizer = fully_shard(
+        model,
+        adamw(model.parameters()),
+        fsdp_unit_modules=[Block],
+        zero_dp_strategy=strategy,
+        mixed_precision_policy=policy,
+        init_model_with_meta_device=on_meta,
+    )
+    if on_meta:  # values of their own, which no rounding to bfloat16 has touched
+        assert any(not torch.equal(w.bfloat16().float(), w) for w in main_weights(model).values())
+        model.load_state_dict({f"module.{name}": value for name, value in start.state_dict().items()})
+    for name, weight in main_weights(model).items():
+        assert torch.equal(weight, start.state_dict()[name].cpu())
+    data = batches(3, 2)
+    expected, losses = train_unsharded(start, data, torch.bfloat16).losses, []
+    for step in data:
+        loss = loss_of(model, step[dist.get_rank()])
+        loss.backward()
+        losses.append(loss.item())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("on_meta", [True, False])
+def test_compute_dtype_of_the_engine(ranks: RankPool, strategy: str, on_meta: bool) -> None:
+    ranks.run(2, _compute_dtype, strategy, on_meta)
+
+
+class Precise(nn.Module):
+    """Layers of different dtypes, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(13, 13) for _ in range(3))
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: torch.Tensor, scale: dict | None = None) -> dict:
+        self.seen = [x.dtype]
+        for block in self.blocks:
+            x = block(x)
+            self.seen.append(x.dtype)
+        return {"out": x, "scale": scale}
+
+
+def _casts(library: types.ModuleType, start: Precise) -> tuple[list, list]:
+    model = copy.deepcopy(start)
+    policies = [
+        library.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        library.MixedPrecisionPolicy(output_dtype=torch.float64, cast_forward_inputs=False, param_dtype=torch.bfloat16),
+        library.MixedPrecisionPolicy(param_dtype=torch.float32),
+    ]
+    for block, policy in zip(model.blocks, policies, strict=True):
+        library.fully_shard(block, mp_policy=policy)
+    library.fully_shard(model, mp_policy=library.MixedPrecisionPolicy(output_dtype=torch.float64))
+    optimizer = sgd(model.parameters())
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    values = []
+    for _ in range(3):
+        x = torch.randn(4, 13, generator=generator).to(device())
+        result = model(x, {"a": [x.double()], "b": 1})
+        assert result["out"].dtype is torch.float64 and result["scale"]["a"][0].dtype is torch.float64
+        result["out"].square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        values.append(result["out"].detach().cpu())
+    return model.seen, values
+
+
+def _per_module_policies() -> None:
+    start = Precise().to(device())
+    ours, theirs = _casts(fsdp2, start), _casts(FSDP2, start)
+    assert ours[0] == theirs[0] == [torch.float32, torch.bfloat16, torch.float64, torch.float32]
+    torch.testing.assert_close(ours[1], theirs[1])
+
+
+def test_policies_of_parts_and_casts(ranks: RankPool) -> None:
+    ranks.run(2, _per_module_policies)
+
+
+def _wrapped(reshard: bool) -> None:
+    start = TinyModel().to(device())
+    for number, block in enumerate(start.blocks):
+        start.blocks[number] = checkpoint_wrapper(block)
+    data = batches(3, 2)
+    model = build(fsdp2, start, BF16, reshard_after_forward=reshard)
+    ours = train(model, data)
+    assert_same(ours, train(build(FSDP2, start, BF16, reshard_after_forward=reshard), data))
+    assert "blocks.0.up.weight" in ours.weights
+    model.load_state_dict(ours.weights)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_activation_checkpointing(ranks: RankPool, reshard: bool) -> None:
+    ranks.run(2, _wrapped, reshard)
+
+
+class Parallel(nn.Module):
+    """Layers that are tensor-parallel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 6)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def _tensor_parallel() -> None:
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "tp"))
+    start = Parallel().to(device())
+    runs = []
+    for library in (fsdp2, FSDP2):
+        model = copy.deepcopy(start)
+        for block in model.blocks:
+            parallelize_module(block, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+            library.fully_shard(block, mesh=mesh["dp"])
+        library.fully_shard(model, mesh=mesh["dp"])
+        optimizer, run = adamw(model.parameters()), Run()
+        for step in range(3):
+            generator = torch.Generator().manual_seed(10 * step + mesh["dp"].get_local_rank())
+            loss = model(torch.randn(4, 6, generator=generator).to(device())).square().sum()
+            loss.backward()
+            run.losses.append(loss.item())
+            run.norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor().item())
+            optimizer.step()
+            optimizer.zero_grad()
+        run.weights = full_weights(model)
+        runs.append(run)
+    assert_same(*runs)
+
+
+def test_tensor_parallel_layers(ranks: RankPool) -> None:
+    ranks.run(4, _tensor_parallel)
+
+
+def _divide(library: types.ModuleType, start: nn.Module, early: bool) -> Run:
+    model = build(library, start, BF16)
+    if not early:
+        loss_of(model, batches(1, 1)[0, 0]).backward()
+        model.zero_grad()
+    for module in model.modules():
+        if isinstance(module, library.FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo, which torch's needs it for
+    model.blocks[0].set_gradient_divide_factor(5.0)
+    return train(model, batches(3, 3), make_optimizer=sgd)
+
+
+def _gradient_divide_factor() -> None:
+    start = TinyModel().to(device())
+    expected = _divide(FSDP2, start, True)
+    assert_same(_divide(fsdp2, start, True), expected)
+    assert_same(_divide(fsdp2, start, False), expected)
+
+
+def test_gradient_divide_factor(ranks: RankPool) -> None:
+    ranks.run(3, _gradient_divide_factor)
+
+
+class TwoHeads(TinyModel):
+    """A model with another method that computes."""
+
+    def features(self, tokens: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        x = self.embedding(tokens) * scale
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.features(tokens, scale=2.0))
+
+
+def _forward_method() -> None:
+    start = TwoHeads().to(device())
+    runs = []
+    for library in (fsdp2, FSDP2):
+        model = build(library, start, BF16)
+        library.register_fsdp_forward_method(model, "features")
+        library.register_fsdp_forward_method(model.norm, "not marked, ignored")
+        optimizer, losses = adamw(model.parameters()), []
+        for step in batches(3, 2):
+            features = model.features(step[dist.get_rank()], scale=3.0)
+            assert features.dtype is torch.bfloat16
+            features.square().sum().backward()
+            losses.append(features.detach().cpu())
+            optimizer.step()
+            optimizer.zero_grad()
+            loss = loss_of(model, step[dist.get_rank()])
+            loss.backward()
+            losses.append(loss.detach().cpu())
+            optimizer.zero_grad()
+        runs.append(losses)
+    torch.testing.assert_close(*runs)
+    with pytest.raises(ValueError, match="TwoHeads has no method 'missing'"):
+        fsdp2.register_fsdp_forward_method(build(fsdp2, start), "missing")
+
+
+def test_forward_method(ranks: RankPool) -> None:
+    ranks.run(2, _forward_method)
+
+
+def _several_losses(library: types.ModuleType, start: nn.Module) -> Run:
+    model = build(library, start)
+    optimizer, run = sgd(model.parameters()), Run()
+    for step in batches(3, 2):
+        out = model(step[dist.get_rank()])
+        for number, loss in enumerate((out.square().mean(), out.abs().mean(), out[0].mean())):
+            model.set_is_last_backward(number == 2)
+            loss.backward(retain_graph=True)
+            run.losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    run.weights = full_weights(model)
+    return run
+
+
+def _backward_several_times() -> None:
+    start = TinyModel().to(device())
+    assert_same(_several_losses(fsdp2, start), _several_losses(FSDP2, start))
+
+
+def test_several_backwards_of_one_forward(ranks: RankPool) -> None:
+    ranks.run(2, _backward_several_times)
+
+
+def _count_gathers(reshard: bool | int | None, later: bool) -> list[int]:
+    """Gathers of a block's weights in each of three steps, between which nothing changes."""
+    from megatron.fsdp.buffers import weights
+
+    model = build(fsdp2, TinyModel().to(device()), reshard_after_forward=None if later else reshard)
+    if later:
+        model.set_reshard_after_forward(reshard)
+    loss_of(model, batches(1, 1)[0, 0])
+    size = max(group.layout.numel for group in model.__dict__["_fsdp_engine"].groups)
+    counts, count, original = [], 0, weights.all_gather
+
+    def counting(output: torch.Tensor, *others: Any) -> None:
+        nonlocal count
+        count += output.numel() == size
+        original(output, *others)
+
+    weights.all_gather = counting
+    try:
+        for tokens in batches(1, 3)[0]:
+            loss_of(model, tokens).backward()
+            model.unshard(async_op=True).wait()  # whatever was started before has ended then
+            counts.append(count)
+            count = 0
+    finally:
+        weights.all_gather = original
+    return counts
+
+
+@pytest.mark.parametrize("later", [True, False])
+@pytest.mark.parametrize(("reshard", "expected"), [(True, 5), (False, 3)])
+def test_weights_are_gathered_again_for_backward_or_kept(
+    ranks: RankPool, reshard: bool, expected: int, later: bool
+) -> None:
+    # Three blocks; the last one is kept for backward in any case.
+    for counts in ranks.run(2, _count_gathers, reshard, later):
+        assert counts[1:] == [expected, expected]
+
+
+def _number_of_ranks(number: int, mesh_shape: tuple[int, ...]) -> None:
+    names = ("replicate", "shard")[-len(mesh_shape) :]
+    mesh = init_device_mesh(DEVICE, mesh_shape, mesh_dim_names=names)
+    start, data = TinyModel().to(device()), batches(3, dist.get_world_size())
+    ours = train(build(fsdp2, start, BF16, mesh=mesh, reshard_after_forward=number), data)
+    assert_same(ours, train(build(FSDP2, start, BF16, mesh=mesh, reshard_after_forward=number), data))
+    assert_same(ours, train_unsharded(start, data, torch.bfloat16), tolerance=1e-4)
+
+
+@pytest.mark.parametrize("number", [1, 2, 4])
+def test_resharding_to_a_number_of_ranks(ranks: RankPool, number: int) -> None:
+    ranks.run(4, _number_of_ranks, number, (4,))
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_resharding_to_a_number_of_ranks_of_a_hybrid_mesh(ranks: RankPool, number: int) -> None:
+    ranks.run(4, _number_of_ranks, number, (2, 2))
+
+
+def _no_divisor() -> None:
+    for number in (0, -1, 2, 6):
+        for library in (fsdp2, FSDP2):
+            model = nn.Linear(3, 3)
+            with pytest.raises(ValueError, match="reshard_after_forward"):
+                library.fully_shard(model, reshard_after_forward=number)
+            assert type(model) is nn.Linear
+    with pytest.raises(ValueError, match="expected a bool or a number of ranks; got '2'"):
+        fsdp2.fully_shard(nn.Linear(3, 3), reshard_after_forward="2")
+
+
+def test_resharding_to_a_number_that_is_no_divisor_is_refused(ranks: RankPool) -> None:
+    ranks.run(3, _no_divisor)
+
+
+@pytest.mark.parametrize(("number", "expected"), [(1, 3), (2, 5)])
+def test_resharding_to_a_number_of_ranks_releases_weights(ranks: RankPool, number: int, expected: int) -> None:
+    for counts in ranks.run(2, _count_gathers, number, False):
+        assert counts[1:] == [expected, expected]
+
+
+def _every_setting() -> None:
+    start = TinyModel().to(device())
+    data = batches(3, 2)
+
+    def before_backward(model: nn.Module, last: bool) -> None:
+        blocks = list(model.blocks)
+        for before, after in zip(blocks, blocks[1:], strict=False):
+            before.set_modules_to_forward_prefetch([after])
+            after.set_modules_to_backward_prefetch([before])
+        model.set_reshard_after_backward(True)
+        model.set_reduce_scatter_unused_params(True)
+        model.set_force_sum_reduction_for_comms(True)
+        # What a forward that is prefetched by hand does.
+        model.unshard(async_op=True)
+        blocks[0].unshard(async_op=True)
+        blocks[2].unshard()
+        assert not isinstance(blocks[2].up.weight, DTensor)
+        blocks[2].reshard()
+        assert isinstance(blocks[2].up.weight, DTensor)
+
+    assert_same(train(build(fsdp2, start), data, before_backward), train(build(FSDP2, start), data, before_backward))
+
+
+def test_settings_that_change_no_result(ranks: RankPool) -> None:
+    ranks.run(2, _every_setting)

@@ -1,0 +1,594 @@
+"""Code written for torch's fully_shard: when a model is sharded, its state, its optimizers, and what is refused."""
+
+import copy
+import gc
+import inspect
+import io
+import re
+import tempfile
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.distributed.fsdp as torch_fsdp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from megatron.fsdp import fsdp2, fully_shard_optimizer
+from megatron.fsdp.dtensor.ragged_dtensor import local_part
+from tests.models import DEVICE, TinyModel, adamw, batches, device, loss_of, sgd
+from tests.ranks import ROOT, RankPool
+from tests.unit_tests.test_fsdp2 import BF16, FSDP2, Run, assert_same, build, full_weights, train
+
+# When the model is sharded ------------------------------------------------------------------------------------------
+
+
+def _one_module(first: str) -> None:
+    start = TinyModel().to(device())
+    model = fsdp2.fully_shard(copy.deepcopy(start))
+    assert isinstance(model, TinyModel) and isinstance(model, fsdp2.FSDPModule)
+    assert type(model.head.weight) is nn.Parameter
+    tokens = batches(1, 1)[0, 0]
+    if first == "parameters":
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+    elif first == "named_parameters":
+        assert [name for name, _ in model.named_parameters()] == [name for name, _ in start.named_parameters()]
+    elif first == "state_dict":
+        assert list(model.state_dict()) == list(start.state_dict())
+    elif first == "load_state_dict":
+        model.load_state_dict(start.state_dict())
+    elif first == "forward":
+        with torch.no_grad():
+            torch.testing.assert_close(model(tokens), start(tokens))
+    elif first == "unshard":
+        model.unshard()
+        assert torch.equal(model.head.weight, start.head.weight)
+        model.reshard()
+    else:  # a module around it, which is not marked
+        model = nn.Sequential(model)
+        assert list(model.state_dict()) == [f"0.{name}" for name in start.state_dict()]
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    torch.testing.assert_close(model(tokens), start(tokens))
+
+
+@pytest.mark.parametrize(
+    "first", ["parameters", "named_parameters", "state_dict", "load_state_dict", "forward", "unshard", "around"]
+)
+def test_single_module_is_sharded_when_first_needed(ranks: RankPool, first: str) -> None:
+    ranks.run(2, _one_module, first)
+
+
+def _units() -> list[str]:
+    """Nested as deep as one likes, in any order, some in a list."""
+    model: Any = TinyModel()
+    for block in model.blocks:
+        fsdp2.fully_shard([block.up, block.norm])
+        fsdp2.fully_shard(block)
+    model = fsdp2.fully_shard(model)
+    fsdp2.fully_shard(model.head)
+    train(model.to(device()), batches(2, 2))
+    return model.__dict__["_fsdp_engine"].unit_names
+
+
+def test_marked_modules_are_units(ranks: RankPool) -> None:
+    blocks = [f"blocks.{i}{part}" for i in range(3) for part in ("", ".norm", ".up")]
+    assert ranks.run(2, _units)[0] == ["", *blocks, "head"]
+
+
+def _parts_only(early: bool) -> None:
+    """Several models in one that is not marked; an optimizer that has its parameters from before."""
+    start = TinyModel().to(device())
+    runs = []
+    for library in (fsdp2, FSDP2):
+        model = copy.deepcopy(start)
+        for block in model.blocks:
+            library.fully_shard(block)
+            if early:
+                assert all(isinstance(p, DTensor) for p in block.parameters())
+        optimizer, run = adamw(model.parameters()), Run()
+        for step in batches(3, 2):
+            loss = loss_of(model, step[dist.get_rank()])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.losses.append(loss.item())
+        run.weights = full_weights(model.blocks[1])
+        runs.append(run)
+        assert all(isinstance(p, DTensor) for p in model.blocks.parameters())
+        assert model.head.weight.dim() == 2 and not isinstance(model.head.weight, DTensor)
+    assert_same(*runs)
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_modules_that_nothing_marked_is_around(ranks: RankPool, early: bool) -> None:
+    ranks.run(2, _parts_only, early)
+
+
+def _one_rank_asks() -> None:
+    mesh = init_device_mesh(DEVICE, (2, 1), mesh_dim_names=("replicate", "shard"))
+    start = TinyModel().to(device())
+    model = build(fsdp2, start, mesh=mesh)
+    model.scale = nn.Parameter(torch.ones((), device=device()))
+    if dist.get_rank() == 0:
+        assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in start.parameters()) + 1
+        assert len(model.state_dict()) == len(start.state_dict()) + 1
+    dist.barrier()
+    train(model, batches(1, 2))
+
+
+def test_one_rank_may_ask_alone(ranks: RankPool) -> None:
+    ranks.run(2, _one_rank_asks)
+
+
+def _delete(trained: bool) -> None:
+    adamw([nn.Parameter(torch.zeros(1))])  # torch's own first optimizer is kept by an import that it tries
+    gc.collect()
+    gc.disable()
+    try:
+        model = build(fsdp2, TinyModel().to(device()))
+        model.own = nn.Parameter(torch.zeros(3, device=device()))
+        fsdp2.register_fsdp_forward_method(model, "forward")
+        if trained:
+            train(model, batches(1, 2))
+        engine = weakref.ref(model.unshard(async_op=True) and model.__dict__["_fsdp_engine"])
+        model.reshard()
+        references = [weakref.ref(model), engine, *(weakref.ref(local_part(p)) for p in model.parameters())]
+        del model
+        assert [reference() for reference in references] == [None] * len(references)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_deleting_the_model_frees_it(ranks: RankPool, trained: bool) -> None:
+    ranks.run(2, _delete, trained)
+
+
+def _later_parts() -> None:
+    """Parts that are sharded, or given to the optimizer, after it has taken steps."""
+    start = nn.ModuleList(nn.Linear(13, 13) for _ in range(3)).to(device())
+    runs = []
+    for library in (None, fsdp2):
+        parts = copy.deepcopy(start)
+        for part in parts:
+            if library:
+                library.fully_shard(part)
+        optimizer = torch.optim.AdamW(parts[:2].parameters(), lr=0.1)
+        for step, chosen in enumerate(([0], [0, 1], [0, 1, 2], [2])):
+            if step == 2:
+                optimizer.add_param_group({"params": list(parts[2].parameters()), "lr": 0.2})
+            x = torch.ones(2, 13, device=device())
+            for number in chosen:
+                x = parts[number](x)
+            x.square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        runs.append([full_weights(part) if library else part.state_dict() for part in parts])
+    torch.testing.assert_close(*runs)
+
+
+def test_parts_that_the_optimizer_meets_later(ranks: RankPool) -> None:
+    ranks.run(2, _later_parts)
+
+
+# Optimizers ---------------------------------------------------------------------------------------------------------
+
+
+def _optimizer_from_before() -> None:
+    """An optimizer of parameters that the model had before it was sharded, and one that is attached by hand."""
+    start = TinyModel().to(device())
+    data = batches(3, 2)
+    weights = []
+    for which in ("before", "after", "attached"):
+        model = copy.deepcopy(start)
+        optimizer = adamw(model.parameters()) if which == "before" else None
+        for block in model.blocks:
+            fsdp2.fully_shard(block, mp_policy=fsdp2.MixedPrecisionPolicy(**BF16))
+        fsdp2.fully_shard(model, mp_policy=fsdp2.MixedPrecisionPolicy(**BF16))
+        optimizer = optimizer or adamw(model.parameters())
+        if which == "attached":
+            fully_shard_optimizer(optimizer)
+        for step in data:
+            loss_of(model, step[dist.get_rank()]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert all(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
+        hooks = len(optimizer._optimizer_step_pre_hooks)
+        fully_shard_optimizer(optimizer)
+        assert len(optimizer._optimizer_step_pre_hooks) == hooks == 3
+        weights.append(full_weights(model))
+    assert all(torch.equal(weights[0][k], other[k]) for other in weights[1:] for k in weights[0])
+
+
+def test_optimizer_made_before_or_after(ranks: RankPool) -> None:
+    ranks.run(2, _optimizer_from_before)
+
+
+def _weights_changed_in_place() -> None:
+    """Main weights may change without an optimizer: the next forward computes with what they are."""
+    model = TinyModel()
+    model.scale = nn.Parameter(torch.ones(()))
+    model.head.register_forward_hook(lambda module, args, output: output * model.scale)
+    reference = copy.deepcopy(model.to(device())).bfloat16()
+    model = build(fsdp2, model, {"param_dtype": torch.bfloat16}, reshard_after_forward=False)
+    tokens = batches(1, 1)[0, 0]
+    for _ in range(2):
+        loss_of(model, tokens).backward()
+        with torch.no_grad():
+            for parameter in (*model.parameters(), *reference.parameters()):
+                parameter.mul_(0.5)
+        torch.testing.assert_close(model(tokens), reference(tokens))
+    sgd(model.parameters()).step()  # nothing to do, and no error: there are gradients of none of them
+    model.zero_grad()
+    sgd(model.parameters()).step()
+
+
+def test_compute_weights_follow_without_an_optimizer(ranks: RankPool) -> None:
+    ranks.run(2, _weights_changed_in_place)
+
+
+def _freeze() -> None:
+    """Parameters that are frozen after the model is sharded."""
+    start = TinyModel().to(device())
+    start.blocks[0].requires_grad_(False)
+    runs = []
+    for library in (fsdp2, FSDP2):
+        model = build(library, start)
+        assert not any(p.requires_grad for p in model.blocks[0].parameters())
+        model.blocks[1].requires_grad_(False)
+        for parameter in (*model.norm.parameters(), model.blocks[2].up.weight):
+            parameter.requires_grad = False
+        runs.append(train(model, batches(3, 2), clip=False))
+        assert model.blocks[2].up.weight.grad is None
+    assert_same(*runs)
+
+
+def _freeze_and_unfreeze(frozen_first: bool) -> None:
+    """A unit that is frozen before or after the model is sharded, and unfrozen."""
+    start = TinyModel().to(device())
+    start.blocks[1].requires_grad_(not frozen_first)
+    ours, theirs = build(fsdp2, start), build(FSDP2, start)
+    for frozen in (frozen_first, True, False):
+        for model in (ours, theirs):
+            model.blocks[1].requires_grad_(not frozen)
+        assert_same(train(ours, batches(2, 2), clip=False), train(theirs, batches(2, 2), clip=False))
+
+
+@pytest.mark.parametrize("frozen_first", [False, True])
+def test_unfreezing(ranks: RankPool, frozen_first: bool) -> None:
+    ranks.run(2, _freeze_and_unfreeze, frozen_first)
+
+
+def test_freezing_after_sharding(ranks: RankPool) -> None:
+    ranks.run(2, _freeze)
+
+
+# State --------------------------------------------------------------------------------------------------------------
+
+
+def _trained(seed: int, policy: dict | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = build(fsdp2, TinyModel(tied=True).to(device()), policy or BF16)
+    optimizer = adamw(model.parameters())
+    _go_on(model, optimizer, seed)
+    return model, optimizer
+
+
+def _go_on(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> list[float]:
+    losses = []
+    for step in batches(3, 1, seed=seed):
+        loss = loss_of(model, step[0])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _save(folder: str) -> list[float]:
+    model, optimizer = _trained(1)
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
+    return _go_on(model, optimizer, 5)
+
+
+def _load(folder: str, expected: list[float]) -> None:
+    torch.manual_seed(2)
+    model = build(fsdp2, TinyModel(tied=True).to(device()), BF16)
+    optimizer = adamw(model.parameters())
+    weights, state = get_state_dict(model, optimizer)
+    loaded = {"model": weights, "optimizer": state}
+    dcp.load(loaded, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+    torch.testing.assert_close(_go_on(model, optimizer, 5), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_checkpoint_resumes_on_other_ranks(ranks: RankPool) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        expected = ranks.run(3, _save, folder)[0]
+        ranks.run(2, _load, folder, expected)
+
+
+def _whole_state() -> None:
+    """Whole state dicts, by torch's functions: model and optimizer go on as those that were saved."""
+    options = StateDictOptions(full_state_dict=True)
+    model, optimizer = _trained(1)
+    weights = copy.deepcopy(get_model_state_dict(model, options=options))
+    state = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
+    plain = {k: v if k != "state" else {} for k, v in optimizer.state_dict().items()}
+    for number, values in optimizer.state_dict()["state"].items():
+        plain["state"][number] = {
+            k: v.full_tensor() if isinstance(v, DTensor) else v.clone() for k, v in values.items()
+        }
+    expected = _go_on(model, optimizer, 5)
+    model, optimizer = _trained(2)
+    set_model_state_dict(model, dict(weights), options=options)
+    for name, weight in full_weights(model).items():
+        assert torch.equal(weight, weights[name].cpu())
+    set_optimizer_state_dict(model, optimizer, state, options=options)
+    assert _go_on(model, optimizer, 5) == expected
+    # An optimizer that has taken no step yet.
+    model.load_state_dict(weights)
+    optimizer = adamw(model.parameters())
+    optimizer.load_state_dict(plain)
+    assert _go_on(model, optimizer, 5) == expected
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_whole_state(ranks: RankPool, world: int) -> None:
+    ranks.run(world, _whole_state)
+
+
+def _evenly_sharded() -> None:
+    """What a model of torch's has, or what distribute_tensor makes, loads into a model on the meta device."""
+    start = TinyModel().to(device())
+    with torch.device("meta"):
+        empty = TinyModel()
+    for block in empty.blocks:
+        fsdp2.fully_shard(block)
+    model = fsdp2.fully_shard(empty)
+    with pytest.raises(RuntimeError, match="Missing: "):
+        model.load_state_dict({})
+    own = model.state_dict()
+    even = {
+        name: nn.Parameter(distribute_tensor(value, own[name].device_mesh, own[name].placements))
+        for name, value in start.state_dict().items()
+    }
+    model.load_state_dict(even, assign=True)
+    assert all(torch.equal(weight, start.state_dict()[name].cpu()) for name, weight in full_weights(model).items())
+    other = build(fsdp2, TinyModel().to(device()))
+    other.load_state_dict(build(FSDP2, start).state_dict())
+    assert all(torch.equal(weight, start.state_dict()[name].cpu()) for name, weight in full_weights(other).items())
+    with pytest.raises(ValueError, match=r"head\.weight: expected shape \(31, 13\); got \(2, 2\)"):
+        model.load_state_dict({"head.weight": torch.zeros(2, 2)}, strict=False)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_evenly_sharded_state_loads(ranks: RankPool, world: int) -> None:
+    ranks.run(world, _evenly_sharded)
+
+
+def _meta_device() -> None:
+    """Building on the meta device, as one writes it for FSDP2: the values come from the user's own code."""
+    with torch.device("meta"):
+        model = TinyModel()
+    for block in model.blocks:
+        fsdp2.fully_shard(block, mp_policy=fsdp2.MixedPrecisionPolicy(**BF16))
+    fsdp2.fully_shard(model, mp_policy=fsdp2.MixedPrecisionPolicy(**BF16)).to_empty(device=device())
+    assert all(isinstance(p, DTensor) and p.dtype is torch.float32 for p in model.parameters())
+    torch.manual_seed(7)
+    start = TinyModel()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+            parameter.add_(0.25)
+        assert all((weight == 0.25).all() for weight in full_weights(model).values())
+    model.load_state_dict(start.state_dict())
+    train(model, batches(2, 2))
+
+
+def test_meta_device(ranks: RankPool) -> None:
+    ranks.run(2, _meta_device)
+
+
+def _full_tensors() -> None:
+    model, optimizer = _trained(1, {"param_dtype": torch.float32})
+    loss_of(model, batches(1, 1)[0, 0]).backward()
+    reference = TinyModel(tied=True).to(device())
+    reference.load_state_dict(full_weights(model))
+    loss_of(reference, batches(1, 1)[0, 0]).backward()
+    expected = dict(reference.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.full_tensor(), expected[name])
+        torch.testing.assert_close(parameter.grad.full_tensor(), expected[name].grad)
+        assert optimizer.state[parameter]["exp_avg"].full_tensor().shape == parameter.shape
+        assert torch.equal(
+            parameter.redistribute(placements=[torch.distributed.tensor.Replicate()]).to_local(), expected[name]
+        )
+    for name, value in model.blocks[1].state_dict(prefix="blocks.1.").items():
+        assert torch.equal(value.full_tensor(), expected[name])
+        assert torch.equal(value.clone().full_tensor(), expected[name])
+    copied = copy.deepcopy(model.state_dict())["head.weight"].mul_(2)
+    assert torch.equal(copied.full_tensor(), expected["embedding.weight"] * 2)
+    assert isinstance(copy.deepcopy(parameter), nn.Parameter)
+    stored = io.BytesIO()
+    torch.save(copied, stored)
+    stored.seek(0)
+    assert torch.equal(torch.load(stored).full_tensor(), copied.full_tensor())
+    head = model.head.weight
+    assert torch.equal(head.redistribute(placements=[Shard(1)]).full_tensor(), head.full_tensor())
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_full_tensor(ranks: RankPool, world: int) -> None:
+    ranks.run(world, _full_tensors)
+
+
+def _offload() -> None:
+    start = TinyModel().to(device())
+    model = build(fsdp2, start, BF16, offload_policy=fsdp2.CPUOffloadPolicy(pin_memory=False))
+    assert all(local_part(p).device.type == "cpu" for p in model.parameters())
+    assert_same(train(model, batches(2, 2), clip=False), train(build(fsdp2, start, BF16), batches(2, 2), clip=False))
+
+
+def test_offloading(ranks: RankPool) -> None:
+    ranks.run(2, _offload)
+
+
+# What is refused ------------------------------------------------------------------------------------------------------
+
+
+def _refused_arguments() -> None:
+    model = TinyModel()
+    parameter = model.head.weight
+    for arguments, message in [
+        ({"ignored_params": {parameter}}, "ignored_params: every parameter"),
+        ({"shard_placement_fn": lambda p: Shard(p.dim() - 1)}, r"shard_placement_fn: Embedding.weight is to be S\(1\)"),
+        ({"dp_mesh_dims": fsdp2.DataParallelMeshDims(shard="dp")}, "dp_mesh_dims: give the data-parallel axes"),
+    ]:
+        with pytest.raises(NotImplementedError, match=message):
+            fsdp2.fully_shard(model, **arguments)
+    mesh = init_device_mesh(DEVICE, (2, 1, 1), mesh_dim_names=("a", "b", "c"))
+    for wrong, arguments, message in [
+        (model.blocks, {}, "expected a module that has a forward; got ModuleList"),
+        (model, {"mesh": mesh}, "mesh: expected one axis, or two with names"),
+        (model, {"mp_policy": fsdp2.MixedPrecisionPolicy(param_dtype=torch.int8)}, "expected None or one of"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            fsdp2.fully_shard(wrong, **arguments)
+    assert type(model) is TinyModel
+    fsdp2.fully_shard(model, ignored_params=set(), shard_placement_fn=lambda p: Shard(0) if p.dim() > 1 else None)
+    with pytest.raises(ValueError, match="fully_shard was called on this FSDPTinyModel before"):
+        fsdp2.fully_shard(model)
+    model.set_requires_gradient_sync(True)
+    train(model.to(device()), batches(1, 2))
+
+
+def test_arguments(ranks: RankPool) -> None:
+    ranks.run(2, _refused_arguments)
+
+
+def _refused_models() -> None:
+    half = fsdp2.MixedPrecisionPolicy(param_dtype=torch.float16)
+    model: Any = build(fsdp2, TinyModel().bfloat16().to(device()), {})
+    fsdp2.fully_shard(model.head, mp_policy=half)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"is torch.bfloat16 and parameter head\.weight is torch.float16"):
+            list(model.parameters())
+    model = TinyModel().to(device())
+    list(fsdp2.fully_shard(model.blocks[0]).parameters())
+    with pytest.raises(RuntimeError, match=r"blocks\.0 is sharded by itself already"):
+        fsdp2.fully_shard(model).state_dict()
+    model = TinyModel().to(device())
+    fsdp2.fully_shard(model.head, mesh=init_device_mesh(DEVICE, (2, 1), mesh_dim_names=("a", "b")))
+    with pytest.raises(NotImplementedError, match="mesh: head and the modules around it must have the same mesh"):
+        fsdp2.fully_shard(model, mesh=init_device_mesh(DEVICE, (2,))).state_dict()
+    model = TinyModel().to(device())
+    fsdp2.fully_shard(model.head, offload_policy=fsdp2.CPUOffloadPolicy())
+    with pytest.raises(NotImplementedError, match="offload_policy: head and the modules around it"):
+        fsdp2.fully_shard(model).state_dict()
+
+
+def test_models(ranks: RankPool) -> None:
+    ranks.run(2, _refused_models)
+
+
+def _refused_methods() -> None:
+    model = build(fsdp2, TinyModel().to(device()))
+    with pytest.raises(NotImplementedError, match="cannot be copied"):
+        copy.deepcopy(model)
+    for method in (
+        "set_custom_all_gather",
+        "set_custom_reduce_scatter",
+        "set_all_reduce_hook",
+        "set_symm_mem_for_comm",
+    ):
+        with pytest.raises(NotImplementedError, match=f"^{method}: "):
+            getattr(model, method)(None)
+    with pytest.raises(ValueError, match="expected a bool; got 2"):
+        model.set_reshard_after_forward(2)
+    for call in (model.set_modules_to_forward_prefetch, fsdp2.share_comm_ctx):
+        with pytest.raises(ValueError, match="Expected modules that fully_shard was called on; got Linear"):
+            call([model.head])
+    with pytest.raises(RuntimeError, match="reset_iter_state: call it on the outermost"):
+        model.blocks[0].reset_iter_state()
+    with pytest.raises(NotImplementedError, match="load_state_dict of a part"):
+        model.blocks[0].load_state_dict({})
+    with pytest.raises(NotImplementedError, match=r"stay torch\.float32 on .* cannot become torch\.bfloat16"):
+        model.bfloat16()
+    model.to(device())
+    part = fsdp2.fully_shard(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).to(device()))
+    assert type(part[1:]) is nn.Sequential and len(part[1:]) == 2
+    inner = model.blocks[0]
+    del model
+    gc.collect()
+    with pytest.raises(RuntimeError, match="has been deleted"):
+        inner(torch.zeros(2, 13, device=device()))
+
+
+def test_methods(ranks: RankPool) -> None:
+    ranks.run(2, _refused_methods)
+
+
+def _exception(library: Any, start: nn.Module, accumulated: bool) -> dict[str, torch.Tensor]:
+    """Train after a forward that raised, and after gradients that are dropped with it if there are any."""
+    model = build(library, start)
+    optimizer, data = sgd(model.parameters()), batches(4, 2)[:, dist.get_rank()]
+    if accumulated:
+        model.set_requires_gradient_sync(False)
+        loss_of(model, data[0]).backward()
+        model.set_requires_gradient_sync(True)
+    handle = model.norm.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss_of(model, data[1])
+    handle.remove()
+    model.reset_iter_state()
+    for tokens in data[2:]:
+        loss_of(model, tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return full_weights(model)
+
+
+def _reset() -> None:
+    start = TinyModel().to(device())
+    torch.testing.assert_close(_exception(fsdp2, start, True), _exception(FSDP2, start, False))
+
+
+def test_reset_after_an_exception(ranks: RankPool) -> None:
+    ranks.run(2, _reset)
+
+
+def _public(owner: type) -> set[str]:
+    return {name for name, value in vars(owner).items() if callable(value) and not name.startswith("_")}
+
+
+def test_everything_of_torchs_interface_is_there_and_documented() -> None:
+    page = (ROOT / "docs" / "compat.md").read_text()
+    rows = set(re.findall(r"^\| `(\w+)", page, flags=re.MULTILINE))
+    names = _public(torch_fsdp.FSDPModule)
+    assert names <= _public(fsdp2.FSDPModule)
+    parameters = inspect.signature(torch_fsdp.fully_shard).parameters
+    ours = inspect.signature(fsdp2.fully_shard).parameters
+    assert set(parameters) | {"shard_granularity"} == set(ours)
+    assert names | set(ours) <= rows, f"docs/compat.md lacks {sorted((names | set(ours)) - rows)}"
+    for name in names - {"set_requires_gradient_sync"}:
+        theirs, mine = getattr(torch_fsdp.FSDPModule, name), getattr(fsdp2.FSDPModule, name)
+        wanted = list(inspect.signature(theirs).parameters)
+        got = inspect.signature(mine).parameters
+        assert wanted == list(got) or "kwargs" in got, name
+    for name in fsdp2.__all__:
+        assert hasattr(torch_fsdp, name) and name in page
