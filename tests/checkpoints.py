@@ -91,11 +91,11 @@ def plain_metadata(path: Path) -> Metadata:
 def plain_tensors(path: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint, read by torch; each element must be there once."""
     metadata = plain_metadata(path)
-    entries = {k: e for k, e in metadata.state_dict_metadata.items() if isinstance(e, TensorStorageMetadata)}
-    tensors = {key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in entries.items()}
-    covered = {key: torch.zeros(entry.size, dtype=torch.uint8) for key, entry in entries.items()}
+    params = {k: e for k, e in metadata.state_dict_metadata.items() if isinstance(e, TensorStorageMetadata)}
+    tensors = {key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in params.items()}
+    covered = {key: torch.zeros(entry.size, dtype=torch.uint8) for key, entry in params.items()}
     for index, info in metadata.storage_data.items():
-        if index.fqn in entries:
+        if index.fqn in params:
             part = torch.load(_item(path, info), weights_only=True)
             where = tuple(slice(o, o + n) for o, n in zip(index.offset, part.shape, strict=True))
             tensors[index.fqn][where] = part

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.fsdp.buffers.parameter import ParameterEntry
+from megatron.fsdp.buffers.parameter import ShardedParameter
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
 from tests.ranks import DEVICE
 
@@ -74,11 +74,11 @@ def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
 
 
-def whole(entry: ParameterEntry, tensor: torch.Tensor) -> torch.Tensor:
+def whole(entry: ShardedParameter, tensor: torch.Tensor) -> torch.Tensor:
     """The whole of a main weight, or of a tensor like it, gathered by what each rank says it holds, on every rank."""
     local = tensor._local_tensor.detach().cpu().flatten()  # type: ignore[attr-defined]
     parts: list[tuple[int, torch.Tensor]] = [(0, local)] * dist.get_world_size()
-    dist.all_gather_object(parts, (entry.piece.start, local))
+    dist.all_gather_object(parts, (entry.shard_slice.start, local))
     result = torch.full((tensor.numel(),), torch.nan, dtype=local.dtype)
     for start, part in parts:
         known = result[start : start + part.numel()]
@@ -90,7 +90,7 @@ def whole(entry: ParameterEntry, tensor: torch.Tensor) -> torch.Tensor:
 
 def main_weights(model: MegatronFSDP) -> dict[str, torch.Tensor]:
     """The main weights, gathered, by name."""
-    return {entry.name: whole(entry, entry.main) for entry in model.entries()}
+    return {entry.name: whole(entry, entry.main) for entry in model.params()}
 
 
 def train_reference(

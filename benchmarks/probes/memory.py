@@ -81,7 +81,7 @@ def _bound(job: Job, model: Any, found: dict[str, float]) -> dict[str, float]:
     numel = {name: 0 for name in model.unit_names}
     shards = 0
     for group in model.groups:
-        unit = max((name for name in numel if group.entries[0].name.startswith(name)), key=len)
+        unit = max((name for name in numel if group.params[0].name.startswith(name)), key=len)
         numel[unit] += group.layout.numel
         shards += group.layout.shard_numel
     root = numel.pop("")

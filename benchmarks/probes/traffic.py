@@ -68,7 +68,7 @@ class Traffic(TorchDispatchMode):
         super().__init__()
         self.events: list[_Write | _Collective] = []
         self.operations: Counter[str] = Counter()
-        self._kept: dict[int, Any] = {}
+        self._kept_for_backward: dict[int, Any] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -84,7 +84,7 @@ class Traffic(TorchDispatchMode):
     def _ids(self, values: Any) -> Iterator[int]:
         for tensor in _tensors(values):
             storage = tensor.untyped_storage()
-            self._kept[storage._cdata] = storage
+            self._kept_for_backward[storage._cdata] = storage
             yield storage._cdata
 
     def _note_collective(self, packet: str, args: Any) -> None:

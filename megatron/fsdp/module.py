@@ -15,18 +15,18 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from megatron.fsdp.buffers.flat_buffer import all_reduce, exchange_numbers
 from megatron.fsdp.buffers.gradients import GradientScaling
-from megatron.fsdp.buffers.parameter import ParameterEntry
+from megatron.fsdp.buffers.parameter import ShardedParameter
 from megatron.fsdp.buffers.parameter_group import Environment, ParameterGroup
 from megatron.fsdp.buffers.pool import AllocatorPool, FixedPool
 from megatron.fsdp.buffers.weights import WeightBuffer
 from megatron.fsdp.comm import gloo
-from megatron.fsdp.comm.journal import explaining, watch
+from megatron.fsdp.comm.journal import report_on_failure, watch
 from megatron.fsdp.comm.process_groups import require_process_group
 from megatron.fsdp.comm.registered_memory import NcclMemory
 from megatron.fsdp.comm.streams import Handle, Stream, communication_stream, default_device
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.dtensor import torch_patches
-from megatron.fsdp.dtensor.ragged_dtensor import local_part
+from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.helpers.weak import weak_method
 from megatron.fsdp.init.deferred import forget
 from megatron.fsdp.init.materialize import check_can_materialize, comes_last, initialize, materialize_buffers
@@ -56,9 +56,9 @@ from megatron.fsdp.state.loading import (
     NO_COPY,
     NO_PICKLE,
     check_shape,
-    copy_part,
+    copy_shard,
     match_keys,
-    own_part,
+    own_shard,
     refuse_conversion,
     unsharded_state,
     with_prefix,
@@ -112,7 +112,7 @@ class MegatronFSDP(nn.Module):
         self.device = torch.device(device) if device is not None else default_device(module)
         check_not_wrapped(module)
         self.index = index or default_index(self.device)
-        everyone = self.index.dense.everyone
+        everyone = self.index.dense.dp_group
         self._channel = watch(everyone, self.device)
         with telling_others(self.index):
             part = self._examine(module, fsdp_unit_modules)
@@ -121,7 +121,7 @@ class MegatronFSDP(nn.Module):
 
         self.module = module
         self._stream = communication_stream(self.device, everyone)
-        self._everyone = self._stream.group(everyone)
+        self._dp_group = self._stream.group(everyone)
         self._is_last_microbatch = True
         self._model_auto_sync = self.fsdp_config.sync_model_each_microbatch
         self._unsynchronized = False
@@ -169,7 +169,7 @@ class MegatronFSDP(nn.Module):
                 buffer.data = buffer.data.to(self.device)
 
     def _build(self, part: UnitPart, sharding: Sharding) -> None:
-        config, everyone = self.fsdp_config, self.index.dense.everyone
+        config, everyone = self.fsdp_config, self.index.dense.dp_group
         environment = Environment(
             index=self.index,
             tp_mesh=self._tp_mesh,
@@ -186,7 +186,7 @@ class MegatronFSDP(nn.Module):
             device=self.device,
             main_device=torch.device("cpu") if config.offload_optimizer else self.device,
             stream=self._stream,
-            gather_stream=communication_stream(self.device, everyone, second=self.index.gathers_apart),
+            unshard_stream=communication_stream(self.device, everyone, second=self.index.has_gather_group),
             pool=AllocatorPool(),
             report_nan=config.report_nan_in_grad,
             grad_attribute=config.grad_attribute,
@@ -211,7 +211,7 @@ class MegatronFSDP(nn.Module):
                 prefetch=config.overlap_param_gather and config.max_gathered_units > 1,
                 wait_for_reduction=not config.overlap_grad_reduce,
             ),
-            exchange=functools.partial(exchange_numbers, self._stream, self._everyone, self.device),
+            exchange=functools.partial(exchange_numbers, self._stream, self._dp_group, self.device),
             on_backward_end=self._backward_ended,
         )
         for unit in self._units:
@@ -223,8 +223,8 @@ class MegatronFSDP(nn.Module):
                 if config.fused_weight_gradients and group.requires_grad:
                     group.let_kernels_write()
         refuse_others(self, is_wrapped)
-        for entry in self.entries():
-            for parameter in (entry.given, entry.compute, entry.main):
+        for param in self.params():
+            for parameter in (param.original, param.compute, param.main):
                 mark_owner(parameter, self)
 
     def _build_unit(
@@ -241,16 +241,16 @@ class MegatronFSDP(nn.Module):
 
         # Numbers are drawn as they were when the model was built; a unit's place is before those in it all the same.
         children = (
-            build_children() if self.fsdp_config.materialize and comes_last(part.entries, part.entries_inside) else []
+            build_children() if self.fsdp_config.materialize and comes_last(part.params, part.params_inside) else []
         )
-        unit = Unit(part.name, [ParameterGroup(entries, own) for entries in part.groups], [], slot)
-        empty = [group for group in unit.groups if not group.adopted]
+        unit = Unit(part.name, [ParameterGroup(params, own) for params in part.groups], [], slot)
+        empty = [group for group in unit.groups if not group.initialized]
         if empty or (unit.is_root and self._without_parameters):
-            entries = [entry for group in empty for entry in group.entries]
-            initialize(entries, self.device, self._without_parameters)
+            params = [param for group in empty for param in group.params]
+            initialize(params, self.device, self._without_parameters)
             self._without_parameters = []
         for group in empty:
-            group.adopt()
+            group.initialize_main()
         self._units.insert(place, unit)
         modules[id(unit)] = part.module
         unit.children += children or build_children()
@@ -273,10 +273,10 @@ class MegatronFSDP(nn.Module):
         """Names of the units; the root's is empty."""
         return [unit.name for unit in self._units]
 
-    def entries(self) -> Iterator[ParameterEntry]:
+    def params(self) -> Iterator[ShardedParameter]:
         """All parameters, each once."""
         for group in self.groups:
-            yield from group.entries
+            yield from group.params
 
     def unit_around(self, module: nn.Module) -> Unit | None:
         """The innermost unit that a part of the wrapped model is in; None if it is no part of it."""
@@ -359,18 +359,18 @@ class MegatronFSDP(nn.Module):
             unit.invalidate()
 
     @property
-    def units_needed_first(self) -> list[Unit]:
-        """What :meth:`begin_gathering` gathers, in that order, as far as main weights may be changed meanwhile."""
-        return self._schedule.needed_first()
+    def units_to_prefetch_first(self) -> list[Unit]:
+        """What :meth:`prefetch_first` gathers, in that order, as far as main weights may be changed meanwhile."""
+        return self._schedule.units_to_prefetch_first()
 
-    def begin_gathering(self, until: Unit | None = None) -> None:
+    def prefetch_first(self, until: Unit | None = None) -> None:
         """Start gathering what the next forward needs first, up to a unit; None: as much as may be in flight."""
-        self._schedule.prime(until)
+        self._schedule.prefetch_first(until)
 
-    def finish_gathering(self) -> None:
-        """Wait for the gathers that :meth:`begin_gathering` has started."""
+    def wait_for_prefetched(self) -> None:
+        """Wait for the gathers that :meth:`prefetch_first` has started."""
         for group in self.groups:
-            group.weights.finish_gather()
+            group.weights.finish_unshard()
 
     def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
         """Start gathering what the next forward needs first.
@@ -383,11 +383,11 @@ class MegatronFSDP(nn.Module):
         if force_sync or not self.fsdp_config.overlap_param_gather:
             persistent = [group.weights for group in self.groups if not group.weights.temporary]
             for weights in persistent:
-                weights.gather()
+                weights.unshard()
             for weights in persistent:
                 weights.wait()
         else:
-            self.begin_gathering()
+            self.prefetch_first()
 
     def synchronize_param_gather(self) -> None:
         """Bring all units to rest: nothing gathered, main weights visible as the model's parameters."""
@@ -409,7 +409,7 @@ class MegatronFSDP(nn.Module):
         # Only what is on the computing device can be sent: main weights may be on the host.
         sent = weights.main.to(self.device)
         group = self._stream.group(axis)
-        with gloo.settling(group, sent):
+        with gloo.wait_for_gloo_references(group, sent):
             dist.broadcast(sent, dist.get_global_rank(axis, 0), group=group)
         weights.main.copy_(sent)
 
@@ -432,7 +432,7 @@ class MegatronFSDP(nn.Module):
         """
         try:
             self._schedule.reduce_waiting()
-            with explaining():
+            with report_on_failure():
                 self._schedule.reset()
                 self.synchronize_gradient_reduce()
             if self._nccl_memory is not None and self.pool is not None:
@@ -445,15 +445,15 @@ class MegatronFSDP(nn.Module):
         self.microbatch_count = 0
         self._unsynchronized = False
         # Hooks may take an optimizer's step.
-        for entry in arrived:
-            entry.tell_gradient()
+        for param in arrived:
+            param.tell_gradient()
 
-    def _attach_gradients(self) -> list[ParameterEntry]:
+    def _attach_gradients(self) -> list[ShardedParameter]:
         groups = [group for group in self.groups if group.requires_grad or group.pending]
         used = iter(self._used_anywhere(groups))
         arrived = []
         for group in groups:
-            flags = [next(used) for _ in group.entries]
+            flags = [next(used) for _ in group.params]
             arrived += group.attach_gradients(flags, self.fsdp_config.zero_unused_gradients)
         return arrived
 
@@ -465,28 +465,28 @@ class MegatronFSDP(nn.Module):
     def _used_anywhere(self, groups: list[ParameterGroup]) -> list[bool]:
         """For each parameter of ``groups``, whether any rank had a gradient for it."""
         used_here = [flag for group in groups for flag in group.used]
-        trained = [entry.trained for group in groups for entry in group.entries]
+        trained = [param.trained for group in groups for param in group.params]
         if self.fsdp_config.zero_unused_gradients or not used_here:
             return used_here
         flags, handle = self._start_any(used_here)
         # What is used here is used: reading the flags, which stops the host, is for ranks that miss a gradient.
         if all(used for used, needed in zip(used_here, trained, strict=True) if needed):
             return used_here
-        with explaining():
+        with report_on_failure():
             handle.wait()
         return [bool(flag) for flag in flags.tolist()]
 
     def on_any_rank(self, flags: list[bool]) -> list[bool]:
         """For each flag, whether it is set on any rank. All ranks must call this, with as many flags."""
         everyone, handle = self._start_any(flags)
-        with explaining():
+        with report_on_failure():
             handle.wait()
         return [bool(flag) for flag in everyone.tolist()]
 
     def _start_any(self, flags: list[bool]) -> tuple[torch.Tensor, Handle]:
         """Start finding out which flags are set on any rank: the result, and what to wait for before it is read."""
         everyone = torch.tensor(flags, dtype=torch.uint8, device=self.device)
-        handle = self._stream.run(functools.partial(_all_reduce_max, self._stream, everyone, self._everyone))
+        handle = self._stream.run(functools.partial(_all_reduce_max, self._stream, everyone, self._dp_group))
         self._channel.note(f"compare {len(flags)} flags", [handle])
         return everyone, handle
 
@@ -496,8 +496,8 @@ class MegatronFSDP(nn.Module):
         Args:
             scaling_factor: A number or a tensor with one element.
         """
-        grads = [getattr(entry.main, self.fsdp_config.grad_attribute, None) for entry in self.entries()]
-        locals_ = [local_part(grad) for grad in grads if grad is not None]
+        grads = [getattr(param.main, self.fsdp_config.grad_attribute, None) for param in self.params()]
+        locals_ = [local_shard(grad) for grad in grads if grad is not None]
         if isinstance(scaling_factor, torch.Tensor):
             scaling_factor = scaling_factor.reshape(())
         torch._foreach_mul_(locals_, scaling_factor)
@@ -532,8 +532,8 @@ class MegatronFSDP(nn.Module):
         if assign:
             raise ValueError("load_state_dict: assign=True would replace the main weights; expected assign=False.")
         # A model with a part called "module" may have such names itself.
-        if not any(name.startswith("module.") for entry in self.entries() for name in entry.names):
-            state_dict = with_prefix(state_dict, "module.", self.entries())
+        if not any(name.startswith("module.") for param in self.params() for name in param.names):
+            state_dict = with_prefix(state_dict, "module.", self.params())
         return self._load(self, "module.", state_dict, strict)
 
     @torch.no_grad()
@@ -543,10 +543,10 @@ class MegatronFSDP(nn.Module):
         Ranks update buffers such as BatchNorm's running statistics from their own data, and a checkpoint has those of
         one rank. Call this before saving to save the mean of all.
         """
-        size = self.index.dense.everyone.size()
+        size = self.index.dense.dp_group.size()
         for buffer in self.module.buffers():
             if buffer.is_floating_point():
-                self._stream.run(functools.partial(all_reduce, buffer, dist.ReduceOp.SUM, self._everyone)).wait()
+                self._stream.run(functools.partial(all_reduce, buffer, dist.ReduceOp.SUM, self._dp_group)).wait()
                 buffer.div_(size)
 
     def __getattr__(self, name: str) -> Any:
@@ -561,7 +561,7 @@ class MegatronFSDP(nn.Module):
         return getattr(module, name)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "MegatronFSDP":
-        refuse_conversion(self.entries(), fn)
+        refuse_conversion(self.params(), fn)
         return self
 
     def __deepcopy__(self, memo: dict) -> "MegatronFSDP":
@@ -573,19 +573,19 @@ class MegatronFSDP(nn.Module):
     @torch.no_grad()
     def _load(self, module: nn.Module, prefix: str, state_dict: Mapping[str, Any], strict: bool) -> Any:
         """:meth:`load_state_dict` by the names in ``module``'s state dict: ``prefix`` stands before parameters'."""
-        names = {id(entry): [prefix + name for name in entry.names] for entry in self.entries()}
-        wanted: dict[str, Any] = {name: entry for entry in self.entries() for name in names[id(entry)]}
+        names = {id(param): [prefix + name for name in param.names] for param in self.params()}
+        wanted: dict[str, Any] = {name: param for param in self.params() for name in names[id(param)]}
         wanted |= unsharded_state(module)
         tied = {name for of_entry in names.values() if any(n in state_dict for n in of_entry) for name in of_entry}
         keys = match_keys({k: v for k, v in wanted.items() if k in state_dict or k not in tied}, state_dict, strict)
         # Nothing is changed before everything is known to fit.
         for key in keys:
-            if isinstance(wanted[key], ParameterEntry):
+            if isinstance(wanted[key], ShardedParameter):
                 check_shape(wanted[key], state_dict[key], key)
         for key in keys:
             target = wanted[key]
-            if isinstance(target, ParameterEntry):
-                copy_part(target, own_part(target, state_dict[key]))
+            if isinstance(target, ShardedParameter):
+                copy_shard(target, own_shard(target, state_dict[key]))
             elif isinstance(target, nn.Module):
                 target.set_extra_state(state_dict[key])
             else:

@@ -43,7 +43,7 @@ def wrong_divisor() -> None:
 def stale_weights() -> None:
     """What was gathered once is used for ever."""
     weights.WeightBuffer.invalidate = lambda self: None  # type: ignore[method-assign]
-    weights.WeightBuffer.release = lambda self: self.wait()  # type: ignore[method-assign]
+    weights.WeightBuffer.reshard = lambda self: self.wait()  # type: ignore[method-assign]
 
 
 def skipped_parameter() -> None:
@@ -54,7 +54,7 @@ def skipped_parameter() -> None:
         grads = original(self)
         return [
             torch.zeros_like(g) if g is not None and e.name.endswith("layers.1.mlp.linear_fc2.weight") else g
-            for e, g in zip(self.entries, grads, strict=True)
+            for e, g in zip(self.params, grads, strict=True)
         ]
 
     parameter_group.ParameterGroup.collect_gradients = collect  # type: ignore[method-assign]

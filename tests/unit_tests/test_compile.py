@@ -171,7 +171,7 @@ def _same_gradients(model: TinyModel, compile_all: bool) -> None:
             compiled.append(graphs.compiled)
         assert compiled[0] == compiled[2] >= 2, compiled  # with gradients and without
         loss_of(reference, tokens).backward()
-        for entry in sharded.entries():
+        for entry in sharded.params():
             expected = reference.get_parameter(entry.name.replace("_orig_mod.", "")).grad
             torch.testing.assert_close(whole(entry, entry.main.grad), expected.cpu(), rtol=2e-5, atol=2e-6)
 
@@ -221,7 +221,7 @@ def _matching() -> None:
             sharded = fully_shard_model(model, fsdp_unit_modules=units)
             assert sharded.unit_names == ["", "blocks.0", "blocks.1", "blocks.2"]
             assert all(isinstance(block, torch._dynamo.OptimizedModule) for block in model.blocks)
-            assert [len(unit.groups[0].entries) for unit in sharded._units[1:]] == [5, 5, 5]
+            assert [len(unit.groups[0].params) for unit in sharded._units[1:]] == [5, 5, 5]
         root = torch.compile(TinyModel(), backend=Graphs())
         sharded = fully_shard_model(root, fsdp_unit_modules=[TinyModel, Block])
         assert sharded.unit_names == ["", *(f"_orig_mod.blocks.{i}" for i in range(3))]

@@ -24,7 +24,7 @@ def _found(strategy: str, bf16: bool, spoiled: str) -> list[str]:
     model = _model(strategy, bf16)
     assert inconsistent_weights(model) == [], "weights are consistent after sharding"
     if spoiled:
-        for entry in model.entries():
+        for entry in model.params():
             if entry.name == spoiled and dist.get_rank() == 1:
                 entry.compute.data.view(-1)[-1] += 1
     return inconsistent_weights(model)

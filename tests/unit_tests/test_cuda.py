@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megatron.fsdp.comm import streams
-from megatron.fsdp.dtensor.ragged_dtensor import local_part
+from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron_fsdp import MegatronFSDP, fully_shard, register_optimizer
 from tests.models import FP32_GRADS, STRATEGIES, Block, TinyModel, adamw, batches, loss_of, main_weights
 from tests.ranks import RankPool
@@ -174,8 +174,8 @@ def _decoupled() -> MegatronFSDP:
     )
     before = main_weights(sharded)
     loss_of(sharded, batches(1, 1)[0, 0].cuda()).backward()
-    for entry in sharded.entries():
-        assert local_part(entry.main.decoupled_grad).is_cuda
+    for entry in sharded.params():
+        assert local_shard(entry.main.decoupled_grad).is_cuda
     optimizer.step()
     assert any(not torch.equal(value, before[name]) for name, value in main_weights(sharded).items())
     return sharded

@@ -16,7 +16,7 @@ def _buffers(model: MegatronFSDP) -> list[weakref.ref]:
     return [
         weakref.ref(tensor)
         for group in model.groups
-        for tensor in (group.weights.compute.flat, group.weights.main, *[e.main for e in group.entries])
+        for tensor in (group.weights.compute.flat, group.weights.main, *[e.main for e in group.params])
     ]
 
 

@@ -80,16 +80,16 @@ def _failing(model: nn.Module, which: int, where: str, error: type[BaseException
 
 def _assert_at_rest(sharded: MegatronFSDP) -> None:
     """Nothing is gathered, no handle is kept, and no temporary buffer has memory once the stream has done its tasks."""
-    assert [unit.label for unit in sharded._units if unit.state.value != "resting" or unit._depth] == []
-    assert not sharded._schedule._reducing and sharded._schedule._kept is None
+    assert [unit.label for unit in sharded._units if unit.state.value != "sharded" or unit._depth] == []
+    assert not sharded._schedule._reducing and sharded._schedule._kept_for_backward is None
     sharded._stream.run(lambda: None).wait()
     for group in sharded.groups:
         assert not group.has_gradients()
         if group.weights.temporary:
             assert group.weights._handle is None
             assert group.weights.compute.flat.untyped_storage().nbytes() == 0
-        for module, attribute in (site for entry in group.entries for site in entry.sites):
-            assert any(getattr(module, attribute) is entry.main for entry in group.entries)
+        for module, attribute in (site for entry in group.params for site in entry.sites):
+            assert any(getattr(module, attribute) is entry.main for entry in group.params)
 
 
 def _assert_no_gradients(sharded: MegatronFSDP) -> None:

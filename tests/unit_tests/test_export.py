@@ -43,7 +43,7 @@ def _write(folder: str, strategy: str, tied: bool, dtype: torch.dtype | None, la
     save_safetensors(sharded, folder, dtype, largest)
     from megatron.fsdp.dtensor.gathering import gather_whole
 
-    return {entry.name: gather_whole(entry.main).cpu() for entry in sharded.entries()}
+    return {entry.name: gather_whole(entry.main).cpu() for entry in sharded.params()}
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

@@ -18,9 +18,13 @@ def _train(strategy: str, what: str) -> None:
     before = {name: p.detach().clone() for name, p in TinyModelSeeded().named_parameters()}
     data = batches(steps=3, per_step=2 * dist.get_world_size())
     sharded = assert_same_training(_freeze(TinyModelSeeded(), what), data, adamw, zero_dp_strategy=strategy)
-    for entry in sharded.entries():
+    for entry in sharded.params():
         if entry.name.startswith(what):
-            part = before[entry.name].reshape(-1)[entry.piece.start : entry.piece.stop].view(entry.piece.shape)
+            part = (
+                before[entry.name]
+                .reshape(-1)[entry.shard_slice.start : entry.shard_slice.stop]
+                .view(entry.shard_slice.shape)
+            )
             assert torch.equal(entry.main._local_tensor.cpu(), part)
             assert entry.main.grad is None and not entry.main.requires_grad
 

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from megatron.fsdp import fsdp2, fully_shard_optimizer
-from megatron.fsdp.dtensor.ragged_dtensor import local_part
+from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from tests.models import DEVICE, TinyModel, adamw, batches, device, loss_of, sgd
 from tests.ranks import ROOT, RankPool
 from tests.unit_tests.test_fsdp2 import BF16, FSDP2, Run, assert_same, build, full_weights, train
@@ -145,7 +145,7 @@ def _delete(trained: bool) -> None:
             train(model, batches(1, 2))
         engine = weakref.ref(model.unshard(async_op=True) and model.__dict__["_fsdp_engine"])
         model.reshard()
-        references = [weakref.ref(model), engine, *(weakref.ref(local_part(p)) for p in model.parameters())]
+        references = [weakref.ref(model), engine, *(weakref.ref(local_shard(p)) for p in model.parameters())]
         del model
         assert [reference() for reference in references] == [None] * len(references)
     finally:
@@ -440,7 +440,7 @@ def test_full_tensor(ranks: RankPool, world: int) -> None:
 def _offload() -> None:
     start = TinyModel().to(device())
     model = build(fsdp2, start, BF16, offload_policy=fsdp2.CPUOffloadPolicy(pin_memory=False))
-    assert all(local_part(p).device.type == "cpu" for p in model.parameters())
+    assert all(local_shard(p).device.type == "cpu" for p in model.parameters())
     assert_same(train(model, batches(2, 2), clip=False), train(build(fsdp2, start, BF16), batches(2, 2), clip=False))
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron.fsdp import fsdp2
-from megatron.fsdp.dtensor.ragged_dtensor import local_part
+from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model, fully_shard_optimizer
 from tests.models import (
     STRATEGIES,
@@ -49,13 +49,13 @@ class Seen:
 
     def after(self, parameter: nn.Parameter) -> None:
         assert isinstance(parameter, DTensor) and not torch.is_grad_enabled()
-        self.gradients.setdefault(id(parameter), []).append(local_part(parameter.grad).clone())
+        self.gradients.setdefault(id(parameter), []).append(local_shard(parameter.grad).clone())
 
     def check(self, model: MegatronFSDP, reference: nn.Module, calls: int) -> None:
-        for entry in model.entries():
+        for entry in model.params():
             assert len(self.gradients[id(entry.main)]) == calls
             last = torch.empty_like(entry.main)
-            local_part(last).copy_(self.gradients[id(entry.main)][-1])
+            local_shard(last).copy_(self.gradients[id(entry.main)][-1])
             expected = reference.get_parameter(entry.name).grad
             torch.testing.assert_close(whole(entry, last), expected.cpu(), rtol=2e-5, atol=1e-6)
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from megatron.fsdp.dtensor.ragged_dtensor import local_part
+from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model, fully_shard_optimizer
 from tests.models import (
     STRATEGIES,
@@ -78,9 +78,9 @@ def _cut(granularity: str, cube: bool) -> list[str]:
         _step(reference, optimizer, seed)
         _step(sharded, sharded_optimizer, seed)
     assert_same_weights(sharded, reference)
-    for entry in sharded.entries():
-        assert local_part(entry.main).shape == entry.piece.shape
-    return [entry.name for entry in sharded.entries() if not entry.piece.whole_rows]
+    for entry in sharded.params():
+        assert local_shard(entry.main).shape == entry.shard_slice.shape
+    return [entry.name for entry in sharded.params() if not entry.shard_slice.whole_rows]
 
 
 def test_rows_are_cut_where_they_have_to_be(ranks: RankPool) -> None:

@@ -5,7 +5,7 @@ import time
 
 import torch.distributed as dist
 
-from megatron.fsdp.comm.journal import JOURNAL, KEPT, Channel, Journal, Watchdog, describe, name_ranks, whereabouts
+from megatron.fsdp.comm.journal import JOURNAL, MAX_KEPT, Channel, Journal, Watchdog, describe, name_ranks, whereabouts
 from megatron.fsdp.comm.streams import CpuStream, Disagreement, Handle, watch_end
 from tests.ranks import RankPool
 
@@ -23,12 +23,12 @@ def _answer(*whats: str, peers: tuple[int, ...] = (0, 1), unfinished: tuple[int,
 
 def test_a_channel_keeps_what_was_issued_last() -> None:
     channel, tasks = Channel([0, 1]), [Task(), Task()]
-    for number in range(KEPT + 2):
+    for number in range(MAX_KEPT + 2):
         channel.note(f"gather {number}", [tasks[number % 2]])
     tasks[0].ended = True
     found = channel.answer()
-    assert len(found["issued"]) == KEPT and found["issued"][KEPT + 1] == f"gather {KEPT + 1}"
-    assert found["open"] == [number for number in range(2, KEPT + 2) if number % 2]
+    assert len(found["issued"]) == MAX_KEPT and found["issued"][MAX_KEPT + 1] == f"gather {MAX_KEPT + 1}"
+    assert found["open"] == [number for number in range(2, MAX_KEPT + 2) if number % 2]
     del tasks
     assert channel.answer()["open"] == []
 

@@ -76,7 +76,7 @@ def test_literal_pieces_of_a_parameter_whose_rows_are_cut() -> None:
     layout = plan_layout([(100, 7), (6,), (8, 4)], num_shards=4)
     # 738 elements are 184.5 each: 192. What is to spare aligns the vector, which comes last.
     assert (offsets(layout), layout.shard_numel, layout.cut_rows) == ([32, 736, 0], 192, (0,))
-    pieces = [layout.piece(0, rank) for rank in range(4)]
+    pieces = [layout.shard_slice(0, rank) for rank in range(4)]
     assert [(p.start, p.stop, p.row_start, p.shape, p.shard_offset, p.whole_rows) for p in pieces] == [
         (0, 160, 0, (160,), 32, False),
         (160, 352, 22, (192,), 0, False),
@@ -84,15 +84,15 @@ def test_literal_pieces_of_a_parameter_whose_rows_are_cut() -> None:
         (544, 700, 77, (156,), 0, False),
     ]
     assert boxes((100, 7), 160, 352) == [Box((22, 6), (1, 1)), Box((23, 0), (27, 7)), Box((50, 0), (1, 2))]
-    assert all(layout.piece(2, rank).whole_rows for rank in range(4))
+    assert all(layout.shard_slice(2, rank).whole_rows for rank in range(4))
 
 
 def test_a_part_of_a_cut_parameter_that_is_whole_rows_keeps_their_shape() -> None:
     layout = Layout((Slot(0, (5, 6), ELEMENT),), num_shards=3, shard_numel=12)
-    assert [layout.piece(0, rank).shape for rank in range(3)] == [(2, 6), (2, 6), (1, 6)]
+    assert [layout.shard_slice(0, rank).shape for rank in range(3)] == [(2, 6), (2, 6), (1, 6)]
     layout = Layout((Slot(4, (5, 6), ELEMENT),), num_shards=3, shard_numel=20)
-    assert [layout.piece(0, rank).shape for rank in range(3)] == [(16,), (14,), (0, 6)]
-    assert [layout.piece(0, rank).whole_rows for rank in range(3)] == [False, False, True]
+    assert [layout.shard_slice(0, rank).shape for rank in range(3)] == [(16,), (14,), (0, 6)]
+    assert [layout.shard_slice(0, rank).whole_rows for rank in range(3)] == [False, False, True]
 
 
 def test_tensors_are_never_cut_but_vectors_are() -> None:
@@ -107,7 +107,7 @@ def test_tensors_are_never_cut_but_vectors_are() -> None:
 def test_blocks_of_rows_are_kept_together() -> None:
     layout = plan_layout([(10, 4), (5,)], 3, block(4))
     # Rows 0-3, 4-7, and 8-9, the incomplete block.
-    assert [layout.piece(0, rank).row_start for rank in range(3)] == [0, 4, 8]
+    assert [layout.shard_slice(0, rank).row_start for rank in range(3)] == [0, 4, 8]
     # 15 elements each would do for rows; at 15, the vector's blocks of two elements are cut, and at 30 the matrix.
     layout = plan_layout([(3, 5), (7,), (4, 4), (5,)], 3, block(2), alignment=1)
     assert (offsets(layout), layout.shard_numel) == ([0, 15, 22, 38], 15)
@@ -129,10 +129,10 @@ def test_each_parameter_may_have_a_granularity_of_its_own() -> None:
 
 def test_literal_pieces() -> None:
     layout = Layout((Slot(0, (4, 3)), Slot(12, (5,))), num_shards=2, shard_numel=9)
-    first, second = layout.piece(0, 0), layout.piece(0, 1)
+    first, second = layout.shard_slice(0, 0), layout.shard_slice(0, 1)
     assert (first.start, first.stop, first.row_start, first.shape, first.shard_offset) == (0, 9, 0, (3, 3), 0)
     assert (second.start, second.stop, second.row_start, second.shape, second.shard_offset) == (9, 12, 3, (1, 3), 0)
-    nothing, all_of_it = layout.piece(1, 0), layout.piece(1, 1)
+    nothing, all_of_it = layout.shard_slice(1, 0), layout.shard_slice(1, 1)
     assert (nothing.shape, nothing.stop - nothing.start) == ((0,), 0)
     assert (all_of_it.start, all_of_it.stop, all_of_it.shape, all_of_it.shard_offset) == (0, 5, (5,), 3)
 
@@ -216,26 +216,28 @@ def check_pieces(layout: Layout, shapes: list[tuple[int, ...]]) -> None:
     for index, shape in enumerate(shapes):
         covered = 0
         for rank in range(layout.num_shards):
-            piece = layout.piece(index, rank)
-            assert piece.start == covered or piece.stop == piece.start
-            covered = max(covered, piece.stop)
-            if piece.stop == piece.start:
-                assert piece.whole_rows
+            shard_slice = layout.shard_slice(index, rank)
+            assert shard_slice.start == covered or shard_slice.stop == shard_slice.start
+            covered = max(covered, shard_slice.stop)
+            if shard_slice.stop == shard_slice.start:
+                assert shard_slice.whole_rows
                 continue
-            assert math.prod(piece.shape) == piece.stop - piece.start
-            assert 0 <= piece.shard_offset <= layout.shard_numel - (piece.stop - piece.start)
-            place = rank * layout.shard_numel + piece.shard_offset
-            assert place == layout.slots[index].offset + piece.start
-            elements = set(range(place, place + piece.stop - piece.start))
+            assert math.prod(shard_slice.shape) == shard_slice.stop - shard_slice.start
+            assert 0 <= shard_slice.shard_offset <= layout.shard_numel - (shard_slice.stop - shard_slice.start)
+            place = rank * layout.shard_numel + shard_slice.shard_offset
+            assert place == layout.slots[index].offset + shard_slice.start
+            elements = set(range(place, place + shard_slice.stop - shard_slice.start))
             assert not elements & used
             used |= elements
             # A piece and its boxes say the same.
-            parts = boxes(shape, piece.start, piece.stop)
-            if piece.whole_rows:
-                assert parts == [Box((piece.row_start, *(0 for _ in shape[1:])) if shape else (), piece.shape)]
+            parts = boxes(shape, shard_slice.start, shard_slice.stop)
+            if shard_slice.whole_rows:
+                assert parts == [
+                    Box((shard_slice.row_start, *(0 for _ in shape[1:])) if shape else (), shard_slice.shape)
+                ]
             else:
-                assert piece.shape == (piece.stop - piece.start,) and len(shape) > 1
-                assert parts[0].offsets[0] == piece.row_start
+                assert shard_slice.shape == (shard_slice.stop - shard_slice.start,) and len(shape) > 1
+                assert parts[0].offsets[0] == shard_slice.row_start
                 assert index in layout.cut_rows
         assert covered == math.prod(shape)
 

@@ -21,9 +21,9 @@ def test_transitions(before: WeightState, after: WeightState) -> None:
 
 
 def test_everything_may_go_to_rest() -> None:
-    assert all(WeightState.RESTING in allowed for allowed in TRANSITIONS.values())
+    assert all(WeightState.SHARDED in allowed for allowed in TRANSITIONS.values())
 
 
 def test_nothing_is_used_that_was_not_gathered() -> None:
-    in_use = {WeightState.FORWARD, WeightState.BACKWARD, WeightState.GATHERED}
-    assert not in_use & set(TRANSITIONS[WeightState.RESTING])
+    in_use = {WeightState.FORWARD, WeightState.BACKWARD, WeightState.UNSHARDED}
+    assert not in_use & set(TRANSITIONS[WeightState.SHARDED])

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.fsdp.dtensor.ragged_dtensor import local_part
+from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron_fsdp import MegatronFSDP, fully_shard
 from tests.models import Block, TinyModel, adamw, assert_same_weights, batches, device, loss_of
 from tests.ranks import RankPool
@@ -109,7 +109,7 @@ def _some_without_gradient() -> None:
             each_optimizer.step()
             each_optimizer.zero_grad()
     assert_same_weights(sharded, reference)
-    steps = {entry.name: int(optimizer.state[entry.main]["step"]) for entry in sharded.entries()}
+    steps = {entry.name: int(optimizer.state[entry.main]["step"]) for entry in sharded.params()}
     assert steps["blocks.1.up.weight"] == steps["blocks.2.up.weight"] == 3
     assert steps["blocks.1.down.weight"] == steps["blocks.0.up.weight"] == 4
 
@@ -129,7 +129,7 @@ def _state() -> None:
     assert len({step.data_ptr() for step in steps}) == len(steps)
     kept = copy.deepcopy(state_dict)
     for state in kept["state"].values():
-        local_part(state["exp_avg"]).mul_(0.25)
+        local_shard(state["exp_avg"]).mul_(0.25)
         state["step"] += 3
     for state in reference_optimizer.state.values():
         state["exp_avg"].mul_(0.25)
@@ -140,7 +140,7 @@ def _state() -> None:
         _step(reference, reference_optimizer, tokens)
     # Changed where it is, and replaced.
     changed = "blocks.0.up.weight"
-    for entry in sharded.entries():
+    for entry in sharded.params():
         if entry.name == changed:
             optimizer.state[entry.main]["exp_avg"].zero_()
             optimizer.state[entry.main]["exp_avg_sq"] = optimizer.state[entry.main]["exp_avg_sq"] * 2

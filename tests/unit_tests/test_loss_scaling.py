@@ -12,7 +12,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.utils import clip_grad_norm_
 
 from megatron.fsdp import fsdp2
-from megatron.fsdp.dtensor.ragged_dtensor import local_part
+from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron_fsdp import fully_shard
 from tests.models import (
     DEVICE,
@@ -86,7 +86,7 @@ def _train(strategy: str, kind: str, scalar_first: bool, fused: bool) -> None:
             scalers[1].scale(loss_of(reference, tokens) / len(step)).backward()
         model.coefficient = coefficient if dist.get_rank() == 0 else 0.0
         scalers[0].scale(loss_of(sharded, step[dist.get_rank()])).backward()
-        before = [local_part(entry.main).clone() for entry in sharded.entries()]
+        before = [local_shard(entry.main).clone() for entry in sharded.params()]
         for scaler, each, each_optimizer in zip(
             scalers, (sharded, reference), (optimizer, reference_optimizer), strict=True
         ):
@@ -97,7 +97,7 @@ def _train(strategy: str, kind: str, scalar_first: bool, fused: bool) -> None:
             scaler.update()
             each_optimizer.zero_grad()
         assert scalers[0].get_scale() == scalers[1].get_scale()
-        after = [local_part(entry.main) for entry in sharded.entries()]
+        after = [local_shard(entry.main) for entry in sharded.params()]
         skipped.append(all(torch.equal(a, b) for a, b in zip(after, before, strict=True)))
     assert skipped == [False, True, False, True, False]
     assert_same_weights(sharded, reference)
@@ -141,14 +141,14 @@ def _agree(interface: str, first: type[nn.Module], holder: int) -> None:
         )
     scaler = GradScaler(DEVICE, init_scale=2.0**10)
     scaler.scale(loss_of(model, batches(1, 1)[0, 0])).backward()
-    parts = [local_part(p.grad) for p in model.parameters() if p.dim()]
+    parts = [local_shard(p.grad) for p in model.parameters() if p.dim()]
     if dist.get_rank() == holder:
         next(part for part in parts if part.numel()).view(-1)[-1] = math.inf
-    before = [local_part(p).clone() for p in model.parameters()]
+    before = [local_shard(p).clone() for p in model.parameters()]
     scaler.step(optimizer)
     scaler.update()
     assert scaler.get_scale() == 2.0**9
-    assert all(torch.equal(local_part(p), b) for p, b in zip(model.parameters(), before, strict=True))
+    assert all(torch.equal(local_shard(p), b) for p, b in zip(model.parameters(), before, strict=True))
 
 
 @pytest.mark.parametrize("interface", ["row", "parameter", "compat"])

@@ -120,7 +120,7 @@ def measure_sharded(strategy: str, dtype: str, ranks: int, collective: float, co
         "root": units[0],
         "unit": max(units[1:]),
         "whole": sum(units),
-        "parameters": len(list(sharded.entries())),
+        "parameters": len(list(sharded.params())),
         "shard": sum(group.layout.shard_numel for group in sharded.groups),
     }
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import megatron_fsdp
-from megatron.fsdp.dtensor.ragged_dtensor import local_part
+from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron_fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
@@ -148,9 +148,9 @@ def _decoupled() -> None:
         model, ReadsDecoupled(model.parameters(), lr=0.1), fsdp_unit_modules=[Block], use_decoupled_grad=True
     )
     loss_of(sharded, tokens).backward()
-    for entry in sharded.entries():
+    for entry in sharded.params():
         assert entry.main.grad is None
-        assert local_part(entry.main.decoupled_grad).shape == local_part(entry.main).shape
+        assert local_shard(entry.main.decoupled_grad).shape == local_shard(entry.main).shape
     sharded.scale_gradients(2.0)
     sharded.scale_gradients(0.5)
     optimizer.step()
@@ -158,7 +158,7 @@ def _decoupled() -> None:
     for name, parameter in reference.named_parameters():
         torch.testing.assert_close(weights[name], parameter.detach().cpu())
     sharded.zero_grad()
-    assert all(entry.main.decoupled_grad is None for entry in sharded.entries())
+    assert all(entry.main.decoupled_grad is None for entry in sharded.params())
 
 
 def test_decoupled_gradients(ranks: RankPool) -> None:
@@ -184,7 +184,7 @@ def _group_for_gathers() -> None:
     sharded = assert_same_training(
         TinyModel(), batches(3, size), adamw, device_mesh=mesh, dp_shard_dim="dp", fsdp_group_ag=apart
     )
-    assert sharded.index.gathers_apart
+    assert sharded.index.has_gather_group
     group = sharded.groups[0]
     assert group.weights._stream is not group.gradients._stream
 
@@ -211,12 +211,12 @@ def _experts() -> tuple[int, int]:
     torch.manual_seed(9)
     nn.init.normal_(model[0].weight)
     sharded = fully_shard_model(model, dense, "dp", expt_device_mesh=expert)
-    entries = {entry.name: entry for entry in sharded.entries()}
+    params = {entry.name: entry for entry in sharded.params()}
     sharded(torch.ones(1, 8, device=device()) * (1 + dist.get_rank())).sum().backward()
     expected = torch.full((8,), 2 / 4)  # two ranks, each with a gradient of one, of which all four take the mean
-    grad, piece = local_part(entries["1.bias"].main.grad), entries["1.bias"].piece
-    torch.testing.assert_close(grad.cpu(), expected[piece.start : piece.stop])
-    return local_part(entries["0.weight"].main).numel(), local_part(entries["1.weight"].main).numel()
+    grad, shard_slice = local_shard(params["1.bias"].main.grad), params["1.bias"].shard_slice
+    torch.testing.assert_close(grad.cpu(), expected[shard_slice.start : shard_slice.stop])
+    return local_shard(params["0.weight"].main).numel(), local_shard(params["1.weight"].main).numel()
 
 
 def test_experts_are_sharded_over_their_own_mesh(ranks: RankPool) -> None:

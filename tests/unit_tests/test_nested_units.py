@@ -74,7 +74,7 @@ def _owners() -> None:
     inside = [f"outer.{i}{name}" for i in range(2) for name in _PARTS]
     assert sharded.unit_names == ["", *inside]
     for unit in sharded._units:
-        for name in (entry.name for group in unit.groups for entry in group.entries):
+        for name in (entry.name for group in unit.groups for entry in group.params):
             around = [other for other in sharded.unit_names if f"{name}.".startswith(f"{other}." if other else "")]
             assert max(around, key=len) == unit.name
     root = sharded._units[0]
@@ -95,7 +95,7 @@ def _train(strategy: str, units: list[type[nn.Module]], outer: bool | None, inne
     sharded = assert_same_training(
         Levels(outer, inner), data, adamw, fsdp_unit_modules=units, zero_dp_strategy=strategy
     )
-    assert all(unit.state.value == "resting" for unit in sharded._units)
+    assert all(unit.state.value == "sharded" for unit in sharded._units)
     assert not any(unit.has_gradients() for unit in sharded._units)
 
 

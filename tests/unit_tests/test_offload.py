@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.fsdp.dtensor.ragged_dtensor import local_part
+from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.runtime.unit import Unit
 from megatron_fsdp import fully_shard
 from tests.models import (
@@ -51,13 +51,13 @@ def _where(strategy: str) -> None:
     sharded.module.head.register_forward_hook(lambda m, args, out: seen.append((m.weight.device, out.device)))
     for _ in range(2):
         loss_of(sharded, batches(1, 1)[0, 0]).backward()
-        for entry in sharded.entries():
-            assert local_part(entry.main).device.type == "cpu"
-            assert local_part(entry.main.grad).device.type == "cpu"
+        for entry in sharded.params():
+            assert local_shard(entry.main).device.type == "cpu"
+            assert local_shard(entry.main.grad).device.type == "cpu"
         optimizer.step()
         optimizer.zero_grad()
-    for entry in sharded.entries():
-        assert local_part(optimizer.state[entry.main]["exp_avg"]).device.type == "cpu"
+    for entry in sharded.params():
+        assert local_shard(optimizer.state[entry.main]["exp_avg"]).device.type == "cpu"
     assert {d.type for pair in seen for d in pair} == {device().type}
 
 
@@ -113,23 +113,23 @@ def _order(strategy: str, gathered: list[str]) -> None:
         optimizer.step()
         optimizer.zero_grad()
     loss_of(sharded, data[2, 0]).backward()
-    before = {entry.name: local_part(entry.main).clone() for entry in sharded.entries()}
+    before = {entry.name: local_shard(entry.main).clone() for entry in sharded.params()}
     events: list[str] = []
-    gather = Unit.gather
+    gather = Unit.unshard
 
     def spy(unit: Unit) -> None:
-        updated = {e.name for e in sharded.entries() if not torch.equal(local_part(e.main), before[e.name])}
+        updated = {e.name for e in sharded.params() if not torch.equal(local_shard(e.main), before[e.name])}
         later = [u for u in sharded._units if u.label not in [*events, unit.label]]
-        others = {entry.name for u in later for group in u.groups for entry in group.entries}
+        others = {entry.name for u in later for group in u.groups for entry in group.params}
         assert not updated & others, (unit, updated & others)
         events.append(unit.label)
         gather(unit)
 
-    with patch.object(Unit, "gather", spy):
+    with patch.object(Unit, "unshard", spy):
         optimizer.step()
     assert events == gathered
-    for entry in sharded.entries():
-        local = local_part(entry.main)
+    for entry in sharded.params():
+        local = local_shard(entry.main)
         assert not local.numel() or not torch.equal(local, before[entry.name])
 
 

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from megatron.fsdp import fsdp2
-from megatron.fsdp.dtensor.ragged_dtensor import local_part
+from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.optim.classes import looks_at
 from megatron_fsdp import fully_shard, fully_shard_model, fully_shard_optimizer, register_optimizer
 from tests.models import (
@@ -196,11 +196,11 @@ def _refused_by_compat(name: str) -> None:
     fsdp2.fully_shard(model)
     optimizer = make(model.parameters())
     loss_of(model, batches(1, 1)[0, 0]).backward()
-    before = [local_part(p).clone() for p in model.parameters()]
+    before = [local_shard(p).clone() for p in model.parameters()]
     for _ in range(2):
         with pytest.raises(NotImplementedError, match=message):
             optimizer.step(lambda: 0.0) if name == "LBFGS" else optimizer.step()
-    assert all(torch.equal(local_part(p), b) for p, b in zip(model.parameters(), before, strict=True))
+    assert all(torch.equal(local_shard(p), b) for p, b in zip(model.parameters(), before, strict=True))
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -261,7 +261,7 @@ def _trains(name: str, strategy: str) -> None:
     make: Make = WHOLE.get(name, lambda p: RegisteredLion(p))
     sharded = assert_same_training(TinyModel(), data, make, zero_dp_strategy=strategy, tolerance=1e-3, **granularity)
     if dist.get_world_size() == 4 and strategy != "no_shard" and granularity:
-        assert any(not local_part(entry.main).numel() for entry in sharded.entries())
+        assert any(not local_shard(entry.main).numel() for entry in sharded.params())
 
 
 @pytest.mark.parametrize("name", WHOLE)

@@ -64,7 +64,7 @@ def _what_runs_beside_block(index: int) -> tuple[set[str], set[str]]:
     seen: dict[str, set[str]] = {"forward": set(), "backward": set()}
 
     def on_their_way() -> set[str]:
-        return {unit.name for unit in model._units if unit.state.value == "gathering"}
+        return {unit.name for unit in model._units if unit.state.value == "unsharding"}
 
     block = model.module.blocks[index]
     block.up.register_forward_pre_hook(lambda *_: seen["forward"].update(on_their_way()))

@@ -1,20 +1,20 @@
 """The order of communication: literal plans, and what a rank does that falls behind or runs ahead."""
 
-from megatron.fsdp.runtime.plan import Op, OpKind, Plan, hoist_gathers, merge_recorded
+from megatron.fsdp.runtime.plan import Op, OpKind, Plan, hoist_unshards, merge_recorded
 
 
 def _ops(text: str) -> list[Op]:
-    kinds = {"G": OpKind.GATHER, "R": OpKind.REDUCE}
+    kinds = {"G": OpKind.UNSHARD, "R": OpKind.REDUCE}
     return [Op(kinds[word[0]], int(word[1:])) for word in text.split()]
 
 
 def _text(ops: list[Op]) -> str:
-    return " ".join(f"{op.kind.name[0]}{op.unit}" for op in ops)
+    return " ".join(f"{'G' if op.kind is OpKind.UNSHARD else 'R'}{op.unit_index}" for op in ops)
 
 
 def _issue_order(text: str, distance: int) -> str:
     asked = _ops(text)
-    return _text([asked[index] for index in hoist_gathers(asked, distance)])
+    return _text([asked[index] for index in hoist_unshards(asked, distance)])
 
 
 def test_gathers_move_ahead_of_one_reduction() -> None:
@@ -34,15 +34,15 @@ def test_what_is_asked_in_order_leaves_nothing_out() -> None:
 
 def test_what_was_not_asked_for_comes_before_what_is() -> None:
     plan = Plan(_ops("G0 G1 R1 G2 R2 R0"), distance=1)
-    assert list(plan.ask(Op(OpKind.GATHER, 0)) or ()) == [0]
-    assert list(plan.ask(Op(OpKind.GATHER, 2)) or ()) == [1, 2, 3]
+    assert list(plan.ask(Op(OpKind.UNSHARD, 0)) or ()) == [0]
+    assert list(plan.ask(Op(OpKind.UNSHARD, 2)) or ()) == [1, 2, 3]
     assert list(plan.rest()) == [4, 5]
 
 
 def test_what_the_plan_does_not_have_ahead_changes_nothing() -> None:
     plan = Plan(_ops("G0 G1"), distance=1)
-    plan.ask(Op(OpKind.GATHER, 1))
-    assert plan.ask(Op(OpKind.GATHER, 0)) is None
+    plan.ask(Op(OpKind.UNSHARD, 1))
+    assert plan.ask(Op(OpKind.UNSHARD, 0)) is None
     assert list(plan.rest()) == []
     assert _text(plan.recorded) == "G1 G0"
 

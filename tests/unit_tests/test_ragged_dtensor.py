@@ -365,10 +365,10 @@ def test_placements_say_what_the_layout_says(shapes: list[tuple[int, int]], num_
     for index in range(len(shapes)):
         placement = RaggedShard.of(layout, index, stride=1)
         for shard, after in itertools.pairwise([*range(num_shards), num_shards]):
-            piece = layout.piece(index, shard)
+            shard_slice = layout.shard_slice(index, shard)
             start, stop = placement.bounds(shard)
-            assert stop - start == piece.stop - piece.start
-            assert (start, stop) == (piece.start, piece.stop) or start == stop
+            assert stop - start == shard_slice.stop - shard_slice.start
+            assert (start, stop) == (shard_slice.start, shard_slice.stop) or start == stop
             assert after == num_shards or placement.bounds(after)[0] == stop
 
 

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron.fsdp.dtensor.ragged_dtensor import local_part
+from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron_fsdp import MegatronFSDP
 from tests.models import STRATEGIES, adamw, assert_same_training, batches, device
 from tests.ranks import RankPool
@@ -62,11 +62,11 @@ def _train(strategy: str) -> dict[str, int]:
     data = batches(steps=3, per_step=dist.get_world_size())
     sharded = assert_same_training(WithOdd(), data, adamw, fsdp_unit_modules=[Odd], zero_dp_strategy=strategy)
     sizes = {}
-    for entry in sharded.entries():
+    for entry in sharded.params():
         assert isinstance(entry.main, DTensor) and entry.main.grad is None
         assert tuple(entry.main.shape) == SHAPES.get(entry.name.rsplit(".", 1)[-1], tuple(entry.main.shape))
-        sizes[entry.name] = local_part(entry.main).numel()
-        assert sizes[entry.name] == entry.piece.stop - entry.piece.start
+        sizes[entry.name] = local_shard(entry.main).numel()
+        assert sizes[entry.name] == entry.shard_slice.stop - entry.shard_slice.start
     _load_elsewhere(sharded)
     return sizes
 
@@ -75,8 +75,8 @@ def _load_elsewhere(sharded: MegatronFSDP) -> None:
     """A state dict of such parameters goes into another model, part by part."""
     other = MegatronFSDP(WithOdd().to(device()), sharded.fsdp_config, fsdp_unit_modules=[Odd])
     other.load_state_dict(sharded.state_dict())
-    for mine, theirs in zip(sharded.entries(), other.entries(), strict=True):
-        assert torch.equal(local_part(mine.main), local_part(theirs.main))
+    for mine, theirs in zip(sharded.params(), other.params(), strict=True):
+        assert torch.equal(local_shard(mine.main), local_shard(theirs.main))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

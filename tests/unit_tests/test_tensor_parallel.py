@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from megatron.fsdp.dtensor.ragged_dtensor import local_part
+from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron_fsdp import MegatronFSDP, fully_shard
 from tests.models import DEVICE, STRATEGIES, adamw, device
 from tests.ranks import RankPool
@@ -63,16 +63,18 @@ def _shard(model: Model, mesh: DeviceMesh, strategy: str) -> tuple[MegatronFSDP,
 
 def _whole(model: MegatronFSDP) -> dict[str, torch.Tensor]:
     """All weights, put together by what every rank says it holds."""
-    mine = {e.name: (e.piece, e.offset, local_part(e.main).detach().cpu(), e.local_shape) for e in model.entries()}
+    mine = {
+        e.name: (e.shard_slice, e.offset, local_shard(e.main).detach().cpu(), e.local_shape) for e in model.params()
+    }
     everyone: list[dict] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, mine)
     result = {}
-    for entry in model.entries():
+    for entry in model.params():
         whole = torch.full(tuple(entry.main.shape), torch.nan)
         for other in everyone:
-            piece, offset, local, local_shape = other[entry.name]
+            shard_slice, offset, local, local_shape = other[entry.name]
             part = torch.full(local_shape, torch.nan)
-            part.view(-1)[piece.start : piece.stop] = local.flatten()
+            part.view(-1)[shard_slice.start : shard_slice.stop] = local.flatten()
             region = whole[tuple(slice(o, o + n) for o, n in zip(offset, local_shape, strict=True))]
             region.copy_(torch.where(part.isnan(), region, part))
         result[entry.name] = whole

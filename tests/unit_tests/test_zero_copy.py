@@ -34,7 +34,7 @@ class _CountCopies(TorchDispatchMode):
 
 def _views_of_the_gathered_buffer(strategy: str) -> None:
     model = MegatronFSDP(TinyModel(), FSDPConfig(strategy=strategy), fsdp_unit_modules=[Block])
-    groups = {id(e.compute): (g, i) for g in model.groups for i, e in enumerate(g.entries)}
+    groups = {id(e.compute): (g, i) for g in model.groups for i, e in enumerate(g.params)}
     seen: dict[int, int] = {}
 
     def look(module: torch.nn.Module, args: object) -> None:
@@ -83,9 +83,9 @@ def _copied(dtype: torch.dtype, strategy: str) -> tuple[dict[str, int], int, int
     group = model.groups[-1]
     group.weights.invalidate()
     with _CountCopies() as gather:
-        group.weights._gather(True)
+        group.weights._unshard(True)
     with _CountCopies() as reduce:
-        grads: list[torch.Tensor | None] = [torch.ones(e.compute.shape, dtype=dtype) for e in group.entries]
+        grads: list[torch.Tensor | None] = [torch.ones(e.compute.shape, dtype=dtype) for e in group.params]
         group.gradients.reduce(grads, torch.device("cpu"), last=True)
         group.gradients.take(group.dtypes.main_params)
     weights.all_gather, gradients.reduce_scatter = flat_buffer.all_gather, flat_buffer.reduce_scatter

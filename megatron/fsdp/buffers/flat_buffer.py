@@ -56,7 +56,7 @@ def exchange_and_sum(shard: torch.Tensor, flat: torch.Tensor, group: dist.Proces
 
 def all_reduce(flat: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> None:
     """Reduce ``flat`` over the group in place."""
-    with gloo.settling(group, flat):
+    with gloo.wait_for_gloo_references(group, flat):
         dist.all_reduce(flat, op=op, group=group)
 
 
@@ -83,15 +83,15 @@ class FlatBuffer:
         self.views = [slot_view(self.flat, layout, index) for index in range(len(layout.slots))]
         self._pool = pool
 
-    def fill(self) -> None:
+    def allocate(self) -> None:
         """Make memory available. The content is undefined."""
         if self._pool is not None:
-            self._pool.fill(self.flat)
+            self._pool.allocate(self.flat)
 
-    def drain(self) -> None:
+    def free(self) -> None:
         """Give the memory back."""
         if self._pool is not None:
-            self._pool.drain(self.flat)
+            self._pool.free(self.flat)
 
 
 def slot_view(flat: torch.Tensor, layout: Layout, index: int) -> torch.Tensor:

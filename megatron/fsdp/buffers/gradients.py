@@ -13,7 +13,7 @@ from megatron.fsdp.sharding.layout import Layout
 from megatron.fsdp.sharding.mesh import DataParallelAxes
 from megatron.fsdp.sharding.ownership import Ownership, within
 from megatron.fsdp.sharding.precision import Dtypes
-from megatron.fsdp.sharding.strategy import Placements, Sharding
+from megatron.fsdp.sharding.strategy import AxisStrategy, Sharding
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class GradientBuffer:
         self._reduced: torch.Tensor | None = None
         self._handles: list[Handle] = []
         # Written by the computation, read by tasks: given back when the computation has waited for those.
-        self._spent: list[torch.Tensor] = []
+        self._read_by_tasks: list[torch.Tensor] = []
         self._waiting_partial = self._waiting_outer = False
 
     def rescale(self, ratio: float) -> None:
@@ -199,14 +199,14 @@ class GradientBuffer:
         if placed is not None and _memory(placed) not in done:
             done.add(_memory(placed))
             if self._pool.recycles:
-                self._spent.append(placed)
+                self._read_by_tasks.append(placed)
         for tensor in tensors:
             if _memory(tensor) not in done:
                 done.add(_memory(tensor))
                 self._pool.give_back(tensor)
 
     def _communicate(
-        self, flat: torch.Tensor, group: dist.ProcessGroup | None, placements: Placements, own: slice, kept: bool
+        self, flat: torch.Tensor, group: dist.ProcessGroup | None, placements: AxisStrategy, own: slice, kept: bool
     ) -> torch.Tensor:
         """Reduce ``flat`` over one axis and return this rank's part of the sum in ``main_grads_dtype``.
 
@@ -252,8 +252,8 @@ class GradientBuffer:
                 # A wait that was interrupted leaves a reduction that goes on.
                 if handle.done:
                     del self._handles[0]
-        while self._spent:
-            self._pool.give_back(self._spent.pop())
+        while self._read_by_tasks:
+            self._pool.give_back(self._read_by_tasks.pop())
 
     def take(self, dtype: torch.dtype) -> torch.Tensor | None:
         """The reduced gradients since the last call, flat like the main weights; None if nothing was reduced.

@@ -14,9 +14,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import Placement, Shard
 from torch.nn.parameter import is_lazy
 
-from megatron.fsdp.dtensor.ragged_dtensor import local_part, make_dtensor, make_like
+from megatron.fsdp.dtensor.ragged_dtensor import local_shard, make_dtensor, make_like
 from megatron.fsdp.helpers.weak import weak_method
-from megatron.fsdp.sharding.layout import Piece
+from megatron.fsdp.sharding.layout import ShardSlice
 
 # Set on a parameter that is a plain tensor, this rank's part of one that is divided over a tensor-parallel mesh: a pair
 # of that mesh and its placements. Megatron-Core's layers have such parameters.
@@ -47,7 +47,7 @@ def check_class(name: str, parameter: nn.Parameter) -> None:
     Raises:
         NotImplementedError: They are not; the message names parameter and class.
     """
-    value: torch.Tensor = local_part(parameter) if isinstance(parameter, DTensor) else parameter
+    value: torch.Tensor = local_shard(parameter) if isinstance(parameter, DTensor) else parameter
     cls = type(value)
     where = f"Parameter {name} is a {cls.__module__}.{cls.__qualname__}"
     if is_lazy(parameter):
@@ -82,7 +82,7 @@ class GroupKey(NamedTuple):
 
 
 @dataclass
-class ParameterEntry:
+class ShardedParameter:
     """One parameter of the model, however often it is registered.
 
     A parameter may be a DTensor over a tensor-parallel mesh, or marked as a part of what is divided over one
@@ -93,10 +93,10 @@ class ParameterEntry:
         compute: The model's own Parameter: what forward and backward read.
         sites: Every (module, attribute) it is registered as: more than one if it is tied.
         names: Its name at each site.
-        given: The Parameter that the model had before it was sharded, by which an optimizer may know it. Mostly
+        original: The Parameter that the model had before it was sharded, by which an optimizer may know it. Mostly
             ``compute`` itself.
         main: What the optimizer updates: a Parameter that is a DTensor.
-        piece: Which part of it this rank owns.
+        shard_slice: Which part of it this rank owns.
         trained: Whether it takes gradients, as of :meth:`follow_freezing`.
         fused: Gradients that kernels wrote by themselves during this backward, in the parameter's shape.
     """
@@ -105,14 +105,14 @@ class ParameterEntry:
     compute: nn.Parameter
     sites: list[tuple[nn.Module, str]]
     names: list[str]
-    given: nn.Parameter = field(init=False)
+    original: nn.Parameter = field(init=False)
     main: nn.Parameter = field(init=False)
-    piece: Piece = field(init=False)
+    shard_slice: ShardSlice = field(init=False)
     trained: bool = field(init=False)
     fused: list[torch.Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.given = self.compute
+        self.original = self.compute
         self.trained = self.compute.requires_grad
 
     @property
@@ -153,7 +153,7 @@ class ParameterEntry:
     def local_value(self) -> torch.Tensor:
         """What this rank has of the parameter before it is sharded."""
         value = self.compute.data
-        return local_part(value) if isinstance(value, DTensor) else value
+        return local_shard(value) if isinstance(value, DTensor) else value
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -215,12 +215,12 @@ class ParameterEntry:
             ("_backward_hooks", nn.Parameter.register_hook),
             ("_post_accumulate_grad_hooks", nn.Parameter.register_post_accumulate_grad_hook),
         ):
-            hooks = getattr(self.given, kind) or {}
+            hooks = getattr(self.original, kind) or {}
             for key, hook in list(hooks.items()):
                 hooks[key] = _no_hook
                 with _requiring_grad(self.main):
                     register(self.main, functools.partial(_if_kept, hooks, key, hook))
-        for parameter in (self.given, self.compute):
+        for parameter in (self.original, self.compute):
             parameter.register_hook = weak_method(self._register_hook)  # type: ignore[method-assign]
             parameter.register_post_accumulate_grad_hook = weak_method(self._refuse_hook)  # type: ignore[method-assign]
 
@@ -249,12 +249,12 @@ class ParameterEntry:
                 returned = hook(grad)
             if returned is None:
                 continue
-            if not isinstance(returned, DTensor) or local_part(returned).shape != local_part(grad).shape:
+            if not isinstance(returned, DTensor) or local_shard(returned).shape != local_shard(grad).shape:
                 raise ValueError(
                     f"A gradient hook of {self.name} returned a {type(returned).__name__} of shape "
                     f"{tuple(returned.shape)}: expected a DTensor like the gradient that it was given."
                 )
-            grad = make_like(local_part(returned), self.main)
+            grad = make_like(local_shard(returned), self.main)
         return grad
 
     def tell_gradient(self) -> None:
@@ -274,7 +274,7 @@ class ParameterEntry:
             assert self.tensor_parallel is not None
             placements = self.tensor_parallel[1]
             # Autograd may leave it as a sum that is still to be made over the tensor-parallel ranks.
-            return local_part(
+            return local_shard(
                 grad if tuple(grad.placements) == tuple(placements) else grad.redistribute(None, placements)
             )
         return grad

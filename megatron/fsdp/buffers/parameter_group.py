@@ -11,14 +11,14 @@ from torch.distributed.tensor.placement_types import Placement
 
 from megatron.fsdp.buffers.flat_buffer import part_view
 from megatron.fsdp.buffers.gradients import GradientBuffer, GradientScaling
-from megatron.fsdp.buffers.parameter import ParameterEntry
+from megatron.fsdp.buffers.parameter import ShardedParameter
 from megatron.fsdp.buffers.pool import Pool
 from megatron.fsdp.buffers.weights import WeightBuffer
 from megatron.fsdp.comm.streams import Handle, Stream
 from megatron.fsdp.dtensor.placements import RaggedShard, SectionedShard
-from megatron.fsdp.dtensor.ragged_dtensor import local_part, make_dtensor, make_like
+from megatron.fsdp.dtensor.ragged_dtensor import local_shard, make_dtensor, make_like
 from megatron.fsdp.helpers.weak import weak_method
-from megatron.fsdp.sharding.layout import Granularity, Layout, Piece, plan_layout
+from megatron.fsdp.sharding.layout import Granularity, Layout, ShardSlice, plan_layout
 from megatron.fsdp.sharding.mesh import DataParallelAxes, FSDPDistributedIndex
 from megatron.fsdp.sharding.ownership import shards_of
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
@@ -39,7 +39,7 @@ class Environment:
         device: Where the model computes.
         main_device: Where main weights are.
         stream: Runs reductions, and whatever else is communicated.
-        gather_stream: Runs gathers: the same stream, unless gathers have groups of their own.
+        unshard_stream: Runs gathers: the same stream, unless gathers have groups of their own.
         pool: Gives memory to temporary buffers.
         report_nan: Raise at gradients that are not finite.
         grad_attribute: Where main weights get their gradients.
@@ -54,7 +54,7 @@ class Environment:
     device: torch.device
     main_device: torch.device
     stream: Stream
-    gather_stream: Stream
+    unshard_stream: Stream
     pool: Pool
     report_nan: bool
     grad_attribute: str
@@ -64,32 +64,33 @@ class ParameterGroup:
     """Parameters of one unit in one flat buffer.
 
     Args:
-        entries: Parameters with equal keys; at least one.
+        params: Parameters with equal keys; at least one.
         environment: What all groups of the model share.
 
     Attributes:
         requires_grad: Whether any of the parameters takes gradients.
-        adopted: Whether the parameters have values; those on the meta device have none until :meth:`adopt`.
+        initialized: Whether the parameters have values; those on the meta device have none until
+            :meth:`initialize_main`.
         used: For each parameter, whether this rank has had a gradient for it since the last synchronization.
         pending: Gradients were handed over since then, if only zeros.
     """
 
-    def __init__(self, entries: list[ParameterEntry], environment: Environment) -> None:
-        key = entries[0].key
+    def __init__(self, params: list[ShardedParameter], environment: Environment) -> None:
+        key = params[0].key
         self.requires_grad = key.requires_grad
-        self.entries = entries
+        self.params = params
         self._env = environment
         self.sharding = environment.sharding if key.divisible else UNSHARDED
-        self.dtypes = environment.policy.resolve(key.dtype, entries[0].name)
+        self.dtypes = environment.policy.resolve(key.dtype, params[0].name)
         self.axes: DataParallelAxes = environment.index.experts if key.expert else environment.index.dense
         shards = shards_of(self.sharding, self.axes)
-        self.layout: Layout = plan_layout([e.local_shape for e in entries], shards, environment.granularity)
+        self.layout: Layout = plan_layout([e.local_shape for e in params], shards, environment.granularity)
         self.weights = WeightBuffer(
             self.layout,
             self.dtypes,
             self.sharding,
             self.axes,
-            environment.gather_stream,
+            environment.unshard_stream,
             environment.pool,
             environment.device,
             environment.main_device,
@@ -104,62 +105,63 @@ class ParameterGroup:
             environment.pool,
             environment.main_device,
         )
-        self.used = [False] * len(entries)
-        self._handed: torch.Tensor | None = None
+        self.used = [False] * len(params)
+        self._lent: torch.Tensor | None = None
         self.pending = False
-        self._take_over()
+        self._move_into_buffers()
 
     @property
     def device(self) -> torch.device:
         """Where the group computes."""
         return self._env.device
 
-    def _take_over(self) -> None:
+    def _move_into_buffers(self) -> None:
         """Move the parameters' values into the buffers and make the parameters views of them.
 
-        Parameters on the meta device have no values: they get memory, and :meth:`adopt` follows when it is filled.
+        Parameters on the meta device have no values: they get memory, and :meth:`initialize_main` follows when it is
+        filled.
         """
-        values = [None if e.is_meta else e.local_value for e in self.entries]
-        for entry, view in zip(self.entries, self.weights.load(values, self.entries[0].key.dtype), strict=True):
-            entry.point_to(view)
-        self.adopted = False
+        values = [None if e.is_meta else e.local_value for e in self.params]
+        for param, view in zip(self.params, self.weights.load(values, self.params[0].key.dtype), strict=True):
+            param.point_to(view)
+        self.initialized = False
         if all(value is not None for value in values):
-            self.adopt()
+            self.initialize_main()
 
-    def adopt(self) -> None:
+    def initialize_main(self) -> None:
         """What the parameters point to now are their values: make main weights of them."""
-        self.adopted = True
-        self.weights.adopt()
-        for i, entry in enumerate(self.entries):
-            if entry.key.dtype != self.dtypes.compute:
-                entry.point_to(self.weights.compute.views[i])
-            entry.piece = self._piece(i)
-            local = self._local(self.weights.main, entry.piece)
-            entry.main = nn.Parameter(self._distribute(local, i), requires_grad=self.requires_grad)
+        self.initialized = True
+        self.weights.initialize_main()
+        for i, param in enumerate(self.params):
+            if param.key.dtype != self.dtypes.compute:
+                param.point_to(self.weights.compute.views[i])
+            param.shard_slice = self._shard_slice(i)
+            local = self._local(self.weights.main, param.shard_slice)
+            param.main = nn.Parameter(self._distribute(local, i), requires_grad=self.requires_grad)
             # Frameworks mark parameters with attributes, and read them from whichever the optimizer holds.
-            for name, value in vars(entry.compute).items():
+            for name, value in vars(param.compute).items():
                 if not callable(value):
-                    setattr(entry.main, name, value)
-            entry.take_hooks()
+                    setattr(param.main, name, value)
+            param.take_hooks()
 
     def is_divided(self, i: int) -> bool:
         """True if no rank owns the whole of parameter ``i``."""
-        parallel = self.entries[i].tensor_parallel
+        parallel = self.params[i].tensor_parallel
         if parallel is not None and not all(placement.is_replicate() for placement in parallel[1]):
             return True
         slot, size = self.layout.slots[i], self.layout.shard_numel
         return slot.numel > 0 and slot.offset // size != (slot.end - 1) // size
 
-    def _piece(self, i: int) -> Piece:
+    def _shard_slice(self, i: int) -> ShardSlice:
         if self.weights.owned.index is not None:
-            return self.layout.piece(i, self.weights.owned.index)
+            return self.layout.shard_slice(i, self.weights.owned.index)
         slot = self.layout.slots[i]
-        return Piece(0, slot.numel, 0, slot.shape, slot.offset)
+        return ShardSlice(0, slot.numel, 0, slot.shape, slot.offset)
 
     @staticmethod
-    def _local(flat: torch.Tensor, piece: Piece) -> torch.Tensor:
+    def _local(flat: torch.Tensor, shard_slice: ShardSlice) -> torch.Tensor:
         """This rank's part of a parameter as a view of a tensor that is flat like the main weights."""
-        return part_view(flat, piece.shard_offset, piece.shape)
+        return part_view(flat, shard_slice.shard_offset, shard_slice.shape)
 
     def _distribute(self, local: torch.Tensor, i: int) -> DTensor:
         """The main weight of parameter ``i`` as a DTensor, which tensors like it are made after."""
@@ -171,54 +173,54 @@ class ParameterGroup:
         for number, axis in enumerate(axes):
             placements.append(RaggedShard.of(self.layout, i, stride) if axis.shards_optimizer else Replicate())
             stride *= mesh.size(number) if axis.shards_optimizer else 1
-        entry, tp_mesh = self.entries[i], self._env.tp_mesh
+        param, tp_mesh = self.params[i], self._env.tp_mesh
         if tp_mesh is not None:
             # Also what is no DTensor, so that all main weights have one mesh, as clipping expects.
             expert = self.axes is self._env.index.experts
-            if entry.tensor_parallel is not None:
-                tp_mesh = entry.tensor_parallel[0]
+            if param.tensor_parallel is not None:
+                tp_mesh = param.tensor_parallel[0]
             elif expert:
                 tp_mesh = self._env.index.tensor_parallel_mesh(expert)
-            mesh = self._env.index.with_tensor_parallel(mesh, tp_mesh, entry.name, expert)
-            tp_placements = [Replicate()] if entry.tensor_parallel is None else entry.tensor_parallel[1]
-            placements += tp_placements if entry.sections is None else [SectionedShard(entry.sections)]
-        return make_dtensor(local, mesh, entry.shape, placements)
+            mesh = self._env.index.with_tensor_parallel(mesh, tp_mesh, param.name, expert)
+            tp_placements = [Replicate()] if param.tensor_parallel is None else param.tensor_parallel[1]
+            placements += tp_placements if param.sections is None else [SectionedShard(param.sections)]
+        return make_dtensor(local, mesh, param.shape, placements)
 
     def shard(self, i: int, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of this rank's part of a whole tensor in parameter ``i``'s shape, as a DTensor."""
-        piece = self.entries[i].piece
+        shard_slice = self.params[i].shard_slice
         if isinstance(tensor, DTensor):
-            tensor = local_part(tensor)
-        local = tensor.detach().reshape(-1)[piece.start : piece.stop].view(piece.shape).clone()
-        return make_like(local, self.entries[i].main)
+            tensor = local_shard(tensor)
+        local = tensor.detach().reshape(-1)[shard_slice.start : shard_slice.stop].view(shard_slice.shape).clone()
+        return make_like(local, self.params[i].main)
 
     def show(self, compute: bool) -> None:
         """Register compute weights (or else main weights) as the modules' parameters."""
-        for entry in self.entries:
-            parameter = entry.compute if compute else entry.main
-            for module, attribute in entry.sites:
+        for param in self.params:
+            parameter = param.compute if compute else param.main
+            for module, attribute in param.sites:
                 module._parameters[attribute] = parameter
 
     def follow_freezing(self) -> bool:
         """Freeze and unfreeze what the user has frozen and unfrozen; True if that is new."""
-        changed = any([entry.follow_freezing() for entry in self.entries])
-        self.requires_grad = any(entry.trained for entry in self.entries)
+        changed = any([param.follow_freezing() for param in self.params])
+        self.requires_grad = any(param.trained for param in self.params)
         return changed
 
     def collect_gradients(self) -> list[torch.Tensor | None]:
         """Take this micro-batch's gradients off the parameters: one per parameter, None where there is none."""
-        grads = [entry.take_gradient() for entry in self.entries]
+        grads = [param.take_gradient() for param in self.params]
         # As in torch, what was frozen since forward gets none.
-        grads = [grad if e.main.requires_grad else None for e, grad in zip(self.entries, grads, strict=True)]
+        grads = [grad if e.main.requires_grad else None for e, grad in zip(self.params, grads, strict=True)]
         if self._env.report_nan:
-            for entry, grad in zip(self.entries, grads, strict=True):
-                _require_finite(entry.name, grad)
+            for param, grad in zip(self.params, grads, strict=True):
+                _require_finite(param.name, grad)
         return grads
 
     def reduce_gradients(self, last: bool) -> Handle | None:
         """Hand this micro-batch's gradients over; see :meth:`megatron.fsdp.runtime.unit.Unit.reduce_gradients`."""
         grads = self.collect_gradients()
-        self._recover_handed()
+        self._recover_lent()
         self.used = [used or grad is not None for used, grad in zip(self.used, grads, strict=True)]
         self.pending = True
         if last or self.sharding.inner.shards_gradients:
@@ -228,7 +230,7 @@ class ParameterGroup:
 
     def has_gradients(self) -> bool:
         """True if a gradient of this micro-batch has not been collected."""
-        return any(entry.has_gradient for entry in self.entries)
+        return any(param.has_gradient for param in self.params)
 
     def let_kernels_write(self) -> None:
         """Let fused kernels write weight gradients into buffers of ours, instead of returning them to autograd.
@@ -238,8 +240,8 @@ class ParameterGroup:
         ``grad_added_to_main_grad``. Autograd then gets a placeholder of undefined content as ``.grad``, unless
         ``zero_out_wgrad`` is set.
         """
-        for i, entry in enumerate(self.entries):
-            parameter = entry.compute
+        for i, param in enumerate(self.params):
+            parameter = param.compute
             parameter.__fsdp_param__ = True  # type: ignore[attr-defined]
             parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
             # The parameter must not keep its group alive: the group keeps the parameter.
@@ -247,20 +249,20 @@ class ParameterGroup:
 
     def main_grad(self, i: int) -> torch.Tensor:
         """A new buffer of zeros, in parameter ``i``'s shape and ``main_grads_dtype``, for a kernel to write into."""
-        entry = self.entries[i]
-        buffer = torch.zeros(entry.local_shape, dtype=self.dtypes.main_grads, device=self._env.device)
-        entry.fused.append(buffer)
+        param = self.params[i]
+        buffer = torch.zeros(param.local_shape, dtype=self.dtypes.main_grads, device=self._env.device)
+        param.fused.append(buffer)
         return buffer
 
-    def attach_gradients(self, used: list[bool], zero_unused: bool) -> list[ParameterEntry]:
+    def attach_gradients(self, used: list[bool], zero_unused: bool) -> list[ShardedParameter]:
         """Add what was reduced to the main weights' ``.grad``, and return whose.
 
         Args:
             used: For each parameter, whether any rank had a gradient for it.
             zero_unused: Give the others zeros instead of nothing, unless they are frozen.
         """
-        self.used = [False] * len(self.entries)
-        self._recover_handed()
+        self.used = [False] * len(self.params)
+        self._recover_lent()
         self.pending = False
         # Optimizers ask of a gradient that its dtype is the weight's, but not of one that is apart.
         decoupled = self._env.grad_attribute != "grad"
@@ -270,49 +272,49 @@ class ParameterGroup:
             reduced = torch.zeros_like(self.weights.main, dtype=dtype)
         if reduced is None:
             return []
-        self._handed = reduced if self._env.pool.recycles else None
+        self._lent = reduced if self._env.pool.recycles else None
         arrived = []
-        for i, entry in enumerate(self.entries):
-            if not used[i] and not (zero_unused and entry.trained):
+        for i, param in enumerate(self.params):
+            if not used[i] and not (zero_unused and param.trained):
                 continue
-            local, before = self._local(reduced, entry.piece), getattr(entry.main, self._env.grad_attribute, None)
-            if before is None or entry.main._backward_hooks:
-                grad = entry.hooked(make_like(local, entry.main))
-                local = local_part(grad)
+            local, before = self._local(reduced, param.shard_slice), getattr(param.main, self._env.grad_attribute, None)
+            if before is None or param.main._backward_hooks:
+                grad = param.hooked(make_like(local, param.main))
+                local = local_shard(grad)
             if before is None:
-                setattr(entry.main, self._env.grad_attribute, grad)
+                setattr(param.main, self._env.grad_attribute, grad)
             else:
-                local_part(before).add_(local)
-            arrived.append(entry)
+                local_shard(before).add_(local)
+            arrived.append(param)
         return arrived
 
-    def _recover_handed(self) -> None:
+    def _recover_lent(self) -> None:
         """Give gradients of an earlier step back to a pool that uses them again, if nobody has them any more."""
-        handed = self._handed
+        handed = self._lent
         if handed is None:
             return
         name, memory = self._env.grad_attribute, handed.untyped_storage().data_ptr()
-        held = [getattr(entry.main, name, None) for entry in self.entries]
-        if all(grad is None or local_part(grad).untyped_storage().data_ptr() != memory for grad in held):
-            self._handed = None
+        held = [getattr(param.main, name, None) for param in self.params]
+        if all(grad is None or local_shard(grad).untyped_storage().data_ptr() != memory for grad in held):
+            self._lent = None
             self.gradients.give_back(handed)
 
     def clear_gradients(self) -> None:
         """Drop gradients in every form."""
         self.abandon_gradients()
-        for entry in self.entries:
-            entry.main.grad = None
-            if hasattr(entry.main, self._env.grad_attribute):
-                setattr(entry.main, self._env.grad_attribute, None)
+        for param in self.params:
+            param.main.grad = None
+            if hasattr(param.main, self._env.grad_attribute):
+                setattr(param.main, self._env.grad_attribute, None)
 
     def abandon_gradients(self) -> None:
         """Drop gradients that are not synchronized yet."""
         self.gradients.clear()
-        self.used = [False] * len(self.entries)
+        self.used = [False] * len(self.params)
         self.pending = False
-        for entry in self.entries:
-            entry.compute.grad = None
-            entry.fused.clear()
+        for param in self.params:
+            param.compute.grad = None
+            param.fused.clear()
 
 
 def _require_finite(name: str, grad: torch.Tensor | None) -> None:

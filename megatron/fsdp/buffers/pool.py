@@ -29,10 +29,10 @@ class Pool(Protocol):
     def reserve(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A flat tensor of zeros for gathered weights, filled until it is drained for the first time."""
 
-    def fill(self, flat: torch.Tensor) -> None:
+    def allocate(self, flat: torch.Tensor) -> None:
         """Give what ``reserve`` returned memory of undefined content, unless it has some."""
 
-    def drain(self, flat: torch.Tensor) -> None:
+    def free(self, flat: torch.Tensor) -> None:
         """Take that memory back; views of ``flat`` must not be read until it is filled again."""
 
     def scratch(self, numel: int, dtype: torch.dtype, device: torch.device, for_compute: bool = False) -> torch.Tensor:
@@ -65,14 +65,14 @@ class AllocatorPool:
         """See :meth:`Pool.reserve`."""
         return torch.zeros(numel, dtype=dtype, device=device)
 
-    def fill(self, flat: torch.Tensor) -> None:
-        """See :meth:`Pool.fill`."""
+    def allocate(self, flat: torch.Tensor) -> None:
+        """See :meth:`Pool.allocate`."""
         storage, nbytes = flat.untyped_storage(), flat.numel() * flat.element_size()
         if storage.nbytes() != nbytes:
             storage.resize_(nbytes)
 
-    def drain(self, flat: torch.Tensor) -> None:
-        """See :meth:`Pool.drain`."""
+    def free(self, flat: torch.Tensor) -> None:
+        """See :meth:`Pool.free`."""
         if flat.untyped_storage().nbytes():
             flat.untyped_storage().resize_(0)
 
@@ -194,11 +194,11 @@ class UnitPool:
         self._end = begin + numel * dtype.itemsize
         return self._pool.view(self.slot, begin, numel, dtype, device)
 
-    def fill(self, flat: torch.Tensor) -> None:
-        """See :meth:`Pool.fill`. The memory is there; that no other unit uses it is seen to when it is gathered."""
+    def allocate(self, flat: torch.Tensor) -> None:
+        """See :meth:`Pool.allocate`. The memory is there; that no other unit uses it is seen to when it is gathered."""
 
-    def drain(self, flat: torch.Tensor) -> None:
-        """See :meth:`Pool.drain`."""
+    def free(self, flat: torch.Tensor) -> None:
+        """See :meth:`Pool.free`."""
 
     def scratch(self, numel: int, dtype: torch.dtype, device: torch.device, for_compute: bool = False) -> torch.Tensor:
         """See :meth:`Pool.scratch`."""

@@ -63,17 +63,17 @@ class WeightBuffer:
         self._outer = None if axes.outer is None else stream.group(axes.outer)
         self.owned = Ownership.of(layout, sharding, axes)
         self.compute = FlatBuffer(layout, dtypes.compute, device, pool if self.temporary else None)
-        self._home: torch.Tensor | None = self.compute.flat
-        self._home_span = slice(0, layout.numel)
+        self._resident: torch.Tensor | None = self.compute.flat
+        self._resident_span = slice(0, layout.numel)
         if sharding.keeps_shard:
-            self._home = torch.zeros(_length(self.owned.inner), dtype=dtypes.compute, device=device)
-            self._home_span = self.owned.inner
+            self._resident = torch.zeros(_length(self.owned.inner), dtype=dtypes.compute, device=device)
+            self._resident_span = self.owned.inner
         elif self.temporary:
-            self._home = None
+            self._resident = None
         self._casts = dtypes.main_params != dtypes.compute or main_device != device
         if not self.main_is_apart:
-            assert self._home is not None
-            self.main = self._home[within(self.owned.main, self._home_span)]
+            assert self._resident is not None
+            self.main = self._resident[within(self.owned.main, self._resident_span)]
         else:
             self.main = torch.zeros(
                 _length(self.owned.main),
@@ -81,9 +81,9 @@ class WeightBuffer:
                 device=main_device,
                 pin_memory=main_device.type == "cpu" and device.type == "cuda",
             )
-        self._given: torch.Tensor | None = None
+        self._loaded: torch.Tensor | None = None
         self._current = False
-        self._home_current = False
+        self._resident_current = False
         # Set and cleared by gathers, which run one after the other.
         self._home_is_old = False
         self._handle: Handle | None = None
@@ -91,7 +91,7 @@ class WeightBuffer:
     @property
     def main_is_apart(self) -> bool:
         """True if the main weights are no part of the compute weights' memory, so that gathers never write to them."""
-        return self._home is None or self._casts
+        return self._resident is None or self._casts
 
     @property
     def _needs_nothing(self) -> bool:
@@ -99,7 +99,7 @@ class WeightBuffer:
         return not self._casts and not self.sharding.inner.shards_optimizer
 
     def load(self, tensors: list[torch.Tensor | None], dtype: torch.dtype) -> list[torch.Tensor]:
-        """Put whole parameters where there is memory for them until :meth:`adopt`.
+        """Put whole parameters where there is memory for them until :meth:`initialize_main`.
 
         Args:
             tensors: Value of each parameter, on any device, in the order of the layout; None where it is to follow.
@@ -111,54 +111,54 @@ class WeightBuffer:
         """
         views = self.compute.views
         if dtype == self.compute.flat.dtype:
-            self.compute.fill()
+            self.compute.allocate()
         else:
-            self._given = torch.zeros(self.layout.numel, dtype=dtype, device=self.compute.flat.device)
-            views = [slot_view(self._given, self.layout, index) for index in range(len(tensors))]
+            self._loaded = torch.zeros(self.layout.numel, dtype=dtype, device=self.compute.flat.device)
+            views = [slot_view(self._loaded, self.layout, index) for index in range(len(tensors))]
         for view, tensor in zip(views, tensors, strict=True):
             if tensor is not None:
                 view.copy_(tensor)
         return views
 
-    def adopt(self) -> None:
+    def initialize_main(self) -> None:
         """Make main weights of what was loaded. Compute weights are released if they are temporary."""
-        flat = self.compute.flat if self._given is None else self._given
-        self._given = None
-        if self._home is not None and self._home is not flat:
-            self._home.copy_(flat[self._home_span])
+        flat = self.compute.flat if self._loaded is None else self._loaded
+        self._loaded = None
+        if self._resident is not None and self._resident is not flat:
+            self._resident.copy_(flat[self._resident_span])
         if self.main_is_apart:
             self.main.copy_(flat[self.owned.main])
         # Ranks may have been initialized differently: whole compute weights come from their owners at the first use.
-        self._current = self._home_current = self._needs_nothing
+        self._current = self._resident_current = self._needs_nothing
         if self.temporary:
-            self.compute.drain()
+            self.compute.free()
 
     def invalidate(self) -> None:
         """The main weights have changed: gather before the next use."""
         # A gather that nothing waited for was of the old ones; every rank has to start another.
         self.wait()
-        self._current = self._home_current = self._needs_nothing
+        self._current = self._resident_current = self._needs_nothing
 
-    def gather(self) -> Handle | None:
+    def unshard(self) -> Handle | None:
         """Start making the compute weights whole and equal to the main weights; None if they are, or it was started."""
         if self._current or self._handle is not None:
             return None
-        refresh, self._home_current = not self._home_current, True
-        self._handle = self._stream.run(functools.partial(self._gather, refresh))
+        refresh, self._resident_current = not self._resident_current, True
+        self._handle = self._stream.run(functools.partial(self._unshard, refresh))
         return self._handle
 
-    def _gather(self, refresh: bool) -> None:
+    def _unshard(self, refresh: bool) -> None:
         # Whoever catches an error, such as running out of memory, may gather again: home is old until it is renewed.
         self._home_is_old |= refresh
         if self.temporary:
-            self.compute.fill()
+            self.compute.allocate()
         flat = self.compute.flat
-        if self._home is None:
+        if self._resident is None:
             shard = self._cast_into(flat[self.owned.main])
         else:
-            shard = self._home[within(self.owned.inner, self._home_span)]
+            shard = self._resident[within(self.owned.inner, self._resident_span)]
             if self._home_is_old:
-                own = self._cast_into(self._home[within(self.owned.main, self._home_span)])
+                own = self._cast_into(self._resident[within(self.owned.main, self._resident_span)])
                 if self.sharding.outer.shards_optimizer and self._outer is not None:
                     all_gather(shard, own, self._outer)
                 self._home_is_old = False
@@ -183,30 +183,30 @@ class WeightBuffer:
             self._handle = None if handle.done else handle
         self._current = True
 
-    def finish_gather(self) -> None:
+    def finish_unshard(self) -> None:
         """Wait until a gather that was started has ended; its weights are still on their way for who uses them."""
         if self._handle is not None:
             self._handle.wait()
 
-    def release(self) -> None:
+    def reshard(self) -> None:
         """Give back the memory of temporary compute weights, which nothing reads any more."""
         self.wait()
         if self.temporary:
             self._current = False
-            self.compute.drain()
+            self.compute.free()
 
-    def discard(self) -> None:
-        """As :meth:`release`, for weights that the compute never waits for: does not wait either."""
+    def reshard_unused(self) -> None:
+        """As :meth:`reshard`, for weights that the compute never waits for: does not wait either."""
         if self.temporary and self._handle is not None:
             self._handle = None
-            self._stream.run(self.compute.drain)
+            self._stream.run(self.compute.free)
 
     def abandon(self) -> None:
-        """As :meth:`release`, in whatever state: a gather on its way may have failed, and is not waited for."""
+        """As :meth:`reshard`, in whatever state: a gather on its way may have failed, and is not waited for."""
         if self._handle is None:
-            self.release()
+            self.reshard()
         else:
-            self.discard()
+            self.reshard_unused()
 
 
 def _length(span: slice) -> int:

@@ -23,7 +23,7 @@ def is_for(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 @contextmanager
-def settling(group: dist.ProcessGroup, *tensors: torch.Tensor) -> Iterator[None]:
+def wait_for_gloo_references(group: dist.ProcessGroup, *tensors: torch.Tensor) -> Iterator[None]:
     """Context for a collective of ``group``: on return, gloo's threads have let go of the tensors.
 
     A thread of gloo's that is the last to hold a tensor needs Python to free it. If Python has ended meanwhile, as it

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from megatron.fsdp.comm.process_groups import timeout_of
 from megatron.fsdp.comm.streams import Disagreement, Handle, at_end, error_at_end, give_up, watch_end
 
-KEPT = 256
+MAX_KEPT = 256
 # How long others have to answer. Their threads do it, unless their process is gone or does not let Python run.
 SECONDS_FOR_ANSWERS = 5.0
 # After how long a rank finds out whether it waits in vain.
@@ -57,7 +57,7 @@ class Channel:
         self.peers = tuple(peers)
         self.count = 0
         self.last = time.monotonic()
-        self._kept: deque[tuple[int, str, list[Callable[[], bool]]]] = deque(maxlen=KEPT)
+        self._issued: deque[tuple[int, str, list[Callable[[], bool]]]] = deque(maxlen=MAX_KEPT)
 
     def note(self, what: str, handles: Sequence[Handle]) -> None:
         """Remember what was issued.
@@ -66,18 +66,18 @@ class Channel:
             what: Such as ``"gather blocks.0"``; the same on all peers.
             handles: The tasks that do it.
         """
-        self._kept.append((self.count, what, [handle.watcher() for handle in handles]))
+        self._issued.append((self.count, what, [handle.watcher() for handle in handles]))
         self.count += 1
         self.last = time.monotonic()
 
     @property
     def unfinished(self) -> int:
         """How much of what was issued has not ended."""
-        return sum(not all(ended() for ended in watchers) for _, _, watchers in list(self._kept))
+        return sum(not all(ended() for ended in watchers) for _, _, watchers in list(self._issued))
 
     def answer(self) -> dict[str, Any]:
         """What was issued, and what of that has not ended."""
-        kept = list(self._kept)
+        kept = list(self._issued)
         unfinished = [number for number, _, watchers in kept if not all(ended() for ended in watchers)]
         return {"peers": self.peers, "issued": {n: what for n, what, _ in kept}, "open": unfinished, "at": self.last}
 
@@ -151,7 +151,7 @@ def _is_library(frame: FrameType) -> bool:
 
 
 @contextmanager
-def explaining() -> Iterator[None]:
+def report_on_failure() -> Iterator[None]:
     """Context for waits: an error of the communication is raised with the report of all ranks before its own text."""
     try:
         yield

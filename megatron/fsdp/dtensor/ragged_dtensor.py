@@ -30,7 +30,7 @@ from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from megatron.fsdp.comm.gloo import settling
+from megatron.fsdp.comm.gloo import wait_for_gloo_references
 from megatron.fsdp.dtensor.gathering import gather_whole
 from megatron.fsdp.dtensor.placements import (
     RaggedShard,
@@ -274,7 +274,7 @@ def same_layout(one: DTensor, other: DTensor) -> bool:
     return _same(one._spec, other._spec)
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's shard of a DTensor: the very tensor, which ``to_local`` would make a view of for autograd.
 
     Raises:
@@ -459,7 +459,7 @@ def _random(func: Any, args: tuple, kwargs: dict) -> Any:
         if isinstance(placement, Replicate) and spec.mesh.size(axis) > 1:
             group = spec.mesh.get_group(axis)
             sent = drawn.to(spec.mesh.device_type)
-            with settling(group, sent):
+            with wait_for_gloo_references(group, sent):
                 dist.broadcast(sent, group=group, group_src=0)
             drawn.copy_(sent)
     if not in_place:
@@ -534,7 +534,7 @@ def _foreach_norm(func: Any, args: tuple, kwargs: dict) -> Any:
     given = _arguments(func, args, kwargs)
     order, results = float(given.get("ord", 2)), []
     for tensor in args[0]:
-        local = local_part(tensor) if isinstance(tensor, DTensor) else tensor
+        local = local_shard(tensor) if isinstance(tensor, DTensor) else tensor
         value, placement = shard_norm(local.reshape(-1), order, given.get("dtype"))
         results.append(_partial(value, placement, tensor._spec) if isinstance(tensor, DTensor) else value)
     return results
@@ -562,7 +562,7 @@ def _number(func: Any, args: tuple, kwargs: dict) -> Any:
 def _unscale(func: Any, args: tuple, kwargs: dict) -> None:
     """What torch's GradScaler calls: unscale gradients, and tell every rank if one of them is not finite on any."""
     grads, found_inf, inverse_scale = args
-    func([local_part(g) if isinstance(g, DTensor) else g for g in grads], reduced(found_inf), reduced(inverse_scale))
+    func([local_shard(g) if isinstance(g, DTensor) else g for g in grads], reduced(found_inf), reduced(inverse_scale))
     # Each mesh once, however many gradients are sharded over it.
     for spec in {g._spec.mesh: g._spec for g in grads if isinstance(g, RaggedDTensor)}.values():
         found_inf.copy_(reduced(_partial(found_inf.clone(), Partial("max"), spec)))

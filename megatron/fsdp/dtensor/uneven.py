@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor, Replicate
 
-from megatron.fsdp.comm.gloo import settling
+from megatron.fsdp.comm.gloo import wait_for_gloo_references
 from megatron.fsdp.dtensor.gathering import gather_whole, lengths_on_ranks, sharded_axes
 from megatron.fsdp.dtensor.placements import RaggedShard, contiguous_stride, part_of
 from megatron.fsdp.dtensor.ragged_dtensor import (
@@ -95,7 +95,7 @@ def validate_uneven_dtensor(dtensor: DTensor) -> None:
     for axis, placement in enumerate(dtensor._spec.placements):
         if not isinstance(placement, Replicate):
             group = dtensor.device_mesh.get_group(axis)
-            with settling(group, covered):
+            with wait_for_gloo_references(group, covered):
                 dist.all_reduce(covered, group=group)
     if covered[1] or covered[0] != dtensor.numel():
         raise ValueError(
@@ -193,7 +193,7 @@ def split_dtensor(
             continue
         first = chunk.offsets[dim]
         begin, end = (min(max(at - first, 0), chunk.sizes[dim]) for at in (start, stop))
-        piece = DTensor.from_local(
+        shard_slice = DTensor.from_local(
             dtensor._local_tensor.narrow(dim, begin, end - begin),
             dtensor.device_mesh,
             dtensor.placements,
@@ -202,8 +202,8 @@ def split_dtensor(
             stride=contiguous_stride(shape),
         )
         if update_uneven_dtensor_chunk_meta:
-            update_uneven_dtensor_chunk_metadata(piece)
-        yield piece
+            update_uneven_dtensor_chunk_metadata(shard_slice)
+        yield shard_slice
 
 
 def _split_ragged(dtensor: DTensor, start: int, stop: int, dim: int, shape: tuple[int, ...]) -> DTensor:

@@ -152,9 +152,9 @@ class UnshardHandle:
     def wait(self) -> None:
         """Wait for it, and make the whole weights the module's parameters."""
         unit, self._unit = self._unit, None
-        if unit is not None and unit.state is WeightState.GATHERING:
-            unit.use(WeightState.GATHERED)
-        elif unit is not None and unit.state is WeightState.GATHERED:
+        if unit is not None and unit.state is WeightState.UNSHARDING:
+            unit.use(WeightState.UNSHARDED)
+        elif unit is not None and unit.state is WeightState.UNSHARDED:
             unit.show(compute=True)
 
 
@@ -219,7 +219,7 @@ class FSDPModule(MarkedModule):
             p.is_meta for m in self.modules() for p in m._parameters.values() if p is not None
         ):
             return super()._apply(fn, recurse)
-        refuse_conversion(engine_of(self).entries(), fn)
+        refuse_conversion(engine_of(self).params(), fn)
         for module in self.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
@@ -260,8 +260,8 @@ class FSDPModule(MarkedModule):
         """
         engine_of(self).agree()
         unit = mark_of(self).unit()
-        if unit is not None and unit.state is WeightState.RESTING:
-            unit.gather()
+        if unit is not None and unit.state is WeightState.SHARDED:
+            unit.unshard()
         handle = UnshardHandle(unit)
         if async_op:
             return handle
@@ -271,10 +271,10 @@ class FSDPModule(MarkedModule):
     def reshard(self) -> None:
         """Release what :meth:`unshard`, or a forward, has left gathered of this module's own parameters."""
         unit = mark_of(self).unit()
-        if unit is not None and unit.state is WeightState.GATHERING:
-            unit.discard()
-        elif unit is not None and unit.state is WeightState.GATHERED:
-            unit.release()
+        if unit is not None and unit.state is WeightState.UNSHARDING:
+            unit.reshard_unused()
+        elif unit is not None and unit.state is WeightState.UNSHARDED:
+            unit.reshard()
 
     def reset_iter_state(self) -> None:
         """Forget a forward or backward that raised, and gradients that are not in ``.grad`` yet.

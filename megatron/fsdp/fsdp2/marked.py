@@ -133,8 +133,8 @@ class InPlaceEngine(MegatronFSDP):
         # Stands for the root where parameters of its own are registered.
         place = nn.Module()
         place.__dict__["_parameters"] = root._parameters
-        for entry in self.entries():
-            entry.sites = [(place if owner is root else owner, name) for owner, name in entry.sites]
+        for param in self.params():
+            param.sites = [(place if owner is root else owner, name) for owner, name in param.sites]
         self._built = True
         InPlaceEngine.models += 1
         self.update_sync()
@@ -262,9 +262,9 @@ def _ranks(index: FSDPDistributedIndex) -> list[list[int]]:
 
 
 def _check_dtypes(part: UnitPart) -> None:
-    for entry in part.entries:
-        check_class(entry.name, entry.compute)
-        mark_of(part.module).policy.resolve(entry.compute.dtype, entry.name)
+    for param in part.params:
+        check_class(param.name, param.compute)
+        mark_of(part.module).policy.resolve(param.compute.dtype, param.name)
     for child in part.children:
         _check_dtypes(child)
 
@@ -280,7 +280,7 @@ def _with_tensor_parallel(index: FSDPDistributedIndex, tensors: Sequence[torch.T
             f"Parameters are DTensors over {mesh}: expected one named axis of the mesh that fully_shard's mesh is "
             "a part of."
         )
-    both = None if index.dense.outer is None else index.dense.everyone
+    both = None if index.dense.outer is None else index.dense.dp_group
     return FSDPDistributedIndex(whole, index.dp_shard_dim, index.dp_outer_dim, names[0], both)
 
 
@@ -306,8 +306,8 @@ def axes_of(mesh: DeviceMesh | None, module: nn.Module) -> tuple[FSDPDistributed
             device = torch.device("cuda", torch.cuda.current_device())
         outer = names[0] if names and mesh.ndim == 2 else None
         index = FSDPDistributedIndex(mesh, names[-1] if names else None, outer)
-    stream = communication_stream(device, index.dense.everyone)
-    for group in (*index.dense.groups, index.dense.everyone):
+    stream = communication_stream(device, index.dense.dp_group)
+    for group in (*index.dense.groups, index.dense.dp_group):
         stream.group(group)
     return index, device
 

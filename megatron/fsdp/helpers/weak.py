@@ -18,6 +18,6 @@ def weak_method(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def eager(function: Callable[..., Any]) -> Callable[..., Any]:
+def not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function``, which torch.compile calls and does not look into: communication has no place in a graph."""
     return torch.compiler.disable(function)

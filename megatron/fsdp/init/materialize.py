@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from megatron.fsdp.buffers.parameter import ParameterEntry
+from megatron.fsdp.buffers.parameter import ShardedParameter
 from megatron.fsdp.init.deferred import Recipe, recipes
 
 # What a module may call the method that initializes its own parameters and buffers.
@@ -72,35 +72,35 @@ def materialize_buffers(module: nn.Module, device: torch.device) -> list[nn.Modu
     return found
 
 
-def comes_last(own: Iterable[ParameterEntry], inside: Iterable[ParameterEntry]) -> bool:
+def comes_last(own: Iterable[ShardedParameter], inside: Iterable[ShardedParameter]) -> bool:
     """Whether the model was built with a unit's own parameters after those of the units in it; known if recorded."""
     own_steps, steps_inside = _first_steps(own), _first_steps(inside)
     return bool(own_steps and steps_inside) and min(own_steps) > min(steps_inside)
 
 
-def _first_steps(entries: Iterable[ParameterEntry]) -> list[int]:
-    known = (_recorded(module).get(name) for entry in entries for module, name in entry.sites)
+def _first_steps(params: Iterable[ShardedParameter]) -> list[int]:
+    known = (_recorded(module).get(name) for param in params for module, name in param.sites)
     return [recipe.first for recipe in known if recipe is not None]
 
 
-def initialize(entries: Sequence[ParameterEntry], device: torch.device, others: Iterable[nn.Module] = ()) -> None:
+def initialize(params: Sequence[ShardedParameter], device: torch.device, others: Iterable[nn.Module] = ()) -> None:
     """Initialize parameters that have memory and no values yet.
 
     Args:
         device: Where they are.
-        entries: Parameters of one unit. Modules that hold one are reset, inner ones before those around them, as
+        params: Parameters of one unit. Modules that hold one are reset, inner ones before those around them, as
             they are when a model is built.
         others: Modules that are reset, too.
     """
-    mine = {id(entry.compute) for entry in entries}
+    mine = {id(param.compute) for param in params}
     modules: dict[int, nn.Module] = {id(m): m for m in others}
-    filled: list[tuple[ParameterEntry, Recipe]] = []
-    for entry in entries:
-        found = [recorded[name] for module, name in entry.sites if name in (recorded := _recorded(module))]
+    filled: list[tuple[ShardedParameter, Recipe]] = []
+    for param in params:
+        found = [recorded[name] for module, name in param.sites if name in (recorded := _recorded(module))]
         if found:
-            filled.append((entry, found[0]))
+            filled.append((param, found[0]))
         else:
-            modules |= {id(module): module for module, _ in entry.sites}
+            modules |= {id(module): module for module, _ in param.sites}
     with torch.no_grad():
         for i, value in Recipe.run_all([recipe for _, recipe in filled], device):
             filled[i][0].compute.copy_(value)

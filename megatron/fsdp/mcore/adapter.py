@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import log_single_rank
 from megatron.fsdp.comm.streams import default_device
 from megatron.fsdp.config import FSDPConfig
-from megatron.fsdp.dtensor.ragged_dtensor import local_part
+from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.helpers.spelling import bare_name
 from megatron.fsdp.mcore.limits import Settings, adjust, check
 from megatron.fsdp.mcore.topology import make_index, mark_tensor_parallel
@@ -131,14 +131,14 @@ class FullyShardedDataParallel(_BaseDataParallel):
         self.param_and_grad_buffer = WeightInstaller(sharded)
         # Set by the training loop, which asks for whole gradients with it; see limits.LIMITS.
         self.force_all_reduce = False
-        for entry in sharded.entries():
+        for param in sharded.params():
             marks = {
                 "__fsdp_param__": True,
-                "megatron_fsdp_slice": slice(entry.piece.start, entry.piece.stop),
+                "megatron_fsdp_slice": slice(param.shard_slice.start, param.shard_slice.stop),
                 "megatron_fsdp_dist_index": sharded.index,
             }
             for name, value in marks.items():
-                setattr(entry.main, name, value)
+                setattr(param.main, name, value)
         log_single_rank(
             logger,
             logging.INFO,
@@ -148,11 +148,11 @@ class FullyShardedDataParallel(_BaseDataParallel):
     @torch.no_grad()
     def _share_embedding(self, groups: ProcessGroupCollection | None) -> None:
         """Give the first pipeline stage's embedding to the last, which has zeros: Megatron does not on meta."""
-        shared = [entry.main for entry in self.module.entries() if getattr(entry.main, "shared_embedding", False)]
+        shared = [param.main for param in self.module.params() if getattr(param.main, "shared_embedding", False)]
         for main in shared:
             # Such a parameter is a group of its own, which is divided in the same way everywhere.
             embd = (groups or ProcessGroupCollection.use_mpu_process_groups(["embd"])).embd
-            dist.all_reduce(local_part(main), group=embd)
+            dist.all_reduce(local_shard(main), group=embd)
         if shared:
             self.module.install_optimized_model_weights()
 
@@ -178,21 +178,21 @@ class FullyShardedDataParallel(_BaseDataParallel):
         if self.ddp_config.check_for_nan_in_grad or self.ddp_config.check_for_large_grads:
             self._check_gradients()
         gradient = self.module.fsdp_config.grad_attribute
-        for entry in self.module.entries():
-            if getattr(entry.main, "shared_embedding", False):
+        for param in self.module.params():
+            if getattr(param.main, "shared_embedding", False):
                 # Megatron-Core sums the gradients of tied embeddings on two pipeline stages, and sets the attribute
                 # to the local part of the sum, which .grad of a DTensor cannot be: it prefers main_grad.
-                entry.main.main_grad = getattr(entry.main, gradient)
+                param.main.main_grad = getattr(param.main, gradient)
         if not USING_PYTORCH_OPTIMIZER:
             # Fused optimizers of Apex and Transformer Engine skip updates behind an empty tensor.
-            for entry in self.module.entries():
-                if local_part(entry.main).numel() == 0:
-                    setattr(entry.main, gradient, None)
+            for param in self.module.params():
+                if local_shard(param.main).numel() == 0:
+                    setattr(param.main, gradient, None)
 
     def _check_gradients(self) -> None:
         gradient = self.module.fsdp_config.grad_attribute
-        grads = [(entry.name, getattr(entry.main, gradient, None)) for entry in self.module.entries()]
-        named = [(name, local_part(grad)) for name, grad in grads if grad is not None]
+        grads = [(param.name, getattr(param.main, gradient, None)) for param in self.module.params()]
+        named = [(name, local_shard(grad)) for name, grad in grads if grad is not None]
         norms = torch._foreach_norm([grad for _, grad in named if grad.numel()])
         if not norms:
             return
@@ -225,9 +225,9 @@ class FullyShardedDataParallel(_BaseDataParallel):
     def zero_grad_buffer(self) -> None:
         """Drop all gradients."""
         self.module.zero_grad_buffer()
-        for entry in self.module.entries():
-            if hasattr(entry.main, "main_grad"):
-                entry.main.main_grad = None
+        for param in self.module.params():
+            if hasattr(param.main, "main_grad"):
+                param.main.main_grad = None
 
     # Parameters ------------------------------------------------------------------------------------------------
 
@@ -267,7 +267,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
                 in front, but not all of them do so in their state dicts.
             strict: Every parameter and buffer must be there, and nothing else.
         """
-        names = {bare_name(name): f"module.{name}" for entry in self.module.entries() for name in entry.names}
+        names = {bare_name(name): f"module.{name}" for param in self.module.params() for name in param.names}
         names |= {bare_name(name): name for name in unsharded_state(self.module)}
         renamed = {names.get(bare_name(key), key): value for key, value in state_dict.items()}
         return self.module.load_state_dict(renamed, strict=strict)

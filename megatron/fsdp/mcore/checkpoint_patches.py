@@ -22,7 +22,7 @@ from megatron.fsdp.checkpoint.loading import load, load_objects
 from megatron.fsdp.checkpoint.matching import Reaction, Rows, Strictness
 from megatron.fsdp.checkpoint.newest import folder_of, iterations_in, newest_whole
 from megatron.fsdp.checkpoint.reader import FORMAT_FILE, RELEASE, TRACKER
-from megatron.fsdp.dtensor.ragged_dtensor import local_part
+from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.mcore.adapter import FullyShardedDataParallel
 from megatron.fsdp.mcore.checkpoint_state import (
     LAYOUTS_KEY,
@@ -582,7 +582,7 @@ def taking_no_step(make_state: Callable[..., None]) -> Callable[..., None]:
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Those of which this rank has a part."""
     found = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return [parameter for parameter in found if local_part(parameter).numel()]
+    return [parameter for parameter in found if local_shard(parameter).numel()]
 
 
 def _that_count(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron.core.transformer.module import Float16Module
-from megatron.fsdp.buffers.parameter import ParameterEntry
+from megatron.fsdp.buffers.parameter import ShardedParameter
 from megatron.fsdp.dtensor.ragged_dtensor import narrow_rows
 from megatron.fsdp.helpers.spelling import bare_name
 from megatron.fsdp.mcore.adapter import ShardedModule
@@ -48,14 +48,14 @@ class Names:
         while isinstance(model, Float16Module):
             model = model.module
         self._model: nn.Module = model
-        self.entries: dict[str, ParameterEntry] = {bare_name(n): e for e in chunk.entries() for n in e.names}
-        self._layouts = layouts(model, {name: entry.shape for name, entry in self.entries.items()})
+        self.params: dict[str, ShardedParameter] = {bare_name(n): e for e in chunk.params() for n in e.names}
+        self._layouts = layouts(model, {name: param.shape for name, param in self.params.items()})
         self._renamed = renamed_in_checkpoints(model)
 
     def of(self, name: str) -> str:
         """The name in a checkpoint of what is called so in the model itself."""
-        entry = self.entries.get(name)
-        if entry is not None and entry.key.repeated and name.endswith(TIED_OUTPUT):
+        param = self.params.get(name)
+        if param is not None and param.key.repeated and name.endswith(TIED_OUTPUT):
             return name.removesuffix(TIED_OUTPUT) + EMBEDDING
         return self.untied(name)
 
@@ -65,8 +65,8 @@ class Names:
 
     def is_copy(self, name: str) -> bool:
         """Whether another pipeline stage has the same parameter, and saves it."""
-        entry = self.entries.get(name)
-        return entry is not None and entry.key.repeated and not getattr(self._model, "pre_process", True)
+        param = self.params.get(name)
+        return param is not None and param.key.repeated and not getattr(self._model, "pre_process", True)
 
     def stored(self, name: str) -> str:
         """What a weight, and an optimizer's state of it, is called in a checkpoint; groups have the name in ``of``."""
@@ -89,7 +89,7 @@ class Names:
     def described(self) -> dict[str, str]:
         """What readers of a checkpoint cannot tell from names and shapes, by name; ``{}`` stands for any number."""
         facts: dict[str, dict[str, Any]] = {}
-        for name, entry in self.entries.items():
+        for name, param in self.params.items():
             layout = self._layouts.get(name)
             of_name = layout.facts if layout is not None else {}
             if layout is not None and name.split(".")[-2] == FUSED_DOWN:
@@ -97,7 +97,7 @@ class Names:
                 parts = [(part.of(self.stored(name)), Layout(part.sections)) for part in layout.apart]
                 facts |= {key: of_part.facts for key, of_part in parts if len(of_part.sections) > 1}
                 continue
-            if entry.key.expert:
+            if param.key.expert:
                 of_name["experts"] = "numbered over all ranks"
             if of_name:
                 facts[self.stored(name)] = of_name
@@ -116,9 +116,9 @@ def optimizer_names(chunks: Sequence[nn.Module]) -> dict[nn.Parameter, str]:
     found: dict[nn.Parameter, str] = {}
     for chunk in chunks:
         names = Names(chunk.module)  # type: ignore[arg-type]
-        for name, entry in names.entries.items():
-            wrappers = entry.name.removesuffix(bare_name(entry.name))
-            found.setdefault(entry.main, f"module.module.{wrappers}{names.of(name)}")
+        for name, param in names.params.items():
+            wrappers = param.name.removesuffix(bare_name(param.name))
+            found.setdefault(param.main, f"module.module.{wrappers}{names.of(name)}")
     return found
 
 
@@ -196,7 +196,7 @@ def _weights(names: Names, state: Mapping[str, Any], saving: bool) -> dict[str, 
 def _optimizers(names: Sequence[Names], raw: dict[Any, Any], saving: bool) -> dict[str, Any]:
     """The state of all optimizers as that of one; and a dict of its own for every parameter's settings."""
     found: dict[str, Any] = {"state": {}, "param_to_group_meta": {}}
-    local = {names_of.of(name): (names_of, name) for names_of in names for name in names_of.entries}
+    local = {names_of.of(name): (names_of, name) for names_of in names for name in names_of.params}
     for state in [raw] if "state" in raw else [raw[number] for number in sorted(raw)]:
         # In place: Megatron keeps the dict that these are in, and looks for what was loaded there.
         groups = state["param_to_group_meta"]
@@ -226,29 +226,29 @@ def _described(names: Names, name: str, key: str, value: Any) -> Iterator[tuple[
         key: In the checkpoint.
         value: A tensor, or a dict of an optimizer's.
     """
-    entry = names.entries.get(name)
-    if entry is None:
+    param = names.params.get(name)
+    if param is None:
         yield key, value
         return
     parts = names.apart(name)
     if not parts:
-        yield key, _on_tensors(value, entry, None)
+        yield key, _on_tensors(value, param, None)
     first = 0
     for part in parts:
-        yield part.of(key), _on_tensors(value, entry, range(first, first + part.rows))
+        yield part.of(key), _on_tensors(value, param, range(first, first + part.rows))
         first += part.rows
 
 
-def _on_tensors(value: Any, entry: ParameterEntry, rows: range | None) -> Any:
+def _on_tensors(value: Any, param: ShardedParameter, rows: range | None) -> Any:
     if isinstance(value, dict):
-        return {k: _on_tensors(v, entry, rows) for k, v in value.items()}
+        return {k: _on_tensors(v, param, rows) for k, v in value.items()}
     if not isinstance(value, DTensor):
         return value
-    return value if rows is None else _rows(value, entry, rows)
+    return value if rows is None else _rows(value, param, rows)
 
 
-def _rows(tensor: DTensor, entry: ParameterEntry, rows: range) -> DTensor:
+def _rows(tensor: DTensor, param: ShardedParameter, rows: range) -> DTensor:
     """Some of a tensor's rows, as a DTensor on the same memory."""
     # A tensor-parallel rank has its share of all rows, and of any that belong together.
-    share = math.prod(entry.local_shape) // tensor.shape[0]
+    share = math.prod(param.local_shape) // tensor.shape[0]
     return narrow_rows(tensor, rows.start * share, rows.stop * share, (len(rows), *tensor.shape[1:]))

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.fsdp.buffers.flat_buffer import all_gather
-from megatron.fsdp.buffers.parameter import ParameterEntry
-from megatron.fsdp.dtensor.ragged_dtensor import local_part
+from megatron.fsdp.buffers.parameter import ShardedParameter
+from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.mcore.adapter import ShardedModule
 from megatron.fsdp.state.consistency import hash_of
 
@@ -68,22 +68,22 @@ def _differences(chunk: ShardedModule, expert: bool) -> list[tuple[str, float]]:
     index = chunk.index
     apart = index.expt_device_mesh is not None
     group = index.tensor_parallel_mesh(expert).get_group()
-    entries = [e for e in chunk.entries() if e.tensor_parallel is None and (e.key.expert and apart) == expert]
-    if group.size() == 1 or not entries:
+    params = [e for e in chunk.params() if e.tensor_parallel is None and (e.key.expert and apart) == expert]
+    if group.size() == 1 or not params:
         return []
-    hashes = torch.stack([hash_of(local_part(entry.main)) for entry in entries]).to(chunk.device)
-    everyone = hashes.new_empty(group.size() * len(entries))
+    hashes = torch.stack([hash_of(local_shard(param.main)) for param in params]).to(chunk.device)
+    everyone = hashes.new_empty(group.size() * len(params))
     all_gather(everyone, hashes, group)
     differs = (everyone.view(group.size(), -1) != hashes).any(0).int()
     # Ranks of the data-parallel axes have other parts of the same parameters.
-    axis = (index.experts if expert else index.dense).everyone
+    axis = (index.experts if expert else index.dense).dp_group
     dist.all_reduce(differs, dist.ReduceOp.MAX, axis)
-    return [(e.name, _distance(e, group, axis)) for e, flag in zip(entries, differs.tolist(), strict=True) if flag]
+    return [(e.name, _distance(e, group, axis)) for e, flag in zip(params, differs.tolist(), strict=True) if flag]
 
 
-def _distance(entry: ParameterEntry, group: Any, axis: Any) -> float:
+def _distance(param: ShardedParameter, group: Any, axis: Any) -> float:
     """How far copies are from the first rank's, relative to the largest norm of one."""
-    mine = local_part(entry.main).detach().reshape(-1)
+    mine = local_shard(param.main).detach().reshape(-1)
     copies = mine.new_empty(group.size() * mine.numel())
     if mine.numel():
         all_gather(copies, mine, group)

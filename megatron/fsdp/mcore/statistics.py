@@ -49,7 +49,7 @@ def _counted_here(model: ShardedModule) -> Iterator[nn.Parameter]:
     for group in model.groups:
         axes = zip(group.axes.groups, group.sharding.axes, strict=False)
         if all(placements.shards_optimizer or dist.get_rank(axis) == 0 for axis, placements in axes):
-            yield from (entry.main for entry in group.entries)
+            yield from (param.main for param in group.params)
 
 
 def _of_mine(filter_grads: Callable[..., Any], mine: set[int], params: list[Any], *args: Any, **kwargs: Any) -> Any:
@@ -63,8 +63,8 @@ def _dump_groups(parts: list[Any], chunks: list[FullyShardedDataParallel], folde
     found = {}
     for chunk in chunks:
         names = Names(chunk.module)
-        entries = [(name, id(entry.main)) for name, entry in names.entries.items()]
-        found.update({f"module.{names.untied(name)}": number[main] for name, main in entries if main in number})
+        params = [(name, id(param.main)) for name, param in names.params.items()]
+        found.update({f"module.{names.untied(name)}": number[main] for name, main in params if main in number})
     dcp.save(found, checkpoint_id=folder)
 
 

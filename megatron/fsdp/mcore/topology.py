@@ -47,19 +47,19 @@ class _Groups:
     Attributes:
         tensor: Tensor parallelism.
         inner: What parameters are sharded over.
-        everyone: All data-parallel ranks, context parallelism included.
+        dp_group: All data-parallel ranks, context parallelism included.
         outer: What the inner axis is repeated over; None if there is no such axis.
     """
 
     tensor: dist.ProcessGroup
     inner: dist.ProcessGroup
-    everyone: dist.ProcessGroup
+    dp_group: dist.ProcessGroup
     outer: dist.ProcessGroup | None
 
     def mesh(self, device_type: str) -> DeviceMesh:
-        """The mesh of all axes. A collective of ``everyone``."""
-        tensor_ranks: list[list[int]] = [[] for _ in range(self.everyone.size())]
-        dist.all_gather_object(tensor_ranks, dist.get_process_group_ranks(self.tensor), group=self.everyone)
+        """The mesh of all axes. A collective of ``dp_group``."""
+        tensor_ranks: list[list[int]] = [[] for _ in range(self.dp_group.size())]
+        dist.all_gather_object(tensor_ranks, dist.get_process_group_ranks(self.tensor), group=self.dp_group)
         ranks = torch.tensor(tensor_ranks)
         if self.outer is None:
             return DeviceMesh.from_group(
@@ -74,7 +74,7 @@ class _Groups:
 
     def same_ranks(self, other: "_Groups") -> bool:
         """Whether both have the same axes."""
-        pairs = (self.tensor, other.tensor), (self.inner, other.inner), (self.everyone, other.everyone)
+        pairs = (self.tensor, other.tensor), (self.inner, other.inner), (self.dp_group, other.dp_group)
         return all(dist.get_process_group_ranks(a) == dist.get_process_group_ranks(b) for a, b in pairs)
 
 
@@ -143,9 +143,9 @@ def make_index(groups: ProcessGroupCollection | None, device: torch.device) -> F
         dp_shard_dim=INNER,
         dp_outer_dim=None if outer is None else OUTER,
         tp_dim=TENSOR,
-        hybrid_fsdp_group=None if outer is None else dense.everyone,
+        hybrid_fsdp_group=None if outer is None else dense.dp_group,
         expt_device_mesh=experts.mesh(device.type) if apart else None,
-        hybrid_fsdp_expt_group=experts.everyone if apart and outer is not None else None,
+        hybrid_fsdp_expt_group=experts.dp_group if apart and outer is not None else None,
         fsdp_group_ag=groups.dp_cp_ag,
         expt_fsdp_group_ag=groups.expt_dp_ag if apart else None,
     )

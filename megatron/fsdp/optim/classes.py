@@ -168,11 +168,11 @@ def require_known(optimizer: torch.optim.Optimizer) -> str:
 def _check_whole(optimizer: torch.optim.Optimizer, kind: str, groups: Iterable[ParameterGroup]) -> None:
     held: set[nn.Parameter] = {p for options in optimizer.param_groups for p in options["params"]}
     divided = [
-        entry.name
+        param.name
         for group in groups
-        for i, entry in enumerate(group.entries)
-        if not held.isdisjoint({entry.given, entry.compute, entry.main})
-        and (kind == "parameter" or len(entry.local_shape) > 1)
+        for i, param in enumerate(group.params)
+        if not held.isdisjoint({param.original, param.compute, param.main})
+        and (kind == "parameter" or len(param.local_shape) > 1)
         and group.is_divided(i)
     ]
     if divided:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from megatron.fsdp.dtensor.ragged_dtensor import local_part, make_like
+from megatron.fsdp.dtensor.ragged_dtensor import local_shard, make_like
 from megatron.fsdp.optim.classes import BY_PARAMETER, looks_at
 from megatron.fsdp.optim.local_step import State
 
@@ -87,7 +87,7 @@ class FreshState:
     def _state_of(self, optimizer: torch.optim.Optimizer, options: dict, main: nn.Parameter) -> State | None:
         if not main.requires_grad:
             return None
-        local, by_parameter = local_part(main), looks_at(optimizer) == "parameter"
+        local, by_parameter = local_shard(main), looks_at(optimizer) == "parameter"
         if by_parameter and not local.numel():
             return None  # the rank that has the parameter has its state
         shape = tuple(local.shape) if by_parameter else _DISTINCT[: main.dim()]
@@ -159,7 +159,7 @@ def _initial(key: str, value: Any, options: dict, main: nn.Parameter, shape: tup
         return torch.full_like(value, start)
     if tuple(value.shape) != shape:
         raise ValueError(f"state {key!r} is not shaped like its parameter")
-    return make_like(torch.full_like(local_part(main), start, dtype=value.dtype), main)
+    return make_like(torch.full_like(local_shard(main), start, dtype=value.dtype), main)
 
 
 # The fresh state of every optimizer that is attached to a sharded model.

@@ -20,7 +20,7 @@ from megatron.fsdp.optim.classes import BY_PARAMETER, check_optimizer
 from megatron.fsdp.optim.fresh_state import attach_fresh_state, initialize_state
 from megatron.fsdp.optim.local_step import LocalStep, closure_of
 from megatron.fsdp.runtime.partition import OWNER
-from megatron.fsdp.state.loading import own_part
+from megatron.fsdp.state.loading import own_shard
 
 
 def owners(parameters: Iterable[nn.Parameter]) -> list[MegatronFSDP]:
@@ -67,7 +67,7 @@ def attach_optimizer(optimizer: torch.optim.Optimizer, needs_gradient: bool = Tr
             "first, and give the optimizer parameters of the model before or after that."
         )
     check_optimizer(optimizer, [group for model in models for group in model.groups])
-    places = {id(e.given): (group, i) for m in models for group in m.groups for i, e in enumerate(group.entries)}
+    places = {id(e.original): (group, i) for m in models for group in m.groups for i, e in enumerate(group.params)}
     for options in optimizer.param_groups:
         options["params"] = [_main_weight(optimizer, p, places) for p in options["params"]]
     _detach(optimizer)
@@ -116,10 +116,10 @@ def _require_attachment(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
         return
     parameters = {p for options in optimizer.param_groups for p in options["params"]}
     models = [model for model in owners(parameters) if model in _models]
-    for entry in (entry for model in models for entry in model.entries()):
-        if not parameters.isdisjoint({entry.given, entry.compute}):
+    for param in (param for model in models for param in model.params()):
+        if not parameters.isdisjoint({param.original, param.compute}):
             raise RuntimeError(
-                f"The optimizer ({type(optimizer).__name__}) has {entry.name} as it was before the model was sharded, "
+                f"The optimizer ({type(optimizer).__name__}) has {param.name} as it was before the model was sharded, "
                 "which nothing trains any more: its step would change nothing. Call fully_shard_optimizer(optimizer) "
                 "after fully_shard_model, or once more for parameters that were added since."
             )
@@ -149,21 +149,21 @@ def _main_weight(
     if id(parameter) not in places:
         return parameter
     group, i = places[id(parameter)]
-    entry = group.entries[i]
+    param = group.params[i]
     state = optimizer.state.pop(parameter, None)
     if state:
         sharded = {}
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.numel() > 1:
-                if value.shape != entry.main.shape:
+                if value.shape != param.main.shape:
                     raise ValueError(
-                        f"fully_shard_optimizer: state {key!r} of {entry.name} has shape {tuple(value.shape)}, which "
-                        f"is not the parameter's {tuple(entry.main.shape)}: it cannot be sharded along with it."
+                        f"fully_shard_optimizer: state {key!r} of {param.name} has shape {tuple(value.shape)}, which "
+                        f"is not the parameter's {tuple(param.main.shape)}: it cannot be sharded along with it."
                     )
                 value = group.shard(i, value)
             sharded[key] = value
-        optimizer.state[entry.main] = sharded
-    return entry.main
+        optimizer.state[param.main] = sharded
+    return param.main
 
 
 class _Before:
@@ -199,7 +199,7 @@ class _After:
             return
         if self._first is not None and self._first.gathering:
             # What nobody waits for would be on its way still when a script ends and destroys the process group.
-            model.finish_gathering()
+            model.wait_for_prefetched()
         else:
             model.install_optimized_model_weights()
 
@@ -214,13 +214,13 @@ class _Reshard:
         model = self._model()
         if model is None:
             return
-        for entry in model.entries():
-            state = optimizer.state.get(entry.main, {})
+        for param in model.params():
+            state = optimizer.state.get(param.main, {})
             for key, value in state.items():
-                if not isinstance(value, torch.Tensor) or not value.dim() or value.shape != entry.main.shape:
+                if not isinstance(value, torch.Tensor) or not value.dim() or value.shape != param.main.shape:
                     continue
-                if not isinstance(value, DTensor) or not same_layout(value, entry.main):  # type: ignore[arg-type]
-                    state[key] = make_like(own_part(entry, value).clone(), entry.main)
+                if not isinstance(value, DTensor) or not same_layout(value, param.main):  # type: ignore[arg-type]
+                    state[key] = make_like(own_shard(param, value).clone(), param.main)
 
 
 class _FirstUnits:
@@ -244,12 +244,12 @@ class _FirstUnits:
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         model = self._model()
-        units = [] if model is None else model.units_needed_first
+        units = [] if model is None else model.units_to_prefetch_first
         self.gathering = bool(units) and type(optimizer) in BY_PARAMETER and closure_of(args, kwargs) is None
         if model is None or not self.gathering:
             return
         model.install_optimized_model_weights()
-        parts = {self._local.shown(e.main): i for i, u in enumerate(units) for g in u.groups for e in g.entries}
+        parts = {self._local.shown(e.main): i for i, u in enumerate(units) for g in u.groups for e in g.params}
         split: list[list[list[nn.Parameter]]] = [[[] for _ in optimizer.param_groups] for _ in [*units, None]]
         for number, options in enumerate(optimizer.param_groups):
             for parameter in options["params"]:
@@ -261,4 +261,4 @@ class _FirstUnits:
                 return
             if any(parameters):
                 type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]
-            model.begin_gathering(until=unit)
+            model.prefetch_first(until=unit)

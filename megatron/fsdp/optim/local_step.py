@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron.fsdp.buffers.parameter import ParameterEntry
+from megatron.fsdp.buffers.parameter import ShardedParameter
 from megatron.fsdp.buffers.parameter_group import ParameterGroup
-from megatron.fsdp.dtensor.ragged_dtensor import local_part, make_like
+from megatron.fsdp.dtensor.ragged_dtensor import local_shard, make_like
 from megatron.fsdp.optim.classes import ELEMENTWISE, looks_at, skips_empty
 
 # Elements of a run at most. Joining spares the work per tensor; a large tensor has little of that per element, and
@@ -51,20 +51,20 @@ class _Run:
 
     Args:
         flat: The group's main weights on this rank.
-        entries: The parameters, in the order in which they lie there.
+        params: The parameters, in the order in which they lie there.
 
     Attributes:
         parameter: What the optimizer is shown.
     """
 
-    def __init__(self, flat: torch.Tensor, entries: list[ParameterEntry]) -> None:
-        start = min((e.piece.shard_offset for e in entries if _numel(e)), default=0)
+    def __init__(self, flat: torch.Tensor, params: list[ShardedParameter]) -> None:
+        start = min((e.shard_slice.shard_offset for e in params if _numel(e)), default=0)
         self._members = []
-        for entry in entries:
-            begin = entry.piece.shard_offset - start if _numel(entry) else 0
-            self._members.append(_Member(entry.main, begin, begin + _numel(entry), tuple(entry.piece.shape)))
+        for param in params:
+            begin = param.shard_slice.shard_offset - start if _numel(param) else 0
+            self._members.append(_Member(param.main, begin, begin + _numel(param), tuple(param.shard_slice.shape)))
         self._flat = flat[start : start + max(member.end for member in self._members)]
-        self.parameter = nn.Parameter(self._flat, requires_grad=any(e.main.requires_grad for e in entries))
+        self.parameter = nn.Parameter(self._flat, requires_grad=any(e.main.requires_grad for e in params))
         self._state: State | None = None
         # What was left to each member: its state, and the very values in it.
         self._left: list[tuple[State, State]] = []
@@ -75,7 +75,7 @@ class _Run:
         present = [grad for grad in grads if grad is not None]
         if (present and len(present) < len(grads)) or not self._take_state(optimizer):
             return False
-        self.parameter.grad = self._join_gradients([local_part(grad) for grad in present]) if present else None
+        self.parameter.grad = self._join_gradients([local_shard(grad) for grad in present]) if present else None
         if self._state is not None:
             optimizer.state[self.parameter] = dict(self._state)
         return True
@@ -132,9 +132,9 @@ class _Run:
         if all(isinstance(value, DTensor) for value in values):
             joined = torch.zeros_like(self._flat, dtype=values[0].dtype)
             for member, value in zip(self._members, values, strict=True):
-                if local_part(value).shape != member.shape or value.dtype != joined.dtype:
+                if local_shard(value).shape != member.shape or value.dtype != joined.dtype:
                     return False
-                member.of(joined).copy_(local_part(value))
+                member.of(joined).copy_(local_shard(value))
             flat[key] = joined
             return True
         if all(isinstance(value, torch.Tensor) and not value.dim() for value in values):
@@ -202,11 +202,11 @@ def _undescribed(value: Any, main: nn.Parameter) -> Any:
 
 
 def _empty_like(main: torch.Tensor, dtype: torch.dtype) -> DTensor:
-    return make_like(torch.empty_like(local_part(main), dtype=dtype), main)
+    return make_like(torch.empty_like(local_shard(main), dtype=dtype), main)
 
 
-def _numel(entry: ParameterEntry) -> int:
-    return entry.piece.stop - entry.piece.start
+def _numel(param: ShardedParameter) -> int:
+    return param.shard_slice.stop - param.shard_slice.start
 
 
 def _is_what_was_left(state: State | None, left: tuple[State, State]) -> bool:
@@ -228,9 +228,9 @@ class LocalStep:
     """
 
     def __init__(self, groups: list[ParameterGroup]) -> None:
-        self._flat = [(group.weights.main, group.entries) for group in groups]
-        self._entries = {id(entry.main): entry for group in groups for entry in group.entries}
-        self._ranks = {id(entry.main): group.axes.everyone for group in groups for entry in group.entries}
+        self._flat = [(group.weights.main, group.params) for group in groups]
+        self._entries = {id(param.main): param for group in groups for param in group.params}
+        self._ranks = {id(param.main): group.axes.dp_group for group in groups for param in group.params}
         self._local: dict[int, nn.Parameter] = {}
         self._dtensors: dict[int, dict[str, DTensor]] = {}
         self._planned: list[list[nn.Parameter]] = []
@@ -301,20 +301,20 @@ class LocalStep:
         together = set()
         for flat, members_of_group in self._flat:
             # State of a scalar parameter looks like what the elements of others share.
-            entries = sorted((e for e in members_of_group if e.local_shape), key=lambda e: e.piece.shard_offset)
-            numbers = [options_of.get(id(entry.main)) for entry in entries]
-            runs: list[tuple[int | None, list[ParameterEntry]]] = []
+            entries = sorted((e for e in members_of_group if e.local_shape), key=lambda e: e.shard_slice.shard_offset)
+            numbers = [options_of.get(id(param.main)) for param in entries]
+            runs: list[tuple[int | None, list[ShardedParameter]]] = []
             elements = 0
-            for number, entry in zip(numbers, entries, strict=True):
-                if not runs or runs[-1][0] != number or elements + _numel(entry) > JOINED_ELEMENTS:
+            for number, param in zip(numbers, entries, strict=True):
+                if not runs or runs[-1][0] != number or elements + _numel(param) > JOINED_ELEMENTS:
                     runs.append((number, []))
                     elements = 0
-                runs[-1][1].append(entry)
-                elements += _numel(entry)
+                runs[-1][1].append(param)
+                elements += _numel(param)
             for number, members in runs:
                 if number is not None and len(members) > 1:
                     plan[number].append(_Run(flat, members))
-                    together |= {id(entry.main) for entry in members}
+                    together |= {id(param.main) for param in members}
         for params, shown in zip(now, plan, strict=True):
             shown += [parameter for parameter in params if id(parameter) not in together]
         return plan
@@ -341,16 +341,16 @@ class LocalStep:
             return main
         local = self._local.get(id(main))
         if local is None:
-            local = self._local[id(main)] = nn.Parameter(local_part(main), requires_grad=main.requires_grad)
+            local = self._local[id(main)] = nn.Parameter(local_shard(main), requires_grad=main.requires_grad)
         hidden = self._is_hidden(main)
-        local.grad = None if main.grad is None or hidden else local_part(main.grad)
+        local.grad = None if main.grad is None or hidden else local_shard(main.grad)
         decoupled = getattr(main, "decoupled_grad", None)
         if decoupled is not None and not hidden:
-            local.decoupled_grad = local_part(decoupled)  # type: ignore[attr-defined]
+            local.decoupled_grad = local_shard(decoupled)  # type: ignore[attr-defined]
         state = optimizer.state.pop(main, None)
         if state is not None:
             self._dtensors[id(main)] = {k: v for k, v in state.items() if isinstance(v, DTensor)}
-            optimizer.state[local] = {k: local_part(v) if isinstance(v, DTensor) else v for k, v in state.items()}
+            optimizer.state[local] = {k: local_shard(v) if isinstance(v, DTensor) else v for k, v in state.items()}
         return local
 
     def _leave(self, optimizer: torch.optim.Optimizer) -> None:
@@ -371,7 +371,7 @@ class LocalStep:
 
     def _is_hidden(self, main: nn.Parameter) -> bool:
         """True for a parameter of which this rank owns nothing, if the optimizer must not see such."""
-        return self._skips_empty and id(main) in self._entries and not local_part(main).numel() and main.numel() > 0
+        return self._skips_empty and id(main) in self._entries and not local_shard(main).numel() and main.numel() > 0
 
     def _give_state_to_hidden(self, optimizer: torch.optim.Optimizer, mains: list[nn.Parameter]) -> None:
         """State without elements for what the optimizer did not see, as others have: ranks gather state together."""
@@ -398,7 +398,7 @@ class LocalStep:
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.dim() and value.shape == local.shape:
                 dtensor = known.get(key)
-                if dtensor is None or local_part(dtensor) is not value:
+                if dtensor is None or local_shard(dtensor) is not value:
                     dtensor = make_like(value, main)
                 state[key] = dtensor
         optimizer.state[main] = state
@@ -423,7 +423,7 @@ class LocalStep:
         order = dict.fromkeys(p for options in optimizer.param_groups for p in options["params"])
         for group in dict.fromkeys(self._ranks[id(main)] for main in order if id(main) in self._ranks):
             here = {n: main for n, main in enumerate(order) if self._ranks.get(id(main)) is group}
-            mine = {n: _described(states[n]) for n, main in here.items() if n in states and local_part(main).numel()}
+            mine = {n: _described(states[n]) for n, main in here.items() if n in states and local_shard(main).numel()}
             everyone: list[dict[int, State]] = [{} for _ in range(group.size())]
             dist.all_gather_object(everyone, mine, group=group)
             for number, state in (item for theirs in everyone for item in theirs.items()):

@@ -19,7 +19,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from megatron.fsdp.buffers.parameter import ParameterEntry
+from megatron.fsdp.buffers.parameter import ShardedParameter
 from megatron.fsdp.comm.journal import SECONDS_FOR_ANSWERS, Channel, explaining_absence, name_ranks, open_store
 from megatron.fsdp.comm.process_groups import timeout_of
 from megatron.fsdp.comm.streams import Handle
@@ -63,9 +63,9 @@ def fingerprint(
         experts["device mesh of experts"] = _describe_axes(index.experts)
     order: list[str] = []
     for number, unit in enumerate(_units(part)):
-        order.append(str(len(unit.entries)))
-        for entry in unit.entries:
-            (experts if apart and entry.key.expert else dense)[f"parameter {entry.name}"] = _describe(entry, unit)
+        order.append(str(len(unit.params)))
+        for param in unit.params:
+            (experts if apart and param.key.expert else dense)[f"parameter {param.name}"] = _describe(param, unit)
         if settings := settings_of(unit):
             dense[f"setting of unit {number}"] = settings
     dense["number of units"] = str(len(order))
@@ -82,18 +82,18 @@ def _units(part: UnitPart) -> Iterator[UnitPart]:
 
 def _describe_axes(axes: DataParallelAxes) -> str:
     sizes = [group.size() for group in reversed(axes.groups)]
-    ranks = name_ranks(dist.get_process_group_ranks(axes.everyone))
+    ranks = name_ranks(dist.get_process_group_ranks(axes.dp_group))
     return f"{' x '.join(map(str, sizes))} of {ranks}, axes {list(axes.mesh.mesh_dim_names or ())}"
 
 
-def _describe(entry: ParameterEntry, unit: UnitPart) -> str:
-    parameter = entry.compute
+def _describe(param: ShardedParameter, unit: UnitPart) -> str:
+    parameter = param.compute
     text = f"shape {tuple(parameter.shape)}, {parameter.dtype}, {'trained' if parameter.requires_grad else 'frozen'}"
-    text += "".join(f", {mark}" for mark in ("expert", "repeated") if getattr(entry.key, mark))
-    if entry.tensor_parallel is not None:
-        text += f", tensor-parallel {tuple(map(str, entry.tensor_parallel[1]))}"
-    if len(entry.names) > 1:
-        text += f", tied to {entry.names[1:]}"
+    text += "".join(f", {mark}" for mark in ("expert", "repeated") if getattr(param.key, mark))
+    if param.tensor_parallel is not None:
+        text += f", tensor-parallel {tuple(map(str, param.tensor_parallel[1]))}"
+    if len(param.names) > 1:
+        text += f", tied to {param.names[1:]}"
     return f"{text}, in unit {unit.name or '<root>'}"
 
 
@@ -259,13 +259,13 @@ class Agreement:
 
     def wait(self, channel: Channel) -> None:
         """See :meth:`Comparison.wait`. Does nothing once all have agreed."""
-        everyone = self._index.dense.everyone
+        everyone = self._index.dense.dp_group
         if self._dense:
             Comparison(everyone, self._dense).wait(channel)
             self._dense = {}
         if self._experts:
             with telling_others(self._index):
-                Comparison(self._index.experts.everyone, self._experts).wait(channel)
+                Comparison(self._index.experts.dp_group, self._experts).wait(channel)
             # Others share other experts, and must not go on alone.
             Comparison(everyone, {"experts": "agree"}).wait(channel)
             self._experts = {}
@@ -278,5 +278,5 @@ def telling_others(index: FSDPDistributedIndex) -> Iterator[None]:
         yield
     except (ValueError, RuntimeError) as error:
         with suppress(RuntimeError):  # the store has gone with a rank that was faster
-            Comparison(index.dense.everyone, {_REFUSED: f"{type(error).__name__}: {error}"}).refuse()
+            Comparison(index.dense.dp_group, {_REFUSED: f"{type(error).__name__}: {error}"}).refuse()
         raise

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from megatron.fsdp.buffers.parameter import TENSOR_PARALLEL, GroupKey, ParameterEntry, check_class
+from megatron.fsdp.buffers.parameter import TENSOR_PARALLEL, GroupKey, ShardedParameter, check_class
 from megatron.fsdp.helpers.spelling import did_you_mean
 from megatron.fsdp.runtime.other_engines import check_no_other_engine
 from megatron.fsdp.sharding.mesh import FSDPDistributedIndex
@@ -32,21 +32,21 @@ class UnitPart:
 
     name: str
     module: nn.Module
-    entries: list[ParameterEntry] = field(default_factory=list)
+    params: list[ShardedParameter] = field(default_factory=list)
     children: list["UnitPart"] = field(default_factory=list)
 
     @property
-    def groups(self) -> list[list[ParameterEntry]]:
+    def groups(self) -> list[list[ShardedParameter]]:
         """The unit's own parameters, those together that are gathered and reduced together."""
-        groups: dict[GroupKey, list[ParameterEntry]] = {}
-        for entry in self.entries:
-            groups.setdefault(entry.key, []).append(entry)
+        groups: dict[GroupKey, list[ShardedParameter]] = {}
+        for param in self.params:
+            groups.setdefault(param.key, []).append(param)
         return list(groups.values())
 
     @property
-    def entries_inside(self) -> list[ParameterEntry]:
+    def params_inside(self) -> list[ShardedParameter]:
         """Parameters of the units inside this one, at any depth."""
-        return [entry for child in self.children for entry in (*child.entries, *child.entries_inside)]
+        return [param for child in self.children for param in (*child.params, *child.params_inside)]
 
 
 def resolve_unit_classes(module: nn.Module, unit_modules: UnitClasses | None) -> tuple[type[nn.Module], ...]:
@@ -189,7 +189,7 @@ def partition(module: nn.Module, unit_classes: tuple[type[nn.Module], ...], ever
     root = UnitPart("", module)
     path_of: dict[int, tuple[UnitPart, ...]] = {id(module): (root,)}
     _find_units(module, "", (root,), lambda m, path: _is_unit(m, path, unit_classes, every_module), path_of)
-    entries: dict[int, ParameterEntry] = {}
+    params: dict[int, ShardedParameter] = {}
     homes: dict[int, tuple[UnitPart, ...]] = {}
     for name, owner in module.named_modules():
         path = path_of.get(id(owner))
@@ -199,16 +199,16 @@ def partition(module: nn.Module, unit_classes: tuple[type[nn.Module], ...], ever
             if parameter is None:
                 continue
             full_name = public_name(f"{name}.{attribute}" if name else attribute)
-            entry = entries.get(id(parameter))
-            if entry is None:
-                entries[id(parameter)] = ParameterEntry(full_name, parameter, [(owner, attribute)], [full_name])
+            param = params.get(id(parameter))
+            if param is None:
+                params[id(parameter)] = ShardedParameter(full_name, parameter, [(owner, attribute)], [full_name])
                 homes[id(parameter)] = path
             else:
-                entry.sites.append((owner, attribute))
-                entry.names.append(full_name)
+                param.sites.append((owner, attribute))
+                param.names.append(full_name)
                 homes[id(parameter)] = _common(homes[id(parameter)], path)
-    for key, entry in entries.items():
-        homes[key][-1].entries.append(entry)
+    for key, param in params.items():
+        homes[key][-1].params.append(param)
     _drop_empty(root)
     return root
 
@@ -266,7 +266,7 @@ def _common(a: tuple[UnitPart, ...], b: tuple[UnitPart, ...]) -> tuple[UnitPart,
 
 def _drop_empty(part: UnitPart) -> bool:
     part.children = [child for child in part.children if _drop_empty(child)]
-    return bool(part.entries or part.children)
+    return bool(part.params or part.children)
 
 
 def root_modules(module: nn.Module) -> list[nn.Module]:

@@ -11,15 +11,15 @@ from typing import NamedTuple
 class OpKind(IntEnum):
     """What is communicated."""
 
-    GATHER = 0
+    UNSHARD = 0
     REDUCE = 1
 
 
 class Op(NamedTuple):
-    """One operation: ``unit`` is the unit's index in the order of registration."""
+    """One operation: ``unit_index`` is the unit's index in the order of registration."""
 
     kind: OpKind
-    unit: int
+    unit_index: int
 
 
 class Plan:
@@ -39,7 +39,7 @@ class Plan:
 
     def __init__(self, asked: list[Op], distance: int) -> None:
         self.asked = asked
-        self.order = hoist_gathers(asked, distance)
+        self.order = hoist_unshards(asked, distance)
         self._position = {index: position for position, index in enumerate(self.order)}
         self.issued = 0
         self.done = 0
@@ -80,7 +80,7 @@ class Plan:
         return self._position[index] < self.issued
 
 
-def hoist_gathers(asked: list[Op], distance: int) -> list[int]:
+def hoist_unshards(asked: list[Op], distance: int) -> list[int]:
     """The order in which to issue operations: every gather ahead of up to ``distance`` reductions before it.
 
     A backward asks for: gather 3, reduce 3, gather 2, reduce 2, gather 1, reduce 1. With a distance of 1 it issues:
@@ -92,7 +92,7 @@ def hoist_gathers(asked: list[Op], distance: int) -> list[int]:
     order: list[int] = []
     for index, op in enumerate(asked):
         position, crossed = len(order), 0
-        if op.kind is OpKind.GATHER:
+        if op.kind is OpKind.UNSHARD:
             while position and asked[order[position - 1]].kind is OpKind.REDUCE and crossed < distance:
                 position -= 1
                 crossed += 1

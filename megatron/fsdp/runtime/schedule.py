@@ -64,39 +64,39 @@ class Schedule:
         self._on_backward_end = weak_method(on_backward_end)
         self._forward = self._plan(self._guess_forward(0))
         self._backward = self._guessed_backward()
-        self._adopted: dict[tuple[bool, ...], Plan] = {}
+        self._known_backward_plans: dict[tuple[bool, ...], Plan] = {}
         self._recording = True
         self._in_backward = False
         self._end_of_backward: Callable[[], object] = lambda: None
-        self._primed = False
+        self._prefetched_first = False
         self._versions: list[list[int]] = []
-        self._kept: Unit | None = None
+        self._kept_for_backward: Unit | None = None
         self._reducing: deque[Unit] = deque()
 
     # Plans -----------------------------------------------------------------------------------------------------
 
     def _guess_forward(self, i: int) -> list[Op]:
-        ops = [Op(OpKind.GATHER, i)]
+        ops = [Op(OpKind.UNSHARD, i)]
         for child in self.units[i].children:
             ops += self._guess_forward(self._index[id(child)])
         return ops
 
     def _guess_backward(self, i: int) -> list[Op]:
-        ops = [Op(OpKind.GATHER, i)]
+        ops = [Op(OpKind.UNSHARD, i)]
         for child in reversed(self.units[i].children):
             ops += self._guess_backward(self._index[id(child)])
         return [*ops, Op(OpKind.REDUCE, i)] if self.units[i].trainable else ops
 
     def _guessed_backward(self) -> Plan:
         # The root, and the unit that forward ends with, are still gathered when backward begins.
-        kept = [Op(OpKind.GATHER, 0), self._forward.asked[-1]]
-        kept += [Op(OpKind.GATHER, i) for i, unit in enumerate(self.units) if unit.keeps_weights]
+        kept = [Op(OpKind.UNSHARD, 0), self._forward.asked[-1]]
+        kept += [Op(OpKind.UNSHARD, i) for i, unit in enumerate(self.units) if unit.keeps_weights]
         return self._plan([op for op in self._guess_backward(0) if op not in kept])
 
     def _follow_freezing(self) -> None:
         """Plan the backward for the units that take gradients now, if others did before."""
         if any([unit.follow_freezing() for unit in self.units]):
-            known = self._adopted.get(self._trainable())
+            known = self._known_backward_plans.get(self._trainable())
             self._backward = known or self._guessed_backward()
             self._recording = known is None
 
@@ -106,7 +106,7 @@ class Schedule:
     def _plan(self, asked: list[Op]) -> Plan:
         return Plan(asked, distance=self.limits.gathered - 1 if self.limits.prefetch else 0)
 
-    def _adopt_recorded(self) -> None:
+    def _follow_recorded(self) -> None:
         """Make what was recorded the plan, if the ranks agree."""
         self._recording = False
         passes = []
@@ -124,32 +124,32 @@ class Schedule:
             )
         else:
             self._forward, self._backward = self._plan(forward), self._plan(backward)
-        self._adopted[self._trainable()] = self._backward
+        self._known_backward_plans[self._trainable()] = self._backward
 
     # Passes ----------------------------------------------------------------------------------------------------
 
-    def prime(self, until: Unit | None = None) -> None:
+    def prefetch_first(self, until: Unit | None = None) -> None:
         """Start gathering what the next forward needs first, up to a unit; None: as far as the limits allow.
 
         To be called again, with a later unit.
         """
         if self._in_backward:
             return
-        if not self._primed:
-            self._primed = True
+        if not self._prefetched_first:
+            self._prefetched_first = True
             self._forward.restart()
             self._versions = self._main_versions()
         self._prefetch(self._forward, until)
 
     def _main_versions(self) -> list[list[int]]:
         """Of all main weights. In-place changes count, but for those by the optimizer, and by way of ``.data``."""
-        return [[e.main._version for group in unit.groups for e in group.entries] for unit in self.units]
+        return [[e.main._version for group in unit.groups for e in group.params] for unit in self.units]
 
-    def needed_first(self) -> list[Unit]:
-        """What :meth:`prime` gathers, in that order, as far as main weights may be changed meanwhile."""
+    def units_to_prefetch_first(self) -> list[Unit]:
+        """What :meth:`prefetch_first` gathers, in that order, as far as main weights may be changed meanwhile."""
         if not self.limits.prefetch:
             return []
-        units = {op.unit: self.units[op.unit] for op in self._forward.asked if op.kind is OpKind.GATHER}
+        units = {op.unit_index: self.units[op.unit_index] for op in self._forward.asked if op.kind is OpKind.UNSHARD}
         first: list[Unit] = []
         for unit in units.values():
             full = sum(u.temporary and not u.is_root for u in first) == self.limits.gathered
@@ -169,8 +169,8 @@ class Schedule:
             if self._in_backward:
                 unit.abandon_gradients()
             unit.abandon()
-        self._kept = None
-        self._primed = self._in_backward = False
+        self._kept_for_backward = None
+        self._prefetched_first = self._in_backward = False
         self._reducing.clear()
 
     def forward_failed(self) -> None:
@@ -195,15 +195,15 @@ class Schedule:
             unit.new_pass()
             if unit.state in (WeightState.FORWARD, WeightState.BACKWARD):
                 unit.abandon()
-        self._release_kept()
+        self._reshard_kept()
         self._follow_freezing()
-        if self._primed and self._versions != self._main_versions():
+        if self._prefetched_first and self._versions != self._main_versions():
             self.reset()
             for unit in self.units:
                 unit.invalidate()
-        if not self._primed:
+        if not self._prefetched_first:
             self._forward.restart()
-        self._primed = False
+        self._prefetched_first = False
 
     def end_forward(self) -> None:
         """The model has run."""
@@ -227,20 +227,20 @@ class Schedule:
     def finish_backward(self) -> None:
         """Backward has ended: release and reduce what is left, in the order of the plan."""
         for unit in self.units:
-            if unit.state is WeightState.GATHERING:
-                unit.discard()
-            elif unit.state is not WeightState.RESTING:
-                unit.release()
+            if unit.state is WeightState.UNSHARDING:
+                unit.reshard_unused()
+            elif unit.state is not WeightState.SHARDED:
+                unit.reshard()
         # Inputs that need no gradients tell nobody when their unit's backward ends: its gradients are still there.
         self._leave_out(self._backward, self._backward.rest())
         for unit in reversed(self.units):
             if unit.trainable and (unit.has_gradients() or (unit.took_part and not unit.reduced)):
                 self._reduce(unit)
-        self._kept = None
+        self._kept_for_backward = None
         self._in_backward = False
         try:
             if self._recording:
-                self._adopt_recorded()
+                self._follow_recorded()
         except BaseException:
             for unit in self.units:
                 unit.abandon_gradients()
@@ -257,8 +257,8 @@ class Schedule:
             self.begin_forward()
         grad = torch.is_grad_enabled()
         if not self._in_backward:
-            if self._kept is not None and self._kept is not unit:
-                self._release_kept()
+            if self._kept_for_backward is not None and self._kept_for_backward is not unit:
+                self._reshard_kept()
             self._ask(self._forward, unit, WeightState.FORWARD)
             return grad and not unit.is_root
         if unit.state is WeightState.BACKWARD:
@@ -266,8 +266,8 @@ class Schedule:
             return False
         # Activations are recomputed. What is gathered for that stays for the backward that follows at once; if
         # another unit is recomputed first, then that backward is further away.
-        if self._kept is not None and self._kept is not unit:
-            self._release_kept()
+        if self._kept_for_backward is not None and self._kept_for_backward is not unit:
+            self._reshard_kept()
         self._ask(self._backward, unit, WeightState.FORWARD)
         # Outputs of a recomputation that only restores saved tensors are thrown away, and its inputs with them.
         return grad and not unit.is_root and unit.calls_done >= unit.calls
@@ -280,13 +280,13 @@ class Schedule:
             return False
         grad = torch.is_grad_enabled()
         if grad and (unit.is_root or unit.keeps_weights):
-            unit.to(WeightState.GATHERED)
-        elif grad and (self._in_backward or self._forward.asked[-1].unit == self._index[id(unit)]):
+            unit.to(WeightState.UNSHARDED)
+        elif grad and (self._in_backward or self._forward.asked[-1].unit_index == self._index[id(unit)]):
             # Backward begins with the unit that forward ends with.
-            unit.to(WeightState.GATHERED)
-            self._kept = unit
+            unit.to(WeightState.UNSHARDED)
+            self._kept_for_backward = unit
         else:
-            unit.release()
+            unit.reshard()
         return grad
 
     def before_backward(self, unit: Unit) -> None:
@@ -295,31 +295,31 @@ class Schedule:
         unit.took_part = True
         if unit.state is WeightState.BACKWARD:
             return
-        if self._kept is unit:
-            self._kept = None
+        if self._kept_for_backward is unit:
+            self._kept_for_backward = None
         self._ask(self._backward, unit, WeightState.BACKWARD)
 
     def after_backward(self, unit: Unit) -> None:
         """See :class:`megatron.fsdp.runtime.unit.UnitListener`."""
         unit.calls_done += 1
         if unit.state is WeightState.BACKWARD:
-            unit.release()
+            unit.reshard()
         if unit.trainable and unit.calls_done >= unit.calls:
             self._reduce(unit)
 
-    def _release_kept(self) -> None:
-        kept, self._kept = self._kept, None
-        if kept is not None and kept.state is WeightState.GATHERED:
-            kept.release()
+    def _reshard_kept(self) -> None:
+        kept, self._kept_for_backward = self._kept_for_backward, None
+        if kept is not None and kept.state is WeightState.UNSHARDED:
+            kept.reshard()
 
     # Communication ---------------------------------------------------------------------------------------------
 
     def _ask(self, plan: Plan, unit: Unit, state: WeightState) -> None:
         """The computation needs the unit's weights now."""
-        if unit.state in (WeightState.RESTING, WeightState.GATHERING):
-            self._reach(plan, Op(OpKind.GATHER, self._index[id(unit)]))
-            if unit.state is WeightState.RESTING:
-                unit.gather()
+        if unit.state in (WeightState.SHARDED, WeightState.UNSHARDING):
+            self._reach(plan, Op(OpKind.UNSHARD, self._index[id(unit)]))
+            if unit.state is WeightState.SHARDED:
+                unit.unshard()
         unit.use(state)
         self._prefetch(plan)
 
@@ -340,9 +340,9 @@ class Schedule:
         """Issue operations that this rank's computation did not ask for, as other ranks' did."""
         for index in indices:
             self._issue_until(plan, index)
-            unit = self.units[plan.asked[index].unit]
-            if plan.asked[index].kind is OpKind.GATHER and unit.state is WeightState.GATHERING:
-                unit.discard()
+            unit = self.units[plan.asked[index].unit_index]
+            if plan.asked[index].kind is OpKind.UNSHARD and unit.state is WeightState.UNSHARDING:
+                unit.reshard_unused()
 
     def _issue_until(self, plan: Plan, index: int) -> None:
         """Issue operations in the order of the plan, up to the one at ``index`` in ``plan.asked``."""
@@ -350,29 +350,29 @@ class Schedule:
             op = plan.ahead()
             assert op is not None, "an operation that is not issued is ahead"
             plan.issued += 1
-            unit = self.units[op.unit]
+            unit = self.units[op.unit_index]
             if op.kind is OpKind.REDUCE:
                 self._issue_reduction(unit)
-            elif unit.state is WeightState.RESTING:
-                unit.gather()
+            elif unit.state is WeightState.SHARDED:
+                unit.unshard()
 
     def _prefetch(self, plan: Plan, until: Unit | None = None) -> None:
         """Issue the gathers that come next, as far as the limit allows, and not beyond that of a unit."""
-        while (op := plan.ahead()) is not None and op.kind is OpKind.GATHER:
-            unit = self.units[op.unit]
-            if unit.state is WeightState.RESTING:
+        while (op := plan.ahead()) is not None and op.kind is OpKind.UNSHARD:
+            unit = self.units[op.unit_index]
+            if unit.state is WeightState.SHARDED:
                 full = unit.temporary and not unit.is_root and self._full()
-                if not self.limits.prefetch or full or unit.must_wait:
+                if not self.limits.prefetch or full or unit.slot_is_taken:
                     return
-                unit.gather()
+                unit.unshard()
             plan.issued += 1
             if unit is until:
                 return
 
     def _full(self) -> bool:
-        others = [u for u in self.units if u.state is not WeightState.RESTING and u.temporary and not u.is_root]
+        others = [u for u in self.units if u.state is not WeightState.SHARDED and u.temporary and not u.is_root]
         # Those that are kept for backward wait for it and for no place.
-        gathered = [u for u in others if not (u.keeps_weights and u.state is WeightState.GATHERED)]
+        gathered = [u for u in others if not (u.keeps_weights and u.state is WeightState.UNSHARDED)]
         return len(gathered) >= self.limits.gathered
 
     def _issue_reduction(self, unit: Unit) -> None:

@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from megatron.fsdp.buffers.parameter_group import ParameterGroup
 from megatron.fsdp.buffers.pool import Slot
-from megatron.fsdp.comm.journal import Channel, explaining
-from megatron.fsdp.dtensor.ragged_dtensor import local_part
-from megatron.fsdp.helpers.weak import eager, weak_method
+from megatron.fsdp.comm.journal import Channel, report_on_failure
+from megatron.fsdp.dtensor.ragged_dtensor import local_shard
+from megatron.fsdp.helpers.weak import not_compiled, weak_method
 
 logger = logging.getLogger(__name__)
 
@@ -26,9 +26,9 @@ logger = logging.getLogger(__name__)
 class WeightState(Enum):
     """What a unit's weights are there for. Gradients move independently: they may still be reduced at rest."""
 
-    RESTING = "resting"
-    GATHERING = "gathering"
-    GATHERED = "gathered, not in use"
+    SHARDED = "sharded"
+    UNSHARDING = "unsharding"
+    UNSHARDED = "unsharded, not in use"
     FORWARD = "forward"
     BACKWARD = "backward"
 
@@ -36,12 +36,12 @@ class WeightState(Enum):
 _W = WeightState
 # From the left to each on the right. Going to rest is allowed from everywhere: an abandoned pass ends so.
 TRANSITIONS: dict[WeightState, tuple[WeightState, ...]] = {
-    _W.RESTING: (_W.GATHERING, _W.RESTING),
-    _W.GATHERING: (_W.FORWARD, _W.BACKWARD, _W.GATHERED, _W.RESTING),
-    _W.GATHERED: (_W.FORWARD, _W.BACKWARD, _W.RESTING),
+    _W.SHARDED: (_W.UNSHARDING, _W.SHARDED),
+    _W.UNSHARDING: (_W.FORWARD, _W.BACKWARD, _W.UNSHARDED, _W.SHARDED),
+    _W.UNSHARDED: (_W.FORWARD, _W.BACKWARD, _W.SHARDED),
     # Backward may begin while forward has not ended: recomputation stops as soon as it has what backward asked for.
-    _W.FORWARD: (_W.GATHERED, _W.BACKWARD, _W.RESTING),
-    _W.BACKWARD: (_W.RESTING,),
+    _W.FORWARD: (_W.UNSHARDED, _W.BACKWARD, _W.SHARDED),
+    _W.BACKWARD: (_W.SHARDED,),
 }
 
 
@@ -100,7 +100,7 @@ class Unit:
         self._listener: Callable[[], UnitListener | None] = lambda: None
         self._before: Callable[..., Any] = weak_method(self.pre_forward)
         self._after: Callable[..., Any] = weak_method(self.post_forward)
-        self._state = WeightState.RESTING
+        self._state = WeightState.SHARDED
         self._shows_compute = False
         self._depth = 0
 
@@ -156,40 +156,40 @@ class Unit:
         for group in self.groups:
             group.weights.invalidate()
 
-    def gather(self) -> None:
+    def unshard(self) -> None:
         """Start gathering compute weights that are not there or not up to date."""
-        self.to(WeightState.GATHERING)
-        with self._resting_after_errors():
+        self.to(WeightState.UNSHARDING)
+        with self._reshard_after_errors():
             if self._slot is not None:
-                if (rival := self._rival()) is not None:
-                    rival.make_way(self)
+                if (rival := self._other_holder()) is not None:
+                    rival.yield_slot(self)
                 self._slot.holder = weakref.ref(self)
-            handles = [handle for group in self.groups if (handle := group.weights.gather()) is not None]
+            handles = [handle for group in self.groups if (handle := group.weights.unshard()) is not None]
         if handles:
             self.channel.note(self._gathering, handles)
 
     @property
-    def must_wait(self) -> bool:
+    def slot_is_taken(self) -> bool:
         """True if another unit's weights are where this one's would be gathered to."""
-        rival = self._rival()
-        return rival is not None and rival.state is not WeightState.RESTING
+        rival = self._other_holder()
+        return rival is not None and rival.state is not WeightState.SHARDED
 
-    def _rival(self) -> "Unit | None":
+    def _other_holder(self) -> "Unit | None":
         """The other unit that used this one's slot last."""
         holder: Unit | None = None if self._slot is None else self._slot.holder()
         return None if holder is self else holder
 
-    def make_way(self, other: "Unit") -> None:
+    def yield_slot(self, other: "Unit") -> None:
         """Leave the slot to ``other``, whose weights are needed now.
 
         Raises:
             RuntimeError: The weights are in use.
         """
-        if self._state is WeightState.GATHERING:
-            self.discard()
-        elif self._state is WeightState.GATHERED:
-            self.release()
-        elif self._state is not WeightState.RESTING:
+        if self._state is WeightState.UNSHARDING:
+            self.reshard_unused()
+        elif self._state is WeightState.UNSHARDED:
+            self.reshard()
+        elif self._state is not WeightState.SHARDED:
             raise RuntimeError(
                 f"FSDP units {self.label} and {other.label} share a buffer (double buffer) and are needed at the same "
                 "time. Leave fsdp_double_buffer off for this model."
@@ -197,14 +197,14 @@ class Unit:
 
     def use(self, state: WeightState) -> None:
         """Wait for the gather and make the compute weights the module's parameters."""
-        with explaining(), self._resting_after_errors():
+        with report_on_failure(), self._reshard_after_errors():
             for group in self.groups:
                 group.weights.wait()
         self.to(state)
         self.show(compute=True)
 
     @contextmanager
-    def _resting_after_errors(self) -> Iterator[None]:
+    def _reshard_after_errors(self) -> Iterator[None]:
         """Weights that could not be gathered must not look as if they were."""
         try:
             yield
@@ -212,18 +212,18 @@ class Unit:
             self.abandon()
             raise
 
-    def release(self) -> None:
+    def reshard(self) -> None:
         """Nothing reads the compute weights any more."""
         for group in self.groups:
-            group.weights.release()
-        self.to(WeightState.RESTING)
+            group.weights.reshard()
+        self.to(WeightState.SHARDED)
         self.show(compute=False)
 
-    def discard(self) -> None:
+    def reshard_unused(self) -> None:
         """Release weights whose gather nothing waited for."""
         for group in self.groups:
-            group.weights.discard()
-        self.to(WeightState.RESTING)
+            group.weights.reshard_unused()
+        self.to(WeightState.SHARDED)
 
     def show(self, compute: bool) -> None:
         """Make compute weights, or main weights, the module's parameters."""
@@ -266,7 +266,7 @@ class Unit:
 
     def wait_for_gradients(self) -> None:
         """Make the compute wait for the reductions that were started."""
-        with explaining():
+        with report_on_failure():
             for group in self.groups:
                 group.gradients.wait()
 
@@ -295,7 +295,7 @@ class Unit:
                 any of them may be the one that is called.
         """
         self._listener = weakref.ref(listener)
-        self._before, self._after = eager(self._before), eager(self._after)
+        self._before, self._after = not_compiled(self._before), not_compiled(self._after)
         for module in modules:
             if module._compiled_call_impl is not None:
                 # What module.compile() has made would call hooks inside of the graph: let it run between them.
@@ -382,10 +382,10 @@ class Unit:
         """Forget a pass that did not end, whatever it has reached."""
         self._depth = 0
         self.new_pass()
-        if self._state is not WeightState.RESTING:
+        if self._state is not WeightState.SHARDED:
             for group in self.groups:
                 group.weights.abandon()
-            self.to(WeightState.RESTING)
+            self.to(WeightState.SHARDED)
             self.show(compute=False)
 
 
@@ -432,7 +432,7 @@ def _watch_inputs(unit: Unit, args: tuple, kwargs: dict) -> tuple[tuple, dict] |
 
 def _storage(tensor: torch.Tensor) -> int:
     """Identity of the memory behind a tensor, whether that is there at the moment or not; 0 for sparse tensors."""
-    local = local_part(tensor) if isinstance(tensor, DTensor) else tensor
+    local = local_shard(tensor) if isinstance(tensor, DTensor) else tensor
     return local.untyped_storage()._cdata if local.layout is torch.strided else 0
 
 

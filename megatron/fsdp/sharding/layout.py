@@ -139,7 +139,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ShardSlice:
     """The part of one parameter that one rank owns.
 
     Attributes:
@@ -210,14 +210,14 @@ class Layout:
         """The part of the buffer that ``rank`` owns."""
         return slice(rank * self.shard_numel, (rank + 1) * self.shard_numel)
 
-    def piece(self, index: int, rank: int) -> Piece:
+    def shard_slice(self, index: int, rank: int) -> ShardSlice:
         """The part of parameter ``index`` that ``rank`` owns; empty parts start where the rank's shard would."""
         slot, shard = self.slots[index], self.shard(rank)
         start = min(max(shard.start - slot.offset, 0), slot.numel)
         stop = min(max(shard.stop - slot.offset, start), slot.numel)
         whole_rows = start == stop or (start % slot.row == 0 and stop % slot.row == 0)
         rows = ((stop - start) // slot.row, *slot.shape[1:]) if slot.shape else ()
-        return Piece(
+        return ShardSlice(
             start=start,
             stop=stop,
             row_start=start // slot.row,

@@ -22,14 +22,14 @@ class DataParallelAxes:
         inner: Group of the inner axis.
         outer: Group of the outer axis; None if there is none.
         gather: Group with the ranks of ``inner``, for gathers; ``inner`` itself unless the user gave another.
-        everyone: Group of all ranks of both axes.
+        dp_group: Group of all ranks of both axes.
     """
 
     mesh: DeviceMesh
     inner: dist.ProcessGroup
     outer: dist.ProcessGroup | None
     gather: dist.ProcessGroup
-    everyone: dist.ProcessGroup
+    dp_group: dist.ProcessGroup
 
     @property
     def size(self) -> int:
@@ -179,7 +179,7 @@ class FSDPDistributedIndex:
         return self.dp_outer_dim is not None
 
     @property
-    def gathers_apart(self) -> bool:
+    def has_gather_group(self) -> bool:
         """True if gathers have groups of their own, so that they may run beside reductions."""
         return all(axes.gather is not axes.inner for axes in (self.dense, self.experts))
 
@@ -210,7 +210,7 @@ class FSDPDistributedIndex:
 
     def get_dp_group(self, is_expert_parallel: bool = False) -> dist.ProcessGroup:
         """Process group of all data-parallel ranks."""
-        return (self.experts if is_expert_parallel else self.dense).everyone
+        return (self.experts if is_expert_parallel else self.dense).dp_group
 
 
 def submesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:

@@ -10,7 +10,7 @@ from enum import Enum
 from megatron.fsdp.helpers.spelling import did_you_mean
 
 
-class Placement(Enum):
+class Distribution(Enum):
     """How one kind of tensor lies on the ranks of a data-parallel axis."""
 
     REPLICATE = "every rank holds the whole tensor, equal everywhere"
@@ -19,43 +19,43 @@ class Placement(Enum):
 
 
 @dataclass(frozen=True)
-class Placements:
+class AxisStrategy:
     """Where parameters, gradients (between micro-batches) and optimizer state live on one data-parallel axis."""
 
-    parameters: Placement
-    gradients: Placement
-    optimizer: Placement
+    parameters: Distribution
+    gradients: Distribution
+    optimizer: Distribution
 
     @property
     def shards_parameters(self) -> bool:
         """True if compute weights exist whole only while a unit uses them."""
-        return self.parameters is Placement.SHARD
+        return self.parameters is Distribution.SHARD
 
     @property
     def shards_gradients(self) -> bool:
         """True if gradients are reduced after every micro-batch, so that a rank keeps only its shard of them."""
-        return self.gradients is Placement.SHARD
+        return self.gradients is Distribution.SHARD
 
     @property
     def shards_optimizer(self) -> bool:
         """True if a rank updates only its shard of the main weights."""
-        return self.optimizer is Placement.SHARD
+        return self.optimizer is Distribution.SHARD
 
 
-_R, _P, _S = Placement.REPLICATE, Placement.PARTIAL, Placement.SHARD
+_R, _P, _S = Distribution.REPLICATE, Distribution.PARTIAL, Distribution.SHARD
 
 # Strategy of the inner axis (dp_shard). The position in the table is the stage of ZeRO.
-INNER: dict[str, Placements] = {
-    "no_shard": Placements(parameters=_R, gradients=_P, optimizer=_R),
-    "optim": Placements(parameters=_R, gradients=_P, optimizer=_S),
-    "optim_grads": Placements(parameters=_R, gradients=_S, optimizer=_S),
-    "optim_grads_params": Placements(parameters=_S, gradients=_S, optimizer=_S),
+INNER: dict[str, AxisStrategy] = {
+    "no_shard": AxisStrategy(parameters=_R, gradients=_P, optimizer=_R),
+    "optim": AxisStrategy(parameters=_R, gradients=_P, optimizer=_S),
+    "optim_grads": AxisStrategy(parameters=_R, gradients=_S, optimizer=_S),
+    "optim_grads_params": AxisStrategy(parameters=_S, gradients=_S, optimizer=_S),
 }
 
 # Strategy of the outer axis (dp_outer), where there is one: HSDP, and hybrid FSDP.
-OUTER: dict[str, Placements] = {
-    "no_shard": Placements(parameters=_R, gradients=_P, optimizer=_R),
-    "optim": Placements(parameters=_R, gradients=_P, optimizer=_S),
+OUTER: dict[str, AxisStrategy] = {
+    "no_shard": AxisStrategy(parameters=_R, gradients=_P, optimizer=_R),
+    "optim": AxisStrategy(parameters=_R, gradients=_P, optimizer=_S),
 }
 
 
@@ -71,8 +71,8 @@ class Sharding:
         ValueError: The combination is not defined.
     """
 
-    inner: Placements
-    outer: Placements = OUTER["no_shard"]
+    inner: AxisStrategy
+    outer: AxisStrategy = OUTER["no_shard"]
 
     def __post_init__(self) -> None:
         if self.outer.shards_optimizer and not self.inner.shards_optimizer:
@@ -82,14 +82,14 @@ class Sharding:
             )
 
     @property
-    def axes(self) -> tuple[Placements, Placements]:
+    def axes(self) -> tuple[AxisStrategy, AxisStrategy]:
         """Placements on each axis, from the inner to the outer."""
         return self.inner, self.outer
 
     @property
     def with_whole_parameters(self) -> "Sharding":
         """The same, but that every rank keeps whole compute weights."""
-        return Sharding(replace(self.inner, parameters=Placement.REPLICATE), self.outer)
+        return Sharding(replace(self.inner, parameters=Distribution.REPLICATE), self.outer)
 
     @property
     def keeps_shard(self) -> bool:
@@ -100,7 +100,7 @@ class Sharding:
 UNSHARDED = Sharding(INNER["no_shard"])
 
 
-def resolve_strategy(strategy: str | int, table: dict[str, Placements] | None = None) -> str:
+def resolve_strategy(strategy: str | int, table: dict[str, AxisStrategy] | None = None) -> str:
     """The canonical name of ``strategy``, which is a name or a stage of ZeRO (its position in the table).
 
     Raises:

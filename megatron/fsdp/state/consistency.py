@@ -30,7 +30,7 @@ def inconsistent_weights(model: MegatronFSDP) -> list[str]:
     for group in model.groups:
         if not group.weights.temporary:
             flags += _inconsistent(group).tolist()
-            names += [entry.name for entry in group.entries]
+            names += [param.name for param in group.params]
     if not flags:
         return []
     return [name for name, flag in zip(names, model.on_any_rank(flags), strict=True) if flag]
@@ -39,16 +39,16 @@ def inconsistent_weights(model: MegatronFSDP) -> list[str]:
 def _inconsistent(group: ParameterGroup) -> torch.Tensor:
     """For each parameter of a group, whether this rank has found something wrong with it."""
     weights = group.weights
-    weights.gather()
+    weights.unshard()
     weights.wait()
     flat = weights.compute.flat
     expected = flat.clone()
     expected[within(weights.owned.main, slice(0, flat.numel()))] = weights.main.to(flat.device, flat.dtype)
-    views = [slot_view(expected, weights.layout, i) for i in range(len(group.entries))]
+    views = [slot_view(expected, weights.layout, i) for i in range(len(group.params))]
     differs = [not torch.equal(a, b) for a, b in zip(views, weights.compute.views, strict=True)]
     hashes = torch.stack([hash_of(view) for view in weights.compute.views])
-    everyone = hashes.new_empty(group.axes.everyone.size() * hashes.numel())
-    all_gather(everyone, hashes, group.axes.everyone)
+    everyone = hashes.new_empty(group.axes.dp_group.size() * hashes.numel())
+    all_gather(everyone, hashes, group.axes.dp_group)
     unequal = (everyone.view(-1, hashes.numel()) != hashes).any(0)
     return unequal | torch.tensor(differs, device=unequal.device)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from megatron.fsdp.buffers.parameter import ParameterEntry
+from megatron.fsdp.buffers.parameter import ShardedParameter
 from megatron.fsdp.dtensor.gathering import gather_whole
 
 if TYPE_CHECKING:
@@ -76,12 +76,12 @@ def _whole_tensors(model: MegatronFSDP, dtype: torch.dtype | None) -> Iterator[t
     """Every parameter and buffer, whole and on the CPU, in an order that all ranks share."""
     model.synchronize_param_gather()
     seen: set[int] = set()
-    entry: ParameterEntry
-    for entry in model.entries():
-        if id(entry) not in seen:
-            seen.add(id(entry))
-            whole = gather_whole(entry.main)  # type: ignore[arg-type]  # a Parameter that is a DTensor
-            yield entry.name, whole.to("cpu", dtype or entry.compute.dtype).contiguous()
+    param: ShardedParameter
+    for param in model.params():
+        if id(param) not in seen:
+            seen.add(id(param))
+            whole = gather_whole(param.main)  # type: ignore[arg-type]  # a Parameter that is a DTensor
+            yield param.name, whole.to("cpu", dtype or param.compute.dtype).contiguous()
     persistent = model.module.state_dict().keys()
     for name, buffer in model.module.named_buffers():
         if name in persistent:

@@ -7,35 +7,35 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron.fsdp.buffers.parameter import ParameterEntry
+from megatron.fsdp.buffers.parameter import ShardedParameter
 from megatron.fsdp.dtensor.placements import part_of
-from megatron.fsdp.dtensor.ragged_dtensor import is_sharded, local_part, reduced, same_layout
+from megatron.fsdp.dtensor.ragged_dtensor import is_sharded, local_shard, reduced, same_layout
 from megatron.fsdp.runtime.partition import public_name
 
 
-def check_shape(entry: ParameterEntry, value: torch.Tensor, key: str) -> None:
+def check_shape(param: ShardedParameter, value: torch.Tensor, key: str) -> None:
     """Raise ValueError if ``value``, which messages call ``key``, has another shape than the parameter."""
-    if value.shape != entry.main.shape:
-        raise ValueError(f"{key}: expected shape {tuple(entry.main.shape)}; got {tuple(value.shape)}.")
+    if value.shape != param.main.shape:
+        raise ValueError(f"{key}: expected shape {tuple(param.main.shape)}; got {tuple(value.shape)}.")
 
 
-def own_part(entry: ParameterEntry, value: torch.Tensor) -> torch.Tensor:
+def own_shard(param: ShardedParameter, value: torch.Tensor) -> torch.Tensor:
     """This rank's shard of a parameter's value, in the shape of its main weight's local tensor.
 
     Args:
-        entry: The parameter.
+        param: The parameter.
         value: The whole tensor on any device, or a DTensor. One that is sharded in another way than the parameter is
             gathered: all ranks must call this then.
     """
-    main: DTensor = entry.main  # type: ignore[assignment]  # a Parameter that is a DTensor
+    main: DTensor = param.main  # type: ignore[assignment]  # a Parameter that is a DTensor
     if is_sharded(value) and same_layout(value, main):
-        return local_part(value)
+        return local_shard(value)
     return part_of(main._spec).of(reduced(value))
 
 
-def copy_part(entry: ParameterEntry, part: torch.Tensor) -> None:
+def copy_shard(param: ShardedParameter, part: torch.Tensor) -> None:
     """Make ``part`` the value of this rank's part of a parameter."""
-    local = local_part(entry.main)
+    local = local_shard(param.main)
     # A checkpoint that was loaded in place comes back as the very memory it was loaded into.
     if part.data_ptr() != local.data_ptr() or part.dtype != local.dtype:
         local.copy_(part)
@@ -68,7 +68,7 @@ def match_keys(wanted: Mapping[str, object], given: Mapping[str, object], strict
     return [key for key in wanted if key in given]
 
 
-def with_prefix(state_dict: Mapping[str, Any], prefix: str, entries: Iterable[ParameterEntry]) -> dict[str, Any]:
+def with_prefix(state_dict: Mapping[str, Any], prefix: str, params: Iterable[ShardedParameter]) -> dict[str, Any]:
     """The state dict by names that begin with ``prefix``, of one by these or by those of the model itself.
 
     ``torch.distributed.checkpoint.state_dict.set_model_state_dict`` gives both: the values that are to be loaded by the
@@ -78,20 +78,20 @@ def with_prefix(state_dict: Mapping[str, Any], prefix: str, entries: Iterable[Pa
         ValueError: There is a value by either name, and neither is the present weight.
     """
     result = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
-    present = {prefix + name: local_part(entry.main) for entry in entries for name in entry.names}
+    present = {prefix + name: local_shard(param.main) for param in params for name in param.names}
     for key, value in state_dict.items():
         other = result.get(prefix + key)
         if key in result:
             continue
-        if isinstance(other, DTensor) and local_part(other).data_ptr() != present[prefix + key].data_ptr():
+        if isinstance(other, DTensor) and local_shard(other).data_ptr() != present[prefix + key].data_ptr():
             raise ValueError(f"load_state_dict: both {key} and {prefix + key} are given; expected one of them.")
         result[prefix + key] = value
     return result
 
 
-def refuse_conversion(entries: Iterable[ParameterEntry], fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def refuse_conversion(params: Iterable[ShardedParameter], fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Raise NotImplementedError if ``fn``, of ``to()`` or ``float()``, would move or convert the parameters."""
-    for dtype, device in {(local_part(e.main).dtype, local_part(e.main).device): None for e in entries}:
+    for dtype, device in {(local_shard(e.main).dtype, local_shard(e.main).device): None for e in params}:
         changed = fn(torch.empty(0, dtype=dtype, device=device))
         if (changed.dtype, changed.device) != (dtype, device):
             raise NotImplementedError(

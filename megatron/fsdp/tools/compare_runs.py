@@ -202,15 +202,15 @@ def _key(chunk: int, name: str) -> str:
 
 def _gathered(chunk: Any, choose: Callable[[nn.Parameter], Any]) -> Iterator[tuple[Any, torch.Tensor]]:
     """Every parameter, and the whole of what ``choose`` takes of it, gathered over the data-parallel ranks."""
-    from megatron.fsdp.dtensor.ragged_dtensor import local_part
+    from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 
     for group in chunk.module.groups:
-        axis = group.axes.everyone
+        axis = group.axes.dp_group
         for entry in group.entries:
             value = choose(entry.main)
-            mine = None if value is None else local_part(value).detach().cpu().reshape(-1)
+            mine = None if value is None else local_shard(value).detach().cpu().reshape(-1)
             parts: list[Any] = [None] * axis.size()
-            dist.all_gather_object(parts, (entry.piece.start, entry.piece.stop, mine), group=axis)
+            dist.all_gather_object(parts, (entry.shard_slice.start, entry.shard_slice.stop, mine), group=axis)
             whole = torch.zeros(math.prod(entry.local_shape))
             for start, stop, part in parts:
                 if part is not None and stop > start:

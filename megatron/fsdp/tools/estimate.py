@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from megatron.fsdp.buffers.parameter import ParameterEntry
+from megatron.fsdp.buffers.parameter import ShardedParameter
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.runtime.partition import UnitPart, partition
 from megatron.fsdp.sharding.layout import parse_granularity, plan_layout
@@ -131,8 +131,8 @@ def estimate(
     units = []
     for part in _parts(partition(module, classes, config.every_module_is_a_unit)):
         total = Bytes()
-        for entries in part.groups:
-            found, text = _group(entries, config, experts if entries[0].key.expert else dense)
+        for params in part.groups:
+            found, text = _group(params, config, experts if params[0].key.expert else dense)
             total.add(found)
             dtypes[text] = None
         units.append(UnitEstimate(part.name, type(part.module).__name__, len(part.groups), total))
@@ -145,13 +145,13 @@ def _parts(part: UnitPart) -> Iterator[UnitPart]:
         yield from _parts(child)
 
 
-def _group(entries: list[ParameterEntry], config: FSDPConfig, axes: AxisSizes) -> tuple[Bytes, str]:
-    key = entries[0].key
+def _group(params: list[ShardedParameter], config: FSDPConfig, axes: AxisSizes) -> tuple[Bytes, str]:
+    key = params[0].key
     sharding = config.sharding if key.divisible else UNSHARDED
     inner = axes.inner if sharding.inner.shards_optimizer else 1
     shards = inner * (axes.outer if sharding.outer.shards_optimizer else 1)
-    layout = plan_layout([entry.local_shape for entry in entries], shards, parse_granularity(config.granularity))
-    dtypes = config.mixed_precision.resolve(key.dtype, entries[0].name)
+    layout = plan_layout([param.local_shape for param in params], shards, parse_granularity(config.granularity))
+    dtypes = config.mixed_precision.resolve(key.dtype, params[0].name)
     elements = sum(slot.numel for slot in layout.slots)
     owned = layout.numel // shards
     temporary = sharding.inner.shards_parameters

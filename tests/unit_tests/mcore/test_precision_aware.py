@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.fsdp.dtensor.ragged_dtensor import local_part
+from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from tests.ranks import DEVICE, RankPool
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here")
@@ -45,12 +45,12 @@ class FusedAdam(torch.optim.Optimizer):
                     continue
                 if not self.state[parameter]:
                     self.initialize_state(parameter)
-                self._update(group, parameter, local_part(grad))
+                self._update(group, parameter, local_shard(grad))
 
     def _update(self, group: dict[str, Any], parameter: torch.Tensor, grad: torch.Tensor) -> None:
         self.seen.add(grad.dtype)
-        (beta1, beta2), step, weight = group["betas"], group["step"], local_part(parameter)
-        first, second = (local_part(self.state[parameter][name]) for name in ("exp_avg", "exp_avg_sq"))
+        (beta1, beta2), step, weight = group["betas"], group["step"], local_shard(parameter)
+        first, second = (local_shard(self.state[parameter][name]) for name in ("exp_avg", "exp_avg_sq"))
         grad = grad.to(weight.dtype)
         first.copy_(first.to(weight.dtype).lerp(grad, 1 - beta1))
         second.copy_(second.to(weight.dtype).mul(beta2).addcmul(grad, grad, value=1 - beta2))
@@ -139,7 +139,7 @@ def _state_to_load_into() -> None:
         optimizer = optimizer_of(model, use_precision_aware_optimizer=True)
         optimizer.sharded_state_dict({}, is_loading=True, metadata={"distrib_optim_sharding_type": "fsdp_dtensor"})
         fused = optimizer.optimizer
-        here = [e.main for e in model.module.entries() if local_part(e.main).numel()]
+        here = [e.main for e in model.module.params() if local_shard(e.main).numel()]
         assert here and all(fused.state[main].keys() == {"exp_avg", "exp_avg_sq"} for main in here)
         assert all(group["step"] == 0 and group["lr"] == 1e-2 for group in fused.param_groups)
         assert all(main.decoupled_grad is None for main in here)

@@ -69,7 +69,7 @@ def _replicas(change: str, forget: bool) -> list[str]:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     model_parallel_cuda_manual_seed(1234)
 
-    from megatron.fsdp.dtensor.ragged_dtensor import local_part
+    from megatron.fsdp.dtensor.ragged_dtensor import local_shard
     from megatron.fsdp.mcore import checkpoint_patches, replicas, topology
     from megatron.fsdp.mcore.checkpoint_state import Prepared
 
@@ -79,11 +79,11 @@ def _replicas(change: str, forget: bool) -> list[str]:
     replicas.logger.addHandler(handler)
     try:
         model = wrapped("optim_grads_params", _layers, softmax_type="learnable", tensor_model_parallel_size=2)
-        entries = {entry.name.removeprefix("module."): entry for entry in model.module.entries()}
+        params = {entry.name.removeprefix("module."): entry for entry in model.module.params()}
         if change and parallel_state.get_tensor_model_parallel_rank() == 1:
             name, factor = change.split("*")
             with torch.no_grad():
-                local_part(entries[name].main).mul_(float(factor))
+                local_shard(params[name].main).mul_(float(factor))
         state = Prepared({"model": model.module.state_dict()})
         state.chunks, state.raw = [model.module], {}
         checkpoint_patches.preparing(None)(SimpleNamespace(), state, model.module)
@@ -91,7 +91,7 @@ def _replicas(change: str, forget: bool) -> list[str]:
         topology.DIVIDED.update(known)
         replicas.logger.removeHandler(handler)
         parallel_state.destroy_model_parallel()
-    return [*warnings, str(entries[OFFSETS.format(0)].shape)]
+    return [*warnings, str(params[OFFSETS.format(0)].shape)]
 
 
 def test_offsets_of_the_softmax_are_divided_as_the_heads_are(ranks: RankPool) -> None:

@@ -29,8 +29,8 @@ def _functions(hybrid: bool) -> None:
         replicated = theirs.redistribute_uneven_dtensor_to_replicated(value.clone())
         assert torch.equal(replicated.to_local(), whole)
         pieces = list(theirs.split_dtensor(value.clone(), 16, update_uneven_dtensor_chunk_meta=True))
-        for piece, part in zip(pieces, whole.split(16), strict=True):
-            assert torch.equal(theirs.uneven_dtensor_to_full_tensor(piece), part)
+        for shard_slice, part in zip(pieces, whole.split(16), strict=True):
+            assert torch.equal(theirs.uneven_dtensor_to_full_tensor(shard_slice), part)
     state = theirs.preprocess_state_dict_for_uneven_dtensor(sharded.state_dict())
     assert all(value.shape == expected[name.removeprefix("module.")].shape for name, value in state.items())
 

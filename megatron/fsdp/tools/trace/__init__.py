@@ -47,7 +47,7 @@ def trace_step(model: nn.Module, all_ranks: bool = True) -> Iterator[Timeline]:
         ValueError: There is no sharded model, or more than one.
     """
     engine = _engine_of(model)
-    group = engine.index.dense.everyone
+    group = engine.index.dense.dp_group
     if dist.get_backend(group) == "fake":
         all_ranks = False
     meetings = meet(group, engine.device) if all_ranks else []

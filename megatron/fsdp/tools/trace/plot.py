@@ -120,9 +120,9 @@ def _add_legend(figure: "Figure", spans: list[Span]) -> None:
     from matplotlib.patches import Patch
 
     seen = {(span.row is Row.WAITS, span.kind) for span in spans}
-    entries = [(COLORS[kind], LABELS.get(kind, str(kind))) for kind in COLORS if (False, kind) in seen]
-    entries += [(WAIT_COLORS[kind], WAIT_LABELS[kind]) for kind in WAIT_COLORS if (True, kind) in seen]
-    patches = [Patch(color=color, label=label) for color, label in entries]
+    params = [(COLORS[kind], LABELS.get(kind, str(kind))) for kind in COLORS if (False, kind) in seen]
+    params += [(WAIT_COLORS[kind], WAIT_LABELS[kind]) for kind in WAIT_COLORS if (True, kind) in seen]
+    patches = [Patch(color=color, label=label) for color, label in params]
     patches.append(Patch(facecolor="white", edgecolor="#cccccc", label="outside the model"))
     if any(span.late for span in spans):
         patches.append(Patch(facecolor="#888888", label="hatched: another rank has not come yet", **LATE_STYLE))

@@ -216,7 +216,7 @@ class Recorder:
                 Row.REDUCTIONS, Kind.REDUCTION, unit.label, size=numel * group.gradients.sent_dtype.itemsize
             )
             for owner, name, work in (
-                (group.weights, "gather", gather),
+                (group.weights, "unshard", gather),
                 (group.gradients, "reduce", reduce),
                 (group.gradients, "reduce_waiting", reduce),
             ):
