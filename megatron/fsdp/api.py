@@ -127,26 +127,26 @@ def fully_shard_model(
     if keep_fp8_transpose_cache:
         raise NotImplementedError("keep_fp8_transpose_cache: weights in FP8 are not supported yet. Leave it off.")
     config = FSDPConfig(
-        strategy=zero_dp_strategy,
-        outer_strategy=outer_dp_sharding_strategy,
-        mixed_precision=_policy(mixed_precision_policy, preserve_fp32_weights, grad_reduce_in_fp32),
-        granularity=shard_granularity,
+        zero_dp_strategy=zero_dp_strategy,
+        outer_dp_sharding_strategy=outer_dp_sharding_strategy,
+        mixed_precision_policy=_policy(mixed_precision_policy, preserve_fp32_weights, grad_reduce_in_fp32),
+        shard_granularity=shard_granularity,
         exchange_gradients=exchange_gradients,
-        materialize=init_model_with_meta_device,
+        init_model_with_meta_device=init_model_with_meta_device,
         offload_optimizer=offload_optimizer,
         overlap_param_gather=overlap_param_gather,
         overlap_grad_reduce=overlap_grad_reduce,
         sync_model_each_microbatch=sync_model_each_microbatch,
-        report_nan_in_grad=report_nan_in_param_grad,
+        report_nan_in_param_grad=report_nan_in_param_grad,
         average_in_collective=average_in_collective,
         calculate_per_token_loss=calculate_per_token_loss,
-        double_buffer=fsdp_double_buffer or nccl_ub or cuda_graph_mode,
-        own_buffer_if_none_is_free=fsdp_db_use_persist_buf_on_alloc_fail,
-        register_with_nccl=nccl_ub,
+        fsdp_double_buffer=fsdp_double_buffer or nccl_ub or cuda_graph_mode,
+        fsdp_db_use_persist_buf_on_alloc_fail=fsdp_db_use_persist_buf_on_alloc_fail,
+        nccl_ub=nccl_ub,
         symmetric_registration=not disable_symmetric_registration,
-        every_module_is_a_unit=enable_fine_grained_param_gather,
-        decoupled_grad=use_decoupled_grad,
-        cuda_graphs=cuda_graph_mode,
+        enable_fine_grained_param_gather=enable_fine_grained_param_gather,
+        use_decoupled_grad=use_decoupled_grad,
+        cuda_graph_mode=cuda_graph_mode,
     )
     if device_mesh is None and (dp_shard_dim, dp_outer_dim, tp_dim) != (None, None, None):
         raise ValueError("dp_shard_dim, dp_outer_dim and tp_dim name axes of a mesh: give device_mesh too.")

@@ -131,7 +131,7 @@ class MegatronFSDP(nn.Module):
         self._build(
             part, self.fsdp_config.sharding if self._releases else self.fsdp_config.sharding.with_whole_parameters
         )
-        if self.fsdp_config.materialize:
+        if self.fsdp_config.init_model_with_meta_device:
             forget(module)
         self._update_reduce_now()
         self._hook_state_dict()
@@ -143,15 +143,15 @@ class MegatronFSDP(nn.Module):
     def _examine(self, module: nn.Module, unit_modules: UnitClasses | None) -> UnitPart:
         """Raise if this rank's model or settings are not fit; else divide the model into units."""
         config = self.fsdp_config
-        check_devices(module, self.device, config.materialize)
-        if config.materialize:
+        check_devices(module, self.device, config.init_model_with_meta_device)
+        if config.init_model_with_meta_device:
             check_can_materialize(module)
-        check_dtypes(module, config.mixed_precision)
+        check_dtypes(module, config.mixed_precision_policy)
         classes = resolve_unit_classes(module, unit_modules)
         self._tp_mesh = tensor_parallel_mesh(module, self.index)
         if config.average_in_collective and dist.get_backend(self.index.dense.inner) == "gloo":
             raise ValueError("average_in_collective: gloo can sum only. Leave it off; the result is the same.")
-        part = partition(module, classes, config.every_module_is_a_unit)
+        part = partition(module, classes, config.enable_fine_grained_param_gather)
         self._releases = unit_modules is not None or bool(part.children)
         return part
 
@@ -173,9 +173,9 @@ class MegatronFSDP(nn.Module):
         environment = Environment(
             index=self.index,
             tp_mesh=self._tp_mesh,
-            granularity=parse_granularity(config.granularity),
+            granularity=parse_granularity(config.shard_granularity),
             sharding=sharding,
-            policy=config.mixed_precision,
+            policy=config.mixed_precision_policy,
             scaling=GradientScaling(
                 factor=1.0 if config.calculate_per_token_loss else 1.0 / self.index.size,
                 average=config.average_in_collective,
@@ -188,7 +188,7 @@ class MegatronFSDP(nn.Module):
             stream=self._stream,
             unshard_stream=communication_stream(self.device, everyone, second=self.index.has_gather_group),
             pool=AllocatorPool(),
-            report_nan=config.report_nan_in_grad,
+            report_nan=config.report_nan_in_param_grad,
             grad_attribute=config.grad_attribute,
         )
         modules: dict[int, nn.Module] = {}
@@ -196,19 +196,19 @@ class MegatronFSDP(nn.Module):
         self._unit_numbers = itertools.count()
         self._nccl_memory: NcclMemory | None = None
         self.pool: FixedPool | None = None
-        if config.register_with_nccl:
+        if config.nccl_ub:
             groups = list(dict.fromkeys([*self.index.dense.groups, self.index.dense.gather]))
             self._nccl_memory = NcclMemory(groups, self.device, config.symmetric_registration)
-            self.pool = FixedPool(config.max_gathered_units, self._nccl_memory.allocation)
-        elif config.double_buffer:
-            self.pool = FixedPool(config.max_gathered_units)
+            self.pool = FixedPool(config.max_unsharded_units, self._nccl_memory.allocation)
+        elif config.fsdp_double_buffer:
+            self.pool = FixedPool(config.max_unsharded_units)
         self._build_unit(part, environment, modules)
         self._schedule = Schedule(
             self._units,
             Limits(
-                gathered=config.max_gathered_units,
+                gathered=config.max_unsharded_units,
                 reducing=config.max_reducing_units,
-                prefetch=config.overlap_param_gather and config.max_gathered_units > 1,
+                prefetch=config.overlap_param_gather and config.max_unsharded_units > 1,
                 wait_for_reduction=not config.overlap_grad_reduce,
             ),
             exchange=functools.partial(exchange_numbers, self._stream, self._dp_group, self.device),
@@ -232,7 +232,7 @@ class MegatronFSDP(nn.Module):
     ) -> Unit:
         place, number, own, slot = len(self._units), next(self._unit_numbers), environment, None
         if self.pool is not None:
-            inside_another = depth > 1 and self.fsdp_config.own_buffer_if_none_is_free
+            inside_another = depth > 1 and self.fsdp_config.fsdp_db_use_persist_buf_on_alloc_fail
             unit_pool = self.pool.for_unit(number, depth, shared=depth > 0 and not inside_another)
             own, slot = dataclasses.replace(environment, pool=unit_pool), unit_pool.slot
 
@@ -241,7 +241,9 @@ class MegatronFSDP(nn.Module):
 
         # Numbers are drawn as they were when the model was built; a unit's place is before those in it all the same.
         children = (
-            build_children() if self.fsdp_config.materialize and comes_last(part.params, part.params_inside) else []
+            build_children()
+            if self.fsdp_config.init_model_with_meta_device and comes_last(part.params, part.params_inside)
+            else []
         )
         unit = Unit(part.name, [ParameterGroup(params, own) for params in part.groups], [], slot)
         empty = [group for group in unit.groups if not group.initialized]

@@ -91,7 +91,7 @@ def _slots() -> list[tuple[int, int]]:
 def _double(**settings: object):  # noqa: ANN202
     from megatron_fsdp import FSDPConfig
 
-    return FSDPConfig(double_buffer=True, **settings)  # type: ignore[arg-type]
+    return FSDPConfig(fsdp_double_buffer=True, **settings)  # type: ignore[arg-type]
 
 
 def test_units_take_two_buffers_in_turn(ranks: RankPool) -> None:

@@ -80,7 +80,9 @@ def _mismatched_dtypes() -> None:
     match = "Mismatched dtypes: main_params_dtype is torch.bfloat16 and parameter embedding.weight is torch.float16"
     _unchanged_after(ValueError, match, lambda m: fully_shard_model(m, mixed_precision_policy=policy))
     _unchanged_after(
-        ValueError, "MixedPrecisionPolicy; got 'bf16'", lambda m: MegatronFSDP(m, FSDPConfig(mixed_precision="bf16"))
+        ValueError,
+        "MixedPrecisionPolicy; got 'bf16'",
+        lambda m: MegatronFSDP(m, FSDPConfig(mixed_precision_policy="bf16")),
     )  # type: ignore[arg-type]
 
 
@@ -89,7 +91,7 @@ def _settings_that_contradict() -> None:
     _unchanged_after(
         ValueError, match, lambda m: fully_shard_model(m, average_in_collective=True, calculate_per_token_loss=True)
     )
-    _unchanged_after(ValueError, "max_gathered_units", lambda m: MegatronFSDP(m, FSDPConfig(max_gathered_units=0)))
+    _unchanged_after(ValueError, "max_gathered_units", lambda m: MegatronFSDP(m, FSDPConfig(max_unsharded_units=0)))
 
 
 def _optimizer_of_another_model() -> None:

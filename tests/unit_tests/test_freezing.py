@@ -114,7 +114,7 @@ def _freeze_at_odd_times(strategy: str) -> None:
     torch.manual_seed(3)
     model = TinyModel().to(device())
     reference = copy.deepcopy(model)
-    sharded = MegatronFSDP(model, FSDPConfig(strategy=strategy), fsdp_unit_modules=[Block])
+    sharded = MegatronFSDP(model, FSDPConfig(zero_dp_strategy=strategy), fsdp_unit_modules=[Block])
     tokens = batches(1, 1)[0, 0]
     for each in (reference, sharded):
         module = sharded.module if each is sharded else reference

@@ -52,8 +52,8 @@ def _gradients(strategy: str, fused: bool, tied: bool, micro_batches: int) -> di
     torch.manual_seed(3)
     model = FusedModel(tied).to(device())
     config = FSDPConfig(
-        strategy=strategy,
-        mixed_precision=MixedPrecisionPolicy(main_grads_dtype=torch.float32),
+        zero_dp_strategy=strategy,
+        mixed_precision_policy=MixedPrecisionPolicy(main_grads_dtype=torch.float32),
         fused_weight_gradients=fused,
     )
     sharded = MegatronFSDP(model, config, fsdp_unit_modules=[Block])
@@ -82,7 +82,7 @@ def test_fused_gradients_equal_autograds(ranks: RankPool, strategy: str, tied: b
 def _buffers_of_get_main_grad() -> None:
     model = FusedModel().to(device()).bfloat16()
     policy = MixedPrecisionPolicy(main_grads_dtype=torch.float32)
-    sharded = MegatronFSDP(model, FSDPConfig(mixed_precision=policy, fused_weight_gradients=True))
+    sharded = MegatronFSDP(model, FSDPConfig(mixed_precision_policy=policy, fused_weight_gradients=True))
     weight = next(e.compute for e in sharded.params() if e.name == "head.weight")
     first, second = weight.get_main_grad(), weight.get_main_grad()
     assert first.shape == weight.shape and first.dtype == torch.float32 and not first.any()

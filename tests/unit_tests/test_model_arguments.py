@@ -61,11 +61,11 @@ def _older_names() -> None:
     with pytest.warns(DeprecationWarning, match="preserve_fp32_weights is deprecated") as caught:
         model = fully_shard_model(TinyModel().bfloat16(), preserve_fp32_weights=False)
     assert all(warning.filename == __file__ for warning in caught)
-    assert model.fsdp_config.mixed_precision == MixedPrecisionPolicy(main_params_dtype=None)
+    assert model.fsdp_config.mixed_precision_policy == MixedPrecisionPolicy(main_params_dtype=None)
     assert next(model.parameters()).dtype == bf16
     with pytest.warns(DeprecationWarning, match="grad_reduce_in_fp32 is deprecated"):
         model = fully_shard_model(TinyModel().bfloat16(), preserve_fp32_weights=True, grad_reduce_in_fp32=True)
-    assert model.fsdp_config.mixed_precision == MixedPrecisionPolicy(fp32, fp32, fp32)
+    assert model.fsdp_config.mixed_precision_policy == MixedPrecisionPolicy(fp32, fp32, fp32)
     with pytest.raises(ValueError, match="give one"):
         fully_shard_model(TinyModel(), mixed_precision_policy=MixedPrecisionPolicy(), grad_reduce_in_fp32=True)
     with (

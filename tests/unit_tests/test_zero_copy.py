@@ -33,7 +33,7 @@ class _CountCopies(TorchDispatchMode):
 
 
 def _views_of_the_gathered_buffer(strategy: str) -> None:
-    model = MegatronFSDP(TinyModel(), FSDPConfig(strategy=strategy), fsdp_unit_modules=[Block])
+    model = MegatronFSDP(TinyModel(), FSDPConfig(zero_dp_strategy=strategy), fsdp_unit_modules=[Block])
     groups = {id(e.compute): (g, i) for g in model.groups for i, e in enumerate(g.params)}
     seen: dict[int, int] = {}
 
@@ -58,7 +58,7 @@ def test_parameters_are_views_of_the_gathered_buffer(ranks: RankPool, strategy: 
 
 
 def _main_weights_share_memory(strategy: str) -> None:
-    model = MegatronFSDP(TinyModel(), FSDPConfig(strategy=strategy), fsdp_unit_modules=[Block])
+    model = MegatronFSDP(TinyModel(), FSDPConfig(zero_dp_strategy=strategy), fsdp_unit_modules=[Block])
     for group in model.groups:
         whole = group.weights.compute.flat.untyped_storage()
         shared = group.weights.main.untyped_storage().data_ptr() == whole.data_ptr()
@@ -78,7 +78,7 @@ def _copied(dtype: torch.dtype, strategy: str) -> tuple[dict[str, int], int, int
     # What counts is what surrounds a collective; what gloo does inside of one is its own.
     weights.all_gather = gradients.reduce_scatter = lambda *args: None
     policy = MixedPrecisionPolicy(main_grads_dtype=torch.float32)
-    config = FSDPConfig(strategy=strategy, mixed_precision=policy)
+    config = FSDPConfig(zero_dp_strategy=strategy, mixed_precision_policy=policy)
     model = MegatronFSDP(TinyModel().to(dtype), config, fsdp_unit_modules=[Block])
     group = model.groups[-1]
     group.weights.invalidate()

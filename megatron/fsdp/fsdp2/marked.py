@@ -240,8 +240,8 @@ def _shard(root: MarkedModule) -> None:
     tensors = [t for m in root.modules() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
     _check_dtypes(partition(root, (MarkedModule,)))
     config = FSDPConfig(
-        mixed_precision=MixedPrecisionPolicy(main_params_dtype=None),  # each unit has its own
-        materialize=any(tensor.is_meta for tensor in tensors),
+        mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=None),  # each unit has its own
+        init_model_with_meta_device=any(tensor.is_meta for tensor in tensors),
         offload_optimizer=mark.offload,
     )
     watch_optimizers(_before_step)

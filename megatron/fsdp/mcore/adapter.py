@@ -280,9 +280,9 @@ def fsdp_config(config: TransformerConfig, ddp_config: DistributedDataParallelCo
         # As DDP does: Megatron sets it for bf16 unless --grad-reduce-in-bf16 is given.
         main_grads = torch.float32
     return FSDPConfig(
-        strategy=ddp_config.data_parallel_sharding_strategy,
-        outer_strategy=ddp_config.outer_dp_sharding_strategy,
-        mixed_precision=MixedPrecisionPolicy(
+        zero_dp_strategy=ddp_config.data_parallel_sharding_strategy,
+        outer_dp_sharding_strategy=ddp_config.outer_dp_sharding_strategy,
+        mixed_precision_policy=MixedPrecisionPolicy(
             main_params_dtype=ddp_config.megatron_fsdp_main_params_dtype,
             main_grads_dtype=main_grads,
             grad_comm_dtype=ddp_config.megatron_fsdp_grad_comm_dtype,
@@ -295,13 +295,13 @@ def fsdp_config(config: TransformerConfig, ddp_config: DistributedDataParallelCo
         # Megatron's optimizer reads every trainable parameter's gradient.
         zero_unused_gradients=True,
         exchange_gradients=ddp_config.reduce_scatter_with_fp32_accumulation,
-        every_module_is_a_unit=ddp_config.megatron_fsdp_enable_fine_grained_param_gather,
+        enable_fine_grained_param_gather=ddp_config.megatron_fsdp_enable_fine_grained_param_gather,
         fused_weight_gradients=config.gradient_accumulation_fusion,
-        decoupled_grad=ddp_config.megatron_fsdp_use_decoupled_grad,
-        materialize=config.init_model_with_meta_device,
+        use_decoupled_grad=ddp_config.megatron_fsdp_use_decoupled_grad,
+        init_model_with_meta_device=config.init_model_with_meta_device,
         # Fixed buffers have the size of the largest unit, as those of a pool for units of all sizes do.
-        double_buffer=ddp_config.fsdp_double_buffer or ddp_config.megatron_fsdp_max_pool_double_buffer,
-        own_buffer_if_none_is_free=ddp_config.fsdp_db_use_persist_buf_on_alloc_fail,
+        fsdp_double_buffer=ddp_config.fsdp_double_buffer or ddp_config.megatron_fsdp_max_pool_double_buffer,
+        fsdp_db_use_persist_buf_on_alloc_fail=ddp_config.fsdp_db_use_persist_buf_on_alloc_fail,
     )
 
 

@@ -109,7 +109,7 @@ class Estimate:
     def peak(self, config: FSDPConfig) -> int:
         """The most within a step, without activations: the formula of docs/memory.md."""
         root, others = self.units[0].bytes, [unit.bytes for unit in self.units[1:]]
-        gathered = max((b.gathered for b in others), default=0) * config.max_gathered_units
+        gathered = max((b.gathered for b in others), default=0) * config.max_unsharded_units
         reducing = max((b.reducing for b in others), default=0) * config.max_reducing_units
         total = self.total
         return total.resting + total.gradients + root.gathered + root.reducing + gathered + reducing
@@ -129,7 +129,7 @@ def estimate(
     """
     dtypes: dict[str, None] = {}
     units = []
-    for part in _parts(partition(module, classes, config.every_module_is_a_unit)):
+    for part in _parts(partition(module, classes, config.enable_fine_grained_param_gather)):
         total = Bytes()
         for params in part.groups:
             found, text = _group(params, config, experts if params[0].key.expert else dense)
@@ -150,8 +150,8 @@ def _group(params: list[ShardedParameter], config: FSDPConfig, axes: AxisSizes) 
     sharding = config.sharding if key.divisible else UNSHARDED
     inner = axes.inner if sharding.inner.shards_optimizer else 1
     shards = inner * (axes.outer if sharding.outer.shards_optimizer else 1)
-    layout = plan_layout([param.local_shape for param in params], shards, parse_granularity(config.granularity))
-    dtypes = config.mixed_precision.resolve(key.dtype, params[0].name)
+    layout = plan_layout([param.local_shape for param in params], shards, parse_granularity(config.shard_granularity))
+    dtypes = config.mixed_precision_policy.resolve(key.dtype, params[0].name)
     elements = sum(slot.numel for slot in layout.slots)
     owned = layout.numel // shards
     temporary = sharding.inner.shards_parameters

@@ -69,7 +69,7 @@ class Report:
             "sizes": self.sizes,
         }
         if self.config is not None:
-            found["strategy"] = [self.config.strategy, self.config.outer_strategy]
+            found["strategy"] = [self.config.zero_dp_strategy, self.config.outer_dp_sharding_strategy]
             found["units"] = [{**chunk.kinds} for chunk in self.chunks]
             found["dtypes"] = sorted({text for chunk in self.chunks for text in chunk.dtypes})
             found["bytes"] = [asdict(chunk.total) for chunk in self.chunks]
@@ -101,8 +101,8 @@ class Report:
     def _plan(self, config: FSDPConfig) -> list[str]:
         totals = [chunk.total for chunk in self.chunks]
         rows = [("parallelism", ", ".join(f"{name} {size}" for name, size in self.sizes.items()))]
-        outer = f", outer axis: {config.outer_strategy}" if self.sizes.get("outer data", 1) > 1 else ""
-        rows.append(("strategy", f"{config.strategy}{outer}"))
+        outer = f", outer axis: {config.outer_dp_sharding_strategy}" if self.sizes.get("outer data", 1) > 1 else ""
+        rows.append(("strategy", f"{config.zero_dp_strategy}{outer}"))
         for number, chunk in enumerate(self.chunks):
             kinds = ", ".join(f"{count} x {kind}" for kind, count in chunk.kinds.items()) or "none"
             name = f"units, chunk {number}" if len(self.chunks) > 1 else "units"
@@ -110,8 +110,8 @@ class Report:
             root = chunk.units[0].bytes.elements
             rows.append((name, f"{kinds}; the largest has {largest:,} parameters here; {root:,} are in none"))
         rows.append(("dtypes", "; ".join(sorted({text for chunk in self.chunks for text in chunk.dtypes}))))
-        buffers = f"{config.max_gathered_units} units gathered, {config.max_reducing_units} on their way"
-        rows.append(("buffers", buffers + (", fixed (double buffer)" if config.double_buffer else "")))
+        buffers = f"{config.max_unsharded_units} units gathered, {config.max_reducing_units} on their way"
+        rows.append(("buffers", buffers + (", fixed (double buffer)" if config.fsdp_double_buffer else "")))
         gathers = sum(unit.groups for chunk in self.chunks for unit in chunk.units)
         passes = 2 if config.sharding.inner.shards_parameters else 1
         rows.append(("collectives", f"up to {passes * gathers} gathers and {gathers} reductions per micro-batch"))

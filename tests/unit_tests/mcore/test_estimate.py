@@ -16,7 +16,7 @@ from tests.ranks import RankPool
 def _compare(strategy: str, dtype: torch.dtype) -> None:
     policy = MixedPrecisionPolicy(main_grads_dtype=torch.float32)
     model = TinyModel().to(device(), dtype)
-    config = FSDPConfig(strategy=strategy, mixed_precision=policy)
+    config = FSDPConfig(zero_dp_strategy=strategy, mixed_precision_policy=policy)
     found = estimate(copy.deepcopy(model).to("meta"), (Block,), config, AxisSizes(3), AxisSizes(3))
     sharded = fully_shard_model(
         model, fsdp_unit_modules=[Block], zero_dp_strategy=strategy, mixed_precision_policy=policy
