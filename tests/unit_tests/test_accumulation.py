@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp import fully_shard_model
+from tests.exchanges import both_exchanges
 from tests.models import FP32_GRADS, STRATEGIES, TinyModel, adamw, assert_same_training, batches, loss_of
 from tests.ranks import RankPool
 
@@ -22,7 +23,7 @@ def _train(strategy: str, micro_batches: int, use_no_sync: bool, sync_each: bool
     )
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@both_exchanges("strategy", STRATEGIES)
 @pytest.mark.parametrize(
     ("use_no_sync", "sync_each", "overlap"),
     [(False, True, True), (True, True, True), (True, False, True), (False, False, False), (True, False, False)],
@@ -31,7 +32,7 @@ def test_accumulation(ranks: RankPool, strategy: str, use_no_sync: bool, sync_ea
     ranks.run(2, _train, strategy, 3, use_no_sync, sync_each, overlap)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@both_exchanges("strategy", STRATEGIES)
 def test_accumulation_over_three_ranks(ranks: RankPool, strategy: str) -> None:
     ranks.run(3, _train, strategy, 2, True, True, True)
 

@@ -7,6 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.fsdp.sharding.strategy import INNER, OUTER
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model
+from tests.exchanges import both_exchanges
 from tests.models import (
     DEVICE,
     STRATEGIES,
@@ -40,12 +41,12 @@ def _train(outer: int, inner: int, strategy: str, outer_strategy: str, micro_bat
     )
 
 
-@pytest.mark.parametrize("strategy, outer", DEFINED)
+@both_exchanges("strategy, outer", DEFINED)
 def test_trains_as_unsharded(ranks: RankPool, strategy: str, outer: str) -> None:
     ranks.run(4, _train, 2, 2, strategy, outer, 1, False)
 
 
-@pytest.mark.parametrize("strategy, outer", DEFINED)
+@both_exchanges("strategy, outer", DEFINED)
 @pytest.mark.parametrize("no_sync", [True, False])
 def test_accumulates_over_micro_batches(ranks: RankPool, strategy: str, outer: str, no_sync: bool) -> None:
     ranks.run(4, _train, 2, 2, strategy, outer, 3, no_sync)

@@ -11,6 +11,7 @@ from torch import nn
 from megatron.fsdp.comm import gloo
 from megatron.fsdp.state.consistency import inconsistent_weights
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
+from tests.exchanges import both_exchanges
 from tests.models import STRATEGIES, Block, TinyModel, adamw, batches, device, loss_of, main_weights
 from tests.ranks import RankPool
 
@@ -61,7 +62,7 @@ def _train(strategy: str, grad_dtype: torch.dtype, **arguments: bool) -> None:
         torch.testing.assert_close(weight, expected, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@both_exchanges("strategy", STRATEGIES)
 @pytest.mark.parametrize("grad_dtype", [FP32, BF16])
 def test_bf16_compute_with_fp32_main_weights(ranks: RankPool, strategy: str, grad_dtype: torch.dtype) -> None:
     ranks.run(2, _train, strategy, grad_dtype)
@@ -151,7 +152,7 @@ def _narrow_main_weights(strategy: str, main: torch.dtype | None) -> None:
     assert not inconsistent_weights(sharded)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@both_exchanges("strategy", STRATEGIES)
 @pytest.mark.parametrize("main", [BF16, None], ids=["fp32 model", "bf16 model"])
 def test_main_weights_narrower_than_compute_weights(ranks: RankPool, strategy: str, main: torch.dtype | None) -> None:
     ranks.run(2, _narrow_main_weights, strategy, main)

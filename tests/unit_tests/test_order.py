@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from megatron.fsdp.comm.streams import CpuStream
 from megatron_fsdp import fully_shard
+from tests.exchanges import both_exchanges
 from tests.models import FP32_GRADS, STRATEGIES, Block, TinyModel, adamw, batches, device, loss_of
 from tests.ranks import DEVICE, RankPool
 
@@ -61,7 +62,7 @@ def _train(strategy: str, dtype: torch.dtype, seed: int | None) -> list[bytes]:
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="these delays are those of the CPU's stream")
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@both_exchanges("strategy", STRATEGIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_delays_change_no_bit(ranks: RankPool, strategy: str, dtype: torch.dtype) -> None:
     expected = ranks.run(3, _train, strategy, dtype, None)

@@ -5,6 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fsdp import FSDPConfig, MegatronFSDP, MixedPrecisionPolicy
+from tests.exchanges import both_exchanges
 from tests.models import STRATEGIES, Block, TinyModel, batches, loss_of
 from tests.ranks import RankPool
 
@@ -52,7 +53,7 @@ def _views_of_the_gathered_buffer(strategy: str) -> None:
     assert len(seen) == len(groups)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@both_exchanges("strategy", STRATEGIES)
 def test_parameters_are_views_of_the_gathered_buffer(ranks: RankPool, strategy: str) -> None:
     ranks.run(2, _views_of_the_gathered_buffer, strategy)
 
