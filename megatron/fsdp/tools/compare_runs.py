@@ -206,7 +206,7 @@ def _gathered(chunk: Any, choose: Callable[[nn.Parameter], Any]) -> Iterator[tup
 
     for group in chunk.module.groups:
         axis = group.axes.dp_group
-        for entry in group.entries:
+        for entry in group.params:
             value = choose(entry.main)
             mine = None if value is None else local_shard(value).detach().cpu().reshape(-1)
             parts: list[Any] = [None] * axis.size()
