@@ -11,7 +11,7 @@ from megatron.fsdp.comm.process_groups import require_process_group
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.module import MegatronFSDP
 from megatron.fsdp.optim.classes import require_known
-from megatron.fsdp.optim.hooks import attach_optimizer, expect_attachment
+from megatron.fsdp.optim.hooks import attach_at_first_use, attach_optimizer, require_attachment
 from megatron.fsdp.runtime.partition import UnitClasses
 from megatron.fsdp.sharding.mesh import FSDPDistributedIndex
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
@@ -165,7 +165,7 @@ def fully_shard_model(
             expt_fsdp_group_ag,
         )
     model = MegatronFSDP(module, config, index, fsdp_unit_modules, device)
-    expect_attachment(model)
+    attach_at_first_use(model.engine, require_attachment)
     return model
 
 

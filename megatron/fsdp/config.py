@@ -92,7 +92,9 @@ class FSDPConfig:
         )
         parse_granularity(self.shard_granularity)
         if not isinstance(self.mixed_precision_policy, MixedPrecisionPolicy):
-            raise ValueError(f"mixed_precision: expected a MixedPrecisionPolicy; got {self.mixed_precision_policy!r}.")
+            raise ValueError(
+                f"mixed_precision_policy: expected a MixedPrecisionPolicy; got {self.mixed_precision_policy!r}."
+            )
         if self.average_in_collective and self.calculate_per_token_loss:
             raise ValueError("average_in_collective divides gradients by the ranks; calculate_per_token_loss must not.")
         for name in ("max_unsharded_units", "max_reducing_units"):
@@ -114,8 +116,8 @@ class FSDPConfig:
 
     def _check_device(self) -> None:
         for name, flag in (
-            ("register_with_nccl (nccl_ub)", self.nccl_ub),
-            ("cuda_graphs (cuda_graph_mode)", self.cuda_graph_mode),
+            ("nccl_ub", self.nccl_ub),
+            ("cuda_graph_mode", self.cuda_graph_mode),
         ):
             if flag and not torch.cuda.is_available():
                 raise ValueError(f"{name}: expected a CUDA device; there is none. Leave it off on a CPU.")

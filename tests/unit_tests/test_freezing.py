@@ -100,7 +100,7 @@ def _unfreeze_what_began_frozen(strategy: str) -> None:
         for each_optimizer in (optimizer, optimizers[1]):
             each_optimizer.step()
             each_optimizer.zero_grad()
-    assert all(entry.main.requires_grad == entry.trained for entry in sharded.params())
+    assert all(entry.main.requires_grad == entry.trained for entry in sharded.engine.params())
     _assert_equal(sharded, reference)
 
 
@@ -126,7 +126,7 @@ def _freeze_at_odd_times(strategy: str) -> None:
         _freeze(module, "head")
         loss_of(each, tokens).backward()
     for name, parameter in reference.named_parameters():
-        entry = next(e for e in sharded.params() if e.name == name)
+        entry = next(e for e in sharded.engine.params() if e.name == name)
         assert (entry.main.grad is None) == (parameter.grad is None), name
         if parameter.grad is not None:
             torch.testing.assert_close(whole(entry, entry.main.grad), parameter.grad.cpu(), rtol=2e-5, atol=2e-6)

@@ -148,7 +148,7 @@ def _decoupled() -> None:
         model, ReadsDecoupled(model.parameters(), lr=0.1), fsdp_unit_modules=[Block], use_decoupled_grad=True
     )
     loss_of(sharded, tokens).backward()
-    for entry in sharded.params():
+    for entry in sharded.engine.params():
         assert entry.main.grad is None
         assert local_shard(entry.main.decoupled_grad).shape == local_shard(entry.main).shape
     sharded.scale_gradients(2.0)
@@ -158,7 +158,7 @@ def _decoupled() -> None:
     for name, parameter in reference.named_parameters():
         torch.testing.assert_close(weights[name], parameter.detach().cpu())
     sharded.zero_grad()
-    assert all(entry.main.decoupled_grad is None for entry in sharded.params())
+    assert all(entry.main.decoupled_grad is None for entry in sharded.engine.params())
 
 
 def test_decoupled_gradients(ranks: RankPool) -> None:
@@ -169,8 +169,8 @@ def _fine_grained() -> None:
     sharded = assert_same_training(
         TinyModel(), batches(2, dist.get_world_size()), adamw, enable_fine_grained_param_gather=True
     )
-    assert "blocks.0" not in sharded.unit_names or "blocks.0.up" in sharded.unit_names
-    assert {f"blocks.{i}.{name}" for i in range(3) for name in ("up", "down")} <= set(sharded.unit_names)
+    assert "blocks.0" not in sharded.engine.unit_names or "blocks.0.up" in sharded.engine.unit_names
+    assert {f"blocks.{i}.{name}" for i in range(3) for name in ("up", "down")} <= set(sharded.engine.unit_names)
 
 
 def test_fine_grained_gather_makes_every_module_a_unit(ranks: RankPool) -> None:
@@ -185,7 +185,7 @@ def _group_for_gathers() -> None:
         TinyModel(), batches(3, size), adamw, device_mesh=mesh, dp_shard_dim="dp", fsdp_group_ag=apart
     )
     assert sharded.index.has_gather_group
-    group = sharded.groups[0]
+    group = sharded.engine.groups[0]
     assert group.weights._stream is not group.gradients._stream
 
 
@@ -211,7 +211,7 @@ def _experts() -> tuple[int, int]:
     torch.manual_seed(9)
     nn.init.normal_(model[0].weight)
     sharded = fully_shard_model(model, dense, "dp", expt_device_mesh=expert)
-    params = {entry.name: entry for entry in sharded.params()}
+    params = {entry.name: entry for entry in sharded.engine.params()}
     sharded(torch.ones(1, 8, device=device()) * (1 + dist.get_rank())).sum().backward()
     expected = torch.full((8,), 2 / 4)  # two ranks, each with a gradient of one, of which all four take the mean
     grad, shard_slice = local_shard(params["1.bias"].main.grad), params["1.bias"].shard_slice

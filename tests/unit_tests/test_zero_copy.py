@@ -34,7 +34,7 @@ class _CountCopies(TorchDispatchMode):
 
 def _views_of_the_gathered_buffer(strategy: str) -> None:
     model = MegatronFSDP(TinyModel(), FSDPConfig(zero_dp_strategy=strategy), fsdp_unit_modules=[Block])
-    groups = {id(e.compute): (g, i) for g in model.groups for i, e in enumerate(g.params)}
+    groups = {id(e.compute): (g, i) for g in model.engine.groups for i, e in enumerate(g.params)}
     seen: dict[int, int] = {}
 
     def look(module: torch.nn.Module, args: object) -> None:
@@ -59,7 +59,7 @@ def test_parameters_are_views_of_the_gathered_buffer(ranks: RankPool, strategy: 
 
 def _main_weights_share_memory(strategy: str) -> None:
     model = MegatronFSDP(TinyModel(), FSDPConfig(zero_dp_strategy=strategy), fsdp_unit_modules=[Block])
-    for group in model.groups:
+    for group in model.engine.groups:
         whole = group.weights.compute.flat.untyped_storage()
         shared = group.weights.main.untyped_storage().data_ptr() == whole.data_ptr()
         assert shared == (strategy != "optim_grads_params")
@@ -80,7 +80,7 @@ def _copied(dtype: torch.dtype, strategy: str) -> tuple[dict[str, int], int, int
     policy = MixedPrecisionPolicy(main_grads_dtype=torch.float32)
     config = FSDPConfig(zero_dp_strategy=strategy, mixed_precision_policy=policy)
     model = MegatronFSDP(TinyModel().to(dtype), config, fsdp_unit_modules=[Block])
-    group = model.groups[-1]
+    group = model.engine.groups[-1]
     group.weights.invalidate()
     with _CountCopies() as gather:
         group.weights._unshard(True)

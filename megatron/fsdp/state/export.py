@@ -74,10 +74,10 @@ def save_safetensors(
 
 def _whole_tensors(model: MegatronFSDP, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
     """Every parameter and buffer, whole and on the CPU, in an order that all ranks share."""
-    model.synchronize_param_gather()
+    model.engine.reshard()
     seen: set[int] = set()
     param: ShardedParameter
-    for param in model.params():
+    for param in model.engine.params():
         if id(param) not in seen:
             seen.add(id(param))
             whole = gather_whole(param.main)  # type: ignore[arg-type]  # a Parameter that is a DTensor
