@@ -93,7 +93,7 @@ class FSDPConfig:
         parse_granularity(self.shard_granularity)
         if not isinstance(self.mixed_precision_policy, MixedPrecisionPolicy):
             raise ValueError(
-                f"mixed_precision_policy: expected a MixedPrecisionPolicy; got {self.mixed_precision_policy!r}."
+                f"mixed_precision_policy: expected a MixedPrecisionPolicy; got {self.mixed_precision_policy}."
             )
         if self.average_in_collective and self.calculate_per_token_loss:
             raise ValueError("average_in_collective divides gradients by the ranks; calculate_per_token_loss must not.")
