@@ -18,7 +18,7 @@ PACKAGES = ("megatron/fsdp", "megatron_fsdp")
 def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     """Names in the wheel, without its metadata; built from a copy, so that the checkout stays as it is."""
     source, output = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in ("pyproject.toml", "setup.py"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     for name in PACKAGES:
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -42,6 +42,7 @@ def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
 
 def test_wheel_holds_the_packages_and_nothing_else(wheel_names: set[str]) -> None:
     expected = {path.relative_to(ROOT).as_posix() for name in PACKAGES for path in (ROOT / name).rglob("*.py")}
+    expected |= {f"{name}/py.typed" for name in PACKAGES}
     assert wheel_names == expected
 
 

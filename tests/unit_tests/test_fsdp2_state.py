@@ -578,14 +578,14 @@ def _public(owner: type) -> set[str]:
 
 
 def test_everything_of_torchs_interface_is_there_and_documented() -> None:
-    page = (ROOT / "docs" / "compat.md").read_text()
+    page = (ROOT / "docs" / "fsdp2.md").read_text()
     rows = set(re.findall(r"^\| `(\w+)", page, flags=re.MULTILINE))
     names = _public(torch_fsdp.FSDPModule)
     assert names <= _public(fsdp2.FSDPModule)
     parameters = inspect.signature(torch_fsdp.fully_shard).parameters
     ours = inspect.signature(fsdp2.fully_shard).parameters
     assert set(parameters) | {"shard_granularity"} == set(ours)
-    assert names | set(ours) <= rows, f"docs/compat.md lacks {sorted((names | set(ours)) - rows)}"
+    assert names | set(ours) <= rows, f"docs/fsdp2.md lacks {sorted((names | set(ours)) - rows)}"
     for name in names - {"set_requires_gradient_sync"}:
         theirs, mine = getattr(torch_fsdp.FSDPModule, name), getattr(fsdp2.FSDPModule, name)
         wanted = list(inspect.signature(theirs).parameters)

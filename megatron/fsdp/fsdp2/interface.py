@@ -24,7 +24,7 @@ parameters are main weights: DTensors in the dtype that the model was built in, 
 parameters of such a model in it and does what :func:`megatron.fsdp.fully_shard_optimizer` does, also for parameters
 that it got before the model was sharded.
 
-``docs/compat.md`` lists every argument and method: what works, what is accepted without effect, what is refused.
+``docs/fsdp2.md`` lists every argument and method: what works, what is accepted without effect, what is refused.
 """
 
 import functools
@@ -162,7 +162,7 @@ def _accepted(name: str) -> Callable[..., None]:
     """A method without effect on what is computed."""
 
     def method(self: "FSDPModule", *args: Any, **kwargs: Any) -> None:
-        """Accepted without effect; docs/compat.md says why."""
+        """Accepted without effect; docs/fsdp2.md says why."""
 
     method.__name__ = name
     return method
@@ -172,7 +172,7 @@ def _refused(name: str, reason: str) -> Callable[..., NoReturn]:
     """A method that is not supported."""
 
     def method(self: "FSDPModule", *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise NotImplementedError; docs/compat.md says why."""
+        """Raise NotImplementedError; docs/fsdp2.md says why."""
         raise NotImplementedError(f"{name}: {reason}")
 
     method.__name__ = name
