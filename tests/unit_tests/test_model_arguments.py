@@ -1,8 +1,12 @@
 """Arguments of fully_shard_model that have no file of their own: each does what its description says."""
 
 import copy
+import dataclasses
 import inspect
 import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +15,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import megatron_fsdp
+from megatron.fsdp import api
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron_fsdp import (
+    FSDPConfig,
     MixedPrecisionPolicy,
     fully_shard,
     fully_shard_model,
@@ -20,6 +26,7 @@ from megatron_fsdp import (
 )
 from tests.models import DEVICE, Block, TinyModel, adamw, assert_same_training, batches, device, loss_of, main_weights
 from tests.ranks import RankPool
+from tools import argument_table
 
 # Frozen: users' calls depend on names, order and defaults of the first 33.
 ARGUMENTS = """
@@ -39,10 +46,53 @@ def test_names_and_order_of_the_arguments() -> None:
     positional = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
     assert positional == ARGUMENTS
     assert parameters["zero_dp_strategy"].default == 3
-    for name in positional:
-        assert f"\n        {name}: " in (inspect.getdoc(fully_shard_model) or "").replace(
-            "    " + name, "        " + name
-        )
+
+
+def test_fully_shard_takes_the_same_arguments_behind_the_optimizer() -> None:
+    both, model = (list(inspect.signature(f).parameters.values()) for f in (fully_shard, fully_shard_model))
+    assert [p.name for p in both[:2]] == ["module", "optimizer"]
+    assert all(p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty for p in both[:2])
+    assert both[2:] == model[1:]
+
+
+@pytest.mark.parametrize("function", [fully_shard, fully_shard_model])
+def test_every_setting_is_an_argument_of_the_same_name_type_and_default(function: Callable[..., Any]) -> None:
+    parameters = inspect.signature(function).parameters
+    settings = {field.name: field for field in dataclasses.fields(FSDPConfig) if field.init}
+    assert settings.keys() <= parameters.keys()
+    assert FSDPConfig().mixed_precision_policy == MixedPrecisionPolicy()
+    del settings["mixed_precision_policy"]  # the argument may be None, which means the default
+    for name, field in settings.items():
+        assert (parameters[name].annotation, parameters[name].default) == (field.type, field.default), name
+
+
+def test_a_new_setting_is_added_to_signatures_and_docstring_by_the_tool() -> None:
+    source = Path(api.__file__).read_text()
+    assert argument_table.with_settings(source) == source, "run: python tools/argument_table.py --write"
+    declaration = argument_table.settings()["max_unsharded_units"]
+    without = source.replace(declaration, "")
+    begin = without.index("        max_unsharded_units: ")
+    without = without[:begin] + without[without.index("        max_reducing_units: ") :]
+    again = argument_table.with_settings(without)
+    assert again.count(declaration) == 2
+    assert sorted(again.splitlines()) == sorted(source.splitlines())
+
+
+def _settings_arrive() -> None:
+    given: dict[str, object] = {
+        field.name: not field.default if isinstance(field.default, bool) else field.default
+        for field in dataclasses.fields(FSDPConfig)
+        if field.init and field.name not in ("nccl_ub", "cuda_graph_mode", "average_in_collective")
+    }
+    given |= {"zero_dp_strategy": 2, "mixed_precision_policy": MixedPrecisionPolicy(main_grads_dtype=torch.float32)}
+    given |= {"shard_granularity": "tensor", "max_unsharded_units": 3, "max_reducing_units": 2}
+    model = fully_shard_model(TinyModel(), fsdp_unit_modules=[Block], **given)
+    assert model.fsdp_config == FSDPConfig(**given)
+    assert fully_shard_model(TinyModel(), maxpool_double_buffer=True).fsdp_config.fsdp_double_buffer
+
+
+def test_every_setting_arrives_in_the_config(ranks: RankPool) -> None:
+    ranks.run(1, _settings_arrive)
 
 
 def test_public_names() -> None:
