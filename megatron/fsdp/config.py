@@ -1,10 +1,11 @@
 """The settings of a sharded model, in one value that validates itself."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
-from megatron.fsdp.sharding.layout import parse_granularity
+from megatron.fsdp.sharding.layout import Granularity, parse_granularity
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
 from megatron.fsdp.sharding.strategy import INNER, OUTER, Sharding, resolve_strategy
 
@@ -51,6 +52,8 @@ class FSDPConfig:
         cuda_graph_mode: Keep all buffers where they are, for capture in CUDA graphs.
         max_unsharded_units: How many units, the root aside, may have gathered weights at a time.
         max_reducing_units: How many units' gradients may be on their way through a reduction at a time.
+        whole_weights: Every rank keeps whole compute weights, whatever the strategy says. Set by the engine for a model
+            without units.
         sharding: Where parameters, gradients and optimizer state live, by the strategies.
 
     Raises:
@@ -82,14 +85,14 @@ class FSDPConfig:
     cuda_graph_mode: bool = False
     max_unsharded_units: int = 2
     max_reducing_units: int = 1
+    whole_weights: bool = field(default=False, repr=False)
     sharding: Sharding = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "zero_dp_strategy", resolve_strategy(self.zero_dp_strategy))
         object.__setattr__(self, "outer_dp_sharding_strategy", resolve_strategy(self.outer_dp_sharding_strategy, OUTER))
-        object.__setattr__(
-            self, "sharding", Sharding(INNER[str(self.zero_dp_strategy)], OUTER[str(self.outer_dp_sharding_strategy)])
-        )
+        sharding = Sharding(INNER[str(self.zero_dp_strategy)], OUTER[str(self.outer_dp_sharding_strategy)])
+        object.__setattr__(self, "sharding", sharding.with_whole_parameters if self.whole_weights else sharding)
         parse_granularity(self.shard_granularity)
         if not isinstance(self.mixed_precision_policy, MixedPrecisionPolicy):
             raise ValueError(f"mixed_precision: expected a MixedPrecisionPolicy; got {self.mixed_precision_policy!r}.")
@@ -101,6 +104,11 @@ class FSDPConfig:
         self._check_device()
         if self.cuda_graph_mode:  # ranks cannot ask each other in a graph which gradients there are
             object.__setattr__(self, "zero_unused_gradients", True)
+
+    @cached_property
+    def granularity(self) -> Granularity:
+        """``shard_granularity`` as a value."""
+        return parse_granularity(self.shard_granularity)
 
     @property
     def grad_attribute(self) -> str:

@@ -13,17 +13,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from megatron.fsdp.buffers.flat_buffer import all_reduce, exchange_numbers
-from megatron.fsdp.buffers.gradients import GradientScaling
 from megatron.fsdp.buffers.parameter import ShardedParameter
-from megatron.fsdp.buffers.parameter_group import Environment, ParameterGroup
-from megatron.fsdp.buffers.pool import AllocatorPool, FixedPool
+from megatron.fsdp.buffers.parameter_group import ParameterGroup
+from megatron.fsdp.buffers.pool import AllocatorPool, FixedPool, Pool
 from megatron.fsdp.buffers.weights import WeightBuffer
-from megatron.fsdp.comm import gloo
+from megatron.fsdp.comm.collectives import all_reduce, broadcast
+from megatron.fsdp.comm.context import CommContext
 from megatron.fsdp.comm.journal import report_on_failure, watch
 from megatron.fsdp.comm.process_groups import require_process_group
 from megatron.fsdp.comm.registered_memory import NcclMemory
-from megatron.fsdp.comm.streams import Handle, Stream, communication_stream, default_device
+from megatron.fsdp.comm.streams import default_device
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.dtensor import torch_patches
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
@@ -48,9 +47,7 @@ from megatron.fsdp.runtime.partition import (
 from megatron.fsdp.runtime.schedule import Limits, Schedule
 from megatron.fsdp.runtime.structure import keep_structure
 from megatron.fsdp.runtime.unit import Unit
-from megatron.fsdp.sharding.layout import parse_granularity
 from megatron.fsdp.sharding.mesh import FSDPDistributedIndex, default_index
-from megatron.fsdp.sharding.strategy import Sharding
 from megatron.fsdp.state.export import save_safetensors
 from megatron.fsdp.state.loading import (
     NO_COPY,
@@ -120,17 +117,18 @@ class MegatronFSDP(nn.Module):
         self.agree()
 
         self.module = module
-        self._stream = communication_stream(self.device, everyone)
-        self._dp_group = self._stream.group(everyone)
+        main_device = torch.device("cpu") if self.fsdp_config.offload_optimizer else self.device
+        self._context = CommContext.of(
+            self.device, main_device, everyone, self._channel, separate_unshards=self.index.has_gather_group
+        )
+        self._stream = self._context.stream
         self._is_last_microbatch = True
         self._model_auto_sync = self.fsdp_config.sync_model_each_microbatch
         self._unsynchronized = False
         self.microbatch_count = 0
         self._without_parameters = materialize_buffers(module, self.device)
         self._move_buffers()
-        self._build(
-            part, self.fsdp_config.sharding if self._releases else self.fsdp_config.sharding.with_whole_parameters
-        )
+        self._build(part)
         if self.fsdp_config.init_model_with_meta_device:
             forget(module)
         self._update_reduce_now()
@@ -168,29 +166,8 @@ class MegatronFSDP(nn.Module):
             if buffer.device != self.device:
                 buffer.data = buffer.data.to(self.device)
 
-    def _build(self, part: UnitPart, sharding: Sharding) -> None:
-        config, everyone = self.fsdp_config, self.index.dense.dp_group
-        environment = Environment(
-            index=self.index,
-            tp_mesh=self._tp_mesh,
-            granularity=parse_granularity(config.shard_granularity),
-            sharding=sharding,
-            policy=config.mixed_precision_policy,
-            scaling=GradientScaling(
-                factor=1.0 if config.calculate_per_token_loss else 1.0 / self.index.size,
-                average=config.average_in_collective,
-                # Over gloo parts are sent one by one in any case. Fused kernels give gradients in main_grads_dtype.
-                exchange=(config.exchange_gradients or gloo.is_for(everyone, self.device))
-                and not config.fused_weight_gradients,
-            ),
-            device=self.device,
-            main_device=torch.device("cpu") if config.offload_optimizer else self.device,
-            stream=self._stream,
-            unshard_stream=communication_stream(self.device, everyone, second=self.index.has_gather_group),
-            pool=AllocatorPool(),
-            report_nan=config.report_nan_in_param_grad,
-            grad_attribute=config.grad_attribute,
-        )
+    def _build(self, part: UnitPart) -> None:
+        config = self.fsdp_config if self._releases else dataclasses.replace(self.fsdp_config, whole_weights=True)
         modules: dict[int, nn.Module] = {}
         self._units: list[Unit] = []
         self._unit_numbers = itertools.count()
@@ -202,7 +179,7 @@ class MegatronFSDP(nn.Module):
             self.pool = FixedPool(config.max_unsharded_units, self._nccl_memory.allocation)
         elif config.fsdp_double_buffer:
             self.pool = FixedPool(config.max_unsharded_units)
-        self._build_unit(part, environment, modules)
+        self._build_unit(part, config, modules)
         self._schedule = Schedule(
             self._units,
             Limits(
@@ -211,7 +188,7 @@ class MegatronFSDP(nn.Module):
                 prefetch=config.overlap_param_gather and config.max_unsharded_units > 1,
                 wait_for_reduction=not config.overlap_grad_reduce,
             ),
-            exchange=functools.partial(exchange_numbers, self._stream, self._dp_group, self.device),
+            exchange=self._context.exchange,
             on_backward_end=self._backward_ended,
         )
         for unit in self._units:
@@ -227,17 +204,16 @@ class MegatronFSDP(nn.Module):
             for parameter in (param.original, param.compute, param.main):
                 mark_owner(parameter, self)
 
-    def _build_unit(
-        self, part: UnitPart, environment: Environment, modules: dict[int, nn.Module], depth: int = 0
-    ) -> Unit:
-        place, number, own, slot = len(self._units), next(self._unit_numbers), environment, None
+    def _build_unit(self, part: UnitPart, config: FSDPConfig, modules: dict[int, nn.Module], depth: int = 0) -> Unit:
+        place, number, slot = len(self._units), next(self._unit_numbers), None
+        pool: Pool = AllocatorPool()
         if self.pool is not None:
             inside_another = depth > 1 and self.fsdp_config.fsdp_db_use_persist_buf_on_alloc_fail
-            unit_pool = self.pool.for_unit(number, depth, shared=depth > 0 and not inside_another)
-            own, slot = dataclasses.replace(environment, pool=unit_pool), unit_pool.slot
+            pool = unit_pool = self.pool.for_unit(number, depth, shared=depth > 0 and not inside_another)
+            slot = unit_pool.slot
 
         def build_children() -> list[Unit]:
-            return [self._build_unit(child, environment, modules, depth + 1) for child in part.children]
+            return [self._build_unit(child, config, modules, depth + 1) for child in part.children]
 
         # Numbers are drawn as they were when the model was built; a unit's place is before those in it all the same.
         children = (
@@ -245,7 +221,9 @@ class MegatronFSDP(nn.Module):
             if self.fsdp_config.init_model_with_meta_device and comes_last(part.params, part.params_inside)
             else []
         )
-        unit = Unit(part.name, [ParameterGroup(params, own) for params in part.groups], [], slot)
+        own = self._unit_config(part, config)
+        groups = [ParameterGroup(p, own, self.index, self._context, pool, self._tp_mesh) for p in part.groups]
+        unit = Unit(part.name, groups, [], slot)
         empty = [group for group in unit.groups if not group.initialized]
         if empty or (unit.is_root and self._without_parameters):
             params = [param for group in empty for param in group.params]
@@ -257,6 +235,10 @@ class MegatronFSDP(nn.Module):
         modules[id(unit)] = part.module
         unit.children += children or build_children()
         return unit
+
+    def _unit_config(self, part: UnitPart, config: FSDPConfig) -> FSDPConfig:
+        """Settings of one unit."""
+        return config
 
     def _hook_state_dict(self) -> None:
         for module in (self, *root_modules(self.module)):
@@ -410,9 +392,7 @@ class MegatronFSDP(nn.Module):
     def _broadcast(self, weights: WeightBuffer, axis: dist.ProcessGroup) -> None:
         # Only what is on the computing device can be sent: main weights may be on the host.
         sent = weights.main.to(self.device)
-        group = self._stream.group(axis)
-        with gloo.wait_for_gloo_references(group, sent):
-            dist.broadcast(sent, dist.get_global_rank(axis, 0), group=group)
+        broadcast(sent, 0, self._stream.group(axis))
         weights.main.copy_(sent)
 
     # Gradients -------------------------------------------------------------------------------------------------
@@ -470,7 +450,7 @@ class MegatronFSDP(nn.Module):
         trained = [param.trained for group in groups for param in group.params]
         if self.fsdp_config.zero_unused_gradients or not used_here:
             return used_here
-        flags, handle = self._start_any(used_here)
+        flags, handle = self._context.any_rank(used_here)
         # What is used here is used: reading the flags, which stops the host, is for ranks that miss a gradient.
         if all(used for used, needed in zip(used_here, trained, strict=True) if needed):
             return used_here
@@ -480,17 +460,10 @@ class MegatronFSDP(nn.Module):
 
     def on_any_rank(self, flags: list[bool]) -> list[bool]:
         """For each flag, whether it is set on any rank. All ranks must call this, with as many flags."""
-        everyone, handle = self._start_any(flags)
+        everyone, handle = self._context.any_rank(flags)
         with report_on_failure():
             handle.wait()
         return [bool(flag) for flag in everyone.tolist()]
-
-    def _start_any(self, flags: list[bool]) -> tuple[torch.Tensor, Handle]:
-        """Start finding out which flags are set on any rank: the result, and what to wait for before it is read."""
-        everyone = torch.tensor(flags, dtype=torch.uint8, device=self.device)
-        handle = self._stream.run(functools.partial(_all_reduce_max, self._stream, everyone, self._dp_group))
-        self._channel.note(f"compare {len(flags)} flags", [handle])
-        return everyone, handle
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
         """Multiply the gradients in ``.grad`` in place.
@@ -548,7 +521,9 @@ class MegatronFSDP(nn.Module):
         size = self.index.dense.dp_group.size()
         for buffer in self.module.buffers():
             if buffer.is_floating_point():
-                self._stream.run(functools.partial(all_reduce, buffer, dist.ReduceOp.SUM, self._dp_group)).wait()
+                self._stream.run(
+                    functools.partial(all_reduce, buffer, dist.ReduceOp.SUM, self._context.dp_group)
+                ).wait()
                 buffer.div_(size)
 
     def __getattr__(self, name: str) -> Any:
@@ -597,8 +572,3 @@ class MegatronFSDP(nn.Module):
 
     def _after_load_state_dict(self, *unused: Any) -> None:
         self.install_optimized_model_weights()
-
-
-def _all_reduce_max(stream: Stream, flags: torch.Tensor, group: dist.ProcessGroup) -> None:
-    stream.keep([flags])
-    all_reduce(flags, dist.ReduceOp.MAX, group)

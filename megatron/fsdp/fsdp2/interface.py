@@ -416,7 +416,7 @@ def fully_shard[T: nn.Module | list[nn.Module]](
         raise NotImplementedError("ignored_params: every parameter inside is sharded. Leave it empty.")
     if dp_mesh_dims is not None:
         raise NotImplementedError("dp_mesh_dims: give the data-parallel axes as mesh, for instance mesh['dp'].")
-    granularity = parse_granularity(shard_granularity)
+    parse_granularity(shard_granularity)
     for each in modules:
         _check_module(each, shard_placement_fn)
     # torch's own policies, which have the same attributes, will do as well.
@@ -441,7 +441,7 @@ def fully_shard[T: nn.Module | list[nn.Module]](
             output_dtype=policy.output_dtype,
             offload=hasattr(offload_policy, "pin_memory"),
             reshard_after_forward=reshard,
-            granularity=granularity,
+            shard_granularity=shard_granularity,
         )
         set_mark(each, mark)
     return module

@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.buffers.parameter import check_class
-from megatron.fsdp.buffers.parameter_group import Environment
 from megatron.fsdp.comm.streams import communication_stream, default_device
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.dtensor.ragged_dtensor import is_sharded
@@ -27,7 +26,6 @@ from megatron.fsdp.optim.hooks import attach_optimizer, owners, watch_optimizers
 from megatron.fsdp.runtime.other_engines import check_no_other_engine
 from megatron.fsdp.runtime.partition import UnitPart, partition
 from megatron.fsdp.runtime.unit import Unit
-from megatron.fsdp.sharding.layout import ROW, Granularity
 from megatron.fsdp.sharding.mesh import FSDPDistributedIndex, default_index
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
 
@@ -50,7 +48,7 @@ class Mark:
         output_dtype: What its outputs are cast to; None for nothing.
         offload: Main weights are in host memory.
         reshard_after_forward: Release weights after forward. None: all but the outermost module's.
-        granularity: What is not divided between ranks.
+        shard_granularity: What is not divided between ranks.
         requires_gradient_sync: Gradients are reduced.
         requires_all_reduce: Gradients are reduced over the outer axis too.
         is_last_backward: The next backward is the last before the step.
@@ -68,7 +66,7 @@ class Mark:
     output_dtype: torch.dtype | None
     offload: bool
     reshard_after_forward: bool | None
-    granularity: Granularity = ROW
+    shard_granularity: str = "row"
     requires_gradient_sync: bool = True
     requires_all_reduce: bool = True
     is_last_backward: bool = True
@@ -139,9 +137,13 @@ class InPlaceEngine(MegatronFSDP):
         InPlaceEngine.models += 1
         self.update_sync()
 
-    def _build_unit(self, part: UnitPart, environment: Environment, *rest: Any) -> Unit:
+    def _unit_config(self, part: UnitPart, config: FSDPConfig) -> FSDPConfig:
         mark = mark_of(part.module)
-        unit = super()._build_unit(part, replace(environment, policy=mark.policy, granularity=mark.granularity), *rest)
+        return replace(config, mixed_precision_policy=mark.policy, shard_granularity=mark.shard_granularity)
+
+    def _build_unit(self, part: UnitPart, *rest: Any) -> Unit:
+        mark = mark_of(part.module)
+        unit = super()._build_unit(part, *rest)
         unit.keeps_weights = mark.keeps_weights
         mark.unit = weakref.ref(unit)
         if mark.divisor is not None:
