@@ -17,12 +17,12 @@ from megatron.fsdp.buffers.parameter import ShardedParameter
 from megatron.fsdp.buffers.parameter_group import ParameterGroup
 from megatron.fsdp.buffers.pool import AllocatorPool, FixedPool, Pool
 from megatron.fsdp.buffers.weights import WeightBuffer
+from megatron.fsdp.comm.backends import HOST, backend_of, default_device
 from megatron.fsdp.comm.collectives import all_reduce, broadcast
 from megatron.fsdp.comm.context import CommContext
 from megatron.fsdp.comm.journal import report_on_failure, watch
 from megatron.fsdp.comm.process_groups import require_process_group
 from megatron.fsdp.comm.registered_memory import NcclMemory
-from megatron.fsdp.comm.streams import default_device
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.dtensor import torch_patches
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
@@ -117,7 +117,7 @@ class MegatronFSDP(nn.Module):
         self.agree()
 
         self.module = module
-        main_device = torch.device("cpu") if self.fsdp_config.offload_optimizer else self.device
+        main_device = HOST if self.fsdp_config.offload_optimizer else self.device
         self._context = CommContext.of(
             self.device, main_device, everyone, self._channel, separate_unshards=self.index.has_gather_group
         )
@@ -147,7 +147,7 @@ class MegatronFSDP(nn.Module):
         check_dtypes(module, config.mixed_precision_policy)
         classes = resolve_unit_classes(module, unit_modules)
         self._tp_mesh = tensor_parallel_mesh(module, self.index)
-        if config.average_in_collective and dist.get_backend(self.index.dense.inner) == "gloo":
+        if config.average_in_collective and not backend_of(self.index.dense.inner, self.device).can_average:
             raise ValueError("average_in_collective: gloo can sum only. Leave it off; the result is the same.")
         part = partition(module, classes, config.enable_fine_grained_param_gather)
         self._releases = unit_modules is not None or bool(part.children)

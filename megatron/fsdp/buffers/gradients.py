@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from megatron.fsdp.buffers.flat_buffer import gap_views, slot_view
 from megatron.fsdp.buffers.pool import Pool
-from megatron.fsdp.comm import gloo
+from megatron.fsdp.comm.backends import backend_of
 from megatron.fsdp.comm.collectives import all_reduce, exchange_and_sum, reduce_scatter
 from megatron.fsdp.comm.context import CommContext
 from megatron.fsdp.comm.streams import Handle
@@ -39,7 +39,7 @@ class GradientScaling:
     def of(cls, config: FSDPConfig, context: CommContext) -> "GradientScaling":
         """Scaling of a model's gradients."""
         # Over gloo parts are sent one by one in any case.
-        exchange = config.exchange_gradients or gloo.is_for(context.dp_group, context.device)
+        exchange = config.exchange_gradients or backend_of(context.dp_group, context.device).prefers_sends
         return cls(
             factor=1.0 if config.calculate_per_token_loss else 1.0 / context.dp_group.size(),
             average=config.average_in_collective,

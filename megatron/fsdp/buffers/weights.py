@@ -6,6 +6,7 @@ import torch
 
 from megatron.fsdp.buffers.flat_buffer import FlatBuffer, slot_view
 from megatron.fsdp.buffers.pool import Pool
+from megatron.fsdp.comm.backends import is_on_host, runs_ahead
 from megatron.fsdp.comm.collectives import all_gather
 from megatron.fsdp.comm.context import CommContext
 from megatron.fsdp.comm.streams import Handle
@@ -78,7 +79,7 @@ class WeightBuffer:
                 _length(self.owned.main),
                 dtype=dtypes.main_params,
                 device=main_device,
-                pin_memory=main_device.type == "cpu" and device.type == "cuda",
+                pin_memory=is_on_host(main_device) and runs_ahead(device),
             )
         self._loaded: torch.Tensor | None = None
         self._current = False

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.fsdp.comm import gloo
+from megatron.fsdp.comm.backends import backend_of
 
 # torch 2.13 renamed these two and warns at the old names.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -25,7 +26,7 @@ class ScratchMemory(Protocol):
 
 def all_gather(output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Gather flat shards in rank order into ``output``; ``shard`` may be this rank's part of ``output``."""
-    if gloo.is_for(group, output.device):
+    if backend_of(group, output.device).prefers_sends:
         gloo.all_gather(output, shard, group)
     else:
         _all_gather(output, shard, group=group)
@@ -35,7 +36,7 @@ def reduce_scatter(
     shard: torch.Tensor, flat: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
 ) -> None:
     """Reduce ``flat`` over the group into this rank's ``shard``, which may be this rank's part of ``flat``."""
-    if op == dist.ReduceOp.SUM and gloo.is_for(group, flat.device):
+    if op == dist.ReduceOp.SUM and backend_of(group, flat.device).prefers_sends:
         gloo.reduce_scatter(shard, flat, group)
     else:
         _reduce_scatter(shard, flat, op=op, group=group)
@@ -50,7 +51,7 @@ def exchange_and_sum(shard: torch.Tensor, flat: torch.Tensor, group: dist.Proces
         group: The ranks that take part.
         pool: Gives memory to what is received.
     """
-    if gloo.is_for(group, flat.device):
+    if backend_of(group, flat.device).prefers_sends:
         gloo.reduce_scatter(shard, flat, group)
         return
     received = pool.scratch(flat.numel(), flat.dtype, flat.device)
@@ -61,11 +62,11 @@ def exchange_and_sum(shard: torch.Tensor, flat: torch.Tensor, group: dist.Proces
 
 def all_reduce(flat: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> None:
     """Reduce ``flat`` over the group in place."""
-    with gloo.wait_for_gloo_references(group, flat):
+    with gloo.ensure_released(group, flat):
         dist.all_reduce(flat, op=op, group=group)
 
 
 def broadcast(flat: torch.Tensor, source: int, group: dist.ProcessGroup) -> None:
     """Overwrite ``flat`` with that of the rank whose number in the group is ``source``."""
-    with gloo.wait_for_gloo_references(group, flat):
+    with gloo.ensure_released(group, flat):
         dist.broadcast(flat, group=group, group_src=source)

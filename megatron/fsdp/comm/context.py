@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from megatron.fsdp.comm.backends import moves_data
 from megatron.fsdp.comm.collectives import all_gather, all_reduce
 from megatron.fsdp.comm.journal import Channel
 from megatron.fsdp.comm.streams import Handle, Stream, communication_stream
@@ -71,7 +72,7 @@ class CommContext:
 
     def exchange(self, numbers: list[int]) -> list[list[int]]:
         """Every data-parallel rank's list of integers, in rank order. A collective; lists may differ in length."""
-        if dist.get_backend(self.dp_group) == "fake":
+        if not moves_data(self.dp_group):
             return [numbers]
         size = torch.tensor(len(numbers), dtype=torch.int64, device=self.device)
         self.stream.run(functools.partial(self._reduce_max, size)).wait()

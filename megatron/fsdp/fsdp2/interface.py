@@ -41,6 +41,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_map
 
+from megatron.fsdp.comm.backends import is_on_host
 from megatron.fsdp.comm.process_groups import require_process_group
 from megatron.fsdp.fsdp2.marked import (
     Mark,
@@ -121,7 +122,7 @@ def _before_forward(module: "FSDPModule", args: tuple, kwargs: dict) -> tuple[tu
     engine, dtype, device = engine_of(module), mark_of(module).input_dtype, None
     if owned_engine(module) is engine:
         engine.before_forward()
-        device = None if engine.device.type == "cpu" else engine.device
+        device = None if is_on_host(engine.device) else engine.device
     return _cast((args, kwargs), dtype, device) if dtype or device else (args, kwargs)
 
 

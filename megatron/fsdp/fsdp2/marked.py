@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.buffers.parameter import check_class
-from megatron.fsdp.comm.streams import communication_stream, default_device
+from megatron.fsdp.comm.backends import default_device, local_device
+from megatron.fsdp.comm.streams import communication_stream
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.dtensor.ragged_dtensor import is_sharded
 from megatron.fsdp.dtensor.torch_patches import attach_with
@@ -303,9 +304,7 @@ def axes_of(mesh: DeviceMesh | None, module: nn.Module) -> tuple[FSDPDistributed
         names = mesh.mesh_dim_names
         if mesh.ndim > 2 or (mesh.ndim == 2 and not names):
             raise ValueError(f"mesh: expected one axis, or two with names (outer, inner); got {mesh}.")
-        device = torch.device(mesh.device_type)
-        if device.type == "cuda":
-            device = torch.device("cuda", torch.cuda.current_device())
+        device = local_device(mesh.device_type)
         outer = names[0] if names and mesh.ndim == 2 else None
         index = FSDPDistributedIndex(mesh, names[-1] if names else None, outer)
     stream = communication_stream(device, index.dense.dp_group)
