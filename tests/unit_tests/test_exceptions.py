@@ -82,7 +82,7 @@ def _assert_at_rest(sharded: MegatronFSDP) -> None:
     """Nothing is gathered, no handle is kept, and no temporary buffer has memory once the stream has done its tasks."""
     assert [unit.label for unit in sharded.engine.units if unit.state.value != "sharded" or unit._depth] == []
     assert not sharded.engine.schedule._reducing and sharded.engine.schedule._kept_for_backward is None
-    sharded.engine.stream.run(lambda: None).wait()
+    sharded.engine.context.stream.run(lambda: None).wait()
     for group in sharded.engine.groups:
         assert not group.has_gradients()
         if group.weights.temporary:

@@ -97,7 +97,7 @@ def _count_collectives_of_a_state_dict() -> int:
 
     model, optimizer = _trained("optim_grads_params", steps=1)
     # The step's flags, for which a rank that used all its parameters has not waited.
-    model.engine.stream.run(lambda: None).wait()
+    model.engine.context.stream.run(lambda: None).wait()
     before = [pg._get_sequence_number_for_group() for pg in _world.pg_map]
     _state(model, optimizer)
     return sum(pg._get_sequence_number_for_group() for pg in _world.pg_map) - sum(before)

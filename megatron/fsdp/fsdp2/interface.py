@@ -41,6 +41,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_map
 
+from megatron.fsdp.comm.backends import is_on_host
 from megatron.fsdp.comm.process_groups import require_process_group
 from megatron.fsdp.fsdp2.marked import (
     Mark,
@@ -121,7 +122,7 @@ def _before_forward(module: "FSDPModule", args: tuple, kwargs: dict) -> tuple[tu
     model, dtype, device = model_of(module), mark_of(module).input_dtype, None
     if owned_model(module) is model:
         model.before_forward()
-        device = None if model.engine.device.type == "cpu" else model.engine.device
+        device = None if is_on_host(model.engine.device) else model.engine.device
     return _cast((args, kwargs), dtype, device) if dtype or device else (args, kwargs)
 
 
@@ -415,7 +416,7 @@ def fully_shard[T: nn.Module | list[nn.Module]](
         raise NotImplementedError("ignored_params: every parameter inside is sharded. Leave it empty.")
     if dp_mesh_dims is not None:
         raise NotImplementedError("dp_mesh_dims: give the data-parallel axes as mesh, for instance mesh['dp'].")
-    granularity = parse_granularity(shard_granularity)
+    parse_granularity(shard_granularity)
     for each in modules:
         _check_module(each, shard_placement_fn)
     # torch's own policies, which have the same attributes, will do as well.
@@ -440,7 +441,7 @@ def fully_shard[T: nn.Module | list[nn.Module]](
             output_dtype=policy.output_dtype,
             offload=hasattr(offload_policy, "pin_memory"),
             reshard_after_forward=reshard,
-            granularity=granularity,
+            shard_granularity=shard_granularity,
         )
         set_mark(each, mark)
     return module

@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.buffers.parameter import check_class
-from megatron.fsdp.comm.streams import communication_stream, default_device
+from megatron.fsdp.comm.backends import default_device, local_device
+from megatron.fsdp.comm.streams import communication_stream
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.dtensor.ragged_dtensor import is_sharded
 from megatron.fsdp.optim.hooks import attach_at_first_use, attach_optimizer
@@ -25,7 +26,6 @@ from megatron.fsdp.runtime.builder import UnitSettings, build_engine, examine, p
 from megatron.fsdp.runtime.other_engines import check_no_other_engine, refuse_others
 from megatron.fsdp.runtime.partition import UnitPart, is_wrapped, partition, root_modules
 from megatron.fsdp.runtime.unit import Unit
-from megatron.fsdp.sharding.layout import ROW, Granularity
 from megatron.fsdp.sharding.mesh import FSDPDistributedIndex, default_index
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
 from megatron.fsdp.state.loading import hook_state_dict, load
@@ -49,7 +49,7 @@ class Mark:
         output_dtype: What its outputs are cast to; None for nothing.
         offload: Main weights are in host memory.
         reshard_after_forward: Release weights after forward. None: all but the outermost module's.
-        granularity: What is not divided between ranks.
+        shard_granularity: What is not divided between ranks.
         requires_gradient_sync: Gradients are reduced.
         requires_all_reduce: Gradients are reduced over the outer axis too.
         is_last_backward: The next backward is the last before the step.
@@ -67,7 +67,7 @@ class Mark:
     output_dtype: torch.dtype | None
     offload: bool
     reshard_after_forward: bool | None
-    granularity: Granularity = ROW
+    shard_granularity: str = "row"
     requires_gradient_sync: bool = True
     requires_all_reduce: bool = True
     is_last_backward: bool = True
@@ -174,7 +174,7 @@ class InPlaceModel:
 
 def _settings_of(part: UnitPart) -> UnitSettings:
     mark = mark_of(part.module)
-    return UnitSettings(mark.policy, mark.granularity, mark.keeps_weights, mark.divisor)
+    return UnitSettings(mark.policy, mark.shard_granularity, mark.keeps_weights, mark.divisor)
 
 
 def model_of(module: MarkedModule) -> InPlaceModel:
@@ -273,9 +273,7 @@ def axes_of(mesh: DeviceMesh | None, module: nn.Module) -> tuple[FSDPDistributed
         names = mesh.mesh_dim_names
         if mesh.ndim > 2 or (mesh.ndim == 2 and not names):
             raise ValueError(f"mesh: expected one axis, or two with names (outer, inner); got {mesh}.")
-        device = torch.device(mesh.device_type)
-        if device.type == "cuda":
-            device = torch.device("cuda", torch.cuda.current_device())
+        device = local_device(mesh.device_type)
         outer = names[0] if names and mesh.ndim == 2 else None
         index = FSDPDistributedIndex(mesh, names[-1] if names else None, outer)
     stream = communication_stream(device, index.dense.dp_group)

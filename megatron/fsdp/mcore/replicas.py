@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.fsdp.buffers.flat_buffer import all_gather
 from megatron.fsdp.buffers.parameter import ShardedParameter
+from megatron.fsdp.comm.collectives import all_gather
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.mcore.adapter import ShardedModule
 from megatron.fsdp.state.consistency import hash_of

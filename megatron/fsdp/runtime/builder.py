@@ -8,17 +8,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from megatron.fsdp.buffers.gradients import GradientScaling
-from megatron.fsdp.buffers.parameter_group import Environment, ParameterGroup
-from megatron.fsdp.buffers.pool import AllocatorPool, FixedPool
-from megatron.fsdp.comm import gloo
+from megatron.fsdp.buffers.parameter_group import ParameterGroup
+from megatron.fsdp.buffers.pool import AllocatorPool, FixedPool, Pool, Slot
+from megatron.fsdp.comm.backends import HOST, backend_of, default_device
+from megatron.fsdp.comm.context import CommContext
 from megatron.fsdp.comm.journal import Channel, watch
 from megatron.fsdp.comm.process_groups import require_process_group
 from megatron.fsdp.comm.registered_memory import NcclMemory
-from megatron.fsdp.comm.streams import communication_stream, default_device
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.dtensor import torch_patches
 from megatron.fsdp.init.deferred import forget
@@ -39,7 +37,6 @@ from megatron.fsdp.runtime.partition import (
 )
 from megatron.fsdp.runtime.structure import keep_structure
 from megatron.fsdp.runtime.unit import Unit
-from megatron.fsdp.sharding.layout import Granularity, parse_granularity
 from megatron.fsdp.sharding.mesh import FSDPDistributedIndex, default_index
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
 
@@ -50,13 +47,13 @@ class UnitSettings:
 
     Attributes:
         policy: Dtypes.
-        granularity: The smallest piece of a parameter that is not divided between ranks.
+        shard_granularity: The smallest piece of a parameter that is not divided between ranks.
         keeps_weights: Weights stay unsharded from a forward until its backward.
         divisor: Divides the sum of gradients. None: the number of ranks.
     """
 
     policy: MixedPrecisionPolicy
-    granularity: Granularity
+    shard_granularity: str
     keeps_weights: bool = False
     divisor: float | None = None
 
@@ -128,7 +125,7 @@ def examine(
         return f"weights are resharded: {reshards}" if part is root else ""
 
     agreement = Agreement(index, *fingerprint(root, config, index, settings_to_compare))
-    common = UnitSettings(config.mixed_precision_policy, parse_granularity(config.shard_granularity))
+    common = UnitSettings(config.mixed_precision_policy, config.shard_granularity)
     return Blueprint(
         module, root, config, index, device, settings_of or (lambda part: common), reshards, channel, agreement
     )
@@ -147,7 +144,7 @@ def _check_and_divide(
     check_dtypes(module, config.mixed_precision_policy)
     classes = resolve_unit_classes(module, unit_modules)
     tensor_parallel_mesh(module, index)
-    if config.average_in_collective and dist.get_backend(index.dense.inner) == "gloo":
+    if config.average_in_collective and not backend_of(index.dense.inner, device).can_average:
         raise ValueError("average_in_collective: gloo can sum only. Leave it off; the result is the same.")
     return partition(module, classes, config.enable_fine_grained_param_gather)
 
@@ -155,19 +152,25 @@ def _check_and_divide(
 def build_engine(blueprint: Blueprint) -> Engine:
     """Shard the model: allocate buffers, move parameters into them, and hook the units' modules."""
     module, config, device = blueprint.module, blueprint.config, blueprint.device
-    stream = communication_stream(device, blueprint.index.dense.dp_group)
+    context = CommContext.of(
+        device,
+        HOST if config.offload_optimizer else device,
+        blueprint.index.dense.dp_group,
+        blueprint.channel,
+        separate_unshards=blueprint.index.has_gather_group,
+    )
     modules_without_parameters = materialize_buffers(module, device)
     for buffer in module.buffers():
         if buffer.device != device:
             buffer.data = buffer.data.to(device)
     pool, nccl_memory = _fixed_pool(config, blueprint.index, device)
-    units = _build_units(blueprint, pool, modules_without_parameters)
-    resources = Resources(stream, blueprint.channel, pool, nccl_memory, blueprint.agreement)
+    units = _build_units(blueprint, context, pool, modules_without_parameters)
+    resources = Resources(context, pool, nccl_memory, blueprint.agreement)
     unit_of: weakref.WeakKeyDictionary[nn.Module, Unit] = weakref.WeakKeyDictionary()
     for unit, (part, _) in zip(units, preorder(blueprint.root), strict=True):
         # Units inside this one come later and overwrite what belongs to them.
         unit_of.update((each, unit) for each in part.module.modules())
-    engine = Engine(units, config, blueprint.index, device, resources, unit_of)
+    engine = Engine(units, config, blueprint.index, resources, unit_of)
     for unit, (part, _) in zip(units, preorder(blueprint.root), strict=True):
         unit.channel = blueprint.channel
         unit.install_hooks(root_modules(part.module) if unit.is_root else [part.module], engine.schedule)
@@ -190,7 +193,7 @@ def _fixed_pool(
     """The pool of fixed buffers, if the settings ask for one, and its memory if that is registered with NCCL."""
     if config.nccl_ub:
         groups = list(dict.fromkeys([*index.dense.groups, index.dense.gather]))
-        memory = NcclMemory(groups, device, config.symmetric_registration)
+        memory = NcclMemory(groups, device, not config.disable_symmetric_registration)
         return FixedPool(config.max_unsharded_units, memory.allocation), memory
     return (FixedPool(config.max_unsharded_units) if config.fsdp_double_buffer else None), None
 
@@ -218,27 +221,22 @@ def creation_order(part: UnitPart, follow_recording: bool) -> list[UnitPart]:
 
 
 def _build_units(
-    blueprint: Blueprint, pool: FixedPool | None, modules_without_parameters: list[nn.Module]
+    blueprint: Blueprint, context: CommContext, fixed: FixedPool | None, modules_without_parameters: list[nn.Module]
 ) -> list[Unit]:
-    config = blueprint.config
+    config, index = blueprint.config, blueprint.index
+    common = config if blueprint.reshards else dataclasses.replace(config, whole_weights=True)
+    tp_mesh = tensor_parallel_mesh(blueprint.module, index)
     parts = list(preorder(blueprint.root))
-    environments, slots = [], []
-    common = _environment(blueprint)
-    for number, (part, depth) in enumerate(parts):
-        own = blueprint.settings_of(part)
-        environment, slot = dataclasses.replace(common, policy=own.policy, granularity=own.granularity), None
-        if pool is not None:
-            # A unit inside another one may find the slot that they would share taken by the outer unit.
-            shared = depth > 0 and not (depth > 1 and config.fsdp_db_use_persist_buf_on_alloc_fail)
-            unit_pool = pool.for_unit(number, depth, shared)
-            environment, slot = dataclasses.replace(environment, pool=unit_pool), unit_pool.slot
-        environments.append(environment)
-        slots.append(slot)
+    pools = [_pool_of_unit(fixed, number, depth, config) for number, (_, depth) in enumerate(parts)]
     places = {id(part): place for place, (part, _) in enumerate(parts)}
     units: dict[int, Unit] = {}
     for part in creation_order(blueprint.root, config.init_model_with_meta_device):
-        place = places[id(part)]
-        groups = [ParameterGroup(params, environments[place]) for params in part.groups]
+        place, settings = places[id(part)], blueprint.settings_of(part)
+        own = dataclasses.replace(
+            common, mixed_precision_policy=settings.policy, shard_granularity=settings.shard_granularity
+        )
+        pool, slot = pools[place]
+        groups = [ParameterGroup(params, own, index, context, pool, tp_mesh) for params in part.groups]
         empty = [group for group in groups if not group.initialized]
         if empty or (place == 0 and modules_without_parameters):
             params = [param for group in empty for param in group.params]
@@ -246,36 +244,27 @@ def _build_units(
             modules_without_parameters = []
         for group in empty:
             group.initialize_main()
-        units[place] = Unit(part.name, groups, [], slots[place])
-    for place, (part, _) in enumerate(parts):
-        unit, own = units[place], blueprint.settings_of(part)
-        unit.children += [units[places[id(child)]] for child in part.children]
-        unit.keeps_weights = own.keeps_weights
-        if own.divisor is not None:
-            unit.rescale_gradients(blueprint.index.size / own.divisor)
+        units[place] = unit = Unit(part.name, groups, [], slot)
+        unit.keeps_weights = settings.keeps_weights
+        if settings.divisor is not None:
+            unit.rescale_gradients(index.size / settings.divisor)
+    for part, _ in parts:
+        units[places[id(part)]].children += [units[places[id(child)]] for child in part.children]
     return [units[place] for place in range(len(parts))]
 
 
-def _environment(blueprint: Blueprint) -> Environment:
-    config, index, device = blueprint.config, blueprint.index, blueprint.device
-    dp_group = index.dense.dp_group
-    return Environment(
-        index=index,
-        tp_mesh=tensor_parallel_mesh(blueprint.module, index),
-        granularity=parse_granularity(config.shard_granularity),
-        sharding=config.sharding if blueprint.reshards else config.sharding.with_whole_parameters,
-        policy=config.mixed_precision_policy,
-        scaling=GradientScaling(
-            factor=1.0 if config.calculate_per_token_loss else 1.0 / index.size,
-            average=config.average_in_collective,
-            # Over gloo shards are sent one by one in any case. Fused kernels give gradients in main_grads_dtype.
-            exchange=(config.exchange_gradients or gloo.is_for(dp_group, device)) and not config.fused_weight_gradients,
-        ),
-        device=device,
-        main_device=torch.device("cpu") if config.offload_optimizer else device,
-        stream=communication_stream(device, dp_group),
-        unshard_stream=communication_stream(device, dp_group, second=index.has_gather_group),
-        pool=AllocatorPool(),
-        report_nan=config.report_nan_in_param_grad,
-        grad_attribute=config.grad_attribute,
-    )
+def _pool_of_unit(fixed: FixedPool | None, number: int, depth: int, config: FSDPConfig) -> tuple[Pool, Slot | None]:
+    """The pool of a unit's temporary buffers, and its slot if the pool has fixed buffers.
+
+    Args:
+        fixed: The model's fixed buffers, if it has any.
+        number: Place of the unit in ``Engine.units``.
+        depth: Number of units around it.
+        config: Settings.
+    """
+    if fixed is None:
+        return AllocatorPool(), None
+    # A unit inside another one may find the slot that they would share taken by the outer unit.
+    own = depth == 0 or (depth > 1 and config.fsdp_db_use_persist_buf_on_alloc_fail)
+    pool = fixed.for_unit(number, depth, shared=not own)
+    return pool, pool.slot

@@ -12,15 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.fsdp.buffers.flat_buffer import all_reduce, exchange_numbers
 from megatron.fsdp.buffers.parameter import ShardedParameter
 from megatron.fsdp.buffers.parameter_group import ParameterGroup
 from megatron.fsdp.buffers.pool import FixedPool
 from megatron.fsdp.buffers.weights import WeightBuffer
-from megatron.fsdp.comm import gloo
-from megatron.fsdp.comm.journal import Channel, report_on_failure
+from megatron.fsdp.comm.collectives import all_reduce, broadcast
+from megatron.fsdp.comm.context import CommContext
+from megatron.fsdp.comm.journal import report_on_failure
 from megatron.fsdp.comm.registered_memory import NcclMemory
-from megatron.fsdp.comm.streams import Handle, Stream
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.runtime.agreement import Agreement
@@ -52,15 +51,13 @@ class Resources:
     """What the engine of one model communicates with.
 
     Attributes:
-        stream: Runs reductions and every collective that is not an all-gather of weights.
-        channel: Records the model's collectives, for reports about ranks that wait too long.
+        context: Devices, streams and process groups.
         pool: Fixed buffers; None if temporary buffers come from torch's allocator.
         nccl_memory: Registers the buffers of ``pool`` with NCCL; None if they are not registered.
         agreement: Comparison of the model between ranks.
     """
 
-    stream: Stream
-    channel: Channel
+    context: CommContext
     pool: FixedPool | None
     nccl_memory: NcclMemory | None
     agreement: Agreement
@@ -77,7 +74,6 @@ class Engine:
         units: All units of the model; the root first, then in the order of registration.
         config: Settings.
         index: Mesh and process groups.
-        device: Device of the computation.
         resources: Streams, memory and the comparison between ranks.
         unit_of: The innermost unit around each module of the model.
     """
@@ -87,17 +83,14 @@ class Engine:
         units: list[Unit],
         config: FSDPConfig,
         index: FSDPDistributedIndex,
-        device: torch.device,
         resources: Resources,
         unit_of: weakref.WeakKeyDictionary[nn.Module, Unit],
     ) -> None:
         self.units = units
         self.config = config
         self.index = index
-        self.device = device
         self.resources = resources
         self._unit_of = unit_of
-        self._dp_group = resources.stream.group(index.dense.dp_group)
         self._sync = _Synchronization(config.sync_model_each_microbatch)
         self.schedule = Schedule(
             units,
@@ -107,7 +100,7 @@ class Engine:
                 prefetch=config.overlap_param_gather and config.max_unsharded_units > 1,
                 wait_for_reduction=not config.overlap_grad_reduce,
             ),
-            exchange=functools.partial(exchange_numbers, resources.stream, self._dp_group, device),
+            exchange=resources.context.exchange,
             on_backward_end=self._backward_ended,
         )
         self._update_reduce_now()
@@ -125,9 +118,14 @@ class Engine:
         return [unit.name for unit in self.units]
 
     @property
-    def stream(self) -> Stream:
-        """The stream of reductions."""
-        return self.resources.stream
+    def context(self) -> CommContext:
+        """Devices, streams and process groups."""
+        return self.resources.context
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the computation."""
+        return self.context.device
 
     @property
     def pool(self) -> FixedPool | None:
@@ -152,28 +150,22 @@ class Engine:
             ValueError: Ranks have different models or settings. All of them raise.
             RuntimeError: A rank did not arrive in time.
         """
-        self.resources.agreement.wait(self.resources.channel)
+        self.resources.agreement.wait(self.context.channel)
 
     def on_any_rank(self, flags: list[bool]) -> list[bool]:
         """For each flag, whether any rank has set it. A collective: all ranks pass the same number of flags."""
-        result, handle = self._start_any(flags)
+        result, handle = self.context.any_rank(flags)
         with report_on_failure():
             handle.wait()
         return [bool(flag) for flag in result.tolist()]
-
-    def _start_any(self, flags: list[bool]) -> tuple[torch.Tensor, Handle]:
-        """Start :meth:`on_any_rank`. The tensor may be read once the handle has been waited for."""
-        result = torch.tensor(flags, dtype=torch.uint8, device=self.device)
-        handle = self.stream.run(functools.partial(_all_reduce_max, self.stream, result, self._dp_group))
-        self.resources.channel.note(f"compare {len(flags)} flags", [handle])
-        return result, handle
 
     def average_buffers(self, module: nn.Module) -> None:
         """Replace floating-point buffers of ``module`` by their mean over the data-parallel ranks. A collective."""
         size = self.index.dense.dp_group.size()
         for buffer in module.buffers():
             if buffer.is_floating_point():
-                self.stream.run(functools.partial(all_reduce, buffer, dist.ReduceOp.SUM, self._dp_group)).wait()
+                reduce = functools.partial(all_reduce, buffer, dist.ReduceOp.SUM, self.context.dp_group)
+                self.context.stream.run(reduce).wait()
                 buffer.div_(size)
 
     # Which backward synchronizes ---------------------------------------------------------------------------------
@@ -277,15 +269,13 @@ class Engine:
         for group in self.groups:
             for axis, placements in zip(group.axes.groups, group.sharding.axes, strict=False):
                 if not placements.shards_optimizer:
-                    self.stream.run(functools.partial(self._broadcast, group.weights, axis)).wait()
+                    self.context.stream.run(functools.partial(self._broadcast, group.weights, axis)).wait()
         self.invalidate_weights()
 
     def _broadcast(self, weights: WeightBuffer, axis: dist.ProcessGroup) -> None:
         # Main weights may be in host memory, and the backend of the axis sends from the computing device only.
         sent = weights.main.to(self.device)
-        group = self.stream.group(axis)
-        with gloo.wait_for_gloo_references(group, sent):
-            dist.broadcast(sent, dist.get_global_rank(axis, 0), group=group)
+        broadcast(sent, 0, self.context.stream.group(axis))
         weights.main.copy_(sent)
 
     # Gradients -------------------------------------------------------------------------------------------------
@@ -340,7 +330,7 @@ class Engine:
         trained = [param.trained for group in groups for param in group.params]
         if self.config.zero_unused_gradients or not used_here:
             return used_here
-        flags, handle = self._start_any(used_here)
+        flags, handle = self.context.any_rank(used_here)
         # Reading the flags makes the host wait. A rank that used every parameter knows the result without reading.
         if all(used for used, needed in zip(used_here, trained, strict=True) if needed):
             return used_here
@@ -376,8 +366,3 @@ def engines_of(parameters: Iterable[nn.Parameter]) -> list[Engine]:
         if engine is not None and engine not in found:
             found.append(engine)
     return found
-
-
-def _all_reduce_max(stream: Stream, flags: torch.Tensor, group: dist.ProcessGroup) -> None:
-    stream.keep([flags])
-    all_reduce(flags, dist.ReduceOp.MAX, group)

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.buffers.parameter import TENSOR_PARALLEL, GroupKey, ShardedParameter, check_class
+from megatron.fsdp.comm.backends import is_on_host
 from megatron.fsdp.helpers.spelling import did_you_mean
 from megatron.fsdp.runtime.other_engines import check_no_other_engine
 from megatron.fsdp.sharding.mesh import FSDPDistributedIndex
@@ -130,7 +131,7 @@ def check_devices(module: nn.Module, device: torch.device, materialize: bool = F
                 f"Parameter {name} is on the meta device and has no values. Materialize the model first, or give "
                 "init_model_with_meta_device=True."
             )
-        if parameter.device.type != "cpu" and parameter.device != device:
+        if not is_on_host(parameter.device) and parameter.device != device:
             raise ValueError(
                 f"Parameter {name} is on another device: expected {device} or cpu; got {parameter.device}."
             )

@@ -2,8 +2,9 @@
 
 import torch
 
-from megatron.fsdp.buffers.flat_buffer import all_gather, slot_view
+from megatron.fsdp.buffers.flat_buffer import slot_view
 from megatron.fsdp.buffers.parameter_group import ParameterGroup
+from megatron.fsdp.comm.collectives import all_gather
 from megatron.fsdp.runtime.engine import Engine
 from megatron.fsdp.sharding.ownership import within
 

@@ -209,7 +209,7 @@ class Recorder:
         for unit in self._observed.units:
             self._watch_unit(unit)
         streams = {id(group.weights._stream): group.weights._stream for group in self._observed.groups}
-        streams[id(self._observed.stream)] = self._observed.stream
+        streams[id(self._observed.context.stream)] = self._observed.context.stream
         self._streams = list(streams.values())
         for stream in self._streams:
             self._replacements.replace(stream, "run", self._run)
