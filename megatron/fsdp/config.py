@@ -1,6 +1,6 @@
 """The settings of a sharded model: one frozen dataclass, validated when it is created."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -67,8 +67,6 @@ class FSDPConfig:
             directly into a buffer of ``main_grads_dtype``.
         max_unsharded_units: Number of units, besides the root, that may be unsharded at the same time.
         max_reducing_units: Number of units whose gradients may be in a reduction at the same time.
-        whole_weights: Every rank keeps whole compute weights, whatever the strategy says. Set by the engine for a model
-            without units.
         sharding: Where parameters, gradients and optimizer state live. Derived from the two strategies.
 
     Raises:
@@ -99,17 +97,15 @@ class FSDPConfig:
     fused_weight_gradients: bool = False
     max_unsharded_units: int = 2
     max_reducing_units: int = 1
-    whole_weights: bool = field(default=False, repr=False)
     sharding: Sharding = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         inner = resolve_strategy(self.zero_dp_strategy)
         outer = resolve_strategy(self.outer_dp_sharding_strategy, OUTER)
-        sharding = Sharding(INNER[inner], OUTER[outer])
         derived = {
             "zero_dp_strategy": inner,
             "outer_dp_sharding_strategy": outer,
-            "sharding": sharding.with_whole_parameters if self.whole_weights else sharding,
+            "sharding": Sharding(INNER[inner], OUTER[outer]),
             # Registered and captured memory must stay where it is.
             "fsdp_double_buffer": self.fsdp_double_buffer or self.nccl_ub or self.cuda_graph_mode,
             # Ranks cannot compare flags inside a graph.
@@ -130,6 +126,12 @@ class FSDPConfig:
         for name in ("nccl_ub", "cuda_graph_mode"):
             if getattr(self, name) and not torch.cuda.is_available():
                 raise ValueError(f"{name}: expected a CUDA device; there is none. Leave it off on a CPU.")
+
+    def with_whole_weights(self) -> "FSDPConfig":
+        """The same settings for a model without units: every rank keeps whole compute weights."""
+        copy = replace(self)
+        object.__setattr__(copy, "sharding", self.sharding.with_whole_parameters)
+        return copy
 
     @cached_property
     def granularity(self) -> Granularity:

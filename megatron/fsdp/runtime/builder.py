@@ -224,7 +224,6 @@ def _build_units(
     blueprint: Blueprint, context: CommContext, fixed: FixedPool | None, modules_without_parameters: list[nn.Module]
 ) -> list[Unit]:
     config, index = blueprint.config, blueprint.index
-    common = config if blueprint.reshards else dataclasses.replace(config, whole_weights=True)
     tp_mesh = tensor_parallel_mesh(blueprint.module, index)
     parts = list(preorder(blueprint.root))
     pools = [_pool_of_unit(fixed, number, depth, config) for number, (_, depth) in enumerate(parts)]
@@ -233,8 +232,9 @@ def _build_units(
     for part in creation_order(blueprint.root, config.init_model_with_meta_device):
         place, settings = places[id(part)], blueprint.settings_of(part)
         own = dataclasses.replace(
-            common, mixed_precision_policy=settings.policy, shard_granularity=settings.shard_granularity
+            config, mixed_precision_policy=settings.policy, shard_granularity=settings.shard_granularity
         )
+        own = own if blueprint.reshards else own.with_whole_weights()
         pool, slot = pools[place]
         groups = [ParameterGroup(params, own, index, context, pool, tp_mesh) for params in part.groups]
         empty = [group for group in groups if not group.initialized]
