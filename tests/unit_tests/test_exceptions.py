@@ -80,10 +80,10 @@ def _failing(model: nn.Module, which: int, where: str, error: type[BaseException
 
 def _assert_at_rest(sharded: MegatronFSDP) -> None:
     """Nothing is gathered, no handle is kept, and no temporary buffer has memory once the stream has done its tasks."""
-    assert [unit.label for unit in sharded._units if unit.state.value != "sharded" or unit._depth] == []
-    assert not sharded._schedule._reducing and sharded._schedule._kept_for_backward is None
-    sharded._stream.run(lambda: None).wait()
-    for group in sharded.groups:
+    assert [unit.label for unit in sharded.engine.units if unit.state.value != "sharded" or unit._depth] == []
+    assert not sharded.engine.schedule._reducing and sharded.engine.schedule._kept_for_backward is None
+    sharded.engine.context.stream.run(lambda: None).wait()
+    for group in sharded.engine.groups:
         assert not group.has_gradients()
         if group.weights.temporary:
             assert group.weights._handle is None
@@ -93,7 +93,7 @@ def _assert_at_rest(sharded: MegatronFSDP) -> None:
 
 
 def _assert_no_gradients(sharded: MegatronFSDP) -> None:
-    for group in sharded.groups:
+    for group in sharded.engine.groups:
         kept = group.gradients
         kept.wait()
         assert kept._reduced is None and kept._partial is None and not kept.waiting and not any(group.used)
@@ -309,7 +309,7 @@ def test_gather_after_one_that_failed(ranks: RankPool, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("outer", ["no_shard", "optim"])
-@pytest.mark.parametrize("where", [(weights.WeightBuffer, "_cast_into"), (weights.FlatBuffer, "fill")])
+@pytest.mark.parametrize("where", [(weights.WeightBuffer, "_cast_into"), (weights.FlatBuffer, "allocate")])
 def test_gather_after_one_that_failed_over_two_axes(ranks: RankPool, outer: str, where: tuple[type, str]) -> None:
     ranks.run(4, _gathers_again, "optim_grads_params", outer, *where)
 
@@ -377,8 +377,8 @@ def _freed_after(strategy: str, what: str) -> None:
             loss_of(pair.sharded, tokens).backward()
         except ValueError:
             failed = True
-        kept = [weakref.ref(t) for g in pair.sharded.groups for t in (g.weights.compute.flat, g.weights.main)]
-        kept += [weakref.ref(each) for each in (pair.sharded, pair.model, *pair.sharded.groups)]
+        kept = [weakref.ref(t) for g in pair.sharded.engine.groups for t in (g.weights.compute.flat, g.weights.main)]
+        kept += [weakref.ref(each) for each in (pair.sharded, pair.model, *pair.sharded.engine.groups)]
         del pair
         deadline = time.monotonic() + 2
         while any(reference() is not None for reference in kept) and time.monotonic() < deadline:

@@ -69,7 +69,7 @@ def _kept(strategy: str, outer_strategy: str) -> dict[str, int]:
         mixed_precision_policy=policy,
         **_mesh(2, 2),
     )
-    group = max(model.groups, key=lambda g: g.layout.numel)
+    group = max(model.engine.groups, key=lambda g: g.layout.numel)
     weights = group.weights
     home = weights._resident.untyped_storage().nbytes() // 2 if weights._resident is not None else 0
     gathered = weights.compute.flat.untyped_storage().nbytes() // 2
@@ -102,7 +102,7 @@ def _count_outer(strategy: str, outer_strategy: str) -> list[int]:
         outer_dp_sharding_strategy=outer_strategy,
         **_mesh(2, 2),
     )
-    outer = model.groups[0].gradients._outer
+    outer = model.engine.groups[0].gradients._outer
     originals = gradients.all_reduce, gradients.reduce_scatter
     counted = [0]
 

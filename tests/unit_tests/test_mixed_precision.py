@@ -149,7 +149,7 @@ def _narrow_main_weights(strategy: str, main: torch.dtype | None) -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert {p.dtype for p in sharded.parameters()} == {BF16}
-    assert not inconsistent_weights(sharded)
+    assert not inconsistent_weights(sharded.engine)
 
 
 @both_exchanges("strategy", STRATEGIES)
@@ -183,7 +183,7 @@ def _reduced_in(comm: torch.dtype) -> None:
     reference.load_state_dict(main_weights(sharded))
     (loss_of(reference, data[0]) + loss_of(reference, data[1])).backward()
     tolerance = 1e-6 if comm is FP32 else 1e-2
-    for entry in sharded.params():
+    for entry in sharded.engine.params():
         expected = dict(reference.named_parameters())[entry.name].grad.reshape(-1)
         expected = expected[entry.shard_slice.start : entry.shard_slice.stop].view(entry.shard_slice.shape)
         torch.testing.assert_close(entry.main.grad._local_tensor, expected, rtol=tolerance, atol=tolerance)

@@ -58,7 +58,7 @@ def _train(strategy: str, dtype: torch.dtype, seed: int | None) -> list[bytes]:
             optimizer.zero_grad()
     finally:
         CpuStream.run = run  # type: ignore[method-assign]
-    return [e.main._local_tensor.detach().cpu().numpy().tobytes() for e in sharded.params()]
+    return [e.main._local_tensor.detach().cpu().numpy().tobytes() for e in sharded.engine.params()]
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="these delays are those of the CPU's stream")

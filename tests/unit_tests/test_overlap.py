@@ -64,7 +64,7 @@ def _what_runs_beside_block(index: int) -> tuple[set[str], set[str]]:
     seen: dict[str, set[str]] = {"forward": set(), "backward": set()}
 
     def on_their_way() -> set[str]:
-        return {unit.name for unit in model._units if unit.state.value == "unsharding"}
+        return {unit.name for unit in model.engine.units if unit.state.value == "unsharding"}
 
     block = model.module.blocks[index]
     block.up.register_forward_pre_hook(lambda *_: seen["forward"].update(on_their_way()))
@@ -84,14 +84,14 @@ def _backward_does_not_wait_for_reductions() -> bool:
     model = fully_shard_model(TinyModel(), fsdp_unit_modules=[Block], zero_dp_strategy="optim_grads")
     tokens = batches(1, 1)[0, 0]
     loss_of(model, tokens).backward()
-    original = type(model.groups[0].gradients)._reduce
+    original = type(model.engine.groups[0].gradients)._reduce
 
     def held(self, *args):  # noqa: ANN001, ANN002, ANN202
         if self is last:
             passed.append(gate.wait(10))
         original(self, *args)
 
-    last = model.groups[-1].gradients
+    last = model.engine.groups[-1].gradients
     type(last)._reduce = held  # type: ignore[method-assign]
     model.module.blocks[1].norm.register_full_backward_hook(lambda *_: gate.set())
     try:
@@ -126,7 +126,7 @@ def _order_of_reductions() -> list[int]:
         loss_of(sharded, batches(1, 1)[0, 0]).backward()
     finally:
         gradients.reduce_scatter = original
-    by_size = {unit.groups[0].layout.numel: number for number, unit in enumerate(sharded._units)}
+    by_size = {unit.groups[0].layout.numel: number for number, unit in enumerate(sharded.engine.units)}
     return [by_size[size] for size in sizes]
 
 

@@ -43,8 +43,8 @@ def _replicate(strategy: int, outer: str) -> None:
         dp_shard_dim="inner",
         dp_outer_dim="outer",
     )
-    assert sharded.unit_names == [""]
-    for group in sharded.groups:
+    assert sharded.engine.unit_names == [""]
+    for group in sharded.engine.groups:
         assert not group.weights.temporary
         assert group.weights.compute.flat.untyped_storage().nbytes()
 

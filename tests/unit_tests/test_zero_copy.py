@@ -35,7 +35,7 @@ class _CountCopies(TorchDispatchMode):
 
 def _views_of_the_gathered_buffer(strategy: str) -> None:
     model = MegatronFSDP(TinyModel(), FSDPConfig(zero_dp_strategy=strategy), fsdp_unit_modules=[Block])
-    groups = {id(e.compute): (g, i) for g in model.groups for i, e in enumerate(g.params)}
+    groups = {id(e.compute): (g, i) for g in model.engine.groups for i, e in enumerate(g.params)}
     seen: dict[int, int] = {}
 
     def look(module: torch.nn.Module, args: object) -> None:
@@ -60,7 +60,7 @@ def test_parameters_are_views_of_the_gathered_buffer(ranks: RankPool, strategy: 
 
 def _main_weights_share_memory(strategy: str) -> None:
     model = MegatronFSDP(TinyModel(), FSDPConfig(zero_dp_strategy=strategy), fsdp_unit_modules=[Block])
-    for group in model.groups:
+    for group in model.engine.groups:
         whole = group.weights.compute.flat.untyped_storage()
         shared = group.weights.main.untyped_storage().data_ptr() == whole.data_ptr()
         assert shared == (strategy != "optim_grads_params")
@@ -74,14 +74,15 @@ def test_a_rank_holds_one_copy_of_its_weights(ranks: RankPool, strategy: str) ->
 
 def _copied(dtype: torch.dtype, strategy: str) -> tuple[dict[str, int], int, int]:
     """Elements that one gather and one reduction of a group copy, with the group's and the shard's size."""
-    from megatron.fsdp.buffers import flat_buffer, gradients, weights
+    from megatron.fsdp.buffers import gradients, weights
+    from megatron.fsdp.comm import collectives
 
     # What counts is what surrounds a collective; what gloo does inside of one is its own.
     weights.all_gather = gradients.reduce_scatter = lambda *args: None
     policy = MixedPrecisionPolicy(main_grads_dtype=torch.float32)
     config = FSDPConfig(zero_dp_strategy=strategy, mixed_precision_policy=policy)
     model = MegatronFSDP(TinyModel().to(dtype), config, fsdp_unit_modules=[Block])
-    group = model.groups[-1]
+    group = model.engine.groups[-1]
     group.weights.invalidate()
     with _CountCopies() as gather:
         group.weights._unshard(True)
@@ -89,7 +90,7 @@ def _copied(dtype: torch.dtype, strategy: str) -> tuple[dict[str, int], int, int
         grads: list[torch.Tensor | None] = [torch.ones(e.compute.shape, dtype=dtype) for e in group.params]
         group.gradients.reduce(grads, torch.device("cpu"), last=True)
         group.gradients.take(group.dtypes.main_params)
-    weights.all_gather, gradients.reduce_scatter = flat_buffer.all_gather, flat_buffer.reduce_scatter
+    weights.all_gather, gradients.reduce_scatter = collectives.all_gather, collectives.reduce_scatter
     return (
         {
             "gather": sum(gather.written.values()),

@@ -6,9 +6,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron.fsdp.buffers.flat_buffer import all_reduce, exchange_and_sum, gap_views, reduce_scatter, slot_view
+from megatron.fsdp.buffers.flat_buffer import gap_views, slot_view
 from megatron.fsdp.buffers.pool import Pool
-from megatron.fsdp.comm.streams import Handle, Stream
+from megatron.fsdp.comm.backends import backend_of
+from megatron.fsdp.comm.collectives import all_reduce, exchange_and_sum, reduce_scatter
+from megatron.fsdp.comm.context import CommContext
+from megatron.fsdp.comm.streams import Handle
+from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.sharding.layout import Layout
 from megatron.fsdp.sharding.mesh import DataParallelAxes
 from megatron.fsdp.sharding.ownership import Ownership, within
@@ -31,6 +35,18 @@ class GradientScaling:
     average: bool
     exchange: bool
 
+    @classmethod
+    def of(cls, config: FSDPConfig, context: CommContext) -> "GradientScaling":
+        """Scaling of a model's gradients."""
+        # Over gloo parts are sent one by one in any case.
+        exchange = config.exchange_gradients or backend_of(context.dp_group, context.device).prefers_sends
+        return cls(
+            factor=1.0 if config.calculate_per_token_loss else 1.0 / context.dp_group.size(),
+            average=config.average_in_collective,
+            # Fused kernels write gradients in main_grads_dtype: there is nothing narrower to send.
+            exchange=exchange and not config.fused_weight_gradients,
+        )
+
 
 class GradientBuffer:
     """Gradients of one group between backward and the optimizer.
@@ -45,9 +61,8 @@ class GradientBuffer:
         sharding: Where gradients and optimizer state live.
         scaling: How the sum over ranks becomes the gradient.
         axes: Process groups that gradients are reduced over.
-        stream: Runs reductions.
+        context: The stream that runs reductions, and the device that the gradients go to in the end.
         pool: Gives memory to the buffers that are reduced.
-        main_device: Where the gradients go in the end.
 
     Attributes:
         sent_dtype: What gradients of a single micro-batch are sent in over the inner axis.
@@ -61,9 +76,8 @@ class GradientBuffer:
         sharding: Sharding,
         scaling: GradientScaling,
         axes: DataParallelAxes,
-        stream: Stream,
+        context: CommContext,
         pool: Pool,
-        main_device: torch.device,
     ) -> None:
         self.layout = layout
         self.dtypes = dtypes
@@ -85,11 +99,11 @@ class GradientBuffer:
             self._factor_placed = factor
         else:
             self._factor_after = factor
-        self._stream = stream
-        self._inner = stream.group(axes.inner)
-        self._outer = None if axes.outer is None else stream.group(axes.outer)
+        self._stream = context.stream
+        self._inner = self._stream.group(axes.inner)
+        self._outer = None if axes.outer is None else self._stream.group(axes.outer)
         self._pool = pool
-        self._main_device = main_device
+        self._main_device = context.main_device
         self._partial: torch.Tensor | None = None
         self._inner_sum: torch.Tensor | None = None
         self._reduced: torch.Tensor | None = None

@@ -4,9 +4,12 @@ import functools
 
 import torch
 
-from megatron.fsdp.buffers.flat_buffer import FlatBuffer, all_gather, slot_view
+from megatron.fsdp.buffers.flat_buffer import FlatBuffer, slot_view
 from megatron.fsdp.buffers.pool import Pool
-from megatron.fsdp.comm.streams import Handle, Stream
+from megatron.fsdp.comm.backends import is_on_host, runs_ahead
+from megatron.fsdp.comm.collectives import all_gather
+from megatron.fsdp.comm.context import CommContext
+from megatron.fsdp.comm.streams import Handle
 from megatron.fsdp.sharding.layout import Layout
 from megatron.fsdp.sharding.mesh import DataParallelAxes
 from megatron.fsdp.sharding.ownership import Ownership, within
@@ -32,10 +35,8 @@ class WeightBuffer:
         dtypes: Dtypes of the group.
         sharding: Where weights and optimizer state live.
         axes: Process groups that they are sharded over.
-        stream: Runs gathers.
+        context: Devices of compute and main weights, and the stream that runs gathers.
         pool: Gives memory to gathered weights.
-        device: Where the compute weights are.
-        main_device: Where the main weights are.
 
     Attributes:
         temporary: The compute weights' memory exists only while they are gathered.
@@ -50,11 +51,10 @@ class WeightBuffer:
         dtypes: Dtypes,
         sharding: Sharding,
         axes: DataParallelAxes,
-        stream: Stream,
+        context: CommContext,
         pool: Pool,
-        device: torch.device,
-        main_device: torch.device,
     ) -> None:
+        device, main_device, stream = context.device, context.main_device, context.unshard_stream
         self.layout = layout
         self.sharding = sharding
         self.temporary = sharding.inner.shards_parameters
@@ -79,7 +79,7 @@ class WeightBuffer:
                 _length(self.owned.main),
                 dtype=dtypes.main_params,
                 device=main_device,
-                pin_memory=main_device.type == "cpu" and device.type == "cuda",
+                pin_memory=is_on_host(main_device) and runs_ahead(device),
             )
         self._loaded: torch.Tensor | None = None
         self._current = False

@@ -259,6 +259,11 @@ class Unit:
             self.channel.note(f"reduce {self.label}, {size:,} bytes", handles)
         return bool(handles)
 
+    def rescale_gradients(self, ratio: float) -> None:
+        """Multiply the factor that reductions apply to gradients by ``ratio``."""
+        for group in self.groups:
+            group.gradients.rescale(ratio)
+
     def reduce_waiting(self) -> None:
         """Reduce gradients that wait for a reduction."""
         for group in self.groups:

@@ -16,7 +16,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from megatron.fsdp.comm.streams import Handle, Stream, Task
-from megatron.fsdp.module import MegatronFSDP
+from megatron.fsdp.runtime.engine import Engine
 from megatron.fsdp.runtime.unit import Unit
 from megatron.fsdp.tools.trace.clock import Clock
 from megatron.fsdp.tools.trace.timeline import Kind, RankTrace, Row, Span
@@ -156,16 +156,20 @@ class _Waited(Handle):
             self._handle.wait()
 
 
+# Methods of the engine that are called between passes.
+_METHODS = ("finish_gradients", "start_reductions", "unshard_persistent", "prefetch_first", "invalidate_weights")
+
+
 class Recorder:
     """Records one model on this rank from :meth:`start` to :meth:`stop`.
 
     Args:
-        model: What to record.
+        engine: Engine of the model to record.
         clock: Makes marks where the model computes.
     """
 
-    def __init__(self, model: MegatronFSDP, clock: Clock) -> None:
-        self._model = model
+    def __init__(self, engine: Engine, clock: Clock) -> None:
+        self._observed = engine
         self._clock = clock
         self._replacements = Replacements()
         self._optimizer_hooks: list[Any] = []
@@ -184,7 +188,7 @@ class Recorder:
     def start(self) -> None:
         """Replace methods, and begin."""
         self._lane = Lane(self._clock)
-        schedule = self._model._schedule
+        schedule = self._observed.schedule
         hooks: dict[str, Callable[..., Any]] = {
             "before_forward": self._before_forward,
             "after_forward": self._after_forward,
@@ -194,12 +198,18 @@ class Recorder:
         }
         for name, around in hooks.items():
             self._replacements.replace(schedule, name, around)
-        for name in ("finish_grad_sync", "start_grad_sync", "start_param_sync", "install_optimized_model_weights"):
-            self._replacements.replace(self._model, name, self._engine)
-        for unit in self._model._units:
+        for name in (
+            "finish_gradients",
+            "start_reductions",
+            "unshard_persistent",
+            "prefetch_first",
+            "invalidate_weights",
+        ):
+            self._replacements.replace(self._observed, name, self._engine)
+        for unit in self._observed.units:
             self._watch_unit(unit)
-        streams = {id(group.weights._stream): group.weights._stream for group in self._model.groups}
-        streams[id(self._model._stream)] = self._model._stream
+        streams = {id(group.weights._stream): group.weights._stream for group in self._observed.groups}
+        streams[id(self._observed.context.stream)] = self._observed.context.stream
         self._streams = list(streams.values())
         for stream in self._streams:
             self._replacements.replace(stream, "run", self._run)
@@ -243,19 +253,19 @@ class Recorder:
         for stream in self._streams:
             stream.run(lambda: None).wait()
         self._clock.settle()
-        everyone = self._model.index.dense
+        everyone = self._observed.index.dense
         time = self._clock.time
         marked = [*self.lane.passed, *self._communicated]
         spans = [Span(*a[:4], time(start), time(end), a.size, a.work) for a, start, end in marked]
         return RankTrace(
             rank=rank,
-            device=_device_name(self._model.device),
-            units=tuple(unit.label for unit in self._model._units),
+            device=_device_name(self._observed.device),
+            units=tuple(unit.label for unit in self._observed.units),
             start=time(self.lane.start),
             end=time(self.lane.end),
             spans=tuple(sorted(spans, key=lambda span: span.start)),
             clock_error=self._clock.error,
-            all_meet=all(group.axes is everyone and everyone.outer is None for group in self._model.groups),
+            all_meet=all(group.axes is everyone and everyone.outer is None for group in self._observed.groups),
         )
 
     # Communication ---------------------------------------------------------------------------------------------
