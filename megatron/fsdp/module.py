@@ -183,7 +183,7 @@ class MegatronFSDP(nn.Module):
         self._schedule = Schedule(
             self._units,
             Limits(
-                gathered=config.max_unsharded_units,
+                unsharded=config.max_unsharded_units,
                 reducing=config.max_reducing_units,
                 prefetch=config.overlap_param_gather and config.max_unsharded_units > 1,
                 wait_for_reduction=not config.overlap_grad_reduce,
