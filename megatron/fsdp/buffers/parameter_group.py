@@ -9,9 +9,10 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from megatron.fsdp.buffers.flat_buffer import part_view
-from megatron.fsdp.buffers.gradients import GradientBuffer, GradientScaling
+from megatron.fsdp.buffers.gradients import GradientBuffer
 from megatron.fsdp.buffers.parameter import ShardedParameter
 from megatron.fsdp.buffers.pool import Pool
+from megatron.fsdp.buffers.reduction import Reduction
 from megatron.fsdp.buffers.weights import WeightBuffer
 from megatron.fsdp.comm.context import CommContext
 from megatron.fsdp.comm.streams import Handle
@@ -68,12 +69,22 @@ class ParameterGroup:
         shards = shards_of(self.sharding, self.axes)
         self.layout: Layout = plan_layout([e.local_shape for e in params], shards, config.granularity)
         self.weights = WeightBuffer(self.layout, self.dtypes, self.sharding, self.axes, context, pool)
-        scaling = GradientScaling.of(config, context)
-        self.gradients = GradientBuffer(self.layout, self.dtypes, self.sharding, scaling, self.axes, context, pool)
+        reduction = Reduction(self.layout, self.dtypes, self.sharding, self.axes, config, context, pool)
+        self.gradients = GradientBuffer(reduction)
         self.used = [False] * len(params)
         self._lent: torch.Tensor | None = None
         self.pending = False
         self._move_into_buffers()
+
+    @property
+    def unshard_bytes(self) -> int:
+        """Size of the whole compute weights."""
+        return self.layout.numel * self.dtypes.compute.itemsize
+
+    @property
+    def reduce_bytes(self) -> int:
+        """Size of one micro-batch's whole gradients, as they are sent."""
+        return self.layout.numel * self.gradients.reduction.sent_dtype.itemsize
 
     def _move_into_buffers(self) -> None:
         """Move the parameters' values into the buffers and make the parameters views of them.
@@ -184,7 +195,7 @@ class ParameterGroup:
         self.used = [used or grad is not None for used, grad in zip(self.used, grads, strict=True)]
         self.pending = True
         if last or self.sharding.inner.shards_gradients:
-            return self.gradients.reduce(grads, self.device, last)
+            return self.gradients.reduce(grads, last)
         self.gradients.accumulate(grads)
         return None
 

@@ -422,7 +422,7 @@ def nan_in_a_gradient_is_reported_with_the_parameters_name() -> None:
     forward_backward_without_finalizing(model, tokens(0, 1))
     group = model.module.engine.groups[-1]
     group.gradients.wait()
-    group.gradients._reduced.fill_(float("nan"))
+    group.gradients.reduced.fill_(float("nan"))
     with pytest.raises(RuntimeError, match=r"found NaN in gradient norm.*not finite in .*layers.1"):
         model.finish_grad_sync()
 
