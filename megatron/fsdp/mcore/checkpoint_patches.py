@@ -6,7 +6,7 @@ import os
 import queue
 import re
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from megatron.core import parallel_state
 from megatron.fsdp.checkpoint.backend import Finishing, Planner, Reader, Writer, file_result, remove_save, save_with
 from megatron.fsdp.checkpoint.checksums import METADATA
 from megatron.fsdp.checkpoint.loading import load, load_objects
-from megatron.fsdp.checkpoint.matching import Reaction, Rows, Strictness
+from megatron.fsdp.checkpoint.matching import Reaction, Strictness
 from megatron.fsdp.checkpoint.newest import folder_of, iterations_in, newest_whole
 from megatron.fsdp.checkpoint.reader import FORMAT_FILE, RELEASE, TRACKER
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
@@ -31,8 +31,9 @@ from megatron.fsdp.mcore.checkpoint_state import (
     optimizer_names,
     preprocess_fsdp_dtensor_state_dict,
 )
-from megatron.fsdp.mcore.parameter_names import FUSED_DOWN
 from megatron.fsdp.mcore.replicas import check_replicas
+from megatron.fsdp.naming.keys import other_names
+from megatron.fsdp.naming.names import DOWN, FUSED_DOWN
 from megatron.fsdp.state.consistency import inconsistent_weights
 
 logger = logging.getLogger(__name__)
@@ -47,73 +48,6 @@ _KERNEL_SETTINGS = re.compile(
 )
 # What says how this run is divided, whatever the run before did.
 _TOPOLOGY = ("is_expert_parallel",)
-_WRAPPERS = re.compile(r"^(optimizer\.(?:state|param_to_group_meta)\.|model\.)((?:module\.)+)")
-_STEP = re.compile(r"optimizer\.(state|param_to_group_meta)\.(.*?)(_[wv])?\.step")
-_RENAMED = (
-    # A layer's norms, in layers of Megatron's own and in Transformer Engine's fused ones.
-    ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
-    ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
-    # The layer that predicts a further token, in megatron-core 0.19 and after it.
-    (".mtp_model_layer.", ".transformer_layer."),
-    # A layer's norm, where it is part of a fused down projection; groups have the module's own name.
-    (".input_layernorm.", f".self_attention.{FUSED_DOWN}.layer_norm_"),
-)
-# What a fused down projection is apart.
-_DOWN = ("linear_q_down_proj", "linear_kv_down_proj")
-
-
-def other_names(key: str) -> list[str | Rows]:
-    """What checkpoints of other runs, or of other layers' implementations, have in place of a value."""
-    found = [key]
-    for name in found:  # and of what is found: a name may differ in several words
-        found += [other for other in _unique(_variants(name)) if other not in found]
-    found = _renamed(found)
-    return [*found[1:], *(rows for name in found if (rows := _fused(name, key)) is not None)]
-
-
-def _variants(name: str) -> Iterator[str]:
-    """Names that differ from one in a single way."""
-    step = _STEP.fullmatch(name)
-    if step is not None and step[1] == "state":
-        yield f"optimizer.param_to_group_meta.{step[2]}.step"
-    elif step is not None:
-        yield from (f"optimizer.state.{step[2]}{half}.step" for half in ("", "_w"))
-    if name.startswith("rng_state."):
-        yield re.sub(r"\(\d+, \d+\)", "(0, 0)", name, count=1)
-    for one, other in (*_RENAMED, *(pair[::-1] for pair in _RENAMED)):
-        if one in name:
-            yield name.replace(one, other)
-    if name.startswith("optimizer.param_to_group_meta."):
-        yield from (name.replace(f".{down}.", f".{FUSED_DOWN}.") for down in _DOWN)
-        yield from (name.replace(f".{FUSED_DOWN}.", f".{down}.") for down in _DOWN)
-
-
-def _renamed(names: list[str]) -> list[str]:
-    """Names, and those that they have in a run of another precision: one in bf16 has one wrapper more."""
-    found = list(names)
-    for name in names:
-        wrappers = _WRAPPERS.match(name)
-        if wrappers is not None:
-            found += [name.replace(wrappers[2], "module." * n, 1) for n in (2, 3)]
-    return _unique(found)
-
-
-def _unique(names: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(names))
-
-
-def _fused(name: str, key: str) -> Rows | None:
-    """The tensor that has the rows of both down projections, as a run that fuses them once stored it.
-
-    Args:
-        name: One that a value may have.
-        key: That by which it is wanted.
-    """
-    down = next((down for down in _DOWN if f".{down}." in name and f".{down}." in key), None)
-    if down is None or name.startswith("optimizer.param_to_group_meta."):
-        return None
-    parts = tuple(key.replace(f".{down}.", f".{part}.") for part in _DOWN)
-    return Rows(name.replace(f".{down}.", f".{FUSED_DOWN}."), parts)
 
 
 def strictness_of(args: Any) -> Strictness:
@@ -236,7 +170,7 @@ def _check_sections(state_dict: Prepared, keys: Collection[str], folder: Path) -
     fused = next((key for key in keys if key.startswith("model.") and key.endswith(f".{FUSED_DOWN}.weight")), None)
     if fused is not None and _ranks_of(folder, keys) > 1:
         raise RuntimeError(
-            f"{folder}: expected {' and '.join(_DOWN)}; got {fused}, written with tensor parallelism: in which order "
+            f"{folder}: expected {' and '.join(DOWN)}; got {fused}, written with tensor parallelism: in which order "
             "its rows are, it does not say. Convert a torch_dist checkpoint of the run instead."
         )
     # What a conversion kept for the way back is under the second.
