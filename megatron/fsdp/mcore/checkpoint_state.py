@@ -20,17 +20,14 @@ from megatron.fsdp.dtensor.ragged_dtensor import narrow_rows
 from megatron.fsdp.helpers.spelling import bare_name
 from megatron.fsdp.mcore.adapter import ShardedModule
 from megatron.fsdp.mcore.parameter_names import (
-    EMBEDDING,
-    FUSED_DOWN,
-    TIED_OUTPUT,
     Layout,
     Stored,
     described,
     global_name,
     layouts,
     renamed_in_checkpoints,
-    with_own_norm,
 )
+from megatron.fsdp.naming.names import DOWN_NORM, EMBEDDING, FUSED_DOWN, TIED_OUTPUT
 
 # Where a checkpoint says what rows of fused parameters are.
 LAYOUTS_KEY = "layouts"
@@ -74,7 +71,7 @@ class Names:
         for now, before in self._renamed.items():
             if key.startswith(now):
                 key = before + key.removeprefix(now)
-        return with_own_norm(key)
+        return DOWN_NORM.to_stored(key)
 
     def apart(self, name: str) -> tuple[Stored, ...]:
         """The tensors that a checkpoint has instead of a parameter; empty: it has one."""

@@ -11,11 +11,11 @@ import torch.distributed.checkpoint as dcp
 from megatron.core import parallel_state
 from megatron.fsdp.checkpoint import loading
 from megatron.fsdp.checkpoint.matching import Reaction, Strictness
-from megatron.fsdp.mcore.checkpoint_patches import other_names
 from megatron.fsdp.mcore.checkpoint_state import LAYOUTS_KEY, CheckpointState, Names
-from megatron.fsdp.mcore.parameter_names import FUSED_DOWN
 from megatron.fsdp.mcore.replicas import check_replicas
 from megatron.fsdp.mcore.resuming import megatron_arguments, needs_checksums
+from megatron.fsdp.naming.keys import other_names
+from megatron.fsdp.naming.names import FUSED_DOWN
 from megatron.fsdp.state.consistency import inconsistent_weights
 
 # Settings of an optimizer's kernels. They do not depend on training, so a checkpoint may lack them.

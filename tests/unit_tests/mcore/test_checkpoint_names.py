@@ -84,7 +84,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("key", OTHERS)
 def test_other_names(key: str) -> None:
-    from megatron.fsdp.mcore.checkpoint_patches import other_names
+    from megatron.fsdp.naming.keys import other_names
 
     found = other_names(key)
     assert OTHERS[key] in found and key not in found and len(found) == len(set(found))
