@@ -99,11 +99,11 @@ def test_waits_are_recorded_by_the_ranks_that_share_a_model(ranks: RankPool) -> 
 
 def _inconsistencies() -> list[list[str]]:
     pair = _pair(zero_dp_strategy="optim_grads")
-    assert [inconsistent_weights(model) for model in pair] == [[], []]
+    assert [inconsistent_weights(model.engine) for model in pair] == [[], []]
     for parameter in pair.teacher.engine.params():
         if parameter.name == "blocks.0.up.weight" and dist.get_rank() == 1:
             parameter.compute.data.view(-1)[-1] += 1
-    return [inconsistent_weights(model) for model in pair]
+    return [inconsistent_weights(model.engine) for model in pair]
 
 
 def test_inconsistent_weights_are_those_of_one_model(ranks: RankPool) -> None:
