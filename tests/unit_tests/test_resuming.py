@@ -145,6 +145,26 @@ def test_looking_at_state_changes_nothing(ranks: RankPool, name: str, how: str) 
     ranks.run(2, _looked_at, name, how)
 
 
+def _files_of_ranks(kind: str, folder: str, weights_only: bool) -> None:
+    """Every rank saves its own state with torch.save, and a fresh model goes on from it."""
+    model, optimizer = _model(kind, adamw, seed=3)
+    _train(model, optimizer, 0, 2)
+    file = f"{folder}/{dist.get_rank()}.pt"
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    expected = _train(model, optimizer, 2, 4)
+    fresh, fresh_optimizer = _model(kind, adamw, seed=4)
+    state = torch.load(file, weights_only=weights_only)
+    fresh.load_state_dict(state["model"])
+    fresh_optimizer.load_state_dict(state["optimizer"])
+    assert _train(fresh, fresh_optimizer, 2, 4) == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_files_of_ranks(ranks: RankPool, tmp_path: Path, kind: str, weights_only: bool) -> None:
+    ranks.run(4, _files_of_ranks, kind, str(tmp_path), weights_only)
+
+
 def _values_of_fresh_state() -> None:
     model, optimizer = _model("optim_grads_params", OPTIMIZERS["Adam"], seed=3)
     state = optimizer.state_dict()["state"]

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.dtensor.placements import part_of
 from megatron.fsdp.dtensor.ragged_dtensor import RaggedDTensor
@@ -29,6 +30,12 @@ TORCH = Patches(
             "torch.distributed.checkpoint.state_dict:_init_optim_state",
             "creates optimizer state to load into by taking a step, so that training would begin with the second step",
             f"{_HERE}:initialize_optimizer_state",
+            patches.TORCH,
+        ),
+        Patch(
+            "torch.distributed.tensor:DTensor.__reduce_ex__",
+            "fails for a DTensor whose local tensor is a view at an offset, as replicated main weights are",
+            f"{_HERE}:reduce_at_offset_zero",
             patches.TORCH,
         ),
         *(
@@ -82,6 +89,23 @@ def distribute_tensors(
             local._local_tensor.copy_(part_of(local._spec).of(whole))
             local_state_dict[key] = local
     original(local_state_dict, keys, *args, **kwargs)
+
+
+def reduce_at_offset_zero(original: Callable[..., Any], tensor: DTensor, *args: Any) -> Any:
+    """Pickle a DTensor through one without a storage offset, which PyTorch would take for memory of the wrapper."""
+    if type(tensor) is DTensor and tensor.storage_offset():
+        copy = torch.Tensor._make_wrapper_subclass(
+            DTensor,
+            tensor.shape,
+            strides=tensor.stride(),
+            dtype=tensor.dtype,
+            layout=tensor.layout,
+            device=tensor.device,
+            requires_grad=tensor.requires_grad,
+        )
+        copy._spec, copy._local_tensor = tensor._spec, tensor._local_tensor
+        tensor = copy
+    return original(tensor, *args)
 
 
 def initialize_optimizer_state(original: Callable[..., None], optimizer: torch.optim.Optimizer) -> None:
