@@ -57,14 +57,18 @@ DIFFERENT: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "frozen": (_frozen, {}, r"parameter layers.1.weight: .*trained.*frozen"),
     "tied": (_tied, {}, r"parameter layers.0.weight: .*tied to \['layers.1.weight'\]"),
     "marked": (_marked, {}, r"parameter first.weight: .*repeated"),
-    "strategy": (Net, {"zero_dp_strategy": 2}, "setting strategy: .*optim_grads_params.*: optim_grads. Give all"),
+    "strategy": (
+        Net,
+        {"zero_dp_strategy": 2},
+        "setting zero_dp_strategy: .*optim_grads_params.*: optim_grads. Give all",
+    ),
     "dtypes": (
         Net,
         {"mixed_precision_policy": MixedPrecisionPolicy(main_grads_dtype=torch.float32)},
-        "setting mixed_precision: .*main_grads_dtype=None.*main_grads_dtype=torch.float32",
+        "setting mixed_precision_policy: .*main_grads_dtype=None.*main_grads_dtype=torch.float32",
     ),
     "overlap": (Net, {"overlap_param_gather": False}, "setting overlap_param_gather: .*True.*False"),
-    "units": (Net, {"fsdp_unit_modules": None}, "setting of unit 0: .*released: True.*released: False. Give"),
+    "units": (Net, {"fsdp_unit_modules": None}, "setting of unit 0: .*resharded: True.*resharded: False. Give"),
     "unfit": (
         Net,
         {"fsdp_unit_modules": [nn.Conv2d]},

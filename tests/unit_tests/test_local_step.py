@@ -109,7 +109,7 @@ def _some_without_gradient() -> None:
             each_optimizer.step()
             each_optimizer.zero_grad()
     assert_same_weights(sharded, reference)
-    steps = {entry.name: int(optimizer.state[entry.main]["step"]) for entry in sharded.params()}
+    steps = {entry.name: int(optimizer.state[entry.main]["step"]) for entry in sharded.engine.params()}
     assert steps["blocks.1.up.weight"] == steps["blocks.2.up.weight"] == 3
     assert steps["blocks.1.down.weight"] == steps["blocks.0.up.weight"] == 4
 
@@ -140,7 +140,7 @@ def _state() -> None:
         _step(reference, reference_optimizer, tokens)
     # Changed where it is, and replaced.
     changed = "blocks.0.up.weight"
-    for entry in sharded.params():
+    for entry in sharded.engine.params():
         if entry.name == changed:
             optimizer.state[entry.main]["exp_avg"].zero_()
             optimizer.state[entry.main]["exp_avg_sq"] = optimizer.state[entry.main]["exp_avg_sq"] * 2

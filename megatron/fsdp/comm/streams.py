@@ -23,6 +23,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from megatron.fsdp.comm.backends import is_on_host, moves_data, runs_ahead
 from megatron.fsdp.comm.process_groups import new_group
 
 logger = logging.getLogger(__name__)
@@ -307,12 +308,12 @@ def communication_stream(device: torch.device, group: dist.ProcessGroup, second:
         group: One of the groups they use.
         second: Another stream, for collectives on groups that no others use.
     """
-    if dist.get_backend(group) == "fake" and device.type == "cpu":
+    if is_on_host(device) and not moves_data(group):
         return _STREAMS.setdefault(("fake", None), InlineStream())
     watch_end()
     key = (device.type, device.index, "second") if second else (device.type, device.index)
     if key not in _STREAMS:
-        _STREAMS[key] = CudaStream(device) if device.type == "cuda" else CpuStream()
+        _STREAMS[key] = CudaStream(device) if runs_ahead(device) else CpuStream()
     return _STREAMS[key]
 
 
@@ -394,13 +395,3 @@ class _End:
 
 
 _END = _End()
-
-
-def default_device(module: torch.nn.Module) -> torch.device:
-    """Where a model computes if nobody says: the current CUDA device, or the CPU where there is none."""
-    first = next(module.parameters(), None)
-    if first is not None and first.device.type not in ("cpu", "meta"):
-        return first.device
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")

@@ -222,7 +222,7 @@ def _load(state_dict: dict[str, Any], storage_reader: Any, planner: Any = None) 
     state_dict.restore()
     for chunk in state_dict.chunks:
         chunk.install_optimized_model_weights()
-        stale = inconsistent_weights(chunk)
+        stale = inconsistent_weights(chunk.engine)
         if stale:
             raise RuntimeError(
                 f"{folder}: after loading, compute weights differ from main weights: {', '.join(stale)}."
@@ -526,7 +526,7 @@ def comparing_compute_weights(check: Callable[..., bool]) -> Callable[..., bool]
         ours = [chunk for chunk in model if isinstance(chunk, FullyShardedDataParallel)]
         if not ours:
             return check(model, cross_check)
-        stale = [name for chunk in ours for name in inconsistent_weights(chunk.module)]
+        stale = [name for chunk in ours for name in inconsistent_weights(chunk.module.engine)]
         if stale:
             logger.error("compute weights differ from main weights, or among ranks: %s", ", ".join(stale))
         return not stale

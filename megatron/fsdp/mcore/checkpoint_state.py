@@ -48,7 +48,7 @@ class Names:
         while isinstance(model, Float16Module):
             model = model.module
         self._model: nn.Module = model
-        self.params: dict[str, ShardedParameter] = {bare_name(n): e for e in chunk.params() for n in e.names}
+        self.params: dict[str, ShardedParameter] = {bare_name(n): e for e in chunk.engine.params() for n in e.names}
         self._layouts = layouts(model, {name: param.shape for name, param in self.params.items()})
         self._renamed = renamed_in_checkpoints(model)
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.fsdp.buffers.flat_buffer import all_gather
 from megatron.fsdp.buffers.parameter import ShardedParameter
+from megatron.fsdp.comm.collectives import all_gather
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.mcore.adapter import ShardedModule
 from megatron.fsdp.state.consistency import hash_of
@@ -68,7 +68,7 @@ def _differences(chunk: ShardedModule, expert: bool) -> list[tuple[str, float]]:
     index = chunk.index
     apart = index.expt_device_mesh is not None
     group = index.tensor_parallel_mesh(expert).get_group()
-    params = [e for e in chunk.params() if e.tensor_parallel is None and (e.key.expert and apart) == expert]
+    params = [e for e in chunk.engine.params() if e.tensor_parallel is None and (e.key.expert and apart) == expert]
     if group.size() == 1 or not params:
         return []
     hashes = torch.stack([hash_of(local_shard(param.main)) for param in params]).to(chunk.device)

@@ -46,7 +46,7 @@ def counting_once(get_optimizer: Callable[..., Any]) -> Callable[..., Any]:
 
 def _counted_here(model: ShardedModule) -> Iterator[nn.Parameter]:
     """Main weights whose gradients this rank counts, of all that have the same part of them."""
-    for group in model.groups:
+    for group in model.engine.groups:
         axes = zip(group.axes.groups, group.sharding.axes, strict=False)
         if all(placements.shards_optimizer or dist.get_rank(axis) == 0 for axis, placements in axes):
             yield from (param.main for param in group.params)

@@ -204,9 +204,9 @@ def _gathered(chunk: Any, choose: Callable[[nn.Parameter], Any]) -> Iterator[tup
     """Every parameter, and the whole of what ``choose`` takes of it, gathered over the data-parallel ranks."""
     from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 
-    for group in chunk.module.groups:
+    for group in chunk.module.engine.groups:
         axis = group.axes.dp_group
-        for entry in group.entries:
+        for entry in group.params:
             value = choose(entry.main)
             mine = None if value is None else local_shard(value).detach().cpu().reshape(-1)
             parts: list[Any] = [None] * axis.size()

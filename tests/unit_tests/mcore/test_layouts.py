@@ -145,7 +145,7 @@ def _model(tensor_parallel: int) -> tuple[Any, nn.Parameter, torch.Tensor]:
     model = fully_shard_model(
         nn.Sequential(layer), device_mesh=mesh, dp_shard_dim="dp", tp_dim="tp", fsdp_unit_modules=[nn.Linear]
     )
-    (main,) = [entry.main for entry in model.params()]
+    (main,) = [entry.main for entry in model.engine.params()]
     return model, main, value
 
 

@@ -79,7 +79,7 @@ def _replicas(change: str, forget: bool) -> list[str]:
     replicas.logger.addHandler(handler)
     try:
         model = wrapped("optim_grads_params", _layers, softmax_type="learnable", tensor_model_parallel_size=2)
-        params = {entry.name.removeprefix("module."): entry for entry in model.module.params()}
+        params = {entry.name.removeprefix("module."): entry for entry in model.module.engine.params()}
         if change and parallel_state.get_tensor_model_parallel_rank() == 1:
             name, factor = change.split("*")
             with torch.no_grad():

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.fsdp.module import MegatronFSDP
-from megatron.fsdp.optim.hooks import owners
+from megatron.fsdp.runtime.engine import Engine, engines_of
 from megatron.fsdp.tools.trace.clock import Meeting, clock_of, meet, offset
 from megatron.fsdp.tools.trace.recorder import Recorder
 from megatron.fsdp.tools.trace.timeline import Kind, RankTrace, Row, Span, Timeline, UnitTimes, note_latecomers
@@ -29,14 +29,14 @@ __all__ = ["Kind", "RankTrace", "Row", "Span", "Timeline", "UnitTimes", "trace_s
 
 
 @contextmanager
-def trace_step(model: nn.Module, all_ranks: bool = True) -> Iterator[Timeline]:
+def trace_step(model: nn.Module | Engine, all_ranks: bool = True) -> Iterator[Timeline]:
     """Record what runs in the context.
 
     Before it, the ranks meet a few times to compare their clocks; after it, the first of them collects what all have
     recorded. Within it nothing is communicated that would not be otherwise.
 
     Args:
-        model: A sharded model, or a module that has one inside.
+        model: A sharded model, a module that has one inside, or the engine of one.
         all_ranks: All ranks that the model is sharded over enter the context, and the first gets every recording. If
             False, each rank that enters it keeps its own, and their clocks are not compared.
 
@@ -62,8 +62,11 @@ def trace_step(model: nn.Module, all_ranks: bool = True) -> Iterator[Timeline]:
     timeline.ranks = _collect(mine, meetings, group) if all_ranks else [mine]
 
 
-def _engine_of(model: nn.Module) -> MegatronFSDP:
-    found = [module for module in model.modules() if isinstance(module, MegatronFSDP)] or owners(model.parameters())
+def _engine_of(model: nn.Module | Engine) -> Engine:
+    if isinstance(model, Engine):
+        return model
+    wrappers = [module.engine for module in model.modules() if isinstance(module, MegatronFSDP)]
+    found = wrappers or engines_of(model.parameters())
     if len(found) != 1:
         raise ValueError(f"trace_step: expected one sharded model; got {len(found)} in {type(model).__name__}.")
     return found[0]
