@@ -107,12 +107,6 @@ class Patch:
         return functools.reduce(getattr, path.split(".")[:-1], importlib.import_module(module))
 
     @property
-    def current(self) -> Any:
-        """The object that has the name at present, without binding: a static method is returned as such."""
-        owner = self.owner
-        return vars(owner).get(self.attribute, getattr(owner, self.attribute))
-
-    @property
     def applies(self) -> bool:
         """Whether the patch can be installed in this process."""
         return not self.optional or self.module in sys.modules
