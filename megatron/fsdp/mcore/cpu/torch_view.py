@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from megatron.fsdp.helpers.views import View
 from megatron.fsdp.mcore.cpu.cuda_stand_in import CPU
+from megatron.fsdp.mcore.views import View
 
 
 def on_cpu(device: Any) -> Any:
@@ -35,21 +35,15 @@ def creates_on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def takes_cpu_type(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function whose first argument is a device type: "cuda" means "cpu"."""
+    """Wrap a function that takes a device type, first or by the name ``device_type``: "cuda" means "cpu"."""
 
     @functools.wraps(function)
-    def with_cpu_type(device_type: str, *args: Any, **kwargs: Any) -> Any:
-        return function("cpu" if device_type == "cuda" else device_type, *args, **kwargs)
-
-    return with_cpu_type
-
-
-def takes_cpu_type_by_name(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function whose keyword `device_type` may be "cuda", which then means "cpu"."""
-
-    @functools.wraps(function)
-    def with_cpu_type(*args: Any, device_type: str, **kwargs: Any) -> Any:
-        return function(*args, device_type="cpu" if device_type == "cuda" else device_type, **kwargs)
+    def with_cpu_type(*args: Any, **kwargs: Any) -> Any:
+        if args and args[0] == "cuda":
+            args = ("cpu", *args[1:])
+        if kwargs.get("device_type") == "cuda":
+            kwargs["device_type"] = "cpu"
+        return function(*args, **kwargs)
 
     return with_cpu_type
 
@@ -97,7 +91,7 @@ def mesh_class(real: Any) -> type:
     """Return a stand-in for ``DeviceMesh`` that makes meshes of CPUs for "cuda"."""
 
     def from_group(group: Any, device_type: str, *args: Any, **kwargs: Any) -> Any:
-        return takes_cpu_type(lambda kind: real.from_group(group, kind, *args, **kwargs))(device_type)
+        return real.from_group(group, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
 
     members = {"real": real, "create": staticmethod(takes_cpu_type(real)), "from_group": staticmethod(from_group)}
     return StandInClass("DeviceMesh", (), members)
