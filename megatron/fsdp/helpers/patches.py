@@ -107,12 +107,6 @@ class Patch:
         return functools.reduce(getattr, path.split(".")[:-1], importlib.import_module(module))
 
     @property
-    def current(self) -> Any:
-        """The object that has the name at present, without binding: a static method is returned as such."""
-        owner = self.owner
-        return vars(owner).get(self.attribute, getattr(owner, self.attribute))
-
-    @property
     def applies(self) -> bool:
         """Whether the patch can be installed in this process."""
         return not self.optional or self.module in sys.modules
@@ -129,9 +123,9 @@ class Patch:
             f"{found}. It was checked with {self.versions}; installed: {self.versions.installed or 'unknown version'}."
         )
 
-    def new_value(self, original: Any) -> Any:
-        """The object that replaces the original."""
-        replacement = pkgutil.resolve_name(self.replacement)
+    def new_value(self) -> Any:
+        """The object that replaces the one that has the name at present."""
+        original, replacement = getattr(self.owner, self.attribute), pkgutil.resolve_name(self.replacement)
         if self.kind is Kind.VALUE:
             return replacement
         return replacement(original) if self.kind is Kind.FACTORY else _around(original, replacement)
@@ -178,12 +172,11 @@ class Patches:
         problem = next((problem for row in wanted if (problem := row.problem())), None)
         if problem is not None:
             raise ImportError(f"{self.title}: {problem}")
-        for row in wanted:
-            owner, name = row.owner, row.attribute
-            replaced = instead is not None and row.replacement in instead
-            value = instead[row.replacement] if replaced else row.new_value(getattr(owner, name))  # type: ignore[index]
-            self._originals[row] = vars(owner).get(name, _ABSENT)
-            setattr(owner, name, value)
+        # All values first: if a replacement cannot be imported, nothing has been replaced yet.
+        values = [(instead or {}).get(row.replacement) or row.new_value() for row in wanted]
+        for row, value in zip(wanted, values, strict=True):
+            self._originals[row] = vars(row.owner).get(row.attribute, _ABSENT)
+            setattr(row.owner, row.attribute, value)
 
     def uninstall(self) -> None:
         """Put the originals back, the last one that was replaced first."""

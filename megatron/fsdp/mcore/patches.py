@@ -160,8 +160,8 @@ MEGATRON = Patches(
         _wrapper(
             f"{_BRIDGE}.setup:megatron_FSDP", "is how it recognizes a model chunk that has no_sync()", MEGATRON_BRIDGE
         ),
-        _in_bridge("generate_state_dict", "does as Megatron's does", "save:generate_state_dict"),
-        _in_bridge("preprocess_fsdp_dtensor_state_dict", "does as Megatron's does", "save:preprocess"),
+        _in_bridge("generate_state_dict", "is a copy of Megatron's function", "save:generate_state_dict"),
+        _in_bridge("preprocess_fsdp_dtensor_state_dict", "is a copy of Megatron's function", "save:preprocess"),
         _in_bridge("torch", "saves and loads as Megatron does", "storage:torch_view", Kind.FACTORY),
     ],
 )

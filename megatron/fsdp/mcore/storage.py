@@ -3,9 +3,9 @@
 from types import ModuleType
 
 from megatron.fsdp.checkpoint.backend import Planner, Reader, Writer
-from megatron.fsdp.helpers.views import View
 from megatron.fsdp.mcore.load import load_objects, load_state_dict
 from megatron.fsdp.mcore.save import save, saves_objects
+from megatron.fsdp.mcore.views import View
 
 
 def torch_view(torch: ModuleType) -> View:

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(not cpu.is_enabled(), reason="Megatron runs on C
 
 def state_of_process() -> list[Any]:
     """Return everything enable() could change."""
-    return [list(sys.meta_path), *(row.current for row in cpu.METHODS.rows)]
+    return [list(sys.meta_path), *(getattr(row.owner, row.attribute) for row in cpu.METHODS.rows)]
 
 
 def without_finder(monkeypatch: pytest.MonkeyPatch) -> None:

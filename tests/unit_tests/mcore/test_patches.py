@@ -31,13 +31,18 @@ IDS = [row.target for _, row in ROWS]
 HERE = Versions("torch", ("2",))
 
 
+def current(row: Patch) -> object:
+    """The object that has the name, without binding: a static method is returned as such."""
+    return vars(row.owner).get(row.attribute, getattr(row.owner, row.attribute))
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Any:
-    before = {row: row.current for _, row in ROWS if row.applies}
+    before = {row: current(row) for _, row in ROWS if row.applies}
     yield
     uninstall()
     for row, value in before.items():
-        assert row.current is value
+        assert current(row) is value
 
 
 @pytest.mark.parametrize(("table", "row"), ROWS, ids=IDS)
@@ -45,7 +50,7 @@ def test_every_name_is_replaced_and_put_back(table: Patches, row: Patch) -> None
     if not row.applies:
         pytest.skip("the package is not installed")
     alone = Patches("one row", [row])
-    original, seen = row.current, getattr(row.owner, row.attribute)
+    original, seen = current(row), getattr(row.owner, row.attribute)
     alone.install()
     replaced = getattr(row.owner, row.attribute)
     # A value that is installed for as long as Megatron runs on the CPU has been put there already.
@@ -55,7 +60,7 @@ def test_every_name_is_replaced_and_put_back(table: Patches, row: Patch) -> None
     alone.install()
     assert getattr(row.owner, row.attribute) is replaced, "a second installation changes nothing"
     alone.uninstall()
-    assert row.current is original and not alone.is_installed
+    assert current(row) is original and not alone.is_installed
 
 
 @pytest.mark.parametrize(("table", "row"), ROWS, ids=IDS)
@@ -97,12 +102,12 @@ def test_everything_can_be_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     # Not those of the CPU, which later tests need.
     names = ("megatron.fsdp.dtensor.torch_patches:TORCH", "megatron.fsdp.mcore.patches:MEGATRON")
     monkeypatch.setattr(helper, "TABLES", names)
-    before = {row: row.current for table in helper.tables() for row in table.rows if row.applies}
+    before = {row: current(row) for table in helper.tables() for row in table.rows if row.applies}
     for table in helper.tables():
         table.install()
-    assert all(row.current is not value for row, value in before.items())
+    assert all(current(row) is not value for row, value in before.items())
     helper.uninstall_all()
-    assert all(row.current is value for row, value in before.items())
+    assert all(current(row) is value for row, value in before.items())
 
 
 # Megatron's ------------------------------------------------------------------------------------------------------
@@ -161,11 +166,11 @@ def test_megatron_bridge_is_patched_where_it_is_imported(monkeypatch: pytest.Mon
         setattr(module, row.attribute, torch if row.attribute == "torch" else test_wrappers_are_ours)
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    before = {row: row.current for row in rows}
+    before = {row: current(row) for row in rows}
     install()
-    assert all(row.current is not value for row, value in before.items())
+    assert all(current(row) is not value for row, value in before.items())
     uninstall()
-    assert all(row.current is value for row, value in before.items())
+    assert all(current(row) is value for row, value in before.items())
 
 
 # The type of a table ---------------------------------------------------------------------------------------------

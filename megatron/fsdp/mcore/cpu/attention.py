@@ -54,23 +54,23 @@ def attend_to_all(
     return original(self, query, whole(key, group), whole(value, group), mask, *args, **kwargs)
 
 
-def whole(part: torch.Tensor, group: Any) -> torch.Tensor:
-    """Gather a sequence [tokens / ranks, ...] in its natural order; gradients are summed over the ranks."""
+def whole(local: torch.Tensor, group: Any) -> torch.Tensor:
+    """Gather a sequence [tokens / ranks, ...] in its natural order. Gradients are summed over the ranks."""
     from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
-    gathered = gather_from_sequence_parallel_region(part.contiguous(), True, group=group)
+    gathered = gather_from_sequence_parallel_region(local.contiguous(), True, group=group)
     chunks = gathered.chunk(2 * group.size())
     held = [chunk for rank in range(group.size()) for chunk in chunks_of(rank, group.size())]
     return torch.cat([chunks[held.index(chunk)] for chunk in range(len(held))])
 
 
 def chunks_of(rank: int, ranks: int) -> tuple[int, int]:
-    """Return which chunks of a sequence a rank has."""
+    """The chunks of a sequence that a rank has."""
     return rank, 2 * ranks - 1 - rank
 
 
 def causal_mask(tokens: int, rank: int, ranks: int) -> torch.Tensor:
-    """Return [1, 1, tokens, tokens * ranks]: True where a token of this rank must not look."""
+    """A mask of shape [1, 1, tokens, tokens * ranks], True where a token of this rank must not attend."""
     length = tokens // 2
     mine = torch.cat([torch.arange(chunk * length, (chunk + 1) * length) for chunk in chunks_of(rank, ranks)])
     return (torch.arange(tokens * ranks) > mine.unsqueeze(1)).view(1, 1, tokens, tokens * ranks)

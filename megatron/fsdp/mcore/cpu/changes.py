@@ -20,7 +20,6 @@ from megatron.fsdp.mcore.cpu.torch_view import (
     loader_class,
     mesh_class,
     takes_cpu_type,
-    takes_cpu_type_by_name,
     unchanged,
 )
 
@@ -84,7 +83,7 @@ _TORCH = (
     *_view("torch", "device", "the CPU for a CUDA device", "torch.device('cuda')", device_class),
     *_view("torch", "autocast", "autocast on the CPU", "called for 'cuda'", takes_cpu_type),
     *_view("torch", "compile", "the function itself", "compiling for a CPU takes minutes", _value(unchanged)),
-    *_view("torch.amp", "custom_fwd custom_bwd", "for the CPU", "called for 'cuda'", takes_cpu_type_by_name),
+    *_view("torch.amp", "custom_fwd custom_bwd", "for the CPU", "called for 'cuda'", takes_cpu_type),
     *_view(
         "torch.utils.data",
         "DataLoader",
