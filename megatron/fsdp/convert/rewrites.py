@@ -172,14 +172,6 @@ def _join_gates(tensors: Tensors, facts: Facts) -> Tensors:
     return tensors if facts.stored_halves else _join(tensors, _HALVES)
 
 
-def _join_sections(tensors: Tensors, facts: Facts) -> Tensors:
-    return _join(tensors, _SECTIONS)
-
-
-def _split_sections(tensors: Tensors, facts: Facts) -> Tensors:
-    return _split(tensors, _SECTIONS, facts.sections)
-
-
 def _join(
     tensors: Tensors, parts: Mapping[Kind, Sequence[Part]], is_joined: Callable[[str], bool] = lambda whole: True
 ) -> Tensors:
@@ -306,16 +298,8 @@ def _unfuse_down_projection(tensors: Tensors, facts: Facts) -> Tensors:
     return found
 
 
-def _canonical_mtp(tensors: Tensors, facts: Facts) -> Tensors:
-    return {stored_prediction_name(name): tensor for name, tensor in tensors.items()}
-
-
 def _live_mtp(tensors: Tensors, facts: Facts) -> Tensors:
     return {live_prediction_name(name): tensor for name, tensor in tensors.items()} if facts.live_mtp else tensors
-
-
-def _unchanged(tensors: Tensors, facts: Facts) -> Tensors:
-    return tensors
 
 
 # In the order in which reading applies them. MLA's projections stay apart when written: every version reads that.
@@ -323,10 +307,20 @@ REWRITES = (
     Rewrite("layers", TORCH_DIST, _unstack_layers, _stack_layers),
     Rewrite("experts", TORCH_DIST, _unstack_experts, _stack_experts),
     Rewrite("norms", TORCH_DIST, _separate_norms, _fuse_norms),
-    Rewrite("sections", TORCH_DIST, _join_sections, _split_sections),
+    Rewrite(
+        "sections",
+        TORCH_DIST,
+        lambda tensors, facts: _join(tensors, _SECTIONS),
+        lambda tensors, facts: _split(tensors, _SECTIONS, facts.sections),
+    ),
     Rewrite("gates", TORCH_DIST, _split_gates, _join_gates),
-    Rewrite("mla", FSDP_DTENSOR, _unfuse_down_projection, _unchanged),
-    Rewrite("mtp", FSDP_DTENSOR, _canonical_mtp, _live_mtp),
+    Rewrite("mla", FSDP_DTENSOR, _unfuse_down_projection, lambda tensors, facts: tensors),
+    Rewrite(
+        "mtp",
+        FSDP_DTENSOR,
+        lambda tensors, facts: {stored_prediction_name(name): tensor for name, tensor in tensors.items()},
+        _live_mtp,
+    ),
 )
 
 

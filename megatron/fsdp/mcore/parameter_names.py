@@ -8,97 +8,52 @@ parameters are under ``layouts``, and tensor parallelism uses it to place a rank
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from megatron.core import parallel_state
-from megatron.fsdp.naming.names import PREDICTION, without_indices
+from megatron.fsdp.naming.names import GROUPED, PREDICTION, Name, without_indices
 from megatron.fsdp.naming.table import Owner, RowLayout, kind_of
 
-# Names of the parameters of one expert among others in one module.
-_GROUPED = re.compile(r"(weight|bias)(\d+)")
 
-
-# Names ---------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Step:
-    """One step down a name: from a module to what it has under an attribute.
-
-    Attributes:
-        owner: The module.
-        attribute: A word of the name.
-        child: What is there: a module, or None for a parameter or buffer.
-        path: Words before this one.
-    """
-
-    owner: nn.Module
-    attribute: str
-    child: nn.Module | None
-    path: tuple[str, ...]
-
-
-def _layer(step: Step) -> str | None:
-    """Layers are counted over all pipeline stages; layers that predict further tokens are on one stage."""
-    number = getattr(step.child, "layer_number", None)
-    if number is None or not isinstance(step.owner, nn.ModuleList) or "mtp" in step.path:
-        return None
-    return str(number - 1)
-
-
-def _sequential_expert(step: Step) -> str | None:
-    """Experts are counted over all expert-parallel ranks."""
-    if not step.path or step.path[-1] != "local_experts":
-        return None
-    return str(int(step.attribute) + _first_expert(len(step.owner)))  # type: ignore[arg-type]
-
-
-def _grouped_expert(step: Step) -> str | None:
-    found = _GROUPED.fullmatch(step.attribute)
-    if found is None or step.child is not None or "experts" not in step.path:
-        return None
-    here = sum(1 for name, _ in step.owner.named_parameters(recurse=False) if re.fullmatch(rf"{found[1]}\d+", name))
-    return f"{found[1]}{int(found[2]) + _first_expert(here)}"
-
-
-def _first_expert(local: int) -> int:
-    if not parallel_state.model_parallel_is_initialized():
-        return 0
-    return int(parallel_state.get_expert_model_parallel_rank()) * local
-
-
-# Each takes a step of a name and returns another word for it, or None.
-REWRITES = (_layer, _sequential_expert, _grouped_expert)
-
-
-def global_name(module: nn.Module, name: str) -> str:
-    """What a parameter or buffer of this rank's part of a model is called in the whole model.
+def global_name(model: nn.Module, name: str) -> str:
+    """The canonical name of a parameter or buffer of this rank's model.
 
     Args:
-        module: The model, without wrappers.
-        name: The name in it.
+        model: The model, without wrappers.
+        name: The name in it, which counts the layers of the pipeline stage and the experts of the rank.
     """
-    words: list[str] = []
-    owner: nn.Module | None = module
-    path = name.split(".")
-    for position, attribute in enumerate(path):
-        if owner is None:
-            words.append(attribute)
-            continue
-        child = owner._modules.get(attribute)
-        step = Step(owner, attribute, child, tuple(path[:position]))
-        words.append(next((word for rewrite in REWRITES if (word := rewrite(step)) is not None), attribute))
-        owner = child
-    return ".".join(words)
+    found = Name.parse(name)
+    number = getattr(_module(model, found.beginning), "layer_number", None)
+    # Prediction layers are all on one stage.
+    canonical = found if number is None or not found.is_stackable else replace(found, layer=str(number - 1))
+    if found.expert and parallel_state.model_parallel_is_initialized():
+        owner, _, parameter = name.rpartition(".")
+        if found.style == GROUPED:
+            kind = re.sub(r"\d+$", "", parameter)
+            names = [own for own, _ in _module(model, owner).named_parameters(recurse=False)]
+            count = sum(re.sub(r"\d+$", "", own) == kind for own in names)
+        else:
+            count = len(list(_module(model, f"{found.beginning}{found.experts}{found.style}").children()))
+        first = parallel_state.get_expert_model_parallel_rank() * count
+        canonical = replace(canonical, expert=str(int(found.expert) + first))
+    return str(canonical)
+
+
+def _module(model: nn.Module, path: str) -> nn.Module:
+    """The module at a path, with or without a dot at its end; an empty one if there is none."""
+    try:
+        return model.get_submodule(path.rstrip("."))
+    except AttributeError:
+        return nn.Module()
 
 
 def renamed_in_checkpoints(module: nn.Module) -> dict[str, str]:
-    """Beginnings of names that a checkpoint keeps from before Megatron-Core changed them, and what they were.
+    """Prefixes of names that Megatron-Core has changed, and the earlier prefixes, which checkpoints keep.
 
-    A hybrid model's layer that predicts a further token holds layers of its own; it had no other name.
+    The prediction layer of a hybrid model, which holds layers of its own, has kept its name.
     """
     return {
         f"{path}.{PREDICTION.live}": f"{path}.{PREDICTION.stored}"
@@ -107,15 +62,13 @@ def renamed_in_checkpoints(module: nn.Module) -> dict[str, str]:
     }
 
 
-# Rows ----------------------------------------------------------------------------------------------------------------
-
-
 def layouts(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, RowLayout]:
-    """Layouts of the parameters whose rows are not all of one kind, by name.
+    """The row layouts of a model's fused parameters, by name.
 
     Args:
-        model: Without wrappers.
-        shapes: Of the whole parameters, by name; a layout that has another number of rows is of something else.
+        model: The model, without wrappers.
+        shapes: The shapes of the whole parameters, by name. A parameter whose name and number of rows do not fit the
+            same kind has no layout.
     """
     modules: dict[str, Any] = dict(model.named_modules())
     gated = tuple(
@@ -138,11 +91,11 @@ def layouts(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str
 
 
 def described(facts: Mapping[str, Mapping[str, Any]], by_number: bool = False) -> dict[str, str]:
-    """Facts as text by name, with ``{}`` for numbers of layers and experts of which all is the same.
+    """Facts as JSON text by name; one entry, with ``{}`` for the indices, for all layers and experts that agree.
 
     Args:
-        facts: By name.
-        by_number: Layers may differ, on other pipeline stages too: leave the names as they are.
+        facts: Facts by name.
+        by_number: Keep an entry for each name, because layers may differ, also on other pipeline stages.
     """
     texts = {name: json.dumps(of_name) for name, of_name in facts.items()}
     if by_number:
