@@ -13,7 +13,7 @@ from megatron.fsdp.checkpoint import lazy, safe_pickle
 from megatron.fsdp.checkpoint.reader import CheckpointReader
 from megatron.fsdp.checkpoint.writer import RawObject
 from megatron.fsdp.convert import groups
-from megatron.fsdp.convert.canonical import Output, Tensors, TrainingState, compute_dtype, is_buffer, unsplit
+from megatron.fsdp.convert.canonical import Output, Tensors, TrainingState, compute_dtype, is_buffer
 from megatron.fsdp.convert.options import ReadOptions, WriteOptions
 from megatron.fsdp.convert.rewrites import (
     FSDP_DTENSOR,
@@ -24,7 +24,7 @@ from megatron.fsdp.convert.rewrites import (
     to_canonical,
 )
 from megatron.fsdp.convert.torch_dist.facts import asked, checked_gates
-from megatron.fsdp.naming.names import live_names, live_prediction_name, stored_names
+from megatron.fsdp.naming.names import live_names, live_prediction_name, stored_names, without_half
 
 # What an earlier conversion kept for the way back is an object of this name.
 KEPT = "torch_dist"
@@ -76,7 +76,7 @@ def read(reader: CheckpointReader, options: ReadOptions) -> TrainingState:
     kept = dict(reader.read_object(KEPT)) if KEPT in reader.objects else {}
     dtypes = {name: dtype for name, dtype in kept.pop("model_dtypes", {}).items() if name in weights}
     # What no optimizer holds is stored as the model has it.
-    frozen = {n: t.dtype for n, t in weights.items() if group_of and unsplit(n) not in group_of}
+    frozen = {n: t.dtype for n, t in weights.items() if group_of and without_half(n) not in group_of}
     return TrainingState(
         weights=weights,
         common=common,
@@ -121,7 +121,7 @@ def _groups(reader: CheckpointReader, steps: Tensors) -> dict[str, groups.Group]
             group_of.setdefault(name, {})[match["field"]] = known[data]
     for stored, step in steps.items():
         for name in stored_names(stored):
-            group = group_of.get(unsplit(name), {})
+            group = group_of.get(without_half(name), {})
             if _STEP not in group:
                 group[_STEP] = step.whole().item()
     return group_of
@@ -225,7 +225,7 @@ def _lay_out_groups(nested: _Nested, state: TrainingState, prefix: str, facts: F
             for field, value in settings.items():
                 nested.setting(("optimizer", "param_to_group_meta", f"{wrappers}.{own}", field), value)
     for name in state.optimizer_state:
-        group = state.group_of[unsplit(name)]
+        group = state.group_of[without_half(name)]
         # Torch's own Adam counts the steps in the state of each parameter, and asks for them there.
         if "amsgrad" in group and _STEP in group:
             live = live_prediction_name(name) if facts.live_mtp else name

@@ -20,14 +20,13 @@ from megatron.fsdp.dtensor.ragged_dtensor import narrow_rows
 from megatron.fsdp.helpers.spelling import bare_name
 from megatron.fsdp.mcore.adapter import ShardedModule
 from megatron.fsdp.mcore.parameter_names import (
-    Layout,
-    Stored,
     described,
     global_name,
     layouts,
     renamed_in_checkpoints,
 )
 from megatron.fsdp.naming.names import DOWN_NORM, EMBEDDING, FUSED_DOWN, TIED_OUTPUT
+from megatron.fsdp.naming.table import Part, RowLayout, Sections
 
 # The checkpoint's key for the description of the rows of fused parameters.
 LAYOUTS_KEY = "layouts"
@@ -76,7 +75,7 @@ class Names:
                 key = before + key.removeprefix(now)
         return DOWN_NORM.to_stored(key)
 
-    def apart(self, name: str) -> tuple[Stored, ...]:
+    def apart(self, name: str) -> tuple[tuple[Part, Sections], ...]:
         """The tensors that a checkpoint has in place of a fused parameter; empty if it has the parameter itself."""
         return self._layouts[name].apart if name in self._layouts else ()
 
@@ -94,7 +93,7 @@ class Names:
             of_name = layout.facts if layout is not None else {}
             if layout is not None and name.split(".")[-2] == FUSED_DOWN:
                 # They are stored as a model stores them that does not fuse them, so each is described by itself.
-                parts = [(part.of(self.stored(name)), Layout(part.sections)) for part in layout.apart]
+                parts = [(part.of(self.stored(name)), RowLayout(sections)) for part, sections in layout.apart]
                 facts |= {key: of_part.facts for key, of_part in parts if len(of_part.sections) > 1}
                 continue
             if param.key.expert:
@@ -237,9 +236,10 @@ def _described(names: Names, name: str, key: str, value: Any) -> Iterator[tuple[
     if not parts:
         yield key, _rows(value, param, None)
     first = 0
-    for part in parts:
-        yield part.of(key), _rows(value, param, range(first, first + part.rows))
-        first += part.rows
+    for part, sections in parts:
+        rows = sum(count for _, count in sections)
+        yield part.of(key), _rows(value, param, range(first, first + rows))
+        first += rows
 
 
 def _rows(value: Any, param: ShardedParameter, rows: range | None) -> Any:

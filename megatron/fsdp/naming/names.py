@@ -9,8 +9,8 @@ _INDEX = re.compile(r"(?<=\.)\d+(?=\.)|(?<=weight)\d+$|(?<=bias)\d+$")
 _NAME = re.compile(
     r"(?:(?P<block>(?:.*\.)?layers\.)(?:(?P<layer>\d+)\.)?)?"
     r"(?:(?P<experts>(?:.*?\.)?experts\.)(?:"
-    r"(?P<style>local_experts|experts)\.(?:(?P<expert>\d+)\.)?(?P<listed>.+\.(?:weight|bias))"
-    r"|(?P<grouped>linear_fc\d\.(?:weight|bias))(?P<last>\d+)"
+    r"(?P<style>local_experts|experts)\.(?:(?P<expert>\d+)\.)?(?P<listed>.+)"
+    r"|(?P<grouped>.+\.(?:weight|bias))(?P<last>\d+)"
     r")|(?P<rest>.*))"
 )
 
