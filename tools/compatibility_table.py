@@ -1,8 +1,8 @@
 """Prints docs/compatibility.md from the results of the tests: feature by strategy and device.
 
-    make compatibility      runs the tests with --results docs/compatibility.json, and prints the page from it
+    make compatibility      runs the tests with --results docs/compatibility.json and prints the page
 
-A cell is what the tests named in its row said, never what anybody believes.
+Every cell is the outcome of the tests in its row.
 """
 
 import json
@@ -17,12 +17,12 @@ UNIT, FUNCTIONAL = "tests/unit_tests/", "tests/functional_tests/"
 
 
 class Feature(NamedTuple):
-    """One row.
+    """One row of the table.
 
     Attributes:
-        name: What the user wants.
-        tests: Files, or tests in files (``file::test``), that show it.
-        refused: What they show is an error.
+        name: The feature.
+        tests: Files, or tests in files (``file::test``), that test it.
+        refused: Whether the tests expect an error.
     """
 
     name: str
@@ -41,12 +41,12 @@ FEATURES = (
     Feature("several forwards before backward; evaluation", ("test_forwards.py",)),
     Feature("torch.optim optimizers, schedulers, closures", ("test_optimizers.py",)),
     Feature("several dtypes in one unit", ("test_dtypes.py",)),
-    Feature("parameters frozen and unfrozen on the way", ("test_freezing.py",)),
+    Feature("parameters frozen and unfrozen during training", ("test_freezing.py",)),
     Feature("scalars, empty parameters, fewer rows than ranks", ("test_small_parameters.py",)),
     Feature("methods other than forward; modules called twice", ("test_forward_methods.py",)),
     Feature("units inside units", ("test_nested_units.py",)),
     Feature("units that return their own parameters", ("test_returned_parameters.py",)),
-    Feature("no units named: whole weights everywhere", ("test_parity.py::test_without_units_weights_are_replicated",)),
+    Feature("no units: weights are replicated", ("test_parity.py::test_without_units_weights_are_replicated",)),
     Feature("torch.compile", ("test_compile.py",)),
     Feature("loss scaling (GradScaler)", ("test_loss_scaling.py",)),
     Feature("after exceptions", ("test_exceptions.py",)),
@@ -87,11 +87,11 @@ FEATURES = (
 
 
 def outcome(results: dict[str, dict[str, str]], feature: Feature, strategy: str) -> str:
-    """What the tests said: ``works``, ``error``, ``fails`` or, where none ran, nothing."""
+    """Summarize the tests: ``works``, ``error``, ``fails`` or, if none ran, nothing."""
     found = []
     for test, outcomes in results.items():
         if any(_matches(test, wanted) for wanted in feature.tests):
-            # A test without strategies runs with the default one.
+            # A test without strategies uses the default strategy.
             default = [outcomes[""]] if "" in outcomes and strategy == STRATEGIES[-1] else []
             found += [outcomes[strategy]] if strategy in outcomes else default
     if "failed" in found:
@@ -107,18 +107,18 @@ def _matches(test: str, wanted: str) -> bool:
 
 
 def as_markdown(results: dict[str, dict[str, dict[str, str]]]) -> str:
-    """The page."""
+    """Return the page."""
     lines = [
         "# What works with what",
         "",
-        "Made of the tests' results by `make compatibility`. *error*: refused, with a message that says why; empty:",
-        "not tested with this strategy. A test without a strategy of its own counts for the default,",
+        "Generated from the tests' results by `make compatibility`. *error*: raises an error that gives the reason.",
+        "Empty: not tested with this strategy. Tests that choose no strategy count for the default,",
         "`optim_grads_params`.",
     ]
     for device in ("cpu", "cuda"):
         lines += ["", f"## {'CPU, gloo' if device == 'cpu' else 'CUDA, NCCL'}", ""]
         if device not in results:
-            lines.append("The tests have not run on such a device yet.")
+            lines.append("The tests have not been run on this device yet.")
             continue
         lines += [f"| feature | {' | '.join(STRATEGIES)} | tests |", f"|---|{'---|' * len(STRATEGIES)}---|"]
         for feature in FEATURES:

@@ -1,4 +1,4 @@
-"""Looks into checkpoints, checks, compares, changes and converts them: no model, no GPU, no process group."""
+"""Inspects, verifies, compares, modifies and converts checkpoints without a model, a GPU or a process group."""
 
 import click
 
@@ -8,9 +8,9 @@ from megatron.fsdp.convert import convert_commands, huggingface_commands, inspec
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option("1.0")
 def cli() -> None:
-    """Tools for checkpoints of torch.distributed.checkpoint, as Megatron writes them.
+    """Tools for Megatron checkpoints in the format of torch.distributed.checkpoint.
 
-    A checkpoint is its folder, or the folder above it with latest_checkpointed_iteration.txt.
+    Name a checkpoint by its folder, or by the folder above it with latest_checkpointed_iteration.txt.
     """
 
 
