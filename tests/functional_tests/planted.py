@@ -1,4 +1,4 @@
-"""Runs pretrain_gpt.py with an error planted in this project's FSDP: the one that ``FSDP_PLANTED`` names, if any."""
+"""Runs pretrain_gpt.py with an error planted in this project's FSDP, which ``FSDP_PLANTED`` selects."""
 
 import os
 import sys
@@ -18,7 +18,7 @@ from megatron.fsdp.buffers import (
 
 
 def missed_reduction() -> None:
-    """The last rank keeps its own gradients of one unit in place of the sum."""
+    """Every rank keeps its own gradients instead of their sum."""
     original = gradients.reduce_scatter
 
     def reduce_scatter(shard: torch.Tensor, flat: torch.Tensor, op: Any, group: dist.ProcessGroup) -> None:
@@ -30,7 +30,7 @@ def missed_reduction() -> None:
 
 
 def wrong_divisor() -> None:
-    """Gradients are divided by one rank more than there are."""
+    """Gradients are divided by the number of ranks plus one."""
     original = gradients.GradientBuffer.__init__
 
     def init(self: Any, *args: Any) -> None:
@@ -41,13 +41,13 @@ def wrong_divisor() -> None:
 
 
 def stale_weights() -> None:
-    """What was gathered once is used for ever."""
+    """Weights are unsharded once and never updated."""
     weights.WeightBuffer.invalidate = lambda self: None  # type: ignore[method-assign]
     weights.WeightBuffer.reshard = lambda self: self.wait()  # type: ignore[method-assign]
 
 
 def skipped_parameter() -> None:
-    """One parameter's gradient is lost."""
+    """The gradient of one parameter is lost."""
     original = parameter_group.ParameterGroup.collect_gradients
 
     def collect(self: Any) -> list[torch.Tensor | None]:
@@ -61,7 +61,7 @@ def skipped_parameter() -> None:
 
 
 def swapped_shard() -> None:
-    """Ranks have each other's shards of gathered weights."""
+    """The shards of unsharded weights are in the wrong order."""
     original = weights.all_gather
 
     def all_gather(flat: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> None:

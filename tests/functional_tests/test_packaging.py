@@ -1,4 +1,4 @@
-"""What an installation brings: the wheel's content, and the search for a Python to install with."""
+"""The contents of the wheel, and the search for a Python to install it with."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ PACKAGES = ("megatron/fsdp", "megatron_fsdp")
 
 @pytest.fixture(scope="module")
 def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """Names in the wheel, without its metadata; built from a copy, so that the checkout stays as it is."""
+    """Names in the wheel, without its metadata. It is built from a copy, to leave the checkout unchanged."""
     source, output = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for name in ("pyproject.toml", "setup.py"):
         shutil.copy(ROOT / name, source)
@@ -40,12 +40,12 @@ def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
         return {name for name in archive.namelist() if ".dist-info/" not in name}
 
 
-def test_wheel_holds_the_packages_and_nothing_else(wheel_names: set[str]) -> None:
+def test_wheel_contains_the_packages_and_nothing_else(wheel_names: set[str]) -> None:
     expected = {path.relative_to(ROOT).as_posix() for name in PACKAGES for path in (ROOT / name).rglob("*.py")}
     assert wheel_names == expected
 
 
-def test_wheel_holds_nothing_of_megatron_core(wheel_names: set[str]) -> None:
+def test_wheel_contains_no_files_of_megatron_core(wheel_names: set[str]) -> None:
     theirs = {str(path) for path in files("megatron-core") or ()}
     assert len(theirs) > 100
     assert wheel_names.isdisjoint(theirs)
@@ -65,7 +65,7 @@ def write_program(path: Path, body: str) -> Path:
     return path
 
 
-def test_without_a_python_one_sentence_and_exit_code_2(tmp_path: Path) -> None:
+def test_without_a_python_it_prints_one_sentence_and_exits_with_2(tmp_path: Path) -> None:
     write_program(tmp_path / "bin" / "python3.12", "echo 'pyenv: python3.12: command not found' >&2; exit 127")
     write_program(tmp_path / "bin" / "python3", "exit 1")
     result = find_python(tmp_path / "bin", tmp_path / "home")
@@ -74,7 +74,7 @@ def test_without_a_python_one_sentence_and_exit_code_2(tmp_path: Path) -> None:
     assert result.stderr.startswith("No working Python >= 3.12") and result.stderr.count("\n") == 1
 
 
-def test_a_shim_that_fails_does_not_hide_a_python_that_runs(tmp_path: Path) -> None:
+def test_a_broken_shim_does_not_hide_a_working_python(tmp_path: Path) -> None:
     write_program(tmp_path / "bin" / "python3.12", "exit 127")
     works = write_program(
         tmp_path / "home" / ".pyenv" / "versions" / "3.12.9" / "bin" / "python3.12", f'exec "{sys.executable}" "$@"'
