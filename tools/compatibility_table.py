@@ -52,7 +52,7 @@ FEATURES = (
     Feature("after exceptions", ("test_exceptions.py",)),
     Feature("gradient clipping", ("test_clipping.py",)),
     Feature("learning-rate schedulers", ("test_schedulers.py",)),
-    Feature("code written for PyTorch's FSDP2", ("test_compat.py", "test_compat_state.py")),
+    Feature("code written for PyTorch's FSDP2", ("test_fsdp2.py", "test_fsdp2_state.py")),
     Feature("HSDP and hybrid FSDP", ("test_hybrid.py",)),
     Feature(
         "outer strategy optim with inner no_shard",
