@@ -1,4 +1,4 @@
-"""Runs pretrain_gpt.py with an error planted in this project's FSDP: the one that ``FSDP_PLANTED`` names, if any."""
+"""Runs pretrain_gpt.py with an error planted in this project's FSDP, which ``FSDP_PLANTED`` selects."""
 
 import os
 import sys
@@ -41,13 +41,13 @@ def wrong_divisor() -> None:
 
 
 def stale_weights() -> None:
-    """What was gathered once is used for ever."""
+    """Weights are unsharded once and never updated."""
     weights.WeightBuffer.invalidate = lambda self: None  # type: ignore[method-assign]
     weights.WeightBuffer.reshard = lambda self: self.wait()  # type: ignore[method-assign]
 
 
 def skipped_parameter() -> None:
-    """One parameter's gradient is lost."""
+    """The gradient of one parameter is lost."""
     original = parameter_group.ParameterGroup.collect_gradients
 
     def collect(self: Any) -> list[torch.Tensor | None]:
@@ -61,7 +61,7 @@ def skipped_parameter() -> None:
 
 
 def swapped_shard() -> None:
-    """Ranks have each other's shards of gathered weights."""
+    """The shards of unsharded weights are in the wrong order."""
     original = weights.all_gather
 
     def all_gather(flat: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> None:

@@ -38,7 +38,7 @@ class TrainingState:
         buffers: Tensors of the model that are no parameters, such as ``router.expert_bias``.
         optimizer_state: For each name of ``weights`` its states, ``exp_avg`` and so on, of the weight's shape. Empty
             if the checkpoint has none.
-        group_of: The settings of the optimizer group of each parameter, ``lr``, ``step``, ``weight_decay`` and so on, by
+        group_of: The settings of the optimizer group of each parameter, ``lr``, ``step``, ``weight_decay`` ..., by
             name without halves. Empty if ``optimizer_state`` is.
         model_dtypes: The dtype that the model computes a weight in, for those where it is not ``compute_dtype``.
         torch_dist: What only the way back to ``torch_dist`` needs; plain data, empty if nothing is known.

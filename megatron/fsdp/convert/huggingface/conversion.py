@@ -13,10 +13,9 @@ import torch
 
 from megatron.fsdp.checkpoint.lazy import LazyTensor
 from megatron.fsdp.convert.canonical import Tensors
-from megatron.fsdp.convert.huggingface.maps import ARCHITECTURES, FURTHER_COPIES, links
+from megatron.fsdp.convert.huggingface.maps import ARCHITECTURES, FURTHER_COPIES, Link, links
 from megatron.fsdp.convert.huggingface.model import Model
 from megatron.fsdp.convert.huggingface.rules import RULES, Context, dequantized
-from megatron.fsdp.convert.huggingface.shapes import require_shapes
 
 # Written by old versions of transformers, although they follow from the configuration.
 _DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")
@@ -111,8 +110,7 @@ def to_megatron(
     buffers: Tensors = {}
     missing: list[str] = []
     known = list(links(model, layer_spec))
-    named = {name: tensors[name] for link in known for name in link.huggingface if name in tensors}
-    require_shapes(named, model, "config.json")
+    _require_shapes(tensors, known, "config.json")
     used = set(_checked_copies(tensors, model))
     for link in known:
         if absent := [name for name in link.huggingface if name not in tensors]:
@@ -160,7 +158,8 @@ def to_huggingface(tensors: Tensors, model: Model, dtype: torch.dtype | None = N
     found: Tensors = {}
     missing: list[str] = []
     used: set[str] = set()
-    for link in links(model, "local"):
+    known = list(links(model, "local"))
+    for link in known:
         source = next((name for name in link.megatron if name in tensors), None)
         if source is None:
             missing.append(" or ".join(link.megatron))
@@ -172,7 +171,7 @@ def to_huggingface(tensors: Tensors, model: Model, dtype: torch.dtype | None = N
             wanted = torch.float32 if link.buffer else dtype
             found[name] = part if wanted is None else part.to(wanted)
     _require_all(model, missing, set(tensors) - used)
-    require_shapes(found, model, "the checkpoint's args")
+    _require_shapes(found, known, "the checkpoint's args")
     for name, original in _copies(model):
         found[name] = found[original]
     return Exported(found, model, notes)
@@ -214,6 +213,19 @@ def _equal(first: LazyTensor, second: LazyTensor) -> bool:
     return first.shape == second.shape and all(
         torch.equal(first.read(box), second.read(box)) for box in first.blocks(_COMPARED_AT_ONCE)
     )
+
+
+def _require_shapes(tensors: Tensors, known: Iterable[Link], source: str) -> None:
+    """Compare the shapes of Hugging Face's tensors with those that ``source``, the model's description, implies."""
+    expected = {name: shape for link in known for name, shape in zip(link.huggingface, link.shapes, strict=True)}
+    wrong = [
+        f"{name}: expected {expected[name]}; got {tensors[name].shape}"
+        for name in sorted(expected.keys() & tensors.keys())
+        if expected[name] != tensors[name].shape
+    ]
+    if wrong:
+        lines = "\n  ".join(wrong)
+        raise ValueError(f"{len(wrong)} tensors have another shape than expected from {source}:\n  {lines}")
 
 
 def _require_all(model: Model, missing: Iterable[str], unknown: Iterable[str]) -> None:

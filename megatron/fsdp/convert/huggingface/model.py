@@ -171,6 +171,32 @@ class Model:
         }
         return frozenset(word for word, is_present in present.items() if is_present)
 
+    @property
+    def dimensions(self) -> dict[str, int]:
+        """Sizes of the dimensions of tensors, by the words in ``Entry.shape`` of the name tables."""
+        sizes, attention = self.sizes, self.attention
+        found = {
+            "vocabulary": sizes.vocabulary,
+            "hidden": sizes.hidden,
+            "both": 2 * sizes.hidden,
+            "ffn": sizes.ffn,
+            "head": attention.head_size,
+            "queries": attention.heads * attention.head_size,
+            "keys": attention.groups * attention.head_size,
+            "attended": attention.heads * attention.head_size,
+        }
+        if (latent := attention.latent) is not None:
+            found |= {
+                "attended": attention.heads * latent.value,
+                "key_value_rank": latent.key_value_rank,
+                "compressed": latent.key_value_rank + latent.rotary,
+                "expanded": attention.heads * (latent.plain + latent.value),
+                "query_rank": latent.query_rank or 0,
+            }
+        if (experts := self.experts) is not None:
+            found |= {"experts": experts.count, "expert": experts.ffn, "shared": experts.shared_ffn}
+        return found
+
 
 def differences(first: Model, second: Model) -> list[str]:
     """List the settings in which two models differ, each as ``name: value, value``."""
