@@ -16,8 +16,9 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from megatron.fsdp.buffers.parameter_group import ParameterGroup
 from megatron.fsdp.buffers.pool import Slot
-from megatron.fsdp.comm.journal import Channel, report_on_failure
+from megatron.fsdp.comm.journal import Channel, Log, report_on_failure
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
+from megatron.fsdp.helpers.labels import profiled
 from megatron.fsdp.helpers.weak import not_compiled, weak_method
 
 logger = logging.getLogger(__name__)
@@ -96,7 +97,7 @@ class Unit:
         self.took_part = False
         self.reduced = False
         self.keeps_weights = False
-        self.channel = Channel([])
+        self.channel = Channel(Log([]))
         self._listener: Callable[[], UnitListener | None] = lambda: None
         self._before: Callable[..., Any] = weak_method(self.pre_forward)
         self._after: Callable[..., Any] = weak_method(self.post_forward)
@@ -118,9 +119,9 @@ class Unit:
         return self.name or "<root>"
 
     @functools.cached_property
-    def _gathering(self) -> str:
+    def _unsharding(self) -> str:
         size = sum(group.unshard_bytes for group in self.groups)
-        return f"gather {self.label}, {size:,} bytes"
+        return f"unshard {self.label}, {size:,} bytes"
 
     @property
     def state(self) -> WeightState:
@@ -156,6 +157,7 @@ class Unit:
         for group in self.groups:
             group.weights.invalidate()
 
+    @profiled("unshard")
     def unshard(self) -> None:
         """Start gathering compute weights that are not there or not up to date."""
         self.to(WeightState.UNSHARDING)
@@ -166,7 +168,7 @@ class Unit:
                 self._slot.holder = weakref.ref(self)
             handles = [handle for group in self.groups if (handle := group.weights.unshard()) is not None]
         if handles:
-            self.channel.note(self._gathering, handles)
+            self.channel.note(self._unsharding, handles)
 
     @property
     def slot_is_taken(self) -> bool:
@@ -195,6 +197,7 @@ class Unit:
                 "time. Leave fsdp_double_buffer off for this model."
             )
 
+    @profiled("wait for unshard")
     def use(self, state: WeightState) -> None:
         """Wait for the gather and make the compute weights the module's parameters."""
         with report_on_failure(), self._reshard_after_errors():
@@ -212,6 +215,7 @@ class Unit:
             self.abandon()
             raise
 
+    @profiled("reshard")
     def reshard(self) -> None:
         """Nothing reads the compute weights any more."""
         for group in self.groups:
@@ -219,6 +223,7 @@ class Unit:
         self.to(WeightState.SHARDED)
         self.show(compute=False)
 
+    @profiled("reshard")
     def reshard_unused(self) -> None:
         """Release weights whose gather nothing waited for."""
         for group in self.groups:
@@ -240,6 +245,7 @@ class Unit:
         """True if gradients of this micro-batch wait to be collected."""
         return any(group.has_gradients() for group in self.groups if group.requires_grad)
 
+    @profiled("reduce")
     def reduce_gradients(self, last: bool) -> bool:
         """Hand this micro-batch's gradients over.
 
@@ -259,11 +265,13 @@ class Unit:
             self.channel.note(f"reduce {self.label}, {size:,} bytes", handles)
         return bool(handles)
 
+    @profiled("reduce")
     def reduce_waiting(self) -> None:
         """Reduce gradients that wait for a reduction."""
         for group in self.groups:
             group.gradients.reduce_waiting()
 
+    @profiled("wait for reduction")
     def wait_for_gradients(self) -> None:
         """Make the compute wait for the reductions that were started."""
         with report_on_failure():
