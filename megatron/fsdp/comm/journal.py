@@ -169,7 +169,8 @@ def whereabouts() -> str:
     return f"{code.co_filename}:{frame.f_lineno} in {code.co_name}{called}"
 
 
-_LIBRARIES = ("<", *(str(Path(file).parent) + os.sep for file in (__file__, torch.__file__)))
+# Frames of generated code, of this engine and of torch.
+_LIBRARIES = ("<", *(str(folder) + os.sep for folder in (Path(__file__).parents[1], Path(torch.__file__).parent)))
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
 
 

@@ -240,7 +240,7 @@ class Schedule:
     # Communication ---------------------------------------------------------------------------------------------
 
     def _ask(self, plan: Plan, unit: Unit, state: WeightState) -> None:
-        """The computation needs the unit's weights now."""
+        """Unshard a unit whose weights the computation needs now, and prefetch."""
         if unit.state in (WeightState.SHARDED, WeightState.UNSHARDING):
             self._reach(plan, Op(OpKind.UNSHARD, self._index[id(unit)]))
             if unit.state is WeightState.SHARDED:
@@ -249,7 +249,7 @@ class Schedule:
         self._prefetch(plan)
 
     def _reduce(self, unit: Unit) -> None:
-        """The unit's gradients are complete, or no more will come."""
+        """Reduce a unit whose gradients are complete, unless :meth:`_reach` has issued that already."""
         unit.reduced = False
         self._reach(self.plans.backward, Op(OpKind.REDUCE, self._index[id(unit)]))
         if not unit.reduced:
@@ -262,7 +262,7 @@ class Schedule:
             self._issue_until(plan, indices[-1])
 
     def _leave_out(self, plan: Plan, indices: range) -> None:
-        """Issue operations that this rank's computation did not ask for, as other ranks' did."""
+        """Issue operations that this rank's computation did not ask for, because those of other ranks did."""
         for index in indices:
             self._issue_until(plan, index)
             unit = self.units[plan.asked[index].unit_index]
@@ -310,6 +310,6 @@ class Schedule:
             unit.wait_for_gradients()
 
     def reduce_waiting(self) -> None:
-        """Reduce what earlier micro-batches left, if no reduction has come after them."""
+        """Start reducing what earlier micro-batches left unreduced."""
         for unit in reversed(self.units):
             unit.reduce_waiting()
