@@ -192,7 +192,8 @@ def report_on_failure(what: str = "Communication with other ranks has failed.") 
         expected = isinstance(error, TimeoutError) or is_communication_error(error)
         if isinstance(error, Disagreement) or not expected:
             raise
-        raise RuntimeError(f"{what}\n{_desk.report()[0]}\nThe error was: {_without_frames(error)}") from None
+        text = f"{what}\n{_desk.report()[0]}\nThe error was: {_without_frames(error)}"
+        raise RuntimeError(text) from None
 
 
 def _without_frames(error: BaseException) -> str:
