@@ -131,13 +131,13 @@ class Journal:
         return sum(log.count for log in list(self._logs.values()))
 
     def stuck_for(self) -> float:
-        """Seconds for which this method has seen nothing being issued and nothing end; 0 if everything has ended."""
-        now, count = time.monotonic(), self.count
-        if count != self._count:
-            # The device is asked only when nothing is issued: what was captured in a CUDA graph must not be.
-            self._count, self._unfinished, self._since = count, -1, now
+        """Seconds for which nothing was issued and nothing was seen to end; 0 if everything has ended."""
+        logs, now = list(self._logs.values()), time.monotonic()
+        if (count := self.count) != self._count:
+            # The device is asked only when nothing is issued: the compute may be captured in a CUDA graph.
+            self._count, self._unfinished, self._since = count, -1, max((log.last for log in logs), default=now)
             return 0.0
-        unfinished = sum(len(log.unfinished) for log in list(self._logs.values()))
+        unfinished = sum(len(log.unfinished) for log in logs)
         if self._unfinished not in (-1, unfinished):
             self._since = now
         self._unfinished = unfinished
