@@ -155,8 +155,8 @@ class GradientBuffer:
         Args:
             dtype: Of the result.
         """
-        # The stream's part of the allocator made this memory. The compute may read it after this wait, and when it
-        # drops it, later tasks that get the memory wait for the compute first (see CudaStream).
+        # A task allocated this memory. The compute may read it after this wait. After the compute has dropped it, the
+        # tasks that get the memory wait for the compute first (see CudaStream).
         self.wait()
         reduced, self.reduced = self.reduced, None
         if reduced is None:
@@ -166,6 +166,7 @@ class GradientBuffer:
         else:
             taken = reduced.to(self.reduction.main_device, dtype)
         if taken is not reduced:
+            # The compute may still read it. Only a task gets this memory again, and it waits for the compute first.
             self.give_back(reduced)
         return taken
 
