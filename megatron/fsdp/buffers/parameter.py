@@ -26,16 +26,7 @@ SECTIONS = "_fsdp_sections"
 
 
 # Attributes that a class of parameters may define although its values are those of a plain tensor.
-_HARMLESS = {
-    "__deepcopy__",
-    "__doc__",
-    "__init__",
-    "__module__",
-    "__new__",
-    "__reduce_ex__",
-    "__repr__",
-    "__setstate__",
-}
+_HARMLESS = set("__deepcopy__ __doc__ __init__ __module__ __new__ __reduce_ex__ __repr__ __setstate__".split())
 
 
 def check_class(name: str, parameter: nn.Parameter) -> None:

@@ -43,6 +43,7 @@ class WeightBuffer:
         compute: Compute weights, one view per parameter.
         owned: Which slices of the flat buffer this rank holds.
         main: Main weights, flat: the elements ``owned.main`` of the buffer.
+        resident: Compute weights that stay in memory while the unit is sharded; None if none do.
         stream: Runs unshards.
         handle: Of an unshard that was started and not waited for; else None.
     """
@@ -65,17 +66,17 @@ class WeightBuffer:
         self._outer = None if axes.outer is None else stream.group(axes.outer)
         self.owned = Ownership.of(layout, sharding, axes)
         self.compute = FlatBuffer(layout, dtypes.compute, device, pool if self.temporary else None)
-        self._resident: torch.Tensor | None = self.compute.flat
+        self.resident: torch.Tensor | None = self.compute.flat
         self._resident_span = slice(0, layout.numel)
         if sharding.keeps_shard:
-            self._resident = torch.zeros(_length(self.owned.inner), dtype=dtypes.compute, device=device)
+            self.resident = torch.zeros(_length(self.owned.inner), dtype=dtypes.compute, device=device)
             self._resident_span = self.owned.inner
         elif self.temporary:
-            self._resident = None
+            self.resident = None
         self._casts = dtypes.main_params != dtypes.compute or main_device != device
         if not self.main_is_apart:
-            assert self._resident is not None
-            self.main = self._resident[within(self.owned.main, self._resident_span)]
+            assert self.resident is not None
+            self.main = self.resident[within(self.owned.main, self._resident_span)]
         else:
             self.main = torch.zeros(
                 _length(self.owned.main),
@@ -94,7 +95,7 @@ class WeightBuffer:
     @property
     def main_is_apart(self) -> bool:
         """True if the main weights have memory of their own, so that unshards only read them."""
-        return self._resident is None or self._casts
+        return self.resident is None or self._casts
 
     @property
     def _needs_nothing(self) -> bool:
@@ -127,8 +128,8 @@ class WeightBuffer:
         """Make main weights of what was loaded. Compute weights are freed if they are temporary."""
         flat = self.compute.flat if self._loaded is None else self._loaded
         self._loaded = None
-        if self._resident is not None and self._resident is not flat:
-            self._resident.copy_(flat[self._resident_span])
+        if self.resident is not None and self.resident is not flat:
+            self.resident.copy_(flat[self._resident_span])
         if self.main_is_apart:
             self.main.copy_(flat[self.owned.main])
         # Ranks may have initialized their parameters differently. The first unshard gets the owners' values.
@@ -158,12 +159,12 @@ class WeightBuffer:
         if self.temporary:
             self.compute.allocate()
         flat = self.compute.flat
-        if self._resident is None:
+        if self.resident is None:
             shard = self._cast_into(flat[self.owned.main])
         else:
-            shard = self._resident[within(self.owned.inner, self._resident_span)]
+            shard = self.resident[within(self.owned.inner, self._resident_span)]
             if self._resident_is_old:
-                own = self._cast_into(self._resident[within(self.owned.main, self._resident_span)])
+                own = self._cast_into(self.resident[within(self.owned.main, self._resident_span)])
                 if self.sharding.outer.shards_optimizer and self._outer is not None:
                     all_gather(shard, own, self._outer)
                 self._resident_is_old = False
