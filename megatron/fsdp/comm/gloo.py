@@ -43,15 +43,15 @@ def ensure_released(group: dist.ProcessGroup, *tensors: torch.Tensor) -> Iterato
 def all_gather(flat: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Gather flat shards in rank order into ``flat``; ``shard`` may be this rank's slice of it."""
     rank, size = group.rank(), group.size()
-    parts = _parts(flat, size)
-    if parts[rank].data_ptr() != shard.data_ptr():
-        parts[rank].copy_(shard)
+    slices = _slices(flat, size)
+    if slices[rank].data_ptr() != shard.data_ptr():
+        slices[rank].copy_(shard)
     works = []
-    tag = _tag(parts[rank], 0)
+    tag = _tag(slices[rank], 0)
     for step in range(1, size):
         source, target = (rank - step) % size, (rank + step) % size
-        works.append(dist.irecv(parts[source], group=group, group_src=source, tag=tag))
-        works.append(dist.isend(parts[rank], group=group, group_dst=target, tag=tag))
+        works.append(dist.irecv(slices[source], group=group, group_src=source, tag=tag))
+        works.append(dist.isend(slices[rank], group=group, group_dst=target, tag=tag))
     _wait(works)
 
 
@@ -62,16 +62,16 @@ def reduce_scatter(shard: torch.Tensor, flat: torch.Tensor, group: dist.ProcessG
     time: while one is added, the next is on its way.
     """
     rank, size = group.rank(), group.size()
-    parts = _parts(flat, size)
-    if parts[rank].data_ptr() != shard.data_ptr():
-        shard.copy_(parts[rank])
+    slices = _slices(flat, size)
+    if slices[rank].data_ptr() != shard.data_ptr():
+        shard.copy_(slices[rank])
     sources = [(rank - step) % size for step in range(1, size)]
     targets = [(rank + step) % size for step in range(1, size)]
-    tag = _tag(parts[rank], 1)
-    sent = [dist.isend(parts[target], group=group, group_dst=target, tag=tag) for target in targets]
+    tag = _tag(slices[rank], 1)
+    sent = [dist.isend(slices[target], group=group, group_dst=target, tag=tag) for target in targets]
     arriving: list[tuple[torch.Tensor, dist.Work | None]] = []
     for source in sources[:2]:
-        memory = torch.empty_like(parts[source])
+        memory = torch.empty_like(slices[source])
         arriving.append((memory, dist.irecv(memory, group=group, group_src=source, tag=tag)))
     remaining = iter(sources[2:])
     while arriving:
@@ -83,18 +83,18 @@ def reduce_scatter(shard: torch.Tensor, flat: torch.Tensor, group: dist.ProcessG
     _wait(sent)
 
 
-def _parts(flat: torch.Tensor, size: int) -> list[torch.Tensor]:
+def _slices(flat: torch.Tensor, size: int) -> list[torch.Tensor]:
     numel = flat.numel() // size
     return [flat[rank * numel : (rank + 1) * numel] for rank in range(size)]
 
 
-def _tag(part: torch.Tensor, kind: int) -> int:
+def _tag(sent: torch.Tensor, kind: int) -> int:
     """A number that only messages of the same collective and size have.
 
     Ranks that issue different collectives wait for each other, which is reported. If the messages matched, gloo would
     end the process because their sizes differ.
     """
-    return (2 * part.nbytes + kind) % (1 << 30)
+    return (2 * sent.nbytes + kind) % (1 << 30)
 
 
 def _wait(works: list[dist.Work | None]) -> None:

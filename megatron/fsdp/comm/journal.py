@@ -51,7 +51,7 @@ _REMEDY = (
 
 
 class Log:
-    """What this process has issued together with the same ranks, for all their models: the order is one for all.
+    """The operations that this process has issued together with certain ranks, in one order for all their models.
 
     Args:
         peers: The ranks, this one among them.
@@ -81,7 +81,7 @@ class Log:
         return [number for number, _, watchers in list(self._issued) if not all(ended() for ended in watchers)]
 
     def answer(self) -> dict[str, Any]:
-        """What other ranks get to know."""
+        """The log as other ranks read it."""
         issued = [(number, what) for number, what, _ in list(self._issued)]
         return {"peers": self.peers, "issued": issued, "open": self.unfinished}
 
@@ -92,7 +92,7 @@ class Channel:
 
     Attributes:
         log: The record, which other models of the same ranks share.
-        model: Tells the models apart.
+        model: Prefix that distinguishes models of the same ranks; empty for the first.
     """
 
     log: Log
@@ -144,7 +144,7 @@ class Journal:
         return now - self._since if unfinished else 0.0
 
     def as_json(self, ended: str | None = None) -> str:
-        """What was issued, what of that has not ended, and where the main thread is.
+        """The logs, and where the main thread is, for other ranks.
 
         Args:
             ended: How this process has ended, if it has.
@@ -217,7 +217,7 @@ class ReportDesk:
         self._round = 0
 
     def report(self) -> tuple[str, bool]:
-        """What every rank has issued last, where it is, and where they first differ; whether they do."""
+        """The text of a report about all ranks, and whether they are proven to have issued different things."""
         if not dist.is_initialized():
             return "The process group is gone.", False
         with self._lock:
@@ -313,7 +313,7 @@ def describe(answers: dict[int, dict], size: int) -> tuple[str, bool]:
     """The report, and whether the ranks are proven to have issued different things.
 
     Args:
-        answers: What each rank that answered had issued and what of that was open, as :meth:`Journal.as_json` has it.
+        answers: By rank, the answers as :meth:`Journal.as_json` returns them. Some may be missing.
         size: Number of ranks.
     """
     lines = ["Where the ranks are:"]
@@ -414,7 +414,7 @@ class Watchdog(threading.Thread):
                 self._tell(f"Megatron-FSDP: nothing has ended for {self._seconds:.0f} s.\n{written[0]}")
         text, proven = written
         if proven and self._journal.stuck_for() >= 0.5 * self._doubt_after:
-            give_up(f"The ranks do different things, and would wait for each other for ever.\n{text}")
+            give_up(f"The ranks do different things, and would wait for each other without end.\n{text}")
 
     def stop(self) -> None:
         """End the thread."""

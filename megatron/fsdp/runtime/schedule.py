@@ -86,7 +86,10 @@ class Schedule:
         return [[e.main._version for group in unit.groups for e in group.params] for unit in self.units]
 
     def units_to_prefetch_first(self) -> list[Unit]:
-        """What :meth:`prefetch_first` unshards, in that order, as far as main weights may be changed meanwhile."""
+        """The units that :meth:`prefetch_first` unshards, in order, while main weights of others are still updated.
+
+        The list ends before a unit whose main weights are in the memory that an unshard writes to.
+        """
         if not self.limits.prefetch:
             return []
         first: list[Unit] = []
