@@ -108,4 +108,4 @@ def test_a_long_wait_is_reported_meanwhile(tmp_path: Path) -> None:
     assert all("trained" in output for _, output in results)
     (report,) = [output for _, output in results if "nothing has ended for 3 s" in output]
     assert "in evaluate, which" not in report.split("rank 1:")[0] and "in evaluate" in report, report
-    assert "waits for: gather" in report and "bytes" in report, report
+    assert "waits for: unshard" in report and "bytes" in report, report

@@ -9,7 +9,7 @@ from megatron.fsdp.comm.streams import Handle
 
 
 class Owed(Flag):
-    """What a later call has to reduce, even if this rank has no gradients: other ranks may have some."""
+    """The axes over which gradients are still to be reduced, even if only other ranks have any."""
 
     NOTHING = 0
     INNER = auto()
@@ -66,7 +66,7 @@ class GradientBuffer:
         unreduced: Sum of gradients that were not reduced; None if there are none. Of the computation.
         inner_sum: Sum of gradients that were reduced over the inner axis only. Of tasks of the stream.
         reduced: Sum of gradients that were reduced over both axes. Of tasks, and of the computation after a wait.
-        owed: What has to be reduced before the optimizer's step.
+        owed: The axes to reduce over before the optimizer's step.
         in_flight: Reductions that were started.
     """
 
@@ -104,7 +104,7 @@ class GradientBuffer:
 
         Args:
             grads: Gradient of each parameter, or None for zeros; empty for zeros only. The list is cleared.
-            last: Reduce over the outer axis too.
+            last: Reduce over the outer axis as well.
         """
         if self.unreduced is not None:
             self.accumulate(grads)
@@ -119,7 +119,7 @@ class GradientBuffer:
         return handle
 
     def reduce_waiting(self) -> None:
-        """Start reducing what earlier micro-batches left, over the axes that it was not reduced over."""
+        """Start reducing gradients of earlier micro-batches over the axes that are owed."""
         if Owed.INNER in self.owed:
             self.reduce([], last=True)
         elif self.owed:
@@ -155,8 +155,8 @@ class GradientBuffer:
         Args:
             dtype: Of the result.
         """
-        # The stream's part of the allocator made this memory. The compute may read it after this wait, and when it
-        # drops it, later tasks that get the memory wait for the compute first (see CudaStream).
+        # A task allocated this memory. The compute may read it after this wait. After the compute has dropped it, the
+        # tasks that get the memory wait for the compute first (see CudaStream).
         self.wait()
         reduced, self.reduced = self.reduced, None
         if reduced is None:
@@ -166,6 +166,7 @@ class GradientBuffer:
         else:
             taken = reduced.to(self.reduction.main_device, dtype)
         if taken is not reduced:
+            # The compute may still read it. Only a task gets this memory again, and it waits for the compute first.
             self.give_back(reduced)
         return taken
 
@@ -181,7 +182,7 @@ class GradientBuffer:
             self.unreduced = None
         if self.in_flight.handles:
             # Reductions in flight still write to the sums: drop them behind those, in the stream's order. Their
-            # handles are dropped here, and with them their errors, which concern gradients that nobody wants.
+            # handles are dropped here, and with them their errors, which concern dropped gradients only.
             self.in_flight.handles = [self.reduction.stream.run(self._drop_sums)]
         else:
             self._drop_sums()

@@ -61,7 +61,7 @@ class Reduction:
     Attributes:
         stream: Runs reductions.
         main_device: Where the gradients go in the end.
-        sent_dtype: What gradients of a single micro-batch are sent in over the inner axis.
+        sent_dtype: Dtype in which gradients of a single micro-batch are sent over the inner axis.
         inner: The inner axis.
         outer: The outer axis; None if there is none.
     """
@@ -116,7 +116,7 @@ class Reduction:
         """Multiply gradients that are placed from now on by ``ratio``.
 
         Returns:
-            What gradients that are placed already must be multiplied by.
+            The factor for gradients that are placed already.
         """
         self._factor *= ratio
         return ratio if self._stage is Stage.PLACED else 1.0
@@ -165,7 +165,7 @@ class Reduction:
         Returns:
             The sum in ``main_grads_dtype``, which may share memory with ``placed`` if ``total`` is None.
         """
-        # The compute's part of the caching allocator made this buffer, and may drop it before this task has run.
+        # The compute allocated this buffer, and may drop it before this task has run.
         self.stream.keep([placed])
         flat = self.cast(placed, self.sent_dtype)
         if (factor := self._factor_at(Stage.SENT)) != 1.0:
@@ -180,7 +180,7 @@ class Reduction:
         """Reduce the micro-batches' sum over the outer axis and add this rank's slice to ``total``.
 
         Args:
-            inner_sum: What :meth:`over_inner` returned. It is given back to the pool.
+            inner_sum: The result of :meth:`over_inner`. It is given back to the pool.
             total: The sum so far.
 
         Returns:
@@ -197,7 +197,7 @@ class Reduction:
         """Reduce ``flat``, which is overwritten, and return this rank's slice of the sum in ``main_grads_dtype``.
 
         Args:
-            flat: What to reduce.
+            flat: Gradients, or sums of them.
             axis: The axis to reduce over.
             kept: The result will be kept, and must not keep ``flat`` alive.
         """

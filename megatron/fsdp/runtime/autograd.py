@@ -1,4 +1,4 @@
-"""What the engine needs of autograd beyond its public interface."""
+"""Functions of autograd's engine that have no public interface."""
 
 from collections.abc import Callable
 

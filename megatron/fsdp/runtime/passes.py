@@ -37,8 +37,8 @@ class Pass:
     def has_failed(self) -> bool:
         """True if an exception ended the last backward.
 
-        Autograd reports that by dropping the callback that was to be called at the end. A traceback that somebody
-        keeps may delay this, but outside of any backward it is certain all the same.
+        Autograd then drops the callback that it would have called at the end. A traceback that refers to autograd's
+        task may delay this. But if no backward runs, one that has not ended has failed.
         """
         return self.state is PassState.FAILED or (self.state is PassState.BACKWARD and not in_backward())
 

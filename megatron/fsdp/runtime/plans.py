@@ -12,8 +12,8 @@ logger = logging.getLogger(__name__)
 class Plans:
     """The plan of the forward, and that of the backward for the units that take gradients at the moment.
 
-    Both are guessed from the order in which modules are registered. What the computation asks for in the first forward
-    and backward replaces them; after parameters were frozen or unfrozen, what it asks for then.
+    Both are guessed from the order in which modules are registered. The recordings of the first forward and backward
+    replace them. After parameters were frozen or unfrozen, the backward is guessed and recorded again.
 
     Args:
         units: All units; the root first, then in the order of registration.

@@ -86,7 +86,10 @@ class Schedule:
         return [[e.main._version for group in unit.groups for e in group.params] for unit in self.units]
 
     def units_to_prefetch_first(self) -> list[Unit]:
-        """What :meth:`prefetch_first` unshards, in that order, as far as main weights may be changed meanwhile."""
+        """The units that :meth:`prefetch_first` unshards, in order, while main weights of others are still updated.
+
+        The list ends before a unit whose main weights are in the memory that an unshard writes to.
+        """
         if not self.limits.prefetch:
             return []
         first: list[Unit] = []
@@ -240,7 +243,7 @@ class Schedule:
     # Communication ---------------------------------------------------------------------------------------------
 
     def _ask(self, plan: Plan, unit: Unit, state: WeightState) -> None:
-        """The computation needs the unit's weights now."""
+        """Unshard a unit whose weights the computation needs now, and prefetch."""
         if unit.state in (WeightState.SHARDED, WeightState.UNSHARDING):
             self._reach(plan, Op(OpKind.UNSHARD, self._index[id(unit)]))
             if unit.state is WeightState.SHARDED:
@@ -249,7 +252,7 @@ class Schedule:
         self._prefetch(plan)
 
     def _reduce(self, unit: Unit) -> None:
-        """The unit's gradients are complete, or no more will come."""
+        """Reduce a unit whose gradients are complete, unless :meth:`_reach` has issued that already."""
         unit.reduced = False
         self._reach(self.plans.backward, Op(OpKind.REDUCE, self._index[id(unit)]))
         if not unit.reduced:
@@ -262,7 +265,7 @@ class Schedule:
             self._issue_until(plan, indices[-1])
 
     def _leave_out(self, plan: Plan, indices: range) -> None:
-        """Issue operations that this rank's computation did not ask for, as other ranks' did."""
+        """Issue operations that this rank's computation did not ask for, because those of other ranks did."""
         for index in indices:
             self._issue_until(plan, index)
             unit = self.units[plan.asked[index].unit_index]
@@ -310,6 +313,6 @@ class Schedule:
             unit.wait_for_gradients()
 
     def reduce_waiting(self) -> None:
-        """Reduce what earlier micro-batches left, if no reduction has come after them."""
+        """Start reducing what earlier micro-batches left unreduced."""
         for unit in reversed(self.units):
             unit.reduce_waiting()
