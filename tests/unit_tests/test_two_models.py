@@ -99,11 +99,11 @@ def test_waits_are_recorded_by_the_ranks_that_share_a_model(ranks: RankPool) -> 
 
 def _inconsistencies() -> list[list[str]]:
     pair = _pair(zero_dp_strategy="optim_grads")
-    assert [inconsistent_weights(model) for model in pair] == [[], []]
-    for parameter in pair.teacher.params():
+    assert [inconsistent_weights(model.engine) for model in pair] == [[], []]
+    for parameter in pair.teacher.engine.params():
         if parameter.name == "blocks.0.up.weight" and dist.get_rank() == 1:
             parameter.compute.data.view(-1)[-1] += 1
-    return [inconsistent_weights(model) for model in pair]
+    return [inconsistent_weights(model.engine) for model in pair]
 
 
 def test_inconsistent_weights_are_those_of_one_model(ranks: RankPool) -> None:
@@ -159,8 +159,8 @@ def _estimates() -> None:
     pair.step()
     assert [estimate(model, (Block,), config, axes, axes) for model in models] == before
     for found, model in zip(before, pair, strict=True):
-        assert [unit.name for unit in found.units] == model.unit_names
-        assert found.total.elements == sum(parameter.main.numel() for parameter in model.params())
+        assert [unit.name for unit in found.units] == model.engine.unit_names
+        assert found.total.elements == sum(parameter.main.numel() for parameter in model.engine.params())
 
 
 def test_estimates_are_those_of_each_model(ranks: RankPool) -> None:
