@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.fsdp.comm import gloo
+from megatron.fsdp.comm.backends import Backend
 from megatron.fsdp.state.consistency import inconsistent_weights
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from tests.exchanges import both_exchanges
@@ -69,7 +70,7 @@ def test_bf16_compute_with_fp32_main_weights(ranks: RankPool, strategy: str, gra
 
 
 def _exchange(strategy: str) -> None:
-    with patch.object(gloo, "is_for", lambda group, device: False):
+    with patch.object(Backend, "prefers_sends", False):
         original = torch.distributed.all_to_all_single
         with patch.object(torch.distributed, "all_to_all_single", side_effect=original) as exchanged:
             _train(strategy, FP32, exchange_gradients=True)
