@@ -30,7 +30,6 @@ MOVED = {
     "ragged": "dtensor.placements",
     "ragged_dtensor": "dtensor.ragged_dtensor",
     "fully_shard": "api",
-    "megatron_fsdp": "module",
     "mcore.arguments": "mcore.limits",
 }
 
