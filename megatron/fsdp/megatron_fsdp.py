@@ -139,16 +139,17 @@ class MegatronFSDP(ShardedModel):
         yield
 
     def reset_mixed_precision_policy(self, mixed_precision_policy: MixedPrecisionPolicy) -> None:
-        """Accept the policy that the model has.
+        """Change the dtype that gradients are reduced in. Dtypes of main weights and gradients stay as they are.
 
         Raises:
-            NotImplementedError: The policy differs. Buffers, and the layout of shards, are made for one set of dtypes.
+            NotImplementedError: ``grad_comm_dtype`` means another dtype than the present one, for which the
+                communication buffers are laid out.
         """
-        if mixed_precision_policy != self.mp_policy:
+        asked = mixed_precision_policy.grad_comm_dtype
+        if any((asked or group.dtypes.main_grads) != group.dtypes.grad_comm for group in self.groups):
             raise NotImplementedError(
-                f"The model was sharded with {self.mp_policy}, for which its buffers are laid out; got "
-                f"{mixed_precision_policy}. Shard the model with the policy that it needs: "
-                "fully_shard_model(mixed_precision_policy=...)."
+                f"The communication buffers were laid out for {self.mp_policy}; got grad_comm_dtype={asked}. Shard the "
+                "model with the dtype that it needs: fully_shard_model(mixed_precision_policy=...)."
             )
 
     # Synchronization -------------------------------------------------------------------------------------------

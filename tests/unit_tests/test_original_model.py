@@ -1,7 +1,5 @@
 """MegatronFSDP has the constructor, attributes and methods that code for the original uses."""
 
-import dataclasses
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -163,17 +161,18 @@ def test_parameters_refer_to_their_model(ranks: RankPool) -> None:
 
 
 def _mixed_precision() -> None:
-    model = fully_shard_model(TinyModel())
-    with model.mixed_precision_context(model.mp_policy):
-        pass
-    model.reset_mixed_precision_policy(MixedPrecisionPolicy())
-    other = dataclasses.replace(model.mp_policy, grad_comm_dtype=torch.bfloat16)
-    with pytest.raises(NotImplementedError, match="Shard the model with the policy that it needs"):
-        with model.mixed_precision_context(other):
+    policy = MixedPrecisionPolicy(torch.float32, torch.float32)
+    model = fully_shard_model(TinyModel().bfloat16(), mixed_precision_policy=policy)
+    for dtype in (None, torch.float32):
+        with model.mixed_precision_context(MixedPrecisionPolicy(grad_comm_dtype=dtype)):
+            pass
+    assert model.mp_policy is policy
+    with pytest.raises(NotImplementedError, match="Shard the model with the dtype that it needs"):
+        with model.mixed_precision_context(MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16)):
             pass
 
 
-def test_the_policy_of_a_sharded_model_is_fixed(ranks: RankPool) -> None:
+def test_the_dtype_of_communication_is_fixed(ranks: RankPool) -> None:
     ranks.run(1, _mixed_precision)
 
 
@@ -285,17 +284,16 @@ def _hybrid() -> tuple[int, int]:
     with pytest.raises(ValueError, match="expected dp_outer_dim"):
         _index().get_logical_hybrid_fsdp_rank()
     assert contains_submesh(mesh, ("outer", "inner")) and not contains_submesh(mesh, "tp")
-    model = fully_shard_model(
-        nn.Linear(1, 8).to(device()), mesh, "inner", "outer", fsdp_unit_modules=[], outer_dp_sharding_strategy="optim"
-    )
-    (weight,) = (e for e in model.params() if e.name == "weight")
+    linear = nn.Linear(64, 8, bias=False).to(device())
+    model = fully_shard_model(linear, mesh, "inner", "outer", fsdp_unit_modules=[], outer_dp_sharding_strategy="optim")
+    (weight,) = model.params()
     return model.index.get_logical_hybrid_fsdp_rank(), weight.shard_slice.start
 
 
 def test_index_has_the_originals_getters(ranks: RankPool) -> None:
     # The logical rank is the place of a rank's slice of a parameter.
     found = ranks.run(4, _hybrid)
-    assert [2 * logical for logical, _ in found] == [start for _, start in found]
+    assert [128 * logical for logical, _ in found] == [start for _, start in found]
 
 
 def _helpers() -> None:

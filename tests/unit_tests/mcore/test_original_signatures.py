@@ -23,6 +23,8 @@ INTERNAL = {
     "is_te_min_version",
     "local_multi_tensor_applier",
     "local_multi_tensor_scale",
+    "multi_tensor_applier",
+    "multi_tensor_scale_impl",
     "setup_delayed_wgrad_acc_hook",
 }
 
