@@ -173,9 +173,9 @@ class FullyShardedDataParallel(_BaseDataParallel):
         Python's, NumPy's and torch's generators, and Megatron's tracker of CUDA generators, whose states differ
         between these ranks on purpose: call this only where they shall be the same.
         """
-        states: list[Any] = [random_states() if self.tp_group.rank() == 0 else None]
+        states: list[Any] = [_random_states() if self.tp_group.rank() == 0 else None]
         dist.broadcast_object_list(states, group=self.tp_group, group_src=0)
-        set_random_states(states[0])
+        _set_random_states(states[0])
 
     @torch.no_grad()
     def _share_embedding(self, groups: ProcessGroupCollection | None) -> None:
@@ -312,7 +312,7 @@ def fsdp_config(config: TransformerConfig, ddp_config: DistributedDataParallelCo
     return from_megatron(ddp_config, config, sync_model_each_microbatch=False, zero_unused_gradients=True)
 
 
-def random_states() -> dict[str, Any]:
+def _random_states() -> dict[str, Any]:
     """States of all random number generators that a Megatron model draws from."""
     return {
         "python": random.getstate(),
@@ -323,8 +323,8 @@ def random_states() -> dict[str, Any]:
     }
 
 
-def set_random_states(states: dict[str, Any]) -> None:
-    """Set what :func:`random_states` returned."""
+def _set_random_states(states: dict[str, Any]) -> None:
+    """Set what :func:`_random_states` returned."""
     random.setstate(states["python"])
     numpy.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
