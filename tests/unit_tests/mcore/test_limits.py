@@ -193,8 +193,9 @@ def test_every_setting_of_megatrons_data_parallelism_has_an_effect_or_is_named()
 
     class Reading:
         def __getattr__(self, name: str) -> Any:
+            value = getattr(config, name)
             read.add(name)
-            return getattr(config, name)
+            return value
 
     fsdp_config(transformer_config(), Reading())  # type: ignore[arg-type]
     fields = {field.name for field in dataclasses.fields(config)}
