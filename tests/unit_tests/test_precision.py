@@ -51,5 +51,5 @@ def test_16_bit_format_that_differs_from_the_models_is_refused(field: str) -> No
 
 
 def test_integer_parameter_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"Parameter table: expected a dtype out of .*got torch.int64"):
+    with pytest.raises(ValueError, match=r"Parameter table: expected one of the dtypes .*got torch.int64"):
         MixedPrecisionPolicy().resolve(torch.int64, "table")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import megatron.fsdp
-from megatron.fsdp.sharding.strategy import INNER, Placement, resolve_strategy
+from megatron.fsdp.sharding.strategy import INNER, Distribution, resolve_strategy
 
 
 def test_stage_of_zero_is_the_position_in_the_table() -> None:
@@ -14,7 +14,7 @@ def test_stage_of_zero_is_the_position_in_the_table() -> None:
 
 
 def test_placements_of_each_strategy() -> None:
-    replicate, partial, shard = Placement.REPLICATE, Placement.PARTIAL, Placement.SHARD
+    replicate, partial, shard = Distribution.REPLICATE, Distribution.PARTIAL, Distribution.SHARD
     table = {name: (p.parameters, p.gradients, p.optimizer) for name, p in INNER.items()}
     assert table == {
         "no_shard": (replicate, partial, replicate),
