@@ -30,7 +30,7 @@ from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.helpers.weak import weak_method
 from megatron.fsdp.init.deferred import forget
 from megatron.fsdp.init.materialize import check_can_materialize, comes_last, initialize, materialize_buffers
-from megatron.fsdp.runtime.agreement import Agreement, fingerprint, telling_others
+from megatron.fsdp.runtime.agreement import Agreement, fingerprint, propagate_errors
 from megatron.fsdp.runtime.other_engines import refuse_others
 from megatron.fsdp.runtime.partition import (
     UnitClasses,
@@ -114,7 +114,7 @@ class MegatronFSDP(nn.Module):
         self.index = index or default_index(self.device)
         everyone = self.index.dense.dp_group
         self._channel = watch(everyone, self.device)
-        with telling_others(self.index):
+        with propagate_errors(self.index):
             part = self._examine(module, fsdp_unit_modules)
         self._agreement = Agreement(self.index, *fingerprint(part, self.fsdp_config, self.index, self._settings_of))
         self.agree()

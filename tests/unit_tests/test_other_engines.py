@@ -57,10 +57,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "fsdp2 inside": (_shard(_torch_inside), r"its part 1 .*Leave out torch's fully_shard"),
     "fsdp2 inside of marked": (_marked, r"its part 1 .*Leave out torch's fully_shard"),
     "sharded before": (_shard(lambda: _sharded()[1]), "already wrapped: parameter .* belongs to a MegatronFSDP"),
-    "ddp around": (lambda: DistributedDataParallel(_sharded()[1]), "DistributedDataParallel is to wrap a model"),
+    "ddp around": (lambda: DistributedDataParallel(_sharded()[1]), "DistributedDataParallel cannot wrap a model"),
     "ddp around the model": (lambda: DistributedDataParallel(_sharded()[0]), "Use the sharded model as it is"),
-    "ddp far around": (lambda: DistributedDataParallel(nn.Sequential(_sharded()[1])), "is to wrap a model"),
-    "data parallel around": (lambda: DataParallel(_sharded()[1]), "is to wrap a model"),
+    "ddp far around": (lambda: DistributedDataParallel(nn.Sequential(_sharded()[1])), "cannot wrap a model"),
+    "data parallel around": (lambda: DataParallel(_sharded()[1]), "cannot wrap a model"),
     "fsdp2 around": (lambda: torch_fully_shard(_sharded()[1]), "torch's fully_shard was called on a model"),
     "fsdp2 of a part": (lambda: torch_fully_shard(_sharded()[0][1]), "torch's fully_shard was called on a model"),
 }
