@@ -19,7 +19,7 @@ from megatron.fsdp import fsdp2
 from megatron.fsdp.buffers import weights
 from megatron.fsdp.tools.trace import Kind, RankTrace, Row, Span, Timeline, trace_step
 from megatron.fsdp.tools.trace.plot import short_names
-from megatron.fsdp.tools.trace.timeline import note_latecomers
+from megatron.fsdp.tools.trace.timeline import mark_late_ranks
 from megatron.fsdp.tools.trace.watch import StepWatcher
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
 from tests.models import STRATEGIES, Block, TinyModel, adamw, batches, device, loss_of
@@ -302,7 +302,7 @@ def _rank(rank: int, *starts: int, all_meet: bool = True) -> RankTrace:
 
 
 def test_latecomers() -> None:
-    early, late = note_latecomers([_rank(0, 0, 20), _rank(1, 8, 20)])
+    early, late = mark_late_ranks([_rank(0, 0, 20), _rank(1, 8, 20)])
     assert [span.late for span in early.spans] == [8, 3, 0, 0]
     assert [span.late for span in late.spans] == [0, 0, 0, 0]
     assert early.per_unit()["a"].late == 3e-6
@@ -311,7 +311,7 @@ def test_latecomers() -> None:
 @pytest.mark.parametrize("all_meet", [True, False])
 def test_what_other_ranks_have_no_part_in_is_never_late(all_meet: bool) -> None:
     """A gather that one rank only has, or groups of fewer ranks than are recorded."""
-    traces = note_latecomers([_rank(0, 0, all_meet=all_meet), _rank(1, *(() if all_meet else (8,)), all_meet=True)])
+    traces = mark_late_ranks([_rank(0, 0, all_meet=all_meet), _rank(1, *(() if all_meet else (8,)), all_meet=True)])
     assert all(span.late == 0 for trace in traces for span in trace.spans)
 
 
@@ -483,5 +483,5 @@ def test_a_step_of_a_script_is_traced(ranks: RankPool) -> None:
 
 
 def test_the_first_steps_cannot_be_traced() -> None:
-    with pytest.raises(ValueError, match="at least 2 steps pass before the one that is traced; got 1"):
+    with pytest.raises(ValueError, match="at least 2 steps before the traced one; got 1"):
         StepWatcher(trace_step, 1, lambda _: None)

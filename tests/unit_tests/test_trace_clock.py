@@ -26,7 +26,7 @@ def test_clocks_of_one_machine_are_one() -> None:
 
 
 def test_offset_needs_meetings() -> None:
-    with pytest.raises(ValueError, match="the same meetings, at least one, of both ranks; got 0 and 0"):
+    with pytest.raises(ValueError, match="the same number of meetings of both ranks, at least one; got 0 and 0"):
         offset([], [])
     with pytest.raises(ValueError, match="got 1 and 2"):
         offset([Meeting(0, 1)], [Meeting(0, 1), Meeting(2, 3)])
@@ -74,7 +74,7 @@ def test_events_become_times(monkeypatch: pytest.MonkeyPatch) -> None:
     after = time.perf_counter_ns()
     assert isinstance(clock, CudaClock)
     first, second = clock.mark(), clock.mark()
-    clock.settle()
+    clock.synchronize()
     assert len(waited) == 2
     assert clock.time(second) - clock.time(first) == 10**6
     assert before <= clock.time(first) - 10**6 <= after
