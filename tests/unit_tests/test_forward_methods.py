@@ -151,7 +151,7 @@ def test_method_that_is_not_registered_is_a_clear_error(ranks: RankPool, strateg
 
 def _wrong_arguments() -> None:
     model = Encoder()
-    with pytest.raises(ValueError, match="got a Projecting that belongs to none. Shard the model first"):
+    with pytest.raises(ValueError, match="got a Projecting that does not belong to one. Shard the model first"):
         register_forward_method(model.blocks[0], "project")
     sharded = fully_shard_model(model, fsdp_unit_modules=[Projecting])
     with pytest.raises(ValueError, match="Projecting has no method 'projekt'. Did you mean 'project'"):
