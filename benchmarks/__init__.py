@@ -1,7 +1,6 @@
-"""The benchmark suite: this project's FSDP beside PyTorch's FSDP2, the original Megatron-FSDP and DDP, on the same
-work.
+"""The benchmark suite: compares this project's FSDP with PyTorch's FSDP2, the original Megatron-FSDP and DDP.
 
     python -m benchmarks --help
 
-What is measured and how is told in docs/performance.md, whose tables and plots are made of the results.
+docs/performance.md describes the method; its tables and plots are generated from the results.
 """
