@@ -1,6 +1,7 @@
-"""The benchmark suite: compares this project's FSDP with PyTorch's FSDP2, the original Megatron-FSDP and DDP.
+"""The benchmark suite: this project's FSDP beside PyTorch's FSDP2, the original Megatron-FSDP and DDP, on the same
+work.
 
     python -m benchmarks --help
 
-docs/performance.md describes the method; its tables and plots are generated from the results.
+docs/performance.md explains the method; docs/performance_tables.md is generated from the results.
 """

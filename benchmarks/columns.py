@@ -13,12 +13,12 @@ class Column:
     """One column.
 
     Attributes:
-        title: Heading, with the unit.
-        quantity: Name of the quantity.
-        scale: Divisor of the values.
-        digits: Number of decimals.
-        reference: Show the ratio to this peer.
-        spread: Whether to show quartiles.
+        title: Its heading, with the unit.
+        quantity: The figure.
+        scale: The figure is divided by it.
+        digits: Digits after the point.
+        reference: Divide by this peer's figure and show the ratio.
+        spread: Also show quartiles.
     """
 
     title: str
@@ -66,13 +66,13 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
     ),
     "copies": (
         Column("all-gathers", "gathers", digits=0),
-        _mib("gathered", "gathered_bytes"),
+        _mib("all-gathered", "gathered_bytes"),
         Column("reductions", "reduces", digits=0),
         _mib("reduced", "reduced_bytes"),
         _mib("copied around all-gathers", "gather_copied_bytes"),
-        _mib("before reductions", "reduce_copied_bytes"),
-        _mib("elsewhere", "other_copied_bytes"),
-        Column("additional torch ops", "extra_ops", digits=0),
+        _mib("copied before reductions", "reduce_copied_bytes"),
+        _mib("copied elsewhere", "other_copied_bytes"),
+        Column("torch ops beyond the model's", "extra_ops", digits=0),
     ),
     "optimizer": (
         Column("optimizer step, ms", "optimizer", digits=2, spread=True),
@@ -125,7 +125,7 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
 
 
 def columns_of(benchmark: str, case: Case) -> list[Column]:
-    """The columns for which at least one peer has a value."""
+    """The columns for which at least one peer has a figure."""
     return [
         column
         for column in COLUMNS[benchmark]
@@ -135,7 +135,7 @@ def columns_of(benchmark: str, case: Case) -> list[Column]:
 
 
 def cell(column: Column, case: Case, peer: str) -> str:
-    """The text of one cell."""
+    """One column's text for one peer."""
     figure = case.figures[peer].get(column.quantity)
     if figure is None:
         return ""

@@ -1,4 +1,6 @@
-"""The results of a benchmark: cases with values per peer, the environment of the measurement, and the result file."""
+"""The record of a benchmark: cases with figures per peer, where and how they were measured, and the file it is
+kept in.
+"""
 
 import datetime
 import importlib.metadata
@@ -28,10 +30,10 @@ class Case:
     """One comparison of peers under one load.
 
     Attributes:
-        tags: The load, such as ranks, dtype and tokens.
+        tags: What distinguishes it, such as ranks, dtype and tokens.
         figures: For each peer, the summary of each quantity.
-        rounds: The raw values of all rounds, including discarded ones, if it was measured in rounds.
-        notes: Remarks for the reader, such as crashed peers.
+        rounds: How it was measured, if in rounds: raw figures, and what was thrown away.
+        notes: What a reader has to know, such as who crashed.
     """
 
     tags: dict[str, Any]
@@ -40,12 +42,12 @@ class Case:
     notes: list[str] = field(default_factory=list)
 
     def put(self, peer: str, **quantities: float) -> None:
-        """Add quantities that were measured once, such as bytes."""
+        """Add figures that were measured once, such as bytes."""
         for name, value in quantities.items():
             self.figures.setdefault(peer, {})[name] = Summary.of([value])
 
     def put_rounds(self, measured: Rounds) -> None:
-        """Add all quantities that were measured in rounds."""
+        """Add all that was measured in rounds."""
         for peer in {name: None for sample in measured.kept for name in sample}:
             quantities = {name for sample in measured.kept for name in sample.get(peer, {})} - {"others"}
             for name in sorted(quantities):
@@ -55,20 +57,20 @@ class Case:
             self.notes.append(f"{peer} crashed: {reason.splitlines()[0] if reason else 'no reason given'}")
         for peer, times in measured.restarted.items():
             if peer not in measured.crashed:
-                self.notes.append(f"{peer} crashed and was restarted {times} times")
+                self.notes.append(f"{peer} crashed and was restarted: {times}")
         if measured.noisy:
-            self.notes.append("noisy: other processes used the CPU in some of these rounds")
+            self.notes.append("noisy: other processes were computing during some of these rounds")
         elif measured.thrown_away:
-            self.notes.append(f"{len(measured.thrown_away)} rounds discarded, because other processes used the CPU")
+            self.notes.append(f"rounds discarded because other processes were computing: {len(measured.thrown_away)}")
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values for :meth:`from_json`."""
+        """Values that :meth:`from_json` takes."""
         figures = {peer: {name: s.as_json() for name, s in own.items()} for peer, own in self.figures.items()}
         return {"tags": self.tags, "figures": figures, "rounds": self.rounds, "notes": self.notes}
 
     @staticmethod
     def from_json(values: dict[str, Any]) -> "Case":
-        """The inverse of :meth:`as_json`."""
+        """Rebuild what :meth:`as_json` gave."""
         figures = {
             peer: {name: Summary.from_json(s) for name, s in own.items()} for peer, own in values["figures"].items()
         }
@@ -80,10 +82,10 @@ class Result:
     """All cases of one benchmark.
 
     Attributes:
-        benchmark: Name of the benchmark.
-        cases: All cases.
-        skipped: The reason why nothing was measured; empty otherwise.
-        quick: Whether it was a quick run, which only tests the suite.
+        benchmark: Its name.
+        cases: What was compared.
+        skipped: Why nothing was measured, if so.
+        quick: Whether it ran with loads and rounds that only show that it works.
         about: Date, versions, command and machine.
         targets: Verdicts on targets, as printed.
     """
@@ -96,7 +98,7 @@ class Result:
     targets: list[dict[str, Any]] = field(default_factory=list)
 
     def save(self, folder: Path = FOLDER) -> Path:
-        """Write the result file. Returns its path."""
+        """Write the file; returns its path."""
         path = folder / f"{self.benchmark}.json"
         folder.mkdir(parents=True, exist_ok=True)
         cases = [case.as_json() for case in self.cases]
@@ -105,7 +107,7 @@ class Result:
         return path
 
     def add_earlier(self, earlier: "Result") -> None:
-        """Add the cases of an earlier run that this one has not measured, with a note of the date and commit."""
+        """Add the cases of an earlier run that this one has not measured, with a note of when that was."""
         tags = [case.tags for case in self.cases]
         kept = [case for case in earlier.cases if case.tags not in tags]
         about = earlier.about
@@ -116,7 +118,7 @@ class Result:
 
     @staticmethod
     def load(path: Path) -> "Result":
-        """Read a file written by :meth:`save`."""
+        """Read what :meth:`save` wrote."""
         values = json.loads(path.read_text())
         return Result(**{**values, "cases": [Case.from_json(case) for case in values["cases"]]})
 
@@ -127,7 +129,7 @@ def load_all(folder: Path = FOLDER) -> dict[str, Result]:
 
 
 def about() -> dict[str, Any]:
-    """Date, command, commit, versions and machine of this measurement."""
+    """When, with what, how and where this process measures."""
     original = (Path(__file__).parent / "original.txt").read_text().split()[0]
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -143,7 +145,7 @@ def about() -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """Properties of the machine: processor, memory, kernel, support of bf16, and GPUs."""
+    """The machine: cores, memory, kernel, and what matters for the dtypes."""
     name = next(
         (line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
         platform.processor(),
@@ -167,7 +169,7 @@ def _lines(path: str) -> list[str]:
 
 
 def _commit() -> str:
-    """The commit of this repository, with "-dirty" if files have changed."""
+    """The commit of this repository, with a mark if files differ from it."""
     try:
         run = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--exclude=*"], cwd=ROOT, capture_output=True, text=True

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.exchanges import COLLECTIVES
 from tests.ranks import DEVICE, RankPool
 
 RESULTS = pytest.StashKey[dict[str, dict[str, list[str]]]]()
@@ -19,6 +20,16 @@ def ranks() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def exchange(request: pytest.FixtureRequest, ranks: RankPool) -> Iterator[None]:
+    """How ranks exchange flat buffers in this test. Its parameters are those of ``tests.exchanges``."""
+    if DEVICE == "cuda" and request.param == COLLECTIVES:
+        pytest.skip("CUDA tensors always take the collectives that NCCL runs")
+    ranks.collectives_of_nccl = request.param == COLLECTIVES
+    yield
+    ranks.collectives_of_nccl = False
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

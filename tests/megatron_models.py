@@ -193,6 +193,6 @@ def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     if isinstance(model, FullyShardedDataParallel):
         from tests.models import whole
 
-        compute = {e.name: e.compute.dtype for e in model.module.params()}
-        return {bare_name(e.name): whole(e, e.main).to(compute[e.name]).float() for e in model.module.params()}
+        compute = {e.name: e.compute.dtype for e in model.module.engine.params()}
+        return {bare_name(e.name): whole(e, e.main).to(compute[e.name]).float() for e in model.module.engine.params()}
     return {bare_name(name): p.detach().float().clone() for name, p in model.named_parameters()}

@@ -90,7 +90,7 @@ def whole(entry: ShardedParameter, tensor: torch.Tensor) -> torch.Tensor:
 
 def main_weights(model: MegatronFSDP) -> dict[str, torch.Tensor]:
     """The main weights, gathered, by name."""
-    return {entry.name: whole(entry, entry.main) for entry in model.params()}
+    return {entry.name: whole(entry, entry.main) for entry in model.engine.params()}
 
 
 def train_reference(

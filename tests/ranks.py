@@ -1,39 +1,98 @@
-"""One pool of rank processes for all tests: starting Python with torch takes seconds, a process group does not."""
+"""One pool of rank processes for all tests: starting Python with torch takes seconds, a process group milliseconds."""
 
 import contextlib
+import faulthandler
 import os
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[1]
 
 # "cuda": the ranks compute on the CUDA device, one rank over NCCL and several over gloo, sharing it.
 DEVICE = os.environ.get("FSDP_TEST_DEVICE", "cpu")
 TIMEOUT = 120.0
-# What tests leave behind in a process, such as threads of process groups, goes with it.
+# The threads of process groups and other remains of tests end with their process.
 RUNS_PER_PROCESS = 200
+LINES_OF_OUTPUT = 30
+# Imported once, by the server that rank processes are forked from. Importing starts no threads.
+PRELOADED = ("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "megatron_fsdp")
 
 
 class RankFailure(AssertionError):
-    """What the ranks raised, with their tracebacks."""
+    """What the ranks raised, the first one first, with tracebacks and the end of their output."""
+
+
+class Error(NamedTuple):
+    """Why a rank has no result."""
+
+    time: float
+    text: str
+    lost: bool = False
+
+
+class Rank:
+    """A process that runs one function at a time, and the file that takes what it prints."""
+
+    def __init__(self, output: Path) -> None:
+        self.output = output
+        context = get_context("forkserver")
+        context.set_forkserver_preload([*PRELOADED])
+        self.pipe, theirs = context.Pipe()
+        self.process: BaseProcess = context.Process(target=_serve, args=(theirs, str(output)), daemon=True)
+        with _path_for_children():
+            self.process.start()
+        # Otherwise the pipe would not end when the process does.
+        theirs.close()
+
+    def reply(self, timeout: float) -> tuple[Any, Error | None]:
+        """Wait for the result of a run."""
+        try:
+            if self.pipe.poll(timeout):
+                return self.pipe.recv()
+        except (EOFError, ConnectionResetError):
+            self.process.join(5)
+            return None, Error(time.time(), f"the process ended with exit code {self.process.exitcode}", lost=True)
+        return None, Error(time.time(), f"no reply within {timeout:.0f} s", lost=True)
+
+    def lines(self) -> list[str]:
+        """What the rank printed in its latest run."""
+        return self.output.read_text(errors="replace").splitlines() if self.output.exists() else []
+
+    def end(self) -> None:
+        """End the process."""
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
 
 
 class RankPool:
-    """Processes that run a function as the ranks of a process group."""
+    """Processes that run a function as the ranks of a process group.
+
+    Attributes:
+        timeout: Seconds that a run may take.
+        collectives_of_nccl: Exchange flat buffers over gloo by the collectives that NCCL runs, not by sends and
+            receives. Tests set it by ``tests.exchanges``.
+    """
 
     def __init__(self) -> None:
-        self._workers: list[tuple[BaseProcess, Connection]] = []
+        self.timeout = TIMEOUT
+        self.collectives_of_nccl = False
+        self._ranks: list[Rank] = []
         self._runs = 0
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
 
     def run(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Run ``function(*args)`` on ranks 0 to ``world_size - 1`` of a fresh process group.
@@ -49,83 +108,109 @@ class RankPool:
             self.close()
         if DEVICE == "cuda" and not torch.cuda.is_available():
             pytest.skip("FSDP_TEST_DEVICE=cuda, but there is no CUDA device")
-        while len(self._workers) < world_size:
-            self._start()
-        workers = self._workers[:world_size]
-        with tempfile.TemporaryDirectory() as folder:
-            for rank, (_, pipe) in enumerate(workers):
-                pipe.send((f"file://{folder}/store", rank, world_size, function, args))
-            replies = [_receive(process, pipe) for process, pipe in workers]
-        failures = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(replies) if error is not None]
-        if failures:
-            if any("was lost" in failure for failure in failures):
-                self.close()
-            raise RankFailure("\n".join(failures))
+        while len(self._ranks) < world_size:
+            self._ranks.append(Rank(Path(self._folder.name) / f"{len(self._ranks)}.log"))
+        ranks = self._ranks[:world_size]
+        # A file, not a TCPStore: with many short messages that one waits for delayed acknowledgements.
+        store = Path(self._folder.name) / f"store {self._runs}"
+        for number, rank in enumerate(ranks):
+            group = (f"file://{store}", number, world_size)
+            rank.pipe.send((self.timeout, *group, self.collectives_of_nccl, function, args))
+        replies = [rank.reply(self.timeout) for rank in ranks]
+        store.unlink(missing_ok=True)
+        output = [rank.lines() for rank in ranks]
+        for number, lines in enumerate(output):
+            # pytest shows it if the test fails.
+            print("".join(f"[rank {number}] {line}\n" for line in lines), end="")
+        errors = [(error, number) for number, (_, error) in enumerate(replies) if error is not None]
+        if errors:
+            # Processes are lost, or keep what the function changed: later tests get new ones.
+            self.close()
+            errors.sort(key=lambda found: (found[0].lost, found[0].time))
+            raise RankFailure("\n".join(_report(number, error, output[number]) for error, number in errors))
         return [result for result, _ in replies]
-
-    def _start(self) -> None:
-        context = get_context("spawn")
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_work, args=(theirs,), daemon=True)
-        with _path_for_children():
-            process.start()
-        self._workers.append((process, ours))
 
     def close(self) -> None:
         """End the processes; the next call starts new ones."""
-        for process, _ in self._workers:
-            process.kill()
-            process.join()
-        self._workers.clear()
+        for rank in self._ranks:
+            rank.end()
+        self._ranks.clear()
 
 
-def _receive(process: BaseProcess, pipe: Connection) -> tuple[Any, str | None]:
-    try:
-        if pipe.poll(TIMEOUT):
-            return pipe.recv()
-    except EOFError:
-        process.join(5)
-        return None, f"the process was lost, exit code {process.exitcode}"
-    return None, f"no reply within {TIMEOUT:.0f} s: it hangs; the process was lost"
+def _report(rank: int, error: Error, output: list[str]) -> str:
+    said = "".join(f"\n    {line}" for line in output[-LINES_OF_OUTPUT:]) or " none"
+    return f"rank {rank}: {error.text.rstrip()}\nrank {rank}'s last output:{said}"
 
 
 @contextlib.contextmanager
 def _path_for_children() -> Iterator[None]:
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), before]))
-    try:
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    with patch.dict(os.environ, {"PYTHONPATH": path}):
         yield
-    finally:
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before
 
 
-def _work(pipe: Connection) -> None:
-    import torch.distributed as dist
-
+def _serve(pipe: Connection, output: str) -> None:
+    _redirect(output)
     torch.set_num_threads(1)
     sys.path.insert(0, str(ROOT))
     # A rank that is done before another has connected to it must not leave.
     os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
     while True:
         try:
-            store, rank, world_size, function, args = pipe.recv()
+            task = pipe.recv()
         except EOFError:
             return
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
-        result, error = None, None
+        except Exception:  # noqa: BLE001 - a function whose module cannot be imported; reported to the test
+            pipe.send((None, Error(time.time(), traceback.format_exc())))
+            continue
+        os.ftruncate(1, 0)
+        # A rank that hangs prints where, shortly before the pool stops waiting.
+        timeout, *run = task
+        faulthandler.dump_traceback_later(0.9 * timeout)
+        reply = _run(*run)
+        faulthandler.cancel_dump_traceback_later()
+        sys.stdout.flush()
+        sys.stderr.flush()
         try:
-            backend = "nccl" if DEVICE == "cuda" and world_size == 1 else "gloo"
-            dist.init_process_group(backend, init_method=store, rank=rank, world_size=world_size)
-            torch.manual_seed(0)
-            result = function(*args)
-        except BaseException:  # noqa: BLE001 - reported to the test
-            error = traceback.format_exc()
-        with contextlib.suppress(Exception):
-            dist.destroy_process_group()
-        try:
-            pipe.send((result, error))
+            pipe.send(reply)
         except Exception:  # noqa: BLE001 - a result that cannot be pickled
-            pipe.send((None, traceback.format_exc()))
+            pipe.send((None, Error(time.time(), traceback.format_exc())))
+
+
+def _redirect(output: str) -> None:
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    # Open files of the process itself, whatever pytest had put in their place.
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    faulthandler.enable()
+
+
+def _run(
+    store: str,
+    rank: int,
+    world_size: int,
+    collectives_of_nccl: bool,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> tuple[Any, Error | None]:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    result, error = None, None
+    try:
+        backend = "nccl" if DEVICE == "cuda" and world_size == 1 else "gloo"
+        dist.init_process_group(backend, init_method=store, rank=rank, world_size=world_size)
+        torch.manual_seed(0)
+        with _without_exchange_of_gloo() if collectives_of_nccl else contextlib.nullcontext():
+            result = function(*args)
+    except BaseException:  # noqa: BLE001 - reported to the test
+        error = Error(time.time(), traceback.format_exc())
+    with contextlib.suppress(Exception):
+        dist.destroy_process_group()
+    return result, error
+
+
+def _without_exchange_of_gloo() -> contextlib.AbstractContextManager[Any]:
+    from megatron.fsdp.comm.backends import Backend
+
+    return patch.object(Backend, "prefers_sends", False)

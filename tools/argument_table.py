@@ -1,21 +1,29 @@
-"""Prints docs/arguments.md: every argument of `fully_shard_model`, its type, default, and effect on memory and speed.
+"""Writes what follows from the settings: signatures in megatron/fsdp/api.py, and docs/arguments.md.
 
-    python tools/argument_table.py > docs/arguments.md
+    python tools/argument_table.py --write
+    python tools/argument_table.py          # prints docs/arguments.md
 
-Names, types and defaults come from the signature, meanings from its docstring, effects from the table here.
+A setting is a field of ``FSDPConfig``. ``--write`` adds new fields to the signatures of ``fully_shard`` and
+``fully_shard_model``, and copies the fields' descriptions into the docstring. The effects on memory and speed are in
+the table here.
 """
 
+import dataclasses
 import inspect
 import re
+import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.fsdp import MegatronFSDP, fully_shard_model  # noqa: E402
+from megatron.fsdp import FSDPConfig, MegatronFSDP, api, fully_shard_model  # noqa: E402
 
 SAME = "-"
+# The first argument behind the settings: new ones are inserted before it.
+AFTER_SETTINGS = "preserve_fp32_weights"
 
 
 class Effect(NamedTuple):
@@ -25,53 +33,52 @@ class Effect(NamedTuple):
     speed: str
 
 
+# By argument; those that are missing here have no effect on either.
 EFFECTS = {
-    "module": Effect(SAME, SAME),
     "device_mesh": Effect("divides by the ranks of the axes that shard", "collectives run inside the axes"),
     "dp_shard_dim": Effect("more ranks: smaller shards", "more ranks: longer collectives"),
     "dp_outer_dim": Effect(
-        "shards are repeated, unless the outer strategy is optim", "gathers stay inside the inner axis"
+        "shards are replicated, unless the outer strategy is optim", "all-gathers stay inside the inner axis"
     ),
-    "tp_dim": Effect("tensor-parallel parts are divided again", SAME),
+    "tp_dim": Effect("tensor-parallel shards are divided again", SAME),
     "hybrid_fsdp_group": Effect(SAME, "saves making the group"),
     "hybrid_fsdp_expt_group": Effect(SAME, "saves making the group"),
     "expt_device_mesh": Effect("experts are divided by the ranks of their own axes", SAME),
-    "fsdp_group_ag": Effect("NCCL: buffers of one more communicator", "gathers run beside reductions"),
-    "expt_fsdp_group_ag": Effect("NCCL: buffers of one more communicator", "gathers run beside reductions"),
+    "fsdp_group_ag": Effect("NCCL: buffers of one more communicator", "all-gathers overlap with reductions"),
+    "expt_fsdp_group_ag": Effect("NCCL: buffers of one more communicator", "all-gathers overlap with reductions"),
     "fsdp_unit_modules": Effect(
-        "peak: two of the largest unit; None: the whole model, also at rest", "small units: many collectives"
+        "peak: two of the largest unit; None: the whole model, at all times", "small units: many collectives"
     ),
-    "zero_dp_strategy": Effect("see memory.md", "3 gathers twice per step, 1 and 2 once, 0 never"),
+    "zero_dp_strategy": Effect("see memory.md", "3 unshards twice per step, 1 and 2 once, 0 never"),
     "outer_dp_sharding_strategy": Effect(
-        "optim: main weights and optimizer state divided again", "one gather more per step"
+        "optim: main weights and optimizer state divided again", "one more all-gather per step"
     ),
-    "device": Effect(SAME, SAME),
     "init_model_with_meta_device": Effect("building: one whole unit at a time", "no copy from the host"),
     "mixed_precision_policy": Effect("see memory.md", "narrow grad_comm_dtype: less to send"),
     "overlap_grad_reduce": Effect("False: one unit of gradients less", "False: backward waits for every reduction"),
-    "overlap_param_gather": Effect("False: one gathered unit less", "False: compute waits for every gather"),
+    "overlap_param_gather": Effect("False: one unsharded unit less", "False: compute waits for every all-gather"),
     "sync_model_each_microbatch": Effect(
         "False: ZeRO-0 and 1 keep whole gradients between micro-batches",
         "False: less communication with gradient accumulation",
     ),
-    "preproc_state_dict_for_dcp_ckpt": Effect(SAME, SAME),
     "report_nan_in_param_grad": Effect(SAME, "True: the host waits for every gradient"),
     "average_in_collective": Effect(SAME, "saves a pass over the shard; gloo cannot"),
-    "disable_bucketing": Effect(SAME, SAME),
     "calculate_per_token_loss": Effect(SAME, "saves a pass over the shard"),
     "keep_fp8_transpose_cache": Effect("not supported", "not supported"),
     "nccl_ub": Effect("as fsdp_double_buffer", "fewer SMs and copies for communication"),
-    "fsdp_double_buffer": Effect("the peak's buffers are held at rest", "no allocation after the first step"),
-    "fsdp_db_use_persist_buf_on_alloc_fail": Effect("one buffer more per nested unit", SAME),
+    "fsdp_double_buffer": Effect("the peak's buffers are never freed", "no allocation after the first step"),
+    "fsdp_db_use_persist_buf_on_alloc_fail": Effect("one more buffer per nested unit", SAME),
     "disable_symmetric_registration": Effect(SAME, "with nccl_ub: no symmetric kernels"),
     "enable_fine_grained_param_gather": Effect("peak: two modules instead of two units", "more, smaller collectives"),
-    "use_decoupled_grad": Effect(SAME, SAME),
     "cuda_graph_mode": Effect("as fsdp_double_buffer", "no launch overhead when a graph is replayed"),
-    "maxpool_double_buffer": Effect(SAME, SAME),
     "offload_optimizer": Effect("main weights and optimizer state on the host", "copies over PCIe; the host steps"),
     "exchange_gradients": Effect(
-        "less: what is sent is half of an fp32 reduction", "half the bytes for bf16 and fp32; no rings between nodes"
+        "bf16: the send buffer is half as large", "bf16 reduced in fp32: half the bytes; no rings between nodes"
     ),
+    "zero_unused_gradients": Effect("gradients of zeros for unused parameters", "True: ranks compare no flags"),
+    "fused_weight_gradients": Effect("one unit of gradients in main_grads_dtype", "no cast of weight gradients"),
+    "max_unsharded_units": Effect("peak: as many of the largest unit", "more: prefetches further ahead"),
+    "max_reducing_units": Effect("as many units of gradients more", "more: backward waits less for reductions"),
     "shard_granularity": Effect("tensor: padding up to the largest matrix per rank", SAME),
     "preserve_fp32_weights": Effect("as the policy", "as the policy"),
     "grad_reduce_in_fp32": Effect("as the policy", "as the policy"),
@@ -79,12 +86,41 @@ EFFECTS = {
 }
 
 
-def meanings() -> dict[str, str]:
-    """What the docstring says of each argument, on one line."""
-    documentation = inspect.getdoc(fully_shard_model) or ""
-    block = documentation[documentation.index("Args:") : documentation.index("Returns:")]
+def described(documented: object, section: str = "Args:") -> dict[str, str]:
+    """Descriptions by name, each on one line, from a section of a docstring."""
+    documentation = inspect.getdoc(documented) or ""
+    block = documentation.partition(section)[2].partition("\n\n")[0]
     found = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", block, flags=re.MULTILINE)
-    return {name: re.sub(r"\s+", " ", text).replace("``", "`") for name, text in found}
+    return {name: re.sub(r"\s+", " ", text) for name, text in found}
+
+
+def settings() -> dict[str, str]:
+    """The settings, and how each is declared in a signature."""
+    fields = [field for field in dataclasses.fields(FSDPConfig) if field.init]
+    return {
+        field.name: f"    {field.name}: {inspect.formatannotation(field.type)} = {field.default!r},\n".replace("'", '"')
+        for field in fields
+    }
+
+
+def with_settings(source: str) -> str:
+    """The text of api.py, with every setting in both signatures, described in the docstring as in ``FSDPConfig``."""
+    descriptions = described(FSDPConfig, "Attributes:")
+    for name, declaration in settings().items():
+        if not re.search(rf"^    {name}: ", source, flags=re.MULTILINE):
+            source = source.replace(f"    {AFTER_SETTINGS}: bool", f"{declaration}    {AFTER_SETTINGS}: bool")
+            source = source.replace(f"        {AFTER_SETTINGS}: D", f"        {name}: .\n        {AFTER_SETTINGS}: D")
+        entry = textwrap.fill(
+            f"{name}: {descriptions[name]}",
+            width=120,
+            initial_indent=" " * 8,
+            subsequent_indent=" " * 12,
+            break_on_hyphens=False,
+        )
+        source = re.sub(
+            rf"^ {{8}}{name}: .*(?:\n {{12}}.*)*", entry.replace("\\", r"\\"), source, count=1, flags=re.MULTILINE
+        )
+    return source
 
 
 def as_markdown() -> str:
@@ -97,13 +133,12 @@ def as_markdown() -> str:
         "| argument | type | default | meaning | memory | speed |",
         "|---|---|---|---|---|---|",
     ]
-    texts = meanings()
+    texts = {name: text.replace("``", "`") for name, text in described(fully_shard_model).items()}
     for name, parameter in inspect.signature(fully_shard_model).parameters.items():
         kind = _type(parameter.annotation)
         default = "" if parameter.default is parameter.empty else f"`{parameter.default!r}`"
-        lines.append(
-            f"| `{name}` | {kind} | {default} | {texts[name]} | {EFFECTS[name].memory} | {EFFECTS[name].speed} |"
-        )
+        memory, speed = EFFECTS.get(name, Effect(SAME, SAME))
+        lines.append(f"| `{name}` | {kind} | {default} | {texts[name]} | {memory} | {speed} |")
     lines += ["", "# Methods of the sharded model", "", "| method | what it does |", "|---|---|"]
     for name, method in vars(MegatronFSDP).items():
         if not name.startswith("_") and (callable(method) or isinstance(method, property)):
@@ -119,5 +154,19 @@ def _type(annotation: object) -> str:
     return f"`{text}`".replace("|", "\\|")
 
 
+def write() -> None:
+    """Bring api.py and docs/arguments.md up to date."""
+    path = Path(api.__file__)
+    if (text := with_settings(path.read_text())) != path.read_text():
+        path.write_text(text)
+        # The page is printed by a process that imports the new signatures.
+        subprocess.run([sys.executable, __file__, "--write"], check=True)
+        return
+    (path.parents[2] / "docs" / "arguments.md").write_text(as_markdown())
+
+
 if __name__ == "__main__":
-    print(as_markdown(), end="")
+    if "--write" in sys.argv:
+        write()
+    else:
+        print(as_markdown(), end="")

@@ -2,7 +2,7 @@
 
     make compatibility      runs the tests with --results docs/compatibility.json, and prints the page from it
 
-A cell is what the tests named in its row said, never what anybody believes.
+A cell shows the outcome of the tests that its row names.
 """
 
 import json
@@ -20,9 +20,9 @@ class Feature(NamedTuple):
     """One row.
 
     Attributes:
-        name: What the user wants.
-        tests: Files, or tests in files (``file::test``), that show it.
-        refused: What they show is an error.
+        name: The feature, as a user would call it.
+        tests: Test files, or single tests (``file::test``), that cover it.
+        refused: Those tests expect an error.
     """
 
     name: str
@@ -31,28 +31,31 @@ class Feature(NamedTuple):
 
 
 FEATURES = (
-    Feature("trains as unsharded, 1 to 4 ranks", ("test_parity.py",)),
+    Feature("trains as the unsharded model does, 1 to 4 ranks", ("test_parity.py",)),
     Feature("bf16 compute with fp32 main weights; dtypes of gradients", ("test_mixed_precision.py",)),
     Feature("gradient accumulation, no_sync", ("test_accumulation.py",)),
     Feature("tied parameters, also across units", ("test_tied.py",)),
     Feature("frozen parameters", ("test_frozen.py",)),
-    Feature("parameters without a gradient, on all or some ranks", ("test_unused.py",)),
+    Feature("parameters without gradients, on all ranks or on some", ("test_unused.py",)),
     Feature("activation recomputation, both ways", ("test_recompute.py",)),
     Feature("several forwards before backward; evaluation", ("test_forwards.py",)),
     Feature("torch.optim optimizers, schedulers, closures", ("test_optimizers.py",)),
     Feature("several dtypes in one unit", ("test_dtypes.py",)),
-    Feature("parameters frozen and unfrozen on the way", ("test_freezing.py",)),
+    Feature("parameters frozen and unfrozen during training", ("test_freezing.py",)),
     Feature("scalars, empty parameters, fewer rows than ranks", ("test_small_parameters.py",)),
     Feature("methods other than forward; modules called twice", ("test_forward_methods.py",)),
     Feature("units inside units", ("test_nested_units.py",)),
     Feature("units that return their own parameters", ("test_returned_parameters.py",)),
-    Feature("no units named: whole weights everywhere", ("test_parity.py::test_without_units_weights_are_replicated",)),
+    Feature(
+        "no unit classes: every rank keeps whole weights",
+        ("test_parity.py::test_without_units_weights_are_replicated",),
+    ),
     Feature("torch.compile", ("test_compile.py",)),
     Feature("loss scaling (GradScaler)", ("test_loss_scaling.py",)),
-    Feature("after exceptions", ("test_exceptions.py",)),
+    Feature("training continues after exceptions", ("test_exceptions.py",)),
     Feature("gradient clipping", ("test_clipping.py",)),
     Feature("learning-rate schedulers", ("test_schedulers.py",)),
-    Feature("code written for PyTorch's FSDP2", ("test_compat.py", "test_compat_state.py")),
+    Feature("code written for PyTorch's FSDP2", ("test_fsdp2.py", "test_fsdp2_state.py")),
     Feature("HSDP and hybrid FSDP", ("test_hybrid.py",)),
     Feature(
         "outer strategy optim with inner no_shard",
@@ -60,34 +63,32 @@ FEATURES = (
         refused=True,
     ),
     Feature("tensor parallelism with DTensors", ("test_tensor_parallel.py",)),
-    Feature(
-        "experts on a mesh of their own", ("test_model_arguments.py::test_experts_are_sharded_over_their_own_mesh",)
-    ),
+    Feature("experts on a separate mesh", ("test_model_arguments.py::test_experts_are_sharded_over_their_own_mesh",)),
     Feature("initialization on the meta device", ("test_meta_device.py",)),
-    Feature("the same, as the model would initialize itself", ("test_deferred.py",)),
-    Feature("granularities; rows cut where they must be", ("test_granularity.py::test_trains_as_unsharded",)),
-    Feature("Muon on whole matrices", ("test_granularity.py::test_muon_sees_whole_matrices",)),
+    Feature("deferred initialization, equal to the model's own", ("test_deferred.py",)),
+    Feature("shard granularities, and rows that have to be cut", ("test_granularity.py::test_trains_as_unsharded",)),
+    Feature("Muon, which needs whole matrices", ("test_granularity.py::test_muon_sees_whole_matrices",)),
     Feature("optimizer in host memory", ("test_offload.py",)),
     Feature("double buffer", ("test_double_buffer.py",)),
-    Feature("buffers registered with NCCL (on stand-ins)", ("test_nccl_memory.py",)),
+    Feature("buffers registered with NCCL (with stand-ins)", ("test_nccl_memory.py",)),
     Feature(
         "nccl_ub, cuda_graph_mode without CUDA",
         ("test_model_arguments.py::test_what_needs_cuda_says_so",),
         refused=True,
     ),
-    Feature("fused weight gradients (on a stand-in)", ("test_fused.py",)),
+    Feature("fused weight gradients (with a stand-in)", ("test_fused.py",)),
     Feature("state dicts, torch.distributed.checkpoint, other numbers of ranks", ("test_state_dict.py",)),
     Feature("checkpoints across granularities", ("test_granularity.py::test_checkpoint_is_loaded_whatever_was_cut",)),
-    Feature("one order of communication under random delays", ("test_order.py",)),
-    Feature("memory by formula, 8 to 4,096 ranks", ("test_memory.py",)),
+    Feature("one order of communication, under random delays", ("test_order.py",)),
+    Feature("memory follows the formulas, 8 to 4,096 ranks", ("test_memory.py",)),
     Feature("deleting a model frees its memory", ("test_deletion.py",)),
-    Feature("with Megatron-Core: wrapper's contract", ("mcore/test_contract.py",)),
-    Feature("with Megatron-Core: fsdp_dtensor checkpoints", ("mcore/test_checkpoint.py",)),
+    Feature("Megatron-Core: the wrapper's interface", ("mcore/test_contract.py",)),
+    Feature("Megatron-Core: fsdp_dtensor checkpoints", ("mcore/test_checkpoint.py",)),
 )
 
 
 def outcome(results: dict[str, dict[str, str]], feature: Feature, strategy: str) -> str:
-    """What the tests said: ``works``, ``error``, ``fails`` or, where none ran, nothing."""
+    """The outcome of a feature's tests: ``works``, ``error``, ``fails``, or an empty text if none ran."""
     found = []
     for test, outcomes in results.items():
         if any(_matches(test, wanted) for wanted in feature.tests):
@@ -111,14 +112,14 @@ def as_markdown(results: dict[str, dict[str, dict[str, str]]]) -> str:
     lines = [
         "# What works with what",
         "",
-        "Made of the tests' results by `make compatibility`. *error*: refused, with a message that says why; empty:",
-        "not tested with this strategy. A test without a strategy of its own counts for the default,",
-        "`optim_grads_params`.",
+        "`make compatibility` generates this page from the results of the tests. *error* means that the combination",
+        "raises an error with the reason. An empty cell means that the strategy has no test. Tests that are not",
+        "parametrized by strategy count for the default, `optim_grads_params`.",
     ]
     for device in ("cpu", "cuda"):
         lines += ["", f"## {'CPU, gloo' if device == 'cpu' else 'CUDA, NCCL'}", ""]
         if device not in results:
-            lines.append("The tests have not run on such a device yet.")
+            lines.append("The tests have not been run on such a device yet.")
             continue
         lines += [f"| feature | {' | '.join(STRATEGIES)} | tests |", f"|---|{'---|' * len(STRATEGIES)}---|"]
         for feature in FEATURES:

@@ -79,9 +79,9 @@ def _bound(job: Job, model: Any, found: dict[str, float]) -> dict[str, float]:
     if job.peer != "ours-3":
         return {}
     compute, gradient = (2, 4) if job.low_precision else (4, 4)
-    numel = {name: 0 for name in model.unit_names}
+    numel = {name: 0 for name in model.engine.unit_names}
     shards = 0
-    for group in model.groups:
+    for group in model.engine.groups:
         unit = max((name for name in numel if group.params[0].name.startswith(name)), key=len)
         numel[unit] += group.layout.numel
         shards += group.layout.shard_numel

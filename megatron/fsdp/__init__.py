@@ -22,12 +22,14 @@ from megatron.fsdp.optim.classes import register_optimizer
 from megatron.fsdp.sharding.mesh import FSDPDistributedIndex
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
 from megatron.fsdp.state.export import save_safetensors
+from megatron.fsdp.version import __version__
 
 __all__ = [
     "FSDPConfig",
     "FSDPDistributedIndex",
     "MegatronFSDP",
     "MixedPrecisionPolicy",
+    "__version__",
     "deferred_init",
     "fully_shard",
     "fully_shard_model",

@@ -8,7 +8,7 @@ from torch import nn
 
 from megatron.fsdp.helpers.spelling import did_you_mean
 from megatron.fsdp.module import MegatronFSDP
-from megatron.fsdp.optim.hooks import owners
+from megatron.fsdp.runtime.engine import engines_of
 from megatron.fsdp.runtime.unit import as_forward
 
 
@@ -28,8 +28,8 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
     """
     wrapper = module if isinstance(module, MegatronFSDP) else None
     inner = wrapper.module if wrapper is not None else module
-    found = [wrapper] if wrapper is not None else owners(inner.parameters())
-    unit = found[0].unit_around(inner) if len(found) == 1 and found[0] is not None else None
+    engines = [wrapper.engine] if wrapper is not None else engines_of(inner.parameters())
+    unit = engines[0].unit_around(inner) if len(engines) == 1 else None
     if unit is None:
         raise ValueError(
             f"register_forward_method: expected a module of a sharded model; got a {type(inner).__name__} that does "

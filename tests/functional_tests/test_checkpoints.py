@@ -242,7 +242,7 @@ def test_a_damaged_checkpoint_is_passed_over(corpus: Path, tmp_path: Path) -> No
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("")  # as a crash between two writes leaves it
     resumed = train(corpus, LLAMA, topology, "--load", str(tmp_path), iterations=3)
     assert resumed.iterations == whole.iterations[2:], "expected to go on from iteration 2"
-    assert "__1_0.distcp" in resumed.log and "going back to the checkpoint of iteration 2" in resumed.log
+    assert "__1_0.distcp" in resumed.log and "falling back to the checkpoint of iteration 2" in resumed.log
 
 
 def test_a_missing_tracker_file_is_no_new_start(corpus: Path, tmp_path: Path) -> None:

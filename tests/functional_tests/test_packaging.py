@@ -1,55 +1,148 @@
-"""What an installation brings: the wheel's content, and the search for a Python to install with."""
+"""The wheel: what it holds, and that it works with torch alone; and the search for a Python to install with."""
 
+import importlib.metadata
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
-from importlib.metadata import files
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("megatron/fsdp", "megatron_fsdp")
+SITE_PACKAGES = Path(sysconfig.get_path("purelib"))
 
 
 @pytest.fixture(scope="module")
-def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """Names in the wheel, without its metadata; built from a copy, so that the checkout stays as it is."""
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel; built from a copy, so that the checkout stays as it is."""
     source, output = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in ("pyproject.toml", "setup.py"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     for name in PACKAGES:
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        str(output),
-        str(source),
-    ]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    pip("wheel", "--no-build-isolation", "-w", str(output), str(source))
+    (built,) = output.glob("*.whl")
+    return built
+
+
+def pip(command: str, *arguments: str) -> None:
+    run = [sys.executable, "-m", "pip", command, "--no-deps", "--no-index", *arguments]
+    result = subprocess.run(run, capture_output=True, text=True, timeout=200)
     assert result.returncode == 0, result.stdout + result.stderr
-    (wheel,) = output.glob("*.whl")
+
+
+@pytest.fixture(scope="module")
+def wheel_names(wheel: Path) -> set[str]:
+    """Names in the wheel, without its metadata."""
     with zipfile.ZipFile(wheel) as archive:
         return {name for name in archive.namelist() if ".dist-info/" not in name}
 
 
 def test_wheel_holds_the_packages_and_nothing_else(wheel_names: set[str]) -> None:
-    expected = {path.relative_to(ROOT).as_posix() for name in PACKAGES for path in (ROOT / name).rglob("*.py")}
-    assert wheel_names == expected
+    sources = {path.relative_to(ROOT).as_posix() for name in PACKAGES for path in (ROOT / name).rglob("*.py")}
+    assert wheel_names == sources | {f"{name}/py.typed" for name in PACKAGES}
 
 
 def test_wheel_holds_nothing_of_megatron_core(wheel_names: set[str]) -> None:
-    theirs = {str(path) for path in files("megatron-core") or ()}
+    theirs = {str(path) for path in importlib.metadata.files("megatron-core") or ()}
     assert len(theirs) > 100
     assert wheel_names.isdisjoint(theirs)
     assert "megatron/__init__.py" not in wheel_names | theirs
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the installed wheel and nothing else."""
+    folder = tmp_path_factory.mktemp("installed")
+    pip("install", "--quiet", "--target", str(folder), str(wheel))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def torch_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with links to torch and the packages that torch requires. An environment of its own takes gigabytes."""
+    folder = tmp_path_factory.mktemp("torch_alone")
+    for distribution in with_requirements("torch"):
+        for path in distribution.files or ():
+            link = folder / path.parts[0]
+            if path.parts[0] not in ("..", "__pycache__") and not link.exists():
+                link.symlink_to(SITE_PACKAGES / path.parts[0])
+    assert (folder / "torch").exists() and not (folder / "megatron").exists()
+    return folder
+
+
+def with_requirements(name: str, seen: set[str] | None = None) -> Iterator[importlib.metadata.Distribution]:
+    """A distribution and, of those it requires directly or indirectly, all that are installed."""
+    seen = set() if seen is None else seen
+    try:
+        distribution = importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        return  # required on other platforms
+    yield distribution
+    for requirement in distribution.requires or ():
+        required = re.split(r"[^\w.-]", requirement)[0]
+        if "extra ==" not in requirement and required not in seen:
+            seen.add(required)
+            yield from with_requirements(required, seen)
+
+
+IMPORT_AND_TRAIN = """
+import importlib.util, json
+import torch, torch.distributed as dist
+import megatron.fsdp, megatron_fsdp
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+model, optimizer = megatron_fsdp.fully_shard(
+    model, torch.optim.SGD(model.parameters(), lr=0.01), fsdp_unit_modules=[torch.nn.Linear]
+)
+losses = []
+for _ in range(2):
+    loss = model(torch.ones(2, 4)).square().sum()
+    losses.append(loss.item())
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+dist.destroy_process_group()
+others = [name for name in ("megatron.core", "numpy", "pytest", "click") if importlib.util.find_spec(name)]
+versions = [megatron.fsdp.__version__, megatron_fsdp.__version__]
+print(json.dumps([megatron.fsdp.__file__, megatron_fsdp.__file__, versions, others, losses]))
+"""
+
+
+@pytest.mark.slow
+def test_the_engine_trains_where_only_torch_is_installed(wheel: Path, installed: Path, torch_alone: Path) -> None:
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": f"{installed}:{torch_alone}"}
+    # -S: no site-packages; they would bring what the project's own environment has.
+    command = [sys.executable, "-S", "-c", IMPORT_AND_TRAIN]
+    result = subprocess.run(command, env=environment, cwd=installed, capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, result.stderr
+    engine, public, versions, others, losses = json.loads(result.stdout)
+    assert Path(engine).is_relative_to(installed) and Path(public).is_relative_to(installed)
+    assert versions == [wheel.name.split("-")[1]] * 2
+    assert not others
+    assert losses[1] < losses[0]
+
+
+SCRIPTS = ("megatron-fsdp-doctor", "megatron-fsdp-verify", "megatron-fsdp-trace", "megatron-fsdp-convert")
+
+
+@pytest.mark.slow
+def test_console_scripts_start(installed: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(installed)}
+    assert {path.name for path in (installed / "bin").iterdir()} == set(SCRIPTS)
+    for name in SCRIPTS:
+        command = [str(installed / "bin" / name), "--help"]
+        result = subprocess.run(command, env=environment, cwd=installed, capture_output=True, text=True, timeout=200)
+        assert result.returncode == 0, result.stderr
+        assert "usage: " in result.stdout.lower()
 
 
 def find_python(path: Path, home: Path) -> subprocess.CompletedProcess[str]:

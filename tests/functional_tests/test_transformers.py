@@ -243,7 +243,7 @@ def _experts_without_tokens(name: str) -> tuple[int, int]:
     model.zero_grad()
     sharded = fully_shard_model(model, fsdp_unit_modules=units)
     language_loss(sharded, batches()[0, dist.get_rank()]).backward()
-    params = [e for e in sharded.params() if "experts" in e.name]
+    params = [e for e in sharded.engine.params() if "experts" in e.name]
     return here, _missing([None if e.main.grad is None else whole(e, e.main.grad) for e in params])
 
 

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp import fully_shard_model
+from tests.exchanges import both_exchanges
 from tests.models import FP32_GRADS, STRATEGIES, TinyModel, adamw, assert_same_training, batches, loss_of
 from tests.ranks import RankPool
 
@@ -22,7 +23,7 @@ def _train(strategy: str, micro_batches: int, use_no_sync: bool, sync_each: bool
     )
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@both_exchanges("strategy", STRATEGIES)
 @pytest.mark.parametrize(
     ("use_no_sync", "sync_each", "overlap"),
     [(False, True, True), (True, True, True), (True, False, True), (False, False, False), (True, False, False)],
@@ -31,16 +32,16 @@ def test_accumulation(ranks: RankPool, strategy: str, use_no_sync: bool, sync_ea
     ranks.run(2, _train, strategy, 3, use_no_sync, sync_each, overlap)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@both_exchanges("strategy", STRATEGIES)
 def test_accumulation_over_three_ranks(ranks: RankPool, strategy: str) -> None:
     ranks.run(3, _train, strategy, 2, True, True, True)
 
 
 def _count_reductions(strategy: str) -> int:
-    import megatron.fsdp.buffers.gradients as gradients
+    import megatron.fsdp.buffers.reduction as reduction
 
     count = 0
-    collectives = {name: getattr(gradients, name) for name in ("all_reduce", "reduce_scatter")}
+    collectives = {name: getattr(reduction, name) for name in ("all_reduce", "reduce_scatter")}
 
     def counting(name: str):  # noqa: ANN202
         def call(*args: object) -> None:
@@ -52,7 +53,7 @@ def _count_reductions(strategy: str) -> int:
 
     try:
         for name in collectives:
-            setattr(gradients, name, counting(name))
+            setattr(reduction, name, counting(name))
         model = fully_shard_model(TinyModel(), zero_dp_strategy=strategy, mixed_precision_policy=FP32_GRADS)
         data = batches(steps=1, per_step=3)[0]
         with model.no_sync():
@@ -66,7 +67,7 @@ def _count_reductions(strategy: str) -> int:
         return before_last
     finally:
         for name, function in collectives.items():
-            setattr(gradients, name, function)
+            setattr(reduction, name, function)
 
 
 @pytest.mark.parametrize(("strategy", "expected"), [("no_shard", 0), ("optim", 0), ("optim_grads", 2)])

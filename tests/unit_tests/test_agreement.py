@@ -68,7 +68,7 @@ DIFFERENT: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
         "setting mixed_precision_policy: .*main_grads_dtype=None.*main_grads_dtype=torch.float32",
     ),
     "overlap": (Net, {"overlap_param_gather": False}, "setting overlap_param_gather: .*True.*False"),
-    "units": (Net, {"fsdp_unit_modules": None}, "setting of unit 0: .*released: True.*released: False. Give"),
+    "units": (Net, {"fsdp_unit_modules": None}, "setting of unit 0: .*resharded: True.*resharded: False. Give"),
     "unfit": (
         Net,
         {"fsdp_unit_modules": [nn.Conv2d]},

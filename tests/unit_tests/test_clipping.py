@@ -58,7 +58,7 @@ def _gradients(strategy: str) -> tuple[nn.Module, MegatronFSDP]:
 
 
 def _assert_same_gradients(sharded: MegatronFSDP, reference: nn.Module) -> None:
-    for entry in sharded.params():
+    for entry in sharded.engine.params():
         expected = reference.get_parameter(entry.name).grad
         assert (entry.main.grad is None) == (expected is None)
         if expected is not None:
@@ -165,7 +165,7 @@ def _not_finite(strategy: str) -> None:
     """One rank's part of one gradient is infinite: every rank sees that the norm is, and may skip its step."""
     _, sharded = _gradients(strategy)
     if dist.get_rank() == dist.get_world_size() - 1:
-        parts = [e.main.grad._local_tensor for e in sharded.params() if e.main.grad is not None and e.main.dim()]
+        parts = [e.main.grad._local_tensor for e in sharded.engine.params() if e.main.grad is not None and e.main.dim()]
         next(part for part in parts if part.numel()).fill_(math.inf)
     with pytest.raises(RuntimeError, match="non-finite"):
         clip_grad_norm_(sharded.parameters(), 1.0, error_if_nonfinite=True)

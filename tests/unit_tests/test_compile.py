@@ -102,7 +102,7 @@ def _train(strategy: str, way: str, backend: str, before: bool) -> None:
         )
         if not before:
             WAYS[way](model, graphs)
-        assert sharded.unit_names == ["", "blocks.0", "blocks.1", "blocks.2"]
+        assert sharded.engine.unit_names == ["", "blocks.0", "blocks.1", "blocks.2"]
         seen = []
         for step in batches(4, dist.get_world_size()):
             for tokens in step:
@@ -171,7 +171,7 @@ def _same_gradients(model: TinyModel, compile_all: bool) -> None:
             compiled.append(graphs.compiled)
         assert compiled[0] == compiled[2] >= 2, compiled  # with gradients and without
         loss_of(reference, tokens).backward()
-        for entry in sharded.params():
+        for entry in sharded.engine.params():
             expected = reference.get_parameter(entry.name.replace("_orig_mod.", "")).grad
             torch.testing.assert_close(whole(entry, entry.main.grad), expected.cpu(), rtol=2e-5, atol=2e-6)
 
@@ -219,12 +219,12 @@ def _matching() -> None:
             model = TinyModel()
             _wrap_blocks(model, Graphs())
             sharded = fully_shard_model(model, fsdp_unit_modules=units)
-            assert sharded.unit_names == ["", "blocks.0", "blocks.1", "blocks.2"]
+            assert sharded.engine.unit_names == ["", "blocks.0", "blocks.1", "blocks.2"]
             assert all(isinstance(block, torch._dynamo.OptimizedModule) for block in model.blocks)
-            assert [len(unit.groups[0].params) for unit in sharded._units[1:]] == [5, 5, 5]
+            assert [len(unit.groups[0].params) for unit in sharded.engine.units[1:]] == [5, 5, 5]
         root = torch.compile(TinyModel(), backend=Graphs())
         sharded = fully_shard_model(root, fsdp_unit_modules=[TinyModel, Block])
-        assert sharded.unit_names == ["", *(f"_orig_mod.blocks.{i}" for i in range(3))]
+        assert sharded.engine.unit_names == ["", *(f"_orig_mod.blocks.{i}" for i in range(3))]
         loss_of(sharded, batches(1, 1)[0, 0]).backward()
 
 

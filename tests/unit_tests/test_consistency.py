@@ -22,12 +22,12 @@ def _model(strategy: str, bf16: bool) -> nn.Module:
 
 def _found(strategy: str, bf16: bool, spoiled: str) -> list[str]:
     model = _model(strategy, bf16)
-    assert inconsistent_weights(model) == [], "weights are consistent after sharding"
+    assert inconsistent_weights(model.engine) == [], "weights are consistent after sharding"
     if spoiled:
-        for entry in model.params():
+        for entry in model.engine.params():
             if entry.name == spoiled and dist.get_rank() == 1:
                 entry.compute.data.view(-1)[-1] += 1
-    return inconsistent_weights(model)
+    return inconsistent_weights(model.engine)
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])

@@ -84,12 +84,12 @@ def _memory() -> None:
     sharded.synchronize_param_gather()
     torch.cuda.synchronize()
     resting = torch.cuda.memory_allocated() - before
-    whole = sum(group.layout.numel for group in sharded.groups)
+    whole = sum(group.layout.numel for group in sharded.engine.groups)
     assert resting == pytest.approx(12 * whole, rel=0.03)
     torch.cuda.reset_peak_memory_stats()
     loss_of(sharded, tokens).backward()
     torch.cuda.synchronize()
-    units = [sum(group.layout.numel for group in unit.groups) for unit in sharded._units]
+    units = [sum(group.layout.numel for group in unit.groups) for unit in sharded.engine.units]
     bound = resting + 4 * whole + 6 * units[0] + 8 * max(units[1:])
     activations = 64 * tokens.numel() * width * depth
     assert torch.cuda.max_memory_allocated() - before <= bound + activations + 2**20
@@ -174,7 +174,7 @@ def _decoupled() -> MegatronFSDP:
     )
     before = main_weights(sharded)
     loss_of(sharded, batches(1, 1)[0, 0].cuda()).backward()
-    for entry in sharded.params():
+    for entry in sharded.engine.params():
         assert local_shard(entry.main.decoupled_grad).is_cuda
     optimizer.step()
     assert any(not torch.equal(value, before[name]) for name, value in main_weights(sharded).items())

@@ -198,7 +198,7 @@ class HeadLast(nn.Module):
 
 
 def _last() -> None:
-    assert _built_alike(HeadLast, [nn.Linear]).unit_names == ["", "layers.0", "layers.1"]
+    assert _built_alike(HeadLast, [nn.Linear]).engine.unit_names == ["", "layers.0", "layers.1"]
 
 
 @numbers_of_the_host

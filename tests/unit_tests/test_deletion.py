@@ -15,7 +15,7 @@ from tests.ranks import RankPool
 def _buffers(model: MegatronFSDP) -> list[weakref.ref]:
     return [
         weakref.ref(tensor)
-        for group in model.groups
+        for group in model.engine.groups
         for tensor in (group.weights.compute.flat, group.weights.main, *[e.main for e in group.params])
     ]
 

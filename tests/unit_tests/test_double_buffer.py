@@ -60,13 +60,13 @@ def _allocations(strategy: str, bf16: bool) -> tuple[list[int], bool]:
         mixed_precision_policy=FP32_GRADS if bf16 else MixedPrecisionPolicy(),
         fsdp_double_buffer=True,
     )
-    assert sharded.pool is not None
+    assert sharded.engine.pool is not None
     made, places = [], []
     for step in batches(steps=6, per_step=1):
         _step(sharded, optimizer, step[0])
         sharded.synchronize_gradient_reduce()
-        made.append(sharded.pool.allocations)
-        places.append([group.weights.compute.flat.data_ptr() for group in sharded.groups])
+        made.append(sharded.engine.pool.allocations)
+        places.append([group.weights.compute.flat.data_ptr() for group in sharded.engine.groups])
     return made, all(place == places[0] for place in places)
 
 
@@ -83,7 +83,7 @@ def _slots() -> list[tuple[int, int]]:
     model = MegatronFSDP(Unequal(), config=_double(), fsdp_unit_modules=[Block])
     return [
         (group.weights.compute.flat.untyped_storage().data_ptr(), group.weights.compute.flat.untyped_storage().nbytes())
-        for unit in model._units[1:]
+        for unit in model.engine.units[1:]
         for group in unit.groups
     ]
 

@@ -87,7 +87,7 @@ def _train(strategy: str) -> None:
         mixed_precision_policy=FP32_GRADS,
     )
     # fp32, bf16, each frozen, and the scalar.
-    assert [len(unit.groups) for unit in sharded._units] == [2, 5, 5]
+    assert [len(unit.groups) for unit in sharded.engine.units] == [2, 5, 5]
     for data in batches(steps=3, per_step=dist.get_world_size()):
         reference.step(data)
         loss_of(sharded, data[dist.get_rank()]).backward()

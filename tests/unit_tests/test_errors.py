@@ -91,7 +91,7 @@ def _settings_that_contradict() -> None:
     _unchanged_after(
         ValueError, match, lambda m: fully_shard_model(m, average_in_collective=True, calculate_per_token_loss=True)
     )
-    _unchanged_after(ValueError, "max_gathered_units", lambda m: MegatronFSDP(m, FSDPConfig(max_unsharded_units=0)))
+    _unchanged_after(ValueError, "max_unsharded_units", lambda m: MegatronFSDP(m, FSDPConfig(max_unsharded_units=0)))
 
 
 def _optimizer_of_another_model() -> None:
@@ -161,7 +161,7 @@ def test_forward_without_a_process_group(ranks: RankPool) -> None:
 
 
 def _by_name() -> None:
-    assert fully_shard_model(TinyModel(), fsdp_unit_modules=["Block"]).unit_names[1:]
+    assert fully_shard_model(TinyModel(), fsdp_unit_modules=["Block"]).engine.unit_names[1:]
     model = TinyModel()
     model.other = type("Block", (nn.Linear,), {})(2, 2)
     with pytest.raises(ValueError, match="several classes called Block"):

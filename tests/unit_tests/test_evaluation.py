@@ -107,7 +107,7 @@ def _only_evaluate(strategy: str, mode: str) -> None:
     with MODES[mode]():
         for tokens in batches(3, dist.get_world_size())[:, dist.get_rank()]:
             torch.testing.assert_close(sharded(tokens), reference(tokens))
-            assert all(unit.state.value == "sharded" for unit in sharded._units)
+            assert all(unit.state.value == "sharded" for unit in sharded.engine.units)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

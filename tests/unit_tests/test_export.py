@@ -43,7 +43,7 @@ def _write(folder: str, strategy: str, tied: bool, dtype: torch.dtype | None, la
     save_safetensors(sharded, folder, dtype, largest)
     from megatron.fsdp.dtensor.gathering import gather_whole
 
-    return {entry.name: gather_whole(entry.main).cpu() for entry in sharded.params()}
+    return {entry.name: gather_whole(entry.main).cpu() for entry in sharded.engine.params()}
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

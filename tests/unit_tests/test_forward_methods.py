@@ -85,7 +85,7 @@ def _train(strategy: str) -> None:
         for each in (optimizer, reference_optimizer):
             each.step()
             each.zero_grad()
-    assert all(unit.state.value == "sharded" for unit in sharded._units)
+    assert all(unit.state.value == "sharded" for unit in sharded.engine.units)
     assert_same_weights(sharded, reference)
 
 
@@ -132,7 +132,7 @@ def _often(strategy: str, registered: bool) -> None:
         loss_of(sharded, data[dist.get_rank()]).backward()
     for tokens in data:
         (loss_of(reference, tokens) / len(data)).backward()
-    for entry in sharded.params():
+    for entry in sharded.engine.params():
         expected = reference.get_parameter(entry.name).grad
         assert (entry.main.grad is None) == (expected is None)
         if expected is not None:
@@ -171,7 +171,7 @@ def _exception_in_a_method() -> None:
     tokens = batches(1, 1)[0, 0]
     with pytest.raises(IndexError):
         sharded.encode(tokens + 31)
-    assert all(unit.state.value == "sharded" for unit in sharded._units)
+    assert all(unit.state.value == "sharded" for unit in sharded.engine.units)
     _loss(sharded, tokens).backward()
     without = {name for name, parameter in sharded.module.named_parameters() if parameter.grad is None}
     assert without == {"blocks.1.gate.weight", "blocks.2.gate.weight"}
@@ -189,7 +189,7 @@ def _freed() -> None:
         sharded = fully_shard_model(model, fsdp_unit_modules=[Projecting])
         _register(sharded)
         _loss(sharded, batches(1, 1)[0, 0]).backward()
-        references = [weakref.ref(each) for each in (model, sharded, model.blocks[0], *sharded.params())]
+        references = [weakref.ref(each) for each in (model, sharded, model.blocks[0], *sharded.engine.params())]
         del model, sharded
         assert all(reference() is None for reference in references)
     finally:

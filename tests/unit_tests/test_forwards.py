@@ -69,7 +69,7 @@ def _evaluate_between(strategy: str) -> None:
 
     data = batches(steps=3, per_step=2 * dist.get_world_size())
     sharded = assert_same_training(TinyModel(), data, adamw, step_loss, zero_dp_strategy=strategy)
-    assert all(unit.state.value == "sharded" for unit in sharded._units)
+    assert all(unit.state.value == "sharded" for unit in sharded.engine.units)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -147,7 +147,7 @@ def _exception(strategy: str, where: str) -> None:
         sharded.zero_grad()
         loss_of(sharded, tokens).backward()
     loss_of(reference, tokens).backward()
-    for entry in sharded.params():
+    for entry in sharded.engine.params():
         expected = dict(reference.named_parameters())[entry.name].grad.reshape(-1)
         expected = expected[entry.shard_slice.start : entry.shard_slice.stop].view(entry.shard_slice.shape)
         torch.testing.assert_close(entry.main.grad._local_tensor, expected)

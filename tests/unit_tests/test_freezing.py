@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import megatron.fsdp.buffers.gradients as gradients
-import megatron.fsdp.module as megatron_fsdp_module
+import megatron.fsdp.buffers.reduction as reduction
+from megatron.fsdp.comm.context import CommContext
 from megatron_fsdp import FSDPConfig, MegatronFSDP, fully_shard
 from tests.models import STRATEGIES, Block, TinyModel, adamw, batches, device, loss_of, main_weights, whole
 from tests.ranks import RankPool
@@ -100,7 +100,7 @@ def _unfreeze_what_began_frozen(strategy: str) -> None:
         for each_optimizer in (optimizer, optimizers[1]):
             each_optimizer.step()
             each_optimizer.zero_grad()
-    assert all(entry.main.requires_grad == entry.trained for entry in sharded.params())
+    assert all(entry.main.requires_grad == entry.trained for entry in sharded.engine.params())
     _assert_equal(sharded, reference)
 
 
@@ -126,7 +126,7 @@ def _freeze_at_odd_times(strategy: str) -> None:
         _freeze(module, "head")
         loss_of(each, tokens).backward()
     for name, parameter in reference.named_parameters():
-        entry = next(e for e in sharded.params() if e.name == name)
+        entry = next(e for e in sharded.engine.params() if e.name == name)
         assert (entry.main.grad is None) == (parameter.grad is None), name
         if parameter.grad is not None:
             torch.testing.assert_close(whole(entry, entry.main.grad), parameter.grad.cpu(), rtol=2e-5, atol=2e-6)
@@ -140,7 +140,7 @@ def test_freezing_while_weights_are_gathered(ranks: RankPool, strategy: str) -> 
 def _communication_of(phases: list[str]) -> list[tuple[int, int]]:
     """Reductions, and exchanges of plans, in each step."""
     found = {"reductions": 0, "exchanges": 0}
-    originals = gradients.reduce_scatter, megatron_fsdp_module.exchange_numbers
+    originals = reduction.reduce_scatter, CommContext.exchange
 
     def counting(key: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
@@ -149,8 +149,8 @@ def _communication_of(phases: list[str]) -> list[tuple[int, int]]:
 
         return call
 
-    gradients.reduce_scatter = counting("reductions", originals[0])
-    megatron_fsdp_module.exchange_numbers = counting("exchanges", originals[1])
+    reduction.reduce_scatter = counting("reductions", originals[0])
+    CommContext.exchange = counting("exchanges", originals[1])
     counts = []
     try:
         sharded = MegatronFSDP(TinyModel(), fsdp_unit_modules=[Block])
@@ -161,7 +161,7 @@ def _communication_of(phases: list[str]) -> list[tuple[int, int]]:
             sharded.zero_grad()
             counts.append((found["reductions"], found["exchanges"]))
     finally:
-        gradients.reduce_scatter, megatron_fsdp_module.exchange_numbers = originals
+        reduction.reduce_scatter, CommContext.exchange = originals
     return counts
 
 

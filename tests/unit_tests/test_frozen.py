@@ -18,7 +18,7 @@ def _train(strategy: str, what: str) -> None:
     before = {name: p.detach().clone() for name, p in TinyModelSeeded().named_parameters()}
     data = batches(steps=3, per_step=2 * dist.get_world_size())
     sharded = assert_same_training(_freeze(TinyModelSeeded(), what), data, adamw, zero_dp_strategy=strategy)
-    for entry in sharded.params():
+    for entry in sharded.engine.params():
         if entry.name.startswith(what):
             part = (
                 before[entry.name]

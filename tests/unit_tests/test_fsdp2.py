@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from megatron.fsdp import fsdp2
+from megatron.fsdp.fsdp2.marked import model_of
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy as EnginePolicy
 from megatron_fsdp import fully_shard
 from tests.models import (
@@ -443,7 +444,7 @@ def _count_gathers(reshard: bool | int | None, later: bool) -> list[int]:
     if later:
         model.set_reshard_after_forward(reshard)
     loss_of(model, batches(1, 1)[0, 0])
-    size = max(group.layout.numel for group in model.__dict__["_fsdp_engine"].groups)
+    size = max(group.layout.numel for group in model_of(model).engine.groups)
     counts, count, original = [], 0, weights.all_gather
 
     def counting(output: torch.Tensor, *others: Any) -> None:

@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from megatron.fsdp import fsdp2, fully_shard_optimizer
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
+from megatron.fsdp.fsdp2.marked import model_of
 from tests.models import DEVICE, TinyModel, adamw, batches, device, loss_of, sgd
 from tests.ranks import ROOT, RankPool
 from tests.unit_tests.test_fsdp2 import BF16, FSDP2, Run, assert_same, build, full_weights, train
@@ -80,7 +81,7 @@ def _units() -> list[str]:
     model = fsdp2.fully_shard(model)
     fsdp2.fully_shard(model.head)
     train(model.to(device()), batches(2, 2))
-    return model.__dict__["_fsdp_engine"].unit_names
+    return model_of(model).engine.unit_names
 
 
 def test_marked_modules_are_units(ranks: RankPool) -> None:
@@ -143,7 +144,7 @@ def _delete(trained: bool) -> None:
         fsdp2.register_fsdp_forward_method(model, "forward")
         if trained:
             train(model, batches(1, 2))
-        engine = weakref.ref(model.unshard(async_op=True) and model.__dict__["_fsdp_engine"])
+        engine = weakref.ref(model.unshard(async_op=True) and model_of(model).engine)
         model.reshard()
         references = [weakref.ref(model), engine, *(weakref.ref(local_shard(p)) for p in model.parameters())]
         del model
@@ -577,14 +578,14 @@ def _public(owner: type) -> set[str]:
 
 
 def test_everything_of_torchs_interface_is_there_and_documented() -> None:
-    page = (ROOT / "docs" / "compat.md").read_text()
+    page = (ROOT / "docs" / "fsdp2.md").read_text()
     rows = set(re.findall(r"^\| `(\w+)", page, flags=re.MULTILINE))
     names = _public(torch_fsdp.FSDPModule)
     assert names <= _public(fsdp2.FSDPModule)
     parameters = inspect.signature(torch_fsdp.fully_shard).parameters
     ours = inspect.signature(fsdp2.fully_shard).parameters
     assert set(parameters) | {"shard_granularity"} == set(ours)
-    assert names | set(ours) <= rows, f"docs/compat.md lacks {sorted((names | set(ours)) - rows)}"
+    assert names | set(ours) <= rows, f"docs/fsdp2.md lacks {sorted((names | set(ours)) - rows)}"
     for name in names - {"set_requires_gradient_sync"}:
         theirs, mine = getattr(torch_fsdp.FSDPModule, name), getattr(fsdp2.FSDPModule, name)
         wanted = list(inspect.signature(theirs).parameters)

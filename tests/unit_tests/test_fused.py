@@ -59,10 +59,10 @@ def _gradients(strategy: str, fused: bool, tied: bool, micro_batches: int) -> di
     sharded = MegatronFSDP(model, config, fsdp_unit_modules=[Block])
     for tokens in batches(1, micro_batches * dist.get_world_size())[0, dist.get_rank() :: dist.get_world_size()]:
         loss_of(sharded, tokens).backward()
-    for entry in sharded.params():
+    for entry in sharded.engine.params():
         assert getattr(entry.compute, "main_grad", None) is None
         assert not getattr(entry.compute, "grad_added_to_main_grad", False)
-    return {e.name: e.main.grad._local_tensor.clone() for e in sharded.params()}
+    return {e.name: e.main.grad._local_tensor.clone() for e in sharded.engine.params()}
 
 
 def _same_gradients(strategy: str, tied: bool, micro_batches: int) -> None:
@@ -83,7 +83,7 @@ def _buffers_of_get_main_grad() -> None:
     model = FusedModel().to(device()).bfloat16()
     policy = MixedPrecisionPolicy(main_grads_dtype=torch.float32)
     sharded = MegatronFSDP(model, FSDPConfig(mixed_precision_policy=policy, fused_weight_gradients=True))
-    weight = next(e.compute for e in sharded.params() if e.name == "head.weight")
+    weight = next(e.compute for e in sharded.engine.params() if e.name == "head.weight")
     first, second = weight.get_main_grad(), weight.get_main_grad()
     assert first.shape == weight.shape and first.dtype == torch.float32 and not first.any()
     assert first.data_ptr() != second.data_ptr()

@@ -50,14 +50,3 @@ def _compare(numel: int, dtype: torch.dtype) -> None:
 def test_equal_to_the_definition(ranks: RankPool, size: int, dtype: torch.dtype) -> None:
     for numel in (64, 0):
         ranks.run(size, _compare, numel, dtype)
-
-
-def _only_gloo() -> None:
-    group = dist.group.WORLD
-    assert group is not None
-    assert gloo.is_for(group, torch.device("cpu"))
-    assert not gloo.is_for(group, torch.device("meta"))
-
-
-def test_only_for_gloo(ranks: RankPool) -> None:
-    ranks.run(1, _only_gloo)

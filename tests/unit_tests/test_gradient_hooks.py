@@ -52,7 +52,7 @@ class Seen:
         self.gradients.setdefault(id(parameter), []).append(local_shard(parameter.grad).clone())
 
     def check(self, model: MegatronFSDP, reference: nn.Module, calls: int) -> None:
-        for entry in model.params():
+        for entry in model.engine.params():
             assert len(self.gradients[id(entry.main)]) == calls
             last = torch.empty_like(entry.main)
             local_shard(last).copy_(self.gradients[id(entry.main)][-1])

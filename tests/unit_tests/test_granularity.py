@@ -78,9 +78,9 @@ def _cut(granularity: str, cube: bool) -> list[str]:
         _step(reference, optimizer, seed)
         _step(sharded, sharded_optimizer, seed)
     assert_same_weights(sharded, reference)
-    for entry in sharded.params():
+    for entry in sharded.engine.params():
         assert local_shard(entry.main).shape == entry.shard_slice.shape
-    return [entry.name for entry in sharded.params() if not entry.shard_slice.whole_rows]
+    return [entry.name for entry in sharded.engine.params() if not entry.shard_slice.whole_rows]
 
 
 def test_rows_are_cut_where_they_have_to_be(ranks: RankPool) -> None:

@@ -110,7 +110,7 @@ def _some_without_gradient() -> None:
             each_optimizer.step()
             each_optimizer.zero_grad()
     assert_same_weights(sharded, reference)
-    steps = {entry.name: int(optimizer.state[entry.main]["step"]) for entry in sharded.params()}
+    steps = {entry.name: int(optimizer.state[entry.main]["step"]) for entry in sharded.engine.params()}
     assert steps["blocks.1.up.weight"] == steps["blocks.2.up.weight"] == 3
     assert steps["blocks.1.down.weight"] == steps["blocks.0.up.weight"] == 4
 
@@ -141,7 +141,7 @@ def _state() -> None:
         _step(reference, reference_optimizer, tokens)
     # Change one tensor of the state in place, and replace another.
     changed = "blocks.0.up.weight"
-    for entry in sharded.params():
+    for entry in sharded.engine.params():
         if entry.name == changed:
             optimizer.state[entry.main]["exp_avg"].zero_()
             optimizer.state[entry.main]["exp_avg_sq"] = optimizer.state[entry.main]["exp_avg_sq"] * 2

@@ -86,7 +86,7 @@ def _train(strategy: str, kind: str, scalar_first: bool, fused: bool) -> None:
             scalers[1].scale(loss_of(reference, tokens) / len(step)).backward()
         model.coefficient = coefficient if dist.get_rank() == 0 else 0.0
         scalers[0].scale(loss_of(sharded, step[dist.get_rank()])).backward()
-        before = [local_shard(entry.main).clone() for entry in sharded.params()]
+        before = [local_shard(entry.main).clone() for entry in sharded.engine.params()]
         for scaler, each, each_optimizer in zip(
             scalers, (sharded, reference), (optimizer, reference_optimizer), strict=True
         ):
@@ -97,7 +97,7 @@ def _train(strategy: str, kind: str, scalar_first: bool, fused: bool) -> None:
             scaler.update()
             each_optimizer.zero_grad()
         assert scalers[0].get_scale() == scalers[1].get_scale()
-        after = [local_shard(entry.main) for entry in sharded.params()]
+        after = [local_shard(entry.main) for entry in sharded.engine.params()]
         skipped.append(all(torch.equal(a, b) for a, b in zip(after, before, strict=True)))
     assert skipped == [False, True, False, True, False]
     assert_same_weights(sharded, reference)

@@ -111,7 +111,7 @@ def measure_sharded(strategy: str, dtype: str, ranks: int, collective: float, co
     counter.reset()
     loss_of(sharded, _tokens()).backward()
     peak = counter.peak()
-    units = [sum(group.layout.numel for group in unit.groups) for unit in sharded._units]
+    units = [sum(group.layout.numel for group in unit.groups) for unit in sharded.engine.units]
     dist.destroy_process_group()
     return {
         "built": built,
@@ -120,8 +120,8 @@ def measure_sharded(strategy: str, dtype: str, ranks: int, collective: float, co
         "root": units[0],
         "unit": max(units[1:]),
         "whole": sum(units),
-        "parameters": len(list(sharded.params())),
-        "shard": sum(group.layout.shard_numel for group in sharded.groups),
+        "parameters": len(list(sharded.engine.params())),
+        "shard": sum(group.layout.shard_numel for group in sharded.engine.groups),
     }
 
 

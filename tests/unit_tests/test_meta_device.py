@@ -105,7 +105,7 @@ def measure_building() -> dict[str, int]:
     sharded = fully_shard_model(
         model, fsdp_unit_modules=[nn.Sequential], init_model_with_meta_device=True, device="cpu"
     )
-    unit = max(group.layout.numel for group in sharded.groups)
+    unit = max(group.layout.numel for group in sharded.engine.groups)
     return {"peak": counter.peak(), "built": counter.live(), "unit": 4 * unit}
 
 

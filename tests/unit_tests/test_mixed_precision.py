@@ -11,6 +11,7 @@ from torch import nn
 from megatron.fsdp.comm import gloo
 from megatron.fsdp.state.consistency import inconsistent_weights
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
+from tests.exchanges import both_exchanges
 from tests.models import STRATEGIES, Block, TinyModel, adamw, batches, device, loss_of, main_weights
 from tests.ranks import RankPool
 
@@ -61,7 +62,7 @@ def _train(strategy: str, grad_dtype: torch.dtype, **arguments: bool) -> None:
         torch.testing.assert_close(weight, expected, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@both_exchanges("strategy", STRATEGIES)
 @pytest.mark.parametrize("grad_dtype", [FP32, BF16])
 def test_bf16_compute_with_fp32_main_weights(ranks: RankPool, strategy: str, grad_dtype: torch.dtype) -> None:
     ranks.run(2, _train, strategy, grad_dtype)
@@ -148,26 +149,26 @@ def _narrow_main_weights(strategy: str, main: torch.dtype | None) -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert {p.dtype for p in sharded.parameters()} == {BF16}
-    assert not inconsistent_weights(sharded)
+    assert not inconsistent_weights(sharded.engine)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@both_exchanges("strategy", STRATEGIES)
 @pytest.mark.parametrize("main", [BF16, None], ids=["fp32 model", "bf16 model"])
 def test_main_weights_narrower_than_compute_weights(ranks: RankPool, strategy: str, main: torch.dtype | None) -> None:
     ranks.run(2, _narrow_main_weights, strategy, main)
 
 
 def _reduced_in(comm: torch.dtype) -> None:
-    import megatron.fsdp.buffers.gradients as gradients
+    import megatron.fsdp.buffers.reduction as reduction
 
     seen: set[torch.dtype] = set()
-    original = gradients.reduce_scatter
+    original = reduction.reduce_scatter
 
     def recording(shard: torch.Tensor, flat: torch.Tensor, *rest: object) -> None:
         seen.add(flat.dtype)
         original(shard, flat, *rest)
 
-    gradients.reduce_scatter = recording
+    reduction.reduce_scatter = recording
     try:
         model = TinyModel().to(device())
         policy = MixedPrecisionPolicy(main_grads_dtype=FP32, grad_comm_dtype=comm)
@@ -176,13 +177,13 @@ def _reduced_in(comm: torch.dtype) -> None:
         loss_of(sharded, data[0]).backward()
         loss_of(sharded, data[1]).backward()
     finally:
-        gradients.reduce_scatter = original
+        reduction.reduce_scatter = original
     assert seen == {comm}
     reference = TinyModel().to(device())
     reference.load_state_dict(main_weights(sharded))
     (loss_of(reference, data[0]) + loss_of(reference, data[1])).backward()
     tolerance = 1e-6 if comm is FP32 else 1e-2
-    for entry in sharded.params():
+    for entry in sharded.engine.params():
         expected = dict(reference.named_parameters())[entry.name].grad.reshape(-1)
         expected = expected[entry.shard_slice.start : entry.shard_slice.stop].view(entry.shard_slice.shape)
         torch.testing.assert_close(entry.main.grad._local_tensor, expected, rtol=tolerance, atol=tolerance)

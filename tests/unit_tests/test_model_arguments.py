@@ -1,8 +1,12 @@
 """Arguments of fully_shard_model that have no file of their own: each does what its description says."""
 
 import copy
+import dataclasses
 import inspect
 import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +15,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import megatron_fsdp
+from megatron.fsdp import api
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron_fsdp import (
+    FSDPConfig,
     MixedPrecisionPolicy,
     fully_shard,
     fully_shard_model,
@@ -20,6 +26,7 @@ from megatron_fsdp import (
 )
 from tests.models import DEVICE, Block, TinyModel, adamw, assert_same_training, batches, device, loss_of, main_weights
 from tests.ranks import RankPool
+from tools import argument_table
 
 # Frozen: users' calls depend on names, order and defaults of the first 33.
 ARGUMENTS = """
@@ -39,10 +46,53 @@ def test_names_and_order_of_the_arguments() -> None:
     positional = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
     assert positional == ARGUMENTS
     assert parameters["zero_dp_strategy"].default == 3
-    for name in positional:
-        assert f"\n        {name}: " in (inspect.getdoc(fully_shard_model) or "").replace(
-            "    " + name, "        " + name
-        )
+
+
+def test_fully_shard_takes_the_same_arguments_behind_the_optimizer() -> None:
+    both, model = (list(inspect.signature(f).parameters.values()) for f in (fully_shard, fully_shard_model))
+    assert [p.name for p in both[:2]] == ["module", "optimizer"]
+    assert all(p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty for p in both[:2])
+    assert both[2:] == model[1:]
+
+
+@pytest.mark.parametrize("function", [fully_shard, fully_shard_model])
+def test_every_setting_is_an_argument_of_the_same_name_type_and_default(function: Callable[..., Any]) -> None:
+    parameters = inspect.signature(function).parameters
+    settings = {field.name: field for field in dataclasses.fields(FSDPConfig) if field.init}
+    assert settings.keys() <= parameters.keys()
+    assert FSDPConfig().mixed_precision_policy == MixedPrecisionPolicy()
+    del settings["mixed_precision_policy"]  # the argument may be None, which means the default
+    for name, field in settings.items():
+        assert (parameters[name].annotation, parameters[name].default) == (field.type, field.default), name
+
+
+def test_a_new_setting_is_added_to_signatures_and_docstring_by_the_tool() -> None:
+    source = Path(api.__file__).read_text()
+    assert argument_table.with_settings(source) == source, "run: python tools/argument_table.py --write"
+    declaration = argument_table.settings()["max_unsharded_units"]
+    without = source.replace(declaration, "")
+    begin = without.index("        max_unsharded_units: ")
+    without = without[:begin] + without[without.index("        max_reducing_units: ") :]
+    again = argument_table.with_settings(without)
+    assert again.count(declaration) == 2
+    assert sorted(again.splitlines()) == sorted(source.splitlines())
+
+
+def _settings_arrive() -> None:
+    given: dict[str, object] = {
+        field.name: not field.default if isinstance(field.default, bool) else field.default
+        for field in dataclasses.fields(FSDPConfig)
+        if field.init and field.name not in ("nccl_ub", "cuda_graph_mode", "average_in_collective")
+    }
+    given |= {"zero_dp_strategy": 2, "mixed_precision_policy": MixedPrecisionPolicy(main_grads_dtype=torch.float32)}
+    given |= {"shard_granularity": "tensor", "max_unsharded_units": 3, "max_reducing_units": 2}
+    model = fully_shard_model(TinyModel(), fsdp_unit_modules=[Block], **given)
+    assert model.fsdp_config == FSDPConfig(**given)
+    assert fully_shard_model(TinyModel(), maxpool_double_buffer=True).fsdp_config.fsdp_double_buffer
+
+
+def test_every_setting_arrives_in_the_config(ranks: RankPool) -> None:
+    ranks.run(1, _settings_arrive)
 
 
 def test_public_names() -> None:
@@ -148,7 +198,7 @@ def _decoupled() -> None:
         model, ReadsDecoupled(model.parameters(), lr=0.1), fsdp_unit_modules=[Block], use_decoupled_grad=True
     )
     loss_of(sharded, tokens).backward()
-    for entry in sharded.params():
+    for entry in sharded.engine.params():
         assert entry.main.grad is None
         assert local_shard(entry.main.decoupled_grad).shape == local_shard(entry.main).shape
     sharded.scale_gradients(2.0)
@@ -158,7 +208,7 @@ def _decoupled() -> None:
     for name, parameter in reference.named_parameters():
         torch.testing.assert_close(weights[name], parameter.detach().cpu())
     sharded.zero_grad()
-    assert all(entry.main.decoupled_grad is None for entry in sharded.params())
+    assert all(entry.main.decoupled_grad is None for entry in sharded.engine.params())
 
 
 def test_decoupled_gradients(ranks: RankPool) -> None:
@@ -169,8 +219,8 @@ def _fine_grained() -> None:
     sharded = assert_same_training(
         TinyModel(), batches(2, dist.get_world_size()), adamw, enable_fine_grained_param_gather=True
     )
-    assert "blocks.0" not in sharded.unit_names or "blocks.0.up" in sharded.unit_names
-    assert {f"blocks.{i}.{name}" for i in range(3) for name in ("up", "down")} <= set(sharded.unit_names)
+    assert "blocks.0" not in sharded.engine.unit_names or "blocks.0.up" in sharded.engine.unit_names
+    assert {f"blocks.{i}.{name}" for i in range(3) for name in ("up", "down")} <= set(sharded.engine.unit_names)
 
 
 def test_fine_grained_gather_makes_every_module_a_unit(ranks: RankPool) -> None:
@@ -185,8 +235,8 @@ def _group_for_gathers() -> None:
         TinyModel(), batches(3, size), adamw, device_mesh=mesh, dp_shard_dim="dp", fsdp_group_ag=apart
     )
     assert sharded.index.has_gather_group
-    group = sharded.groups[0]
-    assert group.weights._stream is not group.gradients._stream
+    group = sharded.engine.groups[0]
+    assert group.weights.stream is not group.gradients.reduction.stream
 
 
 def test_gathers_may_have_a_group_of_their_own(ranks: RankPool) -> None:
@@ -211,7 +261,7 @@ def _experts() -> tuple[int, int]:
     torch.manual_seed(9)
     nn.init.normal_(model[0].weight)
     sharded = fully_shard_model(model, dense, "dp", expt_device_mesh=expert)
-    params = {entry.name: entry for entry in sharded.params()}
+    params = {entry.name: entry for entry in sharded.engine.params()}
     sharded(torch.ones(1, 8, device=device()) * (1 + dist.get_rank())).sum().backward()
     expected = torch.full((8,), 2 / 4)  # two ranks, each with a gradient of one, of which all four take the mean
     grad, shard_slice = local_shard(params["1.bias"].main.grad), params["1.bias"].shard_slice

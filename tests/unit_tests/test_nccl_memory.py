@@ -37,7 +37,7 @@ class Group:
 
 @pytest.fixture
 def groups(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    monkeypatch.setattr(dist, "get_backend", lambda group: group.kind)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: f"cpu:gloo,cuda:{group.kind}")
     monkeypatch.setattr(torch.cuda, "MemPool", lambda allocator: f"pool of {allocator}")
     monkeypatch.setattr(torch.cuda, "use_mem_pool", lambda pool, device: nullcontext(pool))
     return [Group(), Group()]

@@ -72,12 +72,14 @@ class Levels(nn.Module):
 def _owners() -> None:
     sharded = fully_shard_model(Levels(), fsdp_unit_modules=[Outer, Middle, Gate])
     inside = [f"outer.{i}{name}" for i in range(2) for name in _PARTS]
-    assert sharded.unit_names == ["", *inside]
-    for unit in sharded._units:
+    assert sharded.engine.unit_names == ["", *inside]
+    for unit in sharded.engine.units:
         for name in (entry.name for group in unit.groups for entry in group.params):
-            around = [other for other in sharded.unit_names if f"{name}.".startswith(f"{other}." if other else "")]
+            around = [
+                other for other in sharded.engine.unit_names if f"{name}.".startswith(f"{other}." if other else "")
+            ]
             assert max(around, key=len) == unit.name
-    root = sharded._units[0]
+    root = sharded.engine.units[0]
     assert [child.name for child in root.children] == ["outer.0", "outer.1"]
     assert [child.name for child in root.children[0].children] == ["outer.0.inner.0", "outer.0.inner.1"]
 
@@ -95,8 +97,8 @@ def _train(strategy: str, units: list[type[nn.Module]], outer: bool | None, inne
     sharded = assert_same_training(
         Levels(outer, inner), data, adamw, fsdp_unit_modules=units, zero_dp_strategy=strategy
     )
-    assert all(unit.state.value == "sharded" for unit in sharded._units)
-    assert not any(unit.has_gradients() for unit in sharded._units)
+    assert all(unit.state.value == "sharded" for unit in sharded.engine.units)
+    assert not any(unit.has_gradients() for unit in sharded.engine.units)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -51,12 +51,12 @@ def _where(strategy: str) -> None:
     sharded.module.head.register_forward_hook(lambda m, args, out: seen.append((m.weight.device, out.device)))
     for _ in range(2):
         loss_of(sharded, batches(1, 1)[0, 0]).backward()
-        for entry in sharded.params():
+        for entry in sharded.engine.params():
             assert local_shard(entry.main).device.type == "cpu"
             assert local_shard(entry.main.grad).device.type == "cpu"
         optimizer.step()
         optimizer.zero_grad()
-    for entry in sharded.params():
+    for entry in sharded.engine.params():
         assert local_shard(optimizer.state[entry.main]["exp_avg"]).device.type == "cpu"
     assert {d.type for pair in seen for d in pair} == {device().type}
 
@@ -113,13 +113,13 @@ def _order(strategy: str, gathered: list[str]) -> None:
         optimizer.step()
         optimizer.zero_grad()
     loss_of(sharded, data[2, 0]).backward()
-    before = {entry.name: local_shard(entry.main).clone() for entry in sharded.params()}
+    before = {entry.name: local_shard(entry.main).clone() for entry in sharded.engine.params()}
     events: list[str] = []
     gather = Unit.unshard
 
     def spy(unit: Unit) -> None:
-        updated = {e.name for e in sharded.params() if not torch.equal(local_shard(e.main), before[e.name])}
-        later = [u for u in sharded._units if u.label not in [*events, unit.label]]
+        updated = {e.name for e in sharded.engine.params() if not torch.equal(local_shard(e.main), before[e.name])}
+        later = [u for u in sharded.engine.units if u.label not in [*events, unit.label]]
         others = {entry.name for u in later for group in u.groups for entry in group.params}
         assert not updated & others, (unit, updated & others)
         events.append(unit.label)
@@ -128,7 +128,7 @@ def _order(strategy: str, gathered: list[str]) -> None:
     with patch.object(Unit, "unshard", spy):
         optimizer.step()
     assert events == gathered
-    for entry in sharded.params():
+    for entry in sharded.engine.params():
         local = local_shard(entry.main)
         assert not local.numel() or not torch.equal(local, before[entry.name])
 

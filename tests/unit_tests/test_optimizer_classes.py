@@ -261,7 +261,7 @@ def _trains(name: str, strategy: str) -> None:
     make: Make = WHOLE.get(name, lambda p: RegisteredLion(p))
     sharded = assert_same_training(TinyModel(), data, make, zero_dp_strategy=strategy, tolerance=1e-3, **granularity)
     if dist.get_world_size() == 4 and strategy != "no_shard" and granularity:
-        assert any(not local_shard(entry.main).numel() for entry in sharded.params())
+        assert any(not local_shard(entry.main).numel() for entry in sharded.engine.params())
 
 
 @pytest.mark.parametrize("name", WHOLE)

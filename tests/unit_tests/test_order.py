@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from megatron.fsdp.comm.streams import CpuStream
 from megatron_fsdp import fully_shard
+from tests.exchanges import both_exchanges
 from tests.models import FP32_GRADS, STRATEGIES, Block, TinyModel, adamw, batches, device, loss_of
 from tests.ranks import DEVICE, RankPool
 
@@ -57,11 +58,11 @@ def _train(strategy: str, dtype: torch.dtype, seed: int | None) -> list[bytes]:
             optimizer.zero_grad()
     finally:
         CpuStream.run = run  # type: ignore[method-assign]
-    return [e.main._local_tensor.detach().cpu().numpy().tobytes() for e in sharded.params()]
+    return [e.main._local_tensor.detach().cpu().numpy().tobytes() for e in sharded.engine.params()]
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="these delays are those of the CPU's stream")
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@both_exchanges("strategy", STRATEGIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_delays_change_no_bit(ranks: RankPool, strategy: str, dtype: torch.dtype) -> None:
     expected = ranks.run(3, _train, strategy, dtype, None)

@@ -16,13 +16,13 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 def test_arguments() -> None:
     page = argument_table.as_markdown()
-    assert (DOCS / "arguments.md").read_text() == page, "run: python tools/argument_table.py > docs/arguments.md"
+    assert (DOCS / "arguments.md").read_text() == page, "run: python tools/argument_table.py --write"
 
 
-def test_every_argument_has_a_meaning_and_an_effect() -> None:
+def test_every_argument_is_described() -> None:
     names = set(inspect.signature(fully_shard_model).parameters)
-    assert set(argument_table.meanings()) == names
-    assert set(argument_table.EFFECTS) == names
+    assert set(argument_table.described(fully_shard_model)) == names
+    assert set(argument_table.EFFECTS) <= names
 
 
 def test_compatibility() -> None:

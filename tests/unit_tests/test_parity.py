@@ -4,6 +4,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests.exchanges import both_exchanges
 from tests.models import DEVICE, STRATEGIES, TinyModel, adamw, assert_same_training, batches
 from tests.ranks import RankPool
 
@@ -19,12 +20,12 @@ def _train(strategy: str, unit_modules: list | None) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@both_exchanges("strategy", STRATEGIES)
 def test_parity(ranks: RankPool, strategy: str, world_size: int) -> None:
     ranks.run(world_size, _train, strategy, None)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@both_exchanges("strategy", STRATEGIES)
 def test_parity_of_one_unit_for_everything(ranks: RankPool, strategy: str) -> None:
     ranks.run(2, _train, strategy, [])
 
@@ -42,8 +43,8 @@ def _replicate(strategy: int, outer: str) -> None:
         dp_shard_dim="inner",
         dp_outer_dim="outer",
     )
-    assert sharded.unit_names == [""]
-    for group in sharded.groups:
+    assert sharded.engine.unit_names == [""]
+    for group in sharded.engine.groups:
         assert not group.weights.temporary
         assert group.weights.compute.flat.untyped_storage().nbytes()
 

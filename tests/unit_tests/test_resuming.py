@@ -22,7 +22,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from megatron.fsdp import fsdp2
-from megatron.fsdp.dtensor import torch_patches
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
 from tests.models import OPTIMIZERS, STRATEGIES, Block, TinyModel, adamw, batches, device, loss_of, main_weights
 from tests.ranks import DEVICE, RankPool
@@ -310,14 +309,3 @@ def _averaged_buffers() -> None:
 
 def test_averaged_buffers(ranks: RankPool) -> None:
     ranks.run(3, _averaged_buffers)
-
-
-def test_patches_of_torch_are_removed() -> None:
-    torch_patches.remove()
-    originals = {patch: getattr(patch.owner, patch.name) for patch in torch_patches.PATCHES}
-    torch_patches.apply()
-    torch_patches.apply()
-    assert all(getattr(patch.owner, patch.name) is not originals[patch] for patch in torch_patches.PATCHES)
-    torch_patches.remove()
-    assert all(getattr(patch.owner, patch.name) is originals[patch] for patch in torch_patches.PATCHES)
-    assert all(len(patch.why) > 20 for patch in torch_patches.PATCHES)

@@ -63,7 +63,7 @@ def _evaluate() -> None:
     sharded = MegatronFSDP(layer, FSDPConfig(), fsdp_unit_modules=[])
     with torch.no_grad():
         found = sharded(torch.ones(2, 16))
-    assert not any(unit.weights.compute.flat.untyped_storage().nbytes() for unit in sharded.groups)
+    assert not any(unit.weights.compute.flat.untyped_storage().nbytes() for unit in sharded.engine.groups)
     torch.testing.assert_close(found, expected)
 
 

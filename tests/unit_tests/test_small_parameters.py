@@ -62,7 +62,7 @@ def _train(strategy: str) -> dict[str, int]:
     data = batches(steps=3, per_step=dist.get_world_size())
     sharded = assert_same_training(WithOdd(), data, adamw, fsdp_unit_modules=[Odd], zero_dp_strategy=strategy)
     sizes = {}
-    for entry in sharded.params():
+    for entry in sharded.engine.params():
         assert isinstance(entry.main, DTensor) and entry.main.grad is None
         assert tuple(entry.main.shape) == SHAPES.get(entry.name.rsplit(".", 1)[-1], tuple(entry.main.shape))
         sizes[entry.name] = local_shard(entry.main).numel()
@@ -75,7 +75,7 @@ def _load_elsewhere(sharded: MegatronFSDP) -> None:
     """A state dict of such parameters goes into another model, part by part."""
     other = MegatronFSDP(WithOdd().to(device()), sharded.fsdp_config, fsdp_unit_modules=[Odd])
     other.load_state_dict(sharded.state_dict())
-    for mine, theirs in zip(sharded.params(), other.params(), strict=True):
+    for mine, theirs in zip(sharded.engine.params(), other.engine.params(), strict=True):
         assert torch.equal(local_shard(mine.main), local_shard(theirs.main))
 
 

@@ -34,7 +34,7 @@ def _train(model: MegatronFSDP, optimizer: torch.optim.Optimizer, first: int, la
 
 def _gathered(model: MegatronFSDP, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     state = {f"weight {name}": weight for name, weight in main_weights(model).items()}
-    for entry in model.params():
+    for entry in model.engine.params():
         for key in ("exp_avg", "exp_avg_sq"):
             state[f"{key} {entry.name}"] = whole(entry, optimizer.state[entry.main][key])
         state[f"step {entry.name}"] = optimizer.state[entry.main]["step"].cpu()
@@ -54,7 +54,7 @@ def _save(folder: str, strategy: str) -> dict[str, torch.Tensor]:
 def _load(folder: str, strategy: str, expected: dict[str, torch.Tensor]) -> None:
     """Load into a model that has trained differently, from zeroed state; everything must be equal, and go on equal."""
     model, optimizer = _trained(strategy, steps=1)
-    for entry in model.params():
+    for entry in model.engine.params():
         entry.main._local_tensor.zero_()
         for value in optimizer.state[entry.main].values():
             (value._local_tensor if hasattr(value, "_local_tensor") else value).zero_()
@@ -97,7 +97,7 @@ def _count_collectives_of_a_state_dict() -> int:
 
     model, optimizer = _trained("optim_grads_params", steps=1)
     # The step's flags, for which a rank that used all its parameters has not waited.
-    model._stream.run(lambda: None).wait()
+    model.engine.context.stream.run(lambda: None).wait()
     before = [pg._get_sequence_number_for_group() for pg in _world.pg_map]
     _state(model, optimizer)
     return sum(pg._get_sequence_number_for_group() for pg in _world.pg_map) - sum(before)

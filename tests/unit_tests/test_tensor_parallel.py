@@ -64,12 +64,13 @@ def _shard(model: Model, mesh: DeviceMesh, strategy: str) -> tuple[MegatronFSDP,
 def _whole(model: MegatronFSDP) -> dict[str, torch.Tensor]:
     """All weights, put together by what every rank says it holds."""
     mine = {
-        e.name: (e.shard_slice, e.offset, local_shard(e.main).detach().cpu(), e.local_shape) for e in model.params()
+        e.name: (e.shard_slice, e.offset, local_shard(e.main).detach().cpu(), e.local_shape)
+        for e in model.engine.params()
     }
     everyone: list[dict] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, mine)
     result = {}
-    for entry in model.params():
+    for entry in model.engine.params():
         whole = torch.full(tuple(entry.main.shape), torch.nan)
         for other in everyone:
             shard_slice, offset, local, local_shape = other[entry.name]

@@ -33,7 +33,7 @@ class TiedAcrossUnits(TinyModel):
 def _tied_across_units(strategy: str) -> None:
     data = batches(steps=3, per_step=dist.get_world_size())
     sharded = assert_same_training(TiedAcrossUnits(), data, adamw, zero_dp_strategy=strategy)
-    root = [entry.name for group in sharded._units[0].groups for entry in group.params]
+    root = [entry.name for group in sharded.engine.units[0].groups for entry in group.params]
     assert "blocks.0.up.weight" in root  # there for both blocks
 
 

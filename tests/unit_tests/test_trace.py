@@ -246,7 +246,7 @@ def _slow_gather(seconds: float) -> Timeline:
     """Gathers of one block sleep."""
     run = _Run()
     run.step()
-    original, block = weights.all_gather, run.model._units[2].groups[0].weights.compute.flat
+    original, block = weights.all_gather, run.model.engine.units[2].groups[0].weights.compute.flat
 
     def all_gather(output: torch.Tensor, *rest: Any) -> None:
         if output is block:
@@ -319,9 +319,9 @@ def test_what_other_ranks_have_no_part_in_is_never_late(all_meet: bool) -> None:
 
 
 def _attributes(model: MegatronFSDP) -> list[set[str]]:
-    streams = [model._stream, *(group.weights._stream for group in model.groups)]
-    buffers = [buffer for group in model.groups for buffer in (group.weights, group.gradients)]
-    return [set(vars(thing)) for thing in (model, model._schedule, *model._units, *streams, *buffers)]
+    streams = [model.engine.context.stream, *(group.weights.stream for group in model.engine.groups)]
+    buffers = [buffer for group in model.engine.groups for buffer in (group.weights, group.gradients)]
+    return [set(vars(thing)) for thing in (model, model.engine.schedule, *model.engine.units, *streams, *buffers)]
 
 
 def _losses(traced: bool) -> list[float]:

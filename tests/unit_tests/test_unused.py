@@ -35,7 +35,7 @@ class WithUnused(TinyModel):
 def _unused_everywhere(strategy: str) -> None:
     data = batches(steps=3, per_step=2 * dist.get_world_size())
     sharded = assert_same_training(WithUnused(), data, adamw, zero_dp_strategy=strategy)
-    assert all(e.main.grad is None for e in sharded.params() if "spare" in e.name)
+    assert all(e.main.grad is None for e in sharded.engine.params() if "spare" in e.name)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -100,7 +100,7 @@ def test_blocks_that_some_ranks_skip(ranks: RankPool, strategy: str, rows: list[
 def _zeros_where_they_are_asked_for() -> None:
     model = MegatronFSDP(WithUnused(), FSDPConfig(zero_unused_gradients=True), fsdp_unit_modules=[Block])
     loss_of(model, batches(1, 1)[0, 0]).backward()
-    for entry in model.params():
+    for entry in model.engine.params():
         assert entry.main.grad is not None
         if "spare" in entry.name:
             assert not entry.main.grad._local_tensor.any()

@@ -5,6 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fsdp import FSDPConfig, MegatronFSDP, MixedPrecisionPolicy
+from tests.exchanges import both_exchanges
 from tests.models import STRATEGIES, Block, TinyModel, batches, loss_of
 from tests.ranks import RankPool
 
@@ -34,7 +35,7 @@ class _CountCopies(TorchDispatchMode):
 
 def _views_of_the_gathered_buffer(strategy: str) -> None:
     model = MegatronFSDP(TinyModel(), FSDPConfig(zero_dp_strategy=strategy), fsdp_unit_modules=[Block])
-    groups = {id(e.compute): (g, i) for g in model.groups for i, e in enumerate(g.params)}
+    groups = {id(e.compute): (g, i) for g in model.engine.groups for i, e in enumerate(g.params)}
     seen: dict[int, int] = {}
 
     def look(module: torch.nn.Module, args: object) -> None:
@@ -52,14 +53,14 @@ def _views_of_the_gathered_buffer(strategy: str) -> None:
     assert len(seen) == len(groups)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@both_exchanges("strategy", STRATEGIES)
 def test_parameters_are_views_of_the_gathered_buffer(ranks: RankPool, strategy: str) -> None:
     ranks.run(2, _views_of_the_gathered_buffer, strategy)
 
 
 def _main_weights_share_memory(strategy: str) -> None:
     model = MegatronFSDP(TinyModel(), FSDPConfig(zero_dp_strategy=strategy), fsdp_unit_modules=[Block])
-    for group in model.groups:
+    for group in model.engine.groups:
         whole = group.weights.compute.flat.untyped_storage()
         shared = group.weights.main.untyped_storage().data_ptr() == whole.data_ptr()
         assert shared == (strategy != "optim_grads_params")
@@ -73,22 +74,23 @@ def test_a_rank_holds_one_copy_of_its_weights(ranks: RankPool, strategy: str) ->
 
 def _copied(dtype: torch.dtype, strategy: str) -> tuple[dict[str, int], int, int]:
     """Elements that one gather and one reduction of a group copy, with the group's and the shard's size."""
-    from megatron.fsdp.buffers import flat_buffer, gradients, weights
+    from megatron.fsdp.buffers import reduction, weights
+    from megatron.fsdp.comm import collectives
 
     # What counts is what surrounds a collective; what gloo does inside of one is its own.
-    weights.all_gather = gradients.reduce_scatter = lambda *args: None
+    weights.all_gather = reduction.reduce_scatter = lambda *args: None
     policy = MixedPrecisionPolicy(main_grads_dtype=torch.float32)
     config = FSDPConfig(zero_dp_strategy=strategy, mixed_precision_policy=policy)
     model = MegatronFSDP(TinyModel().to(dtype), config, fsdp_unit_modules=[Block])
-    group = model.groups[-1]
+    group = model.engine.groups[-1]
     group.weights.invalidate()
     with _CountCopies() as gather:
         group.weights._unshard(True)
     with _CountCopies() as reduce:
         grads: list[torch.Tensor | None] = [torch.ones(e.compute.shape, dtype=dtype) for e in group.params]
-        group.gradients.reduce(grads, torch.device("cpu"), last=True)
+        group.gradients.reduce(grads, last=True)
         group.gradients.take(group.dtypes.main_params)
-    weights.all_gather, gradients.reduce_scatter = flat_buffer.all_gather, flat_buffer.reduce_scatter
+    weights.all_gather, reduction.reduce_scatter = collectives.all_gather, collectives.reduce_scatter
     return (
         {
             "gather": sum(gather.written.values()),

@@ -1,7 +1,6 @@
 """The parameters of one unit that share dtype and ``requires_grad``: their weights, gradients and DTensors."""
 
 import functools
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -10,54 +9,21 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from megatron.fsdp.buffers.flat_buffer import part_view
-from megatron.fsdp.buffers.gradients import GradientBuffer, GradientScaling
+from megatron.fsdp.buffers.gradients import GradientBuffer
 from megatron.fsdp.buffers.parameter import ShardedParameter
 from megatron.fsdp.buffers.pool import Pool
+from megatron.fsdp.buffers.reduction import Reduction
 from megatron.fsdp.buffers.weights import WeightBuffer
-from megatron.fsdp.comm.streams import Handle, Stream
+from megatron.fsdp.comm.context import CommContext
+from megatron.fsdp.comm.streams import Handle
+from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.dtensor.placements import RaggedShard, SectionedShard
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard, make_dtensor, make_like
 from megatron.fsdp.helpers.weak import weak_method
-from megatron.fsdp.sharding.layout import Granularity, Layout, ShardSlice, plan_layout
+from megatron.fsdp.sharding.layout import Layout, ShardSlice, plan_layout
 from megatron.fsdp.sharding.mesh import DataParallelAxes, FSDPDistributedIndex
 from megatron.fsdp.sharding.ownership import shards_of
-from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
-from megatron.fsdp.sharding.strategy import UNSHARDED, Sharding
-
-
-@dataclass(frozen=True)
-class Environment:
-    """What every parameter group of a model shares.
-
-    Attributes:
-        index: Mesh and groups.
-        tp_mesh: Tensor-parallel axis, if any parameter is a DTensor over it.
-        granularity: What is not divided between ranks.
-        sharding: Where parameters, gradients and optimizer state live.
-        policy: Dtypes.
-        scaling: Of gradients.
-        device: Where the model computes.
-        main_device: Where main weights are.
-        stream: Runs reductions, and whatever else is communicated.
-        unshard_stream: Runs gathers: the same stream, unless gathers have groups of their own.
-        pool: Gives memory to temporary buffers.
-        report_nan: Raise at gradients that are not finite.
-        grad_attribute: Where main weights get their gradients.
-    """
-
-    index: FSDPDistributedIndex
-    tp_mesh: DeviceMesh | None
-    granularity: Granularity
-    sharding: Sharding
-    policy: MixedPrecisionPolicy
-    scaling: GradientScaling
-    device: torch.device
-    main_device: torch.device
-    stream: Stream
-    unshard_stream: Stream
-    pool: Pool
-    report_nan: bool
-    grad_attribute: str
+from megatron.fsdp.sharding.strategy import UNSHARDED
 
 
 class ParameterGroup:
@@ -65,9 +31,14 @@ class ParameterGroup:
 
     Args:
         params: Parameters with equal keys; at least one.
-        environment: What all groups of the model share.
+        config: Settings of the unit.
+        index: Mesh and process groups.
+        context: How the model communicates.
+        pool: Provides the memory of temporary buffers.
+        tp_mesh: Tensor-parallel axis, if any parameter of the model is a DTensor over it.
 
     Attributes:
+        device: Where the group computes.
         requires_grad: Whether any of the parameters takes gradients.
         initialized: Whether the parameters have values; those on the meta device have none until
             :meth:`initialize_main`.
@@ -75,45 +46,45 @@ class ParameterGroup:
         pending: Gradients were handed over since then, if only zeros.
     """
 
-    def __init__(self, params: list[ShardedParameter], environment: Environment) -> None:
+    def __init__(
+        self,
+        params: list[ShardedParameter],
+        config: FSDPConfig,
+        index: FSDPDistributedIndex,
+        context: CommContext,
+        pool: Pool,
+        tp_mesh: DeviceMesh | None,
+    ) -> None:
         key = params[0].key
         self.requires_grad = key.requires_grad
         self.params = params
-        self._env = environment
-        self.sharding = environment.sharding if key.divisible else UNSHARDED
-        self.dtypes = environment.policy.resolve(key.dtype, params[0].name)
-        self.axes: DataParallelAxes = environment.index.experts if key.expert else environment.index.dense
+        self._config = config
+        self._index = index
+        self._tp_mesh = tp_mesh
+        self._pool = pool
+        self.device = context.device
+        self.sharding = config.sharding if key.divisible else UNSHARDED
+        self.dtypes = config.mixed_precision_policy.resolve(key.dtype, params[0].name)
+        self.axes: DataParallelAxes = index.experts if key.expert else index.dense
         shards = shards_of(self.sharding, self.axes)
-        self.layout: Layout = plan_layout([e.local_shape for e in params], shards, environment.granularity)
-        self.weights = WeightBuffer(
-            self.layout,
-            self.dtypes,
-            self.sharding,
-            self.axes,
-            environment.unshard_stream,
-            environment.pool,
-            environment.device,
-            environment.main_device,
-        )
-        self.gradients = GradientBuffer(
-            self.layout,
-            self.dtypes,
-            self.sharding,
-            environment.scaling,
-            self.axes,
-            environment.stream,
-            environment.pool,
-            environment.main_device,
-        )
+        self.layout: Layout = plan_layout([e.local_shape for e in params], shards, config.granularity)
+        self.weights = WeightBuffer(self.layout, self.dtypes, self.sharding, self.axes, context, pool)
+        reduction = Reduction(self.layout, self.dtypes, self.sharding, self.axes, config, context, pool)
+        self.gradients = GradientBuffer(reduction)
         self.used = [False] * len(params)
         self._lent: torch.Tensor | None = None
         self.pending = False
         self._move_into_buffers()
 
     @property
-    def device(self) -> torch.device:
-        """Where the group computes."""
-        return self._env.device
+    def unshard_bytes(self) -> int:
+        """Size of the whole compute weights."""
+        return self.layout.numel * self.dtypes.compute.itemsize
+
+    @property
+    def reduce_bytes(self) -> int:
+        """Size of one micro-batch's whole gradients, as they are sent."""
+        return self.layout.numel * self.gradients.reduction.sent_dtype.itemsize
 
     def _move_into_buffers(self) -> None:
         """Move the parameters' values into the buffers and make the parameters views of them.
@@ -173,15 +144,15 @@ class ParameterGroup:
         for number, axis in enumerate(axes):
             placements.append(RaggedShard.of(self.layout, i, stride) if axis.shards_optimizer else Replicate())
             stride *= mesh.size(number) if axis.shards_optimizer else 1
-        param, tp_mesh = self.params[i], self._env.tp_mesh
+        param, tp_mesh = self.params[i], self._tp_mesh
         if tp_mesh is not None:
             # Also what is no DTensor, so that all main weights have one mesh, as clipping expects.
-            expert = self.axes is self._env.index.experts
+            expert = self.axes is self._index.experts
             if param.tensor_parallel is not None:
                 tp_mesh = param.tensor_parallel[0]
             elif expert:
-                tp_mesh = self._env.index.tensor_parallel_mesh(expert)
-            mesh = self._env.index.with_tensor_parallel(mesh, tp_mesh, param.name, expert)
+                tp_mesh = self._index.tensor_parallel_mesh(expert)
+            mesh = self._index.with_tensor_parallel(mesh, tp_mesh, param.name, expert)
             tp_placements = [Replicate()] if param.tensor_parallel is None else param.tensor_parallel[1]
             placements += tp_placements if param.sections is None else [SectionedShard(param.sections)]
         return make_dtensor(local, mesh, param.shape, placements)
@@ -212,7 +183,7 @@ class ParameterGroup:
         grads = [param.take_gradient() for param in self.params]
         # As in torch, what was frozen since forward gets none.
         grads = [grad if e.main.requires_grad else None for e, grad in zip(self.params, grads, strict=True)]
-        if self._env.report_nan:
+        if self._config.report_nan_in_param_grad:
             for param, grad in zip(self.params, grads, strict=True):
                 _require_finite(param.name, grad)
         return grads
@@ -224,7 +195,7 @@ class ParameterGroup:
         self.used = [used or grad is not None for used, grad in zip(self.used, grads, strict=True)]
         self.pending = True
         if last or self.sharding.inner.shards_gradients:
-            return self.gradients.reduce(grads, self.device, last)
+            return self.gradients.reduce(grads, last)
         self.gradients.accumulate(grads)
         return None
 
@@ -250,7 +221,7 @@ class ParameterGroup:
     def main_grad(self, i: int) -> torch.Tensor:
         """A new buffer of zeros, in parameter ``i``'s shape and ``main_grads_dtype``, for a kernel to write into."""
         param = self.params[i]
-        buffer = torch.zeros(param.local_shape, dtype=self.dtypes.main_grads, device=self._env.device)
+        buffer = torch.zeros(param.local_shape, dtype=self.dtypes.main_grads, device=self.device)
         param.fused.append(buffer)
         return buffer
 
@@ -265,24 +236,27 @@ class ParameterGroup:
         self._recover_lent()
         self.pending = False
         # Optimizers ask of a gradient that its dtype is the weight's, but not of one that is apart.
-        decoupled = self._env.grad_attribute != "grad"
+        decoupled = self._config.grad_attribute != "grad"
         dtype = self.dtypes.main_grads if decoupled else self.dtypes.main_params
         reduced = self.gradients.take(dtype)
         if reduced is None and zero_unused:
             reduced = torch.zeros_like(self.weights.main, dtype=dtype)
         if reduced is None:
             return []
-        self._lent = reduced if self._env.pool.recycles else None
+        self._lent = reduced if self._pool.recycles else None
         arrived = []
         for i, param in enumerate(self.params):
             if not used[i] and not (zero_unused and param.trained):
                 continue
-            local, before = self._local(reduced, param.shard_slice), getattr(param.main, self._env.grad_attribute, None)
+            local, before = (
+                self._local(reduced, param.shard_slice),
+                getattr(param.main, self._config.grad_attribute, None),
+            )
             if before is None or param.main._backward_hooks:
                 grad = param.hooked(make_like(local, param.main))
                 local = local_shard(grad)
             if before is None:
-                setattr(param.main, self._env.grad_attribute, grad)
+                setattr(param.main, self._config.grad_attribute, grad)
             else:
                 local_shard(before).add_(local)
             arrived.append(param)
@@ -293,7 +267,7 @@ class ParameterGroup:
         handed = self._lent
         if handed is None:
             return
-        name, memory = self._env.grad_attribute, handed.untyped_storage().data_ptr()
+        name, memory = self._config.grad_attribute, handed.untyped_storage().data_ptr()
         held = [getattr(param.main, name, None) for param in self.params]
         if all(grad is None or local_shard(grad).untyped_storage().data_ptr() != memory for grad in held):
             self._lent = None
@@ -304,8 +278,8 @@ class ParameterGroup:
         self.abandon_gradients()
         for param in self.params:
             param.main.grad = None
-            if hasattr(param.main, self._env.grad_attribute):
-                setattr(param.main, self._env.grad_attribute, None)
+            if hasattr(param.main, self._config.grad_attribute):
+                setattr(param.main, self._config.grad_attribute, None)
 
     def abandon_gradients(self) -> None:
         """Drop gradients that are not synchronized yet."""

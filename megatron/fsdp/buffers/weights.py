@@ -4,9 +4,12 @@ import functools
 
 import torch
 
-from megatron.fsdp.buffers.flat_buffer import FlatBuffer, all_gather, slot_view
+from megatron.fsdp.buffers.flat_buffer import FlatBuffer, slot_view
 from megatron.fsdp.buffers.pool import Pool
-from megatron.fsdp.comm.streams import Handle, Stream
+from megatron.fsdp.comm.backends import is_on_host, runs_ahead
+from megatron.fsdp.comm.collectives import all_gather
+from megatron.fsdp.comm.context import CommContext
+from megatron.fsdp.comm.streams import Handle
 from megatron.fsdp.sharding.layout import Layout
 from megatron.fsdp.sharding.mesh import DataParallelAxes
 from megatron.fsdp.sharding.ownership import Ownership, within
@@ -32,16 +35,16 @@ class WeightBuffer:
         dtypes: Dtypes of the group.
         sharding: Where weights and optimizer state live.
         axes: Process groups that they are sharded over.
-        stream: Runs gathers.
+        context: Devices of compute and main weights, and the stream that runs gathers.
         pool: Gives memory to gathered weights.
-        device: Where the compute weights are.
-        main_device: Where the main weights are.
 
     Attributes:
         temporary: The compute weights' memory exists only while they are gathered.
         compute: Compute weights, one view per parameter.
         owned: Which part of the flat buffer this rank holds of what.
         main: Main weights, flat: the elements ``owned.main`` of the buffer.
+        stream: Runs unshards.
+        handle: Of an unshard that was started and not waited for; else None.
     """
 
     def __init__(
@@ -50,15 +53,14 @@ class WeightBuffer:
         dtypes: Dtypes,
         sharding: Sharding,
         axes: DataParallelAxes,
-        stream: Stream,
+        context: CommContext,
         pool: Pool,
-        device: torch.device,
-        main_device: torch.device,
     ) -> None:
+        device, main_device, stream = context.device, context.main_device, context.unshard_stream
         self.layout = layout
         self.sharding = sharding
         self.temporary = sharding.inner.shards_parameters
-        self._stream = stream
+        self.stream = stream
         self._inner = stream.group(axes.gather)
         self._outer = None if axes.outer is None else stream.group(axes.outer)
         self.owned = Ownership.of(layout, sharding, axes)
@@ -79,14 +81,14 @@ class WeightBuffer:
                 _length(self.owned.main),
                 dtype=dtypes.main_params,
                 device=main_device,
-                pin_memory=main_device.type == "cpu" and device.type == "cuda",
+                pin_memory=is_on_host(main_device) and runs_ahead(device),
             )
         self._loaded: torch.Tensor | None = None
         self._current = False
         self._resident_current = False
         # Set and cleared by gathers, which run one after the other.
         self._home_is_old = False
-        self._handle: Handle | None = None
+        self.handle: Handle | None = None
 
     @property
     def main_is_apart(self) -> bool:
@@ -141,11 +143,11 @@ class WeightBuffer:
 
     def unshard(self) -> Handle | None:
         """Start making the compute weights whole and equal to the main weights; None if they are, or it was started."""
-        if self._current or self._handle is not None:
+        if self._current or self.handle is not None:
             return None
         refresh, self._resident_current = not self._resident_current, True
-        self._handle = self._stream.run(functools.partial(self._unshard, refresh))
-        return self._handle
+        self.handle = self.stream.run(functools.partial(self._unshard, refresh))
+        return self.handle
 
     def _unshard(self, refresh: bool) -> None:
         # Whoever catches an error, such as running out of memory, may gather again: home is old until it is renewed.
@@ -173,20 +175,20 @@ class WeightBuffer:
 
     def wait(self) -> None:
         """Make the compute wait for a gather that was started."""
-        if self._handle is None:
+        if self.handle is None:
             return
-        handle = self._handle
+        handle = self.handle
         try:
             handle.wait()
         finally:
             # Interrupting the wait does not stop the gather: the memory is in use until that is over.
-            self._handle = None if handle.done else handle
+            self.handle = None if handle.done else handle
         self._current = True
 
     def finish_unshard(self) -> None:
         """Wait until a gather that was started has ended; its weights are still on their way for who uses them."""
-        if self._handle is not None:
-            self._handle.wait()
+        if self.handle is not None:
+            self.handle.wait()
 
     def reshard(self) -> None:
         """Give back the memory of temporary compute weights, which nothing reads any more."""
@@ -197,13 +199,13 @@ class WeightBuffer:
 
     def reshard_unused(self) -> None:
         """As :meth:`reshard`, for weights that the compute never waits for: does not wait either."""
-        if self.temporary and self._handle is not None:
-            self._handle = None
-            self._stream.run(self.compute.free)
+        if self.temporary and self.handle is not None:
+            self.handle = None
+            self.stream.run(self.compute.free)
 
     def abandon(self) -> None:
         """As :meth:`reshard`, in whatever state: a gather on its way may have failed, and is not waited for."""
-        if self._handle is None:
+        if self.handle is None:
             self.reshard()
         else:
             self.reshard_unused()

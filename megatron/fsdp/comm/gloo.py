@@ -13,24 +13,21 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
+from megatron.fsdp.comm.backends import backend_of
+
 # It takes microseconds, unless somebody else comes to hold a tensor meanwhile.
 SETTLING_SECONDS = 0.5
 
 
-def is_for(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether tensors on ``device`` would go through gloo, and from memory that gloo can send from."""
-    return device.type == "cpu" and dist.get_backend(group) == "gloo"
-
-
 @contextmanager
-def wait_for_gloo_references(group: dist.ProcessGroup, *tensors: torch.Tensor) -> Iterator[None]:
+def ensure_released(group: dist.ProcessGroup, *tensors: torch.Tensor) -> Iterator[None]:
     """Context for a collective of ``group``: on return, gloo's threads have let go of the tensors.
 
     A thread of gloo's that is the last to hold a tensor needs Python to free it. If Python has ended meanwhile, as it
     may at the end of a script, that aborts the process. Other backends may hold tensors until a device has computed,
     and the host must not wait for that.
     """
-    if dist.get_backend(group) != "gloo" and tensors[0].device.type != "cpu":
+    if not backend_of(group, tensors[0].device).holds_tensors:
         yield
         return
     before = [tensor._use_count() for tensor in tensors]  # type: ignore[attr-defined]

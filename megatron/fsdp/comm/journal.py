@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.fsdp.comm.backends import backend_of, is_communication_error, moves_data, runs_ahead
 from megatron.fsdp.comm.process_groups import timeout_of
 from megatron.fsdp.comm.streams import Disagreement, Handle, at_end, error_at_end, give_up, watch_end
 
@@ -180,7 +181,7 @@ def _without_frames(error: RuntimeError) -> str:
 def _is_of_communication(error: RuntimeError) -> bool:
     if isinstance(error, Disagreement):
         return False
-    return isinstance(error, dist.DistError) or "gloo" in str(error)
+    return is_communication_error(error)
 
 
 class ReportDesk:
@@ -436,15 +437,15 @@ def watch(group: dist.ProcessGroup, device: torch.device) -> Channel:
     Returns:
         What is issued together with the ranks of the group.
     """
-    if not _watchdogs and dist.get_backend(group) != "fake" and dist.get_world_size() > 1:
+    if not _watchdogs and moves_data(group) and dist.get_world_size() > 1:
         seconds = float(os.environ.get(REPORT_AFTER, SECONDS_TO_REPORT)) or float("inf")
         timeout = timeout_of(group) or timedelta(seconds=600)
-        if "nccl" in dist.get_backend(group):
+        if backend_of(group, device).ends_process:
             # Early enough for all ranks to answer before NCCL ends the first.
             limit = timeout.total_seconds()
             seconds = min(seconds, max(limit - 6 * SECONDS_FOR_ANSWERS, 0.8 * limit))
         # The host does not wait for a CUDA device, and cannot be told to stop.
-        doubt_after = float("inf") if device.type == "cuda" else SECONDS_TO_DOUBT
+        doubt_after = float("inf") if runs_ahead(device) else SECONDS_TO_DOUBT
         _watchdogs.append(Watchdog(JOURNAL, seconds, doubt_after=doubt_after))
         _watchdogs[0].start()
         at_end(end)

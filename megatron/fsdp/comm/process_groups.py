@@ -5,6 +5,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from megatron.fsdp.comm.backends import HOST, backend_of
+
 
 def new_group(ranks: list[int], like: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
     """A group of these ranks, all of which must call it, with the timeout of another, which torch does not pass on."""
@@ -12,8 +14,9 @@ def new_group(ranks: list[int], like: dist.ProcessGroup, name: str) -> dist.Proc
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """How long a collective of the group may take; None if nobody knows."""
-    device = torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
+    """How long a collective of the group may take; None if its backend has no timeout."""
+    cuda = torch.device("cuda")
+    device = cuda if backend_of(group, cuda).ends_process else HOST
     try:
         timeout: timedelta = group._get_backend(device).options._timeout
     except (RuntimeError, AttributeError):  # the fake backend has none

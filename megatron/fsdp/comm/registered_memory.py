@@ -6,6 +6,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.fsdp.comm.backends import backend_of
+
 
 class NcclMemory:
     """A memory pool that is registered with the communicators that use what is allocated in it.
@@ -21,8 +23,8 @@ class NcclMemory:
 
     def __init__(self, groups: list[dist.ProcessGroup], device: torch.device, symmetric: bool) -> None:
         for group in groups:
-            if dist.get_backend(group) != "nccl":
-                raise ValueError(f"nccl_ub: expected NCCL as the backend; got {dist.get_backend(group)!r}.")
+            if not (backend := backend_of(group, device)).registers_memory:
+                raise ValueError(f"nccl_ub: expected NCCL as the backend; got {backend.name!r}.")
         # ProcessGroupNCCL, whose name exists only where torch was built with NCCL.
         self._backends: list[Any] = [group._get_backend(device) for group in groups]
         self._device = device

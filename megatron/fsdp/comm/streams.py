@@ -10,7 +10,6 @@ then leave the computing thread too.
 """
 
 import atexit
-import functools
 import logging
 import queue
 import sys
@@ -23,7 +22,9 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from megatron.fsdp.comm.backends import is_on_host, moves_data, runs_ahead
 from megatron.fsdp.comm.process_groups import new_group
+from megatron.fsdp.helpers.patches import TORCH, Patch, Patches
 
 logger = logging.getLogger(__name__)
 
@@ -307,12 +308,12 @@ def communication_stream(device: torch.device, group: dist.ProcessGroup, second:
         group: One of the groups they use.
         second: Another stream, for collectives on groups that no others use.
     """
-    if dist.get_backend(group) == "fake" and device.type == "cpu":
+    if is_on_host(device) and not moves_data(group):
         return _STREAMS.setdefault(("fake", None), InlineStream())
     watch_end()
     key = (device.type, device.index, "second") if second else (device.type, device.index)
     if key not in _STREAMS:
-        _STREAMS[key] = CudaStream(device) if device.type == "cuda" else CpuStream()
+        _STREAMS[key] = CudaStream(device) if runs_ahead(device) else CpuStream()
     return _STREAMS[key]
 
 
@@ -366,18 +367,29 @@ def watch_end() -> None:
         # What torch finishes first: known however the user has imported destroy_process_group.
         if _END not in communicators:
             communicators.append(_END)
-    elif not hasattr(dist.destroy_process_group, "__wrapped__"):
-        dist.destroy_process_group = dist.distributed_c10d.destroy_process_group = _ending(dist.destroy_process_group)
+    else:
+        GROUP_END.install()
 
 
-def _ending(destroy: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(destroy)
-    def finish_and_destroy(group: dist.ProcessGroup | None = None) -> None:
-        if group is None or group is dist.group.WORLD:
-            _END.finalize()
-        destroy(group)
+GROUP_END = Patches(
+    "The end of process groups",
+    [
+        Patch(
+            f"{module}:destroy_process_group",
+            "ends groups that tasks still use; only versions of torch without a list of communicators need it",
+            "megatron.fsdp.comm.streams:finish_and_destroy",
+            TORCH,
+        )
+        for module in ("torch.distributed", "torch.distributed.distributed_c10d")
+    ],
+)
 
-    return finish_and_destroy
+
+def finish_and_destroy(destroy: Callable[..., None], group: dist.ProcessGroup | None = None) -> None:
+    """Finish what streams still have to do, then destroy the process group."""
+    if group is None or group is dist.group.WORLD:
+        _END.finalize()
+    destroy(group)
 
 
 class _End:
@@ -394,13 +406,3 @@ class _End:
 
 
 _END = _End()
-
-
-def default_device(module: torch.nn.Module) -> torch.device:
-    """Where a model computes if nobody says: the current CUDA device, or the CPU where there is none."""
-    first = next(module.parameters(), None)
-    if first is not None and first.device.type not in ("cpu", "meta"):
-        return first.device
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")

@@ -20,13 +20,11 @@ from megatron.fsdp.convert.rewrites import (
     Facts,
     from_canonical,
     gated_parameters,
-    grouped_names,
     has_own_layers,
-    live_mtp_name,
-    names_in_groups,
     to_canonical,
 )
 from megatron.fsdp.convert.torch_dist.facts import asked, checked_gates
+from megatron.fsdp.naming.names import live_names, live_prediction_name, stored_names
 
 # What an earlier conversion kept for the way back is an object of this name.
 KEPT = "torch_dist"
@@ -119,10 +117,10 @@ def _groups(reader: CheckpointReader, steps: Tensors) -> dict[str, groups.Group]
         data = reader.object_bytes(key)
         if data not in known:
             known[data] = safe_pickle.load_torch(io.BytesIO(data), f"{reader.path} ({key})")
-        for name in grouped_names(match["name"]):
+        for name in stored_names(match["name"]):
             group_of.setdefault(name, {})[match["field"]] = known[data]
     for stored, step in steps.items():
-        for name in grouped_names(stored):
+        for name in stored_names(stored):
             group = group_of.get(unsplit(name), {})
             if _STEP not in group:
                 group[_STEP] = step.whole().item()
@@ -223,14 +221,14 @@ def _lay_out_groups(nested: _Nested, state: TrainingState, prefix: str, facts: F
     for name, group in state.group_of.items():
         # One optimizer holds all parameters. A group of its parameters must agree in every setting.
         settings = {**group, groups.EXPERTS: False} if groups.EXPERTS in group else group
-        for own in names_in_groups(name, fused):
+        for own in live_names(name, fused):
             for field, value in settings.items():
                 nested.setting(("optimizer", "param_to_group_meta", f"{wrappers}.{own}", field), value)
     for name in state.optimizer_state:
         group = state.group_of[unsplit(name)]
         # Torch's own Adam counts the steps in the state of each parameter, and asks for them there.
         if "amsgrad" in group and _STEP in group:
-            live = live_mtp_name(name) if facts.live_mtp else name
+            live = live_prediction_name(name) if facts.live_mtp else name
             nested.tensor(prefix, (live, _STEP), lazy.of(torch.tensor(float(group[_STEP]))))
 
 

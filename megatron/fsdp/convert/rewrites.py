@@ -6,12 +6,20 @@ canonical view, see :class:`megatron.fsdp.convert.canonical.TrainingState`.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megatron.fsdp.checkpoint import lazy
 from megatron.fsdp.convert.canonical import Tensors, unsplit
+from megatron.fsdp.naming.names import (
+    DOWN_NORM,
+    FUSED_DOWN,
+    NORMS,
+    live_prediction_name,
+    stored_names,
+    stored_prediction_name,
+)
 
 TORCH_DIST = "torch_dist"
 FSDP_DTENSOR = "fsdp_dtensor"
@@ -27,19 +35,10 @@ _GROUPED_EXPERT = re.compile(
 _SINGLE_EXPERT = re.compile(
     r"^(?P<mlp>.*\.experts\.)local_experts\.(?P<index>\d+)\.(?P<module>.+)\.(?P<kind>weight|bias)(?P<half>_[wv])?$"
 )
-_OWN_NORM = re.compile(r"^(.*\.)(input_layernorm|pre_mlp_layernorm)\.(weight|bias)$")
-_FIRST_NORM = re.compile(r"(.*layers\.\d+\.)(?:input_layernorm\.|(self_attention\.linear_qkv\.layer_norm)_)")
-_FUSED_NORM = {
-    "input_layernorm": "self_attention.linear_qkv.layer_norm",
-    "pre_mlp_layernorm": "mlp.linear_fc1.layer_norm",
-}
+_QKV = "self_attention.linear_qkv.weight"
 _FC1 = re.compile(r"^(?P<mlp>.*\.)linear_fc1\.(?P<kind>weight|bias)(?P<index>\d*)$")
 _MAMBA_PARTS = re.compile(r"^(.*\.mixer\.)(in_proj\.weight|conv1d\.weight|conv1d\.bias)\.(z|x|B|C|dt)$")
 _GDN_PARTS = re.compile(r"^(.*\.)(in_proj\.weight|conv1d\.weight|conv1d\.bias)\.(query|key|value|z|beta|alpha)$")
-# A hybrid model's prediction layer holds layers of its own, and has one name everywhere.
-_LIVE_MTP = re.compile(r"^(mtp\.layers\.\d+\.)mtp_model_layer\.(?!layers\.)")
-_STORED_MTP = re.compile(r"^(mtp\.layers\.\d+\.)transformer_layer\.")
-_FUSED_DOWN, _DOWN = "linear_qkv_down_proj", ("linear_q_down_proj", "linear_kv_down_proj")
 _PART_ORDER = ("z", "x", "B", "C", "dt"), ("query", "key", "value", "z", "beta", "alpha")
 
 
@@ -222,51 +221,45 @@ def _join_gates(tensors: Tensors, facts: Facts) -> Tensors:
 def _separate_norms(tensors: Tensors, facts: Facts) -> Tensors:
     if not facts.separate_norms:
         return tensors
-    found: Tensors = {}
-    for name, tensor in tensors.items():
-        for own, fused in _FUSED_NORM.items():
-            name = name.replace(f".{fused}_", f".{own}.")
-        found[name] = tensor
-    return found
+    for alias in NORMS:
+        tensors = {alias.to_stored(name): tensor for name, tensor in tensors.items()}
+    return tensors
 
 
-def has_separate_norms(names: Mapping[str, object], layer: str) -> bool:
-    """Whether a layer's norms are modules that torch_dist names as parts of the linear layers.
+def layers_with_own_norms(names: Iterable[str]) -> set[str]:
+    """Beginnings of the layers whose norms are modules, though torch_dist names them as parts of the linear layers.
 
     Layers with other attention than a fused QKV projection, such as MLA, keep their norms' names.
 
     Args:
         names: Canonical names.
-        layer: The beginning of the layer's names, with the dot.
     """
-    return f"{layer}input_layernorm.weight" in names and f"{layer}self_attention.linear_qkv.weight" in names
+    return _layers_with(NORMS[0].stored, set(names))
 
 
-def has_own_layers(names: Mapping[str, object]) -> bool | None:
+def _layers_with(norm: str, names: Collection[str]) -> set[str]:
+    layers = {name.removesuffix(_QKV) for name in names if name.endswith(_QKV)}
+    return {layer for layer in layers if f"{layer}{norm}weight" in names}
+
+
+def has_own_layers(names: Iterable[str]) -> bool | None:
     """Whether layers are Megatron's own, by what their norms are called; None if nothing tells.
 
     Args:
         names: Canonical names.
     """
-    found = {
-        match[2] is None
-        for name in names
-        if (
-            match := re.match(
-                r"(.*layers\.\d+\.)(?:input_layernorm|(self_attention\.linear_qkv\.layer_norm))[._]", name
-            )
-        )
-        and f"{match[1]}self_attention.linear_qkv.weight" in names
-    }
-    return found.pop() if len(found) == 1 else None
+    known = set(names)
+    own, fused = (bool(_layers_with(norm, known)) for norm in NORMS[0])
+    return own if own != fused else None
 
 
 def _fuse_norms(tensors: Tensors, facts: Facts) -> Tensors:
+    layers = layers_with_own_norms(tensors)
     found: Tensors = {}
     for name, tensor in tensors.items():
-        match = _OWN_NORM.match(name)
-        if match is not None and has_separate_norms(tensors, match[1]):
-            name = f"{match[1]}{_FUSED_NORM[match[2]]}_{match[3]}"
+        for alias in NORMS:
+            if name.partition(alias.stored)[0] in layers:
+                name = alias.to_live(name)
         found[name] = tensor
     return found
 
@@ -325,71 +318,30 @@ def _split_sections(tensors: Tensors, facts: Facts) -> Tensors:
 def _unfuse_down_projection(tensors: Tensors, facts: Facts) -> Tensors:
     found: Tensors = {}
     for name, tensor in tensors.items():
-        layer, fused, rest = name.partition(f"self_attention.{_FUSED_DOWN}.")
-        if not fused:
+        name = DOWN_NORM.to_stored(name)
+        if f".{FUSED_DOWN}." not in name:
             found[name] = tensor
-        elif rest.startswith("layer_norm_"):
-            found[f"{layer}input_layernorm.{rest.removeprefix('layer_norm_')}"] = tensor
-        else:
-            if facts.tensor_parallel > 1:
-                raise ValueError(
-                    f"{name}: it is stored fused, and was written with tensor parallelism: whether each rank's rows of "
-                    "queries, keys and values follow each other is not said. Load it with the version that wrote it, "
-                    "with tensor_model_parallel_size 1, and save it."
-                )
-            queries = facts.q_lora_rank
-            if not 0 < queries < tensor.shape[0]:
-                raise ValueError(f"{name}: expected q_lora_rank in the arguments, to split it; got {queries}.")
-            found[f"{layer}self_attention.linear_q_down_proj.{rest}"] = tensor.narrow(0, 0, queries)
-            remaining = tensor.narrow(0, queries, tensor.shape[0] - queries)
-            found[f"{layer}self_attention.linear_kv_down_proj.{rest}"] = remaining
+            continue
+        if facts.tensor_parallel > 1:
+            raise ValueError(
+                f"{name}: it is stored fused, and was written with tensor parallelism: whether each rank's rows of "
+                "queries, keys and values follow each other is not said. Load it with the version that wrote it, "
+                "with tensor_model_parallel_size 1, and save it."
+            )
+        queries = facts.q_lora_rank
+        if not 0 < queries < tensor.shape[0]:
+            raise ValueError(f"{name}: expected q_lora_rank in the arguments, to split it; got {queries}.")
+        parts = tensor.narrow(0, 0, queries), tensor.narrow(0, queries, tensor.shape[0] - queries)
+        found |= zip(stored_names(name), parts, strict=True)
     return found
 
 
-def canonical_mtp_name(name: str) -> str:
-    """The canonical name of a parameter of multi-token prediction; other names stay."""
-    return _LIVE_MTP.sub(r"\1transformer_layer.", name)
-
-
-def grouped_names(name: str) -> tuple[str, ...]:
-    """Canonical names of what an optimizer's group holds under a parameter's name in the model.
-
-    A fused down projection of multi-latent attention is stored as two, and the norm in it as a module of the layer.
-    """
-    layer, fused, rest = canonical_mtp_name(name).partition(f"self_attention.{_FUSED_DOWN}.")
-    if not fused:
-        return (canonical_mtp_name(name),)
-    if rest.startswith("layer_norm_"):
-        return (f"{layer}input_layernorm.{rest.removeprefix('layer_norm_')}",)
-    return tuple(f"{layer}self_attention.{down}.{rest}" for down in _DOWN)
-
-
-def names_in_groups(name: str, fused: bool) -> tuple[str, ...]:
-    """Names that a parameter may have in a model, and in its optimizer's groups; the inverse.
-
-    Args:
-        name: The canonical name.
-        fused: The model has a fused down projection, which has the layer's first norm in it.
-    """
-    names = dict.fromkeys((name, live_mtp_name(name)))
-    if fused:
-        for own in tuple(names):
-            within = re.sub(rf"\.(?:{'|'.join(_DOWN)})\.", f".{_FUSED_DOWN}.", own)
-            names[re.sub(r"\.input_layernorm\.", f".self_attention.{_FUSED_DOWN}.layer_norm_", within)] = None
-    return tuple(names)
-
-
-def live_mtp_name(name: str) -> str:
-    """The name that a parameter of multi-token prediction has in the model; other names stay."""
-    return _STORED_MTP.sub(r"\1mtp_model_layer.", name)
-
-
 def _canonical_mtp(tensors: Tensors, facts: Facts) -> Tensors:
-    return {canonical_mtp_name(name): tensor for name, tensor in tensors.items()}
+    return {stored_prediction_name(name): tensor for name, tensor in tensors.items()}
 
 
 def _live_mtp(tensors: Tensors, facts: Facts) -> Tensors:
-    return {live_mtp_name(name): tensor for name, tensor in tensors.items()} if facts.live_mtp else tensors
+    return {live_prediction_name(name): tensor for name, tensor in tensors.items()} if facts.live_mtp else tensors
 
 
 def _unchanged(tensors: Tensors, facts: Facts) -> Tensors:

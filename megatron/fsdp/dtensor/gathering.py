@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from megatron.fsdp.comm.gloo import wait_for_gloo_references
+from megatron.fsdp.comm.gloo import ensure_released
 from megatron.fsdp.dtensor.placements import SectionedShard, is_ragged, part_of, ragged_axes
 
 
@@ -57,7 +57,7 @@ def _is_even_everywhere(tensor: DTensor) -> bool:
     even = torch.tensor(float(tuple(tensor._local_tensor.shape) == tuple(shape)), device=tensor.device_mesh.device_type)
     for axis in range(tensor.device_mesh.ndim):
         group = tensor.device_mesh.get_group(axis)
-        with wait_for_gloo_references(group, even):
+        with ensure_released(group, even):
             dist.all_reduce(even, dist.ReduceOp.MIN, group=group)
     return bool(even)
 
@@ -84,7 +84,7 @@ def lengths_on_ranks(length: int, group: dist.ProcessGroup, device: str) -> list
     """Gather ``length`` from every rank of a group, in rank order. A collective."""
     mine = torch.tensor([length], dtype=torch.int64, device=device)
     lengths = [torch.zeros_like(mine) for _ in range(group.size())]
-    with wait_for_gloo_references(group, mine, *lengths):
+    with ensure_released(group, mine, *lengths):
         dist.all_gather(lengths, mine, group=group)
     return [int(each) for each in lengths]
 
@@ -98,7 +98,7 @@ def _gather_ranges(mine: torch.Tensor, bounds: list[int], group: dist.ProcessGro
         # With few owners, a padded all-gather would need many times the memory of the tensor.
         shards[group.rank()].copy_(mine)
         for owner in owners:
-            with wait_for_gloo_references(group, shards[owner]):
+            with ensure_released(group, shards[owner]):
                 dist.broadcast(shards[owner], group=group, group_src=owner)
         return whole
     received = _all_gather_padded(mine, 0, max(shard.numel() for shard in shards), group)
@@ -125,6 +125,6 @@ def _all_gather_padded(own: torch.Tensor, dim: int, size: int, group: dist.Proce
     padded = own.new_zeros((*own.shape[:dim], size, *own.shape[dim + 1 :]))
     padded.narrow(dim, 0, own.shape[dim]).copy_(own)
     received = [torch.empty_like(padded) for _ in range(group.size())]
-    with wait_for_gloo_references(group, padded, *received):
+    with ensure_released(group, padded, *received):
         dist.all_gather(received, padded, group=group)
     return received

@@ -33,7 +33,7 @@ from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from megatron.fsdp.comm.gloo import wait_for_gloo_references
+from megatron.fsdp.comm.gloo import ensure_released
 from megatron.fsdp.dtensor.gathering import gather_whole
 from megatron.fsdp.dtensor.placements import (
     RaggedShard,
@@ -462,7 +462,7 @@ def _random(func: Any, args: tuple, kwargs: dict) -> Any:
         if isinstance(placement, Replicate) and spec.mesh.size(axis) > 1:
             group = spec.mesh.get_group(axis)
             sent = drawn.to(spec.mesh.device_type)
-            with wait_for_gloo_references(group, sent):
+            with ensure_released(group, sent):
                 dist.broadcast(sent, group=group, group_src=0)
             drawn.copy_(sent)
     if not in_place:

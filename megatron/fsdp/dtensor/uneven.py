@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor, Replicate
 
-from megatron.fsdp.comm.gloo import wait_for_gloo_references
+from megatron.fsdp.comm.gloo import ensure_released
 from megatron.fsdp.dtensor.gathering import gather_whole, lengths_on_ranks, sharded_axes
 from megatron.fsdp.dtensor.placements import RaggedShard, contiguous_stride, part_of
 from megatron.fsdp.dtensor.ragged_dtensor import (
@@ -95,7 +95,7 @@ def validate_uneven_dtensor(dtensor: DTensor) -> None:
     for axis, placement in enumerate(dtensor._spec.placements):
         if not isinstance(placement, Replicate):
             group = dtensor.device_mesh.get_group(axis)
-            with wait_for_gloo_references(group, covered):
+            with ensure_released(group, covered):
                 dist.all_reduce(covered, group=group)
     if covered[1] or covered[0] != dtensor.numel():
         raise ValueError(

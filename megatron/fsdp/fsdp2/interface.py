@@ -18,13 +18,13 @@ the call on the whole makes the part a model of its own; the whole is then refus
 
 **What the model is then.** The same object, also an instance of its own class and of :class:`FSDPModule`. At rest its
 parameters are main weights: DTensors in the dtype that the model was built in, under their own names. The engine
-(:class:`megatron.fsdp.MegatronFSDP`) belongs to the outermost module and refers to it weakly.
+(:class:`megatron.fsdp.runtime.engine.Engine`) belongs to the outermost module and refers to it weakly.
 
 **The optimizer** needs no call either. At its first step, a hook that torch runs before every optimizer's step finds
 parameters of such a model in it and does what :func:`megatron.fsdp.fully_shard_optimizer` does, also for parameters
 that it got before the model was sharded.
 
-``docs/compat.md`` lists every argument and method: what works, what is accepted without effect, what is refused.
+``docs/fsdp2.md`` lists every argument and method: what works, what is accepted without effect, what is refused.
 """
 
 import functools
@@ -41,15 +41,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_map
 
+from megatron.fsdp.comm.backends import is_on_host
 from megatron.fsdp.comm.process_groups import require_process_group
 from megatron.fsdp.fsdp2.marked import (
     Mark,
     MarkedModule,
     axes_of,
-    engine_of,
     is_pending,
     mark_of,
-    owned_engine,
+    model_of,
+    owned_model,
     set_mark,
     shard_if_pending,
 )
@@ -118,10 +119,10 @@ class DataParallelMeshDims:
 
 def _before_forward(module: "FSDPModule", args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Shard the model if it is not; cast the inputs of a forward, and move those of the outermost module."""
-    engine, dtype, device = engine_of(module), mark_of(module).input_dtype, None
-    if owned_engine(module) is engine:
-        engine.before_forward()
-        device = None if engine.device.type == "cpu" else engine.device
+    model, dtype, device = model_of(module), mark_of(module).input_dtype, None
+    if owned_model(module) is model:
+        model.before_forward()
+        device = None if is_on_host(model.engine.device) else model.engine.device
     return _cast((args, kwargs), dtype, device) if dtype or device else (args, kwargs)
 
 
@@ -162,7 +163,7 @@ def _accepted(name: str) -> Callable[..., None]:
     """A method without effect on what is computed."""
 
     def method(self: "FSDPModule", *args: Any, **kwargs: Any) -> None:
-        """Accepted without effect; docs/compat.md says why."""
+        """Accepted without effect; docs/fsdp2.md says why."""
 
     method.__name__ = name
     return method
@@ -172,7 +173,7 @@ def _refused(name: str, reason: str) -> Callable[..., NoReturn]:
     """A method that is not supported."""
 
     def method(self: "FSDPModule", *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise NotImplementedError; docs/compat.md says why."""
+        """Raise NotImplementedError; docs/fsdp2.md says why."""
         raise NotImplementedError(f"{name}: {reason}")
 
     method.__name__ = name
@@ -219,7 +220,7 @@ class FSDPModule(MarkedModule):
             p.is_meta for m in self.modules() for p in m._parameters.values() if p is not None
         ):
             return super()._apply(fn, recurse)
-        refuse_conversion(engine_of(self).params(), fn)
+        refuse_conversion(model_of(self).engine.params(), fn)
         for module in self.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
@@ -230,8 +231,7 @@ class FSDPModule(MarkedModule):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Main weights as DTensors, and buffers, under the names that the model has without sharding."""
-        engine = engine_of(self)
-        engine.show_main()
+        model_of(self).engine.show_main()
         return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -247,10 +247,10 @@ class FSDPModule(MarkedModule):
             ValueError: A shape differs.
             NotImplementedError: This is a part of a sharded model.
         """
-        engine = engine_of(self)
-        if owned_engine(self) is not engine:
+        model = model_of(self)
+        if owned_model(self) is not model:
             raise NotImplementedError("load_state_dict of a part of a sharded model: load into the whole model.")
-        return engine.load(self, state_dict, strict)
+        return model.load(self, state_dict, strict)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather the parameters of this module that belong to no marked module inside it, until its next forward.
@@ -258,7 +258,7 @@ class FSDPModule(MarkedModule):
         Args:
             async_op: Return a handle to wait for instead of waiting.
         """
-        engine_of(self).agree()
+        model_of(self).engine.agree()
         unit = mark_of(self).unit()
         if unit is not None and unit.state is WeightState.SHARDED:
             unit.unshard()
@@ -282,10 +282,10 @@ class FSDPModule(MarkedModule):
         Raises:
             RuntimeError: This is a part of a sharded model.
         """
-        engine = engine_of(self)
-        if owned_engine(self) is not engine:
+        model = model_of(self)
+        if owned_model(self) is not model:
             raise RuntimeError("reset_iter_state: call it on the outermost module that fully_shard was called on.")
-        engine.forget_pass()
+        model.engine.abandon_pass()
 
     # Settings --------------------------------------------------------------------------------------------------
 
@@ -294,9 +294,9 @@ class FSDPModule(MarkedModule):
         return [mark_of(module) for module in modules if isinstance(module, FSDPModule)]
 
     def _update_sync(self) -> None:
-        engine = mark_of(self).engine()
-        if engine is not None:
-            engine.update_sync()
+        model = mark_of(self).model()
+        if model is not None:
+            model.update_sync()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Choose whether gradients are synchronized in backward, or accumulated for a later one that does it."""
@@ -328,9 +328,9 @@ class FSDPModule(MarkedModule):
         """Divide the sum of the gradients of this module's own parameters by ``factor``."""
         mark = mark_of(self)
         before, mark.divisor = mark.divisor, factor
-        unit, engine = mark.unit(), mark.engine()
-        if unit is not None and engine is not None:
-            engine.divide(unit, before or engine.index.size, factor)
+        unit, model = mark.unit(), mark.model()
+        if unit is not None and model is not None:
+            unit.rescale_gradients((before or model.engine.index.size) / factor)
 
     set_reduce_scatter_divide_factor = set_gradient_divide_factor
 
@@ -416,7 +416,7 @@ def fully_shard[T: nn.Module | list[nn.Module]](
         raise NotImplementedError("ignored_params: every parameter inside is sharded. Leave it empty.")
     if dp_mesh_dims is not None:
         raise NotImplementedError("dp_mesh_dims: give the data-parallel axes as mesh, for instance mesh['dp'].")
-    granularity = parse_granularity(shard_granularity)
+    parse_granularity(shard_granularity)
     for each in modules:
         _check_module(each, shard_placement_fn)
     # torch's own policies, which have the same attributes, will do as well.
@@ -441,7 +441,7 @@ def fully_shard[T: nn.Module | list[nn.Module]](
             output_dtype=policy.output_dtype,
             offload=hasattr(offload_policy, "pin_memory"),
             reshard_after_forward=reshard,
-            granularity=granularity,
+            shard_granularity=shard_granularity,
         )
         set_mark(each, mark)
     return module

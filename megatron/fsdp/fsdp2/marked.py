@@ -2,12 +2,12 @@
 
 A module is *marked* by :class:`MarkedModule` being among its classes and a :class:`Mark`. Marking changes no parameter.
 The outermost marked module is sharded with everything in it by :func:`shard_if_pending`; marked modules inside are its
-units. It then owns an :class:`InPlaceEngine`.
+units. It then owns an :class:`InPlaceModel`.
 """
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,19 +17,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.buffers.parameter import check_class
-from megatron.fsdp.buffers.parameter_group import Environment
-from megatron.fsdp.comm.streams import communication_stream, default_device
+from megatron.fsdp.comm.backends import default_device, local_device
+from megatron.fsdp.comm.streams import communication_stream
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.dtensor.ragged_dtensor import is_sharded
-from megatron.fsdp.dtensor.torch_patches import attach_with
-from megatron.fsdp.module import MegatronFSDP
-from megatron.fsdp.optim.hooks import attach_optimizer, owners, watch_optimizers
-from megatron.fsdp.runtime.other_engines import check_no_other_engine
-from megatron.fsdp.runtime.partition import UnitPart, partition
+from megatron.fsdp.optim.hooks import attach_at_first_use, attach_optimizer
+from megatron.fsdp.runtime.builder import UnitSettings, build_engine, examine, preorder
+from megatron.fsdp.runtime.other_engines import check_no_other_engine, refuse_others
+from megatron.fsdp.runtime.partition import UnitPart, is_wrapped, partition, root_modules
 from megatron.fsdp.runtime.unit import Unit
-from megatron.fsdp.sharding.layout import ROW, Granularity
 from megatron.fsdp.sharding.mesh import FSDPDistributedIndex, default_index
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
+from megatron.fsdp.state.loading import hook_state_dict, load
 
 
 class MarkedModule(nn.Module):
@@ -50,12 +49,12 @@ class Mark:
         output_dtype: What its outputs are cast to; None for nothing.
         offload: Main weights are in host memory.
         reshard_after_forward: Release weights after forward. None: all but the outermost module's.
-        granularity: What is not divided between ranks.
+        shard_granularity: What is not divided between ranks.
         requires_gradient_sync: Gradients are reduced.
         requires_all_reduce: Gradients are reduced over the outer axis too.
         is_last_backward: The next backward is the last before the step.
         divisor: What the sum of gradients is divided by. None: the number of ranks.
-        engine: The engine that the module is sharded by; None until then.
+        model: The model that the module is sharded with; None until then.
         unit: Its unit there; None if it has no parameters.
     """
 
@@ -68,12 +67,12 @@ class Mark:
     output_dtype: torch.dtype | None
     offload: bool
     reshard_after_forward: bool | None
-    granularity: Granularity = ROW
+    shard_granularity: str = "row"
     requires_gradient_sync: bool = True
     requires_all_reduce: bool = True
     is_last_backward: bool = True
     divisor: float | None = None
-    engine: "Callable[[], InPlaceEngine | None]" = field(default=lambda: None)
+    model: "Callable[[], InPlaceModel | None]" = field(default=lambda: None)
     unit: Callable[[], Unit | None] = field(default=lambda: None)
 
     @property
@@ -84,7 +83,7 @@ class Mark:
 
 # Kept in a module's __dict__ themselves: they are none of its parameters, buffers and modules.
 _MARK = "_fsdp_mark"
-_ENGINE = "_fsdp_engine"
+_MODEL = "_fsdp_model"
 
 _pending: weakref.WeakSet[MarkedModule] = weakref.WeakSet()
 
@@ -106,114 +105,89 @@ def is_pending(module: MarkedModule) -> bool:
     return module in _pending
 
 
-def owned_engine(module: MarkedModule) -> "InPlaceEngine | None":
-    """The engine of the model whose outermost module this is; None for others."""
-    engine: InPlaceEngine | None = module.__dict__.get(_ENGINE)
-    return engine
+def owned_model(module: MarkedModule) -> "InPlaceModel | None":
+    """The model whose outermost module this is; None for modules inside it."""
+    model: InPlaceModel | None = module.__dict__.get(_MODEL)
+    return model
 
 
-class InPlaceEngine(MegatronFSDP):
-    """The engine as a property of its model: the outermost module owns it, and it does not keep that module.
+class InPlaceModel:
+    """A model that is sharded in place: its engine, and what was said about its modules.
+
+    The outermost module owns this object, which does not hold that module.
+
+    Args:
+        root: The outermost module.
+        config: Settings of the engine.
+        index: Mesh and process groups.
 
     Attributes:
-        models: How many have been sharded in this process.
-        marks: What was said about each module.
+        engine: The engine.
+        marks: The marks of all marked modules.
     """
 
-    models = 0
-    _built = False
-    _agreed = False
-
     def __init__(self, root: MarkedModule, config: FSDPConfig, index: FSDPDistributedIndex) -> None:
-        super().__init__(root, config, index, [MarkedModule], mark_of(root).device)
-        self.marks = [mark_of(module) for module in root.modules() if isinstance(module, MarkedModule)]
+        blueprint = examine(root, config, index, [MarkedModule], mark_of(root).device, _settings_of)
+        self.engine = engine = build_engine(blueprint)
+        self._agreed = False
+        modules = [module for module in root.modules() if isinstance(module, MarkedModule)]
+        self.marks = [mark_of(module) for module in modules]
         for mark in self.marks:
-            mark.engine = weakref.ref(self)
-        del self._modules["module"]
-        # Stands for the root where parameters of its own are registered.
+            mark.model = weakref.ref(self)
+        for unit, (part, _) in zip(engine.units, preorder(blueprint.root), strict=True):
+            mark_of(part.module).unit = weakref.ref(unit)
+        # Parameters know the modules that they are registered with. The outermost one owns the engine and must not be
+        # held by it: a module with the same dict of parameters takes its place.
         place = nn.Module()
         place.__dict__["_parameters"] = root._parameters
-        for param in self.params():
+        for param in engine.params():
             param.sites = [(place if owner is root else owner, name) for owner, name in param.sites]
-        self._built = True
-        InPlaceEngine.models += 1
+        refuse_others(root, is_wrapped)
+        hook_state_dict(engine, root_modules(root))
+        attach_at_first_use(engine, _attach)
         self.update_sync()
 
-    def _build_unit(self, part: UnitPart, environment: Environment, *rest: Any) -> Unit:
-        mark = mark_of(part.module)
-        unit = super()._build_unit(part, replace(environment, policy=mark.policy, granularity=mark.granularity), *rest)
-        unit.keeps_weights = mark.keeps_weights
-        mark.unit = weakref.ref(unit)
-        if mark.divisor is not None:
-            self.divide(unit, self.index.size, mark.divisor)
-        return unit
-
-    def _settings_of(self, part: UnitPart) -> str:
-        mark = mark_of(part.module)
-        divisor = "" if mark.divisor is None else f", gradients divided by {mark.divisor}"
-        return f"{mark.policy}, reshard_after_forward={not mark.keeps_weights}{divisor}"
-
-    def agree(self) -> None:
-        """Not while the model is sharded, which waits for nobody, but before something waits for other ranks."""
-        if self._built:
-            super().agree()
-
-    def broadcast_params(self) -> None:
-        """Not while the model is sharded, which communicates nothing, but before its first forward."""
-        if self._built:
-            super().broadcast_params()
-
     def before_forward(self) -> None:
-        """The outermost module is about to run."""
+        """Prepare a forward of the outermost module. The first one waits for all ranks."""
         if not self._agreed:
-            self.agree()
+            # Sharding itself waits for no other rank, so ranks are compared, and given equal weights, only now.
+            self.engine.agree()
             self._agreed = True
-            self.broadcast_params()
-        for group in self.groups:
-            # What is kept gathered has no other way to follow main weights that were changed without an optimizer.
+            self.engine.broadcast_weights()
+        for group in self.engine.groups:
+            # Main weights may have been changed without an optimizer. Weights that are resharded follow anyway.
             if not group.weights.temporary:
                 group.weights.invalidate()
 
     def update_sync(self) -> None:
-        """Gradients are synchronized if every part of the model says so."""
+        """Synchronize gradients if every marked module says so."""
         sync = all(mark.requires_gradient_sync and mark.requires_all_reduce for mark in self.marks)
-        self.is_last_microbatch = sync
-        self.set_model_auto_sync(sync and all(mark.is_last_backward for mark in self.marks))
-
-    @staticmethod
-    def divide(unit: Unit, before: float, divisor: float) -> None:
-        """Divide the sum of the unit's gradients by ``divisor``, and not by ``before`` any more."""
-        for group in unit.groups:
-            group.gradients.rescale(before / divisor)
-
-    def show_main(self) -> None:
-        """Make main weights the model's parameters, also of units that are gathered."""
-        self._schedule.show_main()
-
-    def forget_pass(self) -> None:
-        """Bring all units to rest, and drop gradients that are not in ``.grad`` yet."""
-        self._schedule.reset()
-        for group in self.groups:
-            group.abandon_gradients()
+        self.engine.is_last_microbatch = sync
+        self.engine.model_auto_sync = sync and all(mark.is_last_backward for mark in self.marks)
 
     def load(self, root: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> Any:
         """Load whole tensors, tensors that are sharded as the model is, and tensors that are sharded evenly."""
         if any(is_sharded(value) for value in state_dict.values()):
-            self.agree()  # what is sharded in another way is gathered
-        return self._load(root, "", state_dict, strict)
+            self.engine.agree()  # a tensor that is sharded in another way is gathered
+        return load(self.engine, root, "", state_dict, strict)
 
 
-def engine_of(module: MarkedModule) -> InPlaceEngine:
-    """The engine that the module is sharded by, which it is now if it was not.
+def _settings_of(part: UnitPart) -> UnitSettings:
+    mark = mark_of(part.module)
+    return UnitSettings(mark.policy, mark.shard_granularity, mark.keeps_weights, mark.divisor)
+
+
+def model_of(module: MarkedModule) -> InPlaceModel:
+    """The model that the module is sharded with. Shards it if it is not sharded yet.
 
     Raises:
         RuntimeError: The model that the module was a part of is gone.
     """
     shard_if_pending(module)
-    engine = mark_of(module).engine()
-    if engine is None:
+    model = mark_of(module).model()
+    if model is None:
         raise RuntimeError("The model that this module was sharded with has been deleted, and its weights with it.")
-    return engine
+    return model
 
 
 def shard_if_pending(module: MarkedModule) -> None:
@@ -244,12 +218,10 @@ def _shard(root: MarkedModule) -> None:
         init_model_with_meta_device=any(tensor.is_meta for tensor in tensors),
         offload_optimizer=mark.offload,
     )
-    watch_optimizers(_before_step)
-    attach_with(_attach)
     for module in marked.values():
         _pending.discard(module)
     try:
-        root.__dict__[_ENGINE] = InPlaceEngine(root, config, _with_tensor_parallel(mark.index, tensors))
+        root.__dict__[_MODEL] = InPlaceModel(root, config, _with_tensor_parallel(mark.index, tensors))
     except BaseException:
         # Whoever asks next must be told the same.
         for module in marked.values():
@@ -301,9 +273,7 @@ def axes_of(mesh: DeviceMesh | None, module: nn.Module) -> tuple[FSDPDistributed
         names = mesh.mesh_dim_names
         if mesh.ndim > 2 or (mesh.ndim == 2 and not names):
             raise ValueError(f"mesh: expected one axis, or two with names (outer, inner); got {mesh}.")
-        device = torch.device(mesh.device_type)
-        if device.type == "cuda":
-            device = torch.device("cuda", torch.cuda.current_device())
+        device = local_device(mesh.device_type)
         outer = names[0] if names and mesh.ndim == 2 else None
         index = FSDPDistributedIndex(mesh, names[-1] if names else None, outer)
     stream = communication_stream(device, index.dense.dp_group)
@@ -312,21 +282,5 @@ def axes_of(mesh: DeviceMesh | None, module: nn.Module) -> tuple[FSDPDistributed
     return index, device
 
 
-# For each optimizer that took a step: how many models there were then, and how many parameter groups it had.
-_looked_at: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
-
-
-def _before_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-    """Step pre-hook of every optimizer. The hooks that this registers run in the same step."""
-    _attach(optimizer)
-
-
 def _attach(optimizer: torch.optim.Optimizer) -> None:
-    """Make an optimizer of ours update main weights."""
-    now = InPlaceEngine.models, len(optimizer.param_groups)
-    if _looked_at.get(optimizer) == now:
-        return
-    models = owners(p for group in optimizer.param_groups for p in group["params"])
-    if any(isinstance(model, InPlaceEngine) for model in models):
-        attach_optimizer(optimizer, needs_gradient=False)
-    _looked_at[optimizer] = now
+    attach_optimizer(optimizer, needs_gradient=False)

@@ -11,7 +11,7 @@ initialization from outside of a module is replayed as well. The approach is tha
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
+
+from megatron.fsdp.helpers.patches import TORCH, Patch, Patches
 
 # Key in a module's __dict__ for the recipes of its direct parameters and buffers, by name.
 _RECIPES = "_fsdp_recipes"
@@ -217,7 +219,8 @@ class _TapeRecorder(TorchDispatchMode):
         self.tape.register(tensor)
         self.tape.writes[_MetaView.of(tensor).storage].append(len(self.tape.operations))
         arguments = tree_map(_recorded, ((tensor, *args), kwargs))
-        self.tape.operations.append(_Operation(_without_result(function), arguments, (None,), self._context_of()))
+        # The result is the first argument, whose storage is known already, so it is recorded as None.
+        self.tape.operations.append(_Operation(function, arguments, (None,), self._context_of()))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -248,41 +251,30 @@ class _TapeRecorder(TorchDispatchMode):
         return [value for value in found if isinstance(value, torch.Tensor)]
 
 
-def _without_result(function: Callable[..., Any]) -> Callable[..., None]:
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> None:
-        function(*args, **kwargs)
-
-    return call
-
-
 # Functions of torch.nn.init that return early for a meta tensor, so that no operation reaches the dispatcher.
-_SKIPPED_ON_META = ("_no_grad_trunc_normal_", "orthogonal_", "sparse_", "eye_", "dirac_")
+RECORDING = Patches(
+    "Recording how a model on the meta device is initialized",
+    [
+        Patch(
+            f"torch.nn.init:{name}",
+            "does nothing to a tensor on the meta device, so no operation would be recorded",
+            "megatron.fsdp.init.deferred:fill_or_record",
+            TORCH,
+        )
+        for name in ("_no_grad_trunc_normal_", "orthogonal_", "sparse_", "eye_", "dirac_")
+    ],
+)
+# Recordings in progress; the innermost one is last.
+_recorders: list[_TapeRecorder] = []
 
 
-@contextmanager
-def _recording_skipped_functions(recorder: _TapeRecorder) -> Iterator[None]:
-    """Replace functions of ``torch.nn.init`` that skip meta tensors by ones that record the call."""
-    originals = {name: getattr(torch.nn.init, name) for name in _SKIPPED_ON_META if hasattr(torch.nn.init, name)}
-
-    def recording(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def fill(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            if not tensor.is_meta:
-                original(tensor, *args, **kwargs)
-            else:
-                recorder.record_in_place(original, tensor, *args, **kwargs)
-            return tensor
-
-        return fill
-
-    for name, original in originals.items():
-        setattr(torch.nn.init, name, recording(original))
-    try:
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(torch.nn.init, name, original)
+def fill_or_record(original: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Run an initializer of ``torch.nn.init``, or record it if the tensor is on the meta device."""
+    if tensor.is_meta and _recorders:
+        _recorders[-1].record_in_place(original, tensor, *args, **kwargs)
+    else:
+        original(tensor, *args, **kwargs)
+    return tensor
 
 
 class _OnMeta(TorchFunctionMode):
@@ -344,8 +336,12 @@ def record(build: Callable[[], Any], context_of: Callable[[], ContextFactory]) -
         context_of: Called at every operation. Returns a function that creates the context to replay it in.
     """
     recorder = _TapeRecorder(context_of)
-    with _OnMeta(), _recording_skipped_functions(recorder), recorder:
-        built = build()
+    _recorders.append(recorder)
+    try:
+        with _OnMeta(), RECORDING.installed(), recorder:
+            built = build()
+    finally:
+        _recorders.pop()
     for model in built if isinstance(built, (list, tuple)) else [built]:
         for module in model.modules():
             own = {**module._parameters, **module._buffers}

@@ -2,7 +2,6 @@
 
 import functools
 import logging
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,7 +18,7 @@ from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import log_single_rank
-from megatron.fsdp.comm.streams import default_device
+from megatron.fsdp.comm.backends import default_device
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.helpers.spelling import bare_name
@@ -27,8 +26,8 @@ from megatron.fsdp.mcore.limits import Settings, adjust, check
 from megatron.fsdp.mcore.topology import make_index, mark_tensor_parallel
 from megatron.fsdp.module import MegatronFSDP
 from megatron.fsdp.optim.classes import ELEMENTWISE
-from megatron.fsdp.optim.hooks import owners, watch_optimizers
-from megatron.fsdp.optim.local_step import LocalStep
+from megatron.fsdp.optim.hooks import attach_at_first_use, attach_local_step
+from megatron.fsdp.runtime.engine import engines_of
 from megatron.fsdp.runtime.partition import UnitClasses
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
 from megatron.fsdp.state.loading import unsharded_state
@@ -47,18 +46,11 @@ class ShardedModule(MegatronFSDP):
         return self.state_dict(prefix=prefix, keep_vars=keep_vars)
 
 
-_looked_at: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-
-
-def _before_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-    """Spare torch's optimizers the DTensors; fused ones of others know them. What is hooked here runs in this step."""
-    if optimizer in _looked_at:
-        return
-    _looked_at.add(optimizer)
-    models = owners(p for group in optimizer.param_groups for p in group["params"])
-    groups = [group for model in models if isinstance(model, ShardedModule) for group in model.groups]
-    if groups and type(optimizer) in ELEMENTWISE:
-        LocalStep(groups).attach(optimizer)
+def _attach(optimizer: torch.optim.Optimizer) -> None:
+    """Give torch's optimizers local shards instead of DTensors. Fused ones of other libraries handle DTensors."""
+    if type(optimizer) in ELEMENTWISE:
+        engines = engines_of(p for group in optimizer.param_groups for p in group["params"])
+        attach_local_step(optimizer, [group for engine in engines for group in engine.groups])
 
 
 class WeightInstaller:
@@ -126,12 +118,12 @@ class FullyShardedDataParallel(_BaseDataParallel):
         super().__init__(config=config, module=sharded)
         if config.init_model_with_meta_device:
             self._share_embedding(pg_collection)
-        watch_optimizers(_before_step)
+        attach_at_first_use(sharded.engine, _attach)
         self.ddp_config = ddp_config
         self.param_and_grad_buffer = WeightInstaller(sharded)
         # Set by the training loop, which asks for whole gradients with it; see limits.LIMITS.
         self.force_all_reduce = False
-        for param in sharded.params():
+        for param in sharded.engine.params():
             marks = {
                 "__fsdp_param__": True,
                 "megatron_fsdp_slice": slice(param.shard_slice.start, param.shard_slice.stop),
@@ -142,13 +134,13 @@ class FullyShardedDataParallel(_BaseDataParallel):
         log_single_rank(
             logger,
             logging.INFO,
-            f"Megatron-FSDP: {len(sharded.unit_names)} units over {sharded.index.size} ranks, {sharded.fsdp_config}",
+            f"Megatron-FSDP: {len(sharded.engine.units)} units over {sharded.index.size} ranks, {sharded.fsdp_config}",
         )
 
     @torch.no_grad()
     def _share_embedding(self, groups: ProcessGroupCollection | None) -> None:
         """Give the first pipeline stage's embedding to the last, which has zeros: Megatron does not on meta."""
-        shared = [param.main for param in self.module.params() if getattr(param.main, "shared_embedding", False)]
+        shared = [param.main for param in self.module.engine.params() if getattr(param.main, "shared_embedding", False)]
         for main in shared:
             # Such a parameter is a group of its own, which is divided in the same way everywhere.
             embd = (groups or ProcessGroupCollection.use_mpu_process_groups(["embd"])).embd
@@ -178,20 +170,20 @@ class FullyShardedDataParallel(_BaseDataParallel):
         if self.ddp_config.check_for_nan_in_grad or self.ddp_config.check_for_large_grads:
             self._check_gradients()
         gradient = self.module.fsdp_config.grad_attribute
-        for param in self.module.params():
+        for param in self.module.engine.params():
             if getattr(param.main, "shared_embedding", False):
                 # Megatron-Core sums the gradients of tied embeddings on two pipeline stages, and sets the attribute
                 # to the local part of the sum, which .grad of a DTensor cannot be: it prefers main_grad.
                 param.main.main_grad = getattr(param.main, gradient)
         if not USING_PYTORCH_OPTIMIZER:
             # Fused optimizers of Apex and Transformer Engine skip updates behind an empty tensor.
-            for param in self.module.params():
+            for param in self.module.engine.params():
                 if local_shard(param.main).numel() == 0:
                     setattr(param.main, gradient, None)
 
     def _check_gradients(self) -> None:
         gradient = self.module.fsdp_config.grad_attribute
-        grads = [(param.name, getattr(param.main, gradient, None)) for param in self.module.params()]
+        grads = [(param.name, getattr(param.main, gradient, None)) for param in self.module.engine.params()]
         named = [(name, local_shard(grad)) for name, grad in grads if grad is not None]
         norms = torch._foreach_norm([grad for _, grad in named if grad.numel()])
         if not norms:
@@ -225,7 +217,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
     def zero_grad_buffer(self) -> None:
         """Drop all gradients."""
         self.module.zero_grad_buffer()
-        for param in self.module.params():
+        for param in self.module.engine.params():
             if hasattr(param.main, "main_grad"):
                 param.main.main_grad = None
 
@@ -267,7 +259,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
                 in front, but not all of them do so in their state dicts.
             strict: Every parameter and buffer must be there, and nothing else.
         """
-        names = {bare_name(name): f"module.{name}" for param in self.module.params() for name in param.names}
+        names = {bare_name(name): f"module.{name}" for param in self.module.engine.params() for name in param.names}
         names |= {bare_name(name): name for name in unsharded_state(self.module)}
         renamed = {names.get(bare_name(key), key): value for key, value in state_dict.items()}
         return self.module.load_state_dict(renamed, strict=strict)

@@ -20,17 +20,14 @@ from megatron.fsdp.dtensor.ragged_dtensor import narrow_rows
 from megatron.fsdp.helpers.spelling import bare_name
 from megatron.fsdp.mcore.adapter import ShardedModule
 from megatron.fsdp.mcore.parameter_names import (
-    EMBEDDING,
-    FUSED_DOWN,
-    TIED_OUTPUT,
     Layout,
     Stored,
     described,
     global_name,
     layouts,
     renamed_in_checkpoints,
-    with_own_norm,
 )
+from megatron.fsdp.naming.names import DOWN_NORM, EMBEDDING, FUSED_DOWN, TIED_OUTPUT
 
 # Where a checkpoint says what rows of fused parameters are.
 LAYOUTS_KEY = "layouts"
@@ -48,7 +45,7 @@ class Names:
         while isinstance(model, Float16Module):
             model = model.module
         self._model: nn.Module = model
-        self.params: dict[str, ShardedParameter] = {bare_name(n): e for e in chunk.params() for n in e.names}
+        self.params: dict[str, ShardedParameter] = {bare_name(n): e for e in chunk.engine.params() for n in e.names}
         self._layouts = layouts(model, {name: param.shape for name, param in self.params.items()})
         self._renamed = renamed_in_checkpoints(model)
 
@@ -74,7 +71,7 @@ class Names:
         for now, before in self._renamed.items():
             if key.startswith(now):
                 key = before + key.removeprefix(now)
-        return with_own_norm(key)
+        return DOWN_NORM.to_stored(key)
 
     def apart(self, name: str) -> tuple[Stored, ...]:
         """The tensors that a checkpoint has instead of a parameter; empty: it has one."""
@@ -125,21 +122,25 @@ def optimizer_names(chunks: Sequence[nn.Module]) -> dict[nn.Parameter, str]:
 # State ---------------------------------------------------------------------------------------------------------------
 
 
-class Prepared(dict[str, Any]):
-    """A state dict as it is in a checkpoint.
+class CheckpointState(dict[str, Any]):
+    """A state dict with a checkpoint's keys, which remembers what Megatron made and the model chunks it belongs to.
+
+    Args:
+        state: The state dict.
+        chunks: The model chunks.
+        loading: Whether a checkpoint is to be loaded into it.
 
     Attributes:
         raw: What Megatron made and expects back after loading, by key: models and optimizers.
-        chunks: The model chunks.
-        loading: Whether a checkpoint is to be loaded into it.
     """
 
-    raw: dict[str, Any]
-    chunks: Sequence[ShardedModule]
-    loading: bool = False
+    def __init__(self, state: Mapping[str, Any], chunks: Sequence[ShardedModule], loading: bool = False) -> None:
+        super().__init__(state)
+        self.chunks, self.loading = chunks, loading
+        self.raw: dict[str, Any] = {}
 
     def restore(self) -> None:
-        """Put back what Megatron made; its tensors are the same."""
+        """Put back what Megatron made; its tensors share the memory of those that were loaded."""
         self.pop("model", None)
         self.update(self.raw)
 
@@ -150,25 +151,24 @@ def preprocess_fsdp_dtensor_state_dict(
     model: ShardedModule,
     chunks: Sequence[ShardedModule] = (),
     saving: bool = False,
-) -> Prepared:
+) -> CheckpointState:
     """A state dict ready for torch.distributed.checkpoint, for saving or for loading in place.
 
-    Names become those of the whole model. Fused gate and up projections become two keys, ``_w`` and ``_v``, and a fused
-    down projection of latent attention ``linear_q_down_proj`` and ``linear_kv_down_proj``, so that each can be cut
-    anywhere; every DTensor is told which part of the whole this rank holds. Tensors keep their memory.
+    Names become those of the whole model. A fused gate and up projection becomes two keys, ``_w`` and ``_v``, and a
+    fused down projection of latent attention becomes ``linear_q_down_proj`` and ``linear_kv_down_proj``, so that a
+    shard of each is a contiguous range. Tensors keep their memory.
 
     Args:
         args: Megatron's arguments.
         raw_state_dict: With ``model``, or ``model0``, ``model1`` ... (by parameter name), and maybe ``optimizer``
-            (``state`` and ``param_to_group_meta`` by parameter name, or several such by number).
+            (``state`` and ``param_to_group_meta`` by parameter name, or several such dicts by number).
         model: The first chunk of the model.
-        chunks: All chunks. None: only the first.
+        chunks: All chunks. Empty: only the first.
         saving: Leave out what another pipeline stage saves.
     """
     chunks = chunks or [model]
     names = [Names(chunk) for chunk in chunks]
-    prepared = Prepared(raw_state_dict)
-    prepared.chunks = chunks
+    prepared = CheckpointState(raw_state_dict, chunks)
     prepared.raw = {key: value for key, value in raw_state_dict.items() if re.fullmatch(r"model\d*|optimizer", key)}
     for key in prepared.raw:
         del prepared[key]

@@ -347,18 +347,13 @@ def _log_once(message: str) -> None:
         logger.warning("Megatron-FSDP: %s", message)
 
 
-def checking_validate_args(validate_args: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's ``validate_args``, with our checks and adjustments before it where FSDP is asked for."""
-
-    @functools.wraps(validate_args)
-    def validate(args: Any, *rest: Any, **kwargs: Any) -> Any:
-        if getattr(args, "use_megatron_fsdp", False):
-            settings = Settings(args)
-            check(settings)
-            adjust(settings)
-        return validate_args(args, *rest, **kwargs)
-
-    return validate
+def validate_args(original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:
+    """Check and adjust the command line's settings before Megatron's ``validate_args`` sees them, if FSDP is on."""
+    if getattr(args, "use_megatron_fsdp", False):
+        settings = Settings(args)
+        check(settings)
+        adjust(settings)
+    return original(args, *rest, **kwargs)
 
 
 def as_markdown() -> str:

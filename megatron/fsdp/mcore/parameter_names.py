@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from megatron.core import parallel_state
+from megatron.fsdp.naming.names import FUSED_DOWN, PREDICTION, without_indices
 
 # Weights of the first linear layer of an MLP, whose rows are [gate | up] where the activation is gated.
 GATED = re.compile(
@@ -21,11 +22,6 @@ GATED = re.compile(
 )
 # Names of the parameters of one expert among others in one module.
 _GROUPED = re.compile(r"(weight|bias)(\d+)")
-# The projection to what queries, keys and values are expanded from, where it is one.
-FUSED_DOWN = "linear_qkv_down_proj"
-_ABSORBED_NORM = re.compile(rf"[^.]+\.{FUSED_DOWN}\.layer_norm_(\w+)$")
-_PREDICTING, _STORED_PREDICTING = "mtp_model_layer", "transformer_layer"
-TIED_OUTPUT, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 
 
 # Names ---------------------------------------------------------------------------------------------------------------
@@ -108,15 +104,10 @@ def renamed_in_checkpoints(module: nn.Module) -> dict[str, str]:
     A hybrid model's layer that predicts a further token holds layers of its own; it had no other name.
     """
     return {
-        f"{path}.{_PREDICTING}.": f"{path}.{_STORED_PREDICTING}."
+        f"{path}.{PREDICTION.live}": f"{path}.{PREDICTION.stored}"
         for path, layer in module.named_modules()
-        if _PREDICTING in layer._modules and getattr(layer, "mtp_layer_pattern", None) is None
+        if PREDICTION.live.rstrip(".") in layer._modules and getattr(layer, "mtp_layer_pattern", None) is None
     }
-
-
-def with_own_norm(name: str) -> str:
-    """A name where the norm before a fused down projection is a module of the layer; other names stay."""
-    return _ABSORBED_NORM.sub(r"input_layernorm.\1", name)
 
 
 # Rows ----------------------------------------------------------------------------------------------------------------
@@ -279,9 +270,7 @@ def described(facts: Mapping[str, Mapping[str, Any]], by_number: bool = False) -
         return texts
     alike: dict[str, set[str]] = {}
     for name, text in texts.items():
-        alike.setdefault(_unnumbered(name), set()).add(text)
-    return {_unnumbered(name) if len(alike[_unnumbered(name)]) == 1 else name: text for name, text in texts.items()}
-
-
-def _unnumbered(name: str) -> str:
-    return re.sub(r"(?<=\.)\d+(?=\.)|(?<=weight)\d+$|(?<=bias)\d+$", "{}", name)
+        alike.setdefault(without_indices(name), set()).add(text)
+    return {
+        without_indices(name) if len(alike[without_indices(name)]) == 1 else name: text for name, text in texts.items()
+    }

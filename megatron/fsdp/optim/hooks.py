@@ -3,7 +3,7 @@
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,32 +15,48 @@ from megatron.fsdp.buffers.parameter_group import ParameterGroup
 from megatron.fsdp.dtensor.ragged_dtensor import make_like, same_layout
 from megatron.fsdp.dtensor.torch_patches import attach_with, prepare_with
 from megatron.fsdp.helpers.weak import weak_method
-from megatron.fsdp.module import MegatronFSDP
 from megatron.fsdp.optim.classes import BY_PARAMETER, check_optimizer
 from megatron.fsdp.optim.fresh_state import attach_fresh_state, initialize_state
 from megatron.fsdp.optim.local_step import LocalStep, closure_of
-from megatron.fsdp.runtime.partition import OWNER
+from megatron.fsdp.runtime.engine import Engine, engines_of
 from megatron.fsdp.state.loading import own_shard
 
+# What to do with an optimizer that has parameters of an engine, before it steps or its state is saved or loaded.
+Attach = Callable[[torch.optim.Optimizer], None]
 
-def owners(parameters: Iterable[nn.Parameter]) -> list[MegatronFSDP]:
-    """The sharded models that the parameters belong to, each once."""
-    found: list[MegatronFSDP] = []
-    for parameter in parameters:
-        reference = getattr(parameter, OWNER, None)
-        model = reference() if reference is not None else None
-        if model is not None and model not in found:
-            found.append(model)
-    return found
+_attach_of: weakref.WeakKeyDictionary[Engine, Attach] = weakref.WeakKeyDictionary()
+_generations = itertools.count(1)
+_generation = 0
+# For each optimizer that was looked at: the generation then, and its number of parameters.
+_examined: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
+
+
+def attach_at_first_use(engine: Engine, attach: Attach) -> None:
+    """Have ``attach`` called with every optimizer that has parameters of ``engine``.
+
+    It is called before the optimizer's first step and before its state is saved or loaded, and once more when the
+    optimizer has got parameters, or models were sharded, since. Hooks that it registers run in the same step.
+    """
+    global _generation
+    _generation = next(_generations)
+    _attach_of[engine] = attach
+    _watch_steps()
+    attach_with(_examine)
 
 
 @functools.cache
-def watch_optimizers(hook: Callable[[torch.optim.Optimizer, tuple, dict], None]) -> None:
-    """Have ``hook`` called before every step of every optimizer from now on, once however often this is called.
+def _watch_steps() -> None:
+    register_optimizer_step_pre_hook(_examine)
 
-    Hooks that it registers with the optimizer run in the same step.
-    """
-    register_optimizer_step_pre_hook(hook)
+
+def _examine(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
+    now = _generation, sum(len(options["params"]) for options in optimizer.param_groups)
+    if _examined.get(optimizer) == now:
+        return
+    engines = engines_of(p for options in optimizer.param_groups for p in options["params"])
+    for attach in dict.fromkeys(_attach_of[engine] for engine in engines if engine in _attach_of):
+        attach(optimizer)
+    _examined[optimizer] = now
 
 
 def attach_optimizer(optimizer: torch.optim.Optimizer, needs_gradient: bool = True) -> None:
@@ -60,77 +76,70 @@ def attach_optimizer(optimizer: torch.optim.Optimizer, needs_gradient: bool = Tr
             looks at whole matrices or parameters that are divided between ranks.
         NotImplementedError: It is not known whether the optimizer works on parts of parameters.
     """
-    models = owners(p for group in optimizer.param_groups for p in group["params"])
-    if not models:
+    engines = engines_of(p for group in optimizer.param_groups for p in group["params"])
+    if not engines:
         raise ValueError(
             "fully_shard_optimizer: none of the optimizer's parameters belongs to a sharded model. Shard the model "
             "first, and give the optimizer parameters of the model before or after that."
         )
-    check_optimizer(optimizer, [group for model in models for group in model.groups])
-    places = {id(e.original): (group, i) for m in models for group in m.groups for i, e in enumerate(group.params)}
+    groups = [group for engine in engines for group in engine.groups]
+    check_optimizer(optimizer, groups)
+    places = {id(param.original): (group, i) for group in groups for i, param in enumerate(group.params)}
     for options in optimizer.param_groups:
         options["params"] = [_main_weight(optimizer, p, places) for p in options["params"]]
-    _detach(optimizer)
-    local = LocalStep([group for model in models for group in model.groups])
-    for model in models:
-        optimizer.register_step_pre_hook(_Before(model, needs_gradient))
+    _detach(optimizer, (_Before, _FirstUnits, _After, LocalStep, _Reshard))
+    local = LocalStep(groups)
+    for engine in engines:
+        optimizer.register_step_pre_hook(_Before(engine, needs_gradient))
     # The optimizer keeps what these need, and they do not keep the optimizer or a model. State is made before it is
     # shared between ranks.
     attach_fresh_state(optimizer)
     prepare_with(initialize_state)
     local.attach(optimizer)
-    for model in models:
-        first = _FirstUnits(model, local) if model.fsdp_config.gather_during_step else None
+    for engine in engines:
+        first = _FirstUnits(engine, local) if engine.config.gather_during_step else None
         if first is not None:
             optimizer.register_step_pre_hook(first)
-        optimizer.register_step_post_hook(_After(model, first))
-    for model in models:
-        reshard = _Reshard(model)
+        optimizer.register_step_post_hook(_After(engine, first))
+    for engine in engines:
+        reshard = _Reshard(engine)
         reshard(optimizer)
         optimizer.register_load_state_dict_post_hook(reshard)
 
 
-# Models whose optimizers have to be attached, and for each optimizer that took a step: how many there had been then,
-# and how many parameters it had.
-_models: weakref.WeakSet[MegatronFSDP] = weakref.WeakSet()
-_numbers = itertools.count(1)
-_latest = 0
-_checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
+def require_attachment(optimizer: torch.optim.Optimizer) -> None:
+    """Attach an optimizer of main weights; raise if it has parameters as they were before the model was sharded.
 
-
-def expect_attachment(model: MegatronFSDP) -> None:
-    """From now on, a step of an optimizer that would train nothing of this model raises.
-
-    One that has main weights, but was not attached, is attached at its first step.
+    Raises:
+        RuntimeError: It has such parameters, and its step would train nothing of the model.
     """
-    global _latest
-    _latest = next(_numbers)
-    _models.add(model)
-    watch_optimizers(_require_attachment)
-    attach_with(_require_attachment)
-
-
-def _require_attachment(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
-    now = _latest, sum(len(options["params"]) for options in optimizer.param_groups)
-    if _checked.get(optimizer) == now:
-        return
     parameters = {p for options in optimizer.param_groups for p in options["params"]}
-    models = [model for model in owners(parameters) if model in _models]
-    for param in (param for model in models for param in model.params()):
+    engines = [engine for engine in engines_of(parameters) if _attach_of.get(engine) is require_attachment]
+    for param in (param for engine in engines for param in engine.params()):
         if not parameters.isdisjoint({param.original, param.compute}):
             raise RuntimeError(
                 f"The optimizer ({type(optimizer).__name__}) has {param.name} as it was before the model was sharded, "
                 "which nothing trains any more: its step would change nothing. Call fully_shard_optimizer(optimizer) "
                 "after fully_shard_model, or once more for parameters that were added since."
             )
-    before = [hook._model for hook in optimizer._optimizer_step_post_hooks.values() if isinstance(hook, _After)]
-    if any(all(reference() is not model for reference in before) for model in models):
+    if any(not is_attached(optimizer, engine) for engine in engines):
         attach_optimizer(optimizer, needs_gradient=False)
-    _checked[optimizer] = now
 
 
-def _detach(optimizer: torch.optim.Optimizer) -> None:
-    """Remove the hooks of an earlier :func:`attach_optimizer`."""
+def is_attached(optimizer: torch.optim.Optimizer, engine: Engine) -> bool:
+    """Whether the optimizer's step is hooked for the engine."""
+    hooks = optimizer._optimizer_step_post_hooks.values()
+    return any(isinstance(hook, _After) and hook.engine() is engine for hook in hooks)
+
+
+def attach_local_step(optimizer: torch.optim.Optimizer, groups: list[ParameterGroup]) -> None:
+    """Give the optimizer's step local shards instead of DTensors. The caller finishes the gradients."""
+    _detach(optimizer, (LocalStep,))
+    LocalStep(groups).attach(optimizer)
+
+
+def _detach(optimizer: torch.optim.Optimizer, kinds: tuple[type, ...]) -> None:
+    """Remove the hooks of an earlier :func:`attach_optimizer` that are of one of the kinds."""
     for hooks in (
         optimizer._optimizer_step_pre_hooks,
         optimizer._optimizer_step_post_hooks,
@@ -138,7 +147,7 @@ def _detach(optimizer: torch.optim.Optimizer) -> None:
         optimizer._optimizer_load_state_dict_post_hooks,
     ):
         for key, hook in list(hooks.items()):
-            if isinstance(getattr(hook, "__self__", hook), (_Before, _FirstUnits, _After, LocalStep, _Reshard)):
+            if isinstance(getattr(hook, "__self__", hook), kinds):
                 del hooks[key]
 
 
@@ -169,8 +178,8 @@ def _main_weight(
 class _Before:
     """Step pre-hook: finish the model's gradients; refuse a step that would do nothing if ``needs_gradient``."""
 
-    def __init__(self, model: MegatronFSDP, needs_gradient: bool) -> None:
-        self._finish = weak_method(model.finish_waiting_gradients)
+    def __init__(self, engine: Engine, needs_gradient: bool) -> None:
+        self._finish = weak_method(engine.finish_pending_gradients)
         self._needs_gradient = needs_gradient
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
@@ -189,32 +198,32 @@ class _Before:
 class _After:
     """Step post-hook: compute weights are made of the new main weights before their next use."""
 
-    def __init__(self, model: MegatronFSDP, first: "_FirstUnits | None") -> None:
-        self._model = weakref.ref(model)
+    def __init__(self, engine: Engine, first: "_FirstUnits | None") -> None:
+        self.engine = weakref.ref(engine)
         self._first = first
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-        model = self._model()
-        if model is None:
+        engine = self.engine()
+        if engine is None:
             return
         if self._first is not None and self._first.gathering:
             # What nobody waits for would be on its way still when a script ends and destroys the process group.
-            model.wait_for_prefetched()
+            engine.wait_for_prefetched()
         else:
-            model.install_optimized_model_weights()
+            engine.invalidate_weights()
 
 
 class _Reshard:
     """Load-state-dict post-hook: state that is whole, or sharded evenly, becomes state for this rank's parts."""
 
-    def __init__(self, model: MegatronFSDP) -> None:
-        self._model = weakref.ref(model)
+    def __init__(self, engine: Engine) -> None:
+        self._engine = weakref.ref(engine)
 
     def __call__(self, optimizer: torch.optim.Optimizer) -> None:
-        model = self._model()
-        if model is None:
+        engine = self._engine()
+        if engine is None:
             return
-        for param in model.params():
+        for param in engine.params():
             state = optimizer.state.get(param.main, {})
             for key, value in state.items():
                 if not isinstance(value, torch.Tensor) or not value.dim() or value.shape != param.main.shape:
@@ -230,25 +239,25 @@ class _FirstUnits:
     whole.
 
     Args:
-        model: The model.
+        engine: Of the model.
         local: What the optimizer is shown in place of DTensors.
 
     Attributes:
         gathering: The latest step has been taken so.
     """
 
-    def __init__(self, model: MegatronFSDP, local: LocalStep) -> None:
-        self._model = weakref.ref(model)
+    def __init__(self, engine: Engine, local: LocalStep) -> None:
+        self._engine = weakref.ref(engine)
         self._local = local
         self.gathering = False
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-        model = self._model()
-        units = [] if model is None else model.units_to_prefetch_first
+        engine = self._engine()
+        units = [] if engine is None else engine.units_to_prefetch_first
         self.gathering = bool(units) and type(optimizer) in BY_PARAMETER and closure_of(args, kwargs) is None
-        if model is None or not self.gathering:
+        if engine is None or not self.gathering:
             return
-        model.install_optimized_model_weights()
+        engine.invalidate_weights()
         parts = {self._local.shown(e.main): i for i, u in enumerate(units) for g in u.groups for e in g.params}
         split: list[list[list[nn.Parameter]]] = [[[] for _ in optimizer.param_groups] for _ in [*units, None]]
         for number, options in enumerate(optimizer.param_groups):
@@ -261,4 +270,4 @@ class _FirstUnits:
                 return
             if any(parameters):
                 type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]
-            model.prefetch_first(until=unit)
+            engine.prefetch_first(until=unit)

@@ -5,6 +5,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,12 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.buffers.parameter import TENSOR_PARALLEL, GroupKey, ShardedParameter, check_class
+from megatron.fsdp.comm.backends import is_on_host
 from megatron.fsdp.helpers.spelling import did_you_mean
 from megatron.fsdp.runtime.other_engines import check_no_other_engine
 from megatron.fsdp.sharding.mesh import FSDPDistributedIndex
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
 
-# The one attribute that the engine sets on parameters: a weak reference to the MegatronFSDP that owns them.
+# The one attribute that the engine sets on parameters: a weak reference to the engine.
 OWNER = "_fsdp_owner"
 
 # torch's wrapper for activation checkpointing removes this prefix from the names of parameters and in state dicts.
@@ -107,8 +109,7 @@ def check_not_wrapped(module: nn.Module) -> None:
 
 def is_wrapped(module: nn.Module) -> bool:
     """Whether any parameter of a module belongs to a sharded model."""
-    owners = (getattr(parameter, OWNER, None) for parameter in module.parameters())
-    return any(owner is not None and owner() is not None for owner in owners)
+    return any(owner_of(parameter) is not None for parameter in module.parameters())
 
 
 def check_devices(module: nn.Module, device: torch.device, materialize: bool = False) -> None:
@@ -130,7 +131,7 @@ def check_devices(module: nn.Module, device: torch.device, materialize: bool = F
                 f"Parameter {name} is on the meta device and has no values. Materialize the model first, or give "
                 "init_model_with_meta_device=True."
             )
-        if parameter.device.type != "cpu" and parameter.device != device:
+        if not is_on_host(parameter.device) and parameter.device != device:
             raise ValueError(
                 f"Parameter {name} is on another device: expected {device} or cpu; got {parameter.device}."
             )
@@ -167,8 +168,14 @@ def tensor_parallel_mesh(module: nn.Module, index: FSDPDistributedIndex) -> Devi
 
 
 def mark_owner(parameter: nn.Parameter, owner: object) -> None:
-    """Set the model that a parameter belongs to. The weak reference does not keep the model alive."""
+    """Set the engine that a parameter belongs to. The weak reference does not keep the engine alive."""
     setattr(parameter, OWNER, weakref.ref(owner))
+
+
+def owner_of(parameter: nn.Parameter) -> Any:
+    """The engine that a parameter belongs to; None if it belongs to none, or the engine is gone."""
+    reference = getattr(parameter, OWNER, None)
+    return None if reference is None else reference()
 
 
 def partition(module: nn.Module, unit_classes: tuple[type[nn.Module], ...], every_module: bool = False) -> UnitPart:

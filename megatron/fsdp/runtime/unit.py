@@ -119,7 +119,7 @@ class Unit:
 
     @functools.cached_property
     def _gathering(self) -> str:
-        size = sum(g.layout.numel * g.dtypes.compute.itemsize for g in self.groups)
+        size = sum(group.unshard_bytes for group in self.groups)
         return f"gather {self.label}, {size:,} bytes"
 
     @property
@@ -254,15 +254,20 @@ class Unit:
         for group in self.groups:
             if group.requires_grad and (handle := group.reduce_gradients(last)) is not None:
                 handles.append(handle)
-                size += group.layout.numel * group.gradients.sent_dtype.itemsize
+                size += group.reduce_bytes
         if handles:
             self.channel.note(f"reduce {self.label}, {size:,} bytes", handles)
         return bool(handles)
 
+    def rescale_gradients(self, ratio: float) -> None:
+        """Multiply the factor that reductions apply to gradients by ``ratio``."""
+        for group in self.groups:
+            group.gradients.rescale(ratio)
+
     def reduce_waiting(self) -> None:
         """Reduce gradients that wait for a reduction."""
         for group in self.groups:
-            group.gradients.reduce_waiting(group.device)
+            group.gradients.reduce_waiting()
 
     def wait_for_gradients(self) -> None:
         """Make the compute wait for the reductions that were started."""

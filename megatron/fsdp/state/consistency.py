@@ -1,25 +1,19 @@
 """Whether the weights that forward reads are those that the optimizer has: on every rank, and equal among ranks."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
 
-from megatron.fsdp.buffers.flat_buffer import all_gather, slot_view
+from megatron.fsdp.buffers.flat_buffer import slot_view
 from megatron.fsdp.buffers.parameter_group import ParameterGroup
+from megatron.fsdp.comm.collectives import all_gather
+from megatron.fsdp.runtime.engine import Engine
 from megatron.fsdp.sharding.ownership import within
-
-if TYPE_CHECKING:
-    from megatron.fsdp.module import MegatronFSDP
-
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Odd, so that no bit of an element is lost when it is multiplied.
 _FACTOR = 0x9E3779B97F4A7C1 | 1
 
 
-def inconsistent_weights(model: MegatronFSDP) -> list[str]:
+def inconsistent_weights(engine: Engine) -> list[str]:
     """Names of parameters whose compute weights are not their main weights in another dtype, on any rank.
 
     Looked at are compute weights that stay, as with ZeRO-0, 1 and 2; where they come and go, each gather makes them of
@@ -27,13 +21,13 @@ def inconsistent_weights(model: MegatronFSDP) -> list[str]:
     All ranks of the model must call this.
     """
     flags, names = [], []
-    for group in model.groups:
+    for group in engine.groups:
         if not group.weights.temporary:
             flags += _inconsistent(group).tolist()
             names += [param.name for param in group.params]
     if not flags:
         return []
-    return [name for name, flag in zip(names, model.on_any_rank(flags), strict=True) if flag]
+    return [name for name, flag in zip(names, engine.on_any_rank(flags), strict=True) if flag]
 
 
 def _inconsistent(group: ParameterGroup) -> torch.Tensor:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.fsdp.buffers.parameter import ShardedParameter
+from megatron.fsdp.comm.backends import HOST
 from megatron.fsdp.dtensor.gathering import gather_whole
 
 if TYPE_CHECKING:
@@ -74,19 +75,19 @@ def save_safetensors(
 
 def _whole_tensors(model: MegatronFSDP, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
     """Every parameter and buffer, whole and on the CPU, in an order that all ranks share."""
-    model.synchronize_param_gather()
+    model.engine.reshard()
     seen: set[int] = set()
     param: ShardedParameter
-    for param in model.params():
+    for param in model.engine.params():
         if id(param) not in seen:
             seen.add(id(param))
             whole = gather_whole(param.main)  # type: ignore[arg-type]  # a Parameter that is a DTensor
-            yield param.name, whole.to("cpu", dtype or param.compute.dtype).contiguous()
+            yield param.name, whole.to(HOST, dtype or param.compute.dtype).contiguous()
     persistent = model.module.state_dict().keys()
     for name, buffer in model.module.named_buffers():
         if name in persistent:
             kept = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype
-            yield name, buffer.detach().to("cpu", kept).contiguous().clone()
+            yield name, buffer.detach().to(HOST, kept).contiguous().clone()
 
 
 def _name_files(folder: Path, files: list[list[str]], total: int) -> None:

@@ -1,15 +1,18 @@
 """Loading a state dict of whole or sharded tensors into a sharded model."""
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import _IncompatibleKeys
 
 from megatron.fsdp.buffers.parameter import ShardedParameter
 from megatron.fsdp.dtensor.placements import part_of
 from megatron.fsdp.dtensor.ragged_dtensor import is_sharded, local_shard, reduced, same_layout
+from megatron.fsdp.runtime.engine import Engine
 from megatron.fsdp.runtime.partition import public_name
 
 
@@ -87,6 +90,56 @@ def with_prefix(state_dict: Mapping[str, Any], prefix: str, params: Iterable[Sha
             raise ValueError(f"load_state_dict: both {key} and {prefix + key} are given; expected one of them.")
         result[prefix + key] = value
     return result
+
+
+def hook_state_dict(engine: Engine, modules: Iterable[nn.Module]) -> None:
+    """Make ``state_dict`` of the modules contain main weights, and compute weights follow what is loaded into them."""
+
+    def show_main(*unused: Any) -> None:
+        if (engine := reference()) is not None:
+            engine.show_main()
+
+    def invalidate(*unused: Any) -> None:
+        if (engine := reference()) is not None:
+            engine.invalidate_weights()
+
+    reference = weakref.ref(engine)
+    for module in modules:
+        module.register_state_dict_pre_hook(show_main)
+        module.register_load_state_dict_post_hook(invalidate)
+
+
+@torch.no_grad()
+def load(engine: Engine, module: nn.Module, prefix: str, state_dict: Mapping[str, Any], strict: bool) -> Any:
+    """Load main weights and buffers; compute weights follow.
+
+    Args:
+        engine: The engine of the model.
+        module: Has the buffers, by the names that ``state_dict`` uses.
+        prefix: Stands before the names of parameters in ``state_dict``.
+        state_dict: Whole tensors or DTensors.
+        strict: Every parameter and buffer must be present, and nothing else.
+    """
+    names = {id(param): [prefix + name for name in param.names] for param in engine.params()}
+    wanted: dict[str, Any] = {name: param for param in engine.params() for name in names[id(param)]}
+    wanted |= unsharded_state(module)
+    # A tied parameter whose value is given under one of its names needs no other.
+    tied = {name for names_ in names.values() if any(n in state_dict for n in names_) for name in names_}
+    keys = match_keys({k: v for k, v in wanted.items() if k in state_dict or k not in tied}, state_dict, strict)
+    # Check every shape before any value changes.
+    for key in keys:
+        if isinstance(wanted[key], ShardedParameter):
+            check_shape(wanted[key], state_dict[key], key)
+    for key in keys:
+        target = wanted[key]
+        if isinstance(target, ShardedParameter):
+            copy_shard(target, own_shard(target, state_dict[key]))
+        elif isinstance(target, nn.Module):
+            target.set_extra_state(state_dict[key])
+        else:
+            target.copy_(state_dict[key])
+    engine.invalidate_weights()
+    return _IncompatibleKeys([k for k in wanted if k not in keys], [k for k in state_dict if k not in keys])
 
 
 def refuse_conversion(params: Iterable[ShardedParameter], fn: Callable[[torch.Tensor], torch.Tensor]) -> None:

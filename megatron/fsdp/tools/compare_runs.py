@@ -208,7 +208,7 @@ def _gather_chunk(chunk: Any, choose: Callable[[nn.Parameter], Any]) -> Iterator
     """Every parameter of a chunk, and the tensor that ``choose`` returns for it, gathered over data-parallel ranks."""
     from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 
-    for group in chunk.module.groups:
+    for group in chunk.module.engine.groups:
         dp_group = group.axes.dp_group
         for param in group.params:
             value = choose(param.main)

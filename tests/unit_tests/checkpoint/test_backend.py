@@ -230,9 +230,8 @@ def test_an_object_cannot_run_code(tmp_path: Path) -> None:
     folder, proof = tmp_path / "checkpoint", tmp_path / "proof"
     dcp.save({"model": torch.ones(2), "args": Evil(proof)}, checkpoint_id=folder)
     proof.unlink(missing_ok=True)
-    with pytest.raises((UnsafePickle, CheckpointException), match="posix.system|os.system") as error:
+    with pytest.raises(UnsafePickle, match="posix.system|os.system"):
         load_objects(folder, ["args"])
-    assert "UnsafePickle" in str(error.value)
     assert not proof.exists()
 
 

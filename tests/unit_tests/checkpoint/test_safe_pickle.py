@@ -144,7 +144,7 @@ def test_a_planted_pickle_is_refused_and_not_run(
     assert not marker.exists()
     assert str(checkpoint / place) in str(error.value)
     # The module is the one that Python says; for a function of C it may be another than its users know.
-    assert re.search(rf"it names [\w.]+\.{name.rpartition('.')[2]}, which is not allowed", str(error.value))
+    assert re.search(rf"refers to [\w.]+\.{name.rpartition('.')[2]}, which is not allowed", str(error.value))
 
 
 @pytest.mark.parametrize("name", ["posix.system", "builtins.eval", "builtins.exec", "io.open", "functools.partial"])
@@ -157,7 +157,7 @@ def test_the_same_pickle_does_harm_where_it_is_run(tmp_path: Path, name: str) ->
     "data", [b"cos\nsystem\n.", b"\x80\x04\x8c\x02os\x8c\x06system\x93.", b"(S'ls'\nios\nsystem\n."]
 )
 def test_naming_is_enough_to_be_refused(data: bytes) -> None:
-    with pytest.raises(UnsafePickle, match=r"file x: it names os.system, which is not allowed"):
+    with pytest.raises(UnsafePickle, match=r"file x: refers to os.system, which is not allowed"):
         loads(data, "file x")
 
 
@@ -290,7 +290,7 @@ def test_members_of_enumerations_cannot_be_changed(member: enum.Enum) -> None:
     kind = f"c{type(member).__module__}\n{type(member).__qualname__}\n".encode()
     data = b"\x80\x02" + kind + b"K" + bytes([member.value]) + b"\x85R"
     assert loads(data + b".", "x") is member
-    with pytest.raises(UnsafePickle, match=f"x: it changes .*{member.name}"):
+    with pytest.raises(UnsafePickle, match=f"x: modifies .*{member.name}"):
         loads(build(data, {"_value_": 9, "planted": 1}), "x")
     assert vars(member) == before
 
@@ -376,7 +376,7 @@ def test_dtypes_of_numpy_cannot_be_changed() -> None:
 
 def test_classes_of_tensors_are_not_called() -> None:
     for name in (b"torch\nTensor", b"torch.nn.parameter\nParameter"):
-        with pytest.raises(DamagedCheckpoint, match="expected a class to be named only"):
+        with pytest.raises(DamagedCheckpoint, match="expected a reference to a tensor class"):
             loads(b"\x80\x02c" + name + b"\nK\x05\x85R.", "x")
 
 
@@ -469,7 +469,7 @@ def test_damage_of_a_torch_file_is_said_to_be_damage() -> None:
     data = stream.getvalue()
     generator = random.Random(0)
     for length in [0, 1, 100, len(data) - 1, *(generator.randrange(len(data)) for _ in range(50))]:
-        with pytest.raises(DamagedCheckpoint, match="file x: expected a file that torch.save wrote"):
+        with pytest.raises(DamagedCheckpoint, match="file x: expected a file of torch.save"):
             load_torch(io.BytesIO(data[:length]), "file x")
     found = 0
     for position in range(0, len(data), 3):
@@ -486,7 +486,7 @@ def test_a_damaged_element_of_an_object_is_found() -> None:
     torch.save({"a": torch.full((100,), 2.5)}, stream)
     data = bytearray(stream.getvalue())
     data[data.index(torch.full((100,), 2.5).numpy().tobytes()) + 200] ^= 1
-    with pytest.raises(DamagedCheckpoint, match="file x: .*storage 0 has another CRC-32 than expected"):
+    with pytest.raises(DamagedCheckpoint, match="file x: .*Bad CRC-32 for file 'archive/data/0'"):
         load_torch(io.BytesIO(bytes(data)), "file x")
 
 

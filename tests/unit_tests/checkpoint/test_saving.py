@@ -91,7 +91,7 @@ def test_nor_with_torchs_own_function(ranks: RankPool, tmp_path: Path) -> None:
 
 
 def _in_megatrons_loop(folder: str) -> list[str]:
-    from megatron.fsdp.mcore.checkpoint_patches import torch_view
+    from megatron.fsdp.mcore.storage import torch_view
 
     checkpoint = torch_view(torch).distributed.checkpoint
     if dist.get_rank() == 1:
@@ -110,13 +110,13 @@ def test_nor_in_megatrons_loop(ranks: RankPool, tmp_path: Path) -> None:
 
 def _in_the_background(folder: str) -> list[str]:
     from megatron.core.dist_checkpointing.strategies.torch import get_async_strategy
-    from megatron.fsdp.mcore.checkpoint_patches import finishing_whole
+    from megatron.fsdp.mcore import background
 
     def failing(*arguments: Any) -> None:
         raise CheckpointException("write", {})
 
     modules = {**get_async_strategy("mcore")[1], "save_state_dict_async_finalize": failing}
-    ours = finishing_whole(lambda strategy: (strategy, modules))("mcore")[1]
+    ours = background.get_async_strategy(lambda strategy: (strategy, modules), "mcore")[1]
     writer = ours["FileSystemWriterAsync"](folder)
     name = f"__{dist.get_rank()}_0.distcp"
     writer.write_buckets = [(Path(folder) / name, name, ([], []))]

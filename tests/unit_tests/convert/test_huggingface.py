@@ -90,10 +90,10 @@ def test_qkv_rows_are_interleaved_by_group() -> None:
     # Two groups of two query heads, heads of two rows. Query rows 0-7, key rows 100-103, value rows 200-203.
     context = Context(model_with(heads=4, groups=2, head_size=2), 0)
     query, key, value = column(*range(8)), column(100, 101, 102, 103), column(200, 201, 202, 203)
-    (fused,) = RULES["qkv"].to_megatron([query, key, value], context)
+    fused = RULES["qkv"].to_megatron([query, key, value], context)
     expected = [0, 1, 2, 3, 100, 101, 200, 201, 4, 5, 6, 7, 102, 103, 202, 203]
     assert fused.whole().flatten().tolist() == expected
-    split = RULES["qkv"].to_huggingface([fused], context)
+    split = RULES["qkv"].to_huggingface(fused, context)
     assert [part.whole().flatten().tolist() for part in split] == [
         [0, 1, 2, 3, 4, 5, 6, 7],
         [100, 101, 102, 103],
@@ -103,7 +103,7 @@ def test_qkv_rows_are_interleaved_by_group() -> None:
 
 def test_qkv_biases_are_interleaved_as_their_rows() -> None:
     context = Context(model_with(heads=2, groups=2, head_size=1), 0)
-    (fused,) = RULES["qkv"].to_megatron([of(torch.tensor(v)) for v in ([0, 1], [10, 11], [20, 21])], context)
+    fused = RULES["qkv"].to_megatron([of(torch.tensor(v)) for v in ([0, 1], [10, 11], [20, 21])], context)
     assert fused.whole().tolist() == [0, 10, 20, 1, 11, 21]
 
 
@@ -113,17 +113,17 @@ def test_qkv_of_other_sizes_is_refused(rows: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"expected [84] rows; got shape"):
         RULES["qkv"].to_megatron([of(torch.zeros(n, 1)) for n in rows], context)
     with pytest.raises(ValueError, match=r"expected 16 rows; got shape"):
-        RULES["qkv"].to_huggingface([of(torch.zeros(sum(rows), 1))], context)
+        RULES["qkv"].to_huggingface(of(torch.zeros(sum(rows), 1)), context)
 
 
 def test_the_vocabulary_is_padded_with_zeros_and_cut() -> None:
     context = Context(model_with(1, 1, 1, vocabulary=3), 5)
-    (padded,) = RULES["vocabulary"].to_megatron([column(7, 8, 9)], context)
+    padded = RULES["vocabulary"].to_megatron([column(7, 8, 9)], context)
     assert padded.whole().flatten().tolist() == [7, 8, 9, 0, 0]
-    (cut,) = RULES["vocabulary"].to_huggingface([column(7, 8, 9, 4, 5)], context)
+    (cut,) = RULES["vocabulary"].to_huggingface(column(7, 8, 9, 4, 5), context)
     assert cut.whole().flatten().tolist() == [7, 8, 9]
     with pytest.raises(ValueError, match="expected at least 3 rows, one for each token; got 2"):
-        RULES["vocabulary"].to_huggingface([column(7, 8)], context)
+        RULES["vocabulary"].to_huggingface(column(7, 8), context)
     with pytest.raises(ValueError, match="expected 3 rows"):
         RULES["vocabulary"].to_megatron([column(7, 8)], context)
 
@@ -267,7 +267,7 @@ def test_multi_token_prediction_that_is_not_there_is_noted(tmp_path: Path) -> No
     model = from_config(read_config(tmp_path))
     found = to_megatron(read_weights(tmp_path), model, "local", PADDED)
     assert found.model.mtp_layers == 0
-    assert found.notes == ["1 of 1 multi-token prediction layers are not there: left out."]
+    assert found.notes == ["1 of 1 multi-token prediction layers are missing and will be left out."]
     back = to_huggingface(found.weights | found.buffers, model)
     assert (back.model.mtp_layers, back.notes) == (0, found.notes)
     assert_equal(back.tensors, files_of(tmp_path))
@@ -334,7 +334,7 @@ def test_every_shape_is_compared(case: str, tmp_path: Path) -> None:
 def test_a_config_of_another_size(change: dict[str, int], tmp_path: Path) -> None:
     save("llama", tmp_path)
     config = read_config(tmp_path) | change
-    with pytest.raises(ValueError, match="another shape than by config.json"):
+    with pytest.raises(ValueError, match="another shape than expected from config.json"):
         to_megatron(readable(read_weights(tmp_path), config), from_config(config), "local", PADDED)
 
 

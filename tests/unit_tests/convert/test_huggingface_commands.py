@@ -154,7 +154,7 @@ def test_output_for_people(tmp_path: Path) -> None:
     result = succeeded(call("import-safetensors", tmp_path / "in", tmp_path / "mid"))
     assert "GiB" in result.output and "deepseek_v3" in result.output
     assert "Note: q_lora_rank is null" in result.output
-    assert "Note: 1 of 1 multi-token prediction layers are not there" in result.output
+    assert "Note: 1 of 1 multi-token prediction layers are missing" in result.output
     assert "--multi-latent-attention" in result.output
 
 
@@ -213,7 +213,7 @@ def test_a_folder_that_is_there_is_not_overwritten(tmp_path: Path) -> None:
     succeeded(call("import-safetensors", tmp_path / "in", tmp_path / "mid"))
     assert call("import-safetensors", tmp_path / "in", tmp_path / "mid").exit_code == 1
     result = call("export-safetensors", tmp_path / "mid", tmp_path / "in")
-    assert result.exit_code == 1 and "is there already" in result.output
+    assert result.exit_code == 1 and "already exists" in result.output
 
 
 def recording(tensors: dict[str, LazyTensor], largest: list[int]) -> dict[str, LazyTensor]:

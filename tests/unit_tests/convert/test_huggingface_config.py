@@ -94,11 +94,11 @@ def test_what_old_files_leave_out_is_taken_for_granted() -> None:
     [
         ({**LLAMA, "model_type": "gpt2"}, "expected model_type to be llama, qwen3, qwen3_moe, deepseek_v3; got 'gpt2'"),
         ({**LLAMA, "hidden_act": "gelu"}, "hidden_act: expected 'silu'; got 'gelu'"),
-        ({**LLAMA, "attention_bias": True}, "attention_bias and mlp_bias: expected both or none"),
+        ({**LLAMA, "attention_bias": True}, "attention_bias and mlp_bias: expected both or neither"),
         ({**LLAMA, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type: expected .* got 'dynamic'"),
         (
             {**LLAMA, "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2.0}},
-            "rope low_freq_factor: expected 1.0, which Megatron has fixed; got 2.0",
+            "rope low_freq_factor: expected 1.0, Megatron's constant; got 2.0",
         ),
         ({**LLAMA, "partial_rotary_factor": 0.5}, "partial_rotary_factor: expected 1.0"),
         ({**LLAMA, "model_type": "qwen3", "use_sliding_window": True}, "use_sliding_window: expected False"),
@@ -123,7 +123,7 @@ def test_all_reasons_are_given_at_once() -> None:
 
 def test_a_missing_size_is_named() -> None:
     values = {key: value for key, value in LLAMA.items() if key != "num_hidden_layers"}
-    with pytest.raises(ValueError, match="expected a whole number num_hidden_layers"):
+    with pytest.raises(ValueError, match="expected an integer num_hidden_layers"):
         from_config(values)
 
 
@@ -168,7 +168,7 @@ def test_arguments_of_other_versions_are_understood(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rope", "message"),
     [
-        ({"rope_theta": 10000.5}, "rope_theta: expected a whole number for --rotary-base"),
+        ({"rope_theta": 10000.5}, "rope_theta: expected an integer for --rotary-base"),
         (
             {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100},
             "rope original: expected 4096 with latent attention; got 100",
@@ -229,7 +229,7 @@ def test_differences_are_found_wherever_they_are() -> None:
 
 
 def test_a_namespace_without_sizes_is_refused() -> None:
-    with pytest.raises(ValueError, match="args of the checkpoint: expected a whole number num_layers; got None"):
+    with pytest.raises(ValueError, match="args of the checkpoint: expected an integer num_layers; got None"):
         from_args(argparse.Namespace())
 
 

@@ -9,8 +9,8 @@ import pytest
 import safetensors.torch
 import torch
 
+from megatron.fsdp.checkpoint import coordination
 from megatron.fsdp.checkpoint.lazy import LazyTensor, of
-from megatron.fsdp.convert.huggingface import folder
 from megatron.fsdp.convert.huggingface.folder import FolderWriter, companions, divide, read_config, read_weights
 
 CONFIG = {"model_type": "llama"}
@@ -83,7 +83,7 @@ def test_companions_are_copied_and_code_is_not(tmp_path: Path) -> None:
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    with pytest.raises(FileExistsError, match="out: is there already"):
+    with pytest.raises(FileExistsError, match="out: already exists"):
         FolderWriter(tmp_path / "out").write(lazily(some_tensors()), CONFIG, [])
     assert list((tmp_path / "out").iterdir()) == []
 
@@ -140,8 +140,8 @@ def test_a_process_that_has_nothing_to_do_does_not_wait(tmp_path: Path) -> None:
 
 
 def test_a_lost_process_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder, "_SECONDS_WITHOUT_PROGRESS", 0.2)
-    with pytest.raises(RuntimeError, match="another of 2 processes has written nothing"):
+    monkeypatch.setattr(coordination, "PATIENCE", 0.2)
+    with pytest.raises(RuntimeError, match="another of 2 processes made no progress"):
         FolderWriter(tmp_path / "out", "", 32, 0, 2).write(lazily(some_tensors()), CONFIG, [])
     assert not (tmp_path / "out").exists()
 
@@ -158,7 +158,7 @@ def test_a_folder_without_the_expected_files_is_refused(tmp_path: Path) -> None:
     [
         ({"weight_map": {"a": "../a.safetensors"}}, "expected a file of this folder"),
         ({"weight_map": {"a": "b.safetensors"}}, "expected a file of this folder"),
-        ({"weight_map": {"a": "a.safetensors", "b": "a.safetensors"}}, "holds other tensors than the index says"),
+        ({"weight_map": {"a": "a.safetensors", "b": "a.safetensors"}}, "file and index disagree about tensors"),
         ({"weight_map": {}}, None),
         ({"weight_map": [1]}, "expected a weight_map"),
         ({}, "expected a weight_map"),

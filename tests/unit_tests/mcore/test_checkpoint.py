@@ -50,7 +50,7 @@ def _save(folder: str, strategy: str, changes: dict[str, Any]) -> dict[str, torc
         state = _state(model, optimizer)
         dcp.save(state, checkpoint_id=folder)
         saved = {}
-        for entry in model.module.params():
+        for entry in model.module.engine.params():
             key = f"module.{entry.name.removeprefix('module.')}"
             saved[f"model.{key}"] = whole(entry, entry.main)
             for kind in ("exp_avg", "exp_avg_sq"):
@@ -98,12 +98,12 @@ def _load(folder: str, strategy: str, changes: dict[str, Any], expected: dict[st
 
     with megatron():
         model, optimizer = _trained(strategy, changes)
-        for entry in model.module.params():
+        for entry in model.module.engine.params():
             entry.main._local_tensor.data.zero_()
         state = _state(model, optimizer)
         dcp.load(state, checkpoint_id=folder)
         compared = 0
-        for entry in model.module.params():
+        for entry in model.module.engine.params():
             key = f"model.module.{entry.name.removeprefix('module.')}"
             assert torch.equal(whole(entry, entry.main), expected[key]), key
             compared += 1
@@ -126,7 +126,7 @@ def _halves_are_views_and_cover_the_whole() -> int:
         state = _state(model, optimizer)
         assert dist.group.WORLD._get_sequence_number_for_group() == before, "preparing a checkpoint communicated"
         rows = 0
-        for entry in model.module.params():
+        for entry in model.module.engine.params():
             if not entry.name.endswith("linear_fc1.weight"):
                 continue
             for suffix in ("_w", "_v"):

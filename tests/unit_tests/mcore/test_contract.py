@@ -236,7 +236,7 @@ def start_param_sync_takes_megatrons_arguments() -> None:
         model.start_param_sync("unused", force_sync=True)
         model.start_param_sync(force_dispatch=True)
         model.synchronize_param_gather()
-        assert all(unit.state.value == "sharded" for unit in model.module._units)
+        assert all(unit.state.value == "sharded" for unit in model.module.engine.units)
         assert all(isinstance(p, DTensor) for p in model.parameters())
 
 
@@ -246,7 +246,7 @@ def start_param_sync_gathers_ahead_unless_it_is_told_not_to() -> None:
     for wanted in (True, False):
         model = wrapped("optim_grads_params", fsdp_all_gather_in_start_param_sync=wanted)
         model.start_param_sync()
-        states = [unit.state.value for unit in model.module._units]
+        states = [unit.state.value for unit in model.module.engine.units]
         assert (states[:2] == ["unsharding", "unsharding"]) == wanted
         model.synchronize_param_gather()
 
@@ -266,7 +266,7 @@ def optimizer_step_reaches_compute_weights() -> None:
         _forward(model)
         before = seen["weight"]
         with torch.no_grad():
-            for entry in model.module.params():
+            for entry in model.module.engine.params():
                 entry.main._local_tensor.mul_(2.0)
         model.param_and_grad_buffer.copy_main_weights_to_model_weights()
         model.start_param_sync()
@@ -295,7 +295,7 @@ def state_dict_has_main_weights_and_loads_back() -> None:
         assert all(isinstance(v, DTensor) and v.dtype == torch.float32 for v in weights.values())
         saved = {k: v.clone() for k, v in weights.items()}
         with torch.no_grad():
-            for entry in model.module.params():
+            for entry in model.module.engine.params():
                 entry.main._local_tensor.zero_()
         assert not torch.equal(_forward(model), output) or not bf16
         model.load_state_dict(saved, strict=True)
@@ -312,10 +312,10 @@ def stop_communication_leaves_main_weights() -> None:
     model.start_param_sync()
     model.stop_communication()
     assert all(hasattr(p, "_local_tensor") for p in model.parameters())
-    assert all(unit.state.value == "sharded" for unit in model.module._units)
+    assert all(unit.state.value == "sharded" for unit in model.module.engine.units)
     model.start_param_sync()
     model.free_overlap_buffers()
-    assert all(unit.state.value == "sharded" for unit in model.module._units)
+    assert all(unit.state.value == "sharded" for unit in model.module.engine.units)
 
 
 def broadcast_params_makes_ranks_agree() -> None:
@@ -396,7 +396,7 @@ def compute_weights_have_nothing_of_fused_kernels_unless_asked() -> None:
 
     model = wrapped("optim_grads_params")
     forward_backward(model, tokens(0, 1))
-    for entry in model.module.params():
+    for entry in model.module.engine.params():
         assert not hasattr(entry.compute, "__fsdp_param__") and not hasattr(entry.compute, "main_grad")
 
 
@@ -420,9 +420,9 @@ def nan_in_a_gradient_is_reported_with_the_parameters_name() -> None:
 
     model = wrapped("optim_grads_params", check_for_nan_in_grad=True)
     forward_backward_without_finalizing(model, tokens(0, 1))
-    group = model.module.groups[-1]
+    group = model.module.engine.groups[-1]
     group.gradients.wait()
-    group.gradients._reduced.fill_(float("nan"))
+    group.gradients.reduced.fill_(float("nan"))
     with pytest.raises(RuntimeError, match=r"found NaN in gradient norm.*not finite in .*layers.1"):
         model.finish_grad_sync()
 

@@ -22,14 +22,16 @@ def _compare(strategy: str, dtype: torch.dtype) -> None:
         model, fsdp_unit_modules=[Block], zero_dp_strategy=strategy, mixed_precision_policy=policy
     )
     total = found.total
-    assert total.elements + total.padding == sum(group.layout.numel for group in sharded.groups)
-    assert [unit.name for unit in found.units] == sharded.unit_names
-    assert found.kinds == {"Block": len(sharded.unit_names) - 1}
-    kept = [group.weights.compute.flat.untyped_storage() for group in sharded.groups if not group.weights.temporary]
+    assert total.elements + total.padding == sum(group.layout.numel for group in sharded.engine.groups)
+    assert [unit.name for unit in found.units] == sharded.engine.unit_names
+    assert found.kinds == {"Block": len(sharded.engine.unit_names) - 1}
+    kept = [
+        group.weights.compute.flat.untyped_storage() for group in sharded.engine.groups if not group.weights.temporary
+    ]
     assert total.compute == sum(storage.nbytes() for storage in kept)
-    apart = [group.weights.main for group in sharded.groups if group.weights.main_is_apart]
+    apart = [group.weights.main for group in sharded.engine.groups if group.weights.main_is_apart]
     assert total.main == sum(main.nbytes for main in apart)
-    assert total.optimizer == 2 * sum(group.weights.main.numel() * 4 for group in sharded.groups)
+    assert total.optimizer == 2 * sum(group.weights.main.numel() * 4 for group in sharded.engine.groups)
     assert found.peak(config) > total.resting
 
 

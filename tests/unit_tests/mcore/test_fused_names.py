@@ -94,7 +94,7 @@ def _build(fused: bool, seed: int) -> tuple[Any, Any]:
 
     torch.manual_seed(seed)
     model = wrapped("optim_grads_params", lambda config: Model(fused))
-    for entry in model.module.params():
+    for entry in model.module.engine.params():
         entry.main._local_tensor.data.normal_()
     optimizer = optimizer_of(model)
     model.zero_grad_buffer()
@@ -119,7 +119,7 @@ def _contents(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
     from tests.models import whole
 
     found: dict[str, torch.Tensor] = {}
-    for entry in model.module.params():
+    for entry in model.module.engine.params():
         states = optimizer.optimizer.state[entry.main]
         for kind, value in {"": entry.main, ".exp_avg": states["exp_avg"], ".exp_avg_sq": states["exp_avg_sq"]}.items():
             tensor, name = whole(entry, value), bare_name(entry.name)
@@ -151,7 +151,7 @@ def _as_before(folder: str) -> dict[str, torch.Tensor]:
         state = dict(_state(model, optimizer, saving=True))
         del state["layouts"]
         own: dict[str, Any] = {"model": {}, "state": {}}
-        for entry in model.module.params():
+        for entry in model.module.engine.params():
             of_entry = optimizer.optimizer.state[entry.main]
             own["model"][f"module.{bare_name(entry.name)}"] = whole(entry, entry.main)
             key = f"module.module.{entry.name}"
@@ -163,7 +163,7 @@ def _as_before(folder: str) -> dict[str, torch.Tensor]:
 
 def _load(folder: str, fused: bool) -> dict[str, torch.Tensor]:
     from megatron.fsdp.checkpoint.loading import load
-    from megatron.fsdp.mcore.checkpoint_patches import other_names
+    from megatron.fsdp.naming.keys import other_names
     from tests.megatron_models import megatron
 
     with megatron():
@@ -211,7 +211,7 @@ def test_each_loads_each(ranks: RankPool, tmp_path: Path, before: str, after: bo
 
 
 def test_other_names_combine() -> None:
-    from megatron.fsdp.mcore.checkpoint_patches import other_names
+    from megatron.fsdp.naming.keys import other_names
 
     layer = "optimizer.state.module.module.mtp.layers.0."
     once = "optimizer.state.module.module.module.mtp.layers.0.mtp_model_layer.self_attention.linear_qkv_down_proj."
@@ -223,7 +223,7 @@ def test_other_names_combine() -> None:
 
 def _narrower(folder: str) -> str:
     from megatron.fsdp.checkpoint.loading import load
-    from megatron.fsdp.mcore.checkpoint_patches import other_names
+    from megatron.fsdp.naming.keys import other_names
 
     attention = "model.module.decoder.layers.0.self_attention."
     rows = {"linear_q_down_proj": QUERY - 1, "linear_kv_down_proj": KEY_VALUE + ROPE}

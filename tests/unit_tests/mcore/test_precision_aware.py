@@ -139,7 +139,7 @@ def _state_to_load_into() -> None:
         optimizer = optimizer_of(model, use_precision_aware_optimizer=True)
         optimizer.sharded_state_dict({}, is_loading=True, metadata={"distrib_optim_sharding_type": "fsdp_dtensor"})
         fused = optimizer.optimizer
-        here = [e.main for e in model.module.params() if local_shard(e.main).numel()]
+        here = [e.main for e in model.module.engine.params() if local_shard(e.main).numel()]
         assert here and all(fused.state[main].keys() == {"exp_avg", "exp_avg_sq"} for main in here)
         assert all(group["step"] == 0 and group["lr"] == 1e-2 for group in fused.param_groups)
         assert all(main.decoupled_grad is None for main in here)

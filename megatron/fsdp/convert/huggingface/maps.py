@@ -1,4 +1,4 @@
-"""Which tensor of Hugging Face's is which of Megatron's: tables, one for each part of a model."""
+"""Tables of Hugging Face's and Megatron's names of the same tensors, one for each part of a model."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -11,16 +11,17 @@ Names = str | tuple[str, ...]
 
 @dataclass(frozen=True)
 class Entry:
-    """Tensors that stand for the same on both sides. ``{e}`` in a name is an expert's index.
+    """The names of a tensor on both sides. ``{e}`` in a name is an expert's index.
 
     Attributes:
-        huggingface: Hugging Face's name, or names if several tensors become one.
+        huggingface: Hugging Face's name, or several names if Megatron fuses the tensors.
         megatron: Megatron's name with its own layers (``local``).
         rule: Key of ``rules.RULES``.
-        transformer_engine: Megatron's name with Transformer Engine's layers, if it is another.
-        also: Other names that are read, but never written.
-        when: A word of ``Model.features`` without which the tensors do not exist.
-        buffer: No parameter; both sides keep it in float32, since choices hang on small differences.
+        transformer_engine: Megatron's name with Transformer Engine's layers, if it differs.
+        also: Further Megatron names that are read but never written.
+        when: A word of ``Model.features``. Without this feature the tensors do not exist.
+        buffer: Whether the tensor is a buffer instead of a parameter. Both sides keep buffers in float32, because small
+            differences in a router's bias change which experts are chosen.
     """
 
     huggingface: Names
@@ -32,13 +33,13 @@ class Entry:
     buffer: bool = False
 
     def names(self, layer_spec: str) -> tuple[str, ...]:
-        """All Megatron names; first the one that is written for layers of ``local`` or ``transformer_engine``."""
+        """Return all Megatron names, first the one for ``layer_spec`` (``local`` or ``transformer_engine``)."""
         names = (self.megatron, self.transformer_engine) if self.transformer_engine else (self.megatron,)
         return (*(names if layer_spec == "local" else names[::-1]), *self.also)
 
 
 def _linear(huggingface: str, megatron: str, when: str = "") -> tuple[Entry, ...]:
-    """A linear layer that has a bias if the model has any."""
+    """A linear layer, with a bias if the model has biases."""
     return (
         Entry(f"{huggingface}.weight", f"{megatron}.weight", when=when),
         Entry(f"{huggingface}.bias", f"{megatron}.bias", when="bias"),
@@ -69,7 +70,7 @@ ATTENTION = (
     *_linear("self_attn.o_proj", "self_attention.linear_proj"),
 )
 
-# The rotary part of queries and keys is in pairs of neighbors on both sides: nothing is permuted.
+# Both sides store the rotary part of queries and keys as interleaved pairs, so rows need no permutation.
 LATENT_ATTENTION = (
     Entry("input_layernorm.weight", "input_layernorm.weight"),
     Entry("self_attn.q_proj.weight", "self_attention.linear_q_proj.weight", when="no query rank"),
@@ -100,7 +101,7 @@ DENSE_MLP = (
 )
 
 EXPERTS_MLP = (
-    # A torch_dist checkpoint of local layers has the other name even where there are experts.
+    # A torch_dist checkpoint of local layers uses the dense MLP's name even for layers with experts.
     Entry("post_attention_layernorm.weight", "pre_mlp_layernorm.weight", also=(_FC1_NORM,)),
     Entry("mlp.gate.weight", "mlp.router.weight"),
     *_gated_mlp("mlp.shared_experts", "mlp.shared_experts", when="shared expert"),
@@ -127,15 +128,15 @@ OUTPUT = (
     Entry("lm_head.weight", "output_layer.weight", "vocabulary", when="output"),
 )
 
-# What a layer for a further token has besides a layer of the decoder. Such layers follow the decoder's in Hugging
-# Face's numbering; on both sides the embedding's half of the projection comes first.
+# Tensors of a multi-token prediction layer besides those of a decoder layer. Hugging Face numbers such layers after the
+# decoder's. In eh_proj, both sides put the embedding's half first.
 FURTHER = (
     Entry("enorm.weight", "enorm.weight"),
     Entry("hnorm.weight", "hnorm.weight"),
     Entry("eh_proj.weight", "eh_proj.weight"),
     Entry("shared_head.norm.weight", "final_layernorm.weight"),
 )
-# Hugging Face's files repeat these in every such layer.
+# Hugging Face's files repeat these tensors in every such layer.
 FURTHER_COPIES = {
     "embed_tokens.weight": "model.embed_tokens.weight",
     "shared_head.head.weight": "lm_head.weight",
@@ -145,12 +146,12 @@ _FURTHER_BLOCKS = ("transformer_layer", "mtp_model_layer")
 
 @dataclass(frozen=True)
 class Architecture:
-    """The tables of one of Hugging Face's architectures.
+    """The name tables of one of Hugging Face's architectures.
 
     Attributes:
-        attention: Of every layer.
-        experts: Of a layer that has experts, without the experts themselves; empty if none has.
-        further: Of a layer for a further token; empty if it cannot have any.
+        attention: For every layer.
+        experts: For a layer with experts, except for the experts themselves; empty without experts.
+        further: For a multi-token prediction layer; empty if the architecture has none.
     """
 
     attention: tuple[Entry, ...]
@@ -167,11 +168,11 @@ ARCHITECTURES = {
 
 
 class Link(NamedTuple):
-    """An entry with whole names.
+    """An entry with complete names.
 
     Attributes:
         huggingface: Hugging Face's names.
-        megatron: Megatron's names of the one tensor, the preferred first.
+        megatron: Megatron's names of the one tensor, the preferred name first.
         rule: Key of ``rules.RULES``.
         buffer: See :class:`Entry`.
     """
@@ -183,11 +184,11 @@ class Link(NamedTuple):
 
 
 def links(model: Model, layer_spec: str) -> Iterator[Link]:
-    """All tensors of a model, in Hugging Face's order.
+    """Yield all tensors of a model, in Hugging Face's order.
 
     Args:
-        model: Described.
-        layer_spec: ``local`` or ``transformer_engine``: which of Megatron's names are preferred.
+        model: The model.
+        layer_spec: ``local`` or ``transformer_engine``: the layers whose Megatron names come first.
     """
     tables = ARCHITECTURES[model.architecture]
     yield from _links(EMBEDDING, model, layer_spec)

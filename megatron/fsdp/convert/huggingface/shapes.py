@@ -1,4 +1,4 @@
-"""The shape of every tensor of a Hugging Face model, as its description says."""
+"""The expected shape of every tensor of a Hugging Face model."""
 
 import re
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from megatron.fsdp.checkpoint.lazy import LazyTensor
 from megatron.fsdp.convert.huggingface.model import Model
 
-# Names without the layer's number, and what each dimension counts: see ``_sizes``.
+# Names without layer and expert numbers, and the size of each dimension as a word of ``_sizes``.
 _SHAPES = {
     "embed_tokens.weight": "vocabulary hidden",
     "norm.weight": "hidden",
@@ -53,39 +53,39 @@ _NUMBERS = re.compile(r"^model\.(?:layers\.\d+\.)?|(?<=experts\.)\d+\.")
 
 
 def shape_of(name: str, model: Model) -> tuple[int, ...]:
-    """The shape of a tensor.
+    """Return the expected shape of a tensor.
 
     Args:
-        name: Hugging Face's, of one of the tables' entries.
-        model: Described.
+        name: Hugging Face's name, from one of the name tables.
+        model: The model.
 
     Raises:
-        KeyError: No model has such a tensor, or this one has not.
+        KeyError: The model has no such tensor.
     """
     sizes = _sizes(model)
     return tuple(sizes[word] for word in _SHAPES[_NUMBERS.sub("", name)].split())
 
 
-def require_shapes(tensors: Mapping[str, LazyTensor], model: Model, said_by: str) -> None:
-    """Compare the shapes of tensors with those that a model has.
+def require_shapes(tensors: Mapping[str, LazyTensor], model: Model, source: str) -> None:
+    """Compare the shapes of tensors with the expected shapes.
 
     Args:
         tensors: By Hugging Face's name.
-        model: Described.
-        said_by: What the description was made from, for the message.
+        model: The model.
+        source: What the model's description was made from, for the message.
 
     Raises:
-        ValueError: Some differ; all of them are listed.
+        ValueError: Shapes differ. The message lists all of them.
     """
     shapes = {name: (shape_of(name, model), tensor.shape) for name, tensor in tensors.items()}
     wrong = [f"{name}: expected {want}; got {have}" for name, (want, have) in sorted(shapes.items()) if want != have]
     if wrong:
         lines = "\n  ".join(wrong)
-        raise ValueError(f"{len(wrong)} tensors have another shape than by {said_by}:\n  {lines}")
+        raise ValueError(f"{len(wrong)} tensors have another shape than expected from {source}:\n  {lines}")
 
 
 def _sizes(model: Model) -> dict[str, int]:
-    """What dimensions count, by word."""
+    """Sizes of dimensions, by the words of ``_SHAPES``."""
     sizes, attention = model.sizes, model.attention
     found = {
         "vocabulary": sizes.vocabulary,

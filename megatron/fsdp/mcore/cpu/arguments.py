@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from argparse import Namespace
 from collections.abc import Callable
@@ -65,12 +64,7 @@ def adjust(args: Namespace) -> list[Adjustment]:
     return changed
 
 
-def adjusting(validate_args: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap Megatron's argument validation, so that it judges the adjusted arguments."""
-
-    @functools.wraps(validate_args)
-    def validate_adjusted(args: Namespace, *rest: Any, **kwargs: Any) -> Any:
-        adjust(args)
-        return validate_args(args, *rest, **kwargs)
-
-    return validate_adjusted
+def validate_adjusted(original: Callable[..., Any], args: Namespace, *rest: Any, **kwargs: Any) -> Any:
+    """Adjust the arguments, then validate them."""
+    adjust(args)
+    return original(args, *rest, **kwargs)

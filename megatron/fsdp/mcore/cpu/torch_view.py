@@ -6,11 +6,11 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable, Mapping
-from types import ModuleType
 from typing import Any
 
 import torch
 
+from megatron.fsdp.helpers.views import View
 from megatron.fsdp.mcore.cpu.cuda_stand_in import CPU
 
 
@@ -115,18 +115,6 @@ def loader_class(real: Any) -> type:
     return StandInClass("DataLoader", (), {"real": real, "create": staticmethod(create)})
 
 
-class View(ModuleType):
-    """A module that has its own values for some names and the real module's for all others."""
-
-    def __init__(self, real: ModuleType, own: Mapping[str, Any]) -> None:
-        super().__init__(real.__name__, real.__doc__)
-        self.__dict__.update(own)
-        self.__dict__["_real"] = real
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_real"], name)
-
-
 def build_views(replaced: Mapping[str, Mapping[str, Any]]) -> dict[str, View]:
     """Build a view of each module, and of the packages it is in.
 
@@ -148,8 +136,14 @@ def build_views(replaced: Mapping[str, Mapping[str, Any]]) -> dict[str, View]:
     return views
 
 
-def called_from(packages: tuple[str, ...], depth: int = 2) -> bool:
-    """Tell whether the function `depth` frames up belongs to a module of one of these packages."""
+def called_from(packages: tuple[str, ...], depth: int = 3) -> bool:
+    """Whether a module of one of these packages has called the function that is being replaced.
+
+    Args:
+        packages: The packages.
+        depth: How many frames up the caller is: above it are this function, the replacement, and the function that
+            ``helpers.patches`` puts around it.
+    """
     return is_within(sys._getframe(depth).f_globals.get("__name__", ""), packages)
 
 

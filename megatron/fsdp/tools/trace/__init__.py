@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.fsdp.module import MegatronFSDP
-from megatron.fsdp.optim.hooks import owners
+from megatron.fsdp.runtime.engine import Engine, engines_of
 from megatron.fsdp.tools.trace.clock import Meeting, clock_of, meet, offset
 from megatron.fsdp.tools.trace.recorder import StepRecorder
 from megatron.fsdp.tools.trace.timeline import Kind, RankTrace, Row, Span, Timeline, UnitTimes, mark_late_ranks
@@ -29,14 +29,14 @@ __all__ = ["Kind", "RankTrace", "Row", "Span", "Timeline", "UnitTimes", "trace_s
 
 
 @contextmanager
-def trace_step(model: nn.Module, all_ranks: bool = True) -> Iterator[Timeline]:
+def trace_step(model: nn.Module | Engine, all_ranks: bool = True) -> Iterator[Timeline]:
     """Record everything that runs in the context.
 
     The ranks synchronize a few times on entry, to compare their clocks. On exit, the first rank collects the recordings
     of all ranks. The context itself does not add communication.
 
     Args:
-        model: A sharded model, or a module that contains one.
+        model: A sharded model, a module that contains one, or the engine of one.
         all_ranks: Whether all ranks that the model is sharded over enter the context, so that the first rank collects
             all recordings. If False, every rank that enters it keeps its own recording, and clocks are not compared.
 
@@ -62,8 +62,11 @@ def trace_step(model: nn.Module, all_ranks: bool = True) -> Iterator[Timeline]:
     timeline.ranks = _collect(mine, meetings, group) if all_ranks else [mine]
 
 
-def _engine_of(model: nn.Module) -> MegatronFSDP:
-    found = [module for module in model.modules() if isinstance(module, MegatronFSDP)] or owners(model.parameters())
+def _engine_of(model: nn.Module | Engine) -> Engine:
+    if isinstance(model, Engine):
+        return model
+    wrappers = [module.engine for module in model.modules() if isinstance(module, MegatronFSDP)]
+    found = wrappers or engines_of(model.parameters())
     if len(found) != 1:
         raise ValueError(f"trace_step: expected one sharded model; got {len(found)} in {type(model).__name__}.")
     return found[0]

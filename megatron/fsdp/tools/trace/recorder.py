@@ -16,7 +16,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from megatron.fsdp.comm.streams import Handle, Stream, Task
-from megatron.fsdp.module import MegatronFSDP
+from megatron.fsdp.runtime.autograd import in_backward
+from megatron.fsdp.runtime.engine import Engine
 from megatron.fsdp.runtime.unit import Unit
 from megatron.fsdp.tools.trace.clock import Clock
 from megatron.fsdp.tools.trace.timeline import Kind, RankTrace, Row, Span
@@ -152,20 +153,24 @@ class _TracedHandle(Handle):
         return self._handle.ended
 
     def wait(self) -> None:
-        with self._track.during(self._work._replace(row=Row.WAITS, backward=_in_backward(), size=0)):
+        with self._track.during(self._work._replace(row=Row.WAITS, backward=in_backward(), size=0)):
             self._handle.wait()
+
+
+# Methods of the engine that are called between passes.
+_METHODS = ("finish_gradients", "start_reductions", "unshard_persistent", "prefetch_first", "invalidate_weights")
 
 
 class StepRecorder:
     """Records one model on this rank from :meth:`start` to :meth:`stop`.
 
     Args:
-        model: The model.
+        engine: Engine of the model.
         clock: The clock of the model's device.
     """
 
-    def __init__(self, model: MegatronFSDP, clock: Clock) -> None:
-        self._model = model
+    def __init__(self, engine: Engine, clock: Clock) -> None:
+        self._observed = engine
         self._clock = clock
         self._replacements = Replacements()
         self._optimizer_hooks: list[Any] = []
@@ -184,7 +189,7 @@ class StepRecorder:
     def start(self) -> None:
         """Replace methods and start recording."""
         self._track = ComputeTrack(self._clock)
-        schedule = self._model._schedule
+        schedule = self._observed.schedule
         hooks: dict[str, Callable[..., Any]] = {
             "before_forward": self._before_forward,
             "after_forward": self._after_forward,
@@ -194,12 +199,18 @@ class StepRecorder:
         }
         for name, around in hooks.items():
             self._replacements.replace(schedule, name, around)
-        for name in ("finish_grad_sync", "start_grad_sync", "start_param_sync", "install_optimized_model_weights"):
-            self._replacements.replace(self._model, name, self._engine)
-        for unit in self._model._units:
+        for name in (
+            "finish_gradients",
+            "start_reductions",
+            "unshard_persistent",
+            "prefetch_first",
+            "invalidate_weights",
+        ):
+            self._replacements.replace(self._observed, name, self._engine)
+        for unit in self._observed.units:
             self._watch_unit(unit)
-        streams = {id(group.weights._stream): group.weights._stream for group in self._model.groups}
-        streams[id(self._model._stream)] = self._model._stream
+        streams = {id(group.weights.stream): group.weights.stream for group in self._observed.groups}
+        streams[id(self._observed.context.stream)] = self._observed.context.stream
         self._streams = list(streams.values())
         for stream in self._streams:
             self._replacements.replace(stream, "run", self._run)
@@ -210,11 +221,8 @@ class StepRecorder:
 
     def _watch_unit(self, unit: Unit) -> None:
         for group in unit.groups:
-            numel = group.layout.numel
-            gather = Activity(Row.GATHERS, Kind.GATHER, unit.label, size=numel * group.dtypes.compute.itemsize)
-            reduce = Activity(
-                Row.REDUCTIONS, Kind.REDUCTION, unit.label, size=numel * group.gradients.sent_dtype.itemsize
-            )
+            gather = Activity(Row.GATHERS, Kind.GATHER, unit.label, size=group.unshard_bytes)
+            reduce = Activity(Row.REDUCTIONS, Kind.REDUCTION, unit.label, size=group.reduce_bytes)
             for owner, name, work in (
                 (group.weights, "unshard", gather),
                 (group.gradients, "reduce", reduce),
@@ -223,9 +231,10 @@ class StepRecorder:
                 self._replacements.replace(owner, name, functools.partial(self._issue, work))
             # Communication in flight was issued before the methods were replaced, so wrap its handles here.
             weights, gradients = group.weights, group.gradients
-            if weights._handle is not None:
-                weights._handle = self._numbered(weights._handle, gather)
-            gradients._handles[:] = [self._numbered(handle, reduce) for handle in gradients._handles]
+            if weights.handle is not None:
+                weights.handle = self._numbered(weights.handle, gather)
+            started = gradients.in_flight.handles
+            started[:] = [self._numbered(handle, reduce) for handle in started]
 
     def _numbered(self, handle: Handle, work: Activity) -> Handle:
         return _TracedHandle(handle, work._replace(work=next(self._works)), self.track)
@@ -243,19 +252,19 @@ class StepRecorder:
         for stream in self._streams:
             stream.run(lambda: None).wait()
         self._clock.synchronize()
-        dense = self._model.index.dense
+        dense = self._observed.index.dense
         time = self._clock.time
         marked = [*self.track.passed, *self._communicated]
         spans = [Span(*a[:4], time(start), time(end), a.size, a.work) for a, start, end in marked]
         return RankTrace(
             rank=rank,
-            device=_device_name(self._model.device),
-            units=tuple(unit.label for unit in self._model._units),
+            device=_device_name(self._observed.device),
+            units=tuple(unit.label for unit in self._observed.units),
             start=time(self.track.start),
             end=time(self.track.end),
             spans=tuple(sorted(spans, key=lambda span: span.start)),
             clock_error=self._clock.error,
-            all_meet=all(group.axes is dense and dense.outer is None for group in self._model.groups),
+            all_meet=all(group.axes is dense and dense.outer is None for group in self._observed.groups),
         )
 
     # Communication ---------------------------------------------------------------------------------------------
@@ -270,7 +279,7 @@ class StepRecorder:
 
     def _run(self, run: Callable[[Task], Handle], task: Task) -> Handle:
         """Replaces :meth:`megatron.fsdp.comm.streams.Stream.run`."""
-        work = self._work._replace(backward=_in_backward(), work=next(self._works))
+        work = self._work._replace(backward=in_backward(), work=next(self._works))
 
         def timed() -> None:
             start = self._clock.mark()
@@ -288,7 +297,7 @@ class StepRecorder:
             return method(*args, **kwargs)
 
     def _before_forward(self, method: Callable[[Unit], bool], unit: Unit) -> bool:
-        if unit.is_root and not _in_backward():
+        if unit.is_root and not in_backward():
             # Activities that an exception ended have not been left.
             self.track.leave_all((Kind.FORWARD, Kind.RECOMPUTATION, Kind.BACKWARD, Kind.ENGINE))
         with self.track.during(_engine_of(unit), then=_computing(_forward_kind(), unit)):
@@ -329,10 +338,6 @@ class StepRecorder:
             self.track.leave(engine)
 
 
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
-
-
 def _computing(kind: Kind, unit: Unit) -> Activity:
     return Activity(Row.COMPUTE, kind, unit.label, kind is not Kind.FORWARD)
 
@@ -342,11 +347,11 @@ def _is_inside(label: str, unit: Unit) -> bool:
 
 
 def _forward_kind() -> Kind:
-    return Kind.RECOMPUTATION if _in_backward() else Kind.FORWARD
+    return Kind.RECOMPUTATION if in_backward() else Kind.FORWARD
 
 
 def _engine_of(unit: Unit) -> Activity:
-    return _ENGINE._replace(unit=unit.label, backward=_in_backward())
+    return _ENGINE._replace(unit=unit.label, backward=in_backward())
 
 
 def _device_name(device: torch.device) -> str:

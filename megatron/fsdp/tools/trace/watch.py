@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from megatron.fsdp.module import MegatronFSDP
-from megatron.fsdp.optim.hooks import owners
+from megatron.fsdp.runtime.engine import Engine, engines_of
 from megatron.fsdp.tools.trace.recorder import Replacements
 from megatron.fsdp.tools.trace.timeline import Timeline
 
@@ -32,7 +31,7 @@ class StepWatcher:
 
     def __init__(
         self,
-        trace: Callable[[MegatronFSDP], AbstractContextManager[Timeline]],
+        trace: Callable[[Engine], AbstractContextManager[Timeline]],
         passes: int,
         finished: Callable[[Timeline], None],
     ) -> None:
@@ -57,20 +56,20 @@ class StepWatcher:
         The recording is not started and stopped in hooks, because torch iterates over the hooks while they run, and the
         recorder adds and removes some.
         """
-        models = owners(p for group in optimizer.param_groups for p in group["params"])
-        if self._replacements is None and models:
+        engines = engines_of(p for group in optimizer.param_groups for p in group["params"])
+        if self._replacements is None and engines:
             self._remaining -= 1
             self._replacements = Replacements()
-            self._replacements.replace(optimizer, "step", functools.partial(self._step, models[0]))
+            self._replacements.replace(optimizer, "step", functools.partial(self._step, engines[0]))
 
-    def _step(self, model: MegatronFSDP, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _step(self, engine: Engine, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = step(*args, **kwargs)
         if self._context is not None:
             self._finish(self._context)
         elif not self.done:
             self._remaining -= 1
             if self._remaining == 0:
-                self._context = self._trace(model)
+                self._context = self._trace(engine)
                 self._timeline = self._context.__enter__()
         return result
 

@@ -1,0 +1,101 @@
+"""What devices and the backends of process groups can do. No module outside this package compares their names."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Backend:
+    """The backend that a process group uses for the tensors of one device.
+
+    Attributes:
+        name: Name in torch, such as ``"nccl"``.
+        on_host: The tensors are in host memory. The host then waits for a collective, and such a wait can be ended.
+    """
+
+    name: str
+    on_host: bool
+
+    @property
+    def moves_data(self) -> bool:
+        """False for the fake backend, whose collectives do nothing."""
+        return self.name != "fake"
+
+    @property
+    def can_average(self) -> bool:
+        """True if a reduction can divide by the number of ranks."""
+        return self.name != "gloo"
+
+    @property
+    def prefers_sends(self) -> bool:
+        """True if collectives that are made of sends (:mod:`megatron.fsdp.comm.gloo`) are faster than its own."""
+        return self.name == "gloo" and self.on_host
+
+    @property
+    def holds_tensors(self) -> bool:
+        """True if its threads may hold a tensor for a moment after the collective that used it has ended."""
+        return self.name == "gloo" or self.on_host
+
+    @property
+    def ends_process(self) -> bool:
+        """True if it ends the process when a collective takes longer than the group's timeout."""
+        return self.name == "nccl"
+
+    @property
+    def registers_memory(self) -> bool:
+        """True if it can use memory that is registered with it without copies."""
+        return self.name == "nccl"
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> Backend:
+    """The backend of ``group`` for tensors on ``device``; its name is empty if the group has none for them."""
+    return Backend(_names(group).get(device.type, ""), device.type == HOST.type)
+
+
+def moves_data(group: dist.ProcessGroup) -> bool:
+    """False if collectives of the group do nothing."""
+    return any(Backend(name, on_host=False).moves_data for name in _names(group).values())
+
+
+def _names(group: dist.ProcessGroup) -> dict[str, str]:
+    """Names of the group's backends by device type.
+
+    ``dist.get_backend`` gives a single name. For a group with several backends, or with the default ones, that is
+    neither: it may be the whole ``"cpu:gloo,cuda:nccl"``, or ``"undefined"``.
+    """
+    pairs = (pair.partition(":") for pair in dist.get_backend_config(group).split(","))
+    return {device: name for device, _, name in pairs}
+
+
+def is_communication_error(error: BaseException) -> bool:
+    """True for errors of collectives. gloo's have no class that would tell."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error)
+
+
+def runs_ahead(device: torch.device) -> bool:
+    """True if the host goes on while ``device`` computes."""
+    return device.type == "cuda"
+
+
+def is_on_host(device: torch.device) -> bool:
+    """True if tensors on ``device`` are in host memory."""
+    return device.type == HOST.type
+
+
+def local_device(device_type: str) -> torch.device:
+    """The device of a type that this process computes on."""
+    return (
+        torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device(device_type)
+    )
+
+
+def default_device(module: torch.nn.Module) -> torch.device:
+    """Where a model computes if the user does not say: where it is, or else the current CUDA device if there is one."""
+    first = next(module.parameters(), None)
+    if first is not None and first.device.type not in ("cpu", "meta"):
+        return first.device
+    return local_device("cuda" if torch.cuda.is_available() else "cpu")

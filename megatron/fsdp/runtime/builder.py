@@ -1,0 +1,270 @@
+"""Builds engines: checks a model and divides it into units, then allocates their buffers."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from megatron.fsdp.buffers.parameter_group import ParameterGroup
+from megatron.fsdp.buffers.pool import AllocatorPool, FixedPool, Pool, Slot
+from megatron.fsdp.comm.backends import HOST, backend_of, default_device
+from megatron.fsdp.comm.context import CommContext
+from megatron.fsdp.comm.journal import Channel, watch
+from megatron.fsdp.comm.process_groups import require_process_group
+from megatron.fsdp.comm.registered_memory import NcclMemory
+from megatron.fsdp.config import FSDPConfig
+from megatron.fsdp.dtensor import torch_patches
+from megatron.fsdp.init.deferred import forget
+from megatron.fsdp.init.materialize import check_can_materialize, comes_last, initialize, materialize_buffers
+from megatron.fsdp.runtime.agreement import Agreement, fingerprint, propagate_errors
+from megatron.fsdp.runtime.engine import Engine, Resources
+from megatron.fsdp.runtime.partition import (
+    UnitClasses,
+    UnitPart,
+    check_devices,
+    check_dtypes,
+    check_not_wrapped,
+    mark_owner,
+    partition,
+    resolve_unit_classes,
+    root_modules,
+    tensor_parallel_mesh,
+)
+from megatron.fsdp.runtime.structure import keep_structure
+from megatron.fsdp.runtime.unit import Unit
+from megatron.fsdp.sharding.mesh import FSDPDistributedIndex, default_index
+from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
+
+
+@dataclass(frozen=True)
+class UnitSettings:
+    """Settings that may differ between the units of a model.
+
+    Attributes:
+        policy: Dtypes.
+        shard_granularity: The smallest piece of a parameter that is not divided between ranks.
+        keeps_weights: Weights stay unsharded from a forward until its backward.
+        divisor: Divides the sum of gradients. None: the number of ranks.
+    """
+
+    policy: MixedPrecisionPolicy
+    shard_granularity: str
+    keeps_weights: bool = False
+    divisor: float | None = None
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """A model that passed all checks and was divided into units. Nothing is allocated, and no rank has been waited for.
+
+    Attributes:
+        module: The model.
+        root: Its units.
+        config: Settings.
+        index: Mesh and process groups.
+        device: Device of the computation.
+        settings_of: Settings of one unit.
+        reshards: Weights of units are freed between passes; False if every rank keeps whole compute weights.
+        channel: Records the model's collectives.
+        agreement: Comparison of the model between ranks; not started yet.
+    """
+
+    module: nn.Module
+    root: UnitPart
+    config: FSDPConfig
+    index: FSDPDistributedIndex
+    device: torch.device
+    settings_of: Callable[[UnitPart], UnitSettings]
+    reshards: bool
+    channel: Channel
+    agreement: Agreement
+
+
+def examine(
+    module: nn.Module,
+    config: FSDPConfig,
+    index: FSDPDistributedIndex | None = None,
+    unit_modules: UnitClasses | None = None,
+    device: torch.device | str | None = None,
+    settings_of: Callable[[UnitPart], UnitSettings] | None = None,
+) -> Blueprint:
+    """Check that a model can be sharded, and divide it into units.
+
+    Args:
+        module: The model.
+        config: Settings.
+        index: Mesh and process groups. None: one axis over all ranks.
+        unit_modules: Classes of the modules that are units. None: the model is one unit whose weights stay whole.
+        device: Device of the computation. None: that of the parameters, or the current CUDA device if there is one.
+        settings_of: Settings of one unit. None: those of ``config``.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialized.
+        ValueError: The model or a setting is invalid. Ranks that wait for this one raise the error, too.
+    """
+    require_process_group()
+    torch_patches.apply()
+    device = torch.device(device) if device is not None else default_device(module)
+    check_not_wrapped(module)
+    index = index or default_index(device)
+    channel = watch(index.dense.dp_group, device)
+    with propagate_errors(index):
+        root = _check_and_divide(module, config, index, unit_modules, device)
+    reshards = unit_modules is not None or bool(root.children)
+
+    def settings_to_compare(part: UnitPart) -> str:
+        if settings_of is not None:
+            own = settings_of(part)
+            divisor = "" if own.divisor is None else f", gradients divided by {own.divisor}"
+            return f"{own.policy}, reshard_after_forward={not own.keeps_weights}{divisor}"
+        return f"weights are resharded: {reshards}" if part is root else ""
+
+    agreement = Agreement(index, *fingerprint(root, config, index, settings_to_compare))
+    common = UnitSettings(config.mixed_precision_policy, config.shard_granularity)
+    return Blueprint(
+        module, root, config, index, device, settings_of or (lambda part: common), reshards, channel, agreement
+    )
+
+
+def _check_and_divide(
+    module: nn.Module,
+    config: FSDPConfig,
+    index: FSDPDistributedIndex,
+    unit_modules: UnitClasses | None,
+    device: torch.device,
+) -> UnitPart:
+    check_devices(module, device, config.init_model_with_meta_device)
+    if config.init_model_with_meta_device:
+        check_can_materialize(module)
+    check_dtypes(module, config.mixed_precision_policy)
+    classes = resolve_unit_classes(module, unit_modules)
+    tensor_parallel_mesh(module, index)
+    if config.average_in_collective and not backend_of(index.dense.inner, device).can_average:
+        raise ValueError("average_in_collective: gloo can sum only. Leave it off; the result is the same.")
+    return partition(module, classes, config.enable_fine_grained_param_gather)
+
+
+def build_engine(blueprint: Blueprint) -> Engine:
+    """Shard the model: allocate buffers, move parameters into them, and hook the units' modules."""
+    module, config, device = blueprint.module, blueprint.config, blueprint.device
+    context = CommContext.of(
+        device,
+        HOST if config.offload_optimizer else device,
+        blueprint.index.dense.dp_group,
+        blueprint.channel,
+        separate_unshards=blueprint.index.has_gather_group,
+    )
+    modules_without_parameters = materialize_buffers(module, device)
+    for buffer in module.buffers():
+        if buffer.device != device:
+            buffer.data = buffer.data.to(device)
+    pool, nccl_memory = _fixed_pool(config, blueprint.index, device)
+    units = _build_units(blueprint, context, pool, modules_without_parameters)
+    resources = Resources(context, pool, nccl_memory, blueprint.agreement)
+    unit_of: weakref.WeakKeyDictionary[nn.Module, Unit] = weakref.WeakKeyDictionary()
+    for unit, (part, _) in zip(units, preorder(blueprint.root), strict=True):
+        # Units inside this one come later and overwrite what belongs to them.
+        unit_of.update((each, unit) for each in part.module.modules())
+    engine = Engine(units, config, blueprint.index, resources, unit_of)
+    for unit, (part, _) in zip(units, preorder(blueprint.root), strict=True):
+        unit.channel = blueprint.channel
+        unit.install_hooks(root_modules(part.module) if unit.is_root else [part.module], engine.schedule)
+        for group in unit.groups:
+            group.show(compute=False)
+            if config.fused_weight_gradients and group.requires_grad:
+                group.let_kernels_write()
+    for param in engine.params():
+        for parameter in (param.original, param.compute, param.main):
+            mark_owner(parameter, engine)
+    if config.init_model_with_meta_device:
+        forget(module)
+    keep_structure(module, engine)
+    return engine
+
+
+def _fixed_pool(
+    config: FSDPConfig, index: FSDPDistributedIndex, device: torch.device
+) -> tuple[FixedPool | None, NcclMemory | None]:
+    """The pool of fixed buffers, if the settings ask for one, and its memory if that is registered with NCCL."""
+    if config.nccl_ub:
+        groups = list(dict.fromkeys([*index.dense.groups, index.dense.gather]))
+        memory = NcclMemory(groups, device, not config.disable_symmetric_registration)
+        return FixedPool(config.max_unsharded_units, memory.allocation), memory
+    return (FixedPool(config.max_unsharded_units) if config.fsdp_double_buffer else None), None
+
+
+def preorder(part: UnitPart, depth: int = 0) -> Iterator[tuple[UnitPart, int]]:
+    """A unit before the units inside it, each with the number of units around it: the order of ``Engine.units``."""
+    yield part, depth
+    for child in part.children:
+        yield from preorder(child, depth + 1)
+
+
+def creation_order(part: UnitPart, follow_recording: bool) -> list[UnitPart]:
+    """The order in which units get their values: as in :func:`preorder`, unless the model was built otherwise.
+
+    Random numbers must be drawn in the order in which they were drawn when the model was built: where a unit's own
+    parameters were made after those of the units inside it, the unit comes last.
+
+    Args:
+        part: The root of the units to order.
+        follow_recording: Look at the recorded order of initialization (:mod:`megatron.fsdp.init.deferred`).
+    """
+    inside = [unit for child in part.children for unit in creation_order(child, follow_recording)]
+    last = follow_recording and comes_last(part.params, part.params_inside)
+    return [*inside, part] if last else [part, *inside]
+
+
+def _build_units(
+    blueprint: Blueprint, context: CommContext, fixed: FixedPool | None, modules_without_parameters: list[nn.Module]
+) -> list[Unit]:
+    config, index = blueprint.config, blueprint.index
+    tp_mesh = tensor_parallel_mesh(blueprint.module, index)
+    parts = list(preorder(blueprint.root))
+    pools = [_pool_of_unit(fixed, number, depth, config) for number, (_, depth) in enumerate(parts)]
+    places = {id(part): place for place, (part, _) in enumerate(parts)}
+    units: dict[int, Unit] = {}
+    for part in creation_order(blueprint.root, config.init_model_with_meta_device):
+        place, settings = places[id(part)], blueprint.settings_of(part)
+        own = dataclasses.replace(
+            config, mixed_precision_policy=settings.policy, shard_granularity=settings.shard_granularity
+        )
+        own = own if blueprint.reshards else own.with_whole_weights()
+        pool, slot = pools[place]
+        groups = [ParameterGroup(params, own, index, context, pool, tp_mesh) for params in part.groups]
+        empty = [group for group in groups if not group.initialized]
+        if empty or (place == 0 and modules_without_parameters):
+            params = [param for group in empty for param in group.params]
+            initialize(params, blueprint.device, modules_without_parameters)
+            modules_without_parameters = []
+        for group in empty:
+            group.initialize_main()
+        units[place] = unit = Unit(part.name, groups, [], slot)
+        unit.keeps_weights = settings.keeps_weights
+        if settings.divisor is not None:
+            unit.rescale_gradients(index.size / settings.divisor)
+    for part, _ in parts:
+        units[places[id(part)]].children += [units[places[id(child)]] for child in part.children]
+    return [units[place] for place in range(len(parts))]
+
+
+def _pool_of_unit(fixed: FixedPool | None, number: int, depth: int, config: FSDPConfig) -> tuple[Pool, Slot | None]:
+    """The pool of a unit's temporary buffers, and its slot if the pool has fixed buffers.
+
+    Args:
+        fixed: The model's fixed buffers, if it has any.
+        number: Place of the unit in ``Engine.units``.
+        depth: Number of units around it.
+        config: Settings.
+    """
+    if fixed is None:
+        return AllocatorPool(), None
+    # A unit inside another one may find the slot that they would share taken by the outer unit.
+    own = depth == 0 or (depth > 1 and config.fsdp_db_use_persist_buf_on_alloc_fail)
+    pool = fixed.for_unit(number, depth, shared=not own)
+    return pool, pool.slot

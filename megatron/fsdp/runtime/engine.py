@@ -1,0 +1,368 @@
+"""Engine: one sharded model between the start of a forward and the optimizer's step."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron.fsdp.buffers.parameter import ShardedParameter
+from megatron.fsdp.buffers.parameter_group import ParameterGroup
+from megatron.fsdp.buffers.pool import FixedPool
+from megatron.fsdp.buffers.weights import WeightBuffer
+from megatron.fsdp.comm.collectives import all_reduce, broadcast
+from megatron.fsdp.comm.context import CommContext
+from megatron.fsdp.comm.journal import report_on_failure
+from megatron.fsdp.comm.registered_memory import NcclMemory
+from megatron.fsdp.config import FSDPConfig
+from megatron.fsdp.dtensor.ragged_dtensor import local_shard
+from megatron.fsdp.runtime.agreement import Agreement
+from megatron.fsdp.runtime.partition import owner_of
+from megatron.fsdp.runtime.schedule import Limits, Schedule
+from megatron.fsdp.runtime.unit import Unit
+from megatron.fsdp.sharding.mesh import FSDPDistributedIndex
+
+
+@dataclass
+class _Synchronization:
+    """Which backward passes synchronize gradients.
+
+    Attributes:
+        after_every_backward: Every backward ends with reduced gradients in ``.grad``.
+        is_last_microbatch: The next backward is the last one before the optimizer's step.
+        pending: A backward has ended since gradients were last synchronized.
+        microbatch_count: Number of such backward passes.
+    """
+
+    after_every_backward: bool
+    is_last_microbatch: bool = True
+    pending: bool = False
+    microbatch_count: int = 0
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What the engine of one model communicates with.
+
+    Attributes:
+        context: Devices, streams and process groups.
+        pool: Fixed buffers; None if temporary buffers come from torch's allocator.
+        nccl_memory: Registers the buffers of ``pool`` with NCCL; None if they are not registered.
+        agreement: Comparison of the model between ranks.
+    """
+
+    context: CommContext
+    pool: FixedPool | None
+    nccl_memory: NcclMemory | None
+    agreement: Agreement
+
+
+class Engine:
+    """Shards one model: owns its units and their buffers, and decides when they communicate.
+
+    It does not hold the model's outermost module, so that deleting the model frees its memory at once. The wrapper
+    :class:`megatron.fsdp.MegatronFSDP` and the modules that :mod:`megatron.fsdp.fsdp2` shards in place each own one.
+    :func:`megatron.fsdp.runtime.builder.build_engine` makes it.
+
+    Args:
+        units: All units of the model; the root first, then in the order of registration.
+        config: Settings.
+        index: Mesh and process groups.
+        resources: Streams, memory and the comparison between ranks.
+        unit_of: The innermost unit around each module of the model.
+    """
+
+    def __init__(
+        self,
+        units: list[Unit],
+        config: FSDPConfig,
+        index: FSDPDistributedIndex,
+        resources: Resources,
+        unit_of: weakref.WeakKeyDictionary[nn.Module, Unit],
+    ) -> None:
+        self.units = units
+        self.config = config
+        self.index = index
+        self.resources = resources
+        self._unit_of = unit_of
+        self._sync = _Synchronization(config.sync_model_each_microbatch)
+        self.schedule = Schedule(
+            units,
+            Limits(
+                unsharded=config.max_unsharded_units,
+                reducing=config.max_reducing_units,
+                prefetch=config.overlap_param_gather and config.max_unsharded_units > 1,
+                wait_for_reduction=not config.overlap_grad_reduce,
+            ),
+            exchange=resources.context.exchange,
+            on_backward_end=self._backward_ended,
+        )
+        self._update_reduce_now()
+
+    # Structure -------------------------------------------------------------------------------------------------
+
+    @property
+    def groups(self) -> list[ParameterGroup]:
+        """All parameter groups, unit by unit."""
+        return [group for unit in self.units for group in unit.groups]
+
+    @property
+    def unit_names(self) -> list[str]:
+        """Names of the units' modules; the root's is empty."""
+        return [unit.name for unit in self.units]
+
+    @property
+    def context(self) -> CommContext:
+        """Devices, streams and process groups."""
+        return self.resources.context
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the computation."""
+        return self.context.device
+
+    @property
+    def pool(self) -> FixedPool | None:
+        """The fixed buffers; None if temporary buffers come from torch's allocator."""
+        return self.resources.pool
+
+    def params(self) -> Iterator[ShardedParameter]:
+        """All parameters, each once."""
+        for group in self.groups:
+            yield from group.params
+
+    def unit_around(self, module: nn.Module) -> Unit | None:
+        """The innermost unit that contains ``module``; None if it is no part of the model."""
+        return self._unit_of.get(module)
+
+    # Ranks -----------------------------------------------------------------------------------------------------
+
+    def agree(self) -> None:
+        """Wait until all ranks have compared their models; raise if they differ. Does nothing afterwards.
+
+        Raises:
+            ValueError: Ranks have different models or settings. All of them raise.
+            RuntimeError: A rank did not arrive in time.
+        """
+        self.resources.agreement.wait(self.context.channel)
+
+    def on_any_rank(self, flags: list[bool]) -> list[bool]:
+        """For each flag, whether any rank has set it. A collective: all ranks pass the same number of flags."""
+        result, handle = self.context.any_rank(flags)
+        with report_on_failure():
+            handle.wait()
+        return [bool(flag) for flag in result.tolist()]
+
+    def average_buffers(self, module: nn.Module) -> None:
+        """Replace floating-point buffers of ``module`` by their mean over the data-parallel ranks. A collective."""
+        size = self.index.dense.dp_group.size()
+        for buffer in module.buffers():
+            if buffer.is_floating_point():
+                reduce = functools.partial(all_reduce, buffer, dist.ReduceOp.SUM, self.context.dp_group)
+                self.context.stream.run(reduce).wait()
+                buffer.div_(size)
+
+    # Which backward synchronizes ---------------------------------------------------------------------------------
+
+    @property
+    def is_last_microbatch(self) -> bool:
+        """Whether the next backward is the last one before the optimizer's step. Settable."""
+        return self._sync.is_last_microbatch
+
+    @is_last_microbatch.setter
+    def is_last_microbatch(self, value: bool) -> None:
+        self._sync.is_last_microbatch = value
+        self._update_reduce_now()
+
+    @property
+    def model_auto_sync(self) -> bool:
+        """Whether every backward ends with reduced gradients in ``.grad``. Settable."""
+        return self._sync.after_every_backward
+
+    @model_auto_sync.setter
+    def model_auto_sync(self, value: bool) -> None:
+        self._sync.after_every_backward = value
+        self._update_reduce_now()
+
+    @property
+    def microbatch_count(self) -> int:
+        """Number of backward passes since gradients were last synchronized."""
+        return self._sync.microbatch_count
+
+    def _update_reduce_now(self) -> None:
+        overlapped = self._sync.is_last_microbatch and self.config.overlap_grad_reduce
+        self.schedule.reduce_now = self._sync.after_every_backward or overlapped
+
+    @contextmanager
+    def synchronizing(self, auto_sync: bool, last: bool | None = None) -> Iterator[None]:
+        """Context with other settings of :attr:`model_auto_sync` and, unless None, :attr:`is_last_microbatch`."""
+        was_auto, was_last = self.model_auto_sync, self.is_last_microbatch
+        self.model_auto_sync = auto_sync
+        self.is_last_microbatch = was_last if last is None else last
+        try:
+            yield
+        finally:
+            self.model_auto_sync, self.is_last_microbatch = was_auto, was_last
+
+    def _backward_ended(self) -> None:
+        self._sync.microbatch_count += 1
+        self._sync.pending = True
+        if self._sync.after_every_backward:
+            self.finish_gradients()
+
+    # Weights ---------------------------------------------------------------------------------------------------
+
+    def invalidate_weights(self) -> None:
+        """Mark compute weights as out of date: main weights have changed, by a step or a load.
+
+        The next unshard of a unit copies from the new main weights.
+        """
+        self.schedule.reset()
+        for unit in self.units:
+            unit.invalidate()
+
+    def show_main(self) -> None:
+        """Make main weights the parameters of all modules, also of units that are unsharded."""
+        self.schedule.show_main()
+
+    def reshard(self) -> None:
+        """Reshard all units and wait for all-gathers in flight; main weights are then the model's parameters."""
+        self.schedule.reset()
+
+    def unshard_persistent(self) -> None:
+        """Unshard, and wait for, all weights that every rank keeps whole."""
+        persistent = [group.weights for group in self.groups if not group.weights.temporary]
+        for weights in persistent:
+            weights.unshard()
+        for weights in persistent:
+            weights.wait()
+
+    @property
+    def units_to_prefetch_first(self) -> list[Unit]:
+        """The units that :meth:`prefetch_first` unshards, in this order, until one whose main weights must not change.
+
+        A unit whose all-gather reads its main weights in place ends the list.
+        """
+        return self.schedule.units_to_prefetch_first()
+
+    def prefetch_first(self, until: Unit | None = None) -> None:
+        """Start to unshard the units that the next forward needs first, up to ``until`` or to the limit in flight."""
+        self.schedule.prefetch_first(until)
+
+    def wait_for_prefetched(self) -> None:
+        """Wait for the all-gathers that :meth:`prefetch_first` has started."""
+        for group in self.groups:
+            group.weights.finish_unshard()
+
+    def broadcast_weights(self) -> None:
+        """Make ranks agree on weights that they may have initialized differently. A collective.
+
+        A shard has one owner and needs no broadcast. Weights that are replicated over an axis become those of the
+        axis's first rank.
+        """
+        for group in self.groups:
+            for axis, placements in zip(group.axes.groups, group.sharding.axes, strict=False):
+                if not placements.shards_optimizer:
+                    self.context.stream.run(functools.partial(self._broadcast, group.weights, axis)).wait()
+        self.invalidate_weights()
+
+    def _broadcast(self, weights: WeightBuffer, axis: dist.ProcessGroup) -> None:
+        # Main weights may be in host memory, and the backend of the axis sends from the computing device only.
+        sent = weights.main.to(self.device)
+        broadcast(sent, 0, self.context.stream.group(axis))
+        weights.main.copy_(sent)
+
+    # Gradients -------------------------------------------------------------------------------------------------
+
+    def start_reductions(self) -> None:
+        """Start to reduce gradients that earlier micro-batches have only accumulated."""
+        self.schedule.reduce_waiting()
+
+    def wait_for_reductions(self) -> None:
+        """Make the computation wait for all reductions in flight."""
+        for group in self.groups:
+            group.gradients.wait()
+
+    def finish_gradients(self) -> None:
+        """Reduce what is left to reduce, wait for it, and put gradients into ``.grad`` of the main weights."""
+        try:
+            self.schedule.reduce_waiting()
+            with report_on_failure():
+                self.schedule.reset()
+                self.wait_for_reductions()
+            # All buffers of a step exist now; registering is a collective, and its order is the same on all ranks.
+            if self.resources.nccl_memory is not None and self.pool is not None:
+                self.resources.nccl_memory.register(self.pool.allocations)
+            arrived = self._attach_gradients()
+        except BaseException:
+            for group in self.groups:
+                group.abandon_gradients()
+            raise
+        self._sync.microbatch_count = 0
+        self._sync.pending = False
+        # Last, because hooks of a gradient may take the optimizer's step.
+        for param in arrived:
+            param.tell_gradient()
+
+    def finish_pending_gradients(self) -> None:
+        """Call :meth:`finish_gradients` if a backward has ended since the last call."""
+        if self._sync.pending:
+            self.finish_gradients()
+
+    def _attach_gradients(self) -> list[ShardedParameter]:
+        groups = [group for group in self.groups if group.requires_grad or group.pending]
+        used = iter(self._used_anywhere(groups))
+        arrived = []
+        for group in groups:
+            flags = [next(used) for _ in group.params]
+            arrived += group.attach_gradients(flags, self.config.zero_unused_gradients)
+        return arrived
+
+    def _used_anywhere(self, groups: list[ParameterGroup]) -> list[bool]:
+        """For each parameter of ``groups``, whether any rank had a gradient for it."""
+        used_here = [flag for group in groups for flag in group.used]
+        trained = [param.trained for group in groups for param in group.params]
+        if self.config.zero_unused_gradients or not used_here:
+            return used_here
+        flags, handle = self.context.any_rank(used_here)
+        # Reading the flags makes the host wait. A rank that used every parameter knows the result without reading.
+        if all(used for used, needed in zip(used_here, trained, strict=True) if needed):
+            return used_here
+        with report_on_failure():
+            handle.wait()
+        return [bool(flag) for flag in flags.tolist()]
+
+    def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
+        """Multiply the gradients in ``.grad`` in place by a number, or by a tensor with one element."""
+        grads = [getattr(param.main, self.config.grad_attribute, None) for param in self.params()]
+        shards = [local_shard(grad) for grad in grads if grad is not None]
+        if isinstance(scaling_factor, torch.Tensor):
+            scaling_factor = scaling_factor.reshape(())
+        torch._foreach_mul_(shards, scaling_factor)
+
+    def clear_gradients(self) -> None:
+        """Drop all gradients: accumulated, reduced, and in ``.grad``."""
+        for group in self.groups:
+            group.clear_gradients()
+
+    def abandon_pass(self) -> None:
+        """Reshard all units, and drop gradients that are not in ``.grad`` yet."""
+        self.schedule.reset()
+        for group in self.groups:
+            group.abandon_gradients()
+
+
+def engines_of(parameters: Iterable[nn.Parameter]) -> list[Engine]:
+    """The engines that the parameters belong to, each once."""
+    found: list[Engine] = []
+    for parameter in parameters:
+        engine = owner_of(parameter)
+        if engine is not None and engine not in found:
+            found.append(engine)
+    return found

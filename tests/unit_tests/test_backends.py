@@ -1,0 +1,54 @@
+"""Only ``megatron.fsdp.comm`` compares names of devices and backends, and it recognizes them in every spelling."""
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import megatron.fsdp
+from megatron.fsdp.comm.backends import backend_of, moves_data
+from tests.ranks import RankPool
+
+ENGINE = Path(megatron.fsdp.__file__).parent
+NAMES = {"nccl", "gloo", "fake", "cuda", "cpu"}
+# These start programs and read files of other programs, and so have devices and process groups of their own.
+OUTSIDE = ("comm", "mcore", "checkpoint", "convert", "tools")
+# It replays the calls of a model's constructor, whose arguments are devices. It needs nothing else of the engine.
+EXCEPTIONS = ("init/deferred.py",)
+
+
+def _literals(file: Path) -> list[str]:
+    texts = (node.value for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant))
+    return [f"{file.name}: {text}" for text in texts if isinstance(text, str) and text.partition(":")[0] in NAMES]
+
+
+def test_no_other_package_names_a_device_or_a_backend() -> None:
+    paths = {file.relative_to(ENGINE): file for file in ENGINE.rglob("*.py")}
+    engine = [f for path, f in paths.items() if path.parts[0] not in OUTSIDE and path.as_posix() not in EXCEPTIONS]
+    assert len(engine) > 40
+    assert [found for file in engine for found in _literals(file)] == []
+
+
+@pytest.mark.parametrize("config", ["cpu:gloo,cuda:nccl", "cuda:nccl,cpu:gloo"])
+def test_a_group_has_a_backend_for_each_device(monkeypatch: pytest.MonkeyPatch, config: str) -> None:
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
+    group: dist.ProcessGroup = object()  # type: ignore[assignment]
+    cpu, cuda = backend_of(group, torch.device("cpu")), backend_of(group, torch.device("cuda", 3))
+    assert cpu.prefers_sends and not cpu.can_average and not cpu.ends_process
+    assert cuda.can_average and cuda.registers_memory and cuda.ends_process
+    assert not cuda.prefers_sends and not cuda.holds_tensors
+    assert moves_data(group)
+
+
+def _of_real_groups() -> list[tuple[str, bool]]:
+    groups = [dist.group.WORLD, dist.new_group([0, 1]), dist.new_group([0, 1], backend="cpu:gloo")]
+    found = [backend_of(group, torch.device("cpu")) for group in groups if group is not None and moves_data(group)]
+    assert groups[0] is not None and backend_of(groups[0], torch.device("meta")).name == ""
+    return [(backend.name, backend.prefers_sends) for backend in found]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="groups over gloo on the CPU")
+def test_gloo_is_recognized_however_the_group_was_made(ranks: RankPool) -> None:
+    assert ranks.run(2, _of_real_groups) == [[("gloo", True)] * 3] * 2
