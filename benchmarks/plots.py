@@ -24,7 +24,7 @@ class Plot:
 
 PLOTS = {
     "step": Plot("step", "milliseconds per step"),
-    "network": Plot("hidden", "part of the communication that is hidden"),
+    "network": Plot("hidden", "fraction of the communication that is hidden"),
     "memory": Plot("peak", "MiB per rank, peak of a step", 1 << 20),
     "optimizer": Plot("optimizer", "milliseconds per optimizer step"),
     "host": Plot("host", "microseconds per unit and step"),

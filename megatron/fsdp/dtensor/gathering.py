@@ -10,7 +10,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from megatron.fsdp.comm.gloo import ensure_released
-from megatron.fsdp.dtensor.placements import SectionedShard, is_ragged, part_of, ragged_axes
+from megatron.fsdp.dtensor.placements import SectionedShard, is_ragged, local_slice, ragged_axes
 
 
 def gather_whole(tensor: DTensor) -> torch.Tensor:
@@ -18,7 +18,7 @@ def gather_whole(tensor: DTensor) -> torch.Tensor:
     spec, mesh = tensor._spec, tensor.device_mesh
     if not is_ragged(spec):
         return _gather_uneven(tensor)
-    part = part_of(spec)
+    mine = local_slice(spec)
     flat = tensor._local_tensor.detach().to(mesh.device_type).reshape(-1)
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
@@ -30,7 +30,7 @@ def gather_whole(tensor: DTensor) -> torch.Tensor:
         bounds = [placement.bounds(first + i * step)[0] for i in range(size)]
         bounds.append(placement.bounds(first + size * step - 1)[1])
         flat = _gather_ranges(flat, bounds, mesh.get_group(axis))
-    own = flat.view(part.shape)
+    own = flat.view(mine.shape)
     for axis, other in enumerate(spec.placements):
         if isinstance(other, (Shard, SectionedShard)):
             own = _gather_chunks(own, other, tensor.shape, mesh, axis)

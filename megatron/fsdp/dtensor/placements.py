@@ -127,7 +127,7 @@ class SectionedShard(_OwnPlacement):
         return [(rows, first + rank * rows) for rows, first in zip(self.sections, firsts, strict=False)]
 
 
-class Part(NamedTuple):
+class LocalSlice(NamedTuple):
     """The elements of a tensor that one rank holds: a range of its flattened tensor-parallel tensor.
 
     Attributes:
@@ -167,7 +167,7 @@ class Part(NamedTuple):
             first += numel
         return found
 
-    def of(self, whole: torch.Tensor) -> torch.Tensor:
+    def take_from(self, whole: torch.Tensor) -> torch.Tensor:
         """Slice a whole tensor, in the shape of the local tensor; a view where possible."""
         own = whole[tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))]
         if self.blocks is not None:
@@ -190,7 +190,7 @@ def ragged_axes(spec: DTensorSpec) -> list[tuple[int, RaggedShard]]:
     return sorted(axes, key=lambda pair: pair[1].stride)
 
 
-def part_of(spec: DTensorSpec) -> Part:
+def local_slice(spec: DTensorSpec) -> LocalSlice:
     """The elements that this rank holds of a tensor with this spec.
 
     Raises:
@@ -213,7 +213,7 @@ def part_of(spec: DTensorSpec) -> Part:
     ragged = ragged_axes(spec)
     if ragged:
         start, stop = ragged[0][1].bounds(sum(coordinate[axis] * p.stride for axis, p in ragged))
-    return Part(tuple(shape), tuple(offset), blocks, start, stop)
+    return LocalSlice(tuple(shape), tuple(offset), blocks, start, stop)
 
 
 def _chunk(size: int, ranks: int, rank: int) -> tuple[int, int]:

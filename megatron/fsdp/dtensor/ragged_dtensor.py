@@ -41,8 +41,8 @@ from megatron.fsdp.dtensor.placements import (
     contiguous_stride,
     is_ragged,
     is_replicated,
+    local_slice,
     narrowed_spec,
-    part_of,
     reported,
     spec_like,
 )
@@ -145,9 +145,9 @@ class RaggedDTensor(_OwnDispatch):
         return copied
 
     def __repr__(self) -> str:  # type: ignore[override]
-        part = part_of(self._spec)
+        mine = local_slice(self._spec)
         return (
-            f"RaggedDTensor(shape={tuple(self.shape)}, elements {part.start} to {part.stop} on this rank: "
+            f"RaggedDTensor(shape={tuple(self.shape)}, elements {mine.start} to {mine.stop} on this rank: "
             f"{self._local_tensor}, device_mesh={self.device_mesh})"
         )
 
@@ -258,9 +258,9 @@ def narrow_rows(tensor: DTensor, start: int, stop: int, shape: tuple[int, ...]) 
         stop: One past their last element.
         shape: Shape of the result, over all tensor-parallel ranks.
     """
-    spec, part = narrowed_spec(tensor._spec, start, stop, shape), part_of(tensor._spec)
-    wanted = part_of(spec)
-    begin = max(start - part.start, 0)
+    spec, mine = narrowed_spec(tensor._spec, start, stop, shape), local_slice(tensor._spec)
+    wanted = local_slice(spec)
+    begin = max(start - mine.start, 0)
     local = tensor._local_tensor.reshape(-1)[begin : begin + wanted.stop - wanted.start].view(wanted.local_shape)
     return (RaggedDTensor if is_ragged(spec) else DTensor)(local, spec, requires_grad=False)
 
@@ -294,7 +294,7 @@ def reduced(value: Any) -> Any:
 
 
 def _chunks(spec: DTensorSpec) -> list[ChunkStorageMetadata]:
-    return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in part_of(spec).boxes()]
+    return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in local_slice(spec).boxes()]
 
 
 def _same(one: DTensorSpec, other: DTensorSpec) -> bool:
@@ -363,7 +363,7 @@ def _operand(func: Any, value: Any, spec: DTensorSpec, local: torch.Tensor) -> A
     if isinstance(value, DTensor):
         value = reduced(value)
         if value.dim() and value.shape == spec.shape:
-            return part_of(spec).of(value)
+            return local_slice(spec).take_from(value)
     if isinstance(value, torch.Tensor) and value.dim():
         if value.numel() != 1 or value.dim() > len(spec.shape):
             raise _unsupported(func, f"an operand is a plain tensor of shape {tuple(value.shape)}")
@@ -435,7 +435,7 @@ def _copy(func: Any, args: tuple, kwargs: dict) -> Any:
     if isinstance(source, RaggedDTensor):
         source = source._local_tensor
     elif source.dim() and source.shape == target.shape:
-        source = part_of(target._spec).of(source)
+        source = local_slice(target._spec).take_from(source)
     elif source.numel() != 1:
         raise ValueError(f"copy_: expected a tensor of shape {tuple(target.shape)}; got {tuple(source.shape)}.")
     target._local_tensor.copy_(source, *args[2:], **kwargs)
@@ -457,7 +457,7 @@ def _random(func: Any, args: tuple, kwargs: dict) -> Any:
         func(whole, *args[1:], **kwargs)
     else:
         whole = func(whole, *args[1:], **kwargs)
-    drawn = part_of(spec).of(whole).contiguous()
+    drawn = local_slice(spec).take_from(whole).contiguous()
     for axis, placement in enumerate(spec.placements):
         if isinstance(placement, Replicate) and spec.mesh.size(axis) > 1:
             group = spec.mesh.get_group(axis)
@@ -551,7 +551,7 @@ def _equal(func: Any, args: tuple, kwargs: dict) -> bool:
         return False
     local = _first(args)._local_tensor
     locals_ = [
-        _operand(func, value, spec, local) if isinstance(value, DTensor) else part_of(spec).of(value)
+        _operand(func, value, spec, local) if isinstance(value, DTensor) else local_slice(spec).take_from(value)
         for value in (one, other)
     ]
     equal = bool(func(*locals_, *args[2:], **kwargs))

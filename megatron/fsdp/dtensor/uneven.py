@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from megatron.fsdp.comm.gloo import ensure_released
 from megatron.fsdp.dtensor.gathering import gather_whole, lengths_on_ranks, sharded_axes
-from megatron.fsdp.dtensor.placements import RaggedShard, contiguous_stride, part_of
+from megatron.fsdp.dtensor.placements import RaggedShard, contiguous_stride, local_slice
 from megatron.fsdp.dtensor.ragged_dtensor import (
     RaggedDTensor,
     make_dtensor,
@@ -33,11 +33,11 @@ def gather_and_compute_chunk_metadata(dtensor: DTensor) -> ChunkStorageMetadata:
             ``__create_chunk_list__()`` returns all boxes.
     """
     if isinstance(dtensor, RaggedDTensor):
-        part = part_of(dtensor._spec)
-        boxes = part.boxes()
+        mine = local_slice(dtensor._spec)
+        boxes = mine.boxes()
         if not boxes:
-            row = part.start // max(1, _row(part.shape))
-            return ChunkStorageMetadata(torch.Size((row, *part.offset[1:])), torch.Size((0, *part.shape[1:])))
+            row = mine.start // max(1, _row(mine.shape))
+            return ChunkStorageMetadata(torch.Size((row, *mine.offset[1:])), torch.Size((0, *mine.shape[1:])))
         if len(boxes) > 1:
             raise ValueError(f"This rank's shard consists of {len(boxes)} boxes; __create_chunk_list__() lists them.")
         return ChunkStorageMetadata(torch.Size(boxes[0].offsets), torch.Size(boxes[0].sizes))
@@ -207,13 +207,13 @@ def split_dtensor(
 
 
 def _split_ragged(dtensor: DTensor, start: int, stop: int, dim: int, shape: tuple[int, ...]) -> DTensor:
-    part, spec = part_of(dtensor._spec), dtensor._spec
-    if part.shape != tuple(dtensor.shape):
+    mine, spec = local_slice(dtensor._spec), dtensor._spec
+    if mine.shape != tuple(dtensor.shape):
         raise NotImplementedError(
             "split_dtensor does not support tensors that are also tensor-parallel. Gather the tensor first, or split "
             "it before sharding."
         )
-    row = max(_row(part.shape), 1)
+    row = max(_row(mine.shape), 1)
     if dim == 0:
         return narrow_rows(dtensor, start * row, stop * row, shape)
     local = dtensor._local_tensor

@@ -218,7 +218,7 @@ class Comparison:
 
 
 def _wait_for_key(store: dist.Store, key: str, end: float) -> bool:
-    """Whether the key exists before ``end``. Polls, because a store's blocking wait would use its own timeout."""
+    """Whether the key exists before ``end``. Polls, because a blocking wait of the store would ignore Ctrl-C."""
     while not store.check([key]):
         if time.monotonic() > end:
             return False

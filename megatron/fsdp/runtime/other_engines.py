@@ -46,7 +46,7 @@ def check_no_other_engine(module: nn.Module) -> None:
             if found is None and function in (part.__dict__.get(REGISTRY_KEY) or ()):
                 found = f"torch's {function}", _COMPOSED.format(function)
         if found is not None:
-            where = f"its part {name}" if name else "it"
+            where = f"its module {name}" if name else "it"
             raise ValueError(f"The model cannot be sharded: {where} is already synchronized by {found[0]}. {found[1]}")
 
 

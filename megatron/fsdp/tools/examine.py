@@ -93,7 +93,7 @@ class Report:
         for limit in self.limits:
             lines += [f"NOT POSSIBLE  {limit.setting}: {limit.message}", f"              {limit.remedy}"]
         if self.refusal:
-            lines.append(f"REFUSED  {self.refusal}")
+            lines.append(f"ERROR  {self.refusal}")
         if self.accepted and self.config is not None:
             lines += self._plan(self.config)
         return "\n".join(lines)
