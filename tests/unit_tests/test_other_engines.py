@@ -1,4 +1,4 @@
-"""A model that another engine synchronizes is refused, and one that is sharded cannot be wrapped by another."""
+"""Sharding a model that another engine wraps raises an error, and so does wrapping a sharded model."""
 
 from collections.abc import Callable
 from typing import Any
@@ -71,10 +71,10 @@ def _refuse_all() -> None:
         with pytest.raises(ValueError, match=expected):
             act()
             pytest.fail(f"{case} was accepted")
-    # A model that is not sharded may be wrapped by anything, after all of that.
+    # Other models can still be wrapped afterwards.
     DistributedDataParallel(_model())(torch.ones(2, 4)).sum().backward()
     torch_fully_shard(_model())(torch.ones(2, 4)).sum().backward()
 
 
-def test_other_engines_are_refused_by_name(ranks: RankPool) -> None:
+def test_other_engines_raise_with_their_name(ranks: RankPool) -> None:
     ranks.run(2, _refuse_all)

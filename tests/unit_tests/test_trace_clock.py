@@ -1,4 +1,4 @@
-"""Clocks of ranks, compared; and times of CUDA events, on stand-ins."""
+"""Comparison of clocks between ranks, and times of mocked CUDA events."""
 
 import itertools
 import time
@@ -16,7 +16,7 @@ def test_offset_is_in_the_middle_of_what_all_meetings_allow() -> None:
     # The other clock is ahead by 1000. At the first meeting the first rank waits, at the second the other does.
     first = [Meeting(0, 110), Meeting(250, 260)]
     other = [Meeting(1100, 1112), Meeting(1200, 1262)]
-    # Left after the other had come: at least 250 - 1262 and at most 110 - 1100.
+    # The bounds of the offset are 250 - 1262 and 110 - 1100.
     assert offset(first, other) == Offset(-1001, 11)
 
 
@@ -33,7 +33,7 @@ def test_offset_needs_meetings() -> None:
 
 
 def _shifted(nanoseconds: int) -> list[Meeting]:
-    """Meetings of ranks of which the second has another clock."""
+    """Meetings of two ranks, the second of which has a shifted clock."""
     ahead = nanoseconds * dist.get_rank()
     return [Meeting(m.before + ahead, m.after + ahead) for m in meet(dist.group.WORLD, device())]
 
@@ -45,7 +45,7 @@ def test_meetings_find_the_offset(ranks: RankPool) -> None:
 
 
 class _Event:
-    """A CUDA event that is passed a millisecond after the one before."""
+    """A mocked CUDA event that is passed one millisecond after the previous one."""
 
     count = itertools.count()
 
