@@ -32,7 +32,7 @@ def test_two_16_bit_formats_for_gradients_raise() -> None:
 
 
 def test_main_weights_narrower_than_the_model_warn(caplog: pytest.LogCaptureFixture) -> None:
-    precision._say_that_main_weights_round.cache_clear()
+    precision.warn_about_rounding.cache_clear()
     bf16, fp32 = torch.bfloat16, torch.float32
     with caplog.at_level(logging.WARNING):
         for _ in range(2):

@@ -65,7 +65,7 @@ def fingerprint(
     if apart:
         experts["device mesh of experts"] = _describe_axes(index.experts)
     order: list[str] = []
-    for number, unit in enumerate(_units(part)):
+    for number, unit in enumerate(part.walk()):
         order.append(str(len(unit.params)))
         for param in unit.params:
             (experts if apart and param.key.expert else dense)[f"parameter {param.name}"] = _describe(param, unit)
@@ -75,12 +75,6 @@ def fingerprint(
     for found in (dense, experts):
         found["order of parameters"] = hashlib.blake2b("\n".join(found).encode(), digest_size=8).hexdigest()
     return dense, experts if apart else {}
-
-
-def _units(part: UnitPart) -> Iterator[UnitPart]:
-    yield part
-    for child in part.children:
-        yield from _units(child)
 
 
 def _describe_axes(axes: DataParallelAxes) -> str:

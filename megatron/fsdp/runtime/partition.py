@@ -3,7 +3,7 @@
 import importlib
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,10 +45,16 @@ class UnitPart:
             groups.setdefault(param.key, []).append(param)
         return list(groups.values())
 
+    def walk(self) -> Iterator["UnitPart"]:
+        """This unit and all units inside it, outer units before inner ones."""
+        yield self
+        for child in self.children:
+            yield from child.walk()
+
     @property
     def params_inside(self) -> list[ShardedParameter]:
         """The parameters of all units inside this one, at any depth."""
-        return [param for child in self.children for param in (*child.params, *child.params_inside)]
+        return [param for unit in self.walk() if unit is not self for param in unit.params]
 
 
 def resolve_unit_classes(module: nn.Module, unit_modules: UnitClasses | None) -> tuple[type[nn.Module], ...]:

@@ -65,7 +65,7 @@ class MixedPrecisionPolicy:
         compute = self.compute_dtype or given
         main_params = self.main_params_dtype or given
         if _WIDTH[main_params] < _WIDTH[given]:
-            _warn_about_rounding(main_params, given)
+            warn_about_rounding(main_params, given)
         _reject_mixed_halves("main_params_dtype", main_params, f"parameter {name}", compute)
         main_grads = self.main_grads_dtype or given
         _reject_mixed_halves("main_grads_dtype", main_grads, f"parameter {name}", compute)
@@ -73,9 +73,10 @@ class MixedPrecisionPolicy:
 
 
 @functools.cache  # warn once per pair of dtypes
-def _warn_about_rounding(main_params: torch.dtype, given: torch.dtype) -> None:
+def warn_about_rounding(main_params: torch.dtype, given: torch.dtype) -> None:
+    """Log a warning that main weights are narrower than the model's weights."""
     logger.warning(
-        "MixedPrecisionPolicy.main_params_dtype is %s: the optimizer updates weights that were rounded from %s.",
+        "MixedPrecisionPolicy.main_params_dtype is %s: the optimizer updates weights that are rounded from %s.",
         main_params,
         given,
     )

@@ -1,14 +1,13 @@
 """Estimates units, collectives and bytes per rank of a sharded model from its shapes. Allocates no memory."""
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import nn
 
 from megatron.fsdp.buffers.parameter import ShardedParameter
 from megatron.fsdp.config import FSDPConfig
-from megatron.fsdp.runtime.partition import UnitPart, partition
+from megatron.fsdp.runtime.partition import partition
 from megatron.fsdp.sharding.layout import parse_granularity, plan_layout
 from megatron.fsdp.sharding.strategy import UNSHARDED
 
@@ -129,7 +128,7 @@ def estimate(
     """
     dtypes: dict[str, None] = {}
     units = []
-    for part in _parts(partition(module, classes, config.enable_fine_grained_param_gather)):
+    for part in partition(module, classes, config.enable_fine_grained_param_gather).walk():
         total = Bytes()
         for params in part.groups:
             found, text = _group(params, config, experts if params[0].key.expert else dense)
@@ -137,12 +136,6 @@ def estimate(
             dtypes[text] = None
         units.append(UnitEstimate(part.name, type(part.module).__name__, len(part.groups), total))
     return Estimate(tuple(units), tuple(dtypes))
-
-
-def _parts(part: UnitPart) -> Iterator[UnitPart]:
-    yield part
-    for child in part.children:
-        yield from _parts(child)
 
 
 def _group(params: list[ShardedParameter], config: FSDPConfig, axes: AxisSizes) -> tuple[Bytes, str]:

@@ -5,7 +5,6 @@ a few microseconds. Events are converted to times after the step, so that record
 """
 
 import time
-from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
 import torch
@@ -14,8 +13,10 @@ import torch.distributed as dist
 ROUNDS = 10
 
 
-class Clock(ABC):
+class HostClock:
     """Records marks, and converts them to times later, in nanoseconds of this process's ``time.perf_counter_ns``.
+
+    Here, marks are times of the host; subclasses do the same for other devices.
 
     Attributes:
         error: Upper bound of the error of this clock against the host's, in nanoseconds.
@@ -23,35 +24,19 @@ class Clock(ABC):
 
     error = 0
 
-    @abstractmethod
     def mark(self) -> Any:
         """Record a mark at the current position of the current stream."""
-
-    @abstractmethod
-    def synchronize(self) -> None:
-        """Wait until the device has passed all marks."""
-
-    @abstractmethod
-    def time(self, mark: Any) -> int:
-        """The time at which a mark was passed. Call :meth:`synchronize` first."""
-
-
-class HostClock(Clock):
-    """A clock whose marks are host times."""
-
-    def mark(self) -> int:
-        """See :meth:`Clock.mark`."""
         return time.perf_counter_ns()
 
     def synchronize(self) -> None:
-        """See :meth:`Clock.synchronize`."""
+        """Wait until the device has passed all marks."""
 
-    def time(self, mark: int) -> int:
-        """See :meth:`Clock.time`."""
-        return mark
+    def time(self, mark: Any) -> int:
+        """The time at which a mark was passed. Call :meth:`synchronize` first."""
+        return int(mark)
 
 
-class CudaClock(Clock):
+class CudaClock(HostClock):
     """A clock whose marks are CUDA events.
 
     CUDA only measures the time between two events, so the first event is compared to the host's clock.
@@ -69,21 +54,21 @@ class CudaClock(Clock):
         self.error = (after - before + 1) // 2
 
     def mark(self) -> torch.cuda.Event:
-        """See :meth:`Clock.mark`."""
+        """See :meth:`HostClock.mark`."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def synchronize(self) -> None:
-        """See :meth:`Clock.synchronize`."""
+        """See :meth:`HostClock.synchronize`."""
         torch.cuda.synchronize(self._device)
 
     def time(self, mark: torch.cuda.Event) -> int:
-        """See :meth:`Clock.time`. The resolution is half a microsecond."""
+        """See :meth:`HostClock.time`. The resolution is half a microsecond."""
         return self._first_time + round(self._first.elapsed_time(mark) * 1e6)
 
 
-def clock_of(device: torch.device) -> Clock:
+def clock_of(device: torch.device) -> HostClock:
     """The clock for work on ``device``."""
     return CudaClock(device) if device.type == "cuda" else HostClock()
 

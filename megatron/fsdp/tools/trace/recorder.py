@@ -19,7 +19,7 @@ from megatron.fsdp.comm.streams import Handle, Stream, Task
 from megatron.fsdp.runtime.autograd import in_backward
 from megatron.fsdp.runtime.engine import Engine
 from megatron.fsdp.runtime.unit import Unit
-from megatron.fsdp.tools.trace.clock import Clock
+from megatron.fsdp.tools.trace.clock import HostClock
 from megatron.fsdp.tools.trace.timeline import Kind, RankTrace, Row, Span
 
 
@@ -79,7 +79,7 @@ class Replacements:
 class ComputeTrack:
     """The activities of the computation, as a stack: the last one is current, and has interrupted the others."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: HostClock) -> None:
         self._clock = clock
         self._stack = [_OUTSIDE]
         self._open = True
@@ -169,7 +169,7 @@ class StepRecorder:
         clock: The clock of the model's device.
     """
 
-    def __init__(self, engine: Engine, clock: Clock) -> None:
+    def __init__(self, engine: Engine, clock: HostClock) -> None:
         self._observed = engine
         self._clock = clock
         self._replacements = Replacements()
