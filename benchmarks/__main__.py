@@ -1,4 +1,4 @@
-"""Runs the benchmarks, prints their ratios and the targets, and keeps the results.
+"""Runs the benchmarks, prints ratios and targets, and saves the results.
 
 python -m benchmarks [--only step,memory] [--quick] [--peers ours-3,fsdp2]
 """
@@ -18,7 +18,7 @@ from benchmarks.agreement import LossesDisagree
 from benchmarks.options import Options, Skipped
 from benchmarks.results import Case, Result
 
-# The name on the command line and of the file of results, and the module in ``benchmarks.suite``.
+# By name on the command line, which is also the name of the result file: the module in ``benchmarks.suite``.
 BENCHMARKS = {
     "step": "step_time",
     "network": "slow_network",
@@ -41,14 +41,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     names = ", ".join(BENCHMARKS)
     parser.add_argument("--only", default=",".join(BENCHMARKS), help=f"benchmarks, separated by commas: {names}")
-    parser.add_argument("--quick", action="store_true", help="small loads, few rounds: shows that it works, no more")
-    parser.add_argument("--rounds", type=int, help="rounds of what is timed")
-    parser.add_argument("--peers", default="", help="measure these only, separated by commas")
-    parser.add_argument("--results", type=Path, default=results.FOLDER, help="where results are kept")
-    parser.add_argument(
-        "--add", action="store_true", help="keep the cases of earlier results that are not measured now"
-    )
-    parser.add_argument("--where", default="", help="measure these cases of step and network only: ranks=2,tokens=256")
+    parser.add_argument("--quick", action="store_true", help="small loads and few rounds, only to test the suite")
+    parser.add_argument("--rounds", type=int, help="number of timed rounds")
+    parser.add_argument("--peers", default="", help="measure only these peers, separated by commas")
+    parser.add_argument("--results", type=Path, default=results.FOLDER, help="folder for the results")
+    parser.add_argument("--add", action="store_true", help="keep earlier cases that this run does not measure")
+    parser.add_argument("--where", default="", help="measure only these cases of step and network: ranks=2,tokens=256")
     options = parser.parse_args(arguments)
     options.where = dict(tag.split("=", 1) for tag in filter(None, options.where.split(",")))
     options.only = options.only.split(",")
@@ -59,17 +57,17 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def run_one(name: str, options: Options, folder: Path, console: Console, add: bool = False) -> Result:
-    """Run one benchmark; each case is printed and kept when it has been measured.
+    """Run one benchmark. Each case is printed and saved as soon as it has been measured.
 
     Args:
-        name: Which.
-        options: What was asked for.
-        folder: Where results are kept.
-        console: Where they are printed.
-        add: Keep the cases of an earlier result there that are not measured now.
+        name: Name of the benchmark.
+        options: Options of the run.
+        folder: Folder for the results.
+        console: Console for the tables.
+        add: Whether to keep cases of an earlier result that this run does not measure.
 
     Raises:
-        LossesDisagree: A peer trains something else than the others.
+        LossesDisagree: The losses of a peer differ from those of the others.
     """
     result = Result(name, quick=options.quick, about=results.about())
     path = folder / f"{name}.json"
@@ -86,12 +84,12 @@ def run_one(name: str, options: Options, folder: Path, console: Console, add: bo
     if earlier is not None and earlier.quick == options.quick:
         result.add_earlier(earlier)
     result.targets = [verdict.as_json() for verdict in targets.judge(result)]
-    console.print(f"kept in {result.save(folder)}\n")
+    console.print(f"saved to {result.save(folder)}\n")
     return result
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run, print, keep; 1 if losses disagree."""
+    """Run the benchmarks. Returns 1 if losses disagree, else 0."""
     command = parse(arguments)
     console = Console(width=max(Console().width, 150))
     only = tuple(filter(None, command.peers.split(",")))
@@ -112,6 +110,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # What benchmarks set up, such as network namespaces, goes also when they are told to end.
+    # Exit through an exception, so that cleanup, for example of network namespaces, also runs after SIGTERM.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     sys.exit(main())

@@ -1,14 +1,14 @@
-"""Checks that all peers train the same thing: their losses must agree."""
+"""Checks that the losses of all peers agree, so that the benchmarks compare the same training."""
 
 import math
 from collections.abc import Mapping, Sequence
 
-# Relative differences of losses. In bf16, peers may add in other orders and cast at other places.
+# Relative differences of losses. In bf16, peers may differ in the order of sums and in the places of casts.
 TOLERANCE = {"fp32": 1e-5, "bf16": 1e-3}
 
 
 class LossesDisagree(RuntimeError):
-    """A peer's loss is not the others'."""
+    """The losses of a peer differ from those of the others."""
 
 
 def check(losses: Mapping[str, Sequence[float]], dtype: str, first_only: Sequence[str] = ()) -> float:
@@ -17,13 +17,13 @@ def check(losses: Mapping[str, Sequence[float]], dtype: str, first_only: Sequenc
     Args:
         losses: The loss of each step, by peer.
         dtype: A key of ``TOLERANCE``.
-        first_only: Peers whose ranks train apart: only their first loss is compared.
+        first_only: Peers whose ranks train separately, so that only their first loss is compared.
 
     Returns:
         The largest relative difference.
 
     Raises:
-        LossesDisagree: Names the peer, the step and both losses.
+        LossesDisagree: Losses differ. The message contains the peer, the step and both losses.
     """
     together = [peer for peer in losses if peer not in first_only]
     if not together:
@@ -38,6 +38,6 @@ def check(losses: Mapping[str, Sequence[float]], dtype: str, first_only: Sequenc
             if not difference <= TOLERANCE[dtype]:
                 raise LossesDisagree(
                     f"{dtype}, step {step}: the loss of {peer} is {b!r}, that of {reference} is {a!r}; "
-                    f"they differ by {difference:.1e}, allowed are {TOLERANCE[dtype]:.0e}"
+                    f"they differ by {difference:.1e}, more than {TOLERANCE[dtype]:.0e}"
                 )
     return worst

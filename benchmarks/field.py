@@ -1,4 +1,4 @@
-"""All peers of a comparison, running: started before anything is timed, checked for equal losses, measured in turns."""
+"""The running peers of a comparison: all are started first, then their losses are compared, then they are timed."""
 
 import contextlib
 import math
@@ -19,12 +19,12 @@ PARITY_STEPS = 4
 
 
 class Training:
-    """A peer's turns: some steps, timed by the slowest rank.
+    """Turns of a peer that consist of training steps, timed by the slowest rank.
 
     Args:
-        ranks: Its processes.
+        ranks: The peer's processes.
         tokens: Tokens per rank and step.
-        steps: Steps of a turn.
+        steps: Steps per turn.
     """
 
     def __init__(self, ranks: Ranks, tokens: int, steps: int) -> None:
@@ -33,7 +33,7 @@ class Training:
         self._steps = steps
 
     def turn(self) -> Sample:
-        """Milliseconds per step and of its parts."""
+        """Milliseconds per step and for each of its parts."""
         answers = self._ranks.call("benchmarks.training:turn", tokens=self._tokens, steps=self._steps)
         return slowest(answers)
 
@@ -43,9 +43,9 @@ class Training:
 
 
 def slowest(answers: Sequence[dict[str, list[float]]]) -> Sample:
-    """Milliseconds per step: each step by its slowest rank, then the mean of the steps.
+    """Milliseconds per step: the mean over the steps of the slowest rank's time.
 
-    ``compute`` stands for forward and backward together, within which a schedule can hide communication.
+    ``compute`` is forward plus backward, during which a schedule can hide communication.
     """
     sample = {}
     for quantity in (*PARTS, "step"):
@@ -61,9 +61,9 @@ class Field:
     """The peers of one comparison.
 
     Args:
-        jobs: What each peer builds.
-        options: Settings of the run.
-        make: Makes the rank processes of a job; by default on this machine without more ado.
+        jobs: One job per peer.
+        options: Options of the run.
+        make: Creates the rank processes of a job.
     """
 
     def __init__(self, jobs: Sequence[Job], options: Options, make: Callable[[Job], Ranks] = Ranks) -> None:
@@ -72,7 +72,7 @@ class Field:
         self.missing: dict[str, str] = {}
 
     def launch(self) -> None:
-        """Start all processes; who cannot be started is noted in ``missing``."""
+        """Start all processes. Peers that fail to start are recorded in ``missing``."""
         processes = max((1 if r.job.fake else r.job.ranks for r in self.ranks.values()), default=1)
         with ThreadPoolExecutor(max(1, CORES // processes)) as pool:
             for peer, reason in zip(self.ranks, pool.map(self._launch, self.ranks.values()), strict=True):
@@ -80,7 +80,7 @@ class Field:
                     self.missing[peer] = reason
 
     def _launch(self, ranks: Ranks) -> str | None:
-        """Start the processes of one peer; returns why that failed."""
+        """Start the processes of one peer. Returns the reason of a failure."""
         self._options.report(f"starting {ranks.job.peer}")
         reason = None
         for _ in range(1 + RESTARTS):
@@ -99,7 +99,7 @@ class Field:
         return {peer: ranks for peer, ranks in self.ranks.items() if peer not in self.missing}
 
     def check_losses(self, *loads: int) -> float:
-        """Train some steps of every load on all peers and compare; to be called once, before anything else is trained.
+        """Train some steps of every load with all peers and compare. Call it once, before any other training.
 
         Args:
             loads: Tokens per rank and step.
@@ -108,21 +108,21 @@ class Field:
             The largest relative difference.
 
         Raises:
-            LossesDisagree: A peer trains something else.
+            LossesDisagree: The losses of a peer differ from those of the others.
         """
         worst = 0.0
         dtype = next(iter(self.ranks.values())).job.dtype
         apart = [peer for peer in self.running if peer in PEERS and not PEERS[peer].trains_together]
         for number, tokens in enumerate(loads):
             self._options.report(f"comparing losses at {tokens} tokens")
-            # What trains apart has other weights after its first step.
+            # Ranks that train separately have different weights after their first step.
             names = [peer for peer in self.running if peer in PEERS and (not number or peer not in apart)]
             losses = {peer: found for peer in names if (found := self._losses(peer, tokens, retry=not number))}
             worst = max(worst, agreement.check(losses, dtype, apart))
         return worst
 
     def _losses(self, peer: str, tokens: int, retry: bool) -> list[float] | None:
-        """A peer's losses; a peer that dies is started again and, where it can begin anew, tried once more."""
+        """A peer's losses. A peer that crashes is restarted, and tried again if its training has not begun."""
         ranks = self.ranks[peer]
         for attempt in range(1 + RESTARTS):
             try:
@@ -144,10 +144,10 @@ class Field:
 
     def measure(self, contestant: Callable[[Ranks], Contestant], rounds: int) -> Rounds:
         """Take rounds of all running peers."""
-        everybody = self.running
-        watch = Quiet(lambda: sum(ranks.cpu_seconds for ranks in everybody.values()))
-        contestants = {peer: contestant(ranks) for peer, ranks in everybody.items()}
-        # Whether it works shows on a busy machine, too.
+        running = self.running
+        watch = Quiet(lambda: sum(ranks.cpu_seconds for ranks in running.values()))
+        contestants = {peer: contestant(ranks) for peer, ranks in running.items()}
+        # A quick run only tests the suite, so it may take place on a busy machine.
         limit = math.inf if self._options.quick else quiet.LIMIT
         result = measure(contestants, rounds, watch, self._options.report, limit)
         result.crashed = {**self.missing, **result.crashed}

@@ -9,13 +9,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Summary:
-    """Some rounds of one quantity.
+    """Statistics of one quantity over several rounds.
 
     Attributes:
-        median: Their median.
-        low: Their first quartile.
-        high: Their third quartile.
-        rounds: All of them, in order.
+        median: Median.
+        low: First quartile.
+        high: Third quartile.
+        rounds: The values of all rounds, in order.
     """
 
     median: float
@@ -28,7 +28,7 @@ class Summary:
         """Summarize one or more rounds.
 
         Raises:
-            ValueError: There is none.
+            ValueError: There are no rounds.
         """
         if not rounds:
             raise ValueError("nothing to summarize: no round was measured")
@@ -38,17 +38,17 @@ class Summary:
         return Summary(median, low, high, tuple(rounds))
 
     def as_json(self) -> dict[str, Any]:
-        """Values that :meth:`from_json` takes."""
+        """Plain values for :meth:`from_json`."""
         return {"median": self.median, "low": self.low, "high": self.high, "rounds": list(self.rounds)}
 
     @staticmethod
     def from_json(values: dict[str, Any]) -> "Summary":
-        """Rebuild what :meth:`as_json` gave."""
+        """The inverse of :meth:`as_json`."""
         return Summary(values["median"], values["low"], values["high"], tuple(values["rounds"]))
 
 
 def ratio(numerator: Summary, denominator: Summary) -> Summary:
-    """Ratios round by round, where both were measured in the same rounds; else of every round to the other's median."""
+    """Ratios round by round if both have the same number of rounds, else ratios to the median of the denominator."""
     if len(numerator.rounds) == len(denominator.rounds):
         return Summary.of([a / b for a, b in zip(numerator.rounds, denominator.rounds, strict=True)])
     return Summary.of([a / denominator.median for a in numerator.rounds])
@@ -83,9 +83,9 @@ class Slope:
 
     @property
     def growth(self) -> float:
-        """How much the line rises over the series, as a part of the mean."""
+        """The rise of the line over the whole series, as a fraction of the mean."""
         return self.per_step * self.steps / self.mean if self.mean else 0.0
 
     def is_flat(self, tolerance: float) -> bool:
-        """Whether the slope is within two standard errors of zero, or the growth at most ``tolerance``."""
+        """Whether the slope is at most two standard errors, or the growth at most ``tolerance``."""
         return self.per_step <= 2 * self.error or self.growth <= tolerance

@@ -1,4 +1,4 @@
-"""What a rank process is asked to build: plain values that travel as JSON."""
+"""The description of a peer's training job, which rank processes receive as JSON."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -11,16 +11,16 @@ WEIGHT_DECAY = 0.1
 
 @dataclass(frozen=True)
 class Job:
-    """One peer's part of a benchmark.
+    """The training job of one peer.
 
     Attributes:
         peer: A name in ``benchmarks.peers.PEERS``.
         ranks: Data-parallel ranks.
-        dtype: "fp32", or "bf16": compute in bf16, with main weights, reductions and optimizer in fp32.
-        shape: The model.
-        fake: Whether one process stands for all ranks, on the process group that moves no data.
+        dtype: "fp32", or "bf16" for computing in bf16 with main weights, reductions and optimizer in fp32.
+        shape: Sizes of the model.
+        fake: Whether one process represents all ranks, on torch's fake process group, which moves no data.
         device: "cpu" or "cuda".
-        threads: Threads that a rank computes with.
+        threads: CPU threads per rank.
     """
 
     peer: str
@@ -41,10 +41,10 @@ class Job:
         return self.dtype == "bf16"
 
     def as_json(self) -> dict[str, Any]:
-        """Values that :meth:`from_json` takes."""
+        """Plain values for :meth:`from_json`."""
         return asdict(self)
 
     @staticmethod
     def from_json(values: dict[str, Any]) -> "Job":
-        """Rebuild what :meth:`as_json` gave."""
+        """The inverse of :meth:`as_json`."""
         return Job(**{**values, "shape": Shape(**values["shape"])})

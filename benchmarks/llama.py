@@ -1,6 +1,4 @@
-"""Blocks as Llama has them: RMS norms, rotary positions, grouped queries, gated MLP, no biases. For the GPU
-benchmark.
-"""
+"""Llama blocks for the GPU benchmark: RMS norms, rotary positions, grouped queries, gated MLP, no biases."""
 
 import torch
 from torch import nn
@@ -12,12 +10,12 @@ ROTARY_BASE = 500_000.0
 
 
 class LlamaBlock(Block):
-    """A Llama block in place of the plain one; FSDP takes it as a unit all the same.
+    """A Llama block. It is a subclass of ``Block``, so that all peers make it a unit.
 
     Args:
-        width: Elements of a token's vector.
-        heads: Heads of queries; keys and values have a quarter as many.
-        hidden: Elements inside the MLP.
+        width: Hidden size.
+        heads: Number of query heads. Keys and values have a quarter as many.
+        hidden: Hidden size of the MLP.
     """
 
     def __init__(self, width: int, heads: int, hidden: int) -> None:
@@ -47,7 +45,7 @@ class LlamaBlock(Block):
 
 
 def _rotated(x: torch.Tensor) -> torch.Tensor:
-    """Positions, as rotations of pairs: [sequences, heads, tokens, size]."""
+    """Apply rotary positions to [sequences, heads, tokens, size]."""
     tokens, half = x.shape[-2], x.shape[-1] // 2
     exponents = torch.arange(half, device=x.device, dtype=torch.float32) / half
     angles = torch.arange(tokens, device=x.device)[:, None] * ROTARY_BASE**-exponents

@@ -1,4 +1,4 @@
-"""The model that all peers train: pre-norm transformer blocks in plain torch, and the data they train on."""
+"""The model that all peers train, a pre-norm transformer in plain torch, and its data."""
 
 from dataclasses import dataclass
 
@@ -15,11 +15,11 @@ class Shape:
     """Sizes of the model.
 
     Attributes:
-        width: Elements of a token's vector.
-        depth: Blocks.
-        heads: Attention heads.
-        vocabulary: Different tokens.
-        llama_hidden: Elements inside the MLP of a Llama block; 0: plain blocks.
+        width: Hidden size.
+        depth: Number of blocks.
+        heads: Number of attention heads.
+        vocabulary: Size of the vocabulary.
+        llama_hidden: Hidden size of the MLP of Llama blocks; 0 for plain blocks.
     """
 
     width: int = 512
@@ -30,7 +30,7 @@ class Shape:
 
 
 class Block(nn.Module):
-    """Causal attention and an MLP, each behind a norm and beside a residual connection: what FSDP takes as a unit."""
+    """Causal attention and an MLP, each with a pre-norm and a residual connection. Each block is an FSDP unit."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -55,13 +55,13 @@ class Block(nn.Module):
 def _block(shape: Shape) -> Block:
     if not shape.llama_hidden:
         return Block(shape.width, shape.heads)
-    from benchmarks.llama import LlamaBlock  # which is derived from Block
+    from benchmarks.llama import LlamaBlock  # not at the top, because it imports Block from here
 
     return LlamaBlock(shape.width, shape.heads, shape.llama_hidden)
 
 
 class Transformer(nn.Module):
-    """Embedding, blocks, norm and head; the head has weights of its own."""
+    """Embedding, blocks, norm and head. Embedding and head are not tied."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Transformer(nn.Module):
 
 
 class ComputeIn(nn.Module):
-    """A module that computes in another dtype than its weights have: what FSDP does per unit, for peers that do not."""
+    """A module that computes in another dtype than that of its weights, for peers without mixed precision per unit."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
@@ -87,13 +87,13 @@ class ComputeIn(nn.Module):
         self.dtype = dtype
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """Run the module with its weights cast."""
+        """Run the module with cast weights."""
         weights = {name: p.to(self.dtype) for name, p in self.module.named_parameters()}
         return functional_call(self.module, weights, inputs)
 
 
 def build_model(shape: Shape, low_precision: bool, device: str = "cpu") -> Transformer:
-    """The model in fp32 with equal weights everywhere; with ``low_precision`` these are values that bf16 has, too."""
+    """Build the model in fp32 with the same weights for all peers; ``low_precision`` rounds them to bf16 values."""
     torch.manual_seed(SEED)
     with torch.device(device):
         model = Transformer(shape)
@@ -108,12 +108,12 @@ def compute_in_bf16(model: Transformer) -> None:
 
 
 def batch(vocabulary: int, tokens: int, step: int, rank: int) -> torch.Tensor:
-    """One sequence of random tokens and its last target, [1, tokens + 1]: the same for every peer."""
+    """One random sequence with its last target, [1, tokens + 1]. It is the same for every peer."""
     generator = torch.Generator().manual_seed(SEED + 100_003 * step + rank)
     return torch.randint(0, vocabulary, (1, tokens + 1), generator=generator)
 
 
 def loss_of(model: nn.Module, data: torch.Tensor) -> torch.Tensor:
-    """Mean cross entropy of the model's guesses, in fp32."""
+    """Mean cross entropy of the next token, in fp32."""
     logits = model(data[:, :-1])
     return functional.cross_entropy(logits.flatten(0, 1).float(), data[:, 1:].flatten())

@@ -1,7 +1,7 @@
-"""A slow network inside this machine: a network namespace per rank, joined by a bridge, with limited rates.
+"""A slow network within this machine: one network namespace per rank, connected by a bridge, with limited rates.
 
-The rate is limited by a token bucket in both directions of every rank. Large packets and bursts keep the CPU time of
-the packets themselves small against what the limit costs.
+A token bucket limits the rate of every rank in both directions. Large packets and bursts keep the CPU time per packet
+small compared to the effect of the limit.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from benchmarks.options import Skipped
 MTU = 32000
 BURST = "512kb"
 LATENCY = "200ms"
-# Inside, every rank has this interface, and gloo is told to use it.
+# The name of the network interface in every namespace, which gloo is configured to use.
 INTERFACE = "eth0"
 
 
@@ -24,8 +24,8 @@ class Network:
 
     Args:
         ranks: Number of namespaces.
-        rate: What a rank can send and receive, as tc writes it, such as "1gbit".
-        name: What everything made here is called; at most ten letters.
+        rate: Rate limit of a rank per direction, in tc's syntax, such as "1gbit".
+        name: Prefix of the names of namespaces and interfaces; at most ten characters.
     """
 
     def __init__(self, ranks: int, rate: str, name: str = "") -> None:
@@ -34,14 +34,14 @@ class Network:
         self.name = name or f"fsb{os.getpid() % 10**6}"
 
     def prefix(self, rank: int) -> list[str]:
-        """What a command begins with to run inside a rank's namespace."""
+        """The command prefix that runs a command in a rank's namespace."""
         return ["ip", "netns", "exec", f"{self.name}{rank}"]
 
     def up(self) -> None:
-        """Make all of it.
+        """Create the network.
 
         Raises:
-            Skipped: Something is not allowed, or not there.
+            Skipped: A command failed, for example because it is not permitted.
         """
         try:
             _run("ip", "link", "add", f"{self.name}b", "mtu", str(MTU), "type", "bridge")
@@ -61,11 +61,11 @@ class Network:
         _run("ip", "-n", inside, "link", "set", INTERFACE, "mtu", str(MTU), "up")
         _run("ip", "-n", inside, "link", "set", "lo", "up")
         bucket = ["root", "tbf", "rate", self.rate, "burst", BURST, "latency", LATENCY]
-        _run("tc", "-n", inside, "qdisc", "add", "dev", INTERFACE, *bucket)  # what the rank sends
-        _run("tc", "qdisc", "add", "dev", outside, *bucket)  # what it receives
+        _run("tc", "-n", inside, "qdisc", "add", "dev", INTERFACE, *bucket)  # limits sending
+        _run("tc", "qdisc", "add", "dev", outside, *bucket)  # limits receiving
 
     def down(self) -> None:
-        """Remove all of it, however much there is."""
+        """Remove the network, even if only part of it was created."""
         for rank in range(self.ranks):
             for command in (("netns", "del", f"{self.name}{rank}"), ("link", "del", f"{self.name}v{rank}")):
                 subprocess.run(["ip", *command], capture_output=True)
@@ -73,7 +73,7 @@ class Network:
 
 
 def why_not() -> str:
-    """Why there can be no such network here; empty if nothing speaks against it."""
+    """The reason why the network cannot be created here; empty if it can."""
     missing = [name for name in ("ip", "tc") if shutil.which(name) is None]
     if missing:
         return f"needs iproute2: {' and '.join(missing)} not found"
@@ -84,10 +84,10 @@ def why_not() -> str:
 
 @contextlib.contextmanager
 def network(ranks: int, rate: str) -> Iterator[Network]:
-    """A network that exists inside the block.
+    """Create a network for the duration of the context.
 
     Raises:
-        Skipped: It cannot be made here.
+        Skipped: It cannot be created here.
     """
     reason = why_not()
     if reason:

@@ -1,4 +1,4 @@
-"""What a run of the suite was asked for, as benchmarks see it."""
+"""The options of a run of the suite."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -10,19 +10,19 @@ CORES = os.cpu_count() or 1
 
 
 class Skipped(RuntimeError):
-    """A benchmark cannot run here; the message says why."""
+    """A benchmark cannot run here. The message contains the reason."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """Settings of a run.
+    """Options of a run.
 
     Attributes:
-        quick: Small loads and few rounds, which show that the suite works and nothing else.
-        rounds: Rounds of what is timed; None: as many as the benchmark wants.
-        only_peers: Measure these only; empty: all.
-        where: Tags that a case must have to be measured, as text: ``{"ranks": "2"}``.
-        report: Called with a line about what is going on.
+        quick: Whether to use small loads and few rounds, only to test the suite.
+        rounds: Number of timed rounds; None: the benchmark's default.
+        only_peers: Peers to measure; empty: all.
+        report: Called with a line about the progress.
+        where: Tags of the cases to measure, as text: ``{"ranks": "2"}``.
     """
 
     quick: bool = False
@@ -32,21 +32,21 @@ class Options:
     where: dict[str, str] = field(default_factory=dict)
 
     def wants(self, **tags: object) -> bool:
-        """Whether a case with these tags was asked for."""
+        """Whether to measure a case with these tags."""
         return all(str(tags[tag]) == value for tag, value in self.where.items() if tag in tags)
 
     def peers(self, names: Sequence[str]) -> list[str]:
-        """Those of ``names`` that were asked for."""
+        """The peers out of ``names`` that are to be measured."""
         unknown = set(self.only_peers) - set(PEERS)
         if unknown:
             raise ValueError(f"peers: expected some of {', '.join(PEERS)}; got {', '.join(sorted(unknown))}")
         return [name for name in names if not self.only_peers or name in self.only_peers]
 
     def number_of_rounds(self, usual: int) -> int:
-        """Rounds to take."""
+        """Number of rounds to measure."""
         return self.rounds or (2 if self.quick else usual)
 
 
 def threads_for(ranks: int) -> int:
-    """Threads of each of so many ranks that compute at once on this machine."""
+    """CPU threads per rank if this many ranks compute at the same time."""
     return max(1, CORES // ranks)

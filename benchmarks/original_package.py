@@ -1,7 +1,7 @@
-"""Gets the original Megatron-FSDP from PyPI, in a folder of its own since its import name is ours.
+"""Installs the original Megatron-FSDP from PyPI into a separate folder, because it has this project's import name.
 
-Nothing of it is kept in this repository. The copy is changed when it is made: device names, ``torch.cuda``, and where
-it would import megatron-core, which at its version does not fit every megatron-core.
+The repository contains none of its source. The installed copy is patched: device names and ``torch.cuda`` for the CPU,
+and imports of megatron-core, with which the pinned version is not always compatible.
 """
 
 import re
@@ -14,12 +14,12 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / ".bench"
 PIN = Path(__file__).parent / "original.txt"
 
-# (pattern, replacement), for every file.
+# Patterns and replacements for every file.
 HIDE_MEGATRON = (
     (r"\bfrom megatron\.core", "from megatron_is_hidden.core"),
     (r"\bimport megatron\.core", "import megatron_is_hidden.core"),
 )
-# The copy imports the suite's streams in place of torch.cuda.
+# The copy uses the suite's emulated streams instead of torch.cuda.
 FOR_CPU = (
     *HIDE_MEGATRON,
     (r"(?m)^import torch$", "import torch\nfrom benchmarks.peers import streams as _cuda"),
@@ -28,7 +28,7 @@ FOR_CPU = (
     (r"\.cuda\(\)", ""),
     (r"\btorch\.cuda\.(?=[A-Za-z])", "_cuda."),
 )
-# Named sources: how often each must be found, so that another version is not changed by half.
+# Each of these must match exactly once in param_and_grad_buffer.py, so that another version is not patched partially.
 REDUCTION = (
     (r"with _coalescing_manager\(dp_group\):", "with _cuda.coalescing(dp_group):"),
     (
@@ -41,14 +41,14 @@ REDUCTION = (
 
 
 class NoOriginal(RuntimeError):
-    """The original package cannot be had; the message says why."""
+    """The original package is not available. The message contains the reason."""
 
 
 def on_path(device: str) -> Path:
-    """The folder to put on PYTHONPATH before this repository, made if need be.
+    """The folder to put on PYTHONPATH before this repository. It is created if necessary.
 
     Raises:
-        NoOriginal: pip could not install it, or its source is not what the changes were written for.
+        NoOriginal: pip could not install the package, or the patches do not match its source.
     """
     plain = FOLDER / "original"
     if not (plain / "megatron_fsdp" / "__init__.py").exists():
@@ -67,7 +67,7 @@ def on_path(device: str) -> Path:
 
 
 def for_cpu(source: str, name: str) -> str:
-    """The source of one file, changed to run on a CPU."""
+    """Patch the source of one file to run on a CPU."""
     for pattern, replacement in FOR_CPU:
         source = re.sub(pattern, replacement, source)
     if name == "param_and_grad_buffer.py":
@@ -79,7 +79,7 @@ def for_cpu(source: str, name: str) -> str:
 
 
 def for_cuda(source: str, name: str) -> str:
-    """The source of one file, changed to run beside any megatron-core."""
+    """Patch the source of one file to run with any version of megatron-core."""
     for pattern, replacement in HIDE_MEGATRON:
         source = re.sub(pattern, replacement, source)
     return source

@@ -1,4 +1,4 @@
-"""Draws one picture per case: a bar per peer, ours in another colour, with the spread."""
+"""Draws one picture per case: a bar per peer with its quartiles, and this project's peers in another color."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,12 +9,12 @@ from benchmarks.results import Case, Result
 
 @dataclass(frozen=True)
 class Plot:
-    """What is drawn of a benchmark.
+    """The plot of a benchmark.
 
     Attributes:
-        quantity: The figure that bars show.
-        label: What the axis says.
-        scale: Figures are divided by it.
+        quantity: Quantity that the bars show.
+        label: Label of the axis.
+        scale: Divisor of the values.
     """
 
     quantity: str
@@ -24,7 +24,7 @@ class Plot:
 
 PLOTS = {
     "step": Plot("step", "milliseconds per step"),
-    "network": Plot("hidden", "part of the communication that is hidden"),
+    "network": Plot("hidden", "fraction of the communication that is hidden"),
     "memory": Plot("peak", "MiB per rank, peak of a step", 1 << 20),
     "optimizer": Plot("optimizer", "milliseconds per optimizer step"),
     "host": Plot("host", "microseconds per unit and step"),
@@ -35,13 +35,13 @@ OURS, OTHERS = "#1b7f4d", "#9aa5b1"
 
 
 def is_plotted(result: Result, case: Case) -> bool:
-    """Whether there is a picture of this case."""
+    """Whether the case has a plot."""
     plot = PLOTS.get(result.benchmark)
     return plot is not None and sum(plot.quantity in own for own in case.figures.values()) > 1
 
 
 def file_name(result: Result, number: int) -> str:
-    """The picture's name in docs/performance."""
+    """The file name of a plot in docs/performance."""
     return f"{result.benchmark}-{number}.png"
 
 

@@ -32,8 +32,8 @@ class Case:
     Attributes:
         tags: What distinguishes it, such as ranks, dtype and tokens.
         figures: For each peer, the summary of each quantity.
-        rounds: How it was measured, if in rounds: raw figures, and what was thrown away.
-        notes: What a reader has to know, such as who crashed.
+        rounds: The raw values of all rounds, including discarded ones, if it was measured in rounds.
+        notes: Remarks for the reader, such as crashed peers.
     """
 
     tags: dict[str, Any]
@@ -83,7 +83,7 @@ class Result:
 
     Attributes:
         benchmark: Its name.
-        cases: What was compared.
+        cases: All cases.
         skipped: Why nothing was measured, if so.
         quick: Whether it ran with loads and rounds that only show that it works.
         about: Date, versions, command and machine.

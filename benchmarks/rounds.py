@@ -1,8 +1,8 @@
-"""Interleaved rounds: every round gives each peer a turn while the others wait, in changing order.
+"""Interleaved rounds: in every round, each peer takes a turn while the others wait, in changing order.
 
-A turn during which other processes computed is taken again, and a round with such a turn is thrown away. There is an
-end to that: after so many rounds, all rounds are used and the result says that it is noisy. A peer that dies is
-started again, twice, and is then reported as crashed.
+A turn is repeated if other processes used the CPU, and a round is discarded if no repetition was quiet. If too many
+rounds are discarded, all rounds are used and the result is marked as noisy. A peer that crashes is restarted up to
+twice, and then reported.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,36 +19,36 @@ Sample = dict[str, float]
 
 
 class Contestant(Protocol):
-    """Who takes turns."""
+    """A peer that takes turns."""
 
     def turn(self) -> Sample:
-        """Measure once; quantities by name."""
+        """Measure once. Returns quantities by name."""
 
     def restart(self) -> None:
-        """Start again after a failure."""
+        """Restart after a failure."""
 
 
 class Watch(Protocol):
-    """Measures what others compute."""
+    """Measures the CPU usage of other processes."""
 
     def begin(self) -> None:
-        """Start to watch."""
+        """Start the measurement."""
 
     def end(self) -> float:
-        """Cores that others used since then."""
+        """Average number of cores that other processes have used since then."""
 
 
 @dataclass
 class Rounds:
-    """What was measured.
+    """The measurements of all rounds.
 
     Attributes:
-        kept: For each round that counts, the sample of each peer.
-        thrown_away: For each round that does not count, the same.
-        retaken: Turns that were taken again.
-        noisy: Whether there were too few quiet rounds, so that all count.
-        crashed: Why a peer is missing, by its name.
-        restarted: How often a peer was started again.
+        kept: The sample of each peer, for each round that counts.
+        thrown_away: The sample of each peer, for each discarded round.
+        retaken: Number of repeated turns.
+        noisy: Whether all rounds count because too few were quiet.
+        crashed: The error of each crashed peer.
+        restarted: Number of restarts of each peer.
     """
 
     kept: list[dict[str, Sample]] = field(default_factory=list)
@@ -64,7 +64,7 @@ class Rounds:
 
 
 def order(peers: Sequence[str], number: int) -> list[str]:
-    """The order of turns in round ``number``: rotated, and every other round backwards."""
+    """The order of turns in round ``number``: rotated, and reversed in every other round."""
     start = (number // 2) % len(peers) if peers else 0
     rotated = [*peers[start:], *peers[:start]]
     return rotated[::-1] if number % 2 else rotated
@@ -77,12 +77,12 @@ def measure(
     report: Callable[[str], None] = lambda text: None,
     limit: float = quiet.LIMIT,
 ) -> Rounds:
-    """Take ``rounds`` quiet rounds, or twice as many and two rounds in all."""
+    """Measure until ``rounds`` rounds were quiet, but at most ``2 * rounds + 2`` rounds."""
     result = Rounds()
     for number in range(2 * rounds + 2):
         if len(result.kept) == rounds or len(result.crashed) == len(contestants):
             break
-        report(f"round {len(result.kept) + 1} of {rounds}, {len(result.thrown_away)} thrown away")
+        report(f"round {len(result.kept) + 1} of {rounds}, {len(result.thrown_away)} discarded")
         measured: dict[str, Sample] = {}
         loudest = 0.0
         for peer in order([name for name in contestants if name not in result.crashed], number):
@@ -95,13 +95,13 @@ def measure(
         result.noisy = True
         result.kept += result.thrown_away
         result.thrown_away = []
-    # Ratios are taken round by round: a round in which one peer died has none of it.
+    # Ratios are computed per round, so drop rounds in which a peer that is still running has no sample.
     result.kept = [m for m in result.kept if all(name in m for name in contestants if name not in result.crashed)]
     return result
 
 
 def _turn(peer: str, contestant: Contestant, watch: Watch, limit: float, result: Rounds) -> Sample | None:
-    """A turn that was quiet, or the quietest of some; None if the peer has crashed."""
+    """Take a turn until one is quiet. Returns the quietest; None if the peer has crashed."""
     best: Sample | None = None
     attempts = 0
     while attempts <= RETAKES:
@@ -123,7 +123,7 @@ def _turn(peer: str, contestant: Contestant, watch: Watch, limit: float, result:
 
 
 def _revive(peer: str, contestant: Contestant, failure: WorkerFailure, result: Rounds) -> bool:
-    """Start a peer again, if it has not been too often; returns whether it lives."""
+    """Restart a peer unless it has reached the limit. Returns whether it runs."""
     while result.restarted.get(peer, 0) < RESTARTS:
         result.restarted[peer] = result.restarted.get(peer, 0) + 1
         try:
@@ -137,7 +137,7 @@ def _revive(peer: str, contestant: Contestant, failure: WorkerFailure, result: R
 
 
 def as_json(result: Rounds) -> dict[str, Any]:
-    """All that was measured, for the record."""
+    """All measurements, for the result file."""
     return {
         "rounds": result.kept,
         "rounds_thrown_away": result.thrown_away,

@@ -1,4 +1,4 @@
-"""What this project's FSDP is to reach beside its peers, as a table, and the verdicts on a run."""
+"""The performance targets of this project's FSDP relative to its peers, and the verdicts on a run."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -10,17 +10,17 @@ from benchmarks.results import Case, Result
 
 @dataclass(frozen=True)
 class Target:
-    """One line of the table.
+    """One target.
 
     Attributes:
-        benchmark: Whose result shows it.
-        peer: Whose figure it is about.
-        quantity: Which figure.
-        limit: What the figure, or its ratio, must keep.
-        reference: The peer whose figure it is divided by; None: the figure itself.
-        at_least: Whether the limit is a lower one.
-        where: Tags of the cases it is about, each with the values allowed.
-        within_spread: Whether it is enough that the near quartile keeps the limit.
+        benchmark: Name of the benchmark.
+        peer: Name of the peer.
+        quantity: Name of the quantity.
+        limit: Limit of the value or of the ratio.
+        reference: Peer to divide by; None: the limit holds for the value itself.
+        at_least: Whether it is a lower limit.
+        where: Tags of the cases that it applies to, each with the allowed values.
+        within_spread: Whether it is enough that the closer quartile meets the limit.
     """
 
     benchmark: str
@@ -42,13 +42,13 @@ class Target:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a run says about one target in one case.
+    """The verdict on one target in one case.
 
     Attributes:
         target: The target in words.
-        benchmark: Whose result it is.
-        case: The case in words; empty: no case of the run is about it.
-        value: What was measured; None: nothing.
+        benchmark: Name of the benchmark.
+        case: The case in words; empty if the target applies to no case of the run.
+        value: The measured value; None if there is none.
         outcome: "met", "missed" or "not measured".
     """
 
@@ -63,7 +63,7 @@ class Verdict:
         return asdict(self)
 
 
-# A tag of cases in which some peers were measured, apart from the others.
+# The tag of cases in which only some of the peers were measured.
 PART = "part"
 HEAVY = {"load": ("communication-heavy", "balanced")}
 LIGHT = {"load": ("compute-heavy",)}
@@ -99,7 +99,7 @@ TARGETS: tuple[Target, ...] = (
 
 
 def judge(result: Result, table: tuple[Target, ...] = TARGETS) -> list[Verdict]:
-    """Every target of one benchmark, in every case that it is about."""
+    """The verdicts on every target of one benchmark, in every case that it applies to."""
     verdicts = []
     for target in table:
         if target.benchmark != result.benchmark:
@@ -115,12 +115,12 @@ def judge(result: Result, table: tuple[Target, ...] = TARGETS) -> list[Verdict]:
 
 
 def _setting(case: Case) -> dict[str, Any]:
-    """What a case is about, whoever was measured in it."""
+    """The load of a case, without the tag for the selection of peers."""
     return {tag: value for tag, value in case.tags.items() if tag != PART}
 
 
 def judge_all(results: Mapping[str, Result], table: tuple[Target, ...] = TARGETS) -> list[Verdict]:
-    """Every target, also of benchmarks that did not run."""
+    """The verdicts on all targets, including those of benchmarks that did not run."""
     verdicts = []
     for name in dict.fromkeys(target.benchmark for target in table):
         verdicts += judge(results.get(name, Result(name)), table)
@@ -140,13 +140,13 @@ def _judge(target: Target, case: Case) -> Verdict:
     if target.within_spread:
         near = value.high if target.at_least else value.low
     keeps: Callable[[float], bool] = lambda x: x >= target.limit if target.at_least else x <= target.limit  # noqa: E731
-    # Bytes and counts are exact, but quotients of them are not.
+    # Bytes and counts are exact, but their ratios are rounded.
     met = keeps(near) or abs(near - target.limit) <= 1e-9
     return Verdict(target.text, target.benchmark, words, value.median, "met" if met else "missed")
 
 
 def measured(target: Target, case: Case) -> Summary | None:
-    """The figure or the ratio that a target is about; None where it was not measured."""
+    """The value or ratio of a target; None if it was not measured."""
     figure = case.figures.get(target.peer, {}).get(target.quantity)
     if figure is None or target.reference is None:
         return figure

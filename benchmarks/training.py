@@ -1,4 +1,4 @@
-"""What a rank process does: build a peer, and train some steps with a clock. Called through ``benchmarks.worker``."""
+"""Builds a peer in a rank process and times training steps. Called through ``benchmarks.worker``."""
 
 import os
 import time
@@ -18,7 +18,7 @@ PARTS = ("forward", "backward", "optimizer")
 
 @dataclass
 class Running:
-    """What this process trains."""
+    """The peer in this process, and its progress."""
 
     job: Job
     rank: int
@@ -30,14 +30,14 @@ _running: Running | None = None
 
 
 def running() -> Running:
-    """What was started in this process."""
+    """The peer that :func:`start` has built in this process."""
     if _running is None:
         raise RuntimeError("nothing was started in this process")
     return _running
 
 
 def start(job: dict[str, Any], rank: int, store: str) -> None:
-    """Make the process group and build the peer."""
+    """Create the process group and build the peer."""
     global _running
     described = Job.from_json(job)
     join(described, rank, store)
@@ -45,7 +45,7 @@ def start(job: dict[str, Any], rank: int, store: str) -> None:
 
 
 def join(job: Job, rank: int, store: str) -> None:
-    """Make the process group of all ranks."""
+    """Create the process group of all ranks."""
     torch.set_num_threads(job.threads)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(job.ranks), LOCAL_RANK=str(rank))
     if job.device == "cuda":
@@ -60,7 +60,7 @@ def join(job: Job, rank: int, store: str) -> None:
 
 
 def losses(tokens: int, steps: int) -> list[float]:
-    """Train ``steps`` steps; returns the loss of each, over all ranks."""
+    """Train ``steps`` steps. Returns the loss of each, averaged over all ranks."""
     of_rank = torch.tensor([train_step(tokens)["loss"] for _ in range(steps)], dtype=torch.float64)
     if not running().job.fake:
         dist.all_reduce(of_rank)
@@ -69,7 +69,7 @@ def losses(tokens: int, steps: int) -> list[float]:
 
 
 def turn(tokens: int, steps: int, warm_up: int = 1) -> dict[str, Any]:
-    """Train ``steps`` steps after ``warm_up`` that do not count; returns seconds per step, by its parts and in all."""
+    """Train ``warm_up`` and then ``steps`` steps. Returns the seconds of each of the latter, by part and in total."""
     for _ in range(warm_up):
         train_step(tokens)
     if not running().job.fake:
@@ -79,7 +79,7 @@ def turn(tokens: int, steps: int, warm_up: int = 1) -> dict[str, Any]:
 
 
 def _clock(device: str) -> Callable[[], float]:
-    """A clock that first lets a GPU finish what it was given."""
+    """A clock that synchronizes with a GPU first."""
     if device != "cuda":
         return time.perf_counter
 
@@ -91,7 +91,7 @@ def _clock(device: str) -> Callable[[], float]:
 
 
 def train_step(tokens: int) -> dict[str, float]:
-    """One step; its loss and the seconds of its parts, during which the process may wait for others."""
+    """Train one step. Returns its loss and the wall time of its parts in seconds, including waits for other ranks."""
     mine = running()
     data = batch(mine.job.shape.vocabulary, tokens, mine.steps, mine.rank).to(mine.job.device)
     mine.steps += 1

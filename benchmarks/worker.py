@@ -1,8 +1,8 @@
-"""A rank process: calls functions that it is told on its standard input, and answers on a pipe, one JSON line each.
+"""A rank process: reads function calls from standard input and writes the results to a pipe, one JSON line each.
 
-    python -P -m benchmarks.worker <file descriptor of the answers>
+    python -P -m benchmarks.worker <file descriptor of the pipe>
 
-It waits for the next call blocked in a read, so that it costs no CPU while another peer is measured.
+It blocks in a read between calls, so that it uses no CPU while another peer is measured.
 """
 
 import importlib
@@ -20,10 +20,10 @@ def main() -> None:
             try:
                 module, _, name = call["function"].partition(":")
                 answer = {"result": getattr(importlib.import_module(module), name)(**call["arguments"])}
-            except Exception as error:  # noqa: BLE001 - whatever it is, the caller has to know
+            except Exception as error:  # noqa: BLE001 - any error is reported to the caller
                 answer = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
             answers.write(json.dumps(answer) + "\n")
-    # Threads of process groups may wait for ranks that have gone.
+    # Skip destructors: threads of process groups may be waiting for ranks that have ended.
     os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""Starts rank processes, calls functions in them, and notices when one dies."""
+"""Starts rank processes, calls functions in them, and detects crashes."""
 
 import contextlib
 import json
@@ -23,20 +23,20 @@ TIMEOUT = 240.0
 
 
 class WorkerFailure(RuntimeError):
-    """A rank raised, died or did not answer in time."""
+    """A rank raised an error, crashed or did not answer in time."""
 
 
 class Worker:
     """One rank process.
 
     Args:
-        environment: Variables added to this process's.
-        prefix: What the command begins with, such as ``ip netns exec``.
+        environment: Environment variables in addition to those of this process.
+        prefix: Prefix of the command, such as ``ip netns exec``.
     """
 
     def __init__(self, environment: dict[str, str], prefix: Sequence[str] = ()) -> None:
         read, write = os.pipe()
-        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open as long as the process
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - stays open while the process runs
         self._process = subprocess.Popen(
             [*prefix, sys.executable, "-P", "-m", "benchmarks.worker", str(write)],
             env={**os.environ, **environment},
@@ -51,7 +51,7 @@ class Worker:
 
     @property
     def cpu_seconds(self) -> float:
-        """CPU time that the process has used."""
+        """CPU seconds that the process has used."""
         try:
             times = psutil.Process(self._process.pid).cpu_times()
         except psutil.NoSuchProcess:
@@ -59,10 +59,10 @@ class Worker:
         return float(times.user + times.system)
 
     def send(self, function: str, arguments: dict[str, Any]) -> None:
-        """Have the process call ``module:function``.
+        """Make the process call ``module:function``.
 
         Raises:
-            WorkerFailure: The process has gone.
+            WorkerFailure: The process has ended.
         """
         assert self._process.stdin is not None
         try:
@@ -72,10 +72,10 @@ class Worker:
             raise WorkerFailure(self._how_it_ended()) from error
 
     def receive(self, until: float) -> Any:
-        """What the call returned; ``until`` is a time of ``time.monotonic``.
+        """Wait for the result of the call, until ``time.monotonic()`` reaches ``until``.
 
         Raises:
-            WorkerFailure: It raised, died or took too long.
+            WorkerFailure: The process raised an error, crashed or took too long.
         """
         ready, _, _ = select.select([self._answers], [], [], max(0.0, until - time.monotonic()))
         if not ready:
@@ -109,9 +109,9 @@ class Ranks:
     """The rank processes of one peer.
 
     Args:
-        job: What they build. With ``fake``, one process stands for all of its ranks.
-        environment: Variables for all of them.
-        prefix: What the command of a rank begins with.
+        job: The training job. With ``fake``, one process represents all ranks.
+        environment: Environment variables for all processes.
+        prefix: Returns the command prefix of a rank.
         start: The ``module:function`` that is called first, with the job, the rank and the address of the store.
     """
 
@@ -131,7 +131,7 @@ class Ranks:
         self._launches = 0
 
     def launch(self) -> list[Any]:
-        """Start the processes and build the peer in them; again, if it ran already."""
+        """Start or restart the processes and build the peer in them. Returns the results of ``start``."""
         self._end()
         self._launches += 1
         store = Path(self._folder.name, f"store{self._launches}")
@@ -146,23 +146,23 @@ class Ranks:
 
     @property
     def launches(self) -> int:
-        """How often the processes have been started."""
+        """Number of times that the processes have been started."""
         return self._launches
 
     @property
     def cpu_seconds(self) -> float:
-        """CPU time that these processes have used."""
+        """CPU seconds that these processes have used."""
         return sum(worker.cpu_seconds for worker in self._workers)
 
     def call(self, function: str, timeout: float = TIMEOUT, **arguments: Any) -> list[Any]:
-        """Call a function on all ranks; returns their answers in rank order."""
+        """Call a function on all ranks. Returns the results in rank order."""
         return self.call_each(function, [arguments] * len(self._workers), timeout)
 
     def call_each(self, function: str, arguments: list[dict[str, Any]], timeout: float = TIMEOUT) -> list[Any]:
-        """The same, with arguments of each rank's own.
+        """Call a function on all ranks, with different arguments for each rank.
 
         Raises:
-            WorkerFailure: Of the rank that failed first.
+            WorkerFailure: A rank failed.
         """
         if not self._workers:
             raise WorkerFailure("its processes have ended")
@@ -175,9 +175,9 @@ class Ranks:
                 answers.append(worker.receive(until))
             except WorkerFailure as failure:
                 failures.append(f"rank {rank}: {failure}")
-                until = min(until, time.monotonic() + 10.0)  # the others wait for the one that failed
+                until = min(until, time.monotonic() + 10.0)  # the others probably wait for the failed rank
         if failures:
-            # What hangs does so because of another; what raised or died says more.
+            # A rank usually hangs because another one failed, so report errors and crashes first.
             failures.sort(key=lambda text: "it hangs" in text)
             raise WorkerFailure(failures[0])
         return answers
@@ -194,7 +194,7 @@ class Ranks:
 
 
 def rank_environment(job: Job) -> dict[str, str]:
-    """Where a rank finds what it imports, and how many threads it may use."""
+    """Environment variables of a rank: import path, number of threads, and warnings."""
     path = [str(ROOT)]
     if job.peer in PEERS and PEERS[job.peer].needs_original:
         path.insert(0, str(original_package.on_path(job.device)))
@@ -203,7 +203,7 @@ def rank_environment(job: Job) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(path),
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
-        # A rank that is done before another has connected to it must not leave.
+        # Without this barrier, a rank could finish and end before another one has connected to it.
         "TORCH_DIST_INIT_BARRIER": "0" if job.fake else "1",
         "PYTHONWARNINGS": "ignore",
         "TORCH_CPP_LOG_LEVEL": "ERROR",

@@ -1,6 +1,6 @@
-"""Who is measured: one small interface, and the table of those who have it.
+"""The peers: the interface that each of them implements, and the table of all peers.
 
-Modules of peers are imported by rank processes only, since the original and this project share an import name.
+Only rank processes import the modules of peers, because the original and this project have the same import name.
 """
 
 import importlib
@@ -14,25 +14,25 @@ from benchmarks.job import LEARNING_RATE, WEIGHT_DECAY, Job
 
 
 class Trainable(Protocol):
-    """A model with its optimizer, as a peer built them."""
+    """A model and its optimizer, built by a peer."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Compute gradients, reduced over ranks where the peer does that."""
+        """Compute gradients, and reduce them if the peer does so in backward."""
 
     def step(self) -> None:
         """Update the weights and drop the gradients."""
 
 
 class Built:
-    """A :class:`Trainable` for peers with a model and an optimizer as torch has them.
+    """A :class:`Trainable` for peers whose model and optimizer have torch's interfaces.
 
     Args:
-        model: What is called with tokens.
-        optimizer: What updates its weights.
-        loss_divisor: Losses are divided by it, for peers that add gradients over ranks and divide by nothing.
+        model: The model.
+        optimizer: Its optimizer.
+        loss_divisor: Divisor of losses, for peers that sum gradients over ranks without averaging.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, loss_divisor: int = 1) -> None:
@@ -55,12 +55,12 @@ class Peer:
     """One way to train the model.
 
     Attributes:
-        title: Its name in tables.
-        module: The module in this package whose ``build(job, options)`` makes a :class:`Trainable`.
-        options: What distinguishes it from others of that module.
-        trains_together: Whether ranks share gradients: only then must its losses be those of the others.
-        fake: Whether it runs on the fake process group.
-        cpu_only: Whether it means something on a CPU only.
+        title: Name in tables.
+        module: Module in this package whose ``build(job, **options)`` returns a :class:`Trainable`.
+        options: Arguments of ``build``.
+        trains_together: Whether ranks synchronize gradients. If not, losses differ from those of other peers.
+        fake: Whether it supports the fake process group.
+        cpu_only: Whether it is meaningful on a CPU only.
     """
 
     title: str
@@ -71,13 +71,13 @@ class Peer:
     cpu_only: bool = False
 
     def build(self, job: Job) -> Trainable:
-        """Build model and optimizer; the process group exists."""
+        """Build model and optimizer. The process group must exist."""
         trainable: Trainable = importlib.import_module(f"{__name__}.{self.module}").build(job, **self.options)
         return trainable
 
     @property
     def needs_original(self) -> bool:
-        """Whether its processes import the original package."""
+        """Whether its rank processes import the original package."""
         return self.module == "original"
 
 

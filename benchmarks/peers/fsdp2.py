@@ -1,4 +1,4 @@
-"""PyTorch's own FSDP, ``torch.distributed.fsdp.fully_shard``."""
+"""PyTorch's FSDP2, ``torch.distributed.fsdp.fully_shard``."""
 
 import torch
 import torch.distributed as dist
@@ -14,8 +14,8 @@ def build(job: Job, reshard: bool, streams: bool = False) -> Trainable:
     """Shard every block and the root.
 
     Args:
-        job: What to build.
-        reshard: Whether weights are released between forward and backward.
+        job: The training job.
+        reshard: Whether weights are resharded after forward.
         streams: Whether collectives on side streams are asynchronous, as on a GPU, and the next block is prefetched.
     """
     if streams:

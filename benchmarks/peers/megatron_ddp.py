@@ -1,8 +1,8 @@
-"""Megatron-Core's DDP with its distributed optimizer, on the plain model: whole weights, sharded optimizer state."""
+"""Megatron-Core's DDP with its distributed optimizer: whole weights and sharded optimizer state."""
 
 from megatron.fsdp.mcore import cpu
 
-cpu.enable()  # does nothing where CUDA is present; has to precede the imports of Megatron
+cpu.enable()  # has no effect if CUDA is available; must precede the imports of Megatron
 
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
@@ -17,7 +17,7 @@ from megatron.core.transformer import TransformerConfig  # noqa: E402
 
 
 class _MegatronDDP:
-    """A :class:`Trainable` with the calls that Megatron's training loop makes around a step."""
+    """A :class:`Trainable` that makes the same calls as Megatron's training loop."""
 
     def __init__(self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
         self.model: nn.Module = model
@@ -36,7 +36,7 @@ class _MegatronDDP:
 
 
 def build(job: Job) -> Trainable:
-    """Wrap the model; buckets of about a block, reductions and gathers overlap where they can."""
+    """Wrap the model, with buckets of about one block, and with overlap of reductions and all-gathers."""
     parallel_state.initialize_model_parallel()
     plain = build_model(job.shape, job.low_precision, job.device)
     if job.low_precision:
@@ -66,7 +66,7 @@ def build(job: Job) -> Trainable:
         use_distributed_optimizer=True,
         overlap_param_gather=True,
     )
-    # No overrides: by default biases and norms would have no weight decay, and with the others they have.
+    # By default, biases and norms would have no weight decay, in contrast to the other peers.
     optimizer = get_megatron_optimizer(settings, [model], config_overrides={})
     for group in optimizer.param_groups:
         group["foreach"] = True

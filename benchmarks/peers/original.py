@@ -1,6 +1,6 @@
-"""The original Megatron-FSDP from PyPI. Its processes find it under ``megatron_fsdp``, before this project's.
+"""The original Megatron-FSDP from PyPI. In its rank processes, ``megatron_fsdp`` is the original package.
 
-What makes the comparison fair, each where it is done: see ``build``.
+Comments in ``build`` explain the settings that make the comparison fair.
 """
 
 from typing import Any
@@ -16,11 +16,11 @@ def build(job: Job, zero: int, limited: bool = False, double: bool = False, **ho
     """Shard with strategy ``zero``.
 
     Args:
-        job: What to build.
-        zero: The strategy.
-        limited: Let it gather one unit ahead and have two wait for their reduction. By default these limits are half a
-            billion and a billion elements.
-        double: Use its double buffer.
+        job: The training job.
+        zero: The ZeRO stage.
+        limited: Whether to limit prefetching to one unit and pending reductions to two units. By default, the limits
+            are half a billion and a billion elements.
+        double: Whether to use its double buffer.
         how: ``streams=True`` makes reductions asynchronous, as on a GPU.
     """
     import megatron_fsdp as original
@@ -34,7 +34,7 @@ def build(job: Job, zero: int, limited: bool = False, double: bool = False, **ho
         model.bfloat16()
     unit = max(sum(p.numel() for p in m.parameters()) for m in model.modules() if isinstance(m, Block))
     fp32 = torch.float32
-    # With an fp32 model main weights of their own would be a second copy of the weights.
+    # For an fp32 model, separate main weights would be a second copy of the weights.
     policy = original.MixedPrecisionPolicy(
         main_params_dtype=fp32 if job.low_precision else None, main_grads_dtype=fp32, grad_comm_dtype=fp32
     )
@@ -43,19 +43,19 @@ def build(job: Job, zero: int, limited: bool = False, double: bool = False, **ho
         fsdp_unit_modules=[Block],
         zero_dp_strategy=zero,
         mixed_precision_policy=policy,
-        # gloo cannot scale in a reduction: gradients are added, and the loss is divided instead.
+        # gloo does not support averaging in a reduction, so gradients are summed and the loss is divided instead.
         calculate_per_token_loss=True,
         fsdp_double_buffer=double,
         device=torch.device(job.device) if job.device == "cpu" else None,
     )
     if limited:
-        # Its own rule, without the lower bound of a billion elements that it puts on it.
+        # The original's rule, without its lower bound of a billion elements.
         sharded.suggested_AG_prefetch_size, sharded.suggested_RS_queue_capacity = unit, 2 * unit
     return Built(sharded, _optimizer(original, sharded), loss_divisor=job.ranks)
 
 
 def _optimizer(original: Any, sharded: Any) -> torch.optim.Optimizer:
-    """Its optimizer, without the step that it takes to create state: losses would differ from everybody's."""
+    """Build its optimizer, and undo the step that it takes to create state, which would change the losses."""
     sharded._replace_param_with_distributed_if_needed()
     optimizer = adamw(sharded.parameters())
     rates = [group["lr"] for group in optimizer.param_groups]

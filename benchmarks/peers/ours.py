@@ -9,7 +9,7 @@ from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model, fully_shard_o
 
 
 def build(job: Job, zero: int, double: bool = False) -> Trainable:
-    """Shard with strategy ``zero``; ``double``: into fixed buffers."""
+    """Shard with ZeRO stage ``zero``, optionally with a double buffer."""
     model = build_model(job.shape, job.low_precision, job.device)
     if job.low_precision:
         model.bfloat16()

@@ -1,6 +1,4 @@
-"""The whole model on every rank: with torch's DDP, or each rank for itself, which is the compute without
-communication.
-"""
+"""The whole model on every rank, with torch's DDP or without any communication."""
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -13,7 +11,7 @@ MIB = 1 << 20
 
 
 def build(job: Job, together: bool) -> Trainable:
-    """Build the model; ``together``: in DDP, with buckets of about a block."""
+    """Build the model; with ``together``, wrap it in DDP with buckets of about one block."""
     plain = build_model(job.shape, job.low_precision, job.device)
     block = sum(p.numel() * p.element_size() for p in plain.blocks[0].parameters())
     if job.low_precision:

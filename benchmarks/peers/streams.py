@@ -1,12 +1,12 @@
-"""Streams as a GPU has them, emulated on a CPU over gloo's asynchronous collectives.
+"""GPU streams, emulated on a CPU with gloo's asynchronous collectives.
 
-torch's streams and events for the CPU do nothing: a collective that FSDP2 or the original puts on a side stream
-blocks the computation, which on a GPU it would not. Here a side stream keeps a list of what was started on it. The
-host goes through that list only where the code makes another stream, or the host, wait. So these peers overlap as
-much as their schedule allows, and what remains of a difference is not that gloo was called in a blocking way.
+torch's CPU streams and events do nothing, so a collective that FSDP2 or the original issues on a side stream blocks the
+computation, unlike on a GPU. Here, a side stream keeps a list of the collectives that were started on it. The host
+waits for them only when the code makes another stream or the host wait. So these peers overlap as much as their
+schedule allows, and blocking calls of gloo do not distort the comparison.
 
-This module also stands for ``torch.cuda`` in the copy of the original that runs on a CPU. There, too, nothing is
-asynchronous unless :data:`asynchronous` is set.
+This module also replaces ``torch.cuda`` in the copy of the original for the CPU. Nothing is asynchronous there unless
+:data:`asynchronous` is set.
 """
 
 import contextlib
@@ -22,53 +22,53 @@ asynchronous = False
 
 
 class Stream:
-    """What was started on a side stream and not waited for, in order."""
+    """The actions that were started on a side stream and not waited for, in order."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.started: list[Action] = []
         self.device = torch.device("cpu")
 
     def synchronize(self) -> None:
-        """Wait for all of it."""
+        """Wait for all actions."""
         started, self.started = self.started, []
         for action in started:
             action()
 
     def wait_stream(self, other: "Stream") -> None:
-        """What follows on this stream comes after what is on the other: the host waits."""
+        """Make later work on this stream wait for the other stream. The host waits instead."""
         if other is not self:
             other.synchronize()
 
     def wait_event(self, event: "Event | None") -> None:
-        """What follows on this stream comes after the event: the host waits."""
+        """Make later work on this stream wait for the event. The host waits instead."""
         if event is not None:
             event.synchronize()
 
     def record_event(self, event: "Event | None" = None) -> "Event":
-        """Mark this point of the stream."""
+        """Record an event on this stream."""
         event = event or Event()
         event.record(self)
         return event
 
     def query(self) -> bool:
-        """Whether nothing is under way."""
+        """Whether all actions are finished."""
         return not self.started
 
 
 class Event:
-    """A point of a stream."""
+    """A point in a stream's work."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self._stream: Stream | None = None
         self._before: list[Action] = []
 
     def record(self, stream: Stream | None = None) -> None:
-        """Stand for all that was started on ``stream`` until now."""
+        """Capture all actions that were started on ``stream`` so far."""
         self._stream = stream or current_stream()
         self._before = list(self._stream.started)
 
     def synchronize(self) -> None:
-        """Wait for what was before this point."""
+        """Wait for all actions before this point."""
         before, self._before = self._before, []
         if self._stream is None:
             return
@@ -78,11 +78,11 @@ class Event:
                 action()
 
     def wait(self, stream: Stream | None = None) -> None:
-        """What follows on ``stream`` comes after this point: the host waits."""
+        """Make later work on ``stream`` wait for this point. The host waits instead."""
         self.synchronize()
 
     def query(self) -> bool:
-        """Whether nothing before this point is under way."""
+        """Whether all actions before this point are finished."""
         return not self._before
 
     def elapsed_time(self, other: "Event") -> float:
@@ -95,18 +95,18 @@ _current = [_DEFAULT]
 
 
 def current_stream(*_: Any) -> Stream:
-    """The innermost stream that is entered."""
+    """The stream of the innermost context."""
     return _current[-1]
 
 
 def default_stream(*_: Any) -> Stream:
-    """The stream that computes."""
+    """The compute stream."""
     return _DEFAULT
 
 
 @contextlib.contextmanager
 def stream(entered: Stream | None) -> Iterator[None]:
-    """Start what is in the block on this stream."""
+    """Make a stream current in the context."""
     _current.append(entered or _current[-1])
     try:
         yield
@@ -115,13 +115,13 @@ def stream(entered: Stream | None) -> Iterator[None]:
 
 
 def install(namespace: Any) -> None:
-    """Give a module such as ``torch.cpu`` these streams."""
+    """Replace the streams of a module such as ``torch.cpu``."""
     for name in ("Stream", "Event", "current_stream", "default_stream", "stream"):
         setattr(namespace, name, globals()[name])
 
 
 def make_collectives_asynchronous(namespace: Any) -> None:
-    """On a side stream, collectives of this module return at once; on the default stream they stay as they are."""
+    """Make collectives of a module return immediately on side streams. They still block on the default stream."""
     global asynchronous
     asynchronous = True
     for name in ("all_gather_single", "reduce_scatter_single", "all_reduce"):
@@ -134,7 +134,7 @@ def _asynchronous(collective: Callable[..., Any]) -> Callable[..., Any]:
         if on is _DEFAULT or kwargs.get("async_op"):
             return collective(*args, **kwargs)
         work = collective(*args, **{**kwargs, "async_op": True})
-        # A work that is done would keep its tensors alive until somebody waits for it.
+        # Drop finished work, which would otherwise keep its tensors alive until the stream is waited for.
         on.started = [action for action in on.started if not _is_done(action)]
         on.started.append(work.wait)
         return None
@@ -147,12 +147,12 @@ def _is_done(action: Action) -> bool:
     return isinstance(work, dist.Work) and work.is_completed()
 
 
-# What the copy of the original calls ------------------------------------------------------------------------------
+# Functions that the patched copy of the original calls -------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def coalescing(group: dist.ProcessGroup) -> Iterator[None]:
-    """Coalesce the collectives in the block; asynchronous on a side stream if that was asked for."""
+    """Coalesce the collectives in the context; asynchronous on a side stream if :data:`asynchronous` is set."""
     on = current_stream()
     aside = asynchronous and on is not _DEFAULT
     with dist._coalescing_manager(group, async_ops=aside) as collectives:
@@ -162,7 +162,7 @@ def coalescing(group: dist.ProcessGroup) -> Iterator[None]:
 
 
 def after_collectives(pairs: list[tuple[torch.Tensor, torch.Tensor]], copy: bool) -> list[Any]:
-    """Accumulate reduced gradients once the collectives are done; returns what the caller should do now instead."""
+    """Accumulate reduced gradients after the collectives. Returns the pairs that the caller has to accumulate now."""
     on = current_stream()
     if not asynchronous or on is _DEFAULT:
         return pairs
@@ -177,12 +177,12 @@ def current_device() -> torch.device:
 
 
 def synchronize(*_: Any) -> None:
-    """Nothing computes beside the host."""
+    """Do nothing, because the CPU computes synchronously."""
 
 
 empty_cache = synchronize
 
 
 def is_available() -> bool:
-    """No figures of a CUDA device are to be had."""
+    """False: there is no CUDA device."""
     return False

@@ -1,1 +1,1 @@
-"""What rank processes measure beside the clock: bytes of memory, copies, collectives, time on the CPU."""
+"""Measurements in rank processes other than wall time: memory, copies, collectives and CPU time."""

@@ -1,4 +1,4 @@
-"""The collectives of a strategy without any compute: what there is to hide. Called through ``benchmarks.worker``."""
+"""Times the collectives of a strategy without compute. Called through ``benchmarks.worker``."""
 
 import time
 from typing import Any
@@ -11,7 +11,7 @@ from benchmarks.job import Job
 from benchmarks.model import Transformer
 from megatron.fsdp.comm import gloo
 
-# How often a step gathers every unit, and how it reduces it.
+# For each pattern: how often a step all-gathers every unit, and how it reduces gradients.
 PATTERNS = {
     "all-reduce": (0, "all_reduce"),
     "gather once": (1, "reduce_scatter"),
@@ -40,7 +40,7 @@ _units: list[_Unit] = []
 
 
 def start(job: dict[str, Any], rank: int, store: str) -> None:
-    """Make the process group, and buffers for every block and the root."""
+    """Create the process group, and buffers for every block and the root."""
     described = Job.from_json(job)
     training.join(described, rank, store)
     with torch.device("meta"):
@@ -51,7 +51,7 @@ def start(job: dict[str, Any], rank: int, store: str) -> None:
 
 
 def turn(pattern: str, steps: int) -> list[float]:
-    """Seconds of each step."""
+    """Communicate for some steps. Returns the seconds of each."""
     gathers, reduction = PATTERNS[pattern]
     group = dist.group.WORLD
     assert group is not None

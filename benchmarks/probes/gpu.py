@@ -1,6 +1,4 @@
-"""What a GPU does in a step: memory, kernels, and how long it is idle between them. Called through
-``benchmarks.worker``.
-"""
+"""Measures memory, kernels and idle time of a GPU during a step. Called through ``benchmarks.worker``."""
 
 from collections.abc import Sequence
 
@@ -12,7 +10,7 @@ from benchmarks import training
 
 
 def measure(tokens: int, warm_up: int = 3) -> dict[str, float]:
-    """Bytes at rest and at the peak of a step; kernels of a step and the part of it in which none runs."""
+    """Bytes between steps and at the peak of a step, the number of kernels, and the fraction of time without any."""
     for _ in range(warm_up):
         training.train_step(tokens)
     torch.cuda.synchronize()
@@ -21,7 +19,7 @@ def measure(tokens: int, warm_up: int = 3) -> dict[str, float]:
     training.train_step(tokens)
     peak = torch.cuda.max_memory_allocated()
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as recorded:
-        # Without the synchronization between parts of a step, which would itself leave gaps.
+        # Not training.train_step, whose synchronization between the parts of a step would cause gaps.
         mine = training.running()
         data = training.batch(mine.job.shape.vocabulary, tokens, mine.steps, mine.rank).to("cuda")
         loss = training.loss_of(mine.trainable.model, data)
@@ -42,7 +40,7 @@ def measure(tokens: int, warm_up: int = 3) -> dict[str, float]:
 
 
 def idle_share(intervals: Sequence[tuple[float, float]]) -> float:
-    """The part of the time from the first begin to the last end that no interval covers."""
+    """The fraction of the time from the first start to the last end that no interval covers."""
     if not intervals:
         return 0.0
     covered, end = 0.0, min(begin for begin, _ in intervals)

@@ -1,4 +1,4 @@
-"""What a rank holds and how long it takes, while many steps go by. Called through ``benchmarks.worker``."""
+"""Measures memory and step time of a rank over many steps. Called through ``benchmarks.worker``."""
 
 import gc
 import sys
@@ -10,9 +10,7 @@ from benchmarks.probes.heap import Heap
 
 
 def run(tokens: int, steps: int) -> dict[str, float]:
-    """Train some steps; what is held after them, and the seconds of a step among them that was neither fast nor
-    slow.
-    """
+    """Train some steps. Returns the median step time in seconds, and memory after the steps."""
     times = sorted(training.train_step(tokens)["step"] for _ in range(steps))
     gc.collect()
     heap = Heap()

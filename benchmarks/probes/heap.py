@@ -1,4 +1,4 @@
-"""Counts the bytes of a process's tensors and of its heap, exactly: see heap.c, which is compiled when it is needed."""
+"""Counts the exact bytes of a process's tensors and of its heap with heap.c, which is compiled on first use."""
 
 import ctypes
 import os
@@ -14,7 +14,7 @@ VARIABLE = "BENCHMARKS_HEAP"
 
 
 def environment() -> dict[str, str]:
-    """Variables with which a process is counted.
+    """Environment variables that enable counting in a process.
 
     Raises:
         Skipped: There is no C compiler.
@@ -30,7 +30,7 @@ def environment() -> dict[str, str]:
 
 
 class Heap:
-    """The counters of this process, relative to when this object was made."""
+    """The counters of this process, relative to the creation of this object."""
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL(os.environ[VARIABLE])
@@ -41,19 +41,19 @@ class Heap:
 
     @property
     def tensors(self) -> int:
-        """Bytes of tensors now."""
+        """Current bytes of tensors."""
         return int(self._library.counted_tensors()) - self._start
 
     @property
     def peak(self) -> int:
-        """The most bytes of tensors since :meth:`reset`."""
+        """Peak bytes of tensors since :meth:`reset`."""
         return int(self._library.counted_tensors_peak()) - self._start
 
     @property
     def whole(self) -> int:
-        """Bytes of all blocks of the heap now."""
+        """Current bytes of all heap blocks."""
         return int(self._library.counted_heap())
 
     def reset(self) -> None:
-        """Forget earlier peaks."""
+        """Reset the peak."""
         self._library.counted_reset()

@@ -1,4 +1,4 @@
-"""Time that a rank's process is on the CPU in each part of a step. Called through ``benchmarks.worker``."""
+"""Measures a rank's CPU time in each part of a step. Called through ``benchmarks.worker``."""
 
 import time
 
@@ -8,7 +8,7 @@ from benchmarks.training import PARTS
 
 
 def turn(tokens: int, steps: int, warm_up: int = 3) -> dict[str, float]:
-    """Microseconds of CPU time per step, of all threads, by parts of the step; the mean of ``steps`` steps."""
+    """Mean CPU time of all threads per step, in microseconds, by parts of the step."""
     for _ in range(warm_up):
         training.train_step(tokens)
     mine = training.running()

@@ -1,5 +1,6 @@
-"""Bytes that a rank holds: built, at rest, and the most in each part of a step. Called through
-``benchmarks.worker``.
+"""Measures the bytes of a rank: after building, between steps, and the peak of each part of a step.
+
+Called through ``benchmarks.worker``.
 """
 
 import gc
@@ -17,13 +18,13 @@ WARM_UP = 2
 
 
 def start(job: dict[str, Any], rank: int, store: str) -> None:
-    """Make the process group; building is part of what is measured."""
+    """Create the process group. The peer is built later, because building it is part of the measurement."""
     described = Job.from_json(job)
     training.join(described, rank, store)
 
 
 def measure(job: dict[str, Any], rank: int, tokens: int) -> dict[str, float]:
-    """Build the peer, train, and count."""
+    """Build the peer, train, and count bytes."""
     described = Job.from_json(job)
     activations = _activations(described, tokens)
     heap = Heap()
@@ -52,7 +53,7 @@ def measure(job: dict[str, Any], rank: int, tokens: int) -> dict[str, float]:
 
 
 def floor(job: Job, resting: float) -> dict[str, float]:
-    """What nobody can leave out: main weights and two moments in fp32, divided by the ranks."""
+    """The minimum per rank: main weights and two moments in fp32, divided by the ranks."""
     with torch.device("meta"):
         parameters = sum(p.numel() for p in Transformer(job.shape).parameters())
     least = 12 * parameters / job.ranks
@@ -60,21 +61,21 @@ def floor(job: Job, resting: float) -> dict[str, float]:
 
 
 def _activations(job: Job, tokens: int) -> int:
-    """The most that forward and backward of the plain model hold beside its weights and finished gradients."""
+    """Peak bytes of forward and backward of the plain model, without its weights and finished gradients."""
     model = build_model(job.shape, job.low_precision)
     if job.low_precision:
         model.bfloat16()
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     data = batch(job.shape.vocabulary, tokens, 0, 0)
-    loss_of(model, data).backward()  # kernels keep scratch memory from their first call on
+    loss_of(model, data).backward()  # kernels allocate scratch memory in their first call and keep it
     heap = Heap()
     loss_of(model, data).backward()
     return heap.peak
 
 
 def _bound(job: Job, model: Any, found: dict[str, float]) -> dict[str, float]:
-    """For ours with ZeRO-3: the bound of docs/memory.md on the peak."""
+    """The bound on the peak from docs/memory.md, for our ZeRO-3."""
     if job.peer != "ours-3":
         return {}
     compute, gradient = (2, 4) if job.low_precision else (4, 4)

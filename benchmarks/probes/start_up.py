@@ -1,4 +1,4 @@
-"""Builds a large model from the meta device and watches memory and time. Called through ``benchmarks.worker``."""
+"""Builds a large model from the meta device and measures memory and time. Called through ``benchmarks.worker``."""
 
 import gc
 import time
@@ -13,7 +13,7 @@ from benchmarks.probes.heap import Heap
 
 
 def build(job: dict[str, Any], how: str) -> dict[str, float]:
-    """Shard a model that was built on the meta device; ``how`` is a key of ``WAYS``."""
+    """Shard a model that was built on the meta device. ``how`` is a key of ``WAYS``."""
     described = Job.from_json(job)
     with torch.device("meta"):
         model = Transformer(described.shape)

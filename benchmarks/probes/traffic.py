@@ -1,5 +1,6 @@
-"""Copies, collectives and torch operations of one step, seen at torch's dispatcher. Called through
-``benchmarks.worker``.
+"""Counts copies, collectives and torch operations of one step at torch's dispatcher.
+
+Called through ``benchmarks.worker``.
 """
 
 from collections import Counter
@@ -14,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from benchmarks import training
 
 WARM_UP = 2
-# Where copying operations write: the position or the name of the argument; None: the result.
+# The target of copying operations: position or name of the argument; None for the result.
 WRITTEN: dict[str, int | str | None] = {
     "aten.copy_": 0,
     "aten._foreach_copy_": 0,
@@ -27,19 +28,19 @@ WRITTEN: dict[str, int | str | None] = {
     "fsdp.all_gather_copy_in": 1,
     "fsdp.split_with_sizes_copy": "out",
     "fsdp.chunk_cat": "out",
-    # A gradient that is added to a buffer is written, too.
+    # Adding a gradient to a buffer writes it as well.
     "aten.add_": 0,
     "aten._foreach_add_": 0,
 }
 GATHERS = ("allgather", "all_gather")
 REDUCTIONS = ("reduce_scatter", "allreduce", "all_reduce")
-# Below that a collective exchanges flags and the like, not weights or gradients.
+# Smaller collectives exchange flags, not weights or gradients.
 SMALL = 4096
 
 
 @dataclass
 class _Write:
-    """One copying operation: bytes written, and the storages it wrote and read."""
+    """One copying operation, with the storages that it wrote and read."""
 
     written: int
     targets: set[int]
@@ -50,7 +51,7 @@ class _Write:
 
 @dataclass
 class _Collective:
-    """One collective: its kind, its bytes as one rank sees the whole, and the storages it uses."""
+    """One collective: its kind, the bytes of the whole buffer, and the storages that it uses."""
 
     kind: str
     bytes: int
@@ -59,9 +60,9 @@ class _Collective:
 
 
 class Traffic(TorchDispatchMode):
-    """Notes what a step copies and communicates.
+    """Records the copies and collectives of a step.
 
-    Storages are known by their identity, and kept so that none is taken for another that had its address.
+    Storages are identified by address, and kept alive so that no other storage gets the same address.
     """
 
     def __init__(self) -> None:
@@ -90,7 +91,7 @@ class Traffic(TorchDispatchMode):
     def _note_collective(self, packet: str, args: Any) -> None:
         kind = next((k for k, names in KINDS.items() if any(name in packet for name in names)), "other")
         sizes = [sum(t.nbytes for t in _tensors(arg)) for arg in args[:2]]
-        # The whole is the output of a gather and the input of a reduction: the larger of the two.
+        # The whole buffer is the output of an all-gather or the input of a reduction: the larger of the two.
         self.events.append(_Collective(kind, max(sizes), set(self._ids(args[:2])), set(self._ids(args[:1]))))
 
     def _note_write(self, packet: str, args: Any, kwargs: Any, result: Any) -> None:
@@ -98,7 +99,7 @@ class Traffic(TorchDispatchMode):
         targets = result if where is None else kwargs.get(where) if isinstance(where, str) else args[where]
         written = _tensors(targets)
         read = [t for t in _tensors((args, kwargs)) if not any(t is w for w in written)]
-        if packet == "fsdp.all_gather_copy_in":  # writes this rank's part only
+        if packet == "fsdp.all_gather_copy_in":  # writes this rank's shard only
             bytes_written = sum(t.nbytes for t in _tensors(args[0]))
         else:
             bytes_written = sum(t.nbytes for t in written)
@@ -116,7 +117,7 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 def classify(events: list[_Write | _Collective]) -> dict[str, float]:
-    """Bytes copied around gathers and before reductions, casts of shards, all else; and the collectives."""
+    """Sum up the bytes of copies around all-gathers, before reductions, and elsewhere, and of collectives."""
     found = Counter[str]()
     for kind in ("gather", "reduce"):
         big = [e for e in events if isinstance(e, _Collective) and e.kind == kind and e.bytes >= SMALL]
@@ -137,10 +138,10 @@ def classify(events: list[_Write | _Collective]) -> dict[str, float]:
 
 
 def _place(write: _Write, before: list[_Write | _Collective], after: list[_Write | _Collective]) -> str:
-    """What a copy belongs to: what it wrote is communicated next, or what it read was gathered before."""
+    """The kind of collective that a copy belongs to: a later one of its target, or an earlier one of its source."""
     following = next((e for e in after if isinstance(e, _Collective) and e.storages & write.targets), None)
     if following is not None and following.kind in ("gather", "reduce") and following.bytes >= SMALL:
-        # An in-place sum of gradients in a buffer that is gathered later is an update and no copy.
+        # An in-place addition to a buffer that is gathered later is an update and not a copy.
         return "else" if write.adds and following.kind == "gather" else following.kind
     preceding = next((e for e in reversed(before) if isinstance(e, _Collective) and e.storages & write.sources), None)
     if preceding is not None and preceding.outputs & write.sources and not write.adds:
@@ -158,7 +159,7 @@ def measure(tokens: int) -> dict[str, float]:
 
 
 def operations(tokens: int) -> dict[str, int]:
-    """How often each operation was dispatched, most frequent first: for finding out where they come from."""
+    """Number of calls of each operation, most frequent first. For debugging."""
     with Traffic() as traffic:
         training.train_step(tokens)
     return dict(traffic.operations.most_common())

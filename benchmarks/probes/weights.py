@@ -1,4 +1,4 @@
-"""Fingerprints of a peer's weights, to see whether optimizers did the same. Called through ``benchmarks.worker``."""
+"""Fingerprints of a peer's weights, to compare optimizers. Called through ``benchmarks.worker``."""
 
 import torch
 
@@ -6,7 +6,7 @@ from benchmarks import training
 
 
 def fingerprints() -> dict[str, list[float]]:
-    """For each parameter, by its name in the plain model, the sum and the norm of all of its elements."""
+    """The sum and the norm of each parameter, by its name in the plain model."""
     found = {}
     for name, value in training.running().trainable.model.state_dict().items():
         whole = value.full_tensor() if hasattr(value, "full_tensor") else value

@@ -1,1 +1,1 @@
-"""The benchmarks, one module each with one entry point, ``run``: see ``benchmarks.__main__``."""
+"""The benchmarks: one module each, with the entry point ``run``. See ``benchmarks.__main__``."""

@@ -1,4 +1,4 @@
-"""Bytes copied, and numbers of collectives and torch operations per step, on the fake process group."""
+"""Copied bytes, collectives and torch operations per step, on the fake process group."""
 
 from benchmarks.field import Field, field_of
 from benchmarks.job import Job
@@ -15,7 +15,7 @@ QUICK = ("fsdp2", "original-3", "ours-3")
 
 
 def run(options: Options) -> list[Case]:
-    """Look at one step of every peer, in both dtypes."""
+    """Measure one step of every peer, in both dtypes."""
     shape = Shape(width=128, depth=4, heads=4) if options.quick else Shape()
     cases = []
     for dtype in ("bf16",) if options.quick else ("fp32", "bf16"):
@@ -40,12 +40,12 @@ def _look(case: Case, field: Field, shape: Shape, dtype: str) -> None:
     plain = found.get("alone", {})
     for peer, own in found.items():
         own = {"gather_copied_bytes": 0.0, "reduce_copied_bytes": 0.0, "other_copied_bytes": 0.0, **own}
-        # The model's own copies, and casts of the plain model that FSDP does not have, are not the peer's.
+        # Subtract the copies of the plain model, which are not caused by the peer.
         own["other_copied_bytes"] -= plain.get("other_copied_bytes", 0.0) if peer != "alone" else 0.0
         own["extra_ops"] = own["operations"] - plain.get("operations", 0.0)
         if own.get("gathered_bytes"):
             own["gather_copies"] = own["gather_copied_bytes"] / own["gathered_bytes"]
-            # The blocks and the root; a rank with whole weights gathers once per step, others in both passes.
+            # The units are the blocks and the root. With ZeRO-3, they are gathered in forward and in backward.
             passes = 2 if peer.split("-")[1:2] == ["3"] or peer == "fsdp2" else 1
             own["gathers_per_unit_and_pass"] = own["gathers"] / (shape.depth + 1) / passes
         if own.get("reduces"):

@@ -1,8 +1,8 @@
-"""On a GPU: step time, memory, kernels and idle gaps of Llama-like models in bf16, and of one rank of 8 and 64.
+"""Step time, memory, kernels and idle time of Llama-like models in bf16 on a GPU.
 
-With world size 1 collectives run over NCCL; on the fake process group, one process is one of 8 or 64 ranks, and
-communication costs nothing. One peer is on the device at a time, since they would share its memory; turns are
-interleaved all the same.
+With world size 1, collectives run over NCCL. On the fake process group, one process represents one of 8 or 64 ranks,
+and communication takes no time. Only one peer uses the device at a time, because of its memory; turns are interleaved
+nevertheless.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from benchmarks.results import Case
 from benchmarks.rounds import Rounds
 from benchmarks.workers import Ranks, WorkerFailure
 
-# A model of 1 billion parameters, and some layers of one of 8 billion.
+# A model with 1 billion parameters, and some layers of a model with 8 billion.
 MODELS = {
     "1 B": Shape(width=2048, depth=16, heads=32, vocabulary=32_000, llama_hidden=8192),
     "8 B, 4 layers": Shape(width=4096, depth=4, heads=32, vocabulary=32_000, llama_hidden=14_336),
@@ -41,7 +41,7 @@ NAMES = (
 
 @dataclass(frozen=True)
 class Setting:
-    """What runs: ranks, on the fake group or over NCCL."""
+    """A number of ranks, on the fake process group or over NCCL."""
 
     ranks: int
     fake: bool

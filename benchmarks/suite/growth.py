@@ -1,4 +1,4 @@
-"""Whether anything grows: 2,000 steps on 2 ranks, with the heap counted and steps timed along the way."""
+"""Growth of memory and step time over 2,000 steps on 2 ranks."""
 
 from collections.abc import Sequence
 
@@ -15,21 +15,21 @@ SHAPE = Shape(width=64, depth=4, heads=4, vocabulary=64)
 TOKENS = 16
 STEPS = 2000
 POINTS = 40
-# What is built in the first steps and kept, such as plans and kernels' scratch memory, is not growth.
-SETTLING = 100
+# The first steps allocate memory that is kept, such as plans and scratch memory of kernels, which is not growth.
+WARM_UP = 100
 NAMES = ("ours-1", "ours-2", "ours-3", "fsdp2", "original-3")
 QUICK = ("ours-3",)
-# torch keeps a record of the last 2,000 collectives, which few of them fill in the settling steps: a short one is full.
-RECORD = {"TORCH_FR_BUFFER_SIZE": "16"}
-# Over the whole run, as a part of what there is at its middle: less is noise, whatever the standard error says.
+# torch's flight recorder keeps the last 2,000 collectives and would still grow after the warm-up, so make it shorter.
+FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE": "16"}
+# Growth over the whole run, relative to the mean, that counts as noise whatever the standard error is.
 TOLERANCE = {"heap": 0.002, "objects": 0.002, "step": 0.05}
 
 
 def run(options: Options) -> list[Case]:
-    """Train every peer on its own."""
+    """Train every peer, one after another."""
     steps = STEPS // 10 if options.quick else STEPS
     case = Case({"ranks": RANKS, "dtype": "fp32"})
-    variables = {**heap.environment(), **RECORD}
+    variables = {**heap.environment(), **FLIGHT_RECORDER}
     for peer in options.peers(QUICK if options.quick else NAMES):
         options.report(peer)
         ranks = Ranks(Job(peer, RANKS, shape=SHAPE, threads=threads_for(RANKS)), variables)
@@ -44,8 +44,8 @@ def run(options: Options) -> list[Case]:
 
 
 def _train(ranks: Ranks, steps: int) -> list[dict[str, float]]:
-    """The figures of rank 0 after every part of the run."""
-    ranks.call("benchmarks.probes.growth:run", tokens=TOKENS, steps=SETTLING)
+    """The measurements of rank 0 at every point of the run."""
+    ranks.call("benchmarks.probes.growth:run", tokens=TOKENS, steps=WARM_UP)
     each = steps // POINTS
     points = []
     for _ in range(POINTS):
@@ -54,11 +54,11 @@ def _train(ranks: Ranks, steps: int) -> list[dict[str, float]]:
 
 
 def judged(points: Sequence[dict[str, float]], each: int) -> dict[str, float]:
-    """Means, slopes per step with their errors, and whether memory or time grow: 1 if so, else 0.
+    """Means, slopes per step with their errors, and flags for growth of memory and time (1.0 or 0.0).
 
     Args:
-        points: Figures after every ``each`` steps.
-        each: Steps between two points.
+        points: Measurements after every ``each`` steps.
+        each: Number of steps between two points.
     """
     at = [each * (number + 1) for number in range(len(points))]
     slopes = {name: Slope.of(at, [point[name] for point in points]) for name in points[0]}

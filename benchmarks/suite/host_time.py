@@ -1,7 +1,7 @@
-"""Host time per unit and step: how long the process is on the CPU in FSDP's machinery. On a GPU this leaves gaps.
+"""Host time per unit and step: the CPU time of FSDP itself, which can leave a GPU idle.
 
-One process of 8 ranks on the fake process group trains a model so small that computing hardly counts. What the plain
-model takes is subtracted, and what remains is divided by the units.
+One of 8 ranks on the fake process group trains a tiny model. The CPU time of the plain model is subtracted, and the
+rest is divided by the number of units.
 """
 
 from collections.abc import Sequence
@@ -26,19 +26,19 @@ QUICK = ("fsdp2", "original-3", "ours-3")
 
 
 class HostTurns:
-    """Turns whose figures are CPU time; see ``benchmarks.probes.host``."""
+    """Turns that measure CPU time; see ``benchmarks.probes.host``."""
 
     def __init__(self, ranks: Ranks, steps: int) -> None:
         self._ranks = ranks
         self._steps = steps
 
     def turn(self) -> Sample:
-        """Microseconds per step, by parts."""
+        """Microseconds per step, by part."""
         sample: Sample = self._ranks.call("benchmarks.probes.host:turn", tokens=TOKENS, steps=self._steps)[0]
         return sample
 
     def restart(self) -> None:
-        """Start the process again."""
+        """Restart the process."""
         self._ranks.launch()
 
 
@@ -49,7 +49,7 @@ def run(options: Options) -> list[Case]:
 
 
 def case_of(names: Sequence[str], ranks: int, options: Options, rounds: int) -> Case:
-    """Host time of these peers on one of so many ranks."""
+    """Measure the host time of these peers on one of ``ranks`` ranks."""
     jobs = [Job(name, ranks, shape=TINY, fake=True) for name in dict.fromkeys(["alone", *names])]
     case = Case({"ranks": ranks, "units": TINY.depth + 1})
     with field_of(jobs, options) as field:
@@ -60,9 +60,9 @@ def case_of(names: Sequence[str], ranks: int, options: Options, rounds: int) -> 
 
 
 def per_unit(measured: Rounds, units: int) -> None:
-    """Subtract the plain model's time, round by round, and divide by the units.
+    """Subtract the plain model's time, round by round, and divide by the number of units.
 
-    ``host`` is forward and backward: the optimizer's step has a benchmark of its own.
+    ``host`` is forward plus backward, because another benchmark measures the optimizer's step.
     """
     for sample in [*measured.kept, *measured.thrown_away]:
         plain = sample.pop("alone", None)

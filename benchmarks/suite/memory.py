@@ -1,4 +1,7 @@
-"""Live bytes of tensors per rank: built, at rest, at the peak of each part of a step; real ranks and the fake group."""
+"""Bytes of tensors per rank: after building, between steps, and at the peak of each part of a step.
+
+Measured with real ranks and on the fake process group.
+"""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,17 +16,17 @@ from benchmarks.probes import heap
 from benchmarks.results import Case
 from benchmarks.workers import Ranks, WorkerFailure
 
-# Few tokens: what is compared are weights, gradients and optimizer state.
+# Few tokens, so that weights, gradients and optimizer state dominate.
 TOKENS = 16
 
 _OPTIONS = ("ours-3-double",)
-EVERYBODY = tuple(peer for peer in PEERS if not peer.endswith("-streams") and peer not in ("alone", *_OPTIONS))
+EVERY_PEER = tuple(peer for peer in PEERS if not peer.endswith("-streams") and peer not in ("alone", *_OPTIONS))
 SHARDED = ("fsdp2", "fsdp2-keep", "original-3", "original-3-limited", "original-3-double", "ours-3", *_OPTIONS)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is counted."""
+    """The ranks, process group and peers of some cases."""
 
     ranks: int
     fake: bool
@@ -31,9 +34,9 @@ class Setting:
 
 
 SETTINGS = (
-    Setting(2, False, EVERYBODY),
+    Setting(2, False, EVERY_PEER),
     Setting(4, False, ("fsdp2", "original-3-limited", "ours-3")),
-    Setting(8, True, EVERYBODY),
+    Setting(8, True, EVERY_PEER),
     Setting(64, True, SHARDED),
     Setting(512, True, SHARDED),
 )
@@ -41,7 +44,7 @@ QUICK = (Setting(8, True, ("fsdp2", "original-3-limited", "ours-3")),)
 
 
 def run(options: Options) -> list[Case]:
-    """Count every peer in every setting, in both dtypes."""
+    """Measure every peer in every setting, in both dtypes."""
     cases = []
     shape = Shape(width=128, depth=4, heads=4) if options.quick else Shape()
     variables = heap.environment()
@@ -58,7 +61,7 @@ def run(options: Options) -> list[Case]:
 
 
 def count(case: Case, jobs: Sequence[Job], variables: dict[str, str], at_once: int) -> None:
-    """Put the bytes of each job's peer into ``case``; as many at once, since bytes do not depend on time."""
+    """Add the bytes of each job's peer to ``case``. Jobs may run at the same time, since bytes do not depend on it."""
     with ThreadPoolExecutor(at_once) as pool:
         for job, found in zip(jobs, pool.map(lambda job: _count(job, variables), jobs), strict=True):
             if isinstance(found, str):
@@ -68,7 +71,7 @@ def count(case: Case, jobs: Sequence[Job], variables: dict[str, str], at_once: i
 
 
 def _count(job: Job, variables: dict[str, str]) -> dict[str, float] | str:
-    """The largest figures of any rank, or why there are none."""
+    """The maximum over all ranks, or the reason of a failure."""
     ranks = Ranks(job, variables, start="benchmarks.probes.memory:start")
     try:
         ranks.launch()

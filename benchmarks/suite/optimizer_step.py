@@ -1,4 +1,4 @@
-"""The optimizer's step over 1,000 parameters: on flat shards, on a DTensor per parameter, on whole parameters."""
+"""Time of an optimizer step over 1,000 parameters: flat shards, one DTensor per parameter, whole parameters."""
 
 import math
 from collections.abc import Mapping
@@ -11,20 +11,20 @@ from benchmarks.options import Options, threads_for
 from benchmarks.results import Case
 
 RANKS = 2
-# 83 blocks of 12 parameters, and 4 others.
+# 83 blocks with 12 parameters each, and 4 other parameters.
 SHAPE = Shape(width=32, depth=83, heads=4, vocabulary=64)
 TOKENS = 8
 STEPS = 10
 ROUNDS = 9
 NAMES = ("ddp", "fsdp2", "original-1", "original-3", "ours-1", "ours-3", "megatron-ddp")
 QUICK = ("ddp", "fsdp2", "ours-3")
-# These give whole weights to whoever asks.
+# The peers whose state dict contains whole weights or DTensors.
 COMPARED = ("ddp", "fsdp2", "ours-1", "ours-3")
 TOLERANCE = 1e-5
 
 
 def run(options: Options) -> list[Case]:
-    """Time the step, after it was checked that all optimizers do the same."""
+    """Check that all optimizers compute the same weights, and time their steps."""
     names = options.peers(QUICK if options.quick else NAMES)
     jobs = [Job(name, RANKS, shape=SHAPE, threads=threads_for(RANKS)) for name in names]
     case = Case({"ranks": RANKS, "parameters": 12 * SHAPE.depth + 4})
@@ -47,10 +47,10 @@ def _compare_weights(field: Field) -> float:
 
 
 def compare(found: Mapping[str, Mapping[str, list[float]]]) -> float:
-    """The largest relative difference of any parameter's norm to the first peer's.
+    """The largest relative difference between the norms of a parameter in the first peer and in another one.
 
     Raises:
-        LossesDisagree: It is more than ``TOLERANCE``, or a parameter is missing.
+        LossesDisagree: The difference exceeds ``TOLERANCE``, or a parameter is missing.
     """
     worst = 0.0
     if not found:

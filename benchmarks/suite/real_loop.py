@@ -1,6 +1,4 @@
-"""Tokens per second in Megatron's own training loop, through pretrain_gpt.py: ours, the original in megatron-core,
-DDP.
-"""
+"""Tokens per second in Megatron's training loop (pretrain_gpt.py) with ours, the original in megatron-core, and DDP."""
 
 import re
 import statistics
@@ -19,7 +17,7 @@ from benchmarks.workers import WorkerFailure
 
 RANKS = 2
 SEQUENCE = 256
-# The first iterations build and plan.
+# The first iterations allocate memory and record the plan.
 WARM_UP = 4
 ITERATIONS = 16
 ROUNDS = 5
@@ -29,10 +27,10 @@ TIME = re.compile(r"iteration\s+(\d+)/.*?elapsed time per iteration \(ms\): ([\d
 
 
 def fsdp_flags(zero: int, original: bool) -> list[str]:
-    """Megatron's flags for FSDP with a strategy, by this project or by megatron-core."""
+    """Megatron's flags for FSDP with a ZeRO stage, by this project or by megatron-core."""
     flags = "--use-megatron-fsdp --ckpt-format fsdp_dtensor --overlap-grad-reduce --overlap-param-gather".split()
     flags += ["--data-parallel-sharding-strategy", STRATEGIES[zero]]
-    # Over gloo the original can add gradients, but not average them.
+    # Over gloo, the original can sum gradients but not average them.
     return [*flags, "--fsdp-implementation", "megatron-core", "--calculate-per-token-loss"] if original else flags
 
 
@@ -46,7 +44,7 @@ QUICK = ("megatron-ddp", "ours-1", "ours-3")
 
 @dataclass
 class LoopTurns:
-    """Turns that are whole runs of the loop."""
+    """Turns that each run the whole loop."""
 
     arguments: list[str]
     iterations: int
@@ -67,16 +65,16 @@ class LoopTurns:
         self.losses = [iteration.loss for iteration in finished.iterations]
         milliseconds = times(finished.log)
         if not milliseconds:
-            raise WorkerFailure("the log of the run has no times of iterations")
+            raise WorkerFailure("the log of the run does not contain times of iterations")
         median = statistics.median(milliseconds)
         return {"iteration": median, "tokens_per_second": 1e3 * RANKS * SEQUENCE / median}
 
     def restart(self) -> None:
-        """Every turn starts its own processes."""
+        """Do nothing, because every turn starts new processes."""
 
 
 def times(log: str) -> list[float]:
-    """Milliseconds of each iteration after the first ones, as Megatron printed them."""
+    """Milliseconds of each iteration after the warm-up, from Megatron's log."""
     return [float(ms) for number, ms in TIME.findall(log) if int(number) > WARM_UP]
 
 
@@ -84,8 +82,8 @@ def run(options: Options) -> list[Case]:
     """Run the loop with each peer, in rounds.
 
     Raises:
-        Skipped: Megatron's loop cannot be had here.
-        LossesDisagree: Two runs did not train the same.
+        Skipped: Megatron's training loop is not installed.
+        LossesDisagree: The losses of two peers differ.
     """
     try:
         from tools.parity import write_corpus
@@ -123,7 +121,7 @@ def _arguments(corpus: Path, iterations: int, quick: bool) -> list[str]:
 
 
 def _cpu_seconds_of_children() -> float:
-    """CPU time of the processes below this one, ended ones included, which their parent knows."""
+    """CPU seconds of all descendants of this process. Ended ones are included in the times of their parents."""
     total = 0.0
     for process in psutil.Process().children(recursive=True):
         try:

@@ -1,4 +1,4 @@
-"""What grows with the ranks: host time, memory and padding of one rank of 8 to 4,096, on the fake process group."""
+"""Host time, memory and padding of one rank of 8 to 4,096, on the fake process group."""
 
 from benchmarks.field import field_of
 from benchmarks.job import Job
@@ -15,7 +15,7 @@ ROUNDS = 5
 
 
 def run(options: Options) -> list[Case]:
-    """Measure each number of ranks."""
+    """Measure every number of ranks."""
     cases = []
     shape = Shape(width=128, depth=4, heads=4) if options.quick else Shape()
     names = options.peers(NAMES)
@@ -32,7 +32,7 @@ def run(options: Options) -> list[Case]:
 
 
 def _padding(case: Case, jobs: list[Job], shape: Shape, options: Options) -> None:
-    """How much more is gathered and reduced than there is."""
+    """Measure the padding in all-gathers and reductions, relative to the weights."""
     weights = 4 * sum(p.numel() for p in Transformer(shape).parameters())
     block = 4 * sum(p.numel() for p in Transformer(shape).blocks[0].parameters())
     with field_of(jobs, options) as field:
@@ -43,7 +43,8 @@ def _padding(case: Case, jobs: list[Job], shape: Shape, options: Options) -> Non
                 case.notes.append(f"{peer}: padding: {str(failure).splitlines()[0]}")
                 continue
             case.put(peer, reduce_padding=found["reduced_bytes"] / weights - 1)
-            # Peers differ in what they keep between forward and backward, by whole units: the root, the last block.
+            # Peers keep different units between forward and backward, such as the root or the last block. Compare with
+            # the closest smaller sum of whole units.
             kept = round((2 * weights - found["gathered_bytes"]) / block)
             root = weights - shape.depth * block
             nearest = min(

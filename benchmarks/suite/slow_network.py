@@ -1,8 +1,8 @@
-"""Step time on a network of 1 Gbit/s, and how much of the communication each peer hides behind compute.
+"""Step time on a network of 1 Gbit/s, and the fraction of communication that each peer hides behind compute.
 
 hidden = 1 - exposed / communication alone; exposed = forward and backward with communication - without. Communication
-alone is measured here, too: gloo's own collectives over the same units, as often as the strategy needs them, and for
-our peers the sends and receives that this project makes of them, which take less time.
+alone is measured with gloo's collectives over the same units, as often as the strategy needs them. For our peers, it is
+measured with the sends and receives that this project uses over gloo, which take less time.
 """
 
 from collections.abc import Iterator
@@ -24,11 +24,10 @@ RATE = "1gbit"
 ROUNDS = 7
 STEPS = 3
 SHAPE = Shape(width=256)
-# At the first number there is about as much to compute as to communicate with ZeRO-1; the second leaves room for
-# ZeRO-3.
+# With the first load, compute takes about as long as the communication of ZeRO-1; with the second, as that of ZeRO-3.
 TOKENS = (512, 2048)
 
-# What each peer communicates within forward and backward.
+# The collectives of each peer during forward and backward.
 PATTERN = {
     "ddp": "all-reduce",
     "ours-0": "all-reduce",
@@ -44,13 +43,13 @@ QUICK = ("alone", "ddp", "fsdp2", "fsdp2-streams", "original-3", "ours-3")
 
 
 class Collectives:
-    """Turns of the collectives alone."""
+    """Turns that measure collectives alone."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
 
     def turn(self) -> Sample:
-        """Milliseconds of a step, by pattern; each step by its slowest rank."""
+        """Milliseconds per step of the slowest rank, by pattern."""
         sample = {}
         for pattern in PATTERNS:
             answers = self._ranks.call("benchmarks.probes.communication:turn", pattern=pattern, steps=STEPS)
@@ -58,13 +57,13 @@ class Collectives:
         return sample
 
     def restart(self) -> None:
-        """Start the processes again."""
+        """Restart the processes."""
         self._ranks.launch()
 
 
 @dataclass(frozen=True)
 class _Maker:
-    """Makes the processes of a job inside the network."""
+    """Creates the processes of a job inside the network."""
 
     inside: Network
 
@@ -77,7 +76,7 @@ def run(options: Options) -> Iterator[Case]:
     """Measure all peers on the slow network.
 
     Raises:
-        Skipped: There are no network namespaces here.
+        Skipped: Network namespaces cannot be created here.
     """
     names = [*options.peers(QUICK if options.quick else NAMES), "collectives"]
     if "alone" not in names:
@@ -114,7 +113,7 @@ def _text(figure: Summary) -> str:
 
 
 def hide(measured: Rounds) -> None:
-    """Add to every peer's samples what its strategy communicates, what is exposed of it, and the part hidden."""
+    """Add communication alone, exposed time, and the hidden fraction to every peer's samples."""
     for sample in [*measured.kept, *measured.thrown_away]:
         if "alone" not in sample or "collectives" not in sample:
             continue
@@ -123,5 +122,5 @@ def hide(measured: Rounds) -> None:
                 own["communication"] = sample["collectives"][PATTERN[peer]]
                 own["exposed"] = own["compute"] - sample["alone"]["compute"]
                 own["hidden"] = 1 - own["exposed"] / own["communication"]
-                # No schedule hides more than there is compute to hide it behind.
+                # A schedule cannot hide more communication than there is compute.
                 own["could_hide"] = min(1.0, sample["alone"]["compute"] / own["communication"])

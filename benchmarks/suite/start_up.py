@@ -1,4 +1,4 @@
-"""Start-up of a model of 2 billion parameters, built on the meta device: memory and time of one of 64 ranks."""
+"""Memory and time of one of 64 ranks for building a model with 2 billion parameters from the meta device."""
 
 from benchmarks.job import Job
 from benchmarks.model import Shape
@@ -14,7 +14,7 @@ NAMES = ("fsdp2", "original-3", "ours-3")
 
 
 def run(options: Options) -> list[Case]:
-    """Build the model once with each peer."""
+    """Build the model with each peer."""
     shape = Shape(width=512, depth=4) if options.quick else LARGE
     case = Case({"ranks": RANKS, "dtype": "fp32"})
     variables = heap.environment()

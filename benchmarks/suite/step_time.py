@@ -1,4 +1,4 @@
-"""Time of a whole step: 2 and 4 ranks, few to many tokens per step, fp32 and bf16 compute with fp32 main weights."""
+"""Step time with 2 and 4 ranks, few to many tokens per step, fp32 and bf16 compute with fp32 main weights."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from benchmarks.model import Shape
 from benchmarks.options import Options, threads_for
 from benchmarks.results import Case, machine
 
-# Tokens per rank and step. At this model's width communication outweighs the compute, equals it, or is outweighed.
+# Tokens per rank and step. For this model, communication takes longer than compute, as long, or less.
 LOADS = {32: "communication-heavy", 256: "balanced", 1024: "compute-heavy"}
 ROUNDS = 9
 
@@ -18,13 +18,13 @@ ALL = (
     *("original-0", "original-1", "original-2", "original-3", "original-3-limited"),
     *("ours-0", "ours-1", "ours-2", "ours-3"),
 )
-# Four ranks of every peer would not fit into the memory of a small machine.
+# Four ranks of all peers would not fit into the memory of a small machine.
 SOME = ("ddp", "alone", "fsdp2", "original-1", "original-2", "original-3", "ours-0", "ours-1", "ours-2", "ours-3")
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What runs in one set of processes."""
+    """The cases that one set of processes measures."""
 
     ranks: int
     dtype: str
@@ -55,7 +55,7 @@ def run(options: Options) -> Iterator[Case]:
         with field_of(jobs, options) as field:
             difference = field.check_losses(*loads)
             for tokens in loads:
-                # A turn should be long against the clock of CPU times, which ticks every 10 ms.
+                # A turn should be long compared to the resolution of CPU times, which is 10 ms.
                 steps = 3 if tokens > 256 else 6
                 rounds = field.measure(
                     lambda ranks, t=tokens, s=steps: Training(ranks, t, s),  # type: ignore[misc]
@@ -66,5 +66,5 @@ def run(options: Options) -> Iterator[Case]:
                 case.put_rounds(rounds)
                 case.notes.append(f"losses agree within {difference:.1e}")
                 if setting.dtype == "bf16" and not machine()["native_bf16"]:
-                    case.notes.append("this processor computes bf16 in fp32: times in bf16 say little")
+                    case.notes.append("this processor has no native bf16, so times in bf16 are not representative")
                 yield case

@@ -1,4 +1,4 @@
-"""Methods other than ``forward`` that read parameters: calling one gathers and releases weights as a forward does."""
+"""Methods other than ``forward`` that use parameters: calling one unshards and reshards units as forward does."""
 
 import functools
 import weakref
@@ -13,18 +13,18 @@ from megatron.fsdp.runtime.unit import as_forward
 
 
 def register_forward_method(module: nn.Module, method_name: str) -> None:
-    """Make a method of a sharded model usable beside ``forward``.
+    """Make a method that uses parameters of a sharded model callable outside of ``forward``.
 
-    Parameters are whole only while the forward of their unit runs. A registered method counts as a forward: of its
-    module's unit or, if the module is no unit, of the unit that it is a part of. Calling it inside of that unit's
-    forward changes nothing.
+    Parameters are unsharded only during the forward of their unit. A registered method unshards the unit that contains
+    its module, as forward does. Inside that unit's forward, it has no additional effect.
 
     Args:
-        module: A part of a sharded model, or the sharded model itself, which then has the wrapped model's method.
+        module: A module of a sharded model, or the sharded model itself, which then also gets the wrapped model's
+            method.
         method_name: Name of the method.
 
     Raises:
-        ValueError: The module belongs to no sharded model, or has no such method.
+        ValueError: The module does not belong to a sharded model, or does not have the method.
     """
     wrapper = module if isinstance(module, MegatronFSDP) else None
     inner = wrapper.module if wrapper is not None else module
@@ -32,8 +32,8 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
     unit = engines[0].unit_around(inner) if len(engines) == 1 else None
     if unit is None:
         raise ValueError(
-            f"register_forward_method: expected a part of a sharded model; got a {type(inner).__name__} that belongs "
-            "to none. Shard the model first."
+            f"register_forward_method: expected a module of a sharded model; got a {type(inner).__name__} that does "
+            "not belong to one. Shard the model first."
         )
     own = vars(inner).get(method_name)
     if not callable(own or getattr(type(inner), method_name, None)):
@@ -46,7 +46,7 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 class _Unbound:
-    """A method of a module that does not keep the module alive."""
+    """A method with a weak reference to its module. A bound method in the module's ``__dict__`` would be a cycle."""
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self._module = weakref.ref(module)

@@ -56,7 +56,7 @@ def test_all_limits_are_reported_at_once() -> None:
 
 def test_errors_of_megatron_are_reported() -> None:
     result = doctor(MODEL + " --global-batch-size 7", flags="")
-    assert result.returncode == 1 and "REFUSED" in result.stdout
+    assert result.returncode == 1 and "ERROR" in result.stdout
 
 
 def words_of(script: Path, **variables: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Ranks that are about to share a model compare it, and all of them raise the first difference."""
+"""Ranks that are about to shard a model compare it, and all of them raise the same error if it differs."""
 
 import re
 import time
@@ -50,10 +50,10 @@ def _marked() -> Net:
     return net
 
 
-# What the last rank does otherwise, and what the error must name.
+# For each case: the last rank's model and arguments, and a pattern for the error.
 DIFFERENT: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "width": (lambda: Net(width=12), {}, r"parameter first.weight: rank.* 0.*: shape \(8, 4\).*shape \(12, 4\)"),
-    "depth": (lambda: Net(depth=3), {}, r"parameter layers.2.weight: .*nothing of that name.*shape \(8, 8\)"),
+    "depth": (lambda: Net(depth=3), {}, r"parameter layers.2.weight: .*does not exist.*shape \(8, 8\)"),
     "dtype": (lambda: Net(dtype=torch.bfloat16), {}, r"parameter first.weight: .*float32.*bfloat16"),
     "frozen": (_frozen, {}, r"parameter layers.1.weight: .*trained.*frozen"),
     "tied": (_tied, {}, r"parameter layers.0.weight: .*tied to \['layers.1.weight'\]"),
@@ -69,7 +69,7 @@ DIFFERENT: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "unfit": (
         Net,
         {"fsdp_unit_modules": [nn.Conv2d]},
-        "cannot be sharded, because rank . cannot: ValueError: fsdp_unit",
+        "cannot be sharded, because sharding failed on rank .: ValueError: fsdp_unit",
     ),
 }
 
@@ -106,7 +106,7 @@ def test_every_rank_raises_the_first_difference_and_nothing_is_changed(ranks: Ra
 
 
 def _shard_again() -> str:
-    """After a difference, ranks that now have the same can go on."""
+    """After an error, ranks that then have the same model can go on."""
     rank = dist.get_rank()
     with suppress(ValueError):
         fully_shard_model(Net(width=8 + 4 * rank), device="cpu")
@@ -125,7 +125,7 @@ def _shard_marked(rank_differs: bool) -> list[str]:
     for layer in net.layers:
         fully_shard(layer, reshard_after_forward=not (rank and not rank_differs))
     fully_shard(net)
-    # Sharding waits for nobody, so that one rank may look at parameters alone.
+    # Marking a module does not wait for other ranks, so one rank may read parameters alone.
     if rank == 0:
         found.append(str(sum(parameter.numel() for parameter in net.parameters())))
     found.append(_raised(lambda: net(torch.ones(2, 4)))[0])
@@ -141,7 +141,7 @@ def test_modules_that_are_marked_are_compared_before_their_first_forward(ranks: 
 
 
 def _shard_over_other_groups() -> tuple[str, str]:
-    """Two groups that share nothing have models of their own; so has each rank alone."""
+    """Disjoint process groups shard different models, and so does each rank alone."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     stage = mesh.get_local_rank("pp")
     alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("each", "one"))
@@ -153,7 +153,7 @@ def _shard_over_other_groups() -> tuple[str, str]:
     return good, bad
 
 
-def test_only_ranks_that_share_a_model_compare(ranks: RankPool) -> None:
+def test_only_ranks_that_shard_the_same_model_compare(ranks: RankPool) -> None:
     results = ranks.run(4, _shard_over_other_groups)
     assert [good for good, _ in results] == ["nothing"] * 4
     assert [bad == "nothing" for _, bad in results] == [True, True, False, False]
@@ -169,7 +169,7 @@ class Experts(nn.Module):
 
 
 def _shard_experts(widths: list[int]) -> str:
-    """Ranks 0 and 2 share experts, and so do ranks 1 and 3."""
+    """Ranks 0 and 2 shard the same experts, and so do ranks 1 and 3."""
     mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("ep", "dp"))
     experts = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
     model = Experts(widths[dist.get_rank()])
@@ -180,15 +180,15 @@ def _shard_experts(widths: list[int]) -> str:
     )[0]
 
 
-def test_experts_are_compared_by_those_that_share_them(ranks: RankPool) -> None:
+def test_experts_are_compared_by_ranks_that_shard_them(ranks: RankPool) -> None:
     assert ranks.run(4, _shard_experts, [8, 12, 8, 12]) == ["nothing"] * 4
     found = ranks.run(4, _shard_experts, [8, 12, 8, 16])
     assert all("parameter expert.weight: rank 1: shape (12, 4)" in text for text in found), found
-    assert "because rank 1 cannot" in found[0] or "because ranks 1, 3 cannot" in found[0]
+    assert "sharding failed on rank 1:" in found[0] or "sharding failed on ranks 1, 3:" in found[0]
 
 
 def _count_messages() -> tuple[int, int]:
-    """How many messages a comparison takes if nothing differs and all have come: those of the last rank to come."""
+    """The number of messages that the last rank sends if nothing differs: on arrival, and in all."""
     messages = [0]
 
     class Counting(dist.PrefixStore):

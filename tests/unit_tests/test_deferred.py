@@ -1,4 +1,4 @@
-"""Models whose building is recorded: they get the values that they would have had, and need no method for that."""
+"""Deferred initialization: models get the values of normal construction, without reset methods."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +20,7 @@ numbers_of_the_host = pytest.mark.skipif(
 
 
 class Filled(nn.Module):
-    """Has a parameter that is made in some way, and no method to initialize it."""
+    """A module with a parameter created by ``make``, and without a method to initialize it."""
 
     def __init__(self, make: Callable[[], torch.Tensor]) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ MADE: dict[str, Callable[[], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("make", MADE.values(), ids=MADE.keys())
-def test_values_are_those_of_a_model_that_is_built_at_once(make: Callable[[], torch.Tensor]) -> None:
+def test_values_equal_those_of_a_model_built_on_the_device(make: Callable[[], torch.Tensor]) -> None:
     torch.manual_seed(SEED)
     expected = Filled(make).value
     module = deferred_init(Filled, make)
@@ -80,7 +80,7 @@ def test_values_are_those_of_a_model_that_is_built_at_once(make: Callable[[], to
     assert torch.equal(value, expected) and value.dtype == expected.dtype
 
 
-def test_dtype_that_is_changed_later() -> None:
+def test_dtype_changed_later() -> None:
     module = deferred_init(Filled, MADE["drawn"]).to(torch.bfloat16)
     torch.manual_seed(SEED)
     expected = torch.randn(3, 4)
@@ -89,19 +89,19 @@ def test_dtype_that_is_changed_later() -> None:
     assert recipe is not None and torch.equal(recipe.run(torch.device("cpu")), expected)
 
 
-def test_memory_alone_gives_no_values() -> None:
+def test_uninitialized_memory_gives_no_values() -> None:
     recipe = recipes(deferred_init(Filled, lambda: torch.empty(3, 4)))["value"]
     assert recipe is not None and not recipe.gives_values
     assert recipe.run(torch.device("cpu")).shape == (3, 4)
 
 
-def test_what_came_from_elsewhere_is_unknown() -> None:
+def test_tensors_from_outside_the_recording_are_unknown() -> None:
     with torch.device("meta"):
         strange = torch.ones(3)
     assert recipes(deferred_init(Filled, lambda: strange * 2))["value"] is None
 
 
-def test_source_that_has_changed_is_an_error() -> None:
+def test_changed_source_raises() -> None:
     source = torch.ones(3)
     module = deferred_init(Filled, lambda: torch.zeros(3).copy_(source))
     source.add_(1)
@@ -112,7 +112,7 @@ def test_source_that_has_changed_is_an_error() -> None:
 
 
 class Model(nn.Module):
-    """Layers whose own methods would give other values, tied weights, buffers, and a parameter of its own."""
+    """A model with layers whose methods would give other values, tied weights, buffers, and a direct parameter."""
 
     def __init__(self, width: int = 12) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ def _build(strategy: str) -> None:
     model = deferred_init(Model)
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     torch.manual_seed(SEED)
-    # As Model draws: the embedding and then the layers; the head's own weight is not there any more.
+    # The order of Model: the embedding, then the layers. The head's original weight has been replaced.
     sharded = fully_shard_model(
         model,
         fsdp_unit_modules=[nn.Sequential],
@@ -165,7 +165,7 @@ def test_sharded_model_is_initialized_as_it_was_built(ranks: RankPool, world_siz
 
 
 def _built_alike(build: Callable[[], nn.Module], units: list[Any]) -> MegatronFSDP:
-    """The sharded model, whose weights are those of one that is built at once from the same random state."""
+    """Shard the model, and check that its weights equal those of a model built from the same random state."""
     torch.manual_seed(SEED)
     reference = build()
     torch.manual_seed(SEED)
@@ -184,12 +184,12 @@ def _equal() -> None:
 
 
 @numbers_of_the_host
-def test_numbers_are_the_same_where_units_are_in_the_order_of_building(ranks: RankPool) -> None:
+def test_random_numbers_are_equal_if_units_are_in_building_order(ranks: RankPool) -> None:
     ranks.run(2, _equal)
 
 
 class HeadLast(nn.Module):
-    """The root's own parameters are made after its layers'."""
+    """A model whose direct parameters are created after its layers."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -52,7 +52,7 @@ def _axis_that_is_not_in_the_mesh() -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicas", "shards"))
     match = r"no axis 'shard'; its axes are \['replicas', 'shards'\]. Did you mean 'shards'"
     _unchanged_after(ValueError, match, lambda m: fully_shard_model(m, device_mesh=mesh, dp_shard_dim="shard"))
-    match = "needs the name of the one to shard over"
+    match = "give the name of the one to shard over"
     _unchanged_after(ValueError, match, lambda m: fully_shard_model(m, device_mesh=mesh))
 
 

@@ -1,4 +1,4 @@
-"""Methods other than forward that read parameters, and modules that are called several times in one forward."""
+"""Methods other than forward that use parameters, and modules that are called several times in one forward."""
 
 import copy
 import gc
@@ -15,7 +15,7 @@ from tests.ranks import RankPool
 
 
 class Projecting(Block):
-    """A block with methods of its own, one of them of a module inside it."""
+    """A block with additional methods, one of which calls a module inside it."""
 
     class Gate(nn.Module):
         def __init__(self, width: int) -> None:
@@ -34,7 +34,7 @@ class Projecting(Block):
 
 
 class Encoder(nn.Module):
-    """Has no forward that is called: it encodes, decodes, and asks its blocks for projections."""
+    """A model that is used through methods only: it encodes, decodes, and calls projections of its blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ def test_registered_methods_train_as_unsharded(ranks: RankPool, strategy: str) -
 
 
 class CallsOften(nn.Module):
-    """Calls one block three times, a method of it twice, and reads another's from inside of its own forward."""
+    """Calls one block three times and a method of it twice, and reads another block's parameters in its forward."""
 
     class Both(Projecting):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -145,13 +145,13 @@ def test_forward_and_methods_called_several_times(ranks: RankPool, strategy: str
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_method_that_is_not_registered_is_a_clear_error(ranks: RankPool, strategy: str) -> None:
+def test_unregistered_method_raises_a_clear_error(ranks: RankPool, strategy: str) -> None:
     ranks.run(2, _often, strategy, False)
 
 
 def _wrong_arguments() -> None:
     model = Encoder()
-    with pytest.raises(ValueError, match="got a Projecting that belongs to none. Shard the model first"):
+    with pytest.raises(ValueError, match="got a Projecting that does not belong to one. Shard the model first"):
         register_forward_method(model.blocks[0], "project")
     sharded = fully_shard_model(model, fsdp_unit_modules=[Projecting])
     with pytest.raises(ValueError, match="Projecting has no method 'projekt'. Did you mean 'project'"):
@@ -177,7 +177,7 @@ def _exception_in_a_method() -> None:
     assert without == {"blocks.1.gate.weight", "blocks.2.gate.weight"}
 
 
-def test_method_that_raised_may_be_called_again(ranks: RankPool) -> None:
+def test_method_can_be_called_again_after_an_error(ranks: RankPool) -> None:
     ranks.run(2, _exception_in_a_method)
 
 

@@ -1,4 +1,4 @@
-"""What is not divided between ranks: rows, matrices, blocks of rows, or nothing. Training and checkpoints are equal."""
+"""Sharding granularities: rows, matrices, parameters, blocks of rows. They do not change training or checkpoints."""
 
 import copy
 from pathlib import Path
@@ -40,7 +40,7 @@ def test_trains_as_unsharded(ranks: RankPool, granularity: str, strategy: str) -
 
 
 class Awkward(nn.Module):
-    """Parameters whose rows no even division respects: the layout has to cut rows even if it would rather not."""
+    """Parameters for which no even division keeps rows whole, so that the layout has to cut rows."""
 
     def __init__(self, cube: bool) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None
 
 
 def _cut(granularity: str, cube: bool) -> list[str]:
-    """Names of parameters of which some rank's part begins or ends inside a row."""
+    """Names of parameters of which this rank's slice begins or ends inside a row."""
     torch.manual_seed(1)
     reference = Awkward(cube).to(device())
     optimizer = adamw(reference.parameters())
@@ -83,7 +83,7 @@ def _cut(granularity: str, cube: bool) -> list[str]:
     return [entry.name for entry in sharded.engine.params() if not entry.shard_slice.whole_rows]
 
 
-def test_rows_are_cut_where_they_have_to_be(ranks: RankPool) -> None:
+def test_rows_are_cut_only_where_necessary(ranks: RankPool) -> None:
     assert any(ranks.run(4, _cut, "row", False))
     assert any(ranks.run(3, _cut, "element", True))
     assert not any(ranks.run(4, _cut, "tensor", True))
@@ -123,7 +123,7 @@ def test_checkpoint_is_loaded_whatever_was_cut(
 
 
 class Split:
-    """Muon for matrices and AdamW for the rest, as they are used together."""
+    """Muon for matrices and AdamW for the rest."""
 
     def __init__(self, model: nn.Module) -> None:
         matrices = [p for p in model.parameters() if p.dim() == 2]
@@ -167,5 +167,5 @@ def _wrong() -> None:
         fully_shard_model(TinyModel(), shard_granularity="rows")
 
 
-def test_unknown_granularity_is_refused(ranks: RankPool) -> None:
+def test_unknown_granularity_raises(ranks: RankPool) -> None:
     ranks.run(1, _wrong)

@@ -1,4 +1,4 @@
-"""The arithmetic of flat buffers: literal offsets, and properties of every layout."""
+"""Layouts of flat buffers: literal offsets, and properties of every layout."""
 
 import functools
 import itertools
@@ -72,7 +72,7 @@ def test_rows_are_cut_where_every_suitable_shard_is_too_large() -> None:
     assert [slot.granularity for slot in layout.slots] == [ELEMENT, ROW, ROW]
 
 
-def test_literal_pieces_of_a_parameter_whose_rows_are_cut() -> None:
+def test_shard_slices_of_a_parameter_with_cut_rows() -> None:
     layout = plan_layout([(100, 7), (6,), (8, 4)], num_shards=4)
     # 738 elements are 184.5 each: 192. What is to spare aligns the vector, which comes last.
     assert (offsets(layout), layout.shard_numel, layout.cut_rows) == ([32, 736, 0], 192, (0,))
@@ -87,7 +87,7 @@ def test_literal_pieces_of_a_parameter_whose_rows_are_cut() -> None:
     assert all(layout.shard_slice(2, rank).whole_rows for rank in range(4))
 
 
-def test_a_part_of_a_cut_parameter_that_is_whole_rows_keeps_their_shape() -> None:
+def test_a_slice_of_whole_rows_of_a_cut_parameter_keeps_their_shape() -> None:
     layout = Layout((Slot(0, (5, 6), ELEMENT),), num_shards=3, shard_numel=12)
     assert [layout.shard_slice(0, rank).shape for rank in range(3)] == [(2, 6), (2, 6), (1, 6)]
     layout = Layout((Slot(4, (5, 6), ELEMENT),), num_shards=3, shard_numel=20)
@@ -119,7 +119,7 @@ def test_elements_are_packed_with_no_more_than_rounding() -> None:
     assert layout.cut_rows == (0, 2)
 
 
-def test_each_parameter_may_have_a_granularity_of_its_own() -> None:
+def test_each_parameter_may_have_a_different_granularity() -> None:
     layout = plan_layout([(6, 5), (6, 5), (6, 5)], 2, [TENSOR, ROW, block(3)], alignment=1)
     assert (offsets(layout), layout.shard_numel) == ([0, 30, 60], 45)
     assert [slot.granularity for slot in layout.slots] == [TENSOR, ROW, block(3)]
@@ -127,7 +127,7 @@ def test_each_parameter_may_have_a_granularity_of_its_own() -> None:
         plan_layout([(2,), (3,)], 2, [ROW])
 
 
-def test_literal_pieces() -> None:
+def test_shard_slices() -> None:
     layout = Layout((Slot(0, (4, 3)), Slot(12, (5,))), num_shards=2, shard_numel=9)
     first, second = layout.shard_slice(0, 0), layout.shard_slice(0, 1)
     assert (first.start, first.stop, first.row_start, first.shape, first.shard_offset) == (0, 9, 0, (3, 3), 0)
@@ -145,42 +145,42 @@ def test_literal_pieces() -> None:
         (block(2), "boundary 7 cuts a block of the slot at 0"),
     ],
 )
-def test_a_cut_that_the_granularity_forbids_is_refused(granularity: Granularity, message: str) -> None:
+def test_a_forbidden_cut_raises(granularity: Granularity, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Layout((Slot(0, (4, 3), granularity),), num_shards=2, shard_numel=7)
     Layout((Slot(0, (4, 3), ELEMENT),), num_shards=2, shard_numel=7)
 
 
-def test_a_forbidden_cut_at_a_later_boundary_is_refused() -> None:
+def test_a_forbidden_cut_at_a_later_boundary_raises() -> None:
     with pytest.raises(ValueError, match="boundary 14 cuts a row of the slot at 4"):
         Layout((Slot(4, (5, 3)),), num_shards=3, shard_numel=7)
 
 
-def test_overlapping_slots_are_refused() -> None:
+def test_overlapping_slots_raise() -> None:
     with pytest.raises(ValueError, match="slots overlap at element 2"):
         Layout((Slot(0, (3,)), Slot(2, (3,))), num_shards=1, shard_numel=8)
 
 
-def test_a_buffer_that_is_too_small_is_refused() -> None:
+def test_a_buffer_that_is_too_small_raises() -> None:
     with pytest.raises(ValueError, match="slots need 9 elements, the buffer has 8"):
         Layout((Slot(0, (9,)),), num_shards=2, shard_numel=4)
 
 
 @pytest.mark.parametrize(("num_shards", "alignment"), [(0, 16), (2, 0)])
-def test_numbers_below_one_are_refused(num_shards: int, alignment: int) -> None:
+def test_numbers_below_one_raise(num_shards: int, alignment: int) -> None:
     with pytest.raises(ValueError, match=f"expected num_shards and alignment >= 1; got {num_shards} and {alignment}"):
         plan_layout([(3,)], num_shards, alignment=alignment)
 
 
 @pytest.mark.parametrize("granularity", [ROW, TENSOR, PARAMETER, ELEMENT, block(1), block(128)])
-def test_a_granularity_is_read_as_it_is_printed(granularity: Granularity) -> None:
+def test_parsing_is_the_inverse_of_printing(granularity: Granularity) -> None:
     assert parse_granularity(str(granularity)) == granularity
 
 
 @pytest.mark.parametrize(
     "text", ["", "rows", "block", "block()", "block(0)", "block(-1)", "block(1.5)", "ROW", "row(2)"]
 )
-def test_a_granularity_that_does_not_exist_is_refused(text: str) -> None:
+def test_an_unknown_granularity_raises(text: str) -> None:
     with pytest.raises(
         ValueError, match=r"expected row, whole_row, tensor, parameter, element or block\(<rows>\).*got"
     ):
@@ -211,7 +211,7 @@ def problems(draw: st.DrawFn) -> tuple[list[tuple[int, ...]], list[Granularity]]
 
 
 def check_pieces(layout: Layout, shapes: list[tuple[int, ...]]) -> None:
-    """Every element of every parameter is owned once, in order, at the place that its slot says."""
+    """Check that every element is owned exactly once, in order, and at the offset of its slot."""
     used: set[int] = set()
     for index, shape in enumerate(shapes):
         covered = 0
@@ -297,7 +297,7 @@ def test_rows_and_elements_waste_no_more_than_allowed(
 
 @functools.cache
 def fewest_boxes(shape: tuple[int, ...], start: int, stop: int) -> int:
-    """By trying all ways to cover a range with contiguous boxes."""
+    """The minimum number of boxes, by trying all ways to cover a range with contiguous boxes."""
     if start == stop:
         return 0
     return 1 + min(fewest_boxes(shape, end, stop) for end in range(start + 1, stop + 1) if is_box(shape, start, end))
@@ -341,12 +341,12 @@ def test_boxes_are_few_within_the_tensor_and_as_large_as_the_range(shape: tuple[
     assert start == stop
 
 
-def test_an_empty_range_has_no_box() -> None:
+def test_an_empty_range_has_no_boxes() -> None:
     assert boxes((3, 4), 5, 5) == boxes((0, 4), 0, 0) == boxes((), 1, 1) == []
 
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 3), (3, 2), (0, 13)])
-def test_a_range_outside_the_tensor_is_refused(start: int, stop: int) -> None:
+def test_a_range_outside_the_tensor_raises(start: int, stop: int) -> None:
     with pytest.raises(ValueError, match=rf"expected a range within a tensor of shape \(3, 4\); got {start}..{stop}"):
         boxes((3, 4), start, stop)
 

@@ -1,4 +1,4 @@
-"""Models built on the meta device: values appear unit by unit, and no more than one unit is whole at any time."""
+"""Models on the meta device are initialized unit by unit, and only one unit is unsharded at any time."""
 
 import copy
 from pathlib import Path
@@ -25,7 +25,7 @@ from tests.tensor_bytes import TensorBytes, build, call_counted
 
 
 def _reset_like_the_engine(model: nn.Module) -> None:
-    """What materializing promises: the root's own modules first, then unit by unit, inner modules before outer."""
+    """The order of initialization: the root's own modules, then unit by unit, inner modules before outer ones."""
     model.to_empty(device=device())
     units = [m for m in model.modules() if isinstance(m, Block)]
     inside = {id(m) for unit in units for m in unit.modules()}
@@ -80,7 +80,7 @@ def test_values_are_those_of_the_modules_own_initialization(
 
 
 class Big(nn.Module):
-    """Ten units of equal size, and little else."""
+    """A model with ten units of equal size and few other parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Big(nn.Module):
 
 
 def measure_building() -> dict[str, int]:
-    """The most bytes that a rank of eight holds while the model is sharded, and what it keeps."""
+    """Peak bytes of one of eight ranks while the model is sharded, and bytes afterwards."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
@@ -117,7 +117,7 @@ def test_no_more_than_one_unit_is_whole(tmp_path: Path) -> None:
 
 
 class Silent(nn.Module):
-    """Has a parameter and no method to initialize it."""
+    """A module with a parameter and without a method to initialize it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,12 +134,12 @@ def _silent() -> None:
         fully_shard_model(model)
 
 
-def test_module_that_cannot_initialize_itself_is_named(ranks: RankPool) -> None:
+def test_error_names_the_module_that_cannot_be_initialized(ranks: RankPool) -> None:
     ranks.run(1, _silent)
 
 
 class Tied(nn.Module):
-    """Embedding and output share their weight, across units; buffers are on the meta device, too."""
+    """A model with a weight that is tied across units, and with buffers on the meta device."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""An optimizer does on parts of parameters what it does on whole ones, or it is refused by name."""
+"""Optimizers update shards in the same way as whole parameters, or raise an error with their name."""
 
 import copy
 from collections.abc import Callable
@@ -53,7 +53,7 @@ class Normalized(torch.optim.Optimizer):
 
 
 class Blockwise(torch.optim.Optimizer):
-    """Momentum in 8 bits with a scale for each 8 elements, as 8-bit Adam has it for more."""
+    """Momentum in 8 bits with one scale per 8 elements, like 8-bit Adam, which uses larger blocks."""
 
     def __init__(self, parameters: Any, lr: float) -> None:
         super().__init__(parameters, {"lr": lr})
@@ -84,7 +84,7 @@ register_optimizer(Blockwise, "parameter")
 
 
 class Lion(torch.optim.Optimizer):
-    """An element-wise optimizer that nobody has registered."""
+    """An element-wise optimizer that is not registered."""
 
     def __init__(self, parameters: Any, lr: float = 1e-2) -> None:
         super().__init__(parameters, {"lr": lr})
@@ -100,7 +100,7 @@ class Lion(torch.optim.Optimizer):
 
 
 class RegisteredLion(Lion):
-    """The same, registered."""
+    """A registered element-wise optimizer."""
 
 
 register_optimizer(RegisteredLion, "element")
@@ -114,14 +114,14 @@ class Renamed(torch.optim.AdamW):
 
 
 class Changed(torch.optim.SGD):
-    """Does something else first."""
+    """Overrides the step."""
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         super().step(closure)
 
 
 class Prepared(torch.optim.SGD):
-    """Changes what the step does without a step of its own."""
+    """Changes the update without overriding the step."""
 
     def _init_group(self, *args: Any) -> bool:
         return super()._init_group(*args)
@@ -153,7 +153,7 @@ def test_classes_of_other_packages_are_known_by_name(name: str, kind: str | None
     assert looks_at(made([nn.Parameter(torch.ones(2))], {})) == kind
 
 
-def test_what_is_registered_is_checked() -> None:
+def test_register_optimizer_checks_its_arguments() -> None:
     with pytest.raises(ValueError, match="expected looks_at to be one of .*; got 'row'"):
         register_optimizer(Lion, "row")
     with pytest.raises(ValueError, match="expected a subclass of torch.optim.Optimizer; got <class 'torch.nn"):
@@ -205,12 +205,12 @@ def _refused_by_compat(name: str) -> None:
 
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_what_does_not_fit_is_refused(ranks: RankPool, world_size: int, name: str) -> None:
+def test_unsupported_optimizers_raise(ranks: RankPool, world_size: int, name: str) -> None:
     ranks.run(world_size, _refused, name)
 
 
 @pytest.mark.parametrize("name", ["LBFGS", "Lion", "Changed"])
-def test_what_does_not_fit_is_refused_by_compat(ranks: RankPool, name: str) -> None:
+def test_unsupported_optimizers_raise_in_fsdp2(ranks: RankPool, name: str) -> None:
     ranks.run(2, _refused_by_compat, name)
 
 
@@ -237,12 +237,12 @@ def _divided(name: str, granularity: str) -> None:
 
 @pytest.mark.parametrize("name", [*WHOLE, *MATRICES])
 @pytest.mark.parametrize("granularity", ["row", "element"])
-def test_parts_of_what_has_to_be_whole_are_refused(ranks: RankPool, name: str, granularity: str) -> None:
+def test_divided_parameters_raise_if_they_must_be_whole(ranks: RankPool, name: str, granularity: str) -> None:
     ranks.run(4, _divided, name, granularity)
 
 
 def _vectors_are_parameters() -> None:
-    """What keeps matrices whole does not keep long vectors whole."""
+    """A granularity that keeps matrices whole may still divide long vectors."""
     model = nn.LayerNorm(999)
     optimizer = torch.optim.Adafactor(model.parameters())
     sharded = fully_shard_model(model, shard_granularity="tensor")
@@ -251,7 +251,7 @@ def _vectors_are_parameters() -> None:
     assert sharded.module is model
 
 
-def test_vectors_have_to_be_whole_too(ranks: RankPool) -> None:
+def test_vectors_must_be_whole_for_optimizers_of_whole_parameters(ranks: RankPool) -> None:
     ranks.run(4, _vectors_are_parameters)
 
 
@@ -294,7 +294,7 @@ def _compat_granularity(granularity: str) -> None:
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "parameter"])
-def test_compat_keeps_whole_what_it_is_told_to(ranks: RankPool, granularity: str) -> None:
+def test_fsdp2_respects_the_granularity(ranks: RankPool, granularity: str) -> None:
     ranks.run(4, _compat_granularity, granularity)
 
 
@@ -310,7 +310,7 @@ def _compat_divided() -> None:
             optimizer.step()
 
 
-def test_compat_refuses_parts_of_matrices(ranks: RankPool) -> None:
+def test_fsdp2_raises_for_divided_matrices(ranks: RankPool) -> None:
     ranks.run(3, _compat_divided)
 
 
@@ -318,7 +318,7 @@ def test_compat_refuses_parts_of_matrices(ranks: RankPool) -> None:
 
 
 def _states_are_complete(name: str, strategy: str) -> None:
-    """Every rank's state dict says all that the unsharded optimizer's does."""
+    """Every rank's state dict contains the same information as that of the unsharded optimizer."""
     torch.manual_seed(3)
     model = TinyModel().to(device())
     reference = copy.deepcopy(model)
@@ -348,7 +348,7 @@ def _states_are_complete(name: str, strategy: str) -> None:
 
 @pytest.mark.parametrize("name", ["Adafactor", "Blockwise"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_state_dict_is_that_of_the_unsharded_optimizer(ranks: RankPool, name: str, strategy: str) -> None:
+def test_state_dict_equals_that_of_the_unsharded_optimizer(ranks: RankPool, name: str, strategy: str) -> None:
     ranks.run(4, _states_are_complete, name, strategy)
 
 
@@ -370,7 +370,7 @@ def _whole_states(name: str) -> None:
             torch.testing.assert_close(found["state"][parameter][key].float(), value.float(), rtol=1e-3, atol=1.1)
     other, other_optimizer = _start(name)
     other.load_state_dict(model.state_dict())
-    # As torch does it, an optimizer goes on with the very tensors that it is given.
+    # As in torch, an optimizer keeps using the tensors that it is given.
     set_optimizer_state_dict(other.module, other_optimizer, copy.deepcopy(found), options=options)
     for each, each_optimizer in ((model, optimizer), (other, other_optimizer)):
         _step(each, each_optimizer, 1)
@@ -412,7 +412,7 @@ def _resume(name: str, folder: str) -> dict[str, torch.Tensor]:
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     _step(model, optimizer, 1)
-    # What a rank has loaded of another's state is older than that: all of them tell the owner's.
+    # State that a rank has loaded for another rank's parameters is out of date, so all ranks return the owner's.
     plain = [
         {key: value for key, value in values.items() if isinstance(value, torch.Tensor) and type(value) is torch.Tensor}
         for values in optimizer.state_dict()["state"].values()
@@ -452,7 +452,7 @@ def _never_attached(strategy: str) -> None:
     late = nn.Parameter(torch.ones(2))
     optimizer.add_param_group({"params": [late]})  # of no model: nobody's business
     optimizer.step()
-    # An optimizer of nothing sharded.
+    # An optimizer without sharded parameters.
     torch.optim.SGD([late], lr=0.1).step()
 
 

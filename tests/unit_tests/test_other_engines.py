@@ -1,4 +1,4 @@
-"""A model that another engine synchronizes is refused, and one that is sharded cannot be wrapped by another."""
+"""Sharding a model that another engine wraps raises an error, and so does wrapping a sharded model."""
 
 from collections.abc import Callable
 from typing import Any
@@ -51,16 +51,16 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         _shard(lambda: DistributedDataParallel(_model())),
         r"it is already synchronized by .*DistributedDataParallel. Give fully_shard the model that it wraps",
     ),
-    "ddp inside": (_shard(lambda: nn.Sequential(DistributedDataParallel(_model()))), "its part 0 is already"),
+    "ddp inside": (_shard(lambda: nn.Sequential(DistributedDataParallel(_model()))), "its module 0 is already"),
     "data parallel before": (_shard(lambda: DataParallel(_model())), "DataParallel"),
     "replicate before": (_shard(lambda: replicate(_model())), "torch's replicate"),
-    "fsdp2 inside": (_shard(_torch_inside), r"its part 1 .*Leave out torch's fully_shard"),
-    "fsdp2 inside of marked": (_marked, r"its part 1 .*Leave out torch's fully_shard"),
+    "fsdp2 inside": (_shard(_torch_inside), r"its module 1 .*Leave out torch's fully_shard"),
+    "fsdp2 inside of marked": (_marked, r"its module 1 .*Leave out torch's fully_shard"),
     "sharded before": (_shard(lambda: _sharded()[1]), "already wrapped: parameter .* belongs to a MegatronFSDP"),
-    "ddp around": (lambda: DistributedDataParallel(_sharded()[1]), "DistributedDataParallel is to wrap a model"),
-    "ddp around the model": (lambda: DistributedDataParallel(_sharded()[0]), "Use the sharded model as it is"),
-    "ddp far around": (lambda: DistributedDataParallel(nn.Sequential(_sharded()[1])), "is to wrap a model"),
-    "data parallel around": (lambda: DataParallel(_sharded()[1]), "is to wrap a model"),
+    "ddp around": (lambda: DistributedDataParallel(_sharded()[1]), "DistributedDataParallel cannot wrap a model"),
+    "ddp around the model": (lambda: DistributedDataParallel(_sharded()[0]), "Use the sharded model directly"),
+    "ddp far around": (lambda: DistributedDataParallel(nn.Sequential(_sharded()[1])), "cannot wrap a model"),
+    "data parallel around": (lambda: DataParallel(_sharded()[1]), "cannot wrap a model"),
     "fsdp2 around": (lambda: torch_fully_shard(_sharded()[1]), "torch's fully_shard was called on a model"),
     "fsdp2 of a part": (lambda: torch_fully_shard(_sharded()[0][1]), "torch's fully_shard was called on a model"),
 }
@@ -71,10 +71,10 @@ def _refuse_all() -> None:
         with pytest.raises(ValueError, match=expected):
             act()
             pytest.fail(f"{case} was accepted")
-    # A model that is not sharded may be wrapped by anything, after all of that.
+    # Other models can still be wrapped afterwards.
     DistributedDataParallel(_model())(torch.ones(2, 4)).sum().backward()
     torch_fully_shard(_model())(torch.ones(2, 4)).sum().backward()
 
 
-def test_other_engines_are_refused_by_name(ranks: RankPool) -> None:
+def test_other_engines_raise_with_their_name(ranks: RankPool) -> None:
     ranks.run(2, _refuse_all)

@@ -1,4 +1,4 @@
-"""DTensors with shards of any size: what is derived from them keeps the layout, and equals the unsharded result."""
+"""DTensors with shards of any size: derived tensors keep the layout and equal the unsharded result."""
 
 import copy
 import io
@@ -144,7 +144,7 @@ def _refused() -> None:
         ragged.clone().copy_(whole[:4])
 
 
-def test_what_is_neither_element_wise_nor_a_reduction_is_refused(ranks: RankPool) -> None:
+def test_other_operations_raise(ranks: RankPool) -> None:
     ranks.run(3, _refused)
 
 
@@ -232,7 +232,7 @@ def _random() -> None:
         _same(ragged, whole)
 
 
-def test_random_initialization_is_that_of_the_whole_tensor(ranks: RankPool) -> None:
+def test_random_initialization_equals_that_of_the_whole_tensor(ranks: RankPool) -> None:
     ranks.run(3, _random)
 
 
@@ -272,7 +272,7 @@ def test_two_axes_and_tensor_parallelism(ranks: RankPool) -> None:
 
 
 def _hybrid_order() -> None:
-    """The order of shards over two axes is that of the flat buffer: outer neighbours lie together."""
+    """Shards over two axes are in the order of the flat buffer: outer neighbours are adjacent."""
     mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("outer", "inner"))
     outer, inner = mesh.get_coordinate()
     whole = torch.arange(20.0, device=device()).view(10, 2)
@@ -307,7 +307,7 @@ def _functions_of_the_original() -> None:
                     uneven_dtensor.split_dtensor(ragged, [1, 2], dim=1), whole.split([1, 2], 1), strict=True
                 )
             )
-    # A DTensor of torch's with parts of any size: as NVIDIA's functions make them.
+    # A plain DTensor with uneven local tensors, as NVIDIA's functions create them.
     rows = [2, 0, 3]
     mesh, whole = init_device_mesh(device().type, (3,)), torch.arange(10.0, device=device()).view(5, 2)
     local = whole.split(rows)[dist.get_rank()].clone()
@@ -360,7 +360,7 @@ def test_averaged_weights(ranks: RankPool, tmp_path: Path) -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 7)), min_size=1, max_size=5), st.integers(1, 9))
 @settings(max_examples=60, deadline=None)
-def test_placements_say_what_the_layout_says(shapes: list[tuple[int, int]], num_shards: int) -> None:
+def test_placements_agree_with_the_layout(shapes: list[tuple[int, int]], num_shards: int) -> None:
     layout = plan_layout(shapes, num_shards, ROW)
     for index in range(len(shapes)):
         placement = RaggedShard.of(layout, index, stride=1)
@@ -372,7 +372,7 @@ def test_placements_say_what_the_layout_says(shapes: list[tuple[int, int]], num_
             assert after == num_shards or placement.bounds(after)[0] == stop
 
 
-def test_a_placement_is_as_long_as_its_parameter_spans() -> None:
+def test_the_size_of_a_placement_depends_on_the_shards_of_its_parameter() -> None:
     layout = Layout((Slot(100, (30,), ELEMENT),), 4096, 50)
     assert RaggedShard.of(layout, 0) == RaggedShard(4096, 2, (0, 30))
     assert RaggedShard.of(Layout((Slot(90, (30,), ELEMENT),), 4096, 50), 0).cuts == (0, 10, 30)

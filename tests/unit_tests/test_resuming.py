@@ -120,7 +120,7 @@ DELICATE: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 def _looked_at(name: str, how: str) -> None:
-    """Whoever looks at the state before the first step, or loads it back, trains as if nobody had."""
+    """Reading the state before the first step, or loading it back, does not change the training."""
     runs = []
     for look in (False, True):
         model, optimizer = _model("optim_grads_params", DELICATE[name], seed=3)
@@ -141,7 +141,7 @@ def _looked_at(name: str, how: str) -> None:
 
 @pytest.mark.parametrize("name", DELICATE)
 @pytest.mark.parametrize("how", ["state_dict", "get_state_dict"])
-def test_looking_at_state_changes_nothing(ranks: RankPool, name: str, how: str) -> None:
+def test_reading_state_changes_nothing(ranks: RankPool, name: str, how: str) -> None:
     ranks.run(2, _looked_at, name, how)
 
 
@@ -283,7 +283,7 @@ def _changed_structure(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["optim_grads_params", "in place"])
-def test_changes_of_a_sharded_model_are_refused(ranks: RankPool, kind: str) -> None:
+def test_structural_changes_of_a_sharded_model_raise(ranks: RankPool, kind: str) -> None:
     ranks.run(2, _changed_structure, kind)
 
 

@@ -1,4 +1,4 @@
-"""Strategies are rows of one table."""
+"""The table of sharding strategies."""
 
 import re
 from pathlib import Path
@@ -9,11 +9,11 @@ import megatron.fsdp
 from megatron.fsdp.sharding.strategy import INNER, Distribution, resolve_strategy
 
 
-def test_stage_of_zero_is_the_position_in_the_table() -> None:
+def test_zero_stage_is_the_position_in_the_table() -> None:
     assert [resolve_strategy(stage) for stage in range(4)] == list(INNER)
 
 
-def test_placements_of_each_strategy() -> None:
+def test_distributions_of_each_strategy() -> None:
     replicate, partial, shard = Distribution.REPLICATE, Distribution.PARTIAL, Distribution.SHARD
     table = {name: (p.parameters, p.gradients, p.optimizer) for name, p in INNER.items()}
     assert table == {
@@ -25,12 +25,12 @@ def test_placements_of_each_strategy() -> None:
 
 
 @pytest.mark.parametrize("strategy", [4, -1, True, None, "zero3", "optim_grad"])
-def test_unknown_strategy_is_refused_with_the_choices(strategy: object) -> None:
+def test_unknown_strategy_lists_the_choices(strategy: object) -> None:
     with pytest.raises(ValueError, match="3 or 'optim_grads_params'"):
         resolve_strategy(strategy)  # type: ignore[arg-type]
 
 
-def test_unknown_strategy_names_the_nearest() -> None:
+def test_unknown_strategy_suggests_the_closest() -> None:
     with pytest.raises(ValueError, match="Did you mean 'optim_grads'"):
         resolve_strategy("optim_grad")
 

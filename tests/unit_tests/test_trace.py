@@ -1,4 +1,4 @@
-"""The trace tool: everything is in the timeline, times add up, and a recording leaves no trace of itself."""
+"""The trace tool: the timeline is complete, times add up, and a recording has no side effects."""
 
 import gc
 import json
@@ -19,7 +19,7 @@ from megatron.fsdp import fsdp2
 from megatron.fsdp.buffers import weights
 from megatron.fsdp.tools.trace import Kind, RankTrace, Row, Span, Timeline, trace_step
 from megatron.fsdp.tools.trace.plot import short_names
-from megatron.fsdp.tools.trace.timeline import note_latecomers
+from megatron.fsdp.tools.trace.timeline import mark_late_ranks
 from megatron.fsdp.tools.trace.watch import StepWatcher
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
 from tests.models import STRATEGIES, Block, TinyModel, adamw, batches, device, loss_of
@@ -57,7 +57,7 @@ def _traced(steps_before: int = 2, model: torch.nn.Module | None = None, **argum
 
 
 def _recorded(ranks: RankPool, function: Any = _traced, *args: Any) -> Timeline:
-    """What the first of two ranks got; the other has nothing left."""
+    """The timeline of the first of two ranks; that of the other is empty."""
     first, other = ranks.run(2, function, *args)
     assert [trace.rank for trace in first.ranks] == [0, 1]
     assert other.ranks == []
@@ -120,14 +120,14 @@ def _recomputed_around() -> Timeline:
     return _traced(model=Model())
 
 
-def test_recomputation_is_told_from_forward(ranks: RankPool) -> None:
+def test_recomputation_is_distinguished_from_forward(ranks: RankPool) -> None:
     for trace in _recorded(ranks, _recomputed_around).ranks:
         assert set(_units(trace, Row.COMPUTE, Kind.RECOMPUTATION)) == set(BLOCKS)
         assert [u for u in _units(trace, Row.COMPUTE, Kind.FORWARD) if u != "<root>"] == BLOCKS
 
 
 def _ends_with_a_unit() -> dict[str, float]:
-    """Milliseconds of backward per unit, of which the last has the model's output."""
+    """Milliseconds of backward per unit. The last unit returns the model's output."""
 
     class Slow(Block):
         def __init__(self, width: int) -> None:
@@ -149,7 +149,7 @@ def test_backward_is_the_inner_unit_s_where_two_have_one_output(ranks: RankPool)
 
 
 def _gathered_before() -> tuple[int, int]:
-    """Numbers of gathers in the timeline, and of waits for gathers, of which some began before the recording."""
+    """Numbers of all-gathers, and of waits for all-gathers, some of which began before the recording."""
     run = _Run()
     run.step()
     run.model.start_param_sync()
@@ -160,13 +160,13 @@ def _gathered_before() -> tuple[int, int]:
     return len(in_forward[0]), len(in_forward[1])
 
 
-def test_waits_for_what_began_before_are_recorded(ranks: RankPool) -> None:
+def test_waits_for_earlier_communication_are_recorded(ranks: RankPool) -> None:
     for gathers, waits in ranks.run(2, _gathered_before):
         assert gathers < len(UNITS) == waits
 
 
 def _traced_fsdp2() -> Timeline:
-    """A model of code written for PyTorch's FSDP2."""
+    """A model that is sharded by the FSDP2 interface."""
     model = TinyModel().to(device())
     for block in model.blocks:
         fsdp2.fully_shard(block)
@@ -224,7 +224,7 @@ def test_order(ranks: RankPool) -> None:
         _check_order(trace)
 
 
-def test_the_computation_does_one_thing_at_a_time(ranks: RankPool) -> None:
+def test_compute_spans_do_not_overlap(ranks: RankPool) -> None:
     for trace in _recorded(ranks).ranks:
         lane = sorted((s for s in trace.spans if s.row in (Row.COMPUTE, Row.WAITS)), key=lambda s: (s.start, s.end))
         assert (lane[0].start, lane[-1].end) == (trace.start, trace.end)
@@ -243,7 +243,7 @@ def test_exposed_is_the_sum_of_waits(ranks: RankPool) -> None:
 
 
 def _slow_gather(seconds: float) -> Timeline:
-    """Gathers of one block sleep."""
+    """All-gathers of one block are slow."""
     run = _Run()
     run.step()
     original, block = weights.all_gather, run.model.engine.units[2].groups[0].weights.compute.flat
@@ -284,7 +284,7 @@ def _late_rank(seconds: float) -> Timeline:
 
 
 @on_cpu
-def test_waiting_for_a_rank_is_told_from_communicating(ranks: RankPool) -> None:
+def test_waiting_for_a_rank_is_distinguished_from_communicating(ranks: RankPool) -> None:
     punctual, late = _recorded(ranks, _late_rank, 0.1).ranks
     waited, others = punctual.per_unit(), late.per_unit()
     assert 50 < sum(times.late for times in waited.values()) > sum(times.late for times in others.values())
@@ -293,7 +293,7 @@ def test_waiting_for_a_rank_is_told_from_communicating(ranks: RankPool) -> None:
 
 
 def _rank(rank: int, *starts: int, all_meet: bool = True) -> RankTrace:
-    """A rank whose gathers of one unit take 10 each, and whose computation waits for the last 5 of each."""
+    """A rank whose all-gathers of one unit take 10 each, and whose computation waits for the last 5 of each."""
     spans = []
     for work, start in enumerate(starts, 1):
         spans.append(Span(Row.GATHERS, Kind.GATHER, "a", False, start, start + 10, 8, work))
@@ -301,17 +301,17 @@ def _rank(rank: int, *starts: int, all_meet: bool = True) -> RankTrace:
     return RankTrace(rank, "cpu", ("a",), 0, 100, tuple(spans), 0, all_meet)
 
 
-def test_latecomers() -> None:
-    early, late = note_latecomers([_rank(0, 0, 20), _rank(1, 8, 20)])
+def test_late_ranks() -> None:
+    early, late = mark_late_ranks([_rank(0, 0, 20), _rank(1, 8, 20)])
     assert [span.late for span in early.spans] == [8, 3, 0, 0]
     assert [span.late for span in late.spans] == [0, 0, 0, 0]
     assert early.per_unit()["a"].late == 3e-6
 
 
 @pytest.mark.parametrize("all_meet", [True, False])
-def test_what_other_ranks_have_no_part_in_is_never_late(all_meet: bool) -> None:
-    """A gather that one rank only has, or groups of fewer ranks than are recorded."""
-    traces = note_latecomers([_rank(0, 0, all_meet=all_meet), _rank(1, *(() if all_meet else (8,)), all_meet=True)])
+def test_communication_without_other_ranks_is_never_late(all_meet: bool) -> None:
+    """An all-gather of only one rank, or process groups with fewer ranks than are recorded."""
+    traces = mark_late_ranks([_rank(0, 0, all_meet=all_meet), _rank(1, *(() if all_meet else (8,)), all_meet=True)])
     assert all(span.late == 0 for trace in traces for span in trace.spans)
 
 
@@ -429,7 +429,7 @@ def test_png(ranks: RankPool, tmp_path: Path) -> None:
     assert content.startswith(b"\x89PNG") and len(content) < 300_000
 
 
-def test_without_matplotlib_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_matplotlib_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"pip install 'megatron-fsdp-engine\[trace\]'"):
         Timeline([_rank(0, 1)]).plot(tmp_path / "trace.png")
@@ -457,7 +457,7 @@ def test_short_names_stay_apart() -> None:
 
 
 def _watched() -> tuple[list[Timeline], list[bool]]:
-    """What is traced of a loop that knows nothing of it, with a learning rate schedule begun before and after."""
+    """Trace an unmodified loop with learning rate schedulers created before and after the watcher."""
     found: list[Timeline] = []
     done = []
     watcher = StepWatcher(trace_step, 2, found.append)
@@ -483,5 +483,5 @@ def test_a_step_of_a_script_is_traced(ranks: RankPool) -> None:
 
 
 def test_the_first_steps_cannot_be_traced() -> None:
-    with pytest.raises(ValueError, match="at least 2 steps pass before the one that is traced; got 1"):
+    with pytest.raises(ValueError, match="at least 2 steps before the traced one; got 1"):
         StepWatcher(trace_step, 1, lambda _: None)

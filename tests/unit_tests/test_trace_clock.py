@@ -1,4 +1,4 @@
-"""Clocks of ranks, compared; and times of CUDA events, on stand-ins."""
+"""Comparison of clocks between ranks, and times of mocked CUDA events."""
 
 import itertools
 import time
@@ -16,7 +16,7 @@ def test_offset_is_in_the_middle_of_what_all_meetings_allow() -> None:
     # The other clock is ahead by 1000. At the first meeting the first rank waits, at the second the other does.
     first = [Meeting(0, 110), Meeting(250, 260)]
     other = [Meeting(1100, 1112), Meeting(1200, 1262)]
-    # Left after the other had come: at least 250 - 1262 and at most 110 - 1100.
+    # The bounds of the offset are 250 - 1262 and 110 - 1100.
     assert offset(first, other) == Offset(-1001, 11)
 
 
@@ -26,14 +26,14 @@ def test_clocks_of_one_machine_are_one() -> None:
 
 
 def test_offset_needs_meetings() -> None:
-    with pytest.raises(ValueError, match="the same meetings, at least one, of both ranks; got 0 and 0"):
+    with pytest.raises(ValueError, match="the same number of meetings of both ranks, at least one; got 0 and 0"):
         offset([], [])
     with pytest.raises(ValueError, match="got 1 and 2"):
         offset([Meeting(0, 1)], [Meeting(0, 1), Meeting(2, 3)])
 
 
 def _shifted(nanoseconds: int) -> list[Meeting]:
-    """Meetings of ranks of which the second has another clock."""
+    """Meetings of two ranks, the second of which has a shifted clock."""
     ahead = nanoseconds * dist.get_rank()
     return [Meeting(m.before + ahead, m.after + ahead) for m in meet(dist.group.WORLD, device())]
 
@@ -45,7 +45,7 @@ def test_meetings_find_the_offset(ranks: RankPool) -> None:
 
 
 class _Event:
-    """A CUDA event that is passed a millisecond after the one before."""
+    """A mocked CUDA event that is passed one millisecond after the previous one."""
 
     count = itertools.count()
 
@@ -74,7 +74,7 @@ def test_events_become_times(monkeypatch: pytest.MonkeyPatch) -> None:
     after = time.perf_counter_ns()
     assert isinstance(clock, CudaClock)
     first, second = clock.mark(), clock.mark()
-    clock.settle()
+    clock.synchronize()
     assert len(waited) == 2
     assert clock.time(second) - clock.time(first) == 10**6
     assert before <= clock.time(first) - 10**6 <= after

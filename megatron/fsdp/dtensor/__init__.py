@@ -1,1 +1,1 @@
-"""DTensors whose shards have any size, as parameters, optimizer state and state dicts hold them."""
+"""DTensors with shards of any size: the type of sharded parameters, gradients and optimizer state."""

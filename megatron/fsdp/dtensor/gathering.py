@@ -1,4 +1,6 @@
-"""Gathers the whole of a DTensor from shards of any size. Collectives; the whole tensor is in memory afterwards."""
+"""Gathers whole tensors from DTensors with shards of any size. All functions with a process group are collectives."""
+
+import itertools
 
 import torch
 import torch.distributed as dist
@@ -8,19 +10,19 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from megatron.fsdp.comm.gloo import ensure_released
-from megatron.fsdp.dtensor.placements import SectionedShard, is_ragged, part_of, ragged_axes
+from megatron.fsdp.dtensor.placements import SectionedShard, is_ragged, local_slice, ragged_axes
 
 
 def gather_whole(tensor: DTensor) -> torch.Tensor:
-    """The tensor of which each rank holds a part. A collective over every axis that it is sharded over."""
+    """Gather the whole tensor on every rank. A collective over every mesh axis that the tensor is sharded over."""
     spec, mesh = tensor._spec, tensor.device_mesh
     if not is_ragged(spec):
         return _gather_uneven(tensor)
-    part = part_of(spec)
+    mine = local_slice(spec)
     flat = tensor._local_tensor.detach().to(mesh.device_type).reshape(-1)
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
-    # From the axis whose ranks hold neighbouring shards to the one whose ranks are furthest apart.
+    # Start with the axis whose ranks hold neighbouring shards, so that every step gathers a contiguous range.
     first = sum(coordinate[axis] * p.stride for axis, p in ragged_axes(spec))
     for axis, placement in ragged_axes(spec):
         size, step = mesh.size(axis), placement.stride
@@ -28,7 +30,7 @@ def gather_whole(tensor: DTensor) -> torch.Tensor:
         bounds = [placement.bounds(first + i * step)[0] for i in range(size)]
         bounds.append(placement.bounds(first + size * step - 1)[1])
         flat = _gather_ranges(flat, bounds, mesh.get_group(axis))
-    own = flat.view(part.shape)
+    own = flat.view(mine.shape)
     for axis, other in enumerate(spec.placements):
         if isinstance(other, (Shard, SectionedShard)):
             own = _gather_chunks(own, other, tensor.shape, mesh, axis)
@@ -36,7 +38,7 @@ def gather_whole(tensor: DTensor) -> torch.Tensor:
 
 
 def _gather_uneven(tensor: DTensor) -> torch.Tensor:
-    """The whole of a DTensor with torch's placements, whose local parts may have any size."""
+    """Gather a DTensor with torch's placements, whose local tensors may have any size."""
     if any(placement.is_partial() for placement in tensor._spec.placements) or _is_even_everywhere(tensor):
         by_torch: torch.Tensor = tensor.full_tensor()
         return by_torch.detach()
@@ -45,12 +47,12 @@ def _gather_uneven(tensor: DTensor) -> torch.Tensor:
         group = tensor.device_mesh.get_group(axis)
         lengths = lengths_on_ranks(whole.shape[dim], group, tensor.device_mesh.device_type)
         received = _all_gather_padded(whole, dim, max(lengths), group)
-        whole = torch.cat([part.narrow(dim, 0, n) for part, n in zip(received, lengths, strict=True)], dim)
+        whole = torch.cat([shard.narrow(dim, 0, n) for shard, n in zip(received, lengths, strict=True)], dim)
     return whole.reshape(tensor.shape)
 
 
 def _is_even_everywhere(tensor: DTensor) -> bool:
-    """Whether every rank holds what torch says its placements mean. A collective."""
+    """Whether the local tensors of all ranks have the shapes that torch derives from the placements. A collective."""
     shape, _ = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor._spec.placements)
     even = torch.tensor(float(tuple(tensor._local_tensor.shape) == tuple(shape)), device=tensor.device_mesh.device_type)
     for axis in range(tensor.device_mesh.ndim):
@@ -61,10 +63,10 @@ def _is_even_everywhere(tensor: DTensor) -> bool:
 
 
 def sharded_axes(tensor: DTensor) -> list[tuple[int, int]]:
-    """Mesh axes and the dimensions they shard, of a DTensor with torch's placements.
+    """The sharded mesh axes of a DTensor with torch's placements, and the tensor dimension that each one shards.
 
-    The axis comes first whose ranks hold neighbouring parts. Of two axes that shard one dimension unevenly that is the
-    first of the mesh, as with NVIDIA's Megatron-FSDP; torch itself has no uneven ones.
+    Axes whose ranks hold neighbouring shards come first. If two axes shard one dimension unevenly, the order is that of
+    the mesh, as in NVIDIA's Megatron-FSDP. torch itself does not define uneven shards.
     """
     axes, strided = [], []
     for axis, placement in enumerate(tensor._spec.placements):
@@ -74,12 +76,12 @@ def sharded_axes(tensor: DTensor) -> list[tuple[int, int]]:
             axes.append((axis, placement.dim))
         elif not isinstance(placement, Replicate):
             raise ValueError(f"expected Shard and Replicate placements; got {placement}.")
-    # What is strided divides parts that the other axes have divided before.
+    # A strided axis divides the shards of the other axes, so its ranks hold neighbouring ranges.
     return strided + axes
 
 
 def lengths_on_ranks(length: int, group: dist.ProcessGroup, device: str) -> list[int]:
-    """One number of every rank of a group, in rank order. A collective."""
+    """Gather ``length`` from every rank of a group, in rank order. A collective."""
     mine = torch.tensor([length], dtype=torch.int64, device=device)
     lengths = [torch.zeros_like(mine) for _ in range(group.size())]
     with ensure_released(group, mine, *lengths):
@@ -88,38 +90,38 @@ def lengths_on_ranks(length: int, group: dist.ProcessGroup, device: str) -> list
 
 
 def _gather_ranges(mine: torch.Tensor, bounds: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-    """All of a flat tensor of which rank ``i`` of ``group`` holds elements ``bounds[i]`` to ``bounds[i + 1]``."""
+    """Gather a flat tensor of which rank ``i`` of ``group`` holds elements ``bounds[i]`` to ``bounds[i + 1]``."""
     whole = mine.new_empty(bounds[-1] - bounds[0])
-    parts = [whole[begin - bounds[0] : end - bounds[0]] for begin, end in zip(bounds, bounds[1:], strict=False)]
-    owners = [rank for rank, part in enumerate(parts) if part.numel()]
+    shards = [whole[begin - bounds[0] : end - bounds[0]] for begin, end in itertools.pairwise(bounds)]
+    owners = [rank for rank, shard in enumerate(shards) if shard.numel()]
     if 2 * len(owners) < group.size():
-        # Padded to the longest, an all-gather would need many times the memory of the tensor.
-        parts[group.rank()].copy_(mine)
+        # With few owners, a padded all-gather would need many times the memory of the tensor.
+        shards[group.rank()].copy_(mine)
         for owner in owners:
-            with ensure_released(group, parts[owner]):
-                dist.broadcast(parts[owner], group=group, group_src=owner)
+            with ensure_released(group, shards[owner]):
+                dist.broadcast(shards[owner], group=group, group_src=owner)
         return whole
-    received = _all_gather_padded(mine, 0, max(part.numel() for part in parts), group)
-    for part, from_rank in zip(parts, received, strict=True):
-        part.copy_(from_rank[: part.numel()])
+    received = _all_gather_padded(mine, 0, max(shard.numel() for shard in shards), group)
+    for shard, from_rank in zip(shards, received, strict=True):
+        shard.copy_(from_rank[: shard.numel()])
     return whole
 
 
 def _gather_chunks(
     own: torch.Tensor, placement: Shard | SectionedShard, shape: torch.Size, mesh: DeviceMesh, axis: int
 ) -> torch.Tensor:
-    """Put together what the ranks of a tensor-parallel axis have."""
+    """Gather a tensor from the ranks of a tensor-parallel axis."""
     dim, ranks = placement.dim, mesh.size(axis)
     full = -(-shape[dim] // ranks)
     received = _all_gather_padded(own, dim, full, mesh.get_group(axis))
     if not isinstance(placement, SectionedShard):
         return torch.cat(received, dim).narrow(dim, 0, shape[dim])
-    sections = [part.split(placement.sections) for part in received]
-    return torch.cat([part[i] for i in range(len(placement.sections)) for part in sections])
+    by_rank = [tensor.split(placement.sections) for tensor in received]
+    return torch.cat([sections[i] for i in range(len(placement.sections)) for sections in by_rank])
 
 
 def _all_gather_padded(own: torch.Tensor, dim: int, size: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """Every rank's tensor, in rank order, each filled up with zeros to ``size`` along ``dim``."""
+    """All-gather tensors of different sizes, each padded with zeros to ``size`` along ``dim``; in rank order."""
     padded = own.new_zeros((*own.shape[:dim], size, *own.shape[dim + 1 :]))
     padded.narrow(dim, 0, own.shape[dim]).copy_(own)
     received = [torch.empty_like(padded) for _ in range(group.size())]

@@ -1,9 +1,11 @@
-"""Placements for shards of any size, and where each rank's shard lies in the whole tensor. Values; no communication.
+"""Placements for shards of any size, and the location of each rank's shard in the whole tensor. No communication.
 
-torch's ``Shard`` says *even chunks along a dimension*. A flat buffer that is divided among ranks gives each of them
-some rows of each parameter, sometimes a part of a row, sometimes nothing. :class:`RaggedShard` says which. It goes into
-a DTensor's spec in place of ``Shard(0)``, so whatever is derived from the tensor (a copy, another dtype, an optimizer's
-state) is divided as it is. The idea is that of veScale's ``RaggedShard`` (arXiv:2602.22437).
+torch's ``Shard`` stands for even chunks along a dimension. A sharded flat buffer gives each rank some rows of each
+parameter, sometimes part of a row, sometimes nothing; :class:`RaggedShard` describes that. It replaces ``Shard(0)`` in
+a DTensor's spec, so every tensor derived from it (a copy, another dtype, optimizer state) has the same layout. The idea
+is that of veScale's ``RaggedShard`` (arXiv:2602.22437).
+
+``DTensorSpec``, ``TensorMeta`` and ``_StridedShard`` are private in torch and may change between versions.
 """
 
 import functools
@@ -22,14 +24,14 @@ from megatron.fsdp.sharding.layout import Box, Layout, boxes
 
 
 class _OwnPlacement(Placement):
-    """Base of placements that torch's own rules must not take for one of theirs."""
+    """Base class of placements to which torch's sharding rules must not be applied."""
 
     def __post_init__(self) -> None:
-        # torch 2.11's Placement is a class of C++, which wants that; a dataclass does not do it.
+        # Placement is a C++ class since torch 2.11, whose constructor a dataclass does not call.
         super().__init__()
 
     def is_shard(self, dim: int | None = None) -> bool:
-        """False: torch takes every shard for an even one."""
+        """False, because torch assumes that shards are even."""
         return False
 
     def is_replicate(self) -> bool:
@@ -43,19 +45,19 @@ class _OwnPlacement(Placement):
 
 @dataclass(frozen=True)
 class RaggedShard(_OwnPlacement):
-    """Ranks along this mesh axis hold consecutive ranges of the flattened tensor, each of its own length.
+    """Ranks along this mesh axis hold consecutive ranges of the flattened tensor, of arbitrary lengths.
 
-    With a tensor-parallel axis in the mesh, the tensor that is flattened is the tensor-parallel rank's own. With two
-    data-parallel axes, both carry a ``RaggedShard``, and a rank's shard number is the sum of its coordinates on these
-    axes, each times the ``stride`` of the axis.
+    If the mesh has a tensor-parallel axis, the flattened tensor is that of the tensor-parallel rank. With two
+    data-parallel axes, both have a ``RaggedShard``, and the index of a rank's shard is the sum of its coordinates on
+    these axes, each multiplied by the ``stride`` of the axis.
 
     Attributes:
-        num_shards: Number of shards, over all ragged axes together.
-        first: The first shard that may hold elements; those before it are empty.
-        cuts: Where shards ``first``, ``first + 1``, ... begin, in elements of the flattened tensor, and where the last
-            of them ends: one more number than shards. Later shards are empty. The length is that of the parameter's
-            span, not of the world.
-        stride: How far one step along this mesh axis moves in the order of shards.
+        num_shards: Total number of shards, over all ragged axes.
+        first: Index of the first shard that may hold elements; earlier shards are empty.
+        cuts: Start of shards ``first``, ``first + 1``, ..., followed by the end of the last of them, in elements of the
+            flattened tensor. Later shards are empty. The length depends on how many shards the parameter spans and not
+            on the world size.
+        stride: Distance in shard indices between neighbouring ranks of this mesh axis.
     """
 
     num_shards: int
@@ -68,7 +70,7 @@ class RaggedShard(_OwnPlacement):
 
     @staticmethod
     def of(layout: Layout, index: int, stride: int = 1) -> "RaggedShard":
-        """How ``layout`` divides parameter ``index``."""
+        """The placement of parameter ``index`` in ``layout``."""
         slot, size = layout.slots[index], layout.shard_numel
         if not slot.numel:
             return RaggedShard(layout.num_shards, 0, (0, 0), stride)
@@ -77,7 +79,7 @@ class RaggedShard(_OwnPlacement):
         return RaggedShard(layout.num_shards, first, (0, *inner, slot.numel), stride)
 
     def bounds(self, shard: int) -> tuple[int, int]:
-        """The elements of one shard, from and to."""
+        """Start and end of one shard, in elements of the flattened tensor."""
         position = shard - self.first
         if position < 0:
             return 0, 0
@@ -86,24 +88,24 @@ class RaggedShard(_OwnPlacement):
         return self.cuts[position], self.cuts[position + 1]
 
     def narrowed(self, start: int, stop: int) -> "RaggedShard":
-        """How elements ``start`` to ``stop`` of the flattened tensor, as a tensor of their own, are divided."""
+        """The placement of the slice ``start:stop`` of the flattened tensor."""
         cuts = tuple(min(max(cut, start), stop) - start for cut in self.cuts)
         return RaggedShard(self.num_shards, self.first, cuts, self.stride)
 
     def scaled(self, row: int, new_row: int) -> "RaggedShard":
-        """The same rows, each of ``new_row`` elements where it had ``row``; no row is cut."""
+        """The placement of the same rows after their length changes from ``row`` to ``new_row``; no row may be cut."""
         cuts = tuple(cut // row * new_row for cut in self.cuts)
         return RaggedShard(self.num_shards, self.first, cuts, self.stride)
 
 
 @dataclass(frozen=True)
 class SectionedShard(_OwnPlacement):
-    """A tensor-parallel axis whose ranks each hold a part of every section of the rows (dimension 0).
+    """Ranks along a tensor-parallel axis each hold some rows (dimension 0) of every section of a fused weight.
 
-    Fused projections have such rows: a rank holds some of each kind, and its kinds lie one after the other.
+    For example, a rank of a fused gate and up projection holds rows of the gate followed by rows of the up projection.
 
     Attributes:
-        sections: How many rows of each section one rank holds.
+        sections: Number of rows of each section on one rank.
     """
 
     sections: tuple[int, ...]
@@ -113,25 +115,25 @@ class SectionedShard(_OwnPlacement):
         return SectionedShard, (self.sections,)
 
     def narrowed(self, start: int, stop: int) -> Placement:
-        """How rows ``start`` to ``stop`` of one rank, and those of the others at the same place, are divided."""
+        """The placement of a tensor that consists of rows ``start:stop`` of every rank."""
         ends = itertools.accumulate(self.sections)
         spans = [(max(end - rows, start), min(end, stop)) for rows, end in zip(self.sections, ends, strict=True)]
         left = tuple(end - begin for begin, end in spans if end > begin)
         return SectionedShard(left) if len(left) > 1 else Shard(0)
 
     def blocks(self, ranks: int, rank: int) -> list[tuple[int, int]]:
-        """Each section's rows on one rank: how many, and the first one's number in the whole tensor."""
+        """For each section, the number of rows on one rank and the index of the first one in the whole tensor."""
         firsts = itertools.accumulate((ranks * rows for rows in self.sections), initial=0)
         return [(rows, first + rank * rows) for rows, first in zip(self.sections, firsts, strict=False)]
 
 
-class Part(NamedTuple):
-    """What one rank holds of a tensor.
+class LocalSlice(NamedTuple):
+    """The elements of a tensor that one rank holds: a range of its flattened tensor-parallel tensor.
 
     Attributes:
-        shape: Shape of the tensor-parallel rank's own tensor, of which this is a range.
-        offset: Where that begins in the whole tensor.
-        blocks: Its rows as blocks that lie apart in the whole; None: they are one block, at ``offset``.
+        shape: Shape of the tensor-parallel rank's tensor.
+        offset: Offset of that tensor in the whole tensor.
+        blocks: Its rows as separate blocks of the whole tensor; None if they are one block, at ``offset``.
         start: First element of the range.
         stop: One past the last element.
     """
@@ -144,7 +146,7 @@ class Part(NamedTuple):
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of the local tensor: whole rows, or flat if the range begins or ends inside a row."""
+        """Shape of the local tensor: whole rows, or one-dimensional if the range begins or ends inside a row."""
         if not self.shape:
             return ()
         row = max(math.prod(self.shape[1:]), 1)
@@ -153,7 +155,7 @@ class Part(NamedTuple):
         return (self.stop - self.start,)
 
     def boxes(self) -> list[Box]:
-        """Boxes of the whole tensor that cover the range, in the order in which they lie in the local tensor."""
+        """Boxes of the whole tensor that cover the range, in the order of the local tensor's memory."""
         if self.blocks is None:
             return [_moved(box, self.offset) for box in boxes(self.shape, self.start, self.stop)]
         found, first = [], 0
@@ -165,8 +167,8 @@ class Part(NamedTuple):
             first += numel
         return found
 
-    def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """This part of a whole tensor, in the shape of the local tensor; a view where that is possible."""
+    def take_from(self, whole: torch.Tensor) -> torch.Tensor:
+        """Slice a whole tensor, in the shape of the local tensor; a view where possible."""
         own = whole[tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))]
         if self.blocks is not None:
             own = torch.cat([whole.narrow(0, row, rows) for rows, row in self.blocks])
@@ -178,18 +180,18 @@ def _moved(box: Box, by: Sequence[int]) -> Box:
 
 
 def is_ragged(spec: DTensorSpec) -> bool:
-    """Whether a spec has placements that torch has no rules for."""
+    """Whether a spec has a :class:`RaggedShard` or :class:`SectionedShard`, for which torch has no rules."""
     return any(isinstance(placement, _OwnPlacement) for placement in spec.placements)
 
 
 def ragged_axes(spec: DTensorSpec) -> list[tuple[int, RaggedShard]]:
-    """The mesh axes over which the tensor is divided raggedly, and how; the axis with the smallest stride first."""
+    """The mesh axes with a :class:`RaggedShard`, smallest stride first."""
     axes = [(axis, p) for axis, p in enumerate(spec.placements) if isinstance(p, RaggedShard)]
     return sorted(axes, key=lambda pair: pair[1].stride)
 
 
-def part_of(spec: DTensorSpec) -> Part:
-    """What this rank holds of a tensor with this spec.
+def local_slice(spec: DTensorSpec) -> LocalSlice:
+    """The elements that this rank holds of a tensor with this spec.
 
     Raises:
         RuntimeError: This rank is not in the mesh.
@@ -211,34 +213,35 @@ def part_of(spec: DTensorSpec) -> Part:
     ragged = ragged_axes(spec)
     if ragged:
         start, stop = ragged[0][1].bounds(sum(coordinate[axis] * p.stride for axis, p in ragged))
-    return Part(tuple(shape), tuple(offset), blocks, start, stop)
+    return LocalSlice(tuple(shape), tuple(offset), blocks, start, stop)
 
 
 def _chunk(size: int, ranks: int, rank: int) -> tuple[int, int]:
-    """Beginning and size of one rank's even chunk, as ``torch.chunk`` divides."""
+    """Start and size of one rank's chunk, as ``torch.chunk`` divides a dimension of ``size``."""
     full = -(-size // ranks)
     begin = min(rank * full, size)
     return begin, min(full, size - begin)
 
 
 def reported(spec: DTensorSpec) -> tuple[Placement, ...]:
-    """The placements that code outside is shown: ``Shard(0)`` and ``_StridedShard(0)`` for ragged ones.
+    """The placements as torch's types: ``Shard(0)`` or ``_StridedShard(0)`` instead of ragged ones.
 
-    Functions that only ask along which axes a tensor is sharded then work. None of torch's own rules sees them.
+    They are for callers that check which mesh axes a tensor is sharded over. torch's sharding rules use the spec and
+    never see them.
     """
     tensor_parallel = math.prod(
         spec.mesh.size(axis)
         for axis, p in enumerate(spec.placements)
         if isinstance(p, SectionedShard) or (isinstance(p, Shard) and p.dim == 0)
     )
-    # Data-parallel ranks divide the rows that the tensor-parallel ranks have divided before.
+    # Tensor parallelism divides the rows first, and data parallelism divides the result.
     ragged = Shard(0) if tensor_parallel == 1 else _StridedShard(0, split_factor=tensor_parallel)
     shown: dict[type, Placement] = {RaggedShard: ragged, SectionedShard: Shard(0)}
     return tuple(shown.get(type(placement), placement) for placement in spec.placements)
 
 
 def spec_like(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
-    """The same spec for another dtype; the very object if the dtype is the same."""
+    """The spec for another dtype; ``spec`` itself if the dtype does not change."""
     meta = spec.tensor_meta
     assert meta is not None
     if meta.dtype == dtype:
@@ -247,12 +250,12 @@ def spec_like(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
 
 
 def narrowed_spec(spec: DTensorSpec, start: int, stop: int, shape: tuple[int, ...]) -> DTensorSpec:
-    """The spec of rows of a tensor as a tensor of their own.
+    """The spec of a tensor that consists of some rows of another one.
 
     Args:
-        spec: Of the tensor.
-        start: First element of the rows, in the flattened tensor that a tensor-parallel rank has.
-        stop: One past their last element there.
+        spec: Spec of the other tensor.
+        start: First element of the rows, in the flattened tensor of a tensor-parallel rank.
+        stop: One past their last element.
         shape: Shape of the result, over all tensor-parallel ranks.
     """
     assert spec.tensor_meta is not None

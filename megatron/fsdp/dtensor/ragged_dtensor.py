@@ -1,14 +1,17 @@
-"""A DTensor whose shards have any size, and what may be done with it.
+"""A DTensor with shards of any size, and the operations that it supports.
 
-Main weights, their gradients and optimizer state are :class:`RaggedDTensor`. Its dispatch never reaches torch's
-sharding rules, which know even shards only. What it allows is one table:
+Main weights, their gradients and optimizer state are :class:`RaggedDTensor`. Its dispatch bypasses torch's sharding
+rules, which assume even shards. It supports:
 
-* element-wise operations, between tensors of one layout and with scalars: on the local shards, without communication;
-* reductions of the whole tensor: of the local shard, and reduced over ranks when the result is read;
-* random initialization in place: drawn as if the tensor were whole;
-* ``copy_`` from a whole tensor, or from a tensor that is sharded otherwise.
+* element-wise operations between tensors of one layout and with scalars, on the local shards without communication;
+* reductions of the whole tensor, on the local shard; reading the result reduces it over the ranks;
+* random initialization in place, with the same values as for a whole tensor;
+* ``copy_`` from a whole tensor or from a tensor with another layout.
 
-Anything else raises NotImplementedError, which names ``full_tensor()``.
+Every other operation raises NotImplementedError, with a hint to use ``full_tensor()``.
+
+``DTensorSpec``, ``DTensor._spec`` and ``DTensor._local_tensor`` are private in torch. No public interface creates a
+DTensor with uneven shards without communication; tests on every supported version of torch notice a change.
 """
 
 import weakref
@@ -38,8 +41,8 @@ from megatron.fsdp.dtensor.placements import (
     contiguous_stride,
     is_ragged,
     is_replicated,
+    local_slice,
     narrowed_spec,
-    part_of,
     reported,
     spec_like,
 )
@@ -47,7 +50,7 @@ from megatron.fsdp.dtensor.reductions import shard_norm, shard_result
 
 
 class _Dispatching(TorchDispatchMode):
-    """Gives operations to the classes here where torch gives those of every kind of DTensor to its own rules."""
+    """Dispatches operations to the classes of this module where torch would apply its rules to every DTensor."""
 
     def __torch_dispatch__(self, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict | None = None) -> Any:
         given = {type(value) for value in tree_flatten((args, kwargs))[0]}
@@ -59,14 +62,14 @@ class _Dispatching(TorchDispatchMode):
 
 
 class _OwnDispatch(DTensor):
-    """Base of DTensors with a dispatch of their own.
+    """Base class of DTensors with a different dispatch.
 
-    Up to torch 2.12, an operation on a subclass of DTensor never reaches that. A mode comes before, and
-    ``__torch_function__`` sees every operation that Python starts.
+    Up to torch 2.12, DTensor's C++ dispatch ignores ``__torch_dispatch__`` of subclasses. A dispatch mode runs before
+    it, and ``__torch_function__`` enables one for every operation that is called from Python.
     """
 
     def __init__(self, *unused: Any, **unused_options: Any) -> None:
-        """Everything is done by ``__new__``."""
+        """Do nothing: ``__new__`` sets all attributes."""
 
     if TorchVersion(torch.__version__) < "2.13":
 
@@ -82,9 +85,9 @@ class RaggedDTensor(_OwnDispatch):
     """A DTensor with :class:`RaggedShard` or :class:`SectionedShard` among the placements of its spec."""
 
     def __new__(cls, local_tensor: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool = False) -> "RaggedDTensor":
-        """A tensor of what this rank holds and a spec; see :func:`make_dtensor`."""
-        # Not DTensor's constructor: it takes over the storage offset of the local tensor, a view of a flat buffer, and
-        # what copies tensors (pickling, staging for asynchronous checkpoints) takes that for memory of the wrapper.
+        """Create a tensor from this rank's shard and a spec; see :func:`make_dtensor`."""
+        # DTensor's constructor copies the storage offset of the local tensor, which is a view of a flat buffer. Code
+        # that copies tensors (pickling, staging of asynchronous checkpoints) would apply the offset to the wrapper.
         meta = spec.tensor_meta
         assert meta is not None
         tensor: RaggedDTensor = torch.Tensor._make_wrapper_subclass(
@@ -102,7 +105,7 @@ class RaggedDTensor(_OwnDispatch):
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """What code outside may look at: ragged placements appear as ``Shard(0)``."""
+        """The placements as torch's types, with ``Shard(0)`` instead of ragged ones."""
         return reported(self._spec)
 
     @classmethod
@@ -112,13 +115,13 @@ class RaggedDTensor(_OwnDispatch):
         return _dispatch(func, args, kwargs or {})
 
     def full_tensor(self, *, grad_placements: object = None) -> torch.Tensor:
-        """The whole tensor, on every rank of the mesh, all of which must call this. Not differentiable."""
+        """Gather the whole tensor. A collective over the mesh; not differentiable."""
         return gather_whole(self)
 
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **options: Any
     ) -> DTensor:
-        """The tensor with placements of torch's own, made of the whole tensor. A collective; not differentiable."""
+        """Gather the whole tensor and distribute it with torch's placements. A collective; not differentiable."""
         if placements is None:
             raise ValueError("redistribute: expected placements.")
         if tuple(placements) == self.placements:
@@ -129,7 +132,7 @@ class RaggedDTensor(_OwnDispatch):
         return distribute_tensor(self.full_tensor(), mesh, placements, src_data_rank=None)
 
     def to_local(self, *, grad_placements: object = None) -> torch.Tensor:
-        """This rank's shard: rows of the tensor, or a flat range if a row is cut. Differentiable."""
+        """This rank's shard: rows of the tensor, or a one-dimensional range if it cuts a row. Differentiable."""
         if torch.is_grad_enabled() and self.requires_grad:
             local: torch.Tensor = _ToLocal.apply(self)
             return local
@@ -142,9 +145,9 @@ class RaggedDTensor(_OwnDispatch):
         return copied
 
     def __repr__(self) -> str:  # type: ignore[override]
-        part = part_of(self._spec)
+        mine = local_slice(self._spec)
         return (
-            f"RaggedDTensor(shape={tuple(self.shape)}, elements {part.start} to {part.stop} here: "
+            f"RaggedDTensor(shape={tuple(self.shape)}, elements {mine.start} to {mine.stop} on this rank: "
             f"{self._local_tensor}, device_mesh={self.device_mesh})"
         )
 
@@ -157,10 +160,10 @@ class RaggedDTensor(_OwnDispatch):
         local = inner["_local_tensor"]
         return RaggedDTensor(local, spec_like(spec, local.dtype), requires_grad=requires_grad)
 
-    # What torch.distributed.checkpoint asks for. ----------------------------------------------------------------
+    # The protocol of torch.distributed.checkpoint ---------------------------------------------------------------
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        # NVIDIA's functions for uneven DTensors describe a tensor by an attribute of its local tensor.
+        # NVIDIA's functions for uneven DTensors store the chunks in an attribute of the local tensor.
         described = getattr(self._local_tensor, "__create_chunk_list__", None)
         return described() if described is not None else _chunks(self._spec)
 
@@ -176,7 +179,7 @@ class RaggedDTensor(_OwnDispatch):
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        """The elements of one chunk, in its shape, as a view. Chunks lie in the local tensor one after the other."""
+        """A view of one chunk, in its shape. The local tensor holds the chunks one after another."""
         begin, flat = 0, self._local_tensor.detach().reshape(-1)
         for chunk in _chunks(self._spec):
             numel = chunk.sizes.numel()
@@ -187,9 +190,9 @@ class RaggedDTensor(_OwnDispatch):
 
 
 class PartialDTensor(_OwnDispatch):
-    """A DTensor of results that are still to be reduced over ranks; reading it as a number reduces it first.
+    """A partial result that is reduced over the ranks when it is read as a number.
 
-    torch's own would read as what this rank has.
+    Reading torch's DTensor with a ``Partial`` placement would return this rank's value instead.
     """
 
     @classmethod
@@ -218,19 +221,19 @@ class _ToLocal(torch.autograd.Function):
         return RaggedDTensor(grad, spec_like(ctx.spec, grad.dtype), requires_grad=False)
 
 
-# Making and reading them ----------------------------------------------------------------------------------------
+# Creating and reading DTensors ----------------------------------------------------------------------------------
 
 
 def make_dtensor(
     local: torch.Tensor, mesh: DeviceMesh, shape: tuple[int, ...], placements: Sequence[Placement]
 ) -> DTensor:
-    """A DTensor whose local tensor is ``local`` itself.
+    """A DTensor with local tensor ``local``, which is not copied.
 
     Args:
         local: This rank's shard, possibly empty.
-        mesh: Mesh it is distributed over.
+        mesh: Mesh that the tensor is sharded over.
         shape: Shape of the whole tensor.
-        placements: One per axis of the mesh, torch's own or those of :mod:`megatron.fsdp.dtensor.placements`.
+        placements: One per mesh axis, from torch or from :mod:`megatron.fsdp.dtensor.placements`.
     """
     meta = TensorMeta(torch.Size(shape), contiguous_stride(shape), local.dtype)
     spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
@@ -239,46 +242,44 @@ def make_dtensor(
 
 
 def make_like(local: torch.Tensor, other: torch.Tensor) -> DTensor:
-    """A DTensor with local tensor ``local``, distributed as the DTensor ``other`` is. Not differentiable.
-
-    The spec is shared, which spares a step most of the time that making gradients takes.
-    """
+    """A DTensor with local tensor ``local`` and the layout of the DTensor ``other``. Not differentiable."""
+    # Both share one spec: creating a spec would take most of the time of making a gradient.
     assert isinstance(other, DTensor)
     kind = RaggedDTensor if isinstance(other, RaggedDTensor) else DTensor
     return kind(local, spec_like(other._spec, local.dtype), requires_grad=False)
 
 
 def narrow_rows(tensor: DTensor, start: int, stop: int, shape: tuple[int, ...]) -> DTensor:
-    """Some rows as a DTensor of their own, on the same memory.
+    """Some rows of a DTensor as a DTensor, without copying.
 
     Args:
         tensor: The tensor.
-        start: First element of the rows, in the flattened tensor that a tensor-parallel rank has.
-        stop: One past their last element there.
+        start: First element of the rows, in the flattened tensor of a tensor-parallel rank.
+        stop: One past their last element.
         shape: Shape of the result, over all tensor-parallel ranks.
     """
-    spec, part = narrowed_spec(tensor._spec, start, stop, shape), part_of(tensor._spec)
-    wanted = part_of(spec)
-    begin = max(start - part.start, 0)
+    spec, mine = narrowed_spec(tensor._spec, start, stop, shape), local_slice(tensor._spec)
+    wanted = local_slice(spec)
+    begin = max(start - mine.start, 0)
     local = tensor._local_tensor.reshape(-1)[begin : begin + wanted.stop - wanted.start].view(wanted.local_shape)
     return (RaggedDTensor if is_ragged(spec) else DTensor)(local, spec, requires_grad=False)
 
 
 def is_sharded(value: object) -> TypeGuard[DTensor]:
-    """True for a DTensor of which this rank may hold a part only."""
+    """True for a DTensor that is not replicated on all ranks."""
     return isinstance(value, DTensor) and not is_replicated(value._spec.placements)
 
 
 def same_layout(one: DTensor, other: DTensor) -> bool:
-    """Whether every rank holds the same part of both."""
+    """Whether every rank holds the same slice of both tensors."""
     return _same(one._spec, other._spec)
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a DTensor: the very tensor, which ``to_local`` would make a view of for autograd.
+    """The local tensor of a DTensor itself; ``to_local`` may return a view of it for autograd.
 
     Raises:
-        TypeError: ``tensor`` is no DTensor.
+        TypeError: ``tensor`` is not a DTensor.
     """
     if not isinstance(tensor, DTensor):
         raise TypeError(f"expected a DTensor; got {type(tensor).__name__}.")
@@ -286,14 +287,14 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def reduced(value: Any) -> Any:
-    """The whole of a DTensor as a plain tensor, a collective unless every rank has it; anything else as it is."""
+    """The whole tensor of a DTensor, gathered or reduced by a collective if needed. Other values are returned as is."""
     if not isinstance(value, DTensor):
         return value
     return value._local_tensor if is_replicated(value._spec.placements) else value.full_tensor()
 
 
 def _chunks(spec: DTensorSpec) -> list[ChunkStorageMetadata]:
-    return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in part_of(spec).boxes()]
+    return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in local_slice(spec).boxes()]
 
 
 def _same(one: DTensorSpec, other: DTensorSpec) -> bool:
@@ -312,11 +313,11 @@ def _as_partial(value: Any) -> Any:
     return value
 
 
-# What may be done with them --------------------------------------------------------------------------------------
+# Dispatch --------------------------------------------------------------------------------------------------------
 
 aten = torch.ops.aten
 
-# Element-wise, but not tagged so.
+# Element-wise operations that torch does not tag as pointwise.
 _ELEMENTWISE = {
     f"aten::{name}"
     for name in "alias clone detach _to_copy zeros_like ones_like empty_like full_like copy_ zero_ fill_ lerp lerp_ "
@@ -338,11 +339,13 @@ def _dispatch(func: Any, args: tuple, kwargs: dict) -> Any:
     raise _unsupported(func)
 
 
-def _unsupported(func: Any, why: str = "it is not element-wise and no reduction of the whole tensor") -> Exception:
+def _unsupported(
+    func: Any, why: str = "the operation is neither element-wise nor a reduction of the whole tensor"
+) -> Exception:
     return NotImplementedError(
         f"{func} on a sharded DTensor: {why}. Use .full_tensor() for the whole tensor (a collective), or .to_local() "
-        "for this rank's rows. Parameters are whole only while the forward of their unit runs; a method that computes "
-        "with them needs megatron_fsdp.register_forward_method(module, 'name')."
+        "for this rank's rows. Parameters are unsharded only while the forward of their unit runs; other methods that "
+        "compute with them need megatron_fsdp.register_forward_method(module, 'name')."
     )
 
 
@@ -351,16 +354,16 @@ def _first(values: Sequence[Any]) -> "RaggedDTensor":
 
 
 def _operand(func: Any, value: Any, spec: DTensorSpec, local: torch.Tensor) -> Any:
-    """What an element-wise operation on this rank's shard uses of one of its arguments."""
+    """The operand that stands for ``value`` in an element-wise operation on this rank's shard."""
     if isinstance(value, RaggedDTensor):
         if not _same(value._spec, spec):
             shapes = f"{tuple(spec.shape)} and {tuple(value.shape)}"
-            raise _unsupported(func, f"operands of shapes {shapes} are sharded in different ways")
+            raise _unsupported(func, f"operands of shapes {shapes} are sharded differently")
         return value._local_tensor
     if isinstance(value, DTensor):
         value = reduced(value)
         if value.dim() and value.shape == spec.shape:
-            return part_of(spec).of(value)
+            return local_slice(spec).take_from(value)
     if isinstance(value, torch.Tensor) and value.dim():
         if value.numel() != 1 or value.dim() > len(spec.shape):
             raise _unsupported(func, f"an operand is a plain tensor of shape {tuple(value.shape)}")
@@ -381,7 +384,7 @@ def _elementwise(func: Any, args: tuple, kwargs: dict) -> Any:
 def _wrapped(
     func: Any, value: Any, given: Sequence[Any], operands: Sequence[Any], spec: DTensorSpec, shape: torch.Size
 ) -> Any:
-    """The DTensor for a local result: the one that was given if it was changed in place."""
+    """The DTensor for a local result: the argument itself if the operation changed it in place."""
     if not isinstance(value, torch.Tensor):
         return value
     if func._schema.is_mutable:
@@ -394,7 +397,7 @@ def _wrapped(
 
 
 def _on_lists(func: Any, args: tuple, kwargs: dict) -> Any:
-    """``_foreach_`` and fused operations: element-wise on each position of their lists."""
+    """``_foreach_`` and fused operations: element-wise between tensors at the same position of each list."""
     lists = [value for value in args if isinstance(value, (list, tuple)) and value]
     leading: Sequence[Any] = lists[0]
     specs = [value._spec if isinstance(value, RaggedDTensor) else None for value in leading]
@@ -423,7 +426,7 @@ def _checked(func: Any, results: Sequence[torch.Tensor], leading: Sequence[Any])
 
 
 def _copy(func: Any, args: tuple, kwargs: dict) -> Any:
-    """``copy_`` into a ragged tensor, of a whole one or of one that is sharded otherwise; or out of it."""
+    """``copy_`` into a ragged tensor from a whole tensor or from one with another layout."""
     target, source = args[:2]
     if not isinstance(target, RaggedDTensor):
         raise _unsupported(func, "the target is not sharded")
@@ -432,7 +435,7 @@ def _copy(func: Any, args: tuple, kwargs: dict) -> Any:
     if isinstance(source, RaggedDTensor):
         source = source._local_tensor
     elif source.dim() and source.shape == target.shape:
-        source = part_of(target._spec).of(source)
+        source = local_slice(target._spec).take_from(source)
     elif source.numel() != 1:
         raise ValueError(f"copy_: expected a tensor of shape {tuple(target.shape)}; got {tuple(source.shape)}.")
     target._local_tensor.copy_(source, *args[2:], **kwargs)
@@ -440,9 +443,9 @@ def _copy(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _random(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Draw the whole tensor, as without sharding, and keep this rank's part of it.
+    """Draw the whole tensor as without sharding, and keep this rank's slice.
 
-    Ranks whose random states differ draw other numbers. Replicas then follow the first rank of their axis.
+    If the random states of ranks differ, replicas take the values of the first rank of their axis.
     """
     target = args[0]
     in_place = func._schema.is_mutable
@@ -454,7 +457,7 @@ def _random(func: Any, args: tuple, kwargs: dict) -> Any:
         func(whole, *args[1:], **kwargs)
     else:
         whole = func(whole, *args[1:], **kwargs)
-    drawn = part_of(spec).of(whole).contiguous()
+    drawn = local_slice(spec).take_from(whole).contiguous()
     for axis, placement in enumerate(spec.placements):
         if isinstance(placement, Replicate) and spec.mesh.size(axis) > 1:
             group = spec.mesh.get_group(axis)
@@ -469,7 +472,7 @@ def _random(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _new(func: Any, args: tuple, kwargs: dict) -> Any:
-    """``new_empty`` and its like: ragged in the tensor's own shape, else a plain tensor."""
+    """``new_empty`` and similar functions: a ragged tensor for the same shape, else a plain tensor."""
     tensor, size, rest = args[0], tuple(args[1]), args[2:]
     if size != tuple(tensor.shape):
         return func(tensor._local_tensor, size, *rest, **kwargs)
@@ -492,18 +495,18 @@ def _arguments(func: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
 
 def _require_all_dims(func: Any, tensor: torch.Tensor, dim: Any) -> None:
     dims = [dim] if isinstance(dim, int) else list(dim or range(tensor.dim()))
-    # Of one dimension, `max` and `min` give indices, too.
+    # `max` and `min` along a dimension return indices as well, so they have several results.
     if len(func._schema.returns) > 1 or {d % tensor.dim() for d in dims} != set(range(tensor.dim())):
         raise _unsupported(func, f"it reduces dimensions {dims} only")
 
 
-# Specs of results, by the spec of the tensor that is reduced: clipping asks for one of every gradient in every step,
-# and making a spec takes longer than all else there. Not kept in the spec itself, which is pickled with the tensor.
+# Specs of results by the spec of the reduced tensor. Clipping reduces every gradient in every step, and creating a spec
+# would take most of that time. The cache is not an attribute of the spec, because specs are pickled with their tensors.
 _specs_of_results: weakref.WeakKeyDictionary[DTensorSpec, dict[tuple, DTensorSpec]] = weakref.WeakKeyDictionary()
 
 
 def _partial(value: torch.Tensor, placement: Placement, spec: DTensorSpec) -> DTensor:
-    """A result of this rank's shard as a DTensor that is still to be reduced over the axes that shard."""
+    """Wrap the result of this rank's shard as a partial DTensor, to be reduced over the axes that shard the tensor."""
     known = _specs_of_results.setdefault(spec, {})
     key = (placement, value.dtype, value.shape)
     if key not in known:
@@ -514,7 +517,7 @@ def _partial(value: torch.Tensor, placement: Placement, spec: DTensorSpec) -> DT
 
 
 def _spread(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Variance or standard deviation, by two passes over the shards."""
+    """Variance or standard deviation, in two passes over the shards: one for the mean and one for the deviations."""
     tensor, given = args[0], _arguments(func, args, kwargs)
     _require_all_dims(func, tensor, given.get("dim"))
     correction = given.get("correction")
@@ -541,14 +544,14 @@ def _foreach_norm(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _equal(func: Any, args: tuple, kwargs: dict) -> bool:
-    """``torch.equal`` and ``allclose``: the same answer on every rank. A collective."""
+    """``torch.equal`` and ``allclose``, with the same result on every rank. A collective."""
     one, other = args[:2]
     spec = _first(args)._spec
     if one.shape != other.shape:
         return False
     local = _first(args)._local_tensor
     locals_ = [
-        _operand(func, value, spec, local) if isinstance(value, DTensor) else part_of(spec).of(value)
+        _operand(func, value, spec, local) if isinstance(value, DTensor) else local_slice(spec).take_from(value)
         for value in (one, other)
     ]
     equal = bool(func(*locals_, *args[2:], **kwargs))
@@ -560,10 +563,10 @@ def _number(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _unscale(func: Any, args: tuple, kwargs: dict) -> None:
-    """What torch's GradScaler calls: unscale gradients, and tell every rank if one of them is not finite on any."""
+    """GradScaler's operation: unscale gradients, and set ``found_inf`` if any rank has a non-finite one."""
     grads, found_inf, inverse_scale = args
     func([local_shard(g) if isinstance(g, DTensor) else g for g in grads], reduced(found_inf), reduced(inverse_scale))
-    # Each mesh once, however many gradients are sharded over it.
+    # One reduction per mesh, not per gradient.
     for spec in {g._spec.mesh: g._spec for g in grads if isinstance(g, RaggedDTensor)}.values():
         found_inf.copy_(reduced(_partial(found_inf.clone(), Partial("max"), spec)))
 
@@ -589,7 +592,7 @@ _HANDLERS: dict[str, Callable[[Any, tuple, dict], Any]] = {
     },
 }
 
-# torch's clipping and optimizers take lists of these as they take lists of DTensors.
+# Let torch's clipping and optimizers use their foreach implementations for lists of RaggedDTensors.
 for _supported in (_foreach_utils._foreach_supported_types, torch_optimizer._foreach_supported_types):
     _supported.append(RaggedDTensor)  # type: ignore[arg-type]
 torch.serialization.add_safe_globals([RaggedDTensor, RaggedShard, SectionedShard, DTensorSpec])

@@ -1,4 +1,4 @@
-"""Reductions of a tensor that ranks hold shards of: of one shard, and how the results of ranks are put together."""
+"""Reductions of a sharded tensor: the result of one shard, and the placement that combines the results of all ranks."""
 
 import math
 from typing import Any
@@ -10,16 +10,16 @@ from torch.distributed.tensor.placement_types import Placement
 
 
 def shard_result(name: str, local: torch.Tensor, numel: int, given: dict[str, Any]) -> tuple[torch.Tensor, Placement]:
-    """The result of a reduction on one rank's shard. An empty shard has the neutral element.
+    """Reduce one rank's shard. The result of an empty shard is the neutral element.
 
     Args:
-        name: Of torch's operation.
-        local: The shard, flat.
-        numel: Number of elements of the whole tensor.
+        name: Name of torch's operation.
+        local: The shard, flattened.
+        numel: Number of elements in the whole tensor.
         given: Arguments of the operation, by name.
 
     Returns:
-        A scalar, and the placement that says how those of all ranks are reduced.
+        A scalar, and the partial placement that reduces the scalars of all ranks.
     """
     dtype = given.get("dtype")
     if name in ("max", "amax", "min", "amin"):
@@ -40,11 +40,11 @@ def shard_result(name: str, local: torch.Tensor, numel: int, given: dict[str, An
 
 
 def shard_norm(local: torch.Tensor, order: float, dtype: torch.dtype | None) -> tuple[torch.Tensor, Placement]:
-    """The norm of one rank's flat shard, and how norms of shards are reduced."""
+    """The norm of one rank's flattened shard, and the partial placement that reduces the norms of all ranks."""
     special: dict[float, str] = {math.inf: "max", -math.inf: "min", 0.0: "sum"}
     placement = Partial(special[order]) if order in special else _NormPartial(order)
     if not local.numel():
-        # torch has no infinity norm of an empty tensor.
+        # torch raises an error for the infinity norm of an empty tensor.
         return local.new_full((), math.inf if order == -math.inf else 0.0, dtype=dtype or local.dtype), placement
     return torch.linalg.vector_norm(local, order, dtype=dtype), placement
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from megatron.fsdp.dtensor.placements import part_of
+from megatron.fsdp.dtensor.placements import local_slice
 from megatron.fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from megatron.fsdp.helpers import patches
 from megatron.fsdp.helpers.patches import Patch, Patches
@@ -86,7 +86,7 @@ def distribute_tensors(
         value = local_state_dict.get(key)
         if isinstance(value, tuple) and isinstance(value[0], RaggedDTensor):
             local, whole = value
-            local._local_tensor.copy_(part_of(local._spec).of(whole))
+            local._local_tensor.copy_(local_slice(local._spec).take_from(whole))
             local_state_dict[key] = local
     original(local_state_dict, keys, *args, **kwargs)
 

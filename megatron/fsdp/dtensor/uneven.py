@@ -1,8 +1,8 @@
-"""The functions for uneven DTensors that scripts written for NVIDIA's Megatron-FSDP call, under its names.
+"""Functions for uneven DTensors, under the names of NVIDIA's Megatron-FSDP.
 
-Our own tensors (:class:`~megatron.fsdp.dtensor.ragged_dtensor.RaggedDTensor`) know their layout, so most of this has
-nothing to exchange between ranks. A DTensor of another origin with ``Shard(dim)`` placements may have local parts of
-any size too: each rank says how much it has.
+The spec of a :class:`~megatron.fsdp.dtensor.ragged_dtensor.RaggedDTensor` contains its layout, so most functions need
+no communication for it. Other DTensors with ``Shard(dim)`` placements may have local tensors of any size, which the
+ranks have to exchange.
 """
 
 import itertools
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from megatron.fsdp.comm.gloo import ensure_released
 from megatron.fsdp.dtensor.gathering import gather_whole, lengths_on_ranks, sharded_axes
-from megatron.fsdp.dtensor.placements import RaggedShard, contiguous_stride, part_of
+from megatron.fsdp.dtensor.placements import RaggedShard, contiguous_stride, local_slice
 from megatron.fsdp.dtensor.ragged_dtensor import (
     RaggedDTensor,
     make_dtensor,
@@ -26,20 +26,20 @@ from megatron.fsdp.dtensor.ragged_dtensor import (
 
 
 def gather_and_compute_chunk_metadata(dtensor: DTensor) -> ChunkStorageMetadata:
-    """Offsets and sizes of this rank's part within the whole tensor. A collective for tensors that are not ours.
+    """Offsets and sizes of this rank's shard in the whole tensor. A collective, except for ``RaggedDTensor``.
 
     Raises:
-        ValueError: The part is no box, because it begins or ends inside a row: only for ``RaggedDTensor``, of which
-            ``__create_chunk_list__()`` lists the boxes.
+        ValueError: The shard of a ``RaggedDTensor`` begins or ends inside a row, so that it is not a single box. Its
+            ``__create_chunk_list__()`` returns all boxes.
     """
     if isinstance(dtensor, RaggedDTensor):
-        part = part_of(dtensor._spec)
-        boxes = part.boxes()
+        mine = local_slice(dtensor._spec)
+        boxes = mine.boxes()
         if not boxes:
-            row = part.start // max(1, _row(part.shape))
-            return ChunkStorageMetadata(torch.Size((row, *part.offset[1:])), torch.Size((0, *part.shape[1:])))
+            row = mine.start // max(1, _row(mine.shape))
+            return ChunkStorageMetadata(torch.Size((row, *mine.offset[1:])), torch.Size((0, *mine.shape[1:])))
         if len(boxes) > 1:
-            raise ValueError(f"This rank's part is {len(boxes)} boxes, not one; __create_chunk_list__() lists them.")
+            raise ValueError(f"This rank's shard consists of {len(boxes)} boxes; __create_chunk_list__() lists them.")
         return ChunkStorageMetadata(torch.Size(boxes[0].offsets), torch.Size(boxes[0].sizes))
     offsets, sizes = [0] * dtensor.dim(), list(dtensor._local_tensor.shape)
     for axis, dim in sharded_axes(dtensor):
@@ -55,9 +55,9 @@ def _row(shape: tuple[int, ...]) -> int:
 
 
 def update_uneven_dtensor_chunk_metadata(dtensor: DTensor) -> None:
-    """Make torch.distributed.checkpoint save and load a DTensor by what each rank really has of it.
+    """Make torch.distributed.checkpoint save and load the actual local tensors of an uneven DTensor.
 
-    Our own tensors do that by themselves, and are left as they are.
+    A ``RaggedDTensor`` supports that already and does not change.
     """
     if isinstance(dtensor, RaggedDTensor):
         return
@@ -75,13 +75,13 @@ def update_uneven_dtensor_chunk_metadata(dtensor: DTensor) -> None:
 
 
 def validate_uneven_dtensor(dtensor: DTensor) -> None:
-    """Check that the parts of all ranks lie within the tensor and cover it. A collective.
+    """Check that the shards of all ranks lie within the tensor and cover it. A collective.
 
     Raises:
         ValueError: They do not.
     """
-    ours = isinstance(dtensor, RaggedDTensor)
-    chunks = dtensor.__create_chunk_list__() if ours else [gather_and_compute_chunk_metadata(dtensor)]
+    ragged = isinstance(dtensor, RaggedDTensor)
+    chunks = dtensor.__create_chunk_list__() if ragged else [gather_and_compute_chunk_metadata(dtensor)]
     inside = all(
         0 <= offset and offset + size <= whole
         for chunk in chunks
@@ -107,7 +107,7 @@ def validate_uneven_dtensor(dtensor: DTensor) -> None:
 def filter_unflattened_state_dict(
     state_dict: dict, key_chain: list | None = None, visit_condition: Callable[[Any], bool] = lambda value: False
 ) -> list[list]:
-    """Paths, as lists of keys, to the values of nested dicts that fulfil ``visit_condition``."""
+    """The paths, as lists of keys, to all values in nested dicts for which ``visit_condition`` is true."""
     found: list[list] = []
     for key, value in state_dict.items():
         path = [*(key_chain or []), key]
@@ -122,7 +122,7 @@ def get_unflattened_state_dict(state_dict: dict, key_chain: list | None = None) 
     """The value at a path of keys in nested dicts.
 
     Raises:
-        KeyError: There is none.
+        KeyError: The path does not exist.
     """
     value: Any = state_dict
     for key in key_chain or []:
@@ -133,17 +133,17 @@ def get_unflattened_state_dict(state_dict: dict, key_chain: list | None = None) 
 
 
 def preprocess_state_dict_for_uneven_dtensor(state_dict: dict) -> dict:
-    """Apply :func:`update_uneven_dtensor_chunk_metadata` to every DTensor in nested dicts; return the same dict."""
+    """Apply :func:`update_uneven_dtensor_chunk_metadata` to every DTensor in nested dicts. Returns ``state_dict``."""
     for path in sorted(filter_unflattened_state_dict(state_dict, None, lambda v: isinstance(v, DTensor)), key=str):
         update_uneven_dtensor_chunk_metadata(get_unflattened_state_dict(state_dict, path))
     return state_dict
 
 
 def uneven_dtensor_to_full_tensor(dtensor: DTensor) -> torch.Tensor:
-    """The whole tensor on every rank. A collective.
+    """Gather the whole tensor on every rank. A collective.
 
     Raises:
-        TypeError: ``dtensor`` is no DTensor.
+        TypeError: ``dtensor`` is not a DTensor.
     """
     if not isinstance(dtensor, DTensor):
         raise TypeError(f"expected a DTensor; got {type(dtensor).__name__}.")
@@ -151,14 +151,14 @@ def uneven_dtensor_to_full_tensor(dtensor: DTensor) -> torch.Tensor:
 
 
 def redistribute_uneven_dtensor_to_replicated(dtensor: DTensor) -> DTensor:
-    """The whole tensor as a DTensor that is replicated over the same mesh. A collective."""
+    """Gather the whole tensor as a DTensor that is replicated over the same mesh. A collective."""
     whole = uneven_dtensor_to_full_tensor(dtensor)
     replicated = [Replicate() for _ in dtensor._spec.placements]
     return DTensor.from_local(whole, dtensor.device_mesh, replicated, run_check=False)
 
 
 def gather_uneven_dtensor_to_full_tensor(dtensor: DTensor) -> DTensor:
-    """An older name of :func:`redistribute_uneven_dtensor_to_replicated`."""
+    """Alias of :func:`redistribute_uneven_dtensor_to_replicated`, its name in earlier versions."""
     return redistribute_uneven_dtensor_to_replicated(dtensor)
 
 
@@ -168,23 +168,23 @@ def split_dtensor(
     dim: int = 0,
     update_uneven_dtensor_chunk_meta: bool = False,
 ) -> Iterator[DTensor]:
-    """Split a DTensor along a dimension into DTensors on the same memory; nothing is gathered.
+    """Split a DTensor along a dimension into DTensors that share its memory. Nothing is gathered.
 
     Args:
         dtensor: The tensor.
-        split_size_or_sections: Size of each piece, the last of which may be smaller; or a list of sizes.
+        split_size_or_sections: Size of each result, except that the last one may be smaller; or a list of sizes.
         dim: Dimension to split.
-        update_uneven_dtensor_chunk_meta: Prepare pieces of a tensor that is not ours for checkpoints.
+        update_uneven_dtensor_chunk_meta: Apply :func:`update_uneven_dtensor_chunk_metadata` to the results.
 
     Raises:
-        ValueError: A row of the tensor is cut, and ``dim`` is not 0.
+        ValueError: ``dim`` is not 0 and a row of the tensor is divided between ranks.
     """
     dim, size = dim % dtensor.dim(), dtensor.shape[dim % dtensor.dim()]
     if isinstance(split_size_or_sections, int):
         ends = [*range(split_size_or_sections, size, split_size_or_sections), size]
     else:
         ends = list(itertools.accumulate(split_size_or_sections))
-    # Of a tensor that is not ours, asking for it is a collective: once, not for every piece.
+    # Computing the metadata may be a collective, so do it once and not for every result.
     chunk = None if isinstance(dtensor, RaggedDTensor) else gather_and_compute_chunk_metadata(dtensor)
     for start, stop in itertools.pairwise([0, *ends]):
         shape = (*dtensor.shape[:dim], stop - start, *dtensor.shape[dim + 1 :])
@@ -207,10 +207,13 @@ def split_dtensor(
 
 
 def _split_ragged(dtensor: DTensor, start: int, stop: int, dim: int, shape: tuple[int, ...]) -> DTensor:
-    part, spec = part_of(dtensor._spec), dtensor._spec
-    if part.shape != tuple(dtensor.shape):
-        raise NotImplementedError("split_dtensor of a tensor that is tensor-parallel, too: gather it, or split before.")
-    row = max(_row(part.shape), 1)
+    mine, spec = local_slice(dtensor._spec), dtensor._spec
+    if mine.shape != tuple(dtensor.shape):
+        raise NotImplementedError(
+            "split_dtensor does not support tensors that are also tensor-parallel. Gather the tensor first, or split "
+            "it before sharding."
+        )
+    row = max(_row(mine.shape), 1)
     if dim == 0:
         return narrow_rows(dtensor, start * row, stop * row, shape)
     local = dtensor._local_tensor

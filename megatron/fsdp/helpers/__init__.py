@@ -1,1 +1,1 @@
-"""What several packages need and that has nothing to do with sharding."""
+"""Helpers that have nothing to do with sharding."""

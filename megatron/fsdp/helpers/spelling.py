@@ -1,23 +1,23 @@
-"""Names of parameters, and help for who has misspelled one."""
+"""Names in error messages: suggestions for misspelled names, and parameter names without wrappers."""
 
 import difflib
 from collections.abc import Iterable
 
 
 def did_you_mean(name: object, choices: Iterable[str], cutoff: float = 0.5) -> str:
-    """A sentence, with a space before it, that names the choice nearest to ``name``; empty if none is near.
+    """A sentence that suggests the choice closest to ``name``, with a leading space; empty if none is close.
 
     Args:
-        name: What was given.
-        choices: What there is.
-        cutoff: How near is near enough, from 0 to 1.
+        name: The unknown name.
+        choices: The known names.
+        cutoff: Minimum similarity of a suggestion, from 0 to 1.
     """
     nearest = difflib.get_close_matches(str(name), list(choices), n=1, cutoff=cutoff)
     return f" Did you mean {nearest[0]!r}?" if nearest else ""
 
 
 def bare_name(name: str) -> str:
-    """A parameter's name in the model itself, without the wrappers around it."""
+    """A parameter's name without the prefixes of wrappers around the model."""
     while name.startswith("module."):
         name = name.removeprefix("module.")
     return name

@@ -1,4 +1,4 @@
-"""Callbacks that do not keep their object alive, so that deleting a model frees its memory at once."""
+"""Wrappers for callbacks: one that does not keep its object alive, and one that torch.compile does not trace."""
 
 import weakref
 from collections.abc import Callable
@@ -8,7 +8,11 @@ import torch
 
 
 def weak_method(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A call of a bound method that returns None once the method's object is gone."""
+    """Wrap a bound method so that the wrapper does not keep its object alive; it returns None once the object is gone.
+
+    Hooks hold such wrappers, so that deleting a model frees its memory at once, without waiting for the garbage
+    collector to find a cycle.
+    """
     reference = weakref.WeakMethod(method)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -19,5 +23,5 @@ def weak_method(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, which torch.compile calls and does not look into: communication has no place in a graph."""
+    """Exclude a function from torch.compile, which would otherwise trace communication and its waits into a graph."""
     return torch.compiler.disable(function)

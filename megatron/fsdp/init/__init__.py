@@ -1,1 +1,1 @@
-"""Values for models that are built on the meta device."""
+"""Initialization of models that are built on the meta device."""

@@ -1,12 +1,12 @@
-"""Records how a model that is built on the meta device would be initialized, and does it where there is memory.
+"""Records the initialization of a model that is built on the meta device, and replays it unit by unit.
 
     model = deferred_init(Model, config)
     model = fully_shard_model(model, init_model_with_meta_device=True)
 
-Every operation on tensors without memory is recorded while the model is built. What an operation wrote, and what that
-was computed from, is computed again for one parameter at a time when the parameter's FSDP unit gets its memory. The
-modules need no ``reset_parameters()``, and what is done to their parameters from outside is done, too. The way is that
-of torchdistX (https://github.com/pytorch/torchdistx), which is archived.
+While the model is built, all operations on meta tensors are recorded. When a unit is allocated, the operations that its
+parameters depend on are replayed, one parameter at a time. The modules need no ``reset_parameters()``, and
+initialization from outside of a module is replayed as well. The approach is that of torchdistX
+(https://github.com/pytorch/torchdistx), which is archived.
 """
 
 import functools
@@ -25,10 +25,10 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from megatron.fsdp.helpers.patches import TORCH, Patch, Patches
 
-# Kept in a module's __dict__: what belongs to its own parameters and buffers, by name.
+# Key in a module's __dict__ for the recipes of its direct parameters and buffers, by name.
 _RECIPES = "_fsdp_recipes"
 
-# They give memory, and no values.
+# Operators that allocate memory without initializing it.
 _EMPTY = {
     torch.ops.aten.empty.memory_format,
     torch.ops.aten.empty_like.default,
@@ -38,12 +38,13 @@ _EMPTY = {
     torch.ops.aten.new_empty_strided.default,
 }
 
-Surroundings = Callable[[], AbstractContextManager[Any]]
+# Creates the context in which an operation is replayed.
+ContextFactory = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where a tensor on the meta device lies."""
+class _MetaView:
+    """A view of a meta tensor's storage, which stands for the tensor in the recording."""
 
     storage: int
     size: torch.Size
@@ -51,61 +52,61 @@ class _Place:
     offset: int
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> "_Place":
+    def of(cls, tensor: torch.Tensor) -> "_MetaView":
         return cls(tensor.untyped_storage()._cdata, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
 
 @dataclass(frozen=True)
 class _Constant:
-    """A tensor that has memory, and its version when it was read."""
+    """A tensor with memory, and its version counter when it was read."""
 
     tensor: torch.Tensor
     version: int
 
 
 @dataclass(frozen=True)
-class _Step:
-    """One operation.
+class _Operation:
+    """One recorded operation.
 
     Attributes:
-        function: An operator.
-        arguments: Positional and keyword arguments, with places and constants for tensors.
-        results: What is returned, in the order of a flattened tree.
-        surroundings: Makes the context to run it in.
+        function: The operator.
+        arguments: Positional and keyword arguments, with ``_MetaView`` and ``_Constant`` in place of tensors.
+        results: The results as a flattened tree.
+        context: Creates the context to replay it in.
     """
 
     function: Callable[..., Any]
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
     results: tuple[Any, ...]
-    surroundings: Surroundings
+    context: ContextFactory
 
     @property
     def reads(self) -> list[int]:
-        """Storages of arguments."""
-        return [value.storage for value in tree_flatten(self.arguments)[0] if isinstance(value, _Place)]
+        """Storages of the arguments."""
+        return [value.storage for value in tree_flatten(self.arguments)[0] if isinstance(value, _MetaView)]
 
     @property
-    def places(self) -> list[_Place]:
-        """Of arguments and results."""
-        return [value for value in tree_flatten((self.arguments, self.results))[0] if isinstance(value, _Place)]
+    def views(self) -> list[_MetaView]:
+        """The arguments and results on the meta device."""
+        return [value for value in tree_flatten((self.arguments, self.results))[0] if isinstance(value, _MetaView)]
 
 
 @dataclass
 class _Tape:
-    """What was done while a model was built.
+    """The operations that built a model.
 
     Attributes:
-        steps: In the order of time.
-        writes: Numbers of the steps that wrote to a storage.
-        storages: They must not end, as others would take their numbers.
+        operations: In the order of execution. Other fields refer to them by index.
+        writes: By storage, the operations that wrote to it.
+        storages: All storages. Keeping them alive prevents new storages from getting the same address.
     """
 
-    steps: list[_Step] = field(default_factory=list)
+    operations: list[_Operation] = field(default_factory=list)
     writes: dict[int, list[int]] = field(default_factory=dict)
     storages: list[torch.UntypedStorage] = field(default_factory=list)
 
-    def know(self, tensor: torch.Tensor) -> bool:
-        """Note the tensor's storage; False if it was known."""
+    def register(self, tensor: torch.Tensor) -> bool:
+        """Register the tensor's storage; False if it was registered before."""
         storage = tensor.untyped_storage()
         if storage._cdata in self.writes:
             return False
@@ -115,128 +116,128 @@ class _Tape:
 
 
 class Recipe:
-    """How one tensor came about.
+    """The operations that initialize one tensor.
 
     Args:
-        tape: What was done while the model was built.
-        tensor: It, on the meta device.
+        tape: The recording of the model.
+        tensor: The tensor on the meta device.
 
     Attributes:
-        first: Number of the step that made it.
-        complete: False if it depends on what was not recorded.
-        gives_values: False if the tensor got its shape and no values.
+        first: Index of the operation that created the tensor.
+        complete: False if the tensor depends on operations that were not recorded.
+        gives_values: False if the tensor was allocated and never initialized.
     """
 
     def __init__(self, tape: _Tape, tensor: torch.Tensor) -> None:
         self._tape = tape
-        self._place = _Place.of(tensor)
-        self._written = tape.writes.get(self._place.storage, [])
+        self._view = _MetaView.of(tensor)
+        self._written = tape.writes.get(self._view.storage, [])
         self.first = min(self._written, default=0)
-        self.gives_values = any(tape.steps[number].function not in _EMPTY for number in self._written)
-        read = {storage for number in self._needed() for storage in tape.steps[number].reads}
+        self.gives_values = any(tape.operations[number].function not in _EMPTY for number in self._written)
+        read = {storage for number in self._needed() for storage in tape.operations[number].reads}
         self.complete = bool(self._written) and all(tape.writes[storage] for storage in read)
 
     def run(self, device: torch.device) -> torch.Tensor:
-        """The tensor with the values that it would have had; see :meth:`run_all`."""
+        """Compute the initialized tensor; see :meth:`run_all`."""
         ((_, tensor),) = self.run_all([self], device)
         return tensor
 
     @staticmethod
     def run_all(recipes: Sequence["Recipe"], device: torch.device) -> Iterator[tuple[int, torch.Tensor]]:
-        """Tensors with the values that they would have had, drawn from the random state as it is now.
+        """Compute initialized tensors, with random numbers from the current random state.
 
-        Values are drawn in the order in which they were when the model was built, and a tensor is kept no longer than
-        it is needed for others.
+        Operations run in the order in which the model was built. Each intermediate tensor is freed after its last use.
 
         Yields:
-            Number of a recipe, and its tensor, in the order in which they are done.
+            Index of a recipe and its tensor, in the order in which they are finished.
 
         Raises:
-            RuntimeError: A tensor that values were taken from has been changed since.
+            RuntimeError: A tensor outside of the model that values were read from has changed since.
         """
         for tape in {id(recipe._tape): recipe._tape for recipe in recipes}.values():
             mine = {i: recipe for i, recipe in enumerate(recipes) if recipe._tape is tape}
             yield from _run(tape, mine, device)
 
     def _needed(self) -> set[int]:
-        """The steps that the tensor depends on."""
+        """The operations that the tensor depends on: writes to its storage, and earlier writes to what these read."""
         found: set[int] = set()
-        open_ends = [(self._place.storage, len(self._tape.steps))]
-        while open_ends:
-            storage, end = open_ends.pop()
+        pending = [(self._view.storage, len(self._tape.operations))]
+        while pending:
+            storage, end = pending.pop()
             for number in self._tape.writes.get(storage, []):
                 if number < end and number not in found:
                     found.add(number)
-                    open_ends += [(read, number) for read in self._tape.steps[number].reads]
+                    pending += [(read, number) for read in self._tape.operations[number].reads]
         return found
 
 
 def _run(tape: _Tape, recipes: dict[int, Recipe], device: torch.device) -> Iterator[tuple[int, torch.Tensor]]:
-    steps = sorted({number for recipe in recipes.values() for number in recipe._needed()})
+    numbers = sorted({number for recipe in recipes.values() for number in recipe._needed()})
     ready: dict[int, list[int]] = {}
     for i, recipe in recipes.items():
         ready.setdefault(recipe._written[-1], []).append(i)
-    last_use = {place.storage: number for number in steps for place in tape.steps[number].places}
+    last_use = {view.storage: number for number in numbers for view in tape.operations[number].views}
     memory: dict[int, torch.Tensor] = {}
-    for number in steps:
+    for number in numbers:
         with torch.no_grad():
-            _do(tape.steps[number], memory, device)
+            _replay(tape.operations[number], memory, device)
         for i in ready.get(number, []):
-            yield i, _view(memory, recipes[i]._place)
-        for place in tape.steps[number].places:
-            if last_use[place.storage] == number:
-                memory.pop(place.storage, None)
+            yield i, _real_view(memory, recipes[i]._view)
+        for view in tape.operations[number].views:
+            if last_use[view.storage] == number:
+                memory.pop(view.storage, None)
 
 
-def _do(step: _Step, memory: dict[int, torch.Tensor], device: torch.device) -> None:
+def _replay(operation: _Operation, memory: dict[int, torch.Tensor], device: torch.device) -> None:
     def real(value: Any) -> Any:
-        if isinstance(value, _Place):
-            return _view(memory, value)
+        if isinstance(value, _MetaView):
+            return _real_view(memory, value)
         if isinstance(value, _Constant):
             if value.tensor._version != value.version:
-                raise RuntimeError(f"A tensor that {step.function} reads was changed after the model was built.")
+                raise RuntimeError(f"A tensor that {operation.function} reads was changed after the model was built.")
             return value.tensor.to(device)
         return device if isinstance(value, torch.device) and value.type == "meta" else value
 
-    args, kwargs = tree_map(real, step.arguments)
-    with step.surroundings():
-        results = tree_flatten(step.function(*args, **kwargs))[0]
-    for place, result in zip(step.results, results, strict=True):
-        if isinstance(place, _Place):
-            memory.setdefault(place.storage, result)
+    args, kwargs = tree_map(real, operation.arguments)
+    with operation.context():
+        results = tree_flatten(operation.function(*args, **kwargs))[0]
+    for view, result in zip(operation.results, results, strict=True):
+        if isinstance(view, _MetaView):
+            memory.setdefault(view.storage, result)
 
 
-class _Recorder(TorchDispatchMode):
-    """Writes the tape."""
+class _TapeRecorder(TorchDispatchMode):
+    """Records operations on meta tensors."""
 
-    def __init__(self, surroundings: Callable[[], Surroundings]) -> None:
+    def __init__(self, context_of: Callable[[], ContextFactory]) -> None:
         super().__init__()
         self.tape = _Tape()
-        self._surroundings = surroundings
+        self._context_of = context_of
 
-    def note_filling(self, function: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Note a function that writes to its first argument, and leaves tensors on the meta device alone."""
-        self.tape.know(tensor)
-        self.tape.writes[_Place.of(tensor).storage].append(len(self.tape.steps))
-        arguments = tree_map(_noted, ((tensor, *args), kwargs))
-        # The place of the result is None: the tensor is the first argument, which has a place already.
-        self.tape.steps.append(_Step(function, arguments, (None,), self._surroundings()))
+    def record_in_place(self, function: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """Record a function that writes to its first argument, without calling it."""
+        self.tape.register(tensor)
+        self.tape.writes[_MetaView.of(tensor).storage].append(len(self.tape.operations))
+        arguments = tree_map(_recorded, ((tensor, *args), kwargs))
+        # The result is the first argument, whose storage is known already, so it is recorded as None.
+        self.tape.operations.append(_Operation(function, arguments, (None,), self._context_of()))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its local tensors come by
-        tape, arguments = self.tape, tree_map(_noted, (args, kwargs))  # now: it may change versions
+            return NotImplemented  # DTensor's dispatch calls the operation again with local tensors
+        # Convert the arguments before the call, which may change the version counters of constants.
+        tape, arguments = self.tape, tree_map(_recorded, (args, kwargs))
         for tensor in _on_meta((args, kwargs)):
-            tape.know(tensor)  # if it came from elsewhere, nobody has written to it
+            tape.register(tensor)  # without writes, which marks a tensor from elsewhere as unknown
         result = func(*args, **kwargs)
-        changed = {_Place.of(tensor).storage for tensor in _on_meta(self._changed(func, args, kwargs))}
-        written = changed | {_Place.of(tensor).storage for tensor in _on_meta(result) if tape.know(tensor)}
+        changed = {_MetaView.of(tensor).storage for tensor in _on_meta(self._changed(func, args, kwargs))}
+        written = changed | {_MetaView.of(tensor).storage for tensor in _on_meta(result) if tape.register(tensor)}
         for storage in written:
-            tape.writes[storage].append(len(tape.steps))
+            tape.writes[storage].append(len(tape.operations))
         if written:
-            results = tuple(_noted(value) for value in tree_flatten(result)[0])
-            tape.steps.append(_Step(func, arguments, results, self._surroundings()))
+            results = tuple(_recorded(value) for value in tree_flatten(result)[0])
+            tape.operations.append(_Operation(func, arguments, results, self._context_of()))
         return result
 
     @staticmethod
@@ -250,37 +251,38 @@ class _Recorder(TorchDispatchMode):
         return [value for value in found if isinstance(value, torch.Tensor)]
 
 
-# Functions of torch.nn.init that return at once for a tensor on the meta device, without calling an operator.
+# Functions of torch.nn.init that return early for a meta tensor, so that no operation reaches the dispatcher.
 RECORDING = Patches(
     "Recording how a model on the meta device is initialized",
     [
         Patch(
             f"torch.nn.init:{name}",
             "does nothing to a tensor on the meta device, so no operation would be recorded",
-            "megatron.fsdp.init.deferred:fill_or_note",
+            "megatron.fsdp.init.deferred:fill_or_record",
             TORCH,
         )
         for name in ("_no_grad_trunc_normal_", "orthogonal_", "sparse_", "eye_", "dirac_")
     ],
 )
 # Recordings in progress; the innermost one is last.
-_recorders: list[_Recorder] = []
+_recorders: list[_TapeRecorder] = []
 
 
-def fill_or_note(original: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def fill_or_record(original: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Run an initializer of ``torch.nn.init``, or record it if the tensor is on the meta device."""
     if tensor.is_meta and _recorders:
-        _recorders[-1].note_filling(original, tensor, *args, **kwargs)
+        _recorders[-1].record_in_place(original, tensor, *args, **kwargs)
     else:
         original(tensor, *args, **kwargs)
     return tensor
 
 
 class _OnMeta(TorchFunctionMode):
-    """Makes tensors on the meta device where no other is asked for.
+    """Creates tensors on the meta device unless another device is given.
 
-    ``torch.get_default_device()`` does not say so: some libraries ask, and then initialize nothing. What
-    ``torch.tensor`` makes has values first, which it would forget; and if empty, it stays, for the same reason.
+    Unlike ``torch.device("meta")`` as a context, this does not change ``torch.get_default_device()``, which some
+    libraries check in order to skip initialization. ``torch.tensor`` would lose its values on the meta device, so it
+    creates a CPU tensor, whose move to the meta device is recorded. Empty tensors have no values and stay on the CPU.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -293,46 +295,47 @@ class _OnMeta(TorchFunctionMode):
         return value.to("meta") if value.numel() else value
 
 
-def _noted(value: Any) -> Any:
+def _recorded(value: Any) -> Any:
+    """The representation of an argument or result in the recording."""
     if not isinstance(value, torch.Tensor):
         return value
-    return _Place.of(value) if value.is_meta else _Constant(value, value._version)
+    return _MetaView.of(value) if value.is_meta else _Constant(value, value._version)
 
 
 def _on_meta(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, torch.Tensor) and leaf.is_meta]
 
 
-def _view(memory: dict[int, torch.Tensor], place: _Place) -> torch.Tensor:
-    return memory[place.storage].as_strided(place.size, place.stride, place.offset)
+def _real_view(memory: dict[int, torch.Tensor], view: _MetaView) -> torch.Tensor:
+    return memory[view.storage].as_strided(view.size, view.stride, view.offset)
 
 
 def deferred_init(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Build a model on the meta device, and record how its parameters and buffers are initialized.
 
-    Sharding it with ``init_model_with_meta_device=True`` initializes it, unit by unit: no rank ever holds more than one
-    unit whole. Values are drawn when that is done, in the order of units. They are the very numbers of a model that is
-    built on the device if that has the same random state, and draws in the order of its units.
+    Sharding the model with ``init_model_with_meta_device=True`` initializes it unit by unit, so no rank ever holds more
+    than one whole unit. Random numbers are drawn during sharding, in the order of units. They are the same numbers as
+    in a model that is built on the device from the same random state, if it initializes its units in this order.
 
     Args:
-        function: Returns an ``nn.Module``, or a list of them: a class, for example.
-        args: Arguments of it.
-        kwargs: Keyword arguments of it.
+        function: Returns an ``nn.Module`` or a list of them; for example, a class.
+        args: Positional arguments of ``function``.
+        kwargs: Keyword arguments of ``function``.
 
     Returns:
-        What ``function`` returns.
+        The result of ``function``.
     """
     return record(functools.partial(function, *args, **kwargs), lambda: nullcontext)
 
 
-def record(build: Callable[[], Any], surroundings: Callable[[], Surroundings]) -> Any:
-    """As :func:`deferred_init`, where operations depend on a context.
+def record(build: Callable[[], Any], context_of: Callable[[], ContextFactory]) -> Any:
+    """Like :func:`deferred_init`, for operations that depend on a context, such as a random state.
 
     Args:
-        build: Returns a module, or a list of them.
-        surroundings: Called at every operation; returns what makes the context to repeat it in.
+        build: Returns a module or a list of them.
+        context_of: Called at every operation. Returns a function that creates the context to replay it in.
     """
-    recorder = _Recorder(surroundings)
+    recorder = _TapeRecorder(context_of)
     _recorders.append(recorder)
     try:
         with _OnMeta(), RECORDING.installed(), recorder:
@@ -356,15 +359,15 @@ def _recipe(tape: _Tape, tensor: torch.Tensor) -> Recipe | None:
 
 
 def recipes(module: nn.Module) -> dict[str, Recipe | None]:
-    """How the module's own parameters and buffers without memory are initialized, by name; None if that is unknown.
+    """The recipes of the module's direct parameters and buffers on the meta device, by name; None where incomplete.
 
-    Empty if the module's building was not recorded.
+    The result is empty if the building of the module was not recorded.
     """
     found: dict[str, Recipe | None] = module.__dict__.get(_RECIPES, {})
     return found
 
 
 def forget(module: nn.Module) -> None:
-    """Drop what was recorded for a module and those in it, when nothing is left to initialize."""
-    for part in module.modules():
-        part.__dict__.pop(_RECIPES, None)
+    """Drop the recipes of a module and its submodules once all of them are initialized."""
+    for submodule in module.modules():
+        submodule.__dict__.pop(_RECIPES, None)

@@ -1,7 +1,7 @@
-"""Gives values to parameters that a model was built without (on the meta device), one unit at a time.
+"""Initializes a model that was built on the meta device, one unit at a time.
 
-A module's tensors get them as was recorded when it was built (:func:`megatron.fsdp.init.deferred.deferred_init`), or
-else by its own method.
+A module's tensors are initialized from the recording of :func:`megatron.fsdp.init.deferred.deferred_init` if there is
+one, and otherwise by the module's ``reset_parameters`` method.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,12 +13,12 @@ from torch import nn
 from megatron.fsdp.buffers.parameter import ShardedParameter
 from megatron.fsdp.init.deferred import Recipe, recipes
 
-# What a module may call the method that initializes its own parameters and buffers.
+# Names of the method that initializes a module's direct parameters and buffers.
 RESET_METHODS = ("reset_parameters", "_reset_parameters")
 
 
 def reset_method(module: nn.Module) -> Callable[[], object] | None:
-    """The method that initializes the module's own parameters; None if it has none."""
+    """The method that initializes the module's direct parameters; None if it has none."""
     for name in RESET_METHODS:
         method = getattr(module, name, None)
         if callable(method):
@@ -27,7 +27,10 @@ def reset_method(module: nn.Module) -> Callable[[], object] | None:
 
 
 def _recorded(module: nn.Module) -> dict[str, Recipe]:
-    """How to initialize the module's tensors; empty if its method does, which then does all of them."""
+    """The recipes for the module's tensors; empty if the module's method initializes them.
+
+    A method initializes all tensors of a module, so recipes are used only if there is one for each of them.
+    """
     found = recipes(module)
     complete = all(recipe is not None and recipe.gives_values for recipe in found.values())
     if not complete and reset_method(module) is not None:
@@ -36,10 +39,10 @@ def _recorded(module: nn.Module) -> dict[str, Recipe]:
 
 
 def check_can_materialize(module: nn.Module) -> None:
-    """Raise unless every module with parameters or buffers on the meta device can initialize them.
+    """Check that every module with parameters or buffers on the meta device can be initialized.
 
     Raises:
-        ValueError: One cannot; the message names it.
+        ValueError: A module cannot. The message names it.
     """
     for name, part in module.named_modules():
         own = [*part._parameters.items(), *part._buffers.items()]
@@ -48,16 +51,16 @@ def check_can_materialize(module: nn.Module) -> None:
             where = name or "the model itself"
             raise ValueError(
                 f"init_model_with_meta_device: {where} ({type(part).__name__}) has {', '.join(missing)} on the meta "
-                f"device and no method {' or '.join(RESET_METHODS)} to initialize it. Give its class one, or build "
+                f"device and no method {' or '.join(RESET_METHODS)} to initialize it. Add one to its class, or build "
                 "the model with megatron.fsdp.deferred_init."
             )
 
 
 def materialize_buffers(module: nn.Module, device: torch.device) -> list[nn.Module]:
-    """Give memory to all buffers on the meta device, and values to those whose initialization was recorded.
+    """Allocate all buffers on the meta device, and initialize those with a recording.
 
     Returns:
-        Modules that have others and no parameters.
+        Modules with other buffers and without parameters. The initialization of a unit does not reach them.
     """
     found = []
     for part in module.modules():
@@ -73,7 +76,7 @@ def materialize_buffers(module: nn.Module, device: torch.device) -> list[nn.Modu
 
 
 def comes_last(own: Iterable[ShardedParameter], inside: Iterable[ShardedParameter]) -> bool:
-    """Whether the model was built with a unit's own parameters after those of the units in it; known if recorded."""
+    """Whether a unit's own parameters were created after those of the units inside it. False without a recording."""
     own_steps, steps_inside = _first_steps(own), _first_steps(inside)
     return bool(own_steps and steps_inside) and min(own_steps) > min(steps_inside)
 
@@ -84,13 +87,13 @@ def _first_steps(params: Iterable[ShardedParameter]) -> list[int]:
 
 
 def initialize(params: Sequence[ShardedParameter], device: torch.device, others: Iterable[nn.Module] = ()) -> None:
-    """Initialize parameters that have memory and no values yet.
+    """Initialize parameters that have been allocated.
 
     Args:
-        device: Where they are.
-        params: Parameters of one unit. Modules that hold one are reset, inner ones before those around them, as
-            they are when a model is built.
-        others: Modules that are reset, too.
+        params: Parameters of one unit. Modules that hold them are reset, inner modules first, in the order in which
+            building a model initializes them.
+        device: Device of the parameters.
+        others: Further modules to reset.
     """
     mine = {id(param.compute) for param in params}
     modules: dict[int, nn.Module] = {id(m): m for m in others}
@@ -107,18 +110,18 @@ def initialize(params: Sequence[ShardedParameter], device: torch.device, others:
     for module in sorted(modules.values(), key=_depth):
         reset = reset_method(module)
         if reset is not None:
-            with torch.no_grad(), _strangers_on_meta(module, mine):
+            with torch.no_grad(), _other_units_on_meta(module, mine):
                 reset()
 
 
 def _depth(module: nn.Module) -> int:
-    """How many levels of modules are inside."""
+    """Height of the module tree below and including this module."""
     return 1 + max((_depth(child) for child in module.children()), default=0)
 
 
 @contextmanager
-def _strangers_on_meta(module: nn.Module, mine: set[int]) -> Iterator[None]:
-    """Hide parameters of other units, whose memory is not there: what resetting writes to them is lost."""
+def _other_units_on_meta(module: nn.Module, mine: set[int]) -> Iterator[None]:
+    """Replace parameters of other units, which have no storage here, by placeholders while a module is reset."""
     hidden = []
     for part in module.modules():
         for name, parameter in part._parameters.items():

@@ -1,8 +1,8 @@
-"""What each class of optimizers looks at to update an element, and so what must not be divided between ranks.
+"""Optimizer classes that work on sharded parameters, and the granularity of sharding that each of them needs.
 
-Ranks hold parts of parameters, and an optimizer on each rank updates the parts there. That is the unsharded update only
-if nothing that the update depends on is elsewhere. A class says nothing about that, so the classes that are known are
-listed here, and whoever knows of another registers it (:func:`register_optimizer`).
+Each rank updates its shards of the parameters. This equals the unsharded update only if the rank holds everything that
+the update of an element depends on. A class does not declare its dependencies, so this module lists the known classes,
+and :func:`register_optimizer` adds others.
 """
 
 import inspect
@@ -13,7 +13,7 @@ from torch import nn
 
 from megatron.fsdp.buffers.parameter_group import ParameterGroup
 
-# From the left to the right: more has to be whole.
+# What the update of one element depends on, from least to most.
 LOOKS_AT = ("element", "matrix", "parameter")
 
 
@@ -21,9 +21,9 @@ def _torch_optimizers(names: str) -> set[type]:
     return {getattr(torch.optim, name) for name in names.split() if hasattr(torch.optim, name)}
 
 
-# Optimizers that are known to update each element by its own gradient and state, and what a parameter's elements share.
+# Optimizers that update each element from its own gradient and state, and from scalars of its parameter.
 ELEMENTWISE = _torch_optimizers("ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD")
-# Those that are known to update each parameter by its own, so that a step may be taken part by part.
+# Optimizers that update each parameter independently of the others, so that a step may be split between parameters.
 BY_PARAMETER = ELEMENTWISE | _torch_optimizers("Muon")
 
 _known: dict[type, str] = {
@@ -32,7 +32,8 @@ _known: dict[type, str] = {
     **dict.fromkeys(_torch_optimizers("Adafactor"), "parameter"),
 }
 
-# By full name, since nothing of other packages is imported here. A package's name stands for all that is in it.
+# Classes of other packages are listed by full name, so that they need not be imported. The name of a package or module
+# stands for all of its classes.
 _FUSED = {
     "apex.optimizers.fused_adam.FusedAdam",
     "apex.optimizers.fused_adagrad.FusedAdagrad",
@@ -44,34 +45,34 @@ _OTHERS: dict[str, str] = {
     **dict.fromkeys(_FUSED, "element"),
     "lion_pytorch.lion_pytorch.Lion": "element",
     "transformers.optimization.Adafactor": "parameter",
-    # State of 8 bits has a scale for each block of a parameter's elements.
+    # 8-bit state has one scale per block of a parameter's elements.
     "bitsandbytes.optim": "parameter",
 }
 _REFUSED: dict[str, str] = {
-    "torch.optim.lbfgs.LBFGS": "it needs inner products over all parameters, of which a rank has parts. Use AdamW or "
+    "torch.optim.lbfgs.LBFGS": "it needs inner products over whole parameters, but a rank has shards. Use AdamW or "
     "Muon",
     "torch.optim.sparse_adam.SparseAdam": "reduced gradients are dense. Use Adam, and embeddings with sparse=False",
-    "apex.optimizers.fused_lamb.FusedLAMB": "it needs the norm of all gradients together, of which a rank has parts. "
+    "apex.optimizers.fused_lamb.FusedLAMB": "it needs the norm of all gradients, and a rank only has shards of them. "
     "Use FusedAdam",
-    "megatron.core.optimizer.cpu_offloading": "it updates copies of its own of the parameters it was built with. Use "
-    "torch.optim.AdamW, and fully_shard_model(offload_optimizer=True)",
+    "megatron.core.optimizer.cpu_offloading": "it updates its own copies of the parameters. Use torch.optim.AdamW with "
+    "fully_shard_model(offload_optimizer=True)",
 }
 
 
 def register_optimizer(optimizer_class: type[torch.optim.Optimizer], looks_at: str) -> None:
-    """Say what a class of optimizers looks at to update an element of a parameter, so that it may be used here.
+    """Declare what an optimizer class looks at to update an element, so that it can be used with sharded parameters.
 
-    It holds for the class itself, and for those of its subclasses that take over its ``step``.
+    The declaration also holds for subclasses that do not change how parameters are updated. An optimizer that looks at
+    several parameters at once cannot be used.
 
     Args:
         optimizer_class: The class.
-        looks_at: ``"element"``: at the element's own gradient and state, and at numbers that all elements share. Fits
-            every sharding. ``"matrix"``: at the whole parameter, if that has two dimensions or more; fits
-            ``shard_granularity="tensor"``. ``"parameter"``: at the whole parameter, whatever its shape; fits
-            ``shard_granularity="parameter"``. What looks at several parameters at once does not fit.
+        looks_at: ``"element"``: the element's gradient and state, and scalars. Works with every sharding.
+            ``"matrix"``: the whole parameter if it has two or more dimensions. Needs ``shard_granularity="tensor"``.
+            ``"parameter"``: the whole parameter, whatever its shape. Needs ``shard_granularity="parameter"``.
 
     Raises:
-        ValueError: ``looks_at`` is something else, or this is no class of optimizers.
+        ValueError: ``looks_at`` is none of these, or ``optimizer_class`` is not an optimizer class.
     """
     if looks_at not in LOOKS_AT:
         raise ValueError(f"register_optimizer: expected looks_at to be one of {LOOKS_AT}; got {looks_at!r}.")
@@ -81,15 +82,16 @@ def register_optimizer(optimizer_class: type[torch.optim.Optimizer], looks_at: s
 
 
 def skips_empty(optimizer: torch.optim.Optimizer) -> bool:
-    """True if the optimizer must not be shown parts without elements.
+    """True if the optimizer must not see empty shards.
 
-    Fused kernels end at the first one, and what looks at a whole parameter may divide by its size.
+    Fused multi-tensor kernels stop at the first empty tensor, and an optimizer that looks at whole parameters may
+    divide by the number of elements.
     """
     return _full_name(type(optimizer)) in _FUSED or looks_at(optimizer) == "parameter"
 
 
 def looks_at(optimizer: torch.optim.Optimizer) -> str | None:
-    """What the optimizer looks at, out of ``LOOKS_AT``; None if that is not known."""
+    """The dependency of the optimizer's updates, out of ``LOOKS_AT``; None if it is unknown."""
     cls = type(optimizer)
     for base in cls.__mro__:
         kind = _known.get(base) or _by_name(_OTHERS, base)
@@ -111,32 +113,32 @@ def _by_name(table: dict[str, str], cls: type) -> str | None:
     return None
 
 
-# What a subclass may do in its own way without updating parameters in another.
+# Methods that a subclass may override without changing how it updates parameters.
 _HARMLESS = {"add_param_group", "load_state_dict", "state_dict", "zero_grad"}
 
 
 def _updates_like(cls: type, base: type) -> bool:
-    """True if ``cls`` changes nothing of how ``base``, a class that it inherits from, updates parameters."""
+    """True if ``cls``, a subclass of ``base``, overrides nothing that affects how parameters are updated."""
     for between in cls.__mro__[: cls.__mro__.index(base)]:
         for name in vars(between).keys() & set(dir(base)) - _HARMLESS:
             if name.startswith("__") and name.endswith("__"):
                 continue
-            # torch gives every class whose first object is made a step of its own, around the one that it has.
+            # torch wraps the step of every class when its first object is created, so compare the wrapped functions.
             if inspect.unwrap(getattr(between, name)) is not inspect.unwrap(getattr(base, name)):
                 return False
     return True
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, groups: Iterable[ParameterGroup]) -> None:
-    """Raise unless the optimizer, on parts of parameters, does what it would do on whole ones.
+    """Check that the optimizer updates shards in the same way as whole parameters.
 
     Args:
-        optimizer: It has whole parameters of the model, or main weights.
-        groups: Of the models whose parameters it may have.
+        optimizer: The optimizer, with whole parameters of a model or with main weights.
+        groups: The parameter groups of the models whose parameters it may have.
 
     Raises:
         NotImplementedError: See :func:`require_known`.
-        ValueError: It looks at whole matrices or parameters, and one is divided between ranks.
+        ValueError: It looks at whole matrices or parameters, and one of them is divided between ranks.
     """
     kind = require_known(optimizer)
     if kind != "element":
@@ -144,10 +146,10 @@ def check_optimizer(optimizer: torch.optim.Optimizer, groups: Iterable[Parameter
 
 
 def require_known(optimizer: torch.optim.Optimizer) -> str:
-    """What the optimizer looks at, out of ``LOOKS_AT``.
+    """The dependency of the optimizer's updates, out of ``LOOKS_AT``.
 
     Raises:
-        NotImplementedError: That does not fit sharded parameters, or is not known.
+        NotImplementedError: It is unknown, or the optimizer cannot work with sharded parameters.
     """
     cls = type(optimizer)
     why = _by_name(_REFUSED, cls)
@@ -156,10 +158,10 @@ def require_known(optimizer: torch.optim.Optimizer) -> str:
     kind = looks_at(optimizer)
     if kind is None:
         raise NotImplementedError(
-            f"{cls.__name__} ({cls.__module__}) is not known to update parameters correctly of which a rank holds a "
-            f"part. If it updates each element by that element's gradient and state, call "
-            f"megatron_fsdp.register_optimizer({cls.__name__}, 'element') before. If it looks at whole matrices, or "
-            "at whole parameters, register it as 'matrix' or 'parameter', and shard the model with "
+            f"{cls.__name__} ({cls.__module__}) is not known to update sharded parameters correctly. If it updates "
+            f"each element from that element's gradient and state only, call "
+            f"megatron_fsdp.register_optimizer({cls.__name__}, 'element') first. If it looks at whole matrices or "
+            "whole parameters, register it as 'matrix' or 'parameter', and shard the model with "
             "shard_granularity='tensor' or 'parameter'."
         )
     return kind

@@ -1,9 +1,9 @@
-"""Optimizer state of parameters that have not been updated yet, so that a checkpoint has something to load into.
+"""Optimizer state of parameters that have not been updated yet, so that checkpoints have tensors to load into.
 
-torch's optimizers make their state at the first step. ``torch.distributed.checkpoint.load`` loads into the tensors that
-a state dict has, so a new process that loads into ``optimizer.state_dict()`` would restore nothing, without a word.
-Here a state dict always has the state of every parameter that takes gradients, with the values that the first step
-would begin with.
+torch's optimizers create their state in the first step. ``torch.distributed.checkpoint.load`` only fills the tensors
+that a state dict contains, so a new process that loads into ``optimizer.state_dict()`` would silently restore nothing.
+Therefore, state dicts of attached optimizers contain the state of every parameter that requires gradients, with the
+initial values that the first step would create.
 """
 
 import logging
@@ -21,10 +21,11 @@ from megatron.fsdp.optim.local_step import State
 
 logger = logging.getLogger(__name__)
 
-# What torch's optimizers begin with, where that is not zero; "lr" stands for the learning rate.
+# Initial values of state in torch's optimizers that are not zero; "lr" stands for the learning rate.
 _INITIAL: dict[str, float | str] = {"mu_product": 1.0, "mu": 1.0, "eta": "lr", "step_size": "lr"}
-# A shape that state has only if it has its parameter's.
+# Dimensions of the trial parameter. They are distinct, so that state of this shape must be shaped like its parameter.
 _DISTINCT = (2, 3, 5, 7, 11, 13, 17, 19)
+# Private attributes of torch.optim.Optimizer: the hooks that the optimizer's trial step must not call.
 _HOOKS = (
     "_optimizer_step_pre_hooks",
     "_optimizer_step_post_hooks",
@@ -36,27 +37,27 @@ _HOOKS = (
 
 
 class FreshState:
-    """Gives an optimizer's state dicts the state of parameters that have none, and takes back what was not loaded into.
+    """Adds initial state to an optimizer's state dicts, and discards it again if nothing was loaded into it.
 
-    Taking it back leaves the optimizer as it was, so that its first step is what it would have been.
+    Discarding leaves the optimizer without state, so its first step is the same as without a state dict.
     """
 
     def __init__(self) -> None:
-        # The version of each tensor when it was made: a load changes it.
+        # The version counter of each tensor when it was created. Loading into a tensor increments it.
         self._versions = WeakTensorKeyDictionary()
         self._warned = False
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Hook the optimizer's state dicts."""
-        optimizer.register_state_dict_post_hook(self.fill)
-        optimizer.register_load_state_dict_post_hook(self.take_back)
+        """Register hooks for the optimizer's state dicts and its step."""
+        optimizer.register_state_dict_post_hook(self.add_missing)
+        optimizer.register_load_state_dict_post_hook(self.discard_unloaded)
         optimizer.register_step_pre_hook(self.before_step)
 
-    def fill(self, optimizer: torch.optim.Optimizer, state_dict: dict) -> None:
-        """State-dict post-hook."""
+    def add_missing(self, optimizer: torch.optim.Optimizer, state_dict: dict) -> None:
+        """State-dict post-hook: add the state of parameters that have none."""
         states = state_dict["state"]
         missing = [(number, *found) for number, found in enumerate(_parameters(optimizer)) if number not in states]
-        # What an unknown class begins with is not known, so it gets state only where all of it is to be loaded.
+        # Initial values of unknown classes are not known, so they get state only if the load will overwrite all of it.
         if not missing or (states and type(optimizer) not in BY_PARAMETER):
             return
         for number, options, main in missing:
@@ -66,18 +67,18 @@ class FreshState:
         state_dict["state"] = dict(sorted(states.items()))
 
     def initialize(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give the optimizer itself the state that it lacks; what nothing is loaded into goes at its next step."""
+        """Create missing state in the optimizer itself. The next step discards tensors that nothing was loaded into."""
         for options, main in _parameters(optimizer):
             if main not in optimizer.state and (state := self._state_of(optimizer, options, main)):
                 optimizer.state[main] = state
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-        """Step pre-hook."""
+        """Step pre-hook: discard state that nothing was loaded into."""
         if len(self._versions):
-            self.take_back(optimizer)
+            self.discard_unloaded(optimizer)
 
-    def take_back(self, optimizer: torch.optim.Optimizer) -> None:
-        """Remove state that is as it was made."""
+    def discard_unloaded(self, optimizer: torch.optim.Optimizer) -> None:
+        """Load-state-dict post-hook: remove state whose tensors have not changed since they were created."""
         for main in list(optimizer.state):
             values = [value for value in optimizer.state[main].values() if isinstance(value, torch.Tensor)]
             if values and all(self._versions.get(value) == _version(value) for value in values):
@@ -89,7 +90,7 @@ class FreshState:
             return None
         local, by_parameter = local_shard(main), looks_at(optimizer) == "parameter"
         if by_parameter and not local.numel():
-            return None  # the rank that has the parameter has its state
+            return None  # only the rank that owns the parameter has state
         shape = tuple(local.shape) if by_parameter else _DISTINCT[: main.dim()]
         try:
             probe = _state_after_a_step(optimizer, options, torch.zeros(shape, dtype=local.dtype, device=local.device))
@@ -100,8 +101,8 @@ class FreshState:
         except Exception as error:
             if not self._warned:
                 logger.warning(
-                    "%s has no state yet, and state to load into could not be made (%s). What is loaded into this "
-                    "state dict is lost: take a step before, or load with torch.distributed.checkpoint.state_dict.",
+                    "%s has no state yet, and creating state to load into failed (%s). Values loaded into this state "
+                    "dict are lost: take a step first, or load with torch.distributed.checkpoint.state_dict.",
                     type(optimizer).__name__,
                     error,
                 )
@@ -114,7 +115,7 @@ class FreshState:
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[tuple[dict, nn.Parameter]]:
-    """Every parameter with its options, in the order in which state dicts number them."""
+    """All parameters with their options, in the order of their numbers in state dicts."""
     found: dict[int, tuple[dict, nn.Parameter]] = {}
     for options in optimizer.param_groups:
         for parameter in options["params"]:
@@ -127,29 +128,33 @@ def _version(value: torch.Tensor) -> int:
 
 
 def _state_after_a_step(optimizer: torch.optim.Optimizer, options: dict, value: torch.Tensor) -> State:
-    """What the optimizer keeps for a parameter with this value, after a step of its own on that alone."""
+    """The state that the optimizer keeps for a parameter with this value after one step with a zero gradient.
+
+    The step is taken by a shallow copy of the optimizer, so the optimizer itself does not change.
+    """
     tiny = nn.Parameter(value)
     tiny.grad = torch.zeros_like(tiny)
+    # Copy the attributes and not the constructor's arguments, which are unknown for subclasses.
     twin = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
     twin.__dict__.update({name: {} for name in _HOOKS})
     twin.state = defaultdict(dict)
     twin.param_groups = [{**options, "params": [tiny]}]
-    # Not `twin.step`, which a learning rate scheduler may have replaced to count steps.
+    # Call the class's step: a learning rate scheduler may have replaced the attribute to count steps.
     type(optimizer).step(twin)
     state: State = twin.state[tiny]
     return state
 
 
 def _initial(key: str, value: Any, options: dict, main: nn.Parameter, shape: tuple[int, ...] | None) -> Any:
-    """What state is before the first step.
+    """The initial value of one entry of a parameter's state.
 
     Args:
-        key: Its name.
-        value: What it is after a step on a parameter of ``shape``; None: of the main weight's own.
-        options: Of the optimizer's parameter group.
+        key: Name of the entry.
+        value: Its value after a trial step.
+        options: Options of the optimizer's parameter group.
         main: The parameter.
-        shape: See ``value``.
+        shape: Shape of the trial parameter; None if it had that of this rank's main weight.
     """
     named = _INITIAL.get(key, 0.0)
     start = float(options["lr"] if isinstance(named, str) else named)
@@ -162,20 +167,19 @@ def _initial(key: str, value: Any, options: dict, main: nn.Parameter, shape: tup
     return make_like(torch.full_like(local_shard(main), start, dtype=value.dtype), main)
 
 
-# The fresh state of every optimizer that is attached to a sharded model.
-_of_optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, FreshState] = weakref.WeakKeyDictionary()
+_attached: weakref.WeakKeyDictionary[torch.optim.Optimizer, FreshState] = weakref.WeakKeyDictionary()
 
 
 def attach_fresh_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give the optimizer's state dicts the state of parameters without any, once however often this is called."""
-    if optimizer not in _of_optimizers:
-        _of_optimizers[optimizer] = FreshState()
-        _of_optimizers[optimizer].attach(optimizer)
+    """Make the optimizer's state dicts include the state of every parameter. Repeated calls have no effect."""
+    if optimizer not in _attached:
+        _attached[optimizer] = FreshState()
+        _attached[optimizer].attach(optimizer)
 
 
 def initialize_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Give an attached optimizer state to load into; False for others."""
-    fresh = _of_optimizers.get(optimizer)
+    """Create state to load into if the optimizer has none. Returns False if the optimizer is not attached."""
+    fresh = _attached.get(optimizer)
     if fresh is None:
         return False
     if not optimizer.state:

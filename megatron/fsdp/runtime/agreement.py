@@ -1,8 +1,9 @@
-"""Whether the ranks that are about to share a model have the same one, with the same settings.
+"""Checks that all ranks that shard a model have the same model and the same settings.
 
-If they had not, they would wait for each other in collectives of different sizes, or mix up each other's weights. They
-compare a hash, by counters in the store of the process group: a few messages per rank, whatever the number of ranks,
-and no collective, which ranks with different groups would never leave. What differs is sent only if something does.
+Otherwise they would hang in collectives of different sizes, or mix up each other's weights. The ranks compare a hash
+through counters in the store of the process group. This takes a few messages per rank, whatever the number of ranks. A
+collective would not do: ranks with different process groups would wait in it forever. Details are sent only if
+something differs.
 """
 
 import dataclasses
@@ -35,33 +36,34 @@ from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.runtime.partition import UnitPart
 from megatron.fsdp.sharding.mesh import DataParallelAxes, FSDPDistributedIndex
 
-# What is compared, in the order in which differences are reported: its name and what this rank has.
+# Everything that is compared, by name, in the order in which differences are reported.
 Fingerprint = dict[str, str]
 
-_REFUSED = "the model"
+_ERROR = "the model"
+# These follow from other differences, so they are reported last.
 _LAST = ("number of units", "order of parameters")
-_MISSING = "nothing of that name"
+_MISSING = "does not exist"
 _REMEDIES = (
     ("setting", "Give all ranks the same arguments."),
-    ("device mesh", "Make the mesh, and name its axes, alike on all ranks."),
-    ("", "Build the model alike on all ranks, from the same configuration; only the values of parameters may differ."),
+    ("device mesh", "Create the same mesh with the same axis names on all ranks."),
+    ("", "Build the same model from the same configuration on all ranks; only the values of parameters may differ."),
 )
 
 
 def fingerprint(
     part: UnitPart, config: FSDPConfig, index: FSDPDistributedIndex, settings_of: Callable[[UnitPart], str]
 ) -> tuple[Fingerprint, Fingerprint]:
-    """What ranks must have in common.
+    """Describe everything that must be equal on all ranks.
 
     Args:
         part: The model's units.
-        config: Its settings.
-        index: Its axes.
-        settings_of: What was said about one unit.
+        config: Settings of the engine.
+        index: The data-parallel axes.
+        settings_of: Returns a description of the settings of one unit.
 
     Returns:
-        What all data-parallel ranks must have in common, and what those must that share experts; the second is empty
-        where experts have no axes of their own.
+        The fingerprint for all data-parallel ranks, and the fingerprint for ranks that shard the same experts. The
+        second is empty if experts do not have separate axes.
     """
     dense = {f"setting {f.name}": str(getattr(config, f.name)) for f in dataclasses.fields(config) if f.repr}
     dense["device mesh"] = _describe_axes(index.dense)
@@ -70,7 +72,7 @@ def fingerprint(
     if apart:
         experts["device mesh of experts"] = _describe_axes(index.experts)
     order: list[str] = []
-    for number, unit in enumerate(_units(part)):
+    for number, unit in enumerate(part.walk()):
         order.append(str(len(unit.params)))
         for param in unit.params:
             (experts if apart and param.key.expert else dense)[f"parameter {param.name}"] = _describe(param, unit)
@@ -80,12 +82,6 @@ def fingerprint(
     for found in (dense, experts):
         found["order of parameters"] = hashlib.blake2b("\n".join(found).encode(), digest_size=8).hexdigest()
     return dense, experts if apart else {}
-
-
-def _units(part: UnitPart) -> Iterator[UnitPart]:
-    yield part
-    for child in part.children:
-        yield from _units(child)
 
 
 def _describe_axes(axes: DataParallelAxes) -> str:
@@ -105,8 +101,8 @@ def _describe(param: ShardedParameter, unit: UnitPart) -> str:
     return f"{text}, in unit {unit.name or '<root>'}"
 
 
-class _Open(Handle):
-    """The comparison, as something that has been issued."""
+class _InProgress(Handle):
+    """A handle for the journal, which reports the comparison as unfinished until ``over`` is set."""
 
     def __init__(self) -> None:
         self.over = False
@@ -119,16 +115,16 @@ class _Open(Handle):
         return self.over
 
 
-# How often a rank has compared with the same ranks, in each process group.
+# Number of comparisons with the same ranks, by world process group. It makes the keys of every comparison unique.
 _counts: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
 
 class Comparison:
-    """One comparison with the ranks of a group.
+    """One comparison of a fingerprint between the ranks of a group.
 
     Args:
         group: The ranks.
-        found: What this rank has; empty for nothing to compare.
+        found: This rank's fingerprint; empty if there is nothing to compare.
     """
 
     def __init__(self, group: dist.ProcessGroup, found: Fingerprint) -> None:
@@ -148,26 +144,26 @@ class Comparison:
         name = hashlib.blake2b(str(ranks).encode(), digest_size=8).hexdigest()
         self._store = dist.PrefixStore(f"compare/{name}/{counts[ranks]}", open_store())
         counts[ranks] += 1
-        # In this order: who sees that more ranks have come than have the same knows that there is another.
+        # The hash is counted before the rank. So if more ranks than equal hashes are counted, some rank differs.
         self._first = self._store.add(self._hash, 1) == 1
-        self._store.add("come", 1)
+        self._store.add("arrived", 1)
 
     def wait(self, channel: Channel) -> None:
         """Wait for the other ranks.
 
         Args:
-            channel: Where it is noted that this rank waits.
+            channel: Journal channel in which the wait is recorded.
 
         Raises:
-            ValueError: Ranks differ. All of them raise the same.
-            RuntimeError: Some did not come in time.
+            ValueError: Ranks differ. All of them raise the same error.
+            RuntimeError: Some ranks did not arrive in time.
         """
         if self._alone:
             return
-        handle, timeout = _Open(), timeout_of(self._group) or timedelta(minutes=30)
+        handle, timeout = _InProgress(), timeout_of(self._group) or timedelta(minutes=30)
         channel.note(f"compare models with {name_ranks(self._ranks)}", [handle])
         try:
-            with report_on_failure(f"Not all of {name_ranks(self._ranks)} have come to shard this model."):
+            with report_on_failure(f"Not all of {name_ranks(self._ranks)} have started to shard this model."):
                 self._wait(timeout.total_seconds())
         finally:
             handle.over = True
@@ -175,81 +171,79 @@ class Comparison:
     def _wait(self, seconds: float) -> None:
         end, pause = time.monotonic() + seconds, 0.001
         while True:
-            come = self._store.add("come", 0)
-            if self._store.add(self._hash, 0) < come:
+            arrived = self._store.add("arrived", 0)
+            if self._store.add(self._hash, 0) < arrived:
                 raise ValueError(self._verdict())
-            if come == len(self._ranks):
+            if arrived == len(self._ranks):
                 return
             if time.monotonic() > end:
-                raise TimeoutError(f"only {come} of {len(self._ranks)} came within {seconds:.0f} s")
+                raise TimeoutError(f"only {arrived} of {len(self._ranks)} ranks arrived within {seconds:.0f} s")
             time.sleep(pause)
             pause = min(2 * pause, 0.25)
 
-    def refuse(self) -> None:
-        """This rank raises an error of its own: leave it for the others, and wait for nobody."""
-        if not self._alone:
-            self._tell()
-
-    def _tell(self) -> None:
+    def publish(self) -> None:
+        """Store this rank's hash and, if no other rank has done so, the fingerprint behind it. Does not wait."""
+        if self._alone:
+            return
         if self._first:
             self._store.set(f"details/{self._hash}", self._details)
         self._store.set(f"rank/{dist.get_rank()}", self._hash)
 
     def _verdict(self) -> str:
-        """The first difference, which one of the ranks finds out for all."""
-        self._store.add("wait", 1)
-        self._tell()
+        """The message about the first difference. One rank computes it, so that all ranks have the same."""
+        self._store.add("waiting", 1)
+        self.publish()
         end = time.monotonic() + SECONDS_FOR_ANSWERS
-        if self._store.add("asked", 1) == 1:
-            self._store.set("verdict", _first_difference(self._hashes(end), self._ranks))
+        if self._store.add("judges", 1) == 1:
+            self._store.set("verdict", _first_difference(self._fingerprints(end), self._ranks))
         elif not wait_for_key(self._store, "verdict", end + 2.0):
-            return "The ranks that share this model differ, and the rank that was to find out how has ended."
+            return "The ranks that shard this model differ, and the rank that was to report the difference has ended."
         verdict = self._store.get("verdict").decode()
         self._store.add("read", 1)
-        # The process that holds the store must not end before the others have read it.
-        while self._store.add("read", 0) < self._store.add("wait", 0) and time.monotonic() < end:
+        # The store may live in this process, so it must not end before the other ranks have read the verdict.
+        while self._store.add("read", 0) < self._store.add("waiting", 0) and time.monotonic() < end:
             time.sleep(0.01)
         return verdict
 
-    def _hashes(self, end: float) -> list[tuple[list[int], Fingerprint]]:
-        """Ranks that have the same, and what they have."""
-        of: dict[str, list[int]] = {}
+    def _fingerprints(self, end: float) -> list[tuple[list[int], Fingerprint]]:
+        """The different fingerprints, each with the ranks that have it."""
+        ranks_of: dict[str, list[int]] = {}
         for rank in self._ranks:
             if wait_for_key(self._store, f"rank/{rank}", end):
-                of.setdefault(self._store.get(f"rank/{rank}").decode(), []).append(rank)
+                ranks_of.setdefault(self._store.get(f"rank/{rank}").decode(), []).append(rank)
         return [
             (ranks, dict(json.loads(zlib.decompress(b64decode(self._store.get(f"details/{key}"))))))
-            for key, ranks in of.items()
+            for key, ranks in ranks_of.items()
             if wait_for_key(self._store, f"details/{key}", end)
         ]
 
 
 def _first_difference(found: list[tuple[list[int], Fingerprint]], ranks: tuple[int, ...]) -> str:
-    for have, fingerprint_ in found:
-        if _REFUSED in fingerprint_:
-            return f"This model cannot be sharded, because {name_ranks(have)} cannot: {fingerprint_[_REFUSED]}"
-    silent = sorted(set(ranks) - {rank for have, _ in found for rank in have})
-    more = f" ({name_ranks(silent)} had not come yet.)" if silent else ""
-    names = list(dict.fromkeys(name for _, fingerprint_ in found for name in fingerprint_))
+    for having, values in found:
+        if _ERROR in values:
+            return f"This model cannot be sharded, because sharding failed on {name_ranks(having)}: {values[_ERROR]}"
+    absent = sorted(set(ranks) - {rank for having, _ in found for rank in having})
+    more = f" ({name_ranks(absent)} had not arrived yet.)" if absent else ""
+    names = list(dict.fromkeys(name for _, values in found for name in values))
     names.sort(key=lambda name: name in _LAST)
     for name in names:
-        values: dict[str, list[int]] = {}
-        for have, fingerprint_ in found:
-            values.setdefault(fingerprint_.get(name, _MISSING), []).extend(have)
-        if len(values) > 1:
-            each = "; ".join(f"{name_ranks(have)}: {value}" for value, have in values.items())
+        ranks_of: dict[str, list[int]] = {}
+        for having, values in found:
+            ranks_of.setdefault(values.get(name, _MISSING), []).extend(having)
+        if len(ranks_of) > 1:
+            each = "; ".join(f"{name_ranks(having)}: {value}" for value, having in ranks_of.items())
             remedy = next(text for start, text in _REMEDIES if name.startswith(start))
-            return f"The ranks that share this model differ. First difference: {name}: {each}. {remedy}{more}"
-    return f"The ranks that share this model differ.{more}"
+            return f"The ranks that shard this model differ. First difference: {name}: {each}. {remedy}{more}"
+    return f"The ranks that shard this model differ.{more}"
 
 
 class Agreement:
-    """That the ranks which share a model have the same one.
+    """The check that all ranks that shard a model have the same one.
 
     Args:
         index: Axes that the model is sharded over.
-        dense: What all data-parallel ranks have in common.
-        experts: What those have in common that share experts; empty where experts have no axes of their own.
+        dense: Fingerprint that all data-parallel ranks must have.
+        experts: Fingerprint that ranks with the same experts must have; empty if experts have no separate axes.
     """
 
     def __init__(self, index: FSDPDistributedIndex, dense: Fingerprint, experts: Fingerprint) -> None:
@@ -258,25 +252,25 @@ class Agreement:
         self._experts = experts
 
     def wait(self, channel: Channel) -> None:
-        """See :meth:`Comparison.wait`. Does nothing once all have agreed."""
-        everyone = self._index.dense.dp_group
+        """Compare with the other ranks; see :meth:`Comparison.wait`. Does nothing once all ranks have agreed."""
+        dp_group = self._index.dense.dp_group
         if self._dense:
-            Comparison(everyone, self._dense).wait(channel)
+            Comparison(dp_group, self._dense).wait(channel)
             self._dense = {}
         if self._experts:
-            with telling_others(self._index):
+            with propagate_errors(self._index):
                 Comparison(self._index.experts.dp_group, self._experts).wait(channel)
-            # Others share other experts, and must not go on alone.
-            Comparison(everyone, {"experts": "agree"}).wait(channel)
+            # Ranks with other experts must raise an error as well if these ranks have found a difference.
+            Comparison(dp_group, {"experts": "agree"}).wait(channel)
             self._experts = {}
 
 
 @contextmanager
-def telling_others(index: FSDPDistributedIndex) -> Iterator[None]:
-    """Context for this rank's own checks: if it raises, ranks that wait for it raise too, and say why."""
+def propagate_errors(index: FSDPDistributedIndex) -> Iterator[None]:
+    """Run checks of this rank. If they raise an error, the other ranks raise one as well, instead of waiting for it."""
     try:
         yield
     except (ValueError, RuntimeError) as error:
-        with suppress(RuntimeError):  # the store has gone with a rank that was faster
-            Comparison(index.dense.dp_group, {_REFUSED: f"{type(error).__name__}: {error}"}).refuse()
+        with suppress(RuntimeError):  # the rank that holds the store may have ended already
+            Comparison(index.dense.dp_group, {_ERROR: f"{type(error).__name__}: {error}"}).publish()
         raise

@@ -21,7 +21,7 @@ from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.dtensor import torch_patches
 from megatron.fsdp.init.deferred import forget
 from megatron.fsdp.init.materialize import check_can_materialize, comes_last, initialize, materialize_buffers
-from megatron.fsdp.runtime.agreement import Agreement, fingerprint, telling_others
+from megatron.fsdp.runtime.agreement import Agreement, fingerprint, propagate_errors
 from megatron.fsdp.runtime.engine import Engine, Resources
 from megatron.fsdp.runtime.partition import (
     UnitClasses,
@@ -113,7 +113,7 @@ def examine(
     check_not_wrapped(module)
     index = index or default_index(device)
     channel = watch(index.dense.dp_group, device)
-    with telling_others(index):
+    with propagate_errors(index):
         root = _check_and_divide(module, config, index, unit_modules, device)
     reshards = unit_modules is not None or bool(root.children)
 

@@ -1,4 +1,4 @@
-"""Other engines that synchronize a model, before it is sharded or after: recognized, and refused.
+"""Raises an error if another data-parallel engine wraps a model before or after it is sharded.
 
 Two engines on one model would reduce gradients twice, or gather each other's shards.
 """
@@ -12,7 +12,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 _UNWRAP = "Give fully_shard the model that it wraps (its .module)."
 _COMPOSED = "Leave out torch's {0}; megatron.fsdp.fsdp2.interface.fully_shard takes the same arguments."
-# Wrappers by module and name, since importing them takes time, and what to do instead.
+# Wrapper classes by module and name, because importing them takes time, and the remedy for each.
 _WRAPPERS = {
     ("torch.nn.parallel.distributed", "DistributedDataParallel"): _UNWRAP,
     ("torch.nn.parallel.data_parallel", "DataParallel"): _UNWRAP,
@@ -25,7 +25,7 @@ _FUNCTIONS = ("fully_shard", "replicate")
 
 
 def _wrapper(cls: type) -> tuple[str, str] | None:
-    """The wrapper that a class is, or inherits from, and what to do instead."""
+    """The full name of a class if it is or inherits from a known wrapper, and the remedy; else None."""
     if cls.__module__.startswith("megatron.fsdp."):
         return None
     for base in cls.__mro__:
@@ -35,10 +35,10 @@ def _wrapper(cls: type) -> tuple[str, str] | None:
 
 
 def check_no_other_engine(module: nn.Module) -> None:
-    """Raise if another engine has wrapped the model or a part of it.
+    """Check that no other engine has wrapped the model or one of its modules.
 
     Raises:
-        ValueError: It has; the message says which, where, and what to do.
+        ValueError: One has. The message names the engine and the module, and suggests a remedy.
     """
     for name, part in module.named_modules():
         found = _wrapper(type(part))
@@ -46,31 +46,35 @@ def check_no_other_engine(module: nn.Module) -> None:
             if found is None and function in (part.__dict__.get(REGISTRY_KEY) or ()):
                 found = f"torch's {function}", _COMPOSED.format(function)
         if found is not None:
-            where = f"its part {name}" if name else "it"
+            where = f"its module {name}" if name else "it"
             raise ValueError(f"The model cannot be sharded: {where} is already synchronized by {found[0]}. {found[1]}")
 
 
 class _Claim(dict[str, Any]):
-    """What torch's composable functions look into, of a module that is sharded here: it refuses ``fully_shard``."""
+    """The registry of torch's composable functions in a sharded module. It raises an error for ``fully_shard``.
+
+    torch stores the registry in the module's ``__dict__`` under a private key, and looks a function up in it before
+    applying it.
+    """
 
     def __contains__(self, name: object) -> bool:
         if name == "fully_shard":
             raise ValueError(
-                "torch's fully_shard was called on a model that Megatron-FSDP has sharded. Leave it out: its layers "
-                "are named by fsdp_unit_modules, or marked by megatron.fsdp.fsdp2.interface.fully_shard."
+                "torch's fully_shard was called on a model that Megatron-FSDP has sharded. Leave it out. Units are set "
+                "by fsdp_unit_modules, or by megatron.fsdp.fsdp2.interface.fully_shard."
             )
         return super().__contains__(name)
 
 
-_watches: list[object] = []
+_hooks: list[object] = []
 
 
 def refuse_others(module: nn.Module, is_sharded: Callable[[nn.Module], bool]) -> None:
-    """See to it that wrapping a model that is sharded, or a part of it, raises ValueError.
+    """Raise ValueError from now on if another engine wraps a sharded model or one of its modules.
 
     Args:
-        module: A model that is sharded now.
-        is_sharded: Whether a module has parameters of a sharded model. The same function each time.
+        module: The model that has just been sharded.
+        is_sharded: Returns whether a module has parameters of a sharded model. It must be the same in every call.
     """
     for part in module.modules():
         part.__dict__[REGISTRY_KEY] = _Claim(part.__dict__.get(REGISTRY_KEY) or {})
@@ -79,9 +83,9 @@ def refuse_others(module: nn.Module, is_sharded: Callable[[nn.Module], bool]) ->
         found = _wrapper(type(outer))
         if found is not None and is_sharded(inner):
             raise ValueError(
-                f"{found[0]} is to wrap a model that Megatron-FSDP has sharded, which synchronizes gradients itself. "
-                "Use the sharded model as it is."
+                f"{found[0]} cannot wrap a model that Megatron-FSDP has sharded, which synchronizes gradients already. "
+                "Use the sharded model directly."
             )
 
-    if not _watches:
-        _watches.append(register_module_module_registration_hook(refuse))
+    if not _hooks:
+        _hooks.append(register_module_module_registration_hook(refuse))

@@ -1,9 +1,9 @@
-"""Which parameters belong to which unit, and the checks that a model can be sharded. Allocates nothing."""
+"""Divides a model's parameters into units, and checks that the model can be sharded. Allocates no memory."""
 
 import importlib
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
 # The one attribute that the engine sets on parameters: a weak reference to the engine.
 OWNER = "_fsdp_owner"
 
-# torch's wrapper for activation checkpointing leaves this part of a name out of parameters' names and state dicts.
+# torch's wrapper for activation checkpointing removes this prefix from the names of parameters and in state dicts.
 _CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."
 
 UnitClasses = Sequence[type[nn.Module] | str]
@@ -30,7 +30,7 @@ UnitClasses = Sequence[type[nn.Module] | str]
 
 @dataclass
 class UnitPart:
-    """A unit before it is built: its module, its own parameters, and the units inside it."""
+    """The plan of a unit: its module, its own parameters, and the units inside it."""
 
     name: str
     module: nn.Module
@@ -39,29 +39,35 @@ class UnitPart:
 
     @property
     def groups(self) -> list[list[ShardedParameter]]:
-        """The unit's own parameters, those together that are gathered and reduced together."""
+        """The unit's own parameters, grouped as they are unsharded and reduced."""
         groups: dict[GroupKey, list[ShardedParameter]] = {}
         for param in self.params:
             groups.setdefault(param.key, []).append(param)
         return list(groups.values())
 
+    def walk(self) -> Iterator["UnitPart"]:
+        """This unit and all units inside it, outer units before inner ones."""
+        yield self
+        for child in self.children:
+            yield from child.walk()
+
     @property
     def params_inside(self) -> list[ShardedParameter]:
-        """Parameters of the units inside this one, at any depth."""
-        return [param for child in self.children for param in (*child.params, *child.params_inside)]
+        """The parameters of all units inside this one, at any depth."""
+        return [param for unit in self.walk() if unit is not self for param in unit.params]
 
 
 def resolve_unit_classes(module: nn.Module, unit_modules: UnitClasses | None) -> tuple[type[nn.Module], ...]:
-    """The classes behind ``unit_modules``.
+    """Resolve ``unit_modules`` to classes.
 
     Args:
-        module: Model that must contain a module of each.
+        module: The model, which must contain a module of every class.
         unit_modules: Classes, import paths such as ``"torch.nn.TransformerEncoderLayer"``, or names of classes that
-            are in the model.
+            occur in the model.
 
     Raises:
-        ValueError: A path cannot be imported, is no module class, or a class occurs nowhere in the model; the
-            message names the nearest class that does occur. Or several classes have the name.
+        ValueError: A path cannot be imported or is not a module class, a class does not occur in the model (the
+            message suggests the closest one that does), or several classes of the model have the given name.
     """
     kinds = {type(m) for m in module.modules()}
     present = {kind.__name__: kind for kind in kinds}
@@ -94,10 +100,10 @@ def _nearest(name: str, present: Iterable[str]) -> str:
 
 
 def check_not_wrapped(module: nn.Module) -> None:
-    """Raise if the model, or a part of it, is sharded already, or synchronized by another engine.
+    """Check that neither this engine nor another one has wrapped the model or one of its modules.
 
     Raises:
-        ValueError: It is.
+        ValueError: One has.
     """
     for name, parameter in module.named_parameters():
         owner = getattr(parameter, OWNER, None)
@@ -108,20 +114,20 @@ def check_not_wrapped(module: nn.Module) -> None:
 
 
 def is_wrapped(module: nn.Module) -> bool:
-    """Whether any parameter of a module belongs to a model that is sharded."""
+    """Whether any parameter of a module belongs to a sharded model."""
     return any(owner_of(parameter) is not None for parameter in module.parameters())
 
 
 def check_devices(module: nn.Module, device: torch.device, materialize: bool = False) -> None:
-    """Raise unless all parameters are on ``device`` or on the CPU, from where they are moved.
+    """Check that all parameters are on ``device``, or on the CPU, from where they will be moved.
 
     Args:
         module: The model.
-        device: Where it will compute.
-        materialize: Parameters may also be on the meta device.
+        device: The device that it will compute on.
+        materialize: Whether parameters may be on the meta device.
 
     Raises:
-        ValueError: One is elsewhere.
+        ValueError: A parameter is on another device.
     """
     for name, parameter in module.named_parameters():
         if parameter.device.type == "meta":
@@ -138,11 +144,11 @@ def check_devices(module: nn.Module, device: torch.device, materialize: bool = F
 
 
 def check_dtypes(module: nn.Module, policy: MixedPrecisionPolicy) -> None:
-    """Raise if the policy does not fit a parameter, or what keeps its values is no plain tensor.
+    """Check that the policy supports the dtypes of all parameters, and that their tensor classes can be sharded.
 
     Raises:
-        ValueError: It does not.
-        NotImplementedError: A parameter is of a class that is not known (:func:`check_class`).
+        ValueError: The policy does not support a parameter's dtype.
+        NotImplementedError: A parameter has an unknown tensor class (see :func:`check_class`).
     """
     for name, parameter in module.named_parameters():
         check_class(name, parameter)
@@ -150,10 +156,10 @@ def check_dtypes(module: nn.Module, policy: MixedPrecisionPolicy) -> None:
 
 
 def tensor_parallel_mesh(module: nn.Module, index: FSDPDistributedIndex) -> DeviceMesh | None:
-    """The tensor-parallel axis of dense parameters, if any parameter is a DTensor over one or marked as a part.
+    """The tensor-parallel mesh, if any parameter is a DTensor over one or is marked as tensor-parallel.
 
     Raises:
-        ValueError: A parameter is a DTensor over another mesh, or an expert's whose mesh lacks axes.
+        ValueError: A parameter is a DTensor over another mesh, or is an expert and the expert mesh lacks axes.
     """
     found = None
     for name, parameter in module.named_parameters():
@@ -168,7 +174,7 @@ def tensor_parallel_mesh(module: nn.Module, index: FSDPDistributedIndex) -> Devi
 
 
 def mark_owner(parameter: nn.Parameter, owner: object) -> None:
-    """Remember which engine a parameter belongs to, without keeping that engine alive."""
+    """Set the engine that a parameter belongs to. The weak reference does not keep the engine alive."""
     setattr(parameter, OWNER, weakref.ref(owner))
 
 
@@ -183,15 +189,15 @@ def partition(module: nn.Module, unit_classes: tuple[type[nn.Module], ...], ever
 
     Args:
         module: The model.
-        unit_classes: A module of one of these is a unit.
-        every_module: Inside a unit, every module that has parameters of its own is one, too.
+        unit_classes: Classes whose modules become units.
+        every_module: Whether every module with direct parameters inside a unit becomes a unit as well.
 
-    A parameter belongs to the innermost unit around it; one that is tied across units belongs to the innermost unit
-    around all of its places, so that it is there for each of them. Units that hold nothing of their own and nothing
-    in units inside them are left out.
+    A parameter belongs to the innermost unit that contains it. A parameter that is tied across units belongs to the
+    innermost unit that contains all of its uses, so that it is unsharded during each of them. Units without parameters
+    are left out.
 
     Returns:
-        The root; all other units are below it, in the order of registration.
+        The root unit, with all other units below it in the order of registration.
     """
     root = UnitPart("", module)
     path_of: dict[int, tuple[UnitPart, ...]] = {id(module): (root,)}
@@ -221,7 +227,7 @@ def partition(module: nn.Module, unit_classes: tuple[type[nn.Module], ...], ever
 
 
 def public_name(name: str) -> str:
-    """The name that a model's state dict has for a parameter or buffer."""
+    """The name of a parameter or buffer in the model's state dict."""
     return name.replace(_CHECKPOINT_PREFIX, "")
 
 
@@ -229,7 +235,7 @@ def _is_unit(
     module: nn.Module, path: tuple[UnitPart, ...], classes: tuple[type[nn.Module], ...], every_module: bool
 ) -> bool:
     if compiled_module(path[-1].module) is module:
-        return False  # the unit is what torch.compile has put around it
+        return False  # torch.compile's wrapper is the unit already
     if isinstance(module, classes) or isinstance(compiled_module(module), classes):
         return True
     inside_unit = len(path) > 1
@@ -237,8 +243,9 @@ def _is_unit(
 
 
 def compiled_module(module: nn.Module) -> nn.Module | None:
-    """The module that ``torch.compile(module)`` has wrapped; None if ``module`` is nothing of that kind."""
-    dynamo = sys.modules.get("torch._dynamo")  # importing it takes seconds, and nobody compiles without it
+    """The module inside the wrapper that ``torch.compile(module)`` returns; None for other modules."""
+    # Importing dynamo takes seconds, and a compiled module exists only if it has been imported.
+    dynamo = sys.modules.get("torch._dynamo")
     return module._orig_mod if dynamo is not None and isinstance(module, dynamo.OptimizedModule) else None
 
 
@@ -251,7 +258,7 @@ def _find_units(
 ) -> None:
     for child_name, child in module.named_children():
         if id(child) in path_of:
-            # Registered twice: where the two places have different units, their common one holds it.
+            # The module is registered twice: if the two places belong to different units, their common one holds it.
             path_of[id(child)] = (
                 _common(path_of[id(child)], path) if path_of[id(child)][-1].module is not child else path_of[id(child)]
             )
@@ -267,8 +274,7 @@ def _find_units(
 
 
 def _common(a: tuple[UnitPart, ...], b: tuple[UnitPart, ...]) -> tuple[UnitPart, ...]:
-    shared = [x for x, y in zip(a, b, strict=False) if x is y]
-    return tuple(shared)
+    return tuple(x for x, y in zip(a, b, strict=False) if x is y)
 
 
 def _drop_empty(part: UnitPart) -> bool:
@@ -277,7 +283,7 @@ def _drop_empty(part: UnitPart) -> bool:
 
 
 def root_modules(module: nn.Module) -> list[nn.Module]:
-    """The modules that hold all of the model's parameters: wrappers of wrappers, any of which may be called."""
+    """The outermost modules that each hold all parameters: nested wrappers, any of which the user may call."""
     chain = [module]
     total = len(list(module.parameters()))
     while True:

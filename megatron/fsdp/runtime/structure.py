@@ -1,4 +1,4 @@
-"""Refuses changes of a sharded model's structure that would train nothing, at the moment they are made."""
+"""Raises an error when code adds or replaces parameters of a sharded model, which would not be trained."""
 
 import functools
 import weakref
@@ -11,12 +11,12 @@ from torch.nn.modules.module import (
 
 from megatron.fsdp.runtime.partition import OWNER
 
-# Modules of sharded models, each with a reference to what has sharded it.
+# The modules of sharded models, each with a reference to its engine.
 _sharded: weakref.WeakKeyDictionary[nn.Module, weakref.ref[object]] = weakref.WeakKeyDictionary()
 
 
 def keep_structure(root: nn.Module, owner: object) -> None:
-    """While ``owner`` lives, raise if a parameter in ``root`` is replaced, or parameters or modules are added."""
+    """While ``owner`` exists, raise an error if parameters in ``root`` are replaced, or parameters or modules added."""
     for module in root.modules():
         _sharded[module] = weakref.ref(owner)
     _watch()
@@ -39,7 +39,7 @@ def _parameter_registered(module: nn.Module, name: str, parameter: nn.Parameter 
     kind = type(module).__name__
     if module._parameters.get(name) is not None:
         raise RuntimeError(
-            f"{kind}.{name} is sharded: a parameter in its place would be neither sharded nor trained. Copy values "
+            f"{kind}.{name} is sharded: a parameter that replaces it would be neither sharded nor trained. Copy values "
             f"into it with torch.no_grad(): module.{name}.copy_(value), where value is the whole tensor; or replace it "
             "before the model is sharded."
         )

@@ -1,1 +1,1 @@
-"""What a rank holds of a model: strategy, mesh, dtypes, layout, ownership. Values, no communication."""
+"""How a model is sharded: strategy, mesh, dtypes, layout and ownership. Only values, no communication."""

@@ -1,8 +1,8 @@
-"""Where each parameter lies in a flat buffer, and which part of it each rank owns. Pure arithmetic, no tensors.
+"""The layout of a flat buffer: where each parameter lies and which shard slice each rank owns. No tensors are involved.
 
-A parameter group's flat buffer is cut into as many shards as there are ranks, all of one size. Each parameter has a
-granularity, which says where a boundary between two shards may cut it: by default between two rows (slices along
-dimension 0), so that every rank's part of it is a ``Shard(0)`` of it. Five ranks, four parameters::
+A parameter group's flat buffer is divided into equal shards, one per rank. Each parameter has a granularity, which
+restricts where a boundary between two shards may cut it. By default, boundaries fall between rows (slices along
+dimension 0), so every rank's shard slice is a ``Shard(0)`` of the parameter. Five ranks, four parameters::
 
     rank      |    0    |    1    |    2    |    3    |    4    |
     parameter |aaaaaaaaaaaaa b cccccccccccccccccccc dddddddd....|
@@ -10,11 +10,11 @@ dimension 0), so that every rank's part of it is a ``Shard(0)`` of it. Five rank
                                   ^         ^ between rows of c at both: only if its row divides the shard
                                                       ^ d is shifted; b fills a gap that shifting left
 
-* A parameter crossed by one boundary is shifted until the boundary meets the edge of a row.
-* A parameter crossed by two or more needs a shard size that is a multiple of its row.
-* What can be cut anywhere (one-dimensional parameters) fills the gaps that shifting leaves.
-* Where a shard size that suits every row would waste too much, some parameters are cut inside a row, as few as
-  possible. This happens to the default granularity only: the others are promises.
+* If one boundary crosses a parameter, the parameter is shifted until the boundary meets the edge of a row.
+* If two or more boundaries cross it, the shard size has to be a multiple of its row.
+* Parameters that can be cut anywhere (one-dimensional ones) fill the gaps that shifting leaves.
+* If a shard size that suits every row would waste too much memory, a few parameters are cut inside a row. This is
+  allowed for the default granularity only; every other granularity is guaranteed.
 """
 
 import functools
@@ -24,19 +24,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# Elements. A parameter starts at a multiple of 32 bytes in bfloat16, which is what vectorized kernels want.
+# In elements. Parameters start at a multiple of 32 bytes in bfloat16, as vectorized kernels require.
 ALIGNMENT = 16
-# Rows stay whole while padding is at most this part of the parameters.
+# Rows stay whole as long as padding is at most this fraction of the parameters.
 WASTE = 0.01
-# On ranks that own less than this many elements it may be more: a few rows of padding cost little memory there, and
-# tensors of whole rows are easier to use.
+# Shards of fewer elements than this may waste more: a few rows of padding cost little memory, and tensors of whole
+# rows are easier to use.
 SMALL_SHARD = 10_000
 SMALL_WASTE = 0.05
 
 _KINDS = ("row", "tensor", "parameter", "block", "element")
-# A hundredth of what may be wasted is as good as nothing: the search for a smaller shard ends there.
+# The search for a smaller shard stops at a hundredth of the allowed waste, because saving less is not worth the time.
 _GOOD = WASTE / 100
-# Bounds on the search, which make its time independent of the number of ranks.
+# These bounds make the search time independent of the number of ranks.
 _MAX_STEPS = 64
 _MAX_CANDIDATES = 6
 _MAX_HALVINGS = 8
@@ -48,10 +48,10 @@ class Granularity:
     or ``block(n)``.
 
     Attributes:
-        kind: ``row``: between rows; if that wastes too much, the layout may cut inside rows. ``tensor``: nowhere,
-            unless the parameter has less than two dimensions. ``parameter``: nowhere. ``block``: between blocks of
-            rows, of which the last may be incomplete. ``element``: anywhere.
-        rows: Rows of a block; 1 for every other kind.
+        kind: ``row``: between rows; if that wastes too much memory, the layout may cut inside rows. ``tensor``: only
+            parameters with fewer than two dimensions may be cut. ``parameter``: no cuts. ``block``: between blocks of
+            rows, the last of which may be incomplete. ``element``: anywhere.
+        rows: Rows per block; 1 for every other kind.
     """
 
     kind: str
@@ -67,7 +67,7 @@ class Granularity:
         return f"block({self.rows})" if self.kind == "block" else self.kind
 
     def unit(self, shape: tuple[int, ...]) -> int:
-        """Elements that stay together: a boundary inside a parameter of this shape is at a multiple of as many."""
+        """The number of elements that stay together: a parameter of this shape is cut only at multiples of it."""
         numel, row = math.prod(shape), max(math.prod(shape[1:]), 1)
         units = {
             "row": row,
@@ -85,19 +85,19 @@ ELEMENT = Granularity("element")
 
 
 def block(rows: int) -> Granularity:
-    """Boundaries fall between blocks of ``rows`` rows; raises ValueError if that is less than 1."""
+    """A granularity with boundaries between blocks of ``rows`` rows. Raises ValueError if ``rows`` is below 1."""
     return Granularity("block", rows)
 
 
 def parse_granularity(text: str) -> Granularity:
-    """The granularity that a user names.
+    """Parse a granularity.
 
     Args:
-        text: ``row``, ``tensor``, ``parameter``, ``element``, or ``block(128)`` with any number of rows from 1 on;
-            ``whole_row``, which never cuts a row, is ``block(1)``.
+        text: ``row``, ``tensor``, ``parameter``, ``element``, or ``block(128)`` with any positive number of rows.
+            ``whole_row``, which never cuts a row, is an alias of ``block(1)``.
 
     Raises:
-        ValueError: Anything else.
+        ValueError: The text is none of these.
     """
     if text.strip() == "whole_row":
         return block(1)
@@ -112,10 +112,9 @@ def parse_granularity(text: str) -> Granularity:
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter's place in the flat buffer: ``numel`` elements from ``offset`` on, in rows of ``row`` elements.
+    """One parameter's place in the flat buffer: ``numel`` elements starting at ``offset``, in rows of ``row`` elements.
 
-    ``granularity`` is what the boundaries inside the parameter respect: ``ELEMENT`` if the layout had to cut a row of
-    a parameter that was to be cut between rows.
+    ``granularity`` is the one that the layout achieved: ``ELEMENT`` if it had to cut a ``ROW`` parameter inside a row.
     """
 
     offset: int
@@ -124,12 +123,12 @@ class Slot:
 
     @property
     def numel(self) -> int:
-        """Number of elements of the whole parameter."""
+        """Number of elements in the whole parameter."""
         return math.prod(self.shape)
 
     @property
     def row(self) -> int:
-        """Number of elements of one slice along dimension 0 (1 for an empty or one-dimensional parameter)."""
+        """Number of elements in one slice along dimension 0 (1 for an empty or one-dimensional parameter)."""
         return max(math.prod(self.shape[1:]), 1)
 
     @property
@@ -140,16 +139,17 @@ class Slot:
 
 @dataclass(frozen=True)
 class ShardSlice:
-    """The part of one parameter that one rank owns.
+    """The slice of one parameter that one rank owns.
 
     Attributes:
-        start: First element, counted within the flattened parameter.
-        stop: One past the last element; equal to ``start`` if the rank owns nothing of it.
-        row_start: First row; the one that ``start`` lies in, if the part begins inside a row.
-        shape: Shape of the part. Whole rows: dimension 0 is their number, the others are the parameter's. If it
-            begins or ends inside a row: flat, ``(stop - start,)``; :func:`boxes` tells what it covers.
-        shard_offset: Where the part starts within the rank's shard, in elements.
-        whole_rows: The part begins and ends at the edge of a row, as an empty one does.
+        start: First element, counted in the flattened parameter.
+        stop: One past the last element; equal to ``start`` if the rank owns no element.
+        row_start: First row: the row that contains ``start``.
+        shape: Shape of the slice. For whole rows, dimension 0 is the number of rows and the other dimensions are the
+            parameter's. For a slice that begins or ends inside a row it is flat, ``(stop - start,)``; see
+            :func:`boxes`.
+        shard_offset: Offset of the slice within the rank's shard, in elements.
+        whole_rows: True if the slice begins and ends at the edge of a row. An empty slice does.
     """
 
     start: int
@@ -189,7 +189,7 @@ class Layout:
 
     @property
     def numel(self) -> int:
-        """Number of elements of the whole buffer, padding included."""
+        """Number of elements in the whole buffer, including padding."""
         return self.num_shards * self.shard_numel
 
     @property
@@ -199,7 +199,7 @@ class Layout:
 
     @property
     def cut_rows(self) -> tuple[int, ...]:
-        """Indices of the parameters that a boundary cuts inside a row: not all of their pieces are whole rows."""
+        """Indices of the parameters that a boundary cuts inside a row."""
         return tuple(
             i
             for i, slot in enumerate(self.slots)
@@ -207,11 +207,11 @@ class Layout:
         )
 
     def shard(self, rank: int) -> slice:
-        """The part of the buffer that ``rank`` owns."""
+        """The range of the buffer that ``rank`` owns."""
         return slice(rank * self.shard_numel, (rank + 1) * self.shard_numel)
 
     def shard_slice(self, index: int, rank: int) -> ShardSlice:
-        """The part of parameter ``index`` that ``rank`` owns; empty parts start where the rank's shard would."""
+        """The slice of parameter ``index`` that ``rank`` owns, possibly empty."""
         slot, shard = self.slots[index], self.shard(rank)
         start = min(max(shard.start - slot.offset, 0), slot.numel)
         stop = min(max(shard.stop - slot.offset, start), slot.numel)
@@ -228,25 +228,25 @@ class Layout:
 
 
 class Box(NamedTuple):
-    """An axis-aligned part of a tensor: in dimension d, ``sizes[d]`` indices from ``offsets[d]`` on."""
+    """An axis-aligned block of a tensor: ``sizes[d]`` indices starting at ``offsets[d]`` in dimension ``d``."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
 
 def boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
-    """The fewest boxes that cover a range of a row-major tensor, in order and without overlap.
+    """Cover a range of a row-major tensor by as few boxes as possible, in order and without overlap.
 
-    Each box is a contiguous part of the range, so that flat storage of the range holds one box after the other. In
-    two dimensions there are at most three: the end of a row, whole rows, the beginning of a row; in n, 2n - 1.
+    Each box is contiguous, so flat storage of the range holds the boxes one after another. Two dimensions need at most
+    three boxes: the end of a row, whole rows, and the beginning of a row. ``n`` dimensions need at most ``2n - 1``.
 
     Args:
         shape: Shape of the tensor.
-        start: First element, counted within the flattened tensor.
-        stop: One past the last element; an empty range has no box.
+        start: First element, counted in the flattened tensor.
+        stop: One past the last element. An empty range has no boxes.
 
     Raises:
-        ValueError: The range is not within the tensor.
+        ValueError: The range exceeds the tensor.
     """
     if not 0 <= start <= stop <= math.prod(shape):
         raise ValueError(f"boxes: expected a range within a tensor of shape {shape}; got {start}..{stop}.")
@@ -258,7 +258,7 @@ def boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
 
 
 def _largest_box(shape: tuple[int, ...], start: int, stop: int) -> Box:
-    """The largest box that begins at ``start``, is contiguous and does not pass ``stop``."""
+    """The largest contiguous box that begins at ``start`` and does not pass ``stop``."""
     offsets: list[int] = []
     for d, size in enumerate(shape):
         stride = math.prod(shape[d + 1 :])
@@ -278,21 +278,22 @@ def plan_layout(
 ) -> Layout:
     """Pack parameters of the given shapes into ``num_shards`` equal shards with little padding.
 
-    Of the layouts tried with shards up to :func:`allowed_shard`, the one that cuts the fewest parameters inside a row;
-    of these, the one that leaves the fewest unaligned; of these, nearly the smallest. Where granularities other than
-    ``row`` do not allow so small a shard, the smallest found.
+    The search considers shard sizes up to :func:`allowed_shard`. It prefers the layout that cuts the fewest parameters
+    inside a row, then the one with the fewest unaligned parameters, then the smallest. If granularities other than
+    ``row`` need larger shards, it takes the smallest one that it finds.
 
     Args:
-        shapes: Shape of each parameter, as this rank computes with it.
-        num_shards: Number of ranks that share the buffer; at least 1.
-        granularity: Where parameters may be cut: one for all, or one for each.
-        alignment: Shards, and parameters where there is room, start at a multiple of this many elements.
+        shapes: Shape of each parameter on this tensor-parallel rank.
+        num_shards: Number of ranks that shard the buffer; at least 1.
+        granularity: Where parameters may be cut: one granularity for all, or one per parameter.
+        alignment: Shards start at a multiple of this many elements; so do parameters, where there is room.
 
     Returns:
         A layout whose ``slots`` are in the order of ``shapes``.
 
     Raises:
-        ValueError: ``num_shards`` or ``alignment`` is below 1, or there are not as many granularities as shapes.
+        ValueError: ``num_shards`` or ``alignment`` is below 1, or the number of granularities differs from that of
+            shapes.
     """
     if num_shards < 1 or alignment < 1:
         raise ValueError(f"plan_layout: expected num_shards and alignment >= 1; got {num_shards} and {alignment}.")
@@ -300,13 +301,13 @@ def plan_layout(
     if len(wanted) != len(shapes):
         raise ValueError(f"plan_layout: expected a granularity for each of {len(shapes)} shapes; got {len(wanted)}.")
     slots = [Slot(0, tuple(shape), g) for shape, g in zip(shapes, wanted, strict=True)]
-    # One shard has no boundary to respect.
+    # A single shard has no boundaries, so nothing restricts it.
     kinds = [_Kind(s.numel, s.granularity.unit(s.shape) if num_shards > 1 else 1, s.granularity == ROW) for s in slots]
     total = sum(k.numel for k in kinds)
     low = _round_up(max(-(-total // num_shards), 1), alignment)
     high = allowed_shard(total, num_shards, alignment)
     while (plan := _search(kinds, num_shards, low, high, alignment)) is None:
-        # Nothing fits. A unit that must stay whole fits into no smaller shard.
+        # Nothing fits, so try larger shards. A unit that must stay whole does not fit into a smaller shard.
         whole = max(min(k.unit, k.numel) for k in kinds if not k.may_cut)
         low, high = high + 1, max(high + alignment, high * 9 // 8, _round_up(whole, alignment))
     placed = [
@@ -317,22 +318,22 @@ def plan_layout(
 
 
 def allowed_shard(total: int, num_shards: int, alignment: int = ALIGNMENT) -> int:
-    """The largest shard, in elements, that wastes so little that no row needs to be cut.
+    """The largest shard size, in elements, whose waste is acceptable in order to keep rows whole.
 
     Args:
-        total: Number of elements of all parameters.
+        total: Number of elements in all parameters.
         num_shards: Number of ranks.
-        alignment: What a shard is a multiple of.
+        alignment: The shard size is a multiple of this.
     """
     share = -(-total // num_shards)
-    # An alignment finer than the usual one is no reason to waste less.
+    # Allow at least the waste of the default alignment, even if `alignment` is finer.
     rounded = max(_round_up(max(share, 1), a) for a in (alignment, ALIGNMENT))
     waste = SMALL_WASTE if total < SMALL_SHARD * num_shards else WASTE
     return max(rounded, (total + math.floor(total * waste)) // num_shards)
 
 
 class _Kind(NamedTuple):
-    """What packing needs to know of a parameter: ``unit`` elements stay together, unless it ``may_cut`` them."""
+    """The properties of a parameter that packing depends on: ``unit`` elements stay together unless ``may_cut``."""
 
     numel: int
     unit: int
@@ -340,7 +341,7 @@ class _Kind(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """A packing: the parameters cut inside a unit, the number that is not aligned, and each one's offset."""
+    """A packing: indices of parameters cut inside a unit, how many are unaligned, and each parameter's offset."""
 
     cuts: frozenset[int]
     unaligned: int
@@ -349,12 +350,12 @@ class _Plan(NamedTuple):
 
     @property
     def cost(self) -> tuple[int, int, int]:
-        """What to minimize, the most important first."""
+        """The quantities to minimize, most important first."""
         return len(self.cuts), self.unaligned, self.shard_numel
 
 
 class _Sizes(NamedTuple):
-    """Shard sizes to try: multiples of ``step``. At least ``forced`` parameters are cut inside a unit with them."""
+    """Shard sizes to try: multiples of ``step``. Each of them cuts at least ``forced`` parameters inside a unit."""
 
     forced: int
     first: int
@@ -363,7 +364,7 @@ class _Sizes(NamedTuple):
 
 
 def _search(kinds: list[_Kind], num_shards: int, low: int, high: int, alignment: int) -> _Plan | None:
-    """The cheapest plan found with a shard size from ``low`` to ``high``; None if nothing fits."""
+    """Find the cheapest plan with a shard size from ``low`` to ``high``; None if nothing fits."""
     total = sum(k.numel for k in kinds)
     good = low + math.floor(low * _GOOD)
     best: _Plan | None = None
@@ -378,7 +379,7 @@ def _search(kinds: list[_Kind], num_shards: int, low: int, high: int, alignment:
         return _Plan(cuts, sum(o % alignment != 0 for o in offsets), shard_numel, offsets)
 
     for sizes in _candidates(kinds, low, high, alignment):
-        # Model order is the first choice among equals.
+        # Model order wins among plans of equal cost, so it is tried first.
         for in_order in (True, False):
             if best is None or best.cost > (sizes.forced, 0, max(sizes.first, good)):
                 plan = _smallest(functools.partial(attempt, in_order), sizes, good, best)
@@ -388,13 +389,13 @@ def _search(kinds: list[_Kind], num_shards: int, low: int, high: int, alignment:
 
 
 def _smallest(attempt: Callable[[int], _Plan | None], sizes: _Sizes, good: int, best: _Plan | None) -> _Plan | None:
-    """Bisect for a shard as good as the largest of ``sizes`` but not above ``good``, or else the smallest there is.
+    """Bisect for the smallest shard whose plan is as good as that of the largest size, and stop early at ``good``.
 
     Args:
-        attempt: Makes a plan for a shard size, or None.
-        sizes: What to choose from.
-        good: A shard size that is not worth improving on.
-        best: A plan to be better than: None is returned for sizes that cannot be.
+        attempt: Returns a plan for a shard size, or None if it does not fit.
+        sizes: Candidate shard sizes.
+        good: A shard size that is small enough.
+        best: The best plan so far. Returns None if the largest size is worse.
     """
     step = sizes.step
     found = attempt(sizes.last)
@@ -415,10 +416,10 @@ def _smallest(attempt: Callable[[int], _Plan | None], sizes: _Sizes, good: int, 
 
 
 def _candidates(kinds: list[_Kind], low: int, high: int, alignment: int) -> list[_Sizes]:
-    """Shard sizes from ``low`` to ``high`` worth trying, the most promising first.
+    """Shard sizes from ``low`` to ``high`` that are worth trying, most promising first.
 
-    A step is a multiple of some of the units: with such a shard, parameters of these units are cut between units
-    wherever they lie.
+    Each step is a multiple of some units. With such a shard size, parameters with these units are always cut between
+    units, wherever they lie.
     """
     weight: dict[int, int] = {}
     for k in kinds:
@@ -439,15 +440,17 @@ def _candidates(kinds: list[_Kind], low: int, high: int, alignment: int) -> list
 
 
 class _Packer:
-    """Places parameters one after the other into shards of a given size.
+    """Places parameters one after another into shards of a given size.
+
+    Rigid parameters restrict where boundaries cut them. Fluid ones can be cut anywhere, and fill the gaps.
 
     Args:
-        kinds: What is to be placed.
-        shard_numel: Size of a shard.
-        room: Number of elements that may be left empty before or between parameters.
+        kinds: The parameters to place.
+        shard_numel: Size of a shard, in elements.
+        room: Number of elements that may stay empty before or between parameters.
         alignment: Parameters start at a multiple of this many elements while there is room.
-        in_order: Keep the given order, but for what can be cut anywhere: this fills gaps, the rest of it comes last.
-            Otherwise what comes next is what leaves no gap where it comes.
+        in_order: Keep the order of rigid parameters; fluid ones that fill no gap come last. Otherwise, choose the next
+            parameter so that it leaves no gap.
     """
 
     def __init__(self, kinds: list[_Kind], shard_numel: int, room: int, alignment: int, in_order: bool) -> None:
@@ -468,12 +471,12 @@ class _Packer:
             self._possible &= kind.may_cut or not forced
             (self._fluid if kind.unit == 1 or forced else self._rigid).append((kind, queue[::-1]))
         if not in_order:
-            # Units that divide the shard fit together best, large ones before small ones; what shifts them comes later.
+            # Units that divide the shard pack best, large before small. The others would shift them, so they come last.
             self._rigid.sort(key=lambda q: (shard_numel % q[0].unit != 0, -q[0].unit, -q[0].numel))
             self._fluid.sort(key=lambda q: (q[0].numel % alignment != 0, -q[0].numel))
 
     def pack(self) -> list[int] | None:
-        """The offset of each parameter; None if they do not fit."""
+        """Place every parameter and return the offsets; None if they do not fit."""
         while self._possible and (self._rigid or self._fluid):
             self._possible = self._place_next()
         return self._offsets if self._possible else None
@@ -505,7 +508,7 @@ class _Packer:
         return self._rigid[:1] if self._in_order else self._rigid
 
     def _nearest(self, start: int) -> tuple[int | None, int]:
-        """Which rigid queue's parameter can begin first from ``start`` on, and where; None if none is left."""
+        """The rigid queue whose parameter fits earliest at or after ``start``, and its offset; None if none is left."""
         nearest, nearest_offset = None, 0
         for i, (kind, _) in enumerate(self._next()):
             offset = self._first_fit(start, kind)
@@ -516,9 +519,9 @@ class _Packer:
         return nearest, nearest_offset
 
     def _first_fit(self, start: int, kind: _Kind) -> int:
-        """The first offset from ``start`` on that suits the boundaries, an aligned one if one is near."""
+        """The first offset at or after ``start`` that suits the boundaries, aligned if possible."""
         offset = aligned = _shifted(start, kind, self._shard)
-        # A unit that is no multiple of the alignment meets it only after some units: give up rather than search.
+        # A unit that is not a multiple of the alignment may need many shifts until it is aligned, so give up early.
         for _ in range(4):
             if aligned % self._alignment == 0:
                 return aligned if aligned - self._cursor <= self._room else offset
@@ -526,14 +529,14 @@ class _Packer:
         return offset
 
     def _filler(self, gap: int | None) -> int | None:
-        """Which fluid queue's parameter to place next, where rigid ones would leave a gap; gap None: none is left."""
+        """The fluid queue to fill a gap of this size from, if any; ``gap`` is None if no rigid parameter is left."""
         if gap is None:
             return 0 if self._fluid else None
         fits = (i for i, (kind, _) in enumerate(self._fluid) if kind.numel <= gap)
         filler = next(fits, None)
         if filler is not None or self._in_order or not self._fluid:
             return filler
-        # It takes the place on the boundary; the smallest that does, to have others for other boundaries.
+        # None fits, so cover the boundary with the smallest one and keep the others for other boundaries.
         return min(range(len(self._fluid)), key=lambda i: self._fluid[i][0].numel)
 
     def _put(self, queues: list[tuple[_Kind, list[int]]], index: int, offset: int) -> None:
@@ -546,15 +549,15 @@ class _Packer:
 
 
 def _is_forced(kind: _Kind, shard_numel: int) -> bool:
-    """Two or more boundaries cross the parameter wherever it lies, and they cannot all fall between its units."""
+    """Whether, wherever the parameter lies, several boundaries cross it and cannot all fall between its units."""
     remainder = shard_numel % kind.unit
     return remainder != 0 and kind.numel > 2 * shard_numel - remainder
 
 
 def _shifted(start: int, kind: _Kind, shard_numel: int) -> int:
-    """The first offset from ``start`` on where every boundary falls between units of a parameter not forced."""
+    """The first offset at or after ``start`` where every boundary falls between units. Not for forced parameters."""
     boundary = (start // shard_numel + 1) * shard_numel
-    # It fits at the second boundary at the latest.
+    # This ends at the second boundary at the latest.
     while True:
         offset = max(start, boundary - shard_numel)
         if offset + kind.numel <= boundary:
@@ -566,7 +569,11 @@ def _shifted(start: int, kind: _Kind, shard_numel: int) -> int:
 
 
 def _bad_boundary(offset: int, numel: int, unit: int, shard_numel: int) -> int | None:
-    """The first boundary inside a parameter that is not between its units. Not a loop: there may be thousands."""
+    """The first boundary that cuts a unit of the parameter, or None.
+
+    Checking two boundaries is enough, so this needs no loop over what may be thousands: if the first one falls between
+    units, the second does so only if the shard size is a multiple of the unit, and then all of them do.
+    """
     if unit == 1 or not shard_numel:
         return None
     first = (offset // shard_numel + 1) * shard_numel

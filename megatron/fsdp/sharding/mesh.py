@@ -1,4 +1,4 @@
-"""The device mesh: which process groups parameters are sharded over."""
+"""The data-parallel axes of the device mesh and their process groups."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ DEFAULT_SHARD_DIM = "dp_shard"
 
 @dataclass(frozen=True)
 class DataParallelAxes:
-    """The data-parallel axes of one kind of parameters (dense ones, or experts).
+    """The data-parallel axes of one kind of parameters: dense ones or experts.
 
     Attributes:
-        mesh: The inner axis alone, or the outer and the inner axis.
-        inner: Group of the inner axis.
-        outer: Group of the outer axis; None if there is none.
-        gather: Group with the ranks of ``inner``, for gathers; ``inner`` itself unless the user gave another.
-        dp_group: Group of all ranks of both axes.
+        mesh: Mesh of the inner axis, or of the outer and the inner axis.
+        inner: Process group of the inner axis.
+        outer: Process group of the outer axis; None if there is none.
+        gather: Process group for all-gathers, with the ranks of ``inner``; ``inner`` itself unless the user gave one.
+        dp_group: Process group of all ranks of both axes.
     """
 
     mesh: DeviceMesh
@@ -38,7 +38,7 @@ class DataParallelAxes:
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
-        """The axes' groups, from the inner to the outer."""
+        """The process groups of the axes, inner axis first."""
         return [self.inner] if self.outer is None else [self.inner, self.outer]
 
 
@@ -46,27 +46,29 @@ class FSDPDistributedIndex:
     """The axes of a device mesh that the engine uses.
 
     Args:
-        device_mesh: Mesh that this rank is part of.
-        dp_shard_dim: Name of the axis that parameters, gradients and optimizer state are sharded over (the inner
-            axis); a flattened sub-mesh has a name, too. None: the mesh has one axis.
-        dp_outer_dim: Name of the axis that the inner one is repeated over (HSDP, hybrid FSDP).
+        device_mesh: Mesh that contains this rank.
+        dp_shard_dim: Name of the inner axis: the one that parameters, gradients and optimizer state are sharded over.
+            It may be the name of a flattened sub-mesh. None: the only axis of the mesh.
+        dp_outer_dim: Name of the outer axis, over which the inner one is replicated (HSDP, hybrid FSDP).
         tp_dim: Name of the tensor-parallel axis, if the mesh has one.
-        hybrid_fsdp_group: Group of all ranks of both data-parallel axes. None: made here where there is an outer axis.
-        hybrid_fsdp_expt_group: The same of ``expt_device_mesh``.
-        hsdp_outer_dp_shard: The optimizer state is sharded over the outer axis too. The strategy decides that; kept
-            as an attribute for who asks.
-        expt_device_mesh: Mesh of parameters that are experts (``parameter.allreduce`` is False), with the same names.
-            One without them serves models without experts only, for which it does nothing.
-        fsdp_group_ag: Another group with the ranks of the inner axis: gathers use it, beside reductions.
-        expt_fsdp_group_ag: The same of ``expt_device_mesh``.
+        hybrid_fsdp_group: Process group of all ranks of both data-parallel axes. None: created if there is an outer
+            axis.
+        hybrid_fsdp_expt_group: The corresponding group of ``expt_device_mesh``.
+        hsdp_outer_dp_shard: Whether the optimizer state is sharded over the outer axis. The strategy decides that; the
+            value is kept as an attribute for callers.
+        expt_device_mesh: Mesh of expert parameters (those whose ``allreduce`` attribute is False), with the same axis
+            names. A mesh without these axes is ignored unless the model has experts.
+        fsdp_group_ag: A separate process group with the ranks of the inner axis, which lets all-gathers run
+            concurrently with reductions.
+        expt_fsdp_group_ag: The corresponding group of ``expt_device_mesh``.
 
     Attributes:
-        dense: Axes of all parameters that are no experts.
-        experts: Axes of experts; those of ``dense`` if there is no mesh of their own.
+        dense: Axes of all parameters except experts.
+        experts: Axes of experts; equal to ``dense`` without ``expt_device_mesh``.
 
     Raises:
-        ValueError: A name is not an axis of the mesh, none is given and the mesh has several, or a group has not the
-            ranks of its axes.
+        ValueError: A name is not an axis of the mesh, no name is given for a mesh with several axes, or the ranks of a
+            group differ from those of its axes.
     """
 
     def __init__(
@@ -86,13 +88,11 @@ class FSDPDistributedIndex:
             names = device_mesh.mesh_dim_names or ()
             if device_mesh.ndim != 1:
                 raise ValueError(
-                    f"dp_shard_dim: a mesh with axes {list(names)} needs the name of the one to shard over."
+                    f"dp_shard_dim: the mesh has axes {list(names)}; give the name of the one to shard over."
                 )
             dp_shard_dim = names[0] if names else None
         if hybrid_fsdp_group is not None and dp_outer_dim is None:
-            raise ValueError(
-                "hybrid_fsdp_group is the group of two axes: give dp_outer_dim, the name of the outer one."
-            )
+            raise ValueError("hybrid_fsdp_group spans two axes, so it needs dp_outer_dim, the name of the outer one.")
         self.device_mesh = device_mesh
         self.expt_device_mesh = expt_device_mesh
         self.dp_shard_dim = dp_shard_dim
@@ -110,7 +110,7 @@ class FSDPDistributedIndex:
             self.get_submesh(tp_dim)
 
     def _missing_axis(self, mesh: DeviceMesh) -> str | None:
-        """What is wrong with a mesh that lacks a data-parallel axis."""
+        """The error message for a mesh that lacks a data-parallel axis; None if it has all of them."""
         for name in (self.dp_shard_dim, self.dp_outer_dim):
             try:
                 if name is not None:
@@ -120,24 +120,25 @@ class FSDPDistributedIndex:
         return None
 
     def check_expert(self, name: str) -> None:
-        """Raise if there is no mesh for parameter ``name``, which is an expert's.
+        """Check that the expert parameter ``name`` can be sharded.
 
         Raises:
-            ValueError: A mesh of experts was given without the axes that it needs.
+            ValueError: ``expt_device_mesh`` lacks a data-parallel axis.
         """
+        # Deferred until an expert is found, because scripts pass expt_device_mesh for models without experts as well.
         if self._expert_mesh_error is not None:
             raise ValueError(
-                f"expt_device_mesh, over which expert {name} is sharded: {self._expert_mesh_error} Its axes need the "
-                "names that dp_shard_dim and dp_outer_dim give; name or flatten them so."
+                f"Expert {name} cannot be sharded over expt_device_mesh: {self._expert_mesh_error} Name its axes, or "
+                "flattened sub-meshes of it, like dp_shard_dim and dp_outer_dim."
             )
 
     def _axes(
-        self, mesh: DeviceMesh, everyone: dist.ProcessGroup | None, gather: dist.ProcessGroup | None
+        self, mesh: DeviceMesh, dp_group: dist.ProcessGroup | None, gather: dist.ProcessGroup | None
     ) -> DataParallelAxes:
         inner_mesh = mesh if self.dp_shard_dim is None else submesh(mesh, (self.dp_shard_dim,))
         if inner_mesh.ndim != 1:
             raise ValueError(
-                f"dp_shard_dim: expected one axis of the mesh; {self.dp_shard_dim!r} has {inner_mesh.ndim}."
+                f"dp_shard_dim: expected a single mesh axis; {self.dp_shard_dim!r} stands for {inner_mesh.ndim}."
             )
         inner = inner_mesh.get_group()
         if gather is not None:
@@ -147,23 +148,23 @@ class FSDPDistributedIndex:
         both = submesh(mesh, (self.dp_outer_dim, self.dp_shard_dim))
         outer = submesh(mesh, (self.dp_outer_dim,)).get_group()
         ranks = both.mesh.flatten().tolist()
-        if everyone is None:
-            everyone = new_group(ranks, inner, "megatron_fsdp_hybrid")
-        _check_ranks("hybrid_fsdp_group", everyone, ranks)
-        return DataParallelAxes(both, inner, outer, gather or inner, everyone)
+        if dp_group is None:
+            dp_group = new_group(ranks, inner, "megatron_fsdp_hybrid")
+        _check_ranks("hybrid_fsdp_group", dp_group, ranks)
+        return DataParallelAxes(both, inner, outer, gather or inner, dp_group)
 
     def tensor_parallel_mesh(self, expert: bool = False) -> DeviceMesh:
-        """The tensor-parallel axis; of experts, if they have a mesh of their own."""
+        """The tensor-parallel axis; with ``expert``, that of the expert mesh if there is one."""
         assert self.tp_dim is not None
         return self.get_submesh(self.tp_dim, expert and self.expt_device_mesh is not None)
 
     def with_tensor_parallel(
         self, mesh: DeviceMesh, tp_mesh: DeviceMesh, name: str, expert: bool = False
     ) -> DeviceMesh:
-        """The mesh of data-parallel axes ``mesh`` and the tensor-parallel axis, for parameter ``name``.
+        """The mesh of the data-parallel axes ``mesh`` and the tensor-parallel axis of parameter ``name``.
 
         Raises:
-            ValueError: There is no ``tp_dim``, or the parameter's mesh is another one.
+            ValueError: ``tp_dim`` was not given, or is not the axis ``tp_mesh`` of the parameter.
         """
         if self.tp_dim is None or tp_mesh != self.tensor_parallel_mesh(expert):
             raise ValueError(
@@ -195,20 +196,20 @@ class FSDPDistributedIndex:
 
     @property
     def has_gather_group(self) -> bool:
-        """True if gathers have groups of their own, so that they may run beside reductions."""
+        """True if all-gathers have separate process groups, so that they can run concurrently with reductions."""
         return all(axes.gather is not axes.inner for axes in (self.dense, self.experts))
 
     @property
     def size(self) -> int:
-        """Number of data-parallel ranks of parameters that are no experts."""
+        """Number of data-parallel ranks of dense parameters."""
         return self.dense.size
 
     def get_submesh(self, mesh_dim_names: str | Sequence[str], is_expert_parallel: bool = False) -> DeviceMesh:
         """The sub-mesh of the named axes.
 
         Raises:
-            ValueError: A name is not an axis of the mesh; the message names the nearest. Or
-                ``is_expert_parallel``, and there is no mesh of experts.
+            ValueError: A name is not an axis of the mesh (the message suggests the closest one), or
+                ``is_expert_parallel`` is set without an expert mesh.
         """
         mesh = self.expt_device_mesh if is_expert_parallel else self.device_mesh
         if mesh is None:
@@ -230,7 +231,7 @@ class FSDPDistributedIndex:
         return axes.inner
 
     def get_outer_fsdp_group(self, is_expert_parallel: bool = False) -> dist.ProcessGroup | None:
-        """Process group that the inner axis is repeated over; None if there is none."""
+        """Process group of the outer axis; None if there is none."""
         return (self.experts if is_expert_parallel else self.dense).outer
 
     def get_root_mesh(self, is_expert_parallel: bool = False) -> DeviceMesh | None:
@@ -256,10 +257,10 @@ class FSDPDistributedIndex:
 
 
 def submesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    """The sub-mesh of the named axes, which may be flattened ones.
+    """The sub-mesh of the named axes, which may be flattened.
 
     Raises:
-        ValueError: A name is not an axis of the mesh; the message names the nearest.
+        ValueError: A name is not an axis of the mesh. The message suggests the closest one.
     """
     axes = mesh.mesh_dim_names or ()
     if names == tuple(axes):
@@ -280,6 +281,6 @@ def _check_ranks(name: str, group: dist.ProcessGroup, expected: list[int]) -> No
 
 
 def default_index(device: torch.device) -> FSDPDistributedIndex:
-    """One axis over all ranks of the default process group."""
+    """An index with a single axis over all ranks of the default process group."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=(DEFAULT_SHARD_DIM,))
     return FSDPDistributedIndex(mesh, DEFAULT_SHARD_DIM)

@@ -1,7 +1,7 @@
-"""Which part of a flat buffer a rank holds of what, with one or two data-parallel axes. Pure arithmetic.
+"""The ranges of a flat buffer that a rank holds, with one or two data-parallel axes. No tensors are involved.
 
-The inner axis divides the buffer; where the optimizer state is sharded over the outer axis too, that divides each inner
-rank's part again. Two outer times two inner ranks, ``(outer, inner)``::
+The inner axis divides the buffer. If the optimizer state is sharded over the outer axis as well, that axis divides
+each inner rank's range again. With two outer and two inner ranks, ``(outer, inner)``::
 
     | inner rank 0            | inner rank 1            |
     | (0, 0)     | (1, 0)     | (0, 1)     | (1, 1)     |
@@ -16,12 +16,12 @@ from megatron.fsdp.sharding.strategy import Sharding
 
 @dataclass(frozen=True)
 class Ownership:
-    """Parts of a flat buffer, as elements from its beginning.
+    """Ranges of a flat buffer, in elements.
 
     Attributes:
-        inner: What this rank holds of what is sharded over the inner axis; everything if nothing is.
-        main: Its main weights, optimizer state and final gradients: ``inner``, or a part of it.
-        index: Which of the layout's shards ``main`` is; None if it is the whole buffer.
+        inner: The range that this rank holds of buffers sharded over the inner axis; the whole buffer if none is.
+        main: The range of its main weights, optimizer state and final gradients: ``inner`` or a part of it.
+        index: Index of ``main`` among the layout's shards; None if it is the whole buffer.
     """
 
     inner: slice
@@ -30,7 +30,7 @@ class Ownership:
 
     @staticmethod
     def of(layout: Layout, sharding: Sharding, axes: DataParallelAxes) -> "Ownership":
-        """The parts that this rank holds; the layout has ``shards_of(sharding, axes)`` shards."""
+        """The ranges of this rank, for a layout with ``shards_of(sharding, axes)`` shards."""
         whole = slice(0, layout.numel)
         if not sharding.inner.shards_optimizer:
             return Ownership(whole, whole, None)
@@ -43,7 +43,7 @@ class Ownership:
 
 
 def shards_of(sharding: Sharding, axes: DataParallelAxes) -> int:
-    """How many shards a group's layout has: one, which needs no padding, if all ranks hold everything."""
+    """Number of shards in a group's layout: 1, which needs no padding, if every rank holds the whole buffer."""
     if not sharding.inner.shards_optimizer:
         return 1
     outer = axes.outer.size() if axes.outer is not None and sharding.outer.shards_optimizer else 1
@@ -51,5 +51,5 @@ def shards_of(sharding: Sharding, axes: DataParallelAxes) -> int:
 
 
 def within(part: slice, whole: slice) -> slice:
-    """``part`` counted from the beginning of ``whole``, which contains it."""
+    """The range ``part`` relative to the start of ``whole``, which contains it."""
     return slice(part.start - whole.start, part.stop - whole.start)

@@ -1,4 +1,4 @@
-"""Mixed precision: which dtype each kind of tensor has."""
+"""Mixed precision: the dtype of each kind of tensor."""
 
 import functools
 import logging
@@ -13,7 +13,7 @@ _WIDTH = {torch.float64: 8, torch.float32: 4, torch.bfloat16: 2, torch.float16: 
 
 @dataclass(frozen=True)
 class Dtypes:
-    """The dtypes of one parameter group, all of them resolved."""
+    """The resolved dtypes of one parameter group."""
 
     compute: torch.dtype
     main_params: torch.dtype
@@ -23,17 +23,17 @@ class Dtypes:
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """Dtypes of main weights, gradients and compute weights. None: the dtype that the model's parameters have.
+    """Dtypes of main weights, gradients and compute weights. None stands for the dtype of the model's parameters.
 
     Attributes:
-        main_params_dtype: What the optimizer updates. None: the model's dtype; its values are kept as they are. A
-            narrower one rounds them, and every update; the compute weights are the rounded ones.
-        main_grads_dtype: What gradients are accumulated in. None: the model's dtype.
-        grad_comm_dtype: What gradients are reduced in. None: ``main_grads_dtype``.
-        compute_dtype: What forward and backward compute with. None: the model's dtype.
+        main_params_dtype: Dtype of the main weights, which the optimizer updates. A dtype narrower than the model's
+            rounds the weights and every update; compute weights are copies of the rounded ones.
+        main_grads_dtype: Dtype that gradients are accumulated in.
+        grad_comm_dtype: Dtype that gradients are reduced in. None: ``main_grads_dtype``.
+        compute_dtype: Dtype of forward and backward.
 
     Raises:
-        ValueError: A dtype is not a floating-point dtype of 16 bits or more, or two dtypes do not fit together.
+        ValueError: A dtype is not a floating-point dtype of 16 bits or more, or float16 and bfloat16 are mixed.
     """
 
     main_params_dtype: torch.dtype | None = torch.float32
@@ -50,31 +50,31 @@ class MixedPrecisionPolicy:
         _reject_mixed_halves("main_grads_dtype", self.main_grads_dtype, "grad_comm_dtype", self.grad_comm_dtype)
 
     def resolve(self, given: torch.dtype, name: str) -> Dtypes:
-        """The dtypes of a group of parameters that have dtype ``given``.
+        """The dtypes of a parameter group whose parameters have dtype ``given``.
 
         Args:
             given: Dtype of the model's parameters.
             name: Name of a parameter of the group, for error messages.
 
         Raises:
-            ValueError: ``given`` is not supported, or two dtypes are different formats of 16 bits.
+            ValueError: ``given`` is not supported, or float16 and bfloat16 are mixed.
         """
         if given not in _WIDTH:
             expected = ", ".join(str(d) for d in _WIDTH)
-            raise ValueError(f"Parameter {name}: expected a dtype out of {expected}; got {given}.")
+            raise ValueError(f"Parameter {name}: expected one of the dtypes {expected}; got {given}.")
         compute = self.compute_dtype or given
         main_params = self.main_params_dtype or given
         if _WIDTH[main_params] < _WIDTH[given]:
-            _say_that_main_weights_round(main_params, given)
+            warn_about_rounding(main_params, given)
         _reject_mixed_halves("main_params_dtype", main_params, f"parameter {name}", compute)
         main_grads = self.main_grads_dtype or given
         _reject_mixed_halves("main_grads_dtype", main_grads, f"parameter {name}", compute)
         return Dtypes(compute, main_params, main_grads, self.grad_comm_dtype or main_grads)
 
 
-@functools.cache
-def _say_that_main_weights_round(main_params: torch.dtype, given: torch.dtype) -> None:
-    """Log it once."""
+@functools.cache  # warn once per pair of dtypes
+def warn_about_rounding(main_params: torch.dtype, given: torch.dtype) -> None:
+    """Log a warning that main weights are narrower than the model's weights."""
     logger.warning(
         "MixedPrecisionPolicy.main_params_dtype is %s: the optimizer updates weights that are rounded from %s.",
         main_params,
@@ -83,7 +83,7 @@ def _say_that_main_weights_round(main_params: torch.dtype, given: torch.dtype) -
 
 
 def _reject_mixed_halves(name_a: str, a: torch.dtype | None, name_b: str, b: torch.dtype | None) -> None:
-    """bfloat16 and float16 have different ranges: a cast from one to the other overflows or loses the gradient."""
+    # The formats have different ranges and precisions: a cast from one to the other overflows or loses small gradients.
     if {a, b} == {torch.bfloat16, torch.float16}:
         raise ValueError(
             f"Mismatched dtypes: {name_a} is {a} and {name_b} is {b}. Expected one 16-bit format, not both."

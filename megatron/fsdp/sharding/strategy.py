@@ -1,4 +1,4 @@
-"""Sharding strategies: one table from a strategy's name to where parameters, gradients and optimizer state live.
+"""Sharding strategies: a table of names and of how each distributes parameters, gradients and optimizer state.
 
 The four inner strategies are the stages of ZeRO (Rajbhandari et al., "ZeRO: Memory Optimizations Toward
 Training Trillion Parameter Models", arXiv:1910.02054). No other file compares a strategy's name.
@@ -11,16 +11,16 @@ from megatron.fsdp.helpers.spelling import did_you_mean
 
 
 class Distribution(Enum):
-    """How one kind of tensor lies on the ranks of a data-parallel axis."""
+    """How the ranks of a data-parallel axis hold one kind of tensor."""
 
-    REPLICATE = "every rank holds the whole tensor, equal everywhere"
-    PARTIAL = "every rank holds the whole tensor; the value is the sum over ranks"
-    SHARD = "every rank holds its own part"
+    REPLICATE = "every rank holds the same whole tensor"
+    PARTIAL = "every rank holds a whole tensor, and the value is their sum"
+    SHARD = "every rank holds its own shard"
 
 
 @dataclass(frozen=True)
 class AxisStrategy:
-    """Where parameters, gradients (between micro-batches) and optimizer state live on one data-parallel axis."""
+    """Distribution of parameters, gradients (between micro-batches) and optimizer state on one data-parallel axis."""
 
     parameters: Distribution
     gradients: Distribution
@@ -28,23 +28,23 @@ class AxisStrategy:
 
     @property
     def shards_parameters(self) -> bool:
-        """True if compute weights exist whole only while a unit uses them."""
+        """True if whole compute weights exist only while their unit is unsharded."""
         return self.parameters is Distribution.SHARD
 
     @property
     def shards_gradients(self) -> bool:
-        """True if gradients are reduced after every micro-batch, so that a rank keeps only its shard of them."""
+        """True if gradients are reduced after every micro-batch, so that each rank keeps only its shard."""
         return self.gradients is Distribution.SHARD
 
     @property
     def shards_optimizer(self) -> bool:
-        """True if a rank updates only its shard of the main weights."""
+        """True if each rank updates only its shard of the main weights."""
         return self.optimizer is Distribution.SHARD
 
 
 _R, _P, _S = Distribution.REPLICATE, Distribution.PARTIAL, Distribution.SHARD
 
-# Strategy of the inner axis (dp_shard). The position in the table is the stage of ZeRO.
+# Strategies of the inner axis (dp_shard). The position in the table is the ZeRO stage.
 INNER: dict[str, AxisStrategy] = {
     "no_shard": AxisStrategy(parameters=_R, gradients=_P, optimizer=_R),
     "optim": AxisStrategy(parameters=_R, gradients=_P, optimizer=_S),
@@ -52,7 +52,7 @@ INNER: dict[str, AxisStrategy] = {
     "optim_grads_params": AxisStrategy(parameters=_S, gradients=_S, optimizer=_S),
 }
 
-# Strategy of the outer axis (dp_outer), where there is one: HSDP, and hybrid FSDP.
+# Strategies of the outer axis (dp_outer): HSDP ("no_shard") and hybrid FSDP ("optim").
 OUTER: dict[str, AxisStrategy] = {
     "no_shard": AxisStrategy(parameters=_R, gradients=_P, optimizer=_R),
     "optim": AxisStrategy(parameters=_R, gradients=_P, optimizer=_S),
@@ -61,14 +61,14 @@ OUTER: dict[str, AxisStrategy] = {
 
 @dataclass(frozen=True)
 class Sharding:
-    """Placements on both data-parallel axes.
+    """The strategies of both data-parallel axes.
 
     Attributes:
-        inner: On the inner axis.
-        outer: On the outer axis; those of ``no_shard`` if there is none.
+        inner: Strategy of the inner axis.
+        outer: Strategy of the outer axis; ``no_shard`` if there is none.
 
     Raises:
-        ValueError: The combination is not defined.
+        ValueError: The outer axis shards the optimizer state and the inner axis does not.
     """
 
     inner: AxisStrategy
@@ -77,23 +77,24 @@ class Sharding:
     def __post_init__(self) -> None:
         if self.outer.shards_optimizer and not self.inner.shards_optimizer:
             raise ValueError(
-                "Optimizer state that is sharded over the outer axis is a part of each inner rank's part; with the "
-                "inner strategy 'no_shard' there is none. Use 'optim' or a later one as the inner strategy."
+                "The outer axis shards the optimizer state that the inner axis has sharded, but the inner strategy "
+                "'no_shard' does not shard it. Use 'optim', 'optim_grads' or 'optim_grads_params' as the inner "
+                "strategy."
             )
 
     @property
     def axes(self) -> tuple[AxisStrategy, AxisStrategy]:
-        """Placements on each axis, from the inner to the outer."""
+        """The strategies, inner axis first."""
         return self.inner, self.outer
 
     @property
     def with_whole_parameters(self) -> "Sharding":
-        """The same, but that every rank keeps whole compute weights."""
+        """The same strategies, except that every rank keeps whole compute weights."""
         return Sharding(replace(self.inner, parameters=Distribution.REPLICATE), self.outer)
 
     @property
     def keeps_shard(self) -> bool:
-        """True if a rank keeps a shard of compute weights, since its main weights are only a part of it."""
+        """True if a rank keeps its shard of the compute weights, because its main weights cover only part of it."""
         return self.inner.shards_parameters and self.outer.shards_optimizer
 
 
@@ -101,10 +102,10 @@ UNSHARDED = Sharding(INNER["no_shard"])
 
 
 def resolve_strategy(strategy: str | int, table: dict[str, AxisStrategy] | None = None) -> str:
-    """The canonical name of ``strategy``, which is a name or a stage of ZeRO (its position in the table).
+    """The canonical name of ``strategy``, which is a name or a ZeRO stage (a position in the table).
 
     Raises:
-        ValueError: ``strategy`` is not in the table; the message names the choices and the nearest one.
+        ValueError: ``strategy`` is not in the table. The message lists the choices and suggests the closest one.
     """
     table = INNER if table is None else table
     names = list(table)

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 
 from megatron.fsdp.buffers.parameter import ShardedParameter
-from megatron.fsdp.dtensor.placements import part_of
+from megatron.fsdp.dtensor.placements import local_slice
 from megatron.fsdp.dtensor.ragged_dtensor import is_sharded, local_shard, reduced, same_layout
 from megatron.fsdp.runtime.engine import Engine
 from megatron.fsdp.runtime.partition import public_name
@@ -33,7 +33,7 @@ def own_shard(param: ShardedParameter, value: torch.Tensor) -> torch.Tensor:
     main: DTensor = param.main  # type: ignore[assignment]  # a Parameter that is a DTensor
     if is_sharded(value) and same_layout(value, main):
         return local_shard(value)
-    return part_of(main._spec).of(reduced(value))
+    return local_slice(main._spec).take_from(reduced(value))
 
 
 def copy_shard(param: ShardedParameter, part: torch.Tensor) -> None:

@@ -1,1 +1,1 @@
-"""Commands, and what looks at a model from outside: doctor, verify, trace, launch."""
+"""Command-line tools: doctor, verify, trace and launch."""

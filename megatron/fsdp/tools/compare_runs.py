@@ -1,8 +1,8 @@
-"""Runs a training command twice, with Megatron's DDP and with our FSDP, and finds the first number that differs.
+"""Runs a training command with Megatron's DDP and with our FSDP, and finds the first number that differs.
 
-Both runs start from equal weights and train on equal data. Each rank records loss and gradient norm of every iteration,
-all gradients of the first one, and all weights after the last, gathered over the data-parallel ranks; what one rank
-computes with DDP is what the same rank computes with FSDP.
+Both runs start from the same weights and train on the same data. Each rank records loss and gradient norm of every
+iteration, all gradients of the first iteration, and all weights after the last, gathered over the data-parallel ranks.
+The recordings of the same rank are compared.
 """
 
 import functools
@@ -26,13 +26,13 @@ from megatron.fsdp.tools.script import run
 RECORD = "MEGATRON_FSDP_RECORD"
 STEPS = "MEGATRON_FSDP_RECORD_STEPS"
 
-# Relative. What equal sums of another order may differ by: of one number, and of the elements of a tensor against its
-# largest. bf16 has 8 bits.
+# Relative differences that another order of summation may cause: of a number, and of a tensor's elements relative to
+# its largest element.
 TOLERANCES = {"fp32": (5e-6, 1e-4), "bf16": (1e-2, 5e-2)}
-# Of a tensor's largest gradient.
+# Gradients below this fraction of a tensor's largest gradient are rounding errors.
 NOISE = 1e-5
 
-# Options that only one of the two takes, and how many words follow.
+# Options for FSDP only, with the number of values that follow each.
 _ONLY_FSDP = {
     "--use-megatron-fsdp": 0,
     "--data-parallel-sharding-strategy": 1,
@@ -48,16 +48,16 @@ _ONLY_FSDP = {
     "--megatron-fsdp-main-grads-dtype": 1,
     "--megatron-fsdp-grad-comm-dtype": 1,
 }
-# What would make the runs differ from what was asked for, or write to where the user's own runs are.
+# Options that would end the runs early or overwrite the user's files.
 _DROPPED = {"--save": 1, "--load": 1, "--save-interval": 1, "--exit-interval": 1, "--tensorboard-dir": 1}
 
 
 def without(arguments: Sequence[str], options: dict[str, int]) -> list[str]:
-    """The command line without some options.
+    """Remove options from a command line.
 
     Args:
-        arguments: Words.
-        options: Names, and how many words follow each.
+        arguments: The command line.
+        options: Names of options, with the number of values that follow each.
     """
     kept, words = [], iter(arguments)
     for word in words:
@@ -71,21 +71,22 @@ def without(arguments: Sequence[str], options: dict[str, int]) -> list[str]:
 
 
 def with_value(arguments: Sequence[str], option: str, value: int) -> list[str]:
-    """The command line with another value of an option."""
+    """Set the value of an option in a command line."""
     return [*without(arguments, {option: 1}), option, str(value)]
 
 
-# The run ---------------------------------------------------------------------------------------------------------
+# Recording a run -------------------------------------------------------------------------------------------------
 
 
 @dataclass
-class Recorder:
-    """Writes what a rank computed.
+class RunRecorder:
+    """Records losses, gradients and weights of one rank.
 
     Attributes:
-        folder: Where to.
-        steps: Iterations.
-        numbers: Loss and gradient norm of each.
+        folder: Folder for the recording.
+        steps: Number of iterations.
+        numbers: Loss and gradient norm of each iteration.
+        gradients: Whole gradients of the first iteration, by name.
     """
 
     folder: Path
@@ -94,7 +95,7 @@ class Recorder:
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def install(self) -> None:
-        """Watch Megatron's loop."""
+        """Wrap the functions of Megatron's training loop."""
         from megatron.training import training
 
         training.train_step = self._watch_step(training.train_step)
@@ -137,13 +138,13 @@ def _is_ours(model: list[nn.Module]) -> bool:
 
 
 def whole_gradients(model: list[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each parameter's gradient as this rank computes with the parameter, in fp32, by name."""
+    """The gradient of each parameter on this tensor-parallel rank, in fp32, by name."""
     from megatron.fsdp.mcore.adapter import FullyShardedDataParallel
 
     for number, chunk in enumerate(model):
         if isinstance(chunk, FullyShardedDataParallel):
-            for entry, tensor in _gathered(chunk, lambda main: main.grad):
-                yield _key(number, entry.name), tensor.float()
+            for param, tensor in _gather_chunk(chunk, lambda main: main.grad):
+                yield _key(number, param.name), tensor.float()
         else:
             for name, parameter in chunk.named_parameters():
                 if parameter.requires_grad:
@@ -151,27 +152,30 @@ def whole_gradients(model: list[nn.Module]) -> Iterator[tuple[str, torch.Tensor]
 
 
 def whole_weights(model: list[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each parameter as this rank computes with it, by name."""
+    """Each parameter on this tensor-parallel rank, by name."""
     from megatron.fsdp.mcore.adapter import FullyShardedDataParallel
 
     for number, chunk in enumerate(model):
         if isinstance(chunk, FullyShardedDataParallel):
             chunk.stop_communication()
-            for entry, tensor in _gathered(chunk, lambda main: main):
-                yield _key(number, entry.name), tensor.to(entry.compute.dtype)
+            for param, tensor in _gather_chunk(chunk, lambda main: main):
+                yield _key(number, param.name), tensor.to(param.compute.dtype)
         else:
             for name, parameter in chunk.named_parameters():
                 yield _key(number, name), parameter.detach().cpu().clone()
 
 
 def key_shifts(model: list[nn.Module]) -> dict[str, tuple[torch.Tensor, str, torch.Tensor]]:
-    """Biases that shift all keys of an attention alike, by name: their rows, and name and rows of the queries' bias.
+    """Find biases of attention keys.
 
-    A shift of all keys adds the same to all scores of a query, of which a softmax sees nothing: in exact arithmetic
-    such a bias has no gradient. Where keys are turned by their positions, or the softmax has an offset, it has one.
+    A bias of the keys adds the same value to all scores of a query, and softmax ignores it, so its exact gradient is
+    zero. With rotary embeddings or a softmax offset, the gradient is not zero.
 
     Args:
-        model: Chunks in Megatron's DDP.
+        model: Model chunks in Megatron's DDP.
+
+    Returns:
+        By name of the bias: a mask of its rows that belong to keys, and name and mask of the bias of the queries.
     """
     from megatron.core import parallel_state
     from megatron.fsdp.mcore.parameter_names import layouts
@@ -200,36 +204,36 @@ def _key(chunk: int, name: str) -> str:
     return f"chunk {chunk}: {bare_name(name)}" if chunk else bare_name(name)
 
 
-def _gathered(chunk: Any, choose: Callable[[nn.Parameter], Any]) -> Iterator[tuple[Any, torch.Tensor]]:
-    """Every parameter, and the whole of what ``choose`` takes of it, gathered over the data-parallel ranks."""
+def _gather_chunk(chunk: Any, choose: Callable[[nn.Parameter], Any]) -> Iterator[tuple[Any, torch.Tensor]]:
+    """Every parameter of a chunk, and the tensor that ``choose`` returns for it, gathered over data-parallel ranks."""
     from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 
     for group in chunk.module.engine.groups:
-        axis = group.axes.dp_group
-        for entry in group.params:
-            value = choose(entry.main)
+        dp_group = group.axes.dp_group
+        for param in group.params:
+            value = choose(param.main)
             mine = None if value is None else local_shard(value).detach().cpu().reshape(-1)
-            parts: list[Any] = [None] * axis.size()
-            dist.all_gather_object(parts, (entry.shard_slice.start, entry.shard_slice.stop, mine), group=axis)
-            whole = torch.zeros(math.prod(entry.local_shape))
-            for start, stop, part in parts:
-                if part is not None and stop > start:
-                    whole[start:stop] = part.float()
-            if entry.trained or value is entry.main:
-                yield entry, whole.view(entry.local_shape)
+            shards: list[Any] = [None] * dp_group.size()
+            dist.all_gather_object(shards, (param.shard_slice.start, param.shard_slice.stop, mine), group=dp_group)
+            whole = torch.zeros(math.prod(param.local_shape))
+            for start, stop, shard in shards:
+                if shard is not None and stop > start:
+                    whole[start:stop] = shard.float()
+            if param.trained or value is param.main:
+                yield param, whole.view(param.local_shape)
 
 
 def record(script: Path, arguments: Sequence[str]) -> None:
-    """Run a script, recording; called in every rank process of :func:`launch`."""
+    """Run a script and record it. :func:`launch` calls this in every rank process."""
     from megatron.fsdp.mcore import install
 
     install()
-    Recorder(Path(os.environ[RECORD]), int(os.environ[STEPS])).install()
+    RunRecorder(Path(os.environ[RECORD]), int(os.environ[STEPS])).install()
     run(script, arguments)
 
 
 def launch(script: Path, arguments: Sequence[str], ranks: int, steps: int, folder: Path, ddp: bool) -> str:
-    """Train, recording into ``folder``; return the end of the log if that fails, else nothing."""
+    """Train and record into ``folder``. Returns the end of the log if the run fails, else an empty string."""
     folder.mkdir(parents=True)
     words = with_value(with_value(without(arguments, _DROPPED), "--train-iters", steps), "--log-interval", 1)
     environment = {**os.environ, RECORD: str(folder), STEPS: str(steps)}
@@ -249,17 +253,17 @@ def launch(script: Path, arguments: Sequence[str], ranks: int, steps: int, folde
     return "" if recorded else result.stdout[-4000:] or f"exit code {result.returncode}"
 
 
-# The comparison --------------------------------------------------------------------------------------------------
+# Comparing two runs ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A number in which the runs differ.
+    """A difference between the runs.
 
     Attributes:
-        where: Iteration, and parameter or quantity.
-        rank: Where it was seen.
-        difference: Relative.
+        where: The iteration, and the parameter or quantity.
+        rank: The rank that recorded it.
+        difference: The relative difference.
     """
 
     where: str
@@ -271,15 +275,15 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """What came of it.
+class RunComparison:
+    """The result of a comparison.
 
     Attributes:
-        findings: Differences, the earliest first.
-        compared: How many numbers and tensors.
-        largest: The largest relative difference of those that agree.
-        fingerprint: Of all weights of the FSDP run.
-        noise: Weights that agree but for elements whose gradient is rounding, by name: how many of these there are.
+        findings: Differences, earliest first.
+        compared: Number of compared numbers and tensors.
+        largest: Largest relative difference within the tolerances.
+        fingerprint: Hash of all weights of the FSDP run.
+        noise: By name of weight, the number of elements that were left out because their gradient is a rounding error.
     """
 
     findings: list[Finding]
@@ -289,13 +293,13 @@ class Comparison:
     noise: dict[str, int] = field(default_factory=dict)
 
 
-def compare(ddp: Path, fsdp: Path, ranks: int, precision: str) -> Comparison:
-    """Compare what two runs recorded.
+def compare(ddp: Path, fsdp: Path, ranks: int, precision: str) -> RunComparison:
+    """Compare the recordings of two runs.
 
     Args:
         ddp: Folder of the run with DDP.
         fsdp: Folder of the run with FSDP.
-        ranks: Of each.
+        ranks: Number of ranks of each run.
         precision: A key of ``TOLERANCES``.
     """
     digest = hashlib.sha256()
@@ -317,22 +321,22 @@ def compare(ddp: Path, fsdp: Path, ranks: int, precision: str) -> Comparison:
             else:
                 found.append((order, Finding(where, rank, difference)))
     found.sort(key=lambda pair: pair[0])
-    return Comparison([finding for _, finding in found], compared, largest, digest.hexdigest()[:16], noise)
+    return RunComparison([finding for _, finding in found], compared, largest, digest.hexdigest()[:16], noise)
 
 
-# Order in time, place, relative difference, and how much that may be.
+# Position in time, description, relative difference, and tolerance.
 _Check = tuple[int, str, float, float]
 
 
 def _numbers(a: dict[str, Any], b: dict[str, Any], precision: str) -> Iterator[_Check]:
-    """Losses and gradient norms."""
+    """Compare losses and gradient norms."""
     for number, (x, y) in enumerate(zip(a["numbers"], b["numbers"], strict=True), start=1):
         for what, p, q in zip(("loss", "gradient norm"), x, y, strict=True):
             yield 3 * number, f"iteration {number}, {what}", relative(p, q), TOLERANCES[precision][0]
 
 
 def _gradients(a: dict[str, Any], b: dict[str, Any], precision: str) -> Iterator[_Check]:
-    """Gradients of the first iteration; of a bias that shifts keys, against those of the queries' bias."""
+    """Compare the gradients of the first iteration. For key biases, the scale is the gradient of the query bias."""
     for name in sorted(a["gradients"].keys() | b["gradients"].keys()):
         difference = math.inf
         if name in a["gradients"] and name in b["gradients"]:
@@ -345,7 +349,7 @@ def _gradients(a: dict[str, Any], b: dict[str, Any], precision: str) -> Iterator
 
 
 def _weights(a: dict[str, Any], b: dict[str, Any], precision: str) -> Iterator[tuple[str, float, int]]:
-    """Each weight's relative difference, and how many elements had to be left out for it to be within the tolerance."""
+    """Compare weights: relative difference of each, and the number of elements left out to meet the tolerance."""
     allowed = TOLERANCES[precision][1]
     for name in sorted(a["weights"].keys() | b["weights"].keys()):
         if name not in a["weights"] or name not in b["weights"]:
@@ -359,16 +363,16 @@ def _weights(a: dict[str, Any], b: dict[str, Any], precision: str) -> Iterator[t
 
 
 def relative(a: float, b: float) -> float:
-    """The difference of two numbers against the larger of them; infinite if one is not finite."""
+    """The difference of two numbers relative to the larger one; infinite if one is not finite."""
     if not (math.isfinite(a) and math.isfinite(b)):
         return math.inf
     return 0.0 if a == b else abs(a - b) / max(abs(a), abs(b))
 
 
 def _noise(name: str, a: dict[str, Any], b: dict[str, Any], precision: str) -> torch.Tensor | None:
-    """Elements whose gradient is nothing but rounding, such as a key's bias before a softmax.
+    """A mask of elements whose gradient is only a rounding error, such as biases of attention keys.
 
-    Optimizers that divide a gradient by its size, as Adam does, make steps of it that mean nothing.
+    Optimizers that normalize gradients, such as Adam, turn these into steps of full size in a random direction.
     """
     gradient = a["gradients"].get(name)
     if gradient is None:
@@ -384,7 +388,7 @@ def _noise(name: str, a: dict[str, Any], b: dict[str, Any], precision: str) -> t
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor, ignored: torch.Tensor | None = None, scale: float = 0.0) -> float:
-    """The largest difference of two elements, against the largest element or, if that is larger, ``scale``."""
+    """The largest difference of elements, relative to the largest element or to ``scale``, whichever is larger."""
     if a.shape != b.shape:
         return math.inf
     if ignored is not None:
@@ -396,5 +400,5 @@ def _distance(a: torch.Tensor, b: torch.Tensor, ignored: torch.Tensor | None = N
     difference = float((a - b).abs().max())
     if not math.isfinite(difference):
         return math.inf
-    # Sums of zeros are not always zero.
+    # Gradients that are zero in theory may be tiny, so ignore absolute differences below 1e-9.
     return 0.0 if difference < 1e-9 else difference / largest

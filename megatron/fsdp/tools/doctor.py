@@ -1,10 +1,10 @@
-"""Says what a training command would do with our FSDP, or why it cannot, before a GPU is asked for.
+"""Checks a training command without GPUs: reports how it would be sharded, or why it cannot run with our FSDP.
 
     python -m megatron.fsdp.doctor [--world-size N] [--rank R] [--json] SCRIPT ARGS...
 
-It needs one process and no GPU, for any number of ranks; the model is built without memory for its weights. Printed are
-the mesh, units, dtypes, collectives and bytes per rank; or every setting that does not fit, with what to do. Exits with
-0 if the command would start to train, else with 1.
+One process is enough for any number of ranks, and no memory is allocated for weights. The report lists the mesh, units,
+dtypes, collectives and bytes per rank, or every unsupported setting with a remedy. The exit code is 0 if the command
+would start to train, else 1.
 """
 
 import os
@@ -15,16 +15,17 @@ from megatron.fsdp.tools import script
 
 
 def main() -> int:
-    """Examine the command, print the report, return the exit code."""
+    """Examine the command and print the report. Returns the exit code."""
     parser = script.parser("megatron.fsdp.doctor", __doc__)
-    parser.add_argument("--world-size", type=int, default=int(os.environ.get("WORLD_SIZE", "8")), help="ranks; or 8")
-    parser.add_argument("--rank", type=int, default=0, help="the rank to look at: pipeline stages differ")
-    parser.add_argument("--json", action="store_true", help="print the report for programs")
-    parser.add_argument("--verbose", action="store_true", help="let the script print what it prints")
+    parser.add_argument("--world-size", type=int, default=int(os.environ.get("WORLD_SIZE", "8")), help="ranks (or 8)")
+    parser.add_argument("--rank", type=int, default=0, help="the rank to examine, because pipeline stages differ")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument("--verbose", action="store_true", help="show the output of the script")
     options = script.parse(parser)
     cpu.enable()
     from megatron.fsdp.tools.examine import examine
 
+    # Redirect the file descriptors: output of libraries and subprocesses does not go through sys.stdout.
     shown = os.dup(1)
     if not options.verbose:
         silence = os.open(os.devnull, os.O_WRONLY)

@@ -1,28 +1,27 @@
-"""What sharding a model will take: units, collectives and bytes per rank, from shapes alone. Allocates nothing."""
+"""Estimates units, collectives and bytes per rank of a sharded model from its shapes. Allocates no memory."""
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import nn
 
 from megatron.fsdp.buffers.parameter import ShardedParameter
 from megatron.fsdp.config import FSDPConfig
-from megatron.fsdp.runtime.partition import UnitPart, partition
+from megatron.fsdp.runtime.partition import partition
 from megatron.fsdp.sharding.layout import parse_granularity, plan_layout
 from megatron.fsdp.sharding.strategy import UNSHARDED
 
-# Bytes of Adam's two moments per element, in fp32.
+# Bytes of Adam's two fp32 moments per element.
 ADAM = 8
 
 
 @dataclass(frozen=True)
 class AxisSizes:
-    """Ranks of the data-parallel axes of one kind of parameters.
+    """Sizes of the data-parallel axes of one kind of parameters.
 
     Attributes:
-        inner: What parameters are sharded over.
-        outer: What that is repeated over, or extended to; 1 if there is no such axis.
+        inner: Ranks of the inner axis.
+        outer: Ranks of the outer axis; 1 if there is none.
     """
 
     inner: int
@@ -31,17 +30,17 @@ class AxisSizes:
 
 @dataclass
 class Bytes:
-    """Bytes on one rank; what one unit takes, or a whole model.
+    """Bytes of a unit or a model on one rank.
 
     Attributes:
-        elements: Of all parameters.
-        padding: Elements that belong to none.
-        compute: Compute weights that stay.
-        main: Main weights apart from those.
+        elements: Number of elements of all parameters.
+        padding: Number of padding elements.
+        compute: Compute weights that stay allocated.
+        main: Main weights, if they are not the compute weights.
         optimizer: Adam's moments.
         gradients: Reduced gradients, until the optimizer's step.
-        gathered: Compute weights while the unit is in use.
-        reducing: Gradients on their way.
+        gathered: Compute weights while the unit is unsharded.
+        reducing: Gradients while they are reduced.
     """
 
     elements: int = 0
@@ -54,25 +53,25 @@ class Bytes:
     reducing: int = 0
 
     def add(self, other: "Bytes") -> None:
-        """Add up."""
+        """Add the bytes of another unit."""
         for name, value in vars(other).items():
             setattr(self, name, getattr(self, name) + value)
 
     @property
     def resting(self) -> int:
-        """Between steps."""
+        """Bytes between steps."""
         return self.compute + self.main + self.optimizer
 
 
 @dataclass(frozen=True)
 class UnitEstimate:
-    """One unit.
+    """The estimate of one unit.
 
     Attributes:
-        name: Of its module; empty for the root.
+        name: Name of its module; empty for the root.
         kind: Class of its module.
-        groups: Collectives for each gather or reduction.
-        bytes: What it takes.
+        groups: Number of parameter groups: one collective each per all-gather or reduction of the unit.
+        bytes: Its bytes on one rank.
     """
 
     name: str
@@ -83,11 +82,11 @@ class UnitEstimate:
 
 @dataclass(frozen=True)
 class Estimate:
-    """One model chunk.
+    """The estimate of one model chunk.
 
     Attributes:
-        units: The root first.
-        dtypes: Compute, main and gradient dtypes that occur.
+        units: All units, root first.
+        dtypes: Descriptions of the combinations of dtypes that occur.
     """
 
     units: tuple[UnitEstimate, ...]
@@ -95,7 +94,7 @@ class Estimate:
 
     @property
     def total(self) -> Bytes:
-        """Of all units."""
+        """The sum over all units."""
         total = Bytes()
         for unit in self.units:
             total.add(unit.bytes)
@@ -103,11 +102,11 @@ class Estimate:
 
     @property
     def kinds(self) -> dict[str, int]:
-        """How many units there are of each class."""
+        """Number of units of each class."""
         return dict(Counter(unit.kind for unit in self.units[1:]))
 
     def peak(self, config: FSDPConfig) -> int:
-        """The most within a step, without activations: the formula of docs/memory.md."""
+        """Peak bytes during a step, without activations, by the formula of docs/memory.md."""
         root, others = self.units[0].bytes, [unit.bytes for unit in self.units[1:]]
         gathered = max((b.gathered for b in others), default=0) * config.max_unsharded_units
         reducing = max((b.reducing for b in others), default=0) * config.max_reducing_units
@@ -121,15 +120,15 @@ def estimate(
     """Plan a model's units and layouts as the engine does.
 
     Args:
-        module: The model; its parameters may be on the meta device.
-        classes: A module of one of these is a unit.
-        config: Settings.
-        dense: Axes of parameters that are no experts.
+        module: The model, which may be on the meta device.
+        classes: Classes whose modules become units.
+        config: Settings of the engine.
+        dense: Axes of dense parameters.
         experts: Axes of experts.
     """
     dtypes: dict[str, None] = {}
     units = []
-    for part in _parts(partition(module, classes, config.enable_fine_grained_param_gather)):
+    for part in partition(module, classes, config.enable_fine_grained_param_gather).walk():
         total = Bytes()
         for params in part.groups:
             found, text = _group(params, config, experts if params[0].key.expert else dense)
@@ -137,12 +136,6 @@ def estimate(
             dtypes[text] = None
         units.append(UnitEstimate(part.name, type(part.module).__name__, len(part.groups), total))
     return Estimate(tuple(units), tuple(dtypes))
-
-
-def _parts(part: UnitPart) -> Iterator[UnitPart]:
-    yield part
-    for child in part.children:
-        yield from _parts(child)
 
 
 def _group(params: list[ShardedParameter], config: FSDPConfig, axes: AxisSizes) -> tuple[Bytes, str]:

@@ -1,7 +1,7 @@
-"""Runs a training script up to where it would wrap its model, on the meta device, and says what would be done there.
+"""Runs a training script until it wraps its model, without memory for weights, and reports how it would be sharded.
 
-The script's own command line is parsed by Megatron, and its own model is built: as one rank of a process group that
-moves no data, and without memory for weights. So it takes one process, and no GPU, for any number of ranks.
+Megatron parses the command line, and the script builds its model as one rank of a fake process group, which moves no
+data. One process without a GPU is enough for any number of ranks.
 """
 
 import dataclasses
@@ -25,26 +25,26 @@ from megatron.fsdp.tools.estimate import AxisSizes, Estimate, estimate
 from megatron.fsdp.tools.script import run
 
 GIB = 1 << 30
-# Elements up to which tensors of the model are made as they are asked for.
+# Tensors with at most this many elements are created on the requested device.
 SMALL = 1 << 12
 
 
 class _Examined(BaseException):
-    """The model has been looked at: nothing of the script is to run after that."""
+    """Ends the script once the model has been examined. Not an ``Exception``, which the script might catch."""
 
 
 @dataclass
 class Report:
-    """What would happen.
+    """The result of an examination.
 
     Attributes:
-        limits: Settings that do not fit.
-        refusal: What Megatron itself, or the script, has against the command line.
-        world_size: Ranks.
-        sizes: Ranks of each kind of parallelism.
+        world_size: Number of ranks.
+        limits: Unsupported settings.
+        refusal: The error of Megatron or of the script, if one ended it.
+        sizes: Number of ranks of each kind of parallelism.
         config: Settings of the engine.
         chunks: Model chunks of this pipeline stage.
-        uses_fsdp: The command line asks for FSDP.
+        uses_fsdp: Whether the command line selects FSDP.
     """
 
     world_size: int
@@ -61,7 +61,7 @@ class Report:
         return bool(self.chunks) and not self.limits and not self.refusal
 
     def as_json(self) -> str:
-        """For programs."""
+        """The report for programs."""
         found: dict[str, Any] = {
             "accepted": self.accepted,
             "world_size": self.world_size,
@@ -80,21 +80,21 @@ class Report:
 
     @property
     def peak(self) -> int:
-        """Bytes of a rank within a step, without activations. Chunks take turns."""
+        """Peak bytes on a rank during a step, without activations. Only one chunk is active at a time."""
         if self.config is None or not self.chunks:
             return 0
         resting = sum(chunk.total.resting + chunk.total.gradients for chunk in self.chunks)
         return resting + max(c.peak(self.config) - c.total.resting - c.total.gradients for c in self.chunks)
 
     def as_text(self) -> str:
-        """For people."""
+        """The report for people."""
         if not self.uses_fsdp:
-            return "The command line does not ask for --use-megatron-fsdp: nothing to say about it."
+            return "The command line does not contain --use-megatron-fsdp, so there is nothing to examine."
         lines = [f"{self.world_size} ranks"]
         for limit in self.limits:
             lines += [f"NOT POSSIBLE  {limit.setting}: {limit.message}", f"              {limit.remedy}"]
         if self.refusal:
-            lines.append(f"REFUSED  {self.refusal}")
+            lines.append(f"ERROR  {self.refusal}")
         if self.accepted and self.config is not None:
             lines += self._plan(self.config)
         return "\n".join(lines)
@@ -109,15 +109,15 @@ class Report:
             name = f"units, chunk {number}" if len(self.chunks) > 1 else "units"
             largest = max((unit.bytes.elements for unit in chunk.units[1:]), default=0)
             root = chunk.units[0].bytes.elements
-            rows.append((name, f"{kinds}; the largest has {largest:,} parameters here; {root:,} are in none"))
+            rows.append((name, f"{kinds}; the largest has {largest:,} parameters here; {root:,} are in no unit"))
         rows.append(("dtypes", "; ".join(sorted({text for chunk in self.chunks for text in chunk.dtypes}))))
-        buffers = f"{config.max_unsharded_units} units gathered, {config.max_reducing_units} on their way"
+        buffers = f"{config.max_unsharded_units} unsharded units, {config.max_reducing_units} reducing gradients"
         rows.append(("buffers", buffers + (", fixed (double buffer)" if config.fsdp_double_buffer else "")))
         gathers = sum(unit.groups for chunk in self.chunks for unit in chunk.units)
         passes = 2 if config.sharding.inner.shards_parameters else 1
-        rows.append(("collectives", f"up to {passes * gathers} gathers and {gathers} reductions per micro-batch"))
+        rows.append(("collectives", f"up to {passes * gathers} all-gathers and {gathers} reductions per micro-batch"))
         elements, padding = sum(t.elements for t in totals), sum(t.padding for t in totals)
-        rows.append(("parameters", f"{elements:,} on this rank's stage and tensor-parallel part, {padding:,} padding"))
+        rows.append(("parameters", f"{elements:,} on this pipeline and tensor-parallel rank, {padding:,} padding"))
         rows.append(("bytes per rank", ""))
         for title, name in (
             ("  compute weights", "compute"),
@@ -125,8 +125,8 @@ class Report:
             ("  Adam's moments", "optimizer"),
         ):
             rows.append((title, _gib(sum(getattr(t, name) for t in totals))))
-        rows.append(("  at rest", _gib(sum(t.resting for t in totals))))
-        rows.append(("  peak of a step", f"{_gib(self.peak)}, and activations"))
+        rows.append(("  between steps", _gib(sum(t.resting for t in totals))))
+        rows.append(("  peak of a step", f"{_gib(self.peak)}, plus activations"))
         width = max(len(name) for name, _ in rows)
         return [f"{name:<{width}}  {text}".rstrip() for name, text in rows]
 
@@ -136,13 +136,13 @@ def _gib(count: int) -> str:
 
 
 def examine(script: Path, arguments: Sequence[str], world_size: int, rank: int = 0) -> Report:
-    """Find out what a command would do.
+    """Examine a training command.
 
     Args:
-        script: A training script of Megatron's kind.
+        script: A training script for Megatron.
         arguments: Its command line.
         world_size: Number of ranks.
-        rank: Which of them to look at; pipeline stages differ.
+        rank: The rank to examine, because pipeline stages differ.
     """
     report = Report(world_size)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
@@ -161,7 +161,7 @@ def examine(script: Path, arguments: Sequence[str], world_size: int, rank: int =
         pass
     except SystemExit as end:
         report.refusal = f"The script ended with exit code {end.code}."
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is what the user has to know
+    except Exception as error:  # noqa: BLE001 - any error of the script belongs in the report
         report.refusal = f"{type(error).__name__}: {error}"
     finally:
         uninstall()
@@ -170,7 +170,7 @@ def examine(script: Path, arguments: Sequence[str], world_size: int, rank: int =
 
 
 def _examining(validate_args: Callable[..., Any], original: Callable[..., Any], report: Report) -> Callable[..., Any]:
-    """A ``validate_args`` that looks for limits first, and has the model built without memory and data."""
+    """A ``validate_args`` that checks limits first, and then selects the fake process group and the meta device."""
 
     @functools.wraps(original)
     def validate(args: Any, *rest: Any, **kwargs: Any) -> Any:
@@ -188,7 +188,7 @@ def _examining(validate_args: Callable[..., Any], original: Callable[..., Any], 
 
 
 class _LargeOnMeta(TorchFunctionMode):
-    """Large tensors have no memory, whatever device they are asked for on: Megatron's layers name one."""
+    """Creates large tensors on the meta device, even if a device is given, as Megatron's layers do."""
 
     _CREATE = (torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn)
 
@@ -211,12 +211,12 @@ def _without_memory(setup: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _look_at(report: Report, config: Any, ddp_config: Any, module: nn.Module, *rest: Any, **kwargs: Any) -> None:
-    """Called in place of the wrapper."""
+    """Replaces the wrapper's constructor: adds the model chunk to the report."""
     from megatron.core import parallel_state as groups
     from megatron.fsdp.mcore.adapter import fsdp_config, units_of
     from megatron.fsdp.runtime.partition import resolve_unit_classes
 
-    config.init_model_with_meta_device = False  # that was our doing
+    config.init_model_with_meta_device = False  # set by _examining and not by the user
     report.limits = broken(Settings(ddp_config, config))
     outer = ddp_config.num_distributed_optimizer_instances or 1
     dense = groups.get_data_parallel_world_size(with_context_parallel=True)

@@ -1,9 +1,8 @@
-"""Runs a Megatron training script, written for Megatron-Core's own FSDP or for DDP, with ours.
+"""Runs an unmodified Megatron training script with this FSDP in place of Megatron-Core's.
 
     torchrun --nproc-per-node 8 -m megatron.fsdp.launch SCRIPT ARGS...
 
-The script needs no change: where it asks for ``--use-megatron-fsdp``, it gets this project's. Without a CUDA device it
-runs on the CPU.
+``--use-megatron-fsdp`` then selects this project's FSDP. Without a CUDA device, the script runs on the CPU.
 """
 
 import sys

@@ -8,10 +8,10 @@ from pathlib import Path
 
 
 def parser(module: str, description: str | None) -> argparse.ArgumentParser:
-    """A parser for the options of a command that takes a script; :func:`parse` adds script and arguments.
+    """A parser for the options of a command that runs a script. :func:`parse` adds the script and its arguments.
 
     Args:
-        module: What stands behind ``python -m``.
+        module: Name of the module in ``python -m``.
         description: The module's docstring.
     """
     return argparse.ArgumentParser(
@@ -23,7 +23,7 @@ def parser(module: str, description: str | None) -> argparse.ArgumentParser:
 
 
 def parse(options: argparse.ArgumentParser) -> argparse.Namespace:
-    """Parse the command line, with ``script`` and its ``arguments`` last; exits with 2 if there is no such script."""
+    """Parse a command line that ends with ``script`` and its ``arguments``. Exits if the script does not exist."""
     options.add_argument("script", type=Path)
     options.add_argument("arguments", nargs=argparse.REMAINDER)
     parsed = options.parse_args()
@@ -33,7 +33,7 @@ def parse(options: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def run(script: Path, arguments: Sequence[str]) -> None:
-    """Run a script as ``__main__``, with its own folder first where modules are looked for."""
+    """Run a script as ``__main__``, with its folder first in ``sys.path``, as ``python SCRIPT`` does."""
     argv, folder = sys.argv, sys.path[0]
     sys.argv, sys.path[0] = [str(script), *arguments], str(script.resolve().parent)
     try:

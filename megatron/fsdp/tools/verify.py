@@ -1,11 +1,11 @@
-"""Trains with Megatron's DDP and with our FSDP, from the same command line, and says where they first differ.
+"""Trains with Megatron's DDP and with our FSDP, and reports the first difference.
 
     python -m megatron.fsdp.verify [--ranks N] [--steps 5] [--layers L] [--hidden H] SCRIPT ARGS...
 
-Compared are loss and gradient norm of every step, every gradient of the first, and every weight after the last. The
-command line is that of the FSDP run; for DDP, what only FSDP takes is left out. Nothing is loaded or saved. Weights
-whose gradient is zero but for rounding, as that of a bias of attention keys, are left out and named. Exits with 0 if
-the runs agree, else with 1.
+It compares loss and gradient norm of every step, all gradients of the first step, and all weights after the last step.
+Give the command line of the FSDP run; options that only FSDP takes are removed for DDP. Nothing is loaded or saved.
+Weights whose gradient is a rounding error, such as biases of attention keys, are left out and listed. The exit code is
+0 if the runs agree, else 1.
 """
 
 import os
@@ -18,7 +18,7 @@ from megatron.fsdp.tools import script
 
 
 def main() -> int:
-    """Run both, compare, print, return the exit code."""
+    """Run the command with both, compare, and print the result. Returns the exit code."""
     if sys.argv[1:2] == ["--record"]:
         cpu.enable()
         from megatron.fsdp.tools.compare_runs import record
@@ -26,10 +26,10 @@ def main() -> int:
         record(Path(sys.argv[2]), sys.argv[3:])
         return 0
     parser = script.parser("megatron.fsdp.verify", __doc__)
-    parser.add_argument("--ranks", type=int, default=int(os.environ.get("WORLD_SIZE", "2")), help="processes; or 2")
-    parser.add_argument("--steps", type=int, default=5, help="of training")
-    parser.add_argument("--layers", type=int, help="another --num-layers")
-    parser.add_argument("--hidden", type=int, help="another --hidden-size; --ffn-hidden-size becomes 4 times that")
+    parser.add_argument("--ranks", type=int, default=int(os.environ.get("WORLD_SIZE", "2")), help="ranks (or 2)")
+    parser.add_argument("--steps", type=int, default=5, help="training steps")
+    parser.add_argument("--layers", type=int, help="overrides --num-layers")
+    parser.add_argument("--hidden", type=int, help="overrides --hidden-size, and sets --ffn-hidden-size to 4 times it")
     options = script.parse(parser)
     cpu.enable()
     from megatron.fsdp.tools.compare_runs import compare, launch, with_value
@@ -55,7 +55,7 @@ def main() -> int:
         f"fingerprint of the weights {result.fingerprint}"
     )
     for name, elements in result.noise.items():
-        print(f"left out: {elements} elements of {name}, whose gradient is rounding, of which Adam makes whole steps")
+        print(f"left out: {elements} elements of {name}, whose gradient is a rounding error, which Adam amplifies")
     if not result.findings:
         print(f"equal: the largest relative difference is {result.largest:.1e}")
         return 0

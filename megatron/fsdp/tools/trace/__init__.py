@@ -1,4 +1,4 @@
-"""Timelines of a training step: what each rank computes and communicates, and what the computation has to wait for.
+"""Timelines of a training step: what each rank computes and communicates, and which communication is exposed.
 
     from megatron.fsdp.tools.trace import trace_step
 
@@ -10,7 +10,7 @@
     timeline.save("trace.json")
     timeline.plot("trace.png")
 
-All ranks enter and leave the context together. docs/trace.md says what there is to see.
+All ranks enter and leave the context together. docs/trace.md explains how to read the results.
 """
 
 from collections.abc import Iterator
@@ -22,36 +22,36 @@ from torch import nn
 from megatron.fsdp.module import MegatronFSDP
 from megatron.fsdp.runtime.engine import Engine, engines_of
 from megatron.fsdp.tools.trace.clock import Meeting, clock_of, meet, offset
-from megatron.fsdp.tools.trace.recorder import Recorder
-from megatron.fsdp.tools.trace.timeline import Kind, RankTrace, Row, Span, Timeline, UnitTimes, note_latecomers
+from megatron.fsdp.tools.trace.recorder import StepRecorder
+from megatron.fsdp.tools.trace.timeline import Kind, RankTrace, Row, Span, Timeline, UnitTimes, mark_late_ranks
 
 __all__ = ["Kind", "RankTrace", "Row", "Span", "Timeline", "UnitTimes", "trace_step"]
 
 
 @contextmanager
 def trace_step(model: nn.Module | Engine, all_ranks: bool = True) -> Iterator[Timeline]:
-    """Record what runs in the context.
+    """Record everything that runs in the context.
 
-    Before it, the ranks meet a few times to compare their clocks; after it, the first of them collects what all have
-    recorded. Within it nothing is communicated that would not be otherwise.
+    The ranks synchronize a few times on entry, to compare their clocks. On exit, the first rank collects the recordings
+    of all ranks. The context itself does not add communication.
 
     Args:
-        model: A sharded model, a module that has one inside, or the engine of one.
-        all_ranks: All ranks that the model is sharded over enter the context, and the first gets every recording. If
-            False, each rank that enters it keeps its own, and their clocks are not compared.
+        model: A sharded model, a module that contains one, or the engine of one.
+        all_ranks: Whether all ranks that the model is sharded over enter the context, so that the first rank collects
+            all recordings. If False, every rank that enters it keeps its own recording, and clocks are not compared.
 
     Yields:
-        A timeline that is filled when the context ends, and stays empty if an exception ends it.
+        A timeline that is filled when the context ends. It stays empty if an exception ends the context.
 
     Raises:
-        ValueError: There is no sharded model, or more than one.
+        ValueError: The module does not contain exactly one sharded model.
     """
     engine = _engine_of(model)
     group = engine.index.dense.dp_group
     if dist.get_backend(group) == "fake":
         all_ranks = False
     meetings = meet(group, engine.device) if all_ranks else []
-    recorder = Recorder(engine, clock_of(engine.device))
+    recorder = StepRecorder(engine, clock_of(engine.device))
     timeline = Timeline()
     recorder.start()
     try:
@@ -73,11 +73,11 @@ def _engine_of(model: nn.Module | Engine) -> Engine:
 
 
 def _collect(mine: RankTrace, meetings: list[Meeting], group: dist.ProcessGroup) -> list[RankTrace]:
-    """All ranks' recordings on the clock of the first rank, which gets them; others get nothing."""
+    """Gather the recordings of all ranks on the first rank, with times on its clock; other ranks return nothing."""
     first = dist.get_rank(group) == 0
-    parts: list[tuple[RankTrace, list[Meeting]]] | None = [(mine, meetings)] * group.size() if first else None
-    dist.gather_object((mine, meetings), parts, group=group, group_dst=0)
-    if parts is None:
+    gathered: list[tuple[RankTrace, list[Meeting]]] | None = [(mine, meetings)] * group.size() if first else None
+    dist.gather_object((mine, meetings), gathered, group=group, group_dst=0)
+    if gathered is None:
         return []
-    moved = [trace.moved(*offset(parts[0][1], met)) if i else trace for i, (trace, met) in enumerate(parts)]
-    return note_latecomers(moved)
+    shifted = [trace.shifted(*offset(gathered[0][1], met)) if i else trace for i, (trace, met) in enumerate(gathered)]
+    return mark_late_ranks(shifted)

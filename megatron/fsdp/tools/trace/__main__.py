@@ -1,10 +1,10 @@
-"""Writes a timeline of one training step, of a small transformer or of a script of yours.
+"""Writes a timeline of one training step of a small transformer or of your own training script.
 
     python -m megatron.fsdp.trace --ranks 2 --out trace
     torchrun --nproc-per-node 2 -m megatron.fsdp.trace --out trace --strategy optim_grads --layers 6
     torchrun --nproc-per-node 2 -m megatron.fsdp.trace --out trace --script train.py --steps 5 -- arguments of train.py
 
-Both write trace.json, for https://ui.perfetto.dev, and trace.png, and print a table.
+Each command writes trace.json (for https://ui.perfetto.dev) and trace.png, and prints a table.
 """
 
 import argparse
@@ -28,11 +28,11 @@ SEQUENCE = 128
 
 
 class Transformer(nn.Module):
-    """What is traced if no script is given: an encoder that guesses its own input.
+    """The model that is traced if no script is given: an encoder that predicts its own input.
 
     Args:
-        layers: How many layers, each of which is a unit.
-        width: Of the layers.
+        layers: Number of layers. Each of them is a unit.
+        width: Hidden size.
     """
 
     def __init__(self, layers: int, width: int) -> None:
@@ -53,7 +53,7 @@ class Transformer(nn.Module):
 
 
 def demonstrate(arguments: argparse.Namespace) -> Timeline:
-    """Train the transformer and trace the step after the first ones."""
+    """Train the transformer for some steps and trace the next one."""
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -90,13 +90,13 @@ def trace_script(arguments: argparse.Namespace) -> None:
     run(script, arguments.arguments)
     if not watcher.done:
         raise SystemExit(
-            f"{script} ended before a step could be traced: expected an optimizer of a sharded model to make at least "
-            f"{arguments.steps + 1} steps. --steps says how many to let pass."
+            f"{script} ended before a step could be traced: expected an optimizer of a sharded model to take at least "
+            f"{arguments.steps + 1} steps. --steps sets how many of them are skipped."
         )
 
 
 def write(timeline: Timeline, out: str) -> None:
-    """Write and print what the first rank has collected."""
+    """Write and print the timeline. Does nothing on ranks other than the first."""
     if not timeline.ranks:
         return
     timeline.print()
@@ -111,13 +111,13 @@ def write(timeline: Timeline, out: str) -> None:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line; what stands behind ``--`` is the script's."""
+    """Parse the command line. Arguments after ``--`` are those of the script."""
     end = argv.index("--") if "--" in argv else len(argv)
     parser = argparse.ArgumentParser("megatron.fsdp.trace", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--out", default="trace", help="files to write, without their ending (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=3, help="steps to let pass before (default: %(default)s)")
-    parser.add_argument("--ranks", type=int, default=2, help="ranks to start, without torchrun (default: %(default)s)")
-    parser.add_argument("--script", help="the training script to run; the options below are for the transformer")
+    parser.add_argument("--out", default="trace", help="files to write, without extension (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=3, help="steps before the traced one (default: %(default)s)")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks to start without torchrun (default: %(default)s)")
+    parser.add_argument("--script", help="training script to run; the options below apply to the transformer only")
     parser.add_argument("--strategy", default="optim_grads_params", help=f"{', '.join(INNER)}, or 0 to 3")
     parser.add_argument("--layers", type=int, default=4, help="(default: %(default)s)")
     parser.add_argument("--width", type=int, default=256, help="(default: %(default)s)")
@@ -125,18 +125,18 @@ def parse(argv: list[str]) -> argparse.Namespace:
     arguments = parser.parse_args(argv[:end])
     arguments.arguments = argv[end + 1 :]
     if arguments.script is None and arguments.arguments:
-        parser.error("arguments behind -- are for a script: give --script too")
+        parser.error("arguments after -- are for a script, so --script is needed")
     if arguments.script is not None and not Path(arguments.script).is_file():
         parser.error(f"no such script: {arguments.script}")
     if arguments.steps < 2:
-        parser.error(f"--steps: expected at least 2, which allocate memory and record the plan; got {arguments.steps}")
+        parser.error(f"--steps: expected at least 2, to allocate memory and record the plan; got {arguments.steps}")
     if arguments.strategy.isdigit():
         arguments.strategy = int(arguments.strategy)
     return arguments
 
 
 def main() -> None:
-    """Run, on the ranks that torchrun has started or on some of our own."""
+    """Run the command. Without torchrun, it starts ranks and runs itself on them."""
     argv = sys.argv[1:]
     arguments = parse(argv)
     if "RANK" not in os.environ:

@@ -1,4 +1,4 @@
-"""Draws a timeline: four rows per rank, and what each unit makes the computation wait for."""
+"""Draws a timeline: four rows per rank, and below them the communication of each unit and its exposed share."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -26,20 +26,20 @@ WAIT_LABELS = {kind: f"computation waits for a {kind}" for kind in (Kind.GATHER,
 WAIT_LABELS[Kind.OTHER] = f"computation waits for {Kind.OTHER}"
 
 LATE_STYLE: dict[str, Any] = {"hatch": "////", "edgecolor": "#ffffff", "linewidth": 0}
-NARROW = 0.003  # of the picture's width
+NARROW = 0.003  # as a fraction of the picture's width
 
 WIDTH = 13.0  # inches
 MOST_RANKS = 8
-# A bar gets a label if that fits: a character of this size takes about this part of the picture's width.
+# Width of a character of a bar's label, as a fraction of the picture's width. Labels that do not fit are left out.
 CHARACTER = 0.0062
 
 
 def draw(timeline: Timeline, path: str | Path) -> None:
-    """Write the picture.
+    """Draw a timeline and write it to a file.
 
     Args:
-        timeline: At least one rank's recording.
-        path: Its ending says in which format.
+        timeline: A timeline with at least one recording.
+        path: The file. Its extension determines the format.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -52,7 +52,7 @@ def draw(timeline: Timeline, path: str | Path) -> None:
         ) from error
     shown = timeline.ranks[:MOST_RANKS]
     height = 1.1 * len(shown) + 0.9
-    # A figure of its own, not pyplot's: the script that is traced may draw too.
+    # Do not use pyplot, whose current figure may belong to the traced script.
     figure = Figure(figsize=(WIDTH, height + 3.4), dpi=110, layout="constrained")
     above, below = figure.subplots(2, 1, height_ratios=[height, 2.4])
     _draw_rows(above, shown, of=len(timeline.ranks))
@@ -86,7 +86,7 @@ def _draw_rows(axes: "Axes", traces: list[RankTrace], of: int) -> None:
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)
     shown = "" if of == len(traces) else f", {len(traces)} of {of} ranks"
-    axes.set_title(f"What each rank does{shown}; on the bars: units", loc="left", fontsize=11)
+    axes.set_title(f"Activity of each rank{shown}; bars are labeled with units", loc="left", fontsize=11)
 
 
 def _draw_row(axes: "Axes", spans: list[Span], y: float, first: int, length: int) -> None:
@@ -99,14 +99,14 @@ def _draw_row(axes: "Axes", spans: list[Span], y: float, first: int, length: int
         if span.late > NARROW * length:
             late.append((left, span.late / MILLISECOND))
     for (color, wide), ranges in bars.items():
-        # A thin white edge parts neighbours; around a bar of a pixel's width it would be all there is to see.
+        # A thin white edge separates neighbours, but it would hide a bar that is only one pixel wide.
         edge: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.4} if wide else {"linewidth": 0}
         axes.broken_barh(ranges, (y - 0.43, 0.86), facecolor=color, **edge)
     axes.broken_barh(late, (y - 0.43, 0.86), facecolor="none", **LATE_STYLE)
 
 
 def _label(axes: "Axes", span: Span, y: float, first: int, length: int, name: str) -> None:
-    """Write a unit's name on a bar, right of what is hatched, if it fits there."""
+    """Write a unit's name on a bar, to the right of the hatched part, if it fits."""
     start = span.start + span.late
     if not name or span.kind is Kind.ENGINE or span.end - start < CHARACTER * (len(name) + 0.5) * length:
         return
@@ -116,21 +116,21 @@ def _label(axes: "Axes", span: Span, y: float, first: int, length: int, name: st
 
 
 def _add_legend(figure: "Figure", spans: list[Span]) -> None:
-    """Name the colors that occur."""
+    """Explain the colors that occur."""
     from matplotlib.patches import Patch
 
     seen = {(span.row is Row.WAITS, span.kind) for span in spans}
-    params = [(COLORS[kind], LABELS.get(kind, str(kind))) for kind in COLORS if (False, kind) in seen]
-    params += [(WAIT_COLORS[kind], WAIT_LABELS[kind]) for kind in WAIT_COLORS if (True, kind) in seen]
-    patches = [Patch(color=color, label=label) for color, label in params]
+    entries = [(COLORS[kind], LABELS.get(kind, str(kind))) for kind in COLORS if (False, kind) in seen]
+    entries += [(WAIT_COLORS[kind], WAIT_LABELS[kind]) for kind in WAIT_COLORS if (True, kind) in seen]
+    patches = [Patch(color=color, label=label) for color, label in entries]
     patches.append(Patch(facecolor="white", edgecolor="#cccccc", label="outside the model"))
     if any(span.late for span in spans):
-        patches.append(Patch(facecolor="#888888", label="hatched: another rank has not come yet", **LATE_STYLE))
+        patches.append(Patch(facecolor="#888888", label="hatched: another rank has not arrived yet", **LATE_STYLE))
     figure.legend(handles=patches, loc="outside lower center", ncols=5, fontsize=8.5, frameon=False)
 
 
 def _draw_units(axes: "Axes", timeline: Timeline) -> None:
-    """For each unit what was communicated, and the part of it that the computation waited for."""
+    """Draw the communication time of each unit, and how much of it the computation waited for."""
     mean = timeline.mean()
     places = range(len(mean))
     columns = (
@@ -150,14 +150,14 @@ def _draw_units(axes: "Axes", timeline: Timeline) -> None:
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     exposed, late = sum(times.exposed for times in mean.values()), sum(times.late for times in mean.values())
-    title = f"Communication per unit and what of it is exposed, mean of ranks: {exposed:.1f} ms exposed in all"
+    title = f"Communication per unit and its exposed share, mean of ranks: {exposed:.1f} ms exposed in total"
     if late:
-        title += f", {late:.1f} ms of them waiting for another rank"
+        title += f", {late:.1f} ms of it waiting for another rank"
     axes.set_title(title, loc="left", fontsize=11)
 
 
 def short_names(units: Iterable[str]) -> dict[str, str]:
-    """The last part of each unit's name, if no other unit ends like it; else the whole name."""
+    """The last component of each unit's name if it is unique, else the whole name."""
     names = list(units)
     ends = [name.rpartition(".")[2] for name in names]
     ends = ["root" if name == "<root>" else end for name, end in zip(names, ends, strict=True)]

@@ -1,8 +1,8 @@
-"""Records what one rank does, by replacing methods of single objects while the recording goes on.
+"""Records one rank's activity, by replacing methods of individual objects during the recording.
 
-The engine has no line that exists for this: who does not record pays nothing. What is replaced are the schedule's
-answers to the hooks (when a unit computes), what gives work to the stream (what is communicated, for which unit), and
-the stream's ``run`` (when that work is done, and how long the computation waits for it).
+The engine contains no code for this, so it costs nothing without a recording. The recorder replaces the schedule's
+hooks (which unit computes), the methods that issue communication (for which unit), and the stream's ``run`` (when the
+communication takes place, and how long the computation waits for it).
 """
 
 import functools
@@ -19,12 +19,12 @@ from megatron.fsdp.comm.streams import Handle, Stream, Task
 from megatron.fsdp.runtime.autograd import in_backward
 from megatron.fsdp.runtime.engine import Engine
 from megatron.fsdp.runtime.unit import Unit
-from megatron.fsdp.tools.trace.clock import Clock
+from megatron.fsdp.tools.trace.clock import HostClock
 from megatron.fsdp.tools.trace.timeline import Kind, RankTrace, Row, Span
 
 
 class Activity(NamedTuple):
-    """What the computation does at a moment, or what is communicated, as in a :class:`Span`."""
+    """The current computation or communication; its fields are those of a :class:`Span`."""
 
     row: Row
     kind: Kind
@@ -49,25 +49,25 @@ _OTHER_WORK = Activity(Row.REDUCTIONS, Kind.OTHER)
 
 
 class Replacements:
-    """Methods of single objects that are other than those of their class for a while."""
+    """Temporary replacements of methods on individual objects."""
 
     def __init__(self) -> None:
         self._before: list[tuple[Any, str, Any]] = []
 
     def replace(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
-        """Let ``around(method, *arguments)`` run where ``owner.name(*arguments)`` is called."""
+        """Make ``owner.name(*arguments)`` call ``around(method, *arguments)``."""
         method = getattr(owner, name)
 
-        @functools.wraps(method)  # learning rate schedulers mark the optimizer's step with an attribute
+        @functools.wraps(method)  # learning rate schedulers set an attribute of the optimizer's step
         def instead(_: Any, *args: Any, **kwargs: Any) -> Any:
             return around(method, *args, **kwargs)
 
         self._before.append((owner, name, vars(owner).get(name)))
-        # A method and no plain function: the schedule makes weak references to its own.
+        # Not a plain function, because the schedule creates weak references to its methods.
         vars(owner)[name] = MethodType(instead, owner)
 
     def undo(self) -> None:
-        """Make everything what it was."""
+        """Restore all methods."""
         while self._before:
             owner, name, before = self._before.pop()
             if before is None:
@@ -76,10 +76,10 @@ class Replacements:
                 vars(owner)[name] = before
 
 
-class Lane:
-    """What the computation does: at each moment one thing, on top of things that this has interrupted."""
+class ComputeTrack:
+    """The activities of the computation, as a stack: the last one is current, and has interrupted the others."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: HostClock) -> None:
         self._clock = clock
         self._stack = [_OUTSIDE]
         self._open = True
@@ -88,7 +88,7 @@ class Lane:
         self.passed: list[_Marked] = []
 
     def change(self, stack: list[Activity]) -> None:
-        """From now on the computation does what is last in ``stack``."""
+        """Make the last activity of ``stack`` the current one."""
         if self._open and stack[-1] != self._stack[-1]:
             now = self._clock.mark()
             self.passed.append(_Marked(self._stack[-1], self._since, now))
@@ -96,30 +96,30 @@ class Lane:
         self._stack = stack
 
     def enter(self, activity: Activity, below: Activity | None = None) -> None:
-        """Begin something, within what is going on; or around ``below``, which has begun already."""
-        place = len(self._stack) if below is None else self._stack.index(below)
-        self.change([*self._stack[:place], activity, *self._stack[place:]])
+        """Begin an activity on top of the stack, or beneath ``below``, which has begun already."""
+        position = len(self._stack) if below is None else self._stack.index(below)
+        self.change([*self._stack[:position], activity, *self._stack[position:]])
 
     def leave(self, activity: Activity, then: Activity | None = None) -> None:
-        """End something, whatever is on top of it, and begin something else at once."""
+        """End an activity, wherever it is in the stack, and begin ``then`` at the same time."""
         rest = list(self._stack)
         if activity in rest[1:]:
             del rest[len(rest) - 1 - rest[::-1].index(activity)]
         self.change(rest if then is None else [*rest, then])
 
     def leave_all(self, kinds: tuple[Kind, ...], then: Activity | None = None) -> None:
-        """End everything of some kinds."""
+        """End all activities of some kinds, and begin ``then`` at the same time."""
         rest = [activity for activity in self._stack if activity is _OUTSIDE or activity.kind not in kinds]
         self.change(rest if then is None else [*rest, then])
 
     @property
     def stack(self) -> tuple[Activity, ...]:
-        """What is going on, last, and what it has interrupted."""
+        """The current activity, last, and those that it has interrupted."""
         return tuple(self._stack)
 
     @contextmanager
     def during(self, activity: Activity, then: Activity | None = None) -> Iterator[None]:
-        """The computation does this within the context, and something else afterwards if nothing is raised."""
+        """Record an activity within the context, followed by ``then`` unless an exception ends the context."""
         self.enter(activity)
         try:
             yield
@@ -129,20 +129,20 @@ class Lane:
         self.leave(activity, then)
 
     def close(self) -> None:
-        """Nothing is recorded any more."""
+        """Stop recording."""
         if self._open:
             self._open = False
             self.end = self._clock.mark()
             self.passed.append(_Marked(self._stack[-1], self._since, self.end))
 
 
-class _Waited(Handle):
-    """A handle that records who waits for it."""
+class _TracedHandle(Handle):
+    """A handle that records the time that the computation waits for it."""
 
-    def __init__(self, handle: Handle, work: Activity, lane: Lane) -> None:
+    def __init__(self, handle: Handle, work: Activity, track: ComputeTrack) -> None:
         self._handle = handle
         self._work = work
-        self._lane = lane
+        self._track = track
 
     @property
     def done(self) -> bool:
@@ -153,7 +153,7 @@ class _Waited(Handle):
         return self._handle.ended
 
     def wait(self) -> None:
-        with self._lane.during(self._work._replace(row=Row.WAITS, backward=in_backward(), size=0)):
+        with self._track.during(self._work._replace(row=Row.WAITS, backward=in_backward(), size=0)):
             self._handle.wait()
 
 
@@ -161,15 +161,15 @@ class _Waited(Handle):
 _METHODS = ("finish_gradients", "start_reductions", "unshard_persistent", "prefetch_first", "invalidate_weights")
 
 
-class Recorder:
+class StepRecorder:
     """Records one model on this rank from :meth:`start` to :meth:`stop`.
 
     Args:
-        engine: Engine of the model to record.
-        clock: Makes marks where the model computes.
+        engine: Engine of the model.
+        clock: The clock of the model's device.
     """
 
-    def __init__(self, engine: Engine, clock: Clock) -> None:
+    def __init__(self, engine: Engine, clock: HostClock) -> None:
         self._observed = engine
         self._clock = clock
         self._replacements = Replacements()
@@ -178,17 +178,17 @@ class Recorder:
         self._work = _OTHER_WORK
         self._works = itertools.count(1)
         self._communicated: list[_Marked] = []
-        self._lane: Lane | None = None
+        self._track: ComputeTrack | None = None
 
     @property
-    def lane(self) -> Lane:
-        """What the computation does."""
-        assert self._lane is not None, "only after start"
-        return self._lane
+    def track(self) -> ComputeTrack:
+        """The activities of the computation; only after :meth:`start`."""
+        assert self._track is not None
+        return self._track
 
     def start(self) -> None:
-        """Replace methods, and begin."""
-        self._lane = Lane(self._clock)
+        """Replace methods and start recording."""
+        self._track = ComputeTrack(self._clock)
         schedule = self._observed.schedule
         hooks: dict[str, Callable[..., Any]] = {
             "before_forward": self._before_forward,
@@ -215,8 +215,8 @@ class Recorder:
         for stream in self._streams:
             self._replacements.replace(stream, "run", self._run)
         self._optimizer_hooks = [
-            register_optimizer_step_pre_hook(lambda *_: self.lane.enter(_OPTIMIZER)),
-            register_optimizer_step_post_hook(lambda *_: self.lane.leave(_OPTIMIZER)),
+            register_optimizer_step_pre_hook(lambda *_: self.track.enter(_OPTIMIZER)),
+            register_optimizer_step_post_hook(lambda *_: self.track.leave(_OPTIMIZER)),
         ]
 
     def _watch_unit(self, unit: Unit) -> None:
@@ -229,7 +229,7 @@ class Recorder:
                 (group.gradients, "reduce_waiting", reduce),
             ):
                 self._replacements.replace(owner, name, functools.partial(self._issue, work))
-            # What is on its way already was given to the stream by the method that is not replaced yet.
+            # Communication in flight was issued before the methods were replaced, so wrap its handles here.
             weights, gradients = group.weights, group.gradients
             if weights.handle is not None:
                 weights.handle = self._numbered(weights.handle, gather)
@@ -237,40 +237,40 @@ class Recorder:
             started[:] = [self._numbered(handle, reduce) for handle in started]
 
     def _numbered(self, handle: Handle, work: Activity) -> Handle:
-        return _Waited(handle, work._replace(work=next(self._works)), self.lane)
+        return _TracedHandle(handle, work._replace(work=next(self._works)), self.track)
 
     def stop(self) -> None:
-        """End, and make every method what it was."""
-        self.lane.close()
+        """Stop recording and restore all methods."""
+        self.track.close()
         self._replacements.undo()
         for hook in self._optimizer_hooks:
             hook.remove()
         self._optimizer_hooks.clear()
 
     def trace(self, rank: int) -> RankTrace:
-        """What was recorded. Waits for communication that is still on its way."""
+        """The recording. Waits for communication in flight."""
         for stream in self._streams:
             stream.run(lambda: None).wait()
-        self._clock.settle()
-        everyone = self._observed.index.dense
+        self._clock.synchronize()
+        dense = self._observed.index.dense
         time = self._clock.time
-        marked = [*self.lane.passed, *self._communicated]
+        marked = [*self.track.passed, *self._communicated]
         spans = [Span(*a[:4], time(start), time(end), a.size, a.work) for a, start, end in marked]
         return RankTrace(
             rank=rank,
             device=_device_name(self._observed.device),
             units=tuple(unit.label for unit in self._observed.units),
-            start=time(self.lane.start),
-            end=time(self.lane.end),
+            start=time(self.track.start),
+            end=time(self.track.end),
             spans=tuple(sorted(spans, key=lambda span: span.start)),
             clock_error=self._clock.error,
-            all_meet=all(group.axes is everyone and everyone.outer is None for group in self._observed.groups),
+            all_meet=all(group.axes is dense and dense.outer is None for group in self._observed.groups),
         )
 
     # Communication ---------------------------------------------------------------------------------------------
 
     def _issue(self, work: Activity, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What ``method`` gives to the stream is ``work``."""
+        """Label everything that ``method`` issues to a stream as ``work``."""
         before, self._work = self._work, work
         try:
             return method(*args, **kwargs)
@@ -288,54 +288,54 @@ class Recorder:
             finally:
                 self._communicated.append(_Marked(work, start, self._clock.mark()))
 
-        return _Waited(run(timed), work, self.lane)
+        return _TracedHandle(run(timed), work, self.track)
 
     # Computation -----------------------------------------------------------------------------------------------
 
     def _engine(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self.lane.during(_ENGINE):
+        with self.track.during(_ENGINE):
             return method(*args, **kwargs)
 
     def _before_forward(self, method: Callable[[Unit], bool], unit: Unit) -> bool:
         if unit.is_root and not in_backward():
-            # What an exception ended has not said so.
-            self.lane.leave_all((Kind.FORWARD, Kind.RECOMPUTATION, Kind.BACKWARD, Kind.ENGINE))
-        with self.lane.during(_engine_of(unit), then=_computing(_forward_kind(), unit)):
+            # Activities that an exception ended have not been left.
+            self.track.leave_all((Kind.FORWARD, Kind.RECOMPUTATION, Kind.BACKWARD, Kind.ENGINE))
+        with self.track.during(_engine_of(unit), then=_computing(_forward_kind(), unit)):
             return method(unit)
 
     def _after_forward(self, method: Callable[[Unit], bool], unit: Unit) -> bool:
-        self.lane.leave(_computing(_forward_kind(), unit), then=_engine_of(unit))
+        self.track.leave(_computing(_forward_kind(), unit), then=_engine_of(unit))
         try:
             return method(unit)
         finally:
-            self.lane.leave(_engine_of(unit))
+            self.track.leave(_engine_of(unit))
 
     def _before_backward(self, method: Callable[[Unit], None], unit: Unit) -> None:
         backward = _computing(Kind.BACKWARD, unit)
-        inside = [a for a in self.lane.stack if a.kind is Kind.BACKWARD and _is_inside(a.unit, unit)]
+        inside = [a for a in self.track.stack if a.kind is Kind.BACKWARD and _is_inside(a.unit, unit)]
         then: Activity | None = backward
-        if backward in self.lane.stack:  # this is the gradient of another output
+        if backward in self.track.stack:  # the unit has several outputs, and this is not the first gradient
             then = None
-        elif inside:  # a unit inside has the same output, and heard of it first
+        elif inside:  # a unit inside returns the same output, and its hook ran first
             then = None
-            self.lane.enter(backward, below=inside[0])
-        with self.lane.during(_engine_of(unit), then=then):
+            self.track.enter(backward, below=inside[0])
+        with self.track.during(_engine_of(unit), then=then):
             method(unit)
 
     def _after_backward(self, method: Callable[[Unit], None], unit: Unit) -> None:
-        self.lane.leave(_computing(Kind.BACKWARD, unit), then=_engine_of(unit))
+        self.track.leave(_computing(Kind.BACKWARD, unit), then=_engine_of(unit))
         try:
             method(unit)
         finally:
-            self.lane.leave(_engine_of(unit))
+            self.track.leave(_engine_of(unit))
 
     def _finish_backward(self, method: Callable[[], None]) -> None:
         engine = _ENGINE._replace(backward=True)
-        self.lane.leave_all((Kind.BACKWARD, Kind.RECOMPUTATION), then=engine)
+        self.track.leave_all((Kind.BACKWARD, Kind.RECOMPUTATION), then=engine)
         try:
             method()
         finally:
-            self.lane.leave(engine)
+            self.track.leave(engine)
 
 
 def _computing(kind: Kind, unit: Unit) -> Activity:

@@ -1,4 +1,4 @@
-"""What was recorded: spans of time per rank, their sums per unit, and the file that trace viewers read."""
+"""A recording: spans of time per rank, their sums per unit, and the file format of trace viewers."""
 
 import json
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ MILLISECOND = 1e6  # in nanoseconds
 
 
 class Row(StrEnum):
-    """Where a span is drawn. Spans of one row do not overlap."""
+    """The row in which a span is drawn. Spans of one row do not overlap."""
 
     COMPUTE = "compute"
     WAITS = "waits"
@@ -20,7 +20,7 @@ class Row(StrEnum):
 
 
 class Kind(StrEnum):
-    """What a span is. One in the row of waits is of the kind that the computation waits for."""
+    """The kind of a span. In the row of waits, it is the kind of communication that is waited for."""
 
     FORWARD = "forward"
     RECOMPUTATION = "recomputation"
@@ -34,18 +34,18 @@ class Kind(StrEnum):
 
 
 class Span(NamedTuple):
-    """One thing that went on for a while.
+    """A period of computation, communication or waiting.
 
     Attributes:
-        row: Where it is drawn.
-        kind: What it is.
-        unit: Whose; empty where it belongs to no unit.
-        backward: It was issued while a backward ran.
-        start: Nanoseconds on the first rank's clock.
-        end: The same.
-        size: Bytes of the whole buffer that is communicated; 0 for what is not communication.
-        work: The number of what is communicated, or waited for, on this rank; 0 for what is neither.
-        late: For how many nanoseconds at its beginning not all ranks had come to what is communicated, or waited for.
+        row: Row that it is drawn in.
+        kind: Its kind.
+        unit: Label of its unit; empty if it belongs to none.
+        backward: Whether it was issued during a backward pass.
+        start: Start in nanoseconds on the first rank's clock.
+        end: End in nanoseconds on the first rank's clock.
+        size: Bytes of the whole buffer that is communicated; 0 without communication.
+        work: Number of the communication on this rank; 0 without communication.
+        late: Nanoseconds from the start until the last rank has arrived at the communication.
     """
 
     row: Row
@@ -60,12 +60,12 @@ class Span(NamedTuple):
 
     @property
     def milliseconds(self) -> float:
-        """How long it took."""
+        """Duration in milliseconds."""
         return (self.end - self.start) / MILLISECOND
 
     @property
     def title(self) -> str:
-        """What a viewer writes on it."""
+        """The label in a trace viewer."""
         return " ".join(filter(None, ["wait:" if self.row is Row.WAITS else "", self.kind, self.unit]))
 
 
@@ -73,13 +73,13 @@ class UnitTimes(NamedTuple):
     """Milliseconds of one unit on one rank.
 
     Attributes:
-        forward: Its forward computed, units inside it left out.
-        backward: Its backward computed, with what was recomputed for that.
-        gather: Its weights were on their way, or waited for other ranks to send theirs.
-        reduction: Its gradients were.
-        exposed_gather: The computation waited for its weights.
-        exposed_reduction: The computation waited for a reduction of its gradients.
-        late: How much of these two was waiting for another rank to come to the gather or the reduction.
+        forward: Computing its forward, without units inside it.
+        backward: Computing its backward, including recomputation.
+        gather: All-gathers of its weights, including the wait for other ranks.
+        reduction: Reductions of its gradients, including the wait for other ranks.
+        exposed_gather: Computation waiting for an all-gather of its weights.
+        exposed_reduction: Computation waiting for a reduction of its gradients.
+        late: The part of the exposed times in which another rank had not arrived at the collective.
     """
 
     forward: float = 0.0
@@ -92,7 +92,7 @@ class UnitTimes(NamedTuple):
 
     @property
     def exposed(self) -> float:
-        """The computation waited for the unit's communication."""
+        """Computation waiting for any communication of the unit."""
         return self.exposed_gather + self.exposed_reduction
 
 
@@ -109,17 +109,17 @@ _COLUMN = {
 
 @dataclass(frozen=True)
 class RankTrace:
-    """What one rank did.
+    """The recording of one rank.
 
     Attributes:
-        rank: Its rank in the job.
-        device: Where it computed.
-        units: Names of the model's units, in the order of registration.
-        start: When the recording began, in nanoseconds.
-        end: When it ended.
-        spans: What happened, in the order of time.
-        clock_error: By how many nanoseconds times may be off against those of the first rank.
-        all_meet: All ranks that are recorded take part in every gather and reduction.
+        rank: Global rank.
+        device: Name of its device.
+        units: Labels of the model's units, in the order of registration.
+        start: Start of the recording, in nanoseconds.
+        end: End of the recording, in nanoseconds.
+        spans: All spans, ordered by start.
+        clock_error: Upper bound of the error of times against the first rank's clock, in nanoseconds.
+        all_meet: Whether all recorded ranks take part in every all-gather and reduction.
     """
 
     rank: int
@@ -131,8 +131,8 @@ class RankTrace:
     clock_error: int
     all_meet: bool
 
-    def moved(self, nanoseconds: int, error: int) -> "RankTrace":
-        """The same on a clock that is ahead by ``nanoseconds``, which may be off by ``error``."""
+    def shifted(self, nanoseconds: int, error: int) -> "RankTrace":
+        """The recording on a clock that is ahead by ``nanoseconds``, with an error of up to ``error`` nanoseconds."""
         spans = tuple(span._replace(start=span.start + nanoseconds, end=span.end + nanoseconds) for span in self.spans)
         start, end = self.start + nanoseconds, self.end + nanoseconds
         return replace(self, start=start, end=end, spans=spans, clock_error=self.clock_error + error)
@@ -150,7 +150,7 @@ class RankTrace:
         return {unit: UnitTimes(**columns) for unit, columns in sums.items()}
 
     def of_computation(self) -> dict[str, float]:
-        """Milliseconds of what the computation did, waiting included: they add up to the length of the recording."""
+        """Milliseconds per kind of activity of the computation. They add up to the length of the recording."""
         sums = dict.fromkeys(["computing", "engine", "optimizer", "outside", "waiting"], 0.0)
         for span in self.spans:
             if span.row is Row.WAITS:
@@ -162,23 +162,23 @@ class RankTrace:
 
 @dataclass
 class Timeline:
-    """The recording of all ranks, on the first of them; other ranks have given theirs away.
+    """The recordings of all ranks, collected on the first rank.
 
-    :meth:`save`, :meth:`plot` and :meth:`print` do nothing where there is no recording, so every rank may call them.
+    Every rank may call :meth:`save`, :meth:`plot` and :meth:`print`, which do nothing on ranks without a recording.
 
     Attributes:
-        ranks: One recording per rank, in the order of ranks; empty while the recording goes on, and on ranks that have
-            given theirs away.
+        ranks: One recording per rank, in rank order. Empty during the recording, and on ranks whose recording was sent
+            to the first rank.
     """
 
     ranks: list[RankTrace] = field(default_factory=list)
 
     def exposed(self) -> dict[int, dict[str, float]]:
-        """By rank and unit: for how many milliseconds the computation waited for the unit's communication."""
+        """Milliseconds that the computation waited for each unit's communication, by rank and unit."""
         return {trace.rank: {unit: t.exposed for unit, t in trace.per_unit().items()} for trace in self.ranks}
 
     def mean(self) -> dict[str, UnitTimes]:
-        """What took how long per unit, averaged over the ranks."""
+        """Times per unit, averaged over the ranks."""
         per_rank = [trace.per_unit() for trace in self.ranks]
         units = self.ranks[0].units if self.ranks else ()
         return {
@@ -187,7 +187,7 @@ class Timeline:
         }
 
     def table(self) -> str:
-        """The means per unit, and what each rank's time went into, as text."""
+        """A table of the means per unit, followed by one line per rank with times per kind of activity."""
         if not self.ranks:
             return ""
         mean = self.mean()
@@ -203,7 +203,7 @@ class Timeline:
             length = (trace.end - trace.start) / MILLISECOND
             lines.append(f"rank {trace.rank} ({trace.device}): {length:.2f} = {parts}")
         error = max(trace.clock_error for trace in self.ranks) / MILLISECOND
-        lines.append("all ranks read one clock" if error == 0 else f"clocks of ranks agree to {error:.3f} ms")
+        lines.append("all ranks use the same clock" if error == 0 else f"clocks of ranks agree to {error:.3f} ms")
         return "\n".join(lines)
 
     def print(self) -> None:
@@ -217,7 +217,7 @@ class Timeline:
             Path(path).write_text(json.dumps(self.as_chrome_trace()) + "\n")
 
     def plot(self, path: str | Path) -> None:
-        """Draw a PNG, or whatever the ending of ``path`` says that matplotlib can write.
+        """Draw the timeline with matplotlib. The extension of ``path`` determines the format.
 
         Raises:
             ImportError: matplotlib is not installed.
@@ -244,19 +244,19 @@ class Timeline:
 
 
 def _events(trace: RankTrace, first: int) -> Iterator[dict[str, Any]]:
-    def named(what: str, tid: int, name: str, position: int) -> Iterator[dict[str, Any]]:
+    def metadata(what: str, tid: int, name: str, position: int) -> Iterator[dict[str, Any]]:
         place = {"ph": "M", "pid": trace.rank, "tid": tid}
         yield {**place, "name": f"{what}_name", "args": {"name": name}}
         yield {**place, "name": f"{what}_sort_index", "args": {"sort_index": position}}
 
     rows = list(Row)
-    yield from named("process", 0, f"rank {trace.rank} ({trace.device})", trace.rank)
+    yield from metadata("process", 0, f"rank {trace.rank} ({trace.device})", trace.rank)
     for tid, row in enumerate(rows):
-        yield from named("thread", tid, str(row), tid)
+        yield from metadata("thread", tid, str(row), tid)
     for span in trace.spans:
         arguments: dict[str, Any] = {"unit": span.unit, "pass": "backward" if span.backward else "forward"}
         if span.late:
-            arguments["ms until the last rank came"] = span.late / MILLISECOND
+            arguments["ms until the last rank arrived"] = span.late / MILLISECOND
         if span.size:
             arguments |= {"bytes": span.size, "GB/s": round(span.size / max(span.end - span.start - span.late, 1), 3)}
         yield {
@@ -274,22 +274,22 @@ def _events(trace: RankTrace, first: int) -> Iterator[dict[str, Any]]:
 
 
 def _end_of_arrow(span: Span, pid: int, tid: int, first: int) -> dict[str, Any]:
-    """One of the two ends of an arrow from what is communicated to who waits for it."""
+    """One of the two ends of an arrow from a communication to the computation that waits for it."""
     end = {"name": "awaited", "cat": "awaited", "id": f"{pid}.{span.work}", "pid": pid, "tid": tid}
     if span.row is Row.WAITS:
-        # The latest place inside of the span: it may begin before the communication does.
+        # End at the end of the wait, because a wait may start before its communication.
         return {**end, "ph": "f", "bp": "e", "ts": (max(span.end - 1, span.start) - first) / 1e3}
     return {**end, "ph": "s", "ts": (span.start - first) / 1e3}
 
 
-def note_latecomers(traces: list[RankTrace]) -> list[RankTrace]:
-    """Note in every span of communication, and of waiting for it, how long not all ranks had come to it.
+def mark_late_ranks(traces: list[RankTrace]) -> list[RankTrace]:
+    """Set ``late`` in every span of communication and of waiting for it.
 
-    Ranks issue what they communicate in one order, so the n-th gather of a unit on one rank is the n-th on every other.
+    All ranks issue communication in the same order, so the n-th all-gather of a unit is the same one on every rank.
     """
     if len(traces) < 2 or not all(trace.all_meet for trace in traces):
         return traces
-    came: dict[tuple[Kind, str, int, int], list[int]] = {}
+    arrivals: dict[tuple[Kind, str, int, int], list[int]] = {}
     keys: list[dict[int, tuple[Kind, str, int, int]]] = []
     for trace in traces:
         counts: dict[tuple[Kind, str, int], int] = {}
@@ -299,15 +299,15 @@ def note_latecomers(traces: list[RankTrace]) -> list[RankTrace]:
                 what = (span.kind, span.unit, span.size)
                 counts[what] = counts.get(what, 0) + 1
                 key = keys[-1][span.work] = (*what, counts[what])
-                came.setdefault(key, []).append(span.start)
-    last = {key: max(times) for key, times in came.items() if len(times) == len(traces)}
+                arrivals.setdefault(key, []).append(span.start)
+    last = {key: max(times) for key, times in arrivals.items() if len(times) == len(traces)}
 
-    def noted(span: Span, key: tuple[Kind, str, int, int] | None) -> Span:
+    def with_late(span: Span, key: tuple[Kind, str, int, int] | None) -> Span:
         if key is None or key not in last:
             return span
         return span._replace(late=max(0, min(span.end, last[key]) - span.start))
 
     return [
-        replace(trace, spans=tuple(noted(span, of_work.get(span.work)) for span in trace.spans))
+        replace(trace, spans=tuple(with_late(span, of_work.get(span.work)) for span in trace.spans))
         for trace, of_work in zip(traces, keys, strict=True)
     ]

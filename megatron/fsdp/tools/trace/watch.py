@@ -1,4 +1,4 @@
-"""Traces one step of a training script that was not written for it: from one update of the weights to the next."""
+"""Traces one step of an unmodified training script, from one optimizer step to the next."""
 
 import functools
 from collections.abc import Callable
@@ -14,14 +14,15 @@ from megatron.fsdp.tools.trace.timeline import Timeline
 
 
 class StepWatcher:
-    """Waits for the first optimizer of a sharded model to make steps, and traces one iteration.
+    """Counts steps of the first optimizer of a sharded model, and traces one iteration.
 
-    An iteration is what lies between the ends of two calls of ``optimizer.step``: reading data, all micro-batches,
-    and the update.
+    An iteration lasts from the end of one ``optimizer.step`` call to the end of the next: reading data, all
+    micro-batches, and the update.
 
     Args:
-        trace: Makes the context to trace a model in.
-        passes: How many steps to let pass, at least 2: the first ones allocate memory and record the plan.
+        trace: Creates the context that traces a model.
+        passes: Number of steps before the traced one; at least 2, because the first steps allocate memory and record
+            the plan.
         finished: Called on every rank with the timeline.
 
     Raises:
@@ -35,7 +36,7 @@ class StepWatcher:
         finished: Callable[[Timeline], None],
     ) -> None:
         if passes < 2:
-            raise ValueError(f"expected to let at least 2 steps pass before the one that is traced; got {passes}")
+            raise ValueError(f"expected at least 2 steps before the traced one; got {passes}")
         self._trace = trace
         self._remaining = passes
         self._finished = finished
@@ -46,13 +47,14 @@ class StepWatcher:
 
     @property
     def done(self) -> bool:
-        """A step has been traced."""
+        """Whether a step has been traced."""
         return self._timeline is not None and self._context is None
 
     def _after_first(self, optimizer: torch.optim.Optimizer, *unused: Any) -> None:
-        """Hook: an optimizer has made a step. If it is the first of a sharded model, its ``step`` is replaced.
+        """Step post-hook of all optimizers: replace the ``step`` of the first one that belongs to a sharded model.
 
-        Hooks would not do for what follows: while they run, no others may be added or removed.
+        The recording is not started and stopped in hooks, because torch iterates over the hooks while they run, and the
+        recorder adds and removes some.
         """
         engines = engines_of(p for group in optimizer.param_groups for p in group["params"])
         if self._replacements is None and engines:
