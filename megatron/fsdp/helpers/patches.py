@@ -65,7 +65,7 @@ class Versions:
         return f"{self.distribution} {', '.join(self.checked) or '(not checked)'}"
 
 
-TORCH = Versions("torch", ("2.11", "2.12", "2.13"))
+TORCH = Versions("torch", ("2.13",))
 MEGATRON_CORE = Versions("megatron-core", ("0.19.2",))
 
 
