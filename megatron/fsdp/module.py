@@ -111,9 +111,9 @@ class MegatronFSDP(nn.Module):
         *,
         config: FSDPConfig | None = None,
     ) -> None:
+        if isinstance(dist_index, FSDPConfig):  # earlier versions took (module, config, index)
+            config, dist_index, ddp_config = dist_index, ddp_config, None
         arguments = dict(locals())
-        if isinstance(dist_index, FSDPConfig):  # the second argument of earlier versions
-            dist_index, config = None, dist_index
         if dist_index is not None and not isinstance(dist_index, FSDPDistributedIndex):
             raise TypeError(
                 f"dist_index: expected megatron_fsdp.FSDPDistributedIndex; got {type(dist_index).__module__}."

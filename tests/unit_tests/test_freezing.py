@@ -153,7 +153,7 @@ def _communication_of(phases: list[str]) -> list[tuple[int, int]]:
     CommContext.exchange = counting("exchanges", originals[1])
     counts = []
     try:
-        sharded = MegatronFSDP(TinyModel(), fsdp_unit_modules=[Block])
+        sharded = MegatronFSDP(TinyModel(), config=FSDPConfig(), fsdp_unit_modules=[Block])
         for what in phases:
             _freeze(sharded.module, what)
             found.update(reductions=0, exchanges=0)

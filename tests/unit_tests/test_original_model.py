@@ -57,6 +57,8 @@ def _constructor() -> None:
     assert model.fsdp_config == FSDPConfig(sync_model_each_microbatch=False, enable_fine_grained_param_gather=True)
     assert model.ddp_config == to_megatron(model.fsdp_config)
     assert model.ddp_config.data_parallel_sharding_strategy == "optim_grads_params"
+    model = MegatronFSDP(TinyModel(), FSDPConfig(zero_dp_strategy="optim"), index)
+    assert model.dist_index is index and model.data_parallel_sharding_strategy == "optim"
 
 
 def test_constructor_takes_the_originals_arguments(ranks: RankPool) -> None:

@@ -36,8 +36,6 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from megatron.fsdp.comm.gloo import ensure_released
 from megatron.fsdp.dtensor.gathering import gather_whole
 from megatron.fsdp.dtensor.placements import (
-    RaggedShard,
-    SectionedShard,
     contiguous_stride,
     is_ragged,
     is_replicated,
@@ -595,4 +593,3 @@ _HANDLERS: dict[str, Callable[[Any, tuple, dict], Any]] = {
 # Let torch's clipping and optimizers use their foreach implementations for lists of RaggedDTensors.
 for _supported in (_foreach_utils._foreach_supported_types, torch_optimizer._foreach_supported_types):
     _supported.append(RaggedDTensor)  # type: ignore[arg-type]
-torch.serialization.add_safe_globals([RaggedDTensor, RaggedShard, SectionedShard, DTensorSpec])

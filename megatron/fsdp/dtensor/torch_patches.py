@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from megatron.fsdp.dtensor.placements import local_slice
+from megatron.fsdp.dtensor.placements import RaggedShard, SectionedShard, local_slice
 from megatron.fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from megatron.fsdp.helpers import patches
 from megatron.fsdp.helpers.patches import Patch, Patches
@@ -122,3 +123,14 @@ def attach_before(original: Callable[..., Any], optimizer: torch.optim.Optimizer
     for attach in _attachers:
         attach(optimizer)
     return original(optimizer, *args, **kwargs)
+
+
+# Classes in pickled DTensors, which torch.load(weights_only=True) may create; also by their paths in earlier versions.
+torch.serialization.add_safe_globals(
+    [
+        *(RaggedDTensor, RaggedShard, SectionedShard, DTensorSpec),
+        (RaggedDTensor, "megatron.fsdp.ragged_dtensor.RaggedDTensor"),
+        (RaggedShard, "megatron.fsdp.ragged.RaggedShard"),
+        (SectionedShard, "megatron.fsdp.ragged.SectionedShard"),
+    ]
+)

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from megatron.fsdp.config import FSDPConfig
+from megatron.fsdp.ddp_config import FLAGS
 from megatron.fsdp.mcore import limits
 from megatron.fsdp.mcore.limits import (
     ADJUSTMENTS,
@@ -21,6 +23,7 @@ from megatron.fsdp.mcore.limits import (
     check,
     validate_args,
 )
+from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
 
 # One value for each row at which it applies.
 BROKEN: dict[str, dict[str, Any]] = {
@@ -202,6 +205,29 @@ def test_every_setting_of_megatrons_data_parallelism_has_an_effect_or_is_named()
     assert read <= fields
     assert fields - read - _in_tables() - ELSEWHERE.keys() == set()
     assert not ELSEWHERE.keys() & (read | {row.setting for row in IGNORED})
+
+
+def test_flags_lead_from_megatrons_settings_to_ours() -> None:
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.fsdp.mcore.adapter import fsdp_config
+    from tests.megatron_models import transformer_config
+
+    def names(config: type) -> set[str]:
+        return {field.name for field in dataclasses.fields(config)}
+
+    settings = {field.name: field.default for field in dataclasses.fields(FSDPConfig) if field.init}
+    megatrons = names(DistributedDataParallelConfig) | names(TransformerConfig)
+    assert FLAGS.keys() <= settings.keys() | names(MixedPrecisionPolicy)
+    assert set(FLAGS.values()) <= megatrons
+    # A setting that has the same name in Megatron needs no row.
+    assert not FLAGS.keys() & megatrons
+    for name, default in settings.items():
+        flag = FLAGS.get(name, name)
+        needs_cuda = name in ("nccl_ub", "cuda_graph_mode")
+        if flag in names(DistributedDataParallelConfig) and isinstance(default, bool) and not needs_cuda:
+            ddp_config = DistributedDataParallelConfig(data_parallel_sharding_strategy="optim", **{flag: True})
+            assert getattr(fsdp_config(transformer_config(), ddp_config), name) is True, name
 
 
 def test_every_argument_about_the_ranks_has_an_effect_or_is_named() -> None:
