@@ -50,7 +50,7 @@ unit: install ## unit tests (PYTEST_FLAGS="-k layout")
 	$(PYTEST) tests/unit_tests -m "not slow" -n 2 --dist worksteal
 
 functional: install ## whole runs: Megatron's training loop, checkpoints, the demo's data
-	$(PYTEST) tests/functional_tests -m "not slow"
+	$(PYTEST) tests/functional_tests -m "not slow" -n 2 --dist loadfile
 
 parity: install ## train with Megatron's DDP and with each strategy in the real loop, and compare (PARITY_FLAGS="--ranks 2")
 	@$(PYTHON) -W ignore tools/parity.py $(PARITY_FLAGS)
