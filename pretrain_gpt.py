@@ -1,8 +1,8 @@
-"""Pretrains a GPT model with Megatron's own training loop, sharded by this project's FSDP or by Megatron-Core's.
+"""Pretrains a GPT model with Megatron's training loop, sharded by this project's FSDP or by Megatron-Core's.
 
     torchrun --nproc-per-node 8 pretrain_gpt.py --use-megatron-fsdp ... (Megatron's arguments)
 
-Every argument of Megatron works as it does there. Without a CUDA device the same command line runs on the CPU.
+All of Megatron's arguments keep their meaning. Without a CUDA device, the same command line runs on the CPU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from megatron.fsdp.mcore import cpu, install
 
-cpu.enable()  # does nothing where CUDA is present; has to precede the imports of Megatron
+cpu.enable()  # does nothing if CUDA is available; must precede the imports of Megatron
 
 from megatron.core import mpu  # noqa: E402
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder  # noqa: E402
@@ -37,16 +37,16 @@ from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_
 from megatron.training.arguments import parse_and_validate_args  # noqa: E402
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage  # noqa: E402
 
-STRAGGLERS = StragglerDetector()  # a singleton, which --log-straggler switches on
+STRAGGLERS = StragglerDetector()  # a singleton that --log-straggler enables
 
 Batch = dict[str, torch.Tensor | None]
 
 BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
-# Megatron's arguments whose batches hold more than BATCH_KEYS.
+# Arguments of Megatron that need more keys in a batch than BATCH_KEYS.
 UNSUPPORTED = ("sft", "fim_data", "dataloader_inter_document_masking", "hybrid_context_parallel")
 
-# Used where the command line says nothing: without them Megatron stops in the middle of its set-up.
+# Defaults for arguments without which Megatron fails during its set-up.
 DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer", "eval_interval": 1000}
 
 
@@ -57,13 +57,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--fsdp-implementation",
         choices=("this", "megatron-core"),
         default="this",
-        help="What --use-megatron-fsdp stands for: this project's FSDP, or the one inside Megatron-Core.",
+        help="The FSDP that --use-megatron-fsdp selects: this project's, or the one inside Megatron-Core.",
     )
     return parser
 
 
 def device_of_this_rank() -> torch.device:
-    """Return where the model of this rank is."""
+    """Return the device of this rank's model."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
@@ -71,7 +71,7 @@ def device_of_this_rank() -> torch.device:
 
 
 def dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
-    """Describe the datasets the arguments ask for."""
+    """Return the dataset configuration for Megatron's arguments."""
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     sequences_per_dataset = None
     if args.per_dataset_sequences_path is not None:
@@ -103,12 +103,12 @@ def dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
 
 
 def reads_data(vp_stage: int | None) -> bool:
-    """Tell whether this rank takes batches from a dataset itself: on tensor rank 0, where tokens or labels go in."""
+    """Whether this rank reads batches from a dataset: tensor rank 0 of a stage that takes tokens or labels."""
     return is_first_or_last_pipeline_stage(vp_stage) and mpu.get_tensor_model_parallel_rank() == 0
 
 
 def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
-    """Build the datasets for training, validation and testing with (at least) these numbers of samples."""
+    """Build the datasets for training, validation and testing, each with at least ``num_samples`` samples."""
     args = get_args()
     dataset = MockGPTDataset if args.mock_data else GPTDataset
     print_rank_0(f"> building {dataset.__name__} for training, validation and testing ...")
@@ -116,11 +116,12 @@ def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tu
     return builder.build()
 
 
-datasets_provider.is_distributed = True  # type: ignore[attr-defined]  # every rank calls it; the builder knows who reads
+# Every rank calls it; the builder decides which ranks read.
+datasets_provider.is_distributed = True  # type: ignore[attr-defined]
 
 
 def get_batch(data_iterator: Iterator[Batch] | None, model: torch.nn.Module) -> Batch:
-    """Return this rank's part of the next batch; what this pipeline stage does not need is None.
+    """Return this rank's shard of the next batch. Values that this pipeline stage does not need are None.
 
     Tokens, labels, loss mask and position ids are [batch, sequence], the attention mask [batch, 1, sequence, sequence].
     """
@@ -164,15 +165,15 @@ def get_batch(data_iterator: Iterator[Batch] | None, model: torch.nn.Module) -> 
 def loss_func(
     loss_mask: torch.Tensor | None, losses: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """Sum the losses of the tokens that count.
+    """Sum the losses of the unmasked tokens.
 
     Args:
-        loss_mask: [batch, sequence], 1 for tokens that count and 0 for others.
+        loss_mask: [batch, sequence], 1 for tokens that count and 0 for the others.
         losses: [batch, sequence], the cross entropy of each token.
 
     Returns:
-        The sum, the number of tokens that count, and both in one tensor for the log. Megatron's schedules divide: by
-        the tokens of the micro batch, or with --calculate-per-token-loss once by those of the global batch.
+        The sum, the number of unmasked tokens, and both in one tensor for the log. Megatron's schedules divide the sum
+        by the tokens of the micro-batch or, with --calculate-per-token-loss, by those of the global batch.
     """
     assert loss_mask is not None, "only the last pipeline stage has a loss"
     mask = loss_mask.view(-1).float()
@@ -191,7 +192,7 @@ def loss_func(
 
 
 def forward_step(data_iterator: Iterator[Batch] | None, model: GPTModel) -> tuple[torch.Tensor, partial[Any]]:
-    """Run the model on the next batch; return its output and the loss function that takes it."""
+    """Run the model on the next batch; return its output and the loss function to apply to it."""
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     with STRAGGLERS(bdata=True):
@@ -208,9 +209,9 @@ def forward_step(data_iterator: Iterator[Batch] | None, model: GPTModel) -> tupl
 
 
 def install_chosen_implementation() -> None:
-    """Make Megatron use this project's FSDP, unless the command line chooses the other.
+    """Make Megatron use this project's FSDP, unless the command line chooses Megatron-Core's.
 
-    This comes before Megatron parses the command line, so that its arguments are checked with ours.
+    This must precede Megatron's parsing of the command line, which our checks of its arguments extend.
     """
     chosen, _ = add_arguments(argparse.ArgumentParser(add_help=False, allow_abbrev=False)).parse_known_args()
     if chosen.fsdp_implementation == "this":

@@ -1,7 +1,7 @@
-"""Says which packages the wheel holds; everything else is in pyproject.toml.
+"""Lists the packages of the wheel; everything else is in pyproject.toml.
 
-`megatron` is a namespace that megatron-core fills too: only `megatron.fsdp` is this project's, so the packages are
-named here instead of being found from the root, and no `megatron/__init__.py` may exist.
+`megatron` is a namespace that megatron-core uses too, and only `megatron.fsdp` belongs to this project. So the packages
+are named here instead of being found from the root, and there must be no `megatron/__init__.py`.
 """
 
 from setuptools import find_namespace_packages, setup

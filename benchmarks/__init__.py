@@ -3,5 +3,5 @@ work.
 
     python -m benchmarks --help
 
-What is measured and how is told in docs/performance.md, whose tables and plots are made of the results.
+docs/performance.md explains the method; docs/performance_tables.md is generated from the results.
 """

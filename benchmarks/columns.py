@@ -1,4 +1,4 @@
-"""Which figures of a benchmark are shown, as what: for tables on the terminal and in the documentation."""
+"""The columns of each benchmark's table, on the terminal and in the documentation."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ class Column:
         scale: The figure is divided by it.
         digits: Digits after the point.
         reference: Divide by this peer's figure and show the ratio.
-        spread: Show quartiles, too.
+        spread: Also show quartiles.
     """
 
     title: str
@@ -53,7 +53,7 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
     ),
     "memory": (
         _mib("built", "built"),
-        _mib("resting", "resting"),
+        _mib("between steps", "resting"),
         Column("/ floor", "resting_over_floor", digits=3),
         Column("/ FSDP2", "resting", digits=2, reference="fsdp2"),
         _mib("peak, forward", "peak_forward"),
@@ -65,14 +65,14 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         _mib("bound", "bound"),
     ),
     "copies": (
-        Column("gathers", "gathers", digits=0),
-        _mib("gathered", "gathered_bytes"),
+        Column("all-gathers", "gathers", digits=0),
+        _mib("all-gathered", "gathered_bytes"),
         Column("reductions", "reduces", digits=0),
         _mib("reduced", "reduced_bytes"),
-        _mib("copied around gathers", "gather_copied_bytes"),
-        _mib("before reductions", "reduce_copied_bytes"),
-        _mib("else", "other_copied_bytes"),
-        Column("torch ops, beyond the model's", "extra_ops", digits=0),
+        _mib("copied around all-gathers", "gather_copied_bytes"),
+        _mib("copied before reductions", "reduce_copied_bytes"),
+        _mib("copied elsewhere", "other_copied_bytes"),
+        Column("torch ops beyond the model's", "extra_ops", digits=0),
     ),
     "optimizer": (
         Column("optimizer step, ms", "optimizer", digits=2, spread=True),
@@ -94,9 +94,9 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
     ),
     "scale": (
         Column("host time per unit, us", "host"),
-        _mib("resting", "resting"),
+        _mib("between steps", "resting"),
         _mib("peak", "peak"),
-        Column("padding of gathers, %", "gather_padding", 0.01, 2),
+        Column("padding of all-gathers, %", "gather_padding", 0.01, 2),
         Column("padding of reductions, %", "reduce_padding", 0.01, 2),
     ),
     "growth": (
@@ -117,7 +117,7 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("step, ms", "step", spread=True),
         Column("/ FSDP2", "step", digits=2, reference="fsdp2"),
         _mib("peak", "peak"),
-        _mib("resting", "resting"),
+        _mib("between steps", "resting"),
         Column("kernels", "kernels", digits=0),
         Column("idle, %", "idle", 0.01, 1),
     ),
@@ -125,7 +125,7 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
 
 
 def columns_of(benchmark: str, case: Case) -> list[Column]:
-    """The columns for which somebody has a figure."""
+    """The columns for which at least one peer has a figure."""
     return [
         column
         for column in COLUMNS[benchmark]
@@ -135,7 +135,7 @@ def columns_of(benchmark: str, case: Case) -> list[Column]:
 
 
 def cell(column: Column, case: Case, peer: str) -> str:
-    """What one column says of one peer."""
+    """One column's text for one peer."""
     figure = case.figures[peer].get(column.quantity)
     if figure is None:
         return ""

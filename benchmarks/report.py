@@ -1,12 +1,10 @@
-"""Makes the tables and plots of docs/performance.md from benchmarks/results.
+"""Writes docs/performance_tables.md, and the plots in docs/performance, from benchmarks/results.
 
     python -m benchmarks.report
 
-What is between two marks, `<!-- results: NAME -->` and `<!-- end -->`, is replaced; all else on the page is
-written by hand.
+docs/performance.md is written by hand and explains the method; this module does not touch it.
 """
 
-import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,23 +14,30 @@ from benchmarks import plots, targets
 from benchmarks.columns import cell, columns_of
 from benchmarks.peers import PEERS
 from benchmarks.results import FOLDER, Case, Result, load_all
+from benchmarks.sections import SECTIONS
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "performance_tables.md"
 PICTURES = PAGE.parent / "performance"
-BLOCK = re.compile(r"<!-- results: (?P<name>[a-z]+) -->\n.*?<!-- end -->", re.DOTALL)
+HEAD = """# Benchmark tables
+
+`make bench-report` generates this page from `benchmarks/results`. [performance.md](performance.md) explains the method
+and the peers. Tables show medians and, in brackets, quartiles.
+"""
 
 
-def page(text: str, results: Mapping[str, Result]) -> str:
-    """The page with all of its blocks made anew."""
-    return BLOCK.sub(lambda block: _marked(block["name"], results), text)
-
-
-def _marked(name: str, results: Mapping[str, Result]) -> str:
-    return f"<!-- results: {name} -->\n\n{block(name, results)}\n\n<!-- end -->"
+def page(results: Mapping[str, Result]) -> str:
+    """The whole page."""
+    parts = [HEAD]
+    for name, section in SECTIONS.items():
+        parts.append(f"## {section.title}\n")
+        if section.text:
+            parts.append(f"{section.text}\n")
+        parts.append(f"{block(name, results)}\n")
+    return "\n".join(parts)
 
 
 def block(name: str, results: Mapping[str, Result]) -> str:
-    """What stands between two marks: the targets, or all cases of a benchmark."""
+    """The tables of one section: the targets, the machines, or all cases of a benchmark."""
     if name == "targets":
         return _targets(results)
     if name == "machine":
@@ -42,7 +47,7 @@ def block(name: str, results: Mapping[str, Result]) -> str:
         return f"*Not measured: `python -m benchmarks --only {name}`.*"
     if result.skipped:
         return f"*Skipped: {result.skipped}.*"
-    parts = ["*A quick run: these figures say that the benchmark works, and nothing else.*"] if result.quick else []
+    parts = ["*A quick run: these figures only show that the benchmark works.*"] if result.quick else []
     for number, case in enumerate(result.cases):
         parts.append(_case(result, case))
         if plots.is_plotted(result, case):
@@ -109,7 +114,7 @@ def main() -> int:
         for number, case in enumerate(result.cases):
             if plots.is_plotted(result, case):
                 plots.draw(result, case, PICTURES / plots.file_name(result, number))
-    PAGE.write_text(page(PAGE.read_text(), results))
+    PAGE.write_text(page(results))
     return 0
 
 

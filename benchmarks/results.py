@@ -57,11 +57,11 @@ class Case:
             self.notes.append(f"{peer} crashed: {reason.splitlines()[0] if reason else 'no reason given'}")
         for peer, times in measured.restarted.items():
             if peer not in measured.crashed:
-                self.notes.append(f"{peer} died and was started again {times} times")
+                self.notes.append(f"{peer} crashed and was restarted: {times}")
         if measured.noisy:
-            self.notes.append("noisy: other processes computed in some of these rounds")
+            self.notes.append("noisy: other processes were computing during some of these rounds")
         elif measured.thrown_away:
-            self.notes.append(f"{len(measured.thrown_away)} rounds thrown away, others computed")
+            self.notes.append(f"rounds discarded because other processes were computing: {len(measured.thrown_away)}")
 
     def as_json(self) -> dict[str, Any]:
         """Values that :meth:`from_json` takes."""
@@ -107,7 +107,7 @@ class Result:
         return path
 
     def add_earlier(self, earlier: "Result") -> None:
-        """Take over the cases of another run that this one has not measured, with a note of when that was."""
+        """Add the cases of an earlier run that this one has not measured, with a note of when that was."""
         tags = [case.tags for case in self.cases]
         kept = [case for case in earlier.cases if case.tags not in tags]
         about = earlier.about

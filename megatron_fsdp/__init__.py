@@ -1,24 +1,47 @@
-"""The public API of ``megatron.fsdp`` under the import name that users of Megatron-FSDP know."""
+"""Fully sharded data parallelism for PyTorch models and Megatron-Core, under the import name of Megatron-FSDP.
 
+Scripts written for NVIDIA's package ``megatron-fsdp`` run unchanged: functions, classes and submodules have the same
+names and arguments. The engine behind them is :mod:`megatron.fsdp`.
+"""
+
+# Functions below have the names of these submodules: importing a submodule later would replace the function.
+import megatron_fsdp.fully_shard  # noqa: F401
 from megatron.fsdp import (
+    DistributedDataParallelConfig,
     FSDPConfig,
     FSDPDistributedIndex,
     MegatronFSDP,
     MixedPrecisionPolicy,
-    __version__,
     deferred_init,
     fully_shard,
     fully_shard_model,
     fully_shard_optimizer,
     register_forward_method,
     register_optimizer,
+    save_safetensors,
+)
+from megatron_fsdp.package_info import (
+    __contact_names__,
+    __description__,
+    __keywords__,
+    __license__,
+    __package_name__,
+    __shortversion__,
+    __version__,
 )
 
 __all__ = [
+    "DistributedDataParallelConfig",
     "FSDPConfig",
     "FSDPDistributedIndex",
     "MegatronFSDP",
     "MixedPrecisionPolicy",
+    "__contact_names__",
+    "__description__",
+    "__keywords__",
+    "__license__",
+    "__package_name__",
+    "__shortversion__",
     "__version__",
     "deferred_init",
     "fully_shard",
@@ -26,4 +49,5 @@ __all__ = [
     "fully_shard_optimizer",
     "register_forward_method",
     "register_optimizer",
+    "save_safetensors",
 ]

@@ -1,9 +1,8 @@
 #!/bin/sh
-# Prints the path of a Python >= 3.12 that runs and can make virtual environments; says so and exits with 2 if none can.
+# Prints the path of a working Python >= 3.12 that can create virtual environments, or an error and exits with 2.
 #
-# Looks on PATH and under ~/.pyenv/versions (and PYENV_ROOT's), for 3.12 first, because that is the version the project
-# is tested with.
-# Every candidate is run: a pyenv shim of that name may exist although no such version is selected.
+# Searches PATH and the versions of pyenv, for 3.12 first, because the project is tested with that version.
+# Every candidate is run, because a pyenv shim exists even if its version is not selected.
 
 works() {
     "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1

@@ -17,6 +17,8 @@ import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
+from torch import nn
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.fsdp import FSDPConfig, MegatronFSDP, api, fully_shard_model  # noqa: E402
@@ -140,7 +142,8 @@ def as_markdown() -> str:
         memory, speed = EFFECTS.get(name, Effect(SAME, SAME))
         lines.append(f"| `{name}` | {kind} | {default} | {texts[name]} | {memory} | {speed} |")
     lines += ["", "# Methods of the sharded model", "", "| method | what it does |", "|---|---|"]
-    for name, method in vars(MegatronFSDP).items():
+    classes = MegatronFSDP.__mro__[: MegatronFSDP.__mro__.index(nn.Module)]
+    for name, method in {name: method for kind in classes[::-1] for name, method in vars(kind).items()}.items():
         if not name.startswith("_") and (callable(method) or isinstance(method, property)):
             text = (inspect.getdoc(method) or "").split("\n\n")[0].replace("\n", " ").replace("``", "`")
             lines.append(f"| `{name}` | {re.sub(r':meth:`~?([^`]*)`', r'`\1`', text)} |")

@@ -1,6 +1,6 @@
 """Prints docs/compatibility.md from the results of the tests: feature by strategy and device.
 
-    make compatibility      runs the tests with --results docs/compatibility.json, and prints the page from it
+    make compatibility      runs the tests with --results docs/compatibility.json and prints the page
 
 A cell shows the outcome of the tests that its row names.
 """
@@ -17,7 +17,7 @@ UNIT, FUNCTIONAL = "tests/unit_tests/", "tests/functional_tests/"
 
 
 class Feature(NamedTuple):
-    """One row.
+    """One row of the table.
 
     Attributes:
         name: The feature, as a user would call it.
@@ -92,7 +92,7 @@ def outcome(results: dict[str, dict[str, str]], feature: Feature, strategy: str)
     found = []
     for test, outcomes in results.items():
         if any(_matches(test, wanted) for wanted in feature.tests):
-            # A test without strategies runs with the default one.
+            # A test without strategies uses the default strategy.
             default = [outcomes[""]] if "" in outcomes and strategy == STRATEGIES[-1] else []
             found += [outcomes[strategy]] if strategy in outcomes else default
     if "failed" in found:
@@ -108,7 +108,7 @@ def _matches(test: str, wanted: str) -> bool:
 
 
 def as_markdown(results: dict[str, dict[str, dict[str, str]]]) -> str:
-    """The page."""
+    """Return the page."""
     lines = [
         "# What works with what",
         "",

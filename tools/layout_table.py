@@ -1,8 +1,8 @@
-"""Prints how much of a unit's flat buffer is padding, for real models' shapes: the table in docs/layout.md.
+"""Prints how much of a unit's flat buffer is padding, for the shapes of real models: the table in docs/layout.md.
 
     python tools/layout_table.py [shapes.json]
 
-A cell is our padding in percent, how many parameters are cut inside rows, and the original's padding.
+A cell holds our padding in percent, the number of parameters that are cut inside a row, and the original's padding.
 """
 
 import argparse
@@ -20,11 +20,11 @@ SHAPES = ROOT / "tests" / "unit_tests" / "layout_shapes.json"
 
 
 def cell(unit: dict[str, Any], dp_size: int) -> str:
-    """One unit at one data-parallel size: our padding, how many parameters are cut inside rows, theirs.
+    """Return the cell of one unit at one data-parallel size.
 
     Args:
         unit: ``shapes``, ``elements`` and ``original_padding_percent`` by data-parallel size.
-        dp_size: Number of ranks that share the unit.
+        dp_size: Number of ranks that shard the unit.
     """
     layout = plan_layout([tuple(shape) for shape in unit["shapes"]], dp_size)
     small = "\\*" if unit["elements"] < SMALL_SHARD * dp_size else ""
@@ -34,7 +34,7 @@ def cell(unit: dict[str, Any], dp_size: int) -> str:
 
 
 def table(path: Path = SHAPES) -> str:
-    """The table in Markdown: a row for each unit, a column for each data-parallel size.
+    """Return the table in Markdown: a row for each unit, a column for each data-parallel size.
 
     Args:
         path: JSON file with ``dp_sizes`` and ``units``.

@@ -1,12 +1,12 @@
-"""Trains the same GPT with Megatron's DDP and with our FSDP, in Megatron's real loop, and compares every iteration.
+"""Trains the same GPT with Megatron's DDP and with our FSDP in Megatron's training loop, and compares every iteration.
 
     python tools/parity.py [--ranks 2 3 4] [--micro-batches 1 4] [--iterations 20] [--original]
 
 * fp32: loss and gradient norm of every iteration must agree to six significant digits.
-* bf16 (compute; main weights are fp32): DDP itself is run in several orders of addition. Our losses must on average
-  be as near to one of these runs as they are to each other.
-* bf16-unclipped: the same where the gradient norm, whose terms we add in an order of our own, changes nothing. Where
-  DDP's orders agree bit by bit, ours must agree with them bit by bit.
+* bf16 (compute; main weights are fp32): DDP is run with several orders of addition. On average, our losses must be as
+  close to one of these runs as the runs are to each other.
+* bf16-unclipped: like bf16, but without clipping. The gradient norm, whose terms we add in a different order, then has
+  no effect. If DDP's runs are bit-identical, ours must be, too.
 
 Exits with 1 if a run does not agree.
 """
@@ -35,14 +35,14 @@ DIGITS = 6
 SAME_DIGITS = 0.5 * 10.0**-DIGITS
 
 DDP = ["--use-distributed-optimizer"]
-# Equal sums, added up in another order: of smaller buckets, divided after the sum instead of before it, of whole
-# gradients instead of shards.
+# The same sums in a different order: with smaller buckets, dividing after the sum instead of before it, and reducing
+# whole gradients instead of shards.
 DDP_ORDERS: tuple[list[str], ...] = (
     [*DDP, "--ddp-bucket-size", "20000", "--overlap-grad-reduce"],
     [*DDP, "--ddp-average-in-collective"],
     [],
 )
-# A norm at which gradients are clipped: always, and never.
+# The norm at which gradients are clipped: in every step, or in none.
 CLIP = {"fp32": "1.0", "bf16": "1.0", "bf16-unclipped": "1000.0"}
 
 
@@ -66,11 +66,11 @@ class Difference:
     """Relative differences of two runs.
 
     Attributes:
-        loss: The largest of any iteration's loss.
-        grad_norm: The largest of any iteration's gradient norm.
-        mean_loss: The mean of all iterations' losses.
-        params_norm: The largest of any iteration's norm of weights.
-        zeros: The largest of any iteration's number of zeros in gradients.
+        loss: Largest difference of an iteration's loss.
+        grad_norm: Largest difference of an iteration's gradient norm.
+        mean_loss: Mean difference of the iterations' losses.
+        params_norm: Largest difference of an iteration's norm of weights.
+        zeros: Largest difference of an iteration's number of zeros in gradients.
     """
 
     loss: float
@@ -92,7 +92,7 @@ class Difference:
 
 
 def write_corpus(folder: Path) -> Path:
-    """Part of Python's own standard library as bytes, in Megatron's indexed format; returns the path's prefix."""
+    """Write part of Python's standard library as bytes in Megatron's indexed format; return the path's prefix."""
     from megatron.fsdp.mcore import cpu
 
     cpu.enable()
@@ -108,7 +108,7 @@ def write_corpus(folder: Path) -> Path:
 
 
 def model_arguments(case: Case, corpus: Path, iterations: int) -> list[str]:
-    """Megatron's arguments for a small GPT, with sizes that ranks do not divide."""
+    """Return Megatron's arguments for a small GPT whose sizes are not multiples of the number of ranks."""
     batch = 1 * case.ranks * case.micro_batches
     text = f"""
         --num-layers 3 --hidden-size 60 --ffn-hidden-size 172 --num-attention-heads 4 --seq-length 48
@@ -121,13 +121,13 @@ def model_arguments(case: Case, corpus: Path, iterations: int) -> list[str]:
 
 
 def fsdp_arguments(strategy: str) -> list[str]:
-    """Megatron's arguments for our FSDP."""
+    """Return Megatron's arguments for our FSDP."""
     flags = "--use-megatron-fsdp --ckpt-format fsdp_dtensor --overlap-grad-reduce --overlap-param-gather"
     return [*flags.split(), "--data-parallel-sharding-strategy", strategy]
 
 
 def original_arguments(strategy: str) -> list[str]:
-    """Megatron's arguments for the FSDP inside Megatron-Core; over gloo it can sum gradients only, not average."""
+    """Return Megatron's arguments for the FSDP inside Megatron-Core, which over gloo can only sum gradients."""
     return [*fsdp_arguments(strategy), "--fsdp-implementation", "megatron-core", "--calculate-per-token-loss"]
 
 
@@ -156,7 +156,7 @@ class Comparison:
         return run([*model_arguments(case, self._corpus, self._iterations), *flags], case.ranks)
 
     def compare(self, case: Case, strategies: tuple[str, ...], original: bool) -> None:
-        """Compare every strategy with DDP, and DDP with itself where that is the measure."""
+        """Compare every strategy with DDP. For bf16, first compare runs of DDP to find the allowed difference."""
         references = [self._run(case, "DDP", DDP)]
         allowed = SAME_DIGITS
         if case.kind != "fp32":
@@ -164,7 +164,7 @@ class Comparison:
             own = [Difference.between(a, b) for a, b in itertools.combinations(references, 2)]
             allowed = max(difference.mean_loss for difference in own)
             worst = Difference(max(d.loss for d in own), max(d.grad_norm for d in own), allowed)
-            self._row(case, "DDP in other orders", worst, "the measure")
+            self._row(case, "DDP in other orders", worst, "allowed")
         for strategy in strategies:
             ours = self._run(case, strategy, fsdp_arguments(strategy))
             nearest = min((Difference.between(reference, ours) for reference in references), key=lambda d: d.mean_loss)
@@ -218,7 +218,7 @@ def main() -> int:
     console.print(
         f"Relative differences to Megatron's DDP over {options.iterations} iterations. fp32: {DIGITS} significant "
         f"digits are {SAME_DIGITS:.0e}, of every iteration.\nbf16: to the nearest of {len(DDP_ORDERS) + 1} orders of "
-        "addition in DDP; on average no more than these differ among themselves (the measure)."
+        "addition in DDP; the mean may be at most as large as among these orders (allowed)."
     )
     console.print(comparison.table)
     console.print("all equal" if not comparison.failed else f"{comparison.failed} runs differ")

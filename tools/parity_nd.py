@@ -1,10 +1,11 @@
-"""Trains with Megatron's DDP and with our FSDP at the same topology, in Megatron's real loop, and compares them.
+"""Trains with Megatron's DDP and with our FSDP in the same topology in Megatron's training loop, and compares them.
 
     python tools/parity_nd.py [--only TEXT ...] [--strategies ...] [--iterations 10] [--markdown FILE]
 
-Tensor, pipeline, context and expert parallelism, hybrid sharding, kinds of models, options of the loop. In fp32, loss
-and gradient norm of every iteration must agree to six significant digits; in bf16, without clipping, too: two
-data-parallel ranks add two gradients, in whichever order. Exits with 1 if a run does not agree.
+The cases cover tensor, pipeline, context and expert parallelism, hybrid sharding, kinds of models, and options of the
+loop. The loss and gradient norm of every iteration must agree to six significant digits. This holds for bf16 as well if
+gradients are not clipped, because a sum over two data-parallel ranks does not depend on the order. Exits with 1 if a
+run does not agree.
 """
 
 import argparse
@@ -24,11 +25,11 @@ from tools.parity import DDP, STRATEGIES, Difference, fsdp_arguments, write_corp
 from tools.real_loop import Run, RunFailure, run  # noqa: E402
 
 SHARDED = STRATEGIES[1:]
-# Numbers that agree in six significant digits differ by no more.
+# The largest difference of numbers that agree to six significant digits.
 SIX_DIGITS = 1e-6
-# Of thousands of zeros: a number that is next to zero may be one in one order of additions, and not in another.
+# For counts of thousands of zeros: an almost-zero sum may be exactly zero in one order of addition and not in another.
 FEW = 1e-3
-# Megatron wants it for tensor and context parallelism with DDP, and refuses it with FSDP.
+# Megatron requires it for tensor and context parallelism with DDP, and forbids it with FSDP.
 DDP_ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 ROPE = "--position-embedding-type rope --kv-channels 16"
@@ -40,7 +41,7 @@ MOE = (
     "--swiglu --disable-bias-linear --num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01 "
     "--moe-router-load-balancing-type aux_loss"
 )
-# gloo cannot gather tensors of different sizes, which the other dispatcher does where experts are tensor-parallel.
+# With tensor-parallel experts, the alltoall dispatcher gathers tensors of different sizes, which gloo does not support.
 ALLGATHER = f"{MOE} --moe-token-dispatcher-type allgather"
 ALLTOALL = f"{MOE} --moe-token-dispatcher-type alltoall"
 MLA = (
@@ -52,20 +53,20 @@ MLA = (
 
 @dataclass(frozen=True)
 class Case:
-    """One topology, model, or option, trained by both.
+    """A topology, model or option to train with DDP and with FSDP.
 
     Attributes:
         kind: Section of the table.
-        name: What it shows.
-        ranks: Processes.
+        name: Name in the table.
+        ranks: Number of processes.
         arguments: Megatron's arguments, for DDP and for FSDP.
-        strategies: Of FSDP.
-        layers: Of the model.
+        strategies: Sharding strategies of FSDP.
+        layers: Number of layers of the model.
         batch: Sequences per step.
         bf16: Compute in bf16.
-        only_fsdp: Arguments for FSDP alone.
-        overlaps: Whether FSDP is asked to overlap communication with compute.
-        has_norm: Whether Megatron computes a gradient norm with both; without clipping it does so with DDP only.
+        only_fsdp: Further arguments for FSDP.
+        overlaps: Whether FSDP overlaps communication with compute.
+        has_norm: Whether both compute a gradient norm. Without clipping, Megatron computes it only with DDP.
     """
 
     kind: str
@@ -89,7 +90,7 @@ ONE = ("optim_grads_params",)
 TP, PP, EP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--expert-model-parallel-size 2"
 CP = "--context-parallel-size 2"
 INTERLEAVED = f"{PP} --num-layers-per-virtual-pipeline-stage 1"
-# Rows of an embedding of its own that no token asked for.
+# An untied embedding has rows of tokens that do not occur, whose gradients are zero.
 ZEROS = "--untie-embeddings-and-output-weights --log-num-zeros-in-grad"
 META = "--init-model-with-meta-device"
 INSTANCES = "--num-distributed-optimizer-instances 2"
@@ -100,7 +101,7 @@ CASES = (
     _topology("TP 2, sequence parallel, query and key norms", 4, f"{TP} --sequence-parallel --qk-layernorm"),
     _topology("TP 2 without data parallelism", 2, TP),
     _topology("PP 2, tied embeddings", 4, PP),
-    _topology("PP 2, embeddings of their own", 4, f"{PP} --untie-embeddings-and-output-weights"),
+    _topology("PP 2, untied embeddings", 4, f"{PP} --untie-embeddings-and-output-weights"),
     _topology("PP 2, interleaved", 4, INTERLEAVED, layers=4),
     _topology("PP 2, tied embeddings, without data parallelism", 2, PP),
     _topology("TP 2 x PP 2 x DP 2", 8, f"{TP} {PP} --sequence-parallel"),
@@ -182,19 +183,19 @@ CASES = (
     Case("option", "number of zeros, TP 2", 4, f"{TP} {ZEROS}"),
     Case("option", "number of zeros, EP 2", 4, f"{ALLTOALL} {EP} {ZEROS}"),
     Case("option", "decoupled learning rate", 2, "--decoupled-lr 1e-3 --untie-embeddings-and-output-weights", ONE),
-    Case("option", "evaluation on the way", 2, "--eval-interval 3 --eval-iters 2", ONE),
+    Case("option", "evaluation during training", 2, "--eval-interval 3 --eval-iters 2", ONE),
 )
 
 
 @dataclass
 class Result:
-    """What came of one strategy of a case.
+    """The result of one strategy of a case.
 
     Attributes:
         case: The case.
-        strategy: Of FSDP.
-        difference: To DDP; None if a run failed.
-        failure: Why there is none.
+        strategy: Sharding strategy of FSDP.
+        difference: Difference to DDP; None if a run failed.
+        failure: The error of the run that failed.
     """
 
     case: Case
@@ -204,7 +205,7 @@ class Result:
 
     @property
     def good(self) -> bool:
-        """Whether loss, gradient norm, and what else the case logs agree."""
+        """Whether loss, gradient norm, and the other numbers that the case logs agree."""
         found = self.difference
         if found is None:
             return False
@@ -213,7 +214,7 @@ class Result:
 
     @property
     def text(self) -> str:
-        """One line."""
+        """The result in one line."""
         if self.difference is None:
             return f"failed: {self.failure}"
         logged = {"norm of weights": self.difference.params_norm, "zeros": self.difference.zeros}
@@ -222,12 +223,12 @@ class Result:
 
     @property
     def norm(self) -> str:
-        """The difference of the gradient norm; a dash where there is none."""
+        """The difference of the gradient norm; a dash if there is none."""
         return f"{self.difference.grad_norm:.0e}" if self.difference is not None and self.case.has_norm else "-"
 
 
 def model_arguments(case: Case, corpus: Path, iterations: int) -> list[str]:
-    """Megatron's arguments for the case's model and data."""
+    """Return Megatron's arguments for the case's model and data."""
     text = f"""
         --num-layers {case.layers} --hidden-size 60 --ffn-hidden-size 172 --num-attention-heads 4 --seq-length 48
         --max-position-embeddings 48 --make-vocab-size-divisible-by 1 --micro-batch-size 1
@@ -241,7 +242,7 @@ def model_arguments(case: Case, corpus: Path, iterations: int) -> list[str]:
 
 
 def train(case: Case, corpus: Path, iterations: int, strategy: str | None) -> Run:
-    """Train with a strategy of FSDP, or with DDP."""
+    """Train with a strategy of FSDP, or with DDP if ``strategy`` is None."""
     common = model_arguments(case, corpus, iterations)
     if strategy is None:
         return run([*common, *DDP], case.ranks, environment=DDP_ENVIRONMENT)
@@ -265,13 +266,13 @@ def compare(case: Case, corpus: Path, iterations: int, strategies: tuple[str, ..
 
 
 def last_line(failure: RunFailure) -> str:
-    """The error itself, without the log before it."""
+    """Return the error message without the log before it."""
     lines = [line.strip() for line in str(failure).splitlines() if "Error" in line or "error:" in line]
     return (lines or str(failure).splitlines())[-1][:300]
 
 
 def as_markdown(results: list[Result], iterations: int) -> str:
-    """The results as a table of a page."""
+    """Return the results as a page's tables."""
     lines = [f"Over {iterations} iterations.", ""]
     for kind in dict.fromkeys(result.case.kind for result in results):
         lines += [
@@ -297,7 +298,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=[], help="cases whose kind or name contains one of these texts")
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES)
     parser.add_argument("--iterations", type=int, default=10)
-    parser.add_argument("--markdown", type=Path, help="write the table to this page, between its marks")
+    parser.add_argument("--markdown", type=Path, help="replace the table between the markers of this page")
     options = parser.parse_args()
     console = Console(width=max(Console().width, 130))
     chosen = [c for c in CASES if not options.only or any(text in f"{c.kind}: {c.name}" for text in options.only)]

@@ -1,6 +1,6 @@
-"""Runs pretrain_gpt.py, Megatron's real training loop, in rank processes and returns every iteration's numbers.
+"""Runs pretrain_gpt.py with Megatron's training loop in rank processes and returns the numbers of every iteration.
 
-Processes are forked from one that has imported Megatron already: many short runs cost little more than their steps.
+Processes are forked from one that has already imported Megatron, so a short run costs little more than its steps.
 """
 
 import json
@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 
-# Another program may take the port between the moment when it is found free and that when rank 0 listens there.
+# Another program may take the port after it was found free and before rank 0 listens on it.
 ATTEMPTS = 3
-# How long ranks may go on after one has failed.
+# How long the other ranks may continue after one has failed.
 SECONDS_FOR_OTHERS = 20.0
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -36,13 +36,13 @@ class RunFailure(RuntimeError):
 
 @dataclass(frozen=True)
 class Iteration:
-    """What one iteration computed, in full precision; 0 for what it was not asked for.
+    """The numbers of one iteration, in full precision; 0 for numbers that were not computed.
 
     Attributes:
-        loss: On the last pipeline stage.
-        grad_norm: Of all gradients.
-        params_norm: Of all weights.
-        zeros: How many there are in the gradients.
+        loss: Loss, on the last pipeline stage.
+        grad_norm: Norm of all gradients.
+        params_norm: Norm of all weights.
+        zeros: Number of zeros in the gradients.
     """
 
     loss: float
@@ -53,12 +53,12 @@ class Iteration:
 
 @dataclass(frozen=True)
 class Run:
-    """What one run computed.
+    """The results of one run.
 
     Attributes:
-        iterations: Training, in order.
+        iterations: Training iterations, in order.
         validation: Validation losses, in order.
-        log: What rank 0 and the last rank printed.
+        log: Output of rank 0 and of the last rank.
     """
 
     iterations: list[Iteration]
@@ -69,10 +69,10 @@ class Run:
 def run(
     arguments: list[str], ranks: int, timeout: float = 300.0, environment: Mapping[str, str] = MappingProxyType({})
 ) -> Run:
-    """Run pretrain_gpt.py with these arguments on this many ranks of this machine.
+    """Run pretrain_gpt.py on this machine.
 
     Raises:
-        RunFailure: With the end of the log.
+        RunFailure: A rank failed or timed out. The message holds the end of the log.
     """
     for _ in range(ATTEMPTS - 1):
         try:
@@ -84,7 +84,7 @@ def run(
 
 
 def _is_by_chance(failure: str, arguments: list[str]) -> bool:
-    """Whether the port was taken, or Megatron-Core's own FSDP crashed, as it does now and then on a CPU."""
+    """Whether a retry may help: the port was taken, or Megatron-Core's FSDP crashed, as it sometimes does on a CPU."""
     crashed = re.match(r"exit codes \[.*-(6|11)\b", failure) is not None
     return "EADDRINUSE" in failure or (crashed and "megatron-core" in arguments)
 
@@ -105,7 +105,7 @@ def _run(arguments: list[str], ranks: int, timeout: float, environment: Mapping[
 
 
 def _wait(processes: list[BaseProcess], timeout: float) -> None:
-    """Until all have ended; or a while after one has failed, as others may then wait for it for ever."""
+    """Wait until all have ended or, once one has failed, for a while: the others may wait for it forever."""
     end, failed = time.monotonic() + timeout, False
     while (alive := [process for process in processes if process.is_alive()]) and time.monotonic() < end:
         if not failed and any(process.exitcode for process in processes):
@@ -117,10 +117,13 @@ def _wait(processes: list[BaseProcess], timeout: float) -> None:
 def started(
     arguments: list[str], ranks: int, folder: str, environment: Mapping[str, str] = MappingProxyType({})
 ) -> Iterator[list[BaseProcess]]:
-    """pretrain_gpt.py, running with these arguments on this many ranks; SIGKILL ends them with the context.
+    """Context in which pretrain_gpt.py runs; leaving it kills the ranks.
 
     Args:
-        folder: Where logs are kept.
+        arguments: Of the command line.
+        ranks: Number of processes.
+        folder: Receives the logs.
+        environment: Further environment variables.
     """
     context, port = _context(), free_port()
     processes: list[BaseProcess] = [
@@ -148,7 +151,7 @@ def _context() -> BaseContext:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on."""
+    """Return a port of this machine that is free at the moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -181,16 +184,16 @@ def _rank(arguments: list[str], rank: int, ranks: int, port: int, folder: str, e
 
 
 def _record() -> dict[str, list[Any]]:
-    """Note what Megatron is about to round and print."""
+    """Record the numbers that Megatron logs, before it rounds them."""
     from megatron.training import training
 
     numbers: dict[str, list[Any]] = {"iterations": [], "validation": []}
     log, evaluate = training.training_log, training.evaluate
 
     def recording_log(loss_dict: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        # Arguments after the loss: total_loss_dict, learning_rate, iteration, loss_scale, report_memory, skipped, and
-        # then norm of gradients, norm of weights, number of zeros. Pipeline stages before the last have no loss;
-        # without clipping there is no norm.
+        # The arguments after the loss are total_loss_dict, learning_rate, iteration, loss_scale, report_memory,
+        # skipped, and then grad_norm, params_norm and num_zeros. Only the last pipeline stage has a loss. Without
+        # clipping there is no norm.
         found = (loss_dict.get("lm loss"), *args[6:9])
         numbers["iterations"].append([float(value or 0.0) for value in found])
         return log(loss_dict, *args, **kwargs)

@@ -1,7 +1,7 @@
-"""Writes text with a trained demo model: loads an ``fsdp_dtensor`` checkpoint into a plain, unwrapped Megatron GPT.
+"""Generates text with a trained demo model: loads an ``fsdp_dtensor`` checkpoint into a plain Megatron GPT.
 
-One process, on CPU or on one CUDA device, whatever number of ranks trained the model. It shows that a sharded
-checkpoint is an ordinary one: torch.distributed.checkpoint puts the parts together and no FSDP object is built.
+Runs in one process, on the CPU or one CUDA device, however many ranks trained the model. This shows that a sharded
+checkpoint is an ordinary one: torch.distributed.checkpoint assembles the shards, without any FSDP object.
 """
 
 import argparse
@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import PreTrainedTokenizerFast
 
 MODEL_PREFIX = "model.module."
-# The two halves of a SwiGLU projection are saved as separate tensors, so that they can be resharded.
+# The gate and up halves of a SwiGLU projection are saved as separate tensors, so that they can be resharded.
 GATE_SUFFIX, UP_SUFFIX = "_w", "_v"
-# Where Transformer Engine fuses a norm into the linear layer after it, Megatron's own layers have a module for it.
+# Transformer Engine fuses a norm into the following linear layer; Megatron's own layers have a separate module.
 FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
@@ -30,7 +30,7 @@ FUSED_NORMS = {
 
 
 class Checkpoint(NamedTuple):
-    """What generation needs of a checkpoint: the training arguments, the iteration and fp32 weights by name."""
+    """Contents of a checkpoint: the training arguments, the iteration and the fp32 weights by name."""
 
     arguments: SimpleNamespace
     iteration: int
@@ -38,18 +38,18 @@ class Checkpoint(NamedTuple):
 
 
 def latest_iteration(checkpoints: Path) -> int:
-    """The iteration of the newest complete checkpoint below ``checkpoints``; 0 when there is none."""
+    """The iteration of the newest complete checkpoint below ``checkpoints``; 0 if there is none."""
     tracker = checkpoints / "latest_checkpointed_iteration.txt"
     return int(tracker.read_text()) if tracker.exists() else 0
 
 
 def iteration_folder(checkpoints: Path, iteration: int) -> Path:
-    """The folder that Megatron writes the checkpoint of ``iteration`` to."""
+    """The folder of the checkpoint of ``iteration``."""
     return checkpoints / f"iter_{iteration:07d}"
 
 
 def read_checkpoint(checkpoints: Path) -> Checkpoint:
-    """Reads the newest checkpoint's weights, unsharded, and its arguments. Optimizer state stays on disk.
+    """Reads the newest checkpoint's weights, unsharded, and its arguments, but not the optimizer state.
 
     Raises:
         FileNotFoundError: there is no checkpoint.
@@ -72,7 +72,7 @@ def read_checkpoint(checkpoints: Path) -> Checkpoint:
 
 
 def model_names(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Renames checkpoint tensors to the parameters of a model from Megatron's own layers, joining SwiGLU halves."""
+    """Renames checkpoint tensors to the parameters of Megatron's own layers, and concatenates SwiGLU halves."""
     renamed: dict[str, Tensor] = {}
     for name, tensor in weights.items():
         if name.endswith(UP_SUFFIX):
@@ -89,7 +89,7 @@ def model_names(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @contextmanager
 def one_process_group() -> Iterator[None]:
-    """Megatron's layers ask for their process groups even in one process; these need no network."""
+    """Context with the process groups that Megatron's layers require even in one process. They use no network."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -106,7 +106,7 @@ def one_process_group() -> Iterator[None]:
 
 
 def build_model(arguments: SimpleNamespace, vocab_size: int) -> nn.Module:
-    """A GPT of Megatron's own layers, in fp32 on CPU, of the size that ``arguments`` say."""
+    """Builds a GPT of Megatron's own layers from the training arguments, in fp32 on the CPU."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig
@@ -139,7 +139,7 @@ def build_model(arguments: SimpleNamespace, vocab_size: int) -> nn.Module:
 
 
 def load_model(checkpoint: Checkpoint, device: torch.device) -> nn.Module:
-    """The model with the checkpoint's weights, ready to evaluate. Every weight must be there, and no other."""
+    """Builds the model with the checkpoint's weights, for evaluation. Missing or unexpected weights are an error."""
     vocab_size = checkpoint.weights["embedding.word_embeddings.weight"].shape[0]
     model = build_model(checkpoint.arguments, vocab_size)
     result = model.load_state_dict(checkpoint.weights, strict=False)
@@ -150,7 +150,7 @@ def load_model(checkpoint: Checkpoint, device: torch.device) -> nn.Module:
 
 
 def next_token_logits(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Logits for the token after the last of ``tokens``, which has shape ``(length,)``; result ``(vocabulary,)``."""
+    """Logits of the next token, ``(vocabulary,)``, after ``tokens`` of shape ``(length,)``."""
     length = len(tokens)
     positions = torch.arange(length, device=tokens.device)[None]
     mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=tokens.device).triu(1)
@@ -199,12 +199,12 @@ def generate(arguments: argparse.Namespace) -> str:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line of a generation."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--checkpoints", type=Path, default=Path("demo_output/checkpoints"), help="training's --save")
     parser.add_argument("--tokenizer", type=Path, default=Path("demo_output/data/tokenizer"))
     parser.add_argument("--prompt", default="def __init__(self")
-    parser.add_argument("--tokens", type=int, default=120, help="how many to write at most")
+    parser.add_argument("--tokens", type=int, default=120, help="largest number of tokens to generate")
     parser.add_argument("--top-k", type=int, default=20, help="choose among the k most likely tokens; 1 is greedy")
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,4 +1,4 @@
-"""Draws the training and validation loss over the tokens seen, with the unigram entropy for comparison."""
+"""Plots the training and validation loss over the tokens seen, with the unigram entropy for comparison."""
 
 import argparse
 from pathlib import Path
@@ -7,7 +7,7 @@ import matplotlib
 from prepare_data import read_meta
 from train_log import Point, read_history
 
-matplotlib.use("Agg")  # no display is needed, and none may be there
+matplotlib.use("Agg")  # there may be no display
 
 import matplotlib.pyplot as plt  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
@@ -17,7 +17,7 @@ EVERYTHING = 10**12
 
 
 def smooth(values: list[float], weight: float = 0.9) -> list[float]:
-    """An exponential moving average without the bias towards its start."""
+    """An exponential moving average without a bias towards the first value."""
     average, total, result = 0.0, 0.0, []
     for value in values:
         average = weight * average + (1 - weight) * value
@@ -27,7 +27,7 @@ def smooth(values: list[float], weight: float = 0.9) -> list[float]:
 
 
 def draw_losses(axes: Axes, points: list[Point]) -> None:
-    """Single batches faintly, their moving average on top, and a dot per validation, the last with its value."""
+    """Draws single batches faintly, their moving average on top, and a dot per validation, the last with its value."""
     train = [point for point in points if point.kind == "train"]
     validation = [point for point in points if point.kind == "validation"]
     thousands = [point.tokens / 1e3 for point in train]

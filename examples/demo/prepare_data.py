@@ -1,4 +1,4 @@
-"""Makes the demo's data: Python's own source and documentation as Megatron indexed datasets, with a tokenizer.
+"""Builds the demo's data: Python's source and documentation as Megatron indexed datasets, with a tokenizer.
 
 Steps, in this order: collect the documents, split them by file, write the two text files, train a byte-pair tokenizer
 on the training text, write one indexed dataset per split, measure the unigram entropy, write ``meta.json``. The last
@@ -25,8 +25,8 @@ from transformers import PreTrainedTokenizerFast
 END_OF_TEXT = "<|endoftext|>"
 SPLITS = ("train", "validation")
 SUFFIXES = (".py", ".txt", ".rst", ".md")
-# Installed packages are not the standard library; its tests and character tables would be most of the bytes and teach
-# the model test data and hexadecimal numbers instead of code and prose.
+# Installed packages are not part of the standard library. Its tests and character tables are most of its bytes, and
+# would teach the model test data and hexadecimal numbers instead of code and prose.
 SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings"}
 )
@@ -34,7 +34,7 @@ SKIPPED_PREFIXES = ("_sysconfigdata",)
 
 
 class Document(NamedTuple):
-    """One text: ``path`` is relative to the corpus root, and is what the split is decided by."""
+    """One text. ``path`` is relative to the corpus root and decides the split."""
 
     path: str
     text: str
@@ -42,7 +42,7 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True)
 class DataSettings:
-    """What to build the data from, and where. ``validation_percent`` is the share of files, not of bytes."""
+    """Sources and sizes of the data. ``validation_percent`` is a share of files, not of bytes."""
 
     corpus: Path
     output: Path
@@ -60,7 +60,7 @@ class DataSettings:
 
 @dataclass(frozen=True)
 class DataMeta:
-    """What was built. Entropies are in nats per token; ``vocab_size`` is what the tokenizer really has."""
+    """Description of the data. Entropies are in nats per token; ``vocab_size`` is the tokenizer's actual size."""
 
     corpus: str
     requested_vocab_size: int
@@ -79,7 +79,7 @@ def standard_library() -> Path:
 
 
 def tokenizer_path(output: Path) -> Path:
-    """Where the tokenizer lies: a folder that Megatron's HuggingFaceTokenizer reads."""
+    """The tokenizer's folder, which Megatron's HuggingFaceTokenizer reads."""
     return output / "tokenizer"
 
 
@@ -89,12 +89,12 @@ def dataset_prefix(output: Path, split: str) -> Path:
 
 
 def meta_path(output: Path) -> Path:
-    """The file whose presence says that the data in ``output`` are complete."""
+    """The file whose presence marks the data in ``output`` as complete."""
     return output / "meta.json"
 
 
 def read_meta(output: Path) -> DataMeta:
-    """What was built in ``output``."""
+    """Reads the description of the data in ``output``."""
     return DataMeta(**json.loads(meta_path(output).read_text()))
 
 
@@ -110,7 +110,7 @@ def help_topics(source: str) -> str:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file in its own encoding, empty when it has none that can be decoded."""
+    """The text of a file in the encoding that it declares; empty if it cannot be decoded."""
     try:
         if path.suffix != ".py":
             return path.read_text(encoding="utf-8")
@@ -122,7 +122,7 @@ def read_text(path: Path) -> str:
 
 
 def collect_documents(corpus: Path) -> list[Document]:
-    """Every non-empty text below ``corpus``, sorted by path, so that two runs see the same order."""
+    """Every non-empty text below ``corpus``, sorted by path, so that every run sees the same order."""
     documents: list[Document] = []
     for path in sorted(corpus.rglob("*")):
         relative = path.relative_to(corpus)
@@ -139,7 +139,7 @@ def collect_documents(corpus: Path) -> list[Document]:
 def split_documents(documents: list[Document], validation_percent: int) -> dict[str, list[Document]]:
     """Assigns each file to a split by a hash of its path, so that a file's split never depends on other files.
 
-    Only in a corpus so small that a split would stay empty does the file with the lowest (or highest) hash go there.
+    If the corpus is so small that a split would be empty, the file with the lowest (or highest) hash goes there.
 
     Raises:
         ValueError: fewer than two documents.
@@ -157,7 +157,7 @@ def split_documents(documents: list[Document], validation_percent: int) -> dict[
 
 
 def write_text(documents: list[Document], path: Path) -> None:
-    """Writes a split as JSON lines (``path``, ``text``), the input that Megatron's preprocessing tool reads too."""
+    """Writes a split as JSON lines (``path``, ``text``), the input format of Megatron's preprocessing tool."""
     with path.open("w", encoding="utf-8") as file:
         for document in documents:
             file.write(json.dumps(document._asdict(), ensure_ascii=False) + "\n")
@@ -166,7 +166,7 @@ def write_text(documents: list[Document], path: Path) -> None:
 def train_tokenizer(documents: list[Document], vocab_size: int, output: Path) -> PreTrainedTokenizerFast:
     """Trains a byte-level byte-pair tokenizer and saves it in the layout of a Hugging Face model folder."""
     tokenizer = Tokenizer(models.BPE())
-    # Runs of blanks stay whole (one token for an indentation); digits are single, so numbers cost no vocabulary.
+    # An indentation becomes a single token. Digits are separate tokens, so numbers take no vocabulary.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
@@ -193,7 +193,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, documents: list[Document], batch:
 
 def write_dataset(tokenizer: PreTrainedTokenizerFast, documents: list[Document], prefix: Path) -> numpy.ndarray:
     """Writes one indexed dataset and returns how often each token occurs in it, shape ``(vocabulary,)``."""
-    # Imported here because it takes seconds, which a run that finds its data complete need not spend.
+    # Imported here because it takes seconds, which a run with complete data can save.
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder, get_bin_path, get_idx_path
 
     vocabulary = len(tokenizer)
@@ -207,16 +207,16 @@ def write_dataset(tokenizer: PreTrainedTokenizerFast, documents: list[Document],
 
 
 def cross_entropy(counts: numpy.ndarray, model_counts: numpy.ndarray) -> float:
-    """Nats per token of text with ``counts`` when each token is predicted from ``model_counts`` alone.
+    """Nats per token of a text with ``counts`` if each token is predicted from ``model_counts`` alone.
 
-    One is added to each of ``model_counts``, so that a token which training never saw costs much, but not everything.
+    One is added to each of ``model_counts``, so that the cost of a token that does not occur in training is finite.
     """
     probabilities = (model_counts + 1) / (model_counts.sum() + len(model_counts))
     return float(-(counts / counts.sum() * numpy.log(probabilities)).sum())
 
 
 def build(settings: DataSettings) -> DataMeta:
-    """Builds everything into ``settings.output``, whatever is there."""
+    """Builds everything into ``settings.output`` and overwrites existing files."""
     settings.output.mkdir(parents=True, exist_ok=True)
     splits = split_documents(collect_documents(settings.corpus), settings.validation_percent)
     for split in SPLITS:
@@ -241,10 +241,10 @@ def build(settings: DataSettings) -> DataMeta:
 
 
 def prepare(settings: DataSettings) -> DataMeta:
-    """Returns the data in ``settings.output``, building it first if it is not complete.
+    """Returns the data in ``settings.output``; builds it first if it is not complete.
 
     Raises:
-        ValueError: what is there was built with other settings, so a checkpoint trained on it would not fit new data.
+        ValueError: the data was built with other settings, so a checkpoint trained on it would not match new data.
     """
     if not meta_path(settings.output).exists():
         return build(settings)
@@ -254,13 +254,13 @@ def prepare(settings: DataSettings) -> DataMeta:
     if expected != got:
         raise ValueError(
             f"{settings.output} was built with (vocab_size, validation_percent) {got}, expected {expected}: "
-            "remove the folder (`make clean`) to build it anew"
+            "remove the folder (`make clean`) to build it again"
         )
     return meta
 
 
 def main() -> None:
-    """Command line: prepares the data and prints what there is."""
+    """Command line: prepares the data and prints its description."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument(
         "--corpus", type=Path, default=standard_library(), help="folder with the text (default: stdlib)"

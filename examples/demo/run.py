@@ -1,8 +1,8 @@
-"""The demo: prepares data, trains a small GPT with Megatron and this project's FSDP, shows what came of it.
+"""The demo: prepares data, trains a small GPT with Megatron and this project's FSDP, and shows the results.
 
     make demo        or        python examples/demo/run.py
 
-What exists is reused: the data of an earlier run is not built again, and training goes on from its last checkpoint.
+A second run reuses the data of the first and resumes training from its last checkpoint.
 """
 
 import argparse
@@ -30,11 +30,11 @@ from training import IMPLEMENTATIONS, ROOT, Machine, Paths, Training, command
 
 PROMPT = "def __init__(self"
 SECONDS_TO_STOP = 10
-SECONDS_BETWEEN_LINES = 15  # where the output is no terminal, so that a progress bar cannot be redrawn
+SECONDS_BETWEEN_LINES = 15  # if the output is not a terminal, where a progress bar cannot be redrawn
 
 
 class StepFailed(RuntimeError):
-    """A process of the demo ended with an error; ``excerpt`` is the end of what it wrote."""
+    """A process of the demo failed; ``excerpt`` is the end of its output."""
 
     def __init__(self, message: str, excerpt: str) -> None:
         super().__init__(message)
@@ -42,7 +42,7 @@ class StepFailed(RuntimeError):
 
 
 def stop(process: subprocess.Popen[str]) -> None:
-    """Ends torchrun and all it started: asks first, and kills what is left after ``SECONDS_TO_STOP``."""
+    """Terminates torchrun and its children; kills those that are still running after ``SECONDS_TO_STOP``."""
     try:
         parent = psutil.Process(process.pid)
         processes = [parent, *parent.children(recursive=True)]
@@ -69,7 +69,7 @@ def resident_gigabytes(torchrun: int) -> list[float]:
 
 
 class Display:
-    """A progress bar on a terminal, a line now and then elsewhere."""
+    """A progress bar on a terminal, otherwise a line every few seconds."""
 
     def __init__(self, console: Console, total: int) -> None:
         self.console, self.total, self.step = console, total, 0
@@ -88,7 +88,7 @@ class Display:
         self.task = self.progress.add_task("starting", total=total, status=self.status)
 
     def show(self, step: int, loss: float, validation: float, speed: float, memory: str) -> None:
-        """Shows the state after ``step`` iterations of this invocation."""
+        """Displays the state after ``step`` iterations of this invocation."""
         parts = [f"loss {loss:.2f}", f"val {validation:.2f}" if math.isfinite(validation) else "val   - "]
         self.status = "  ".join([*parts, f"{speed:,.0f} tokens/s", memory])
         self.step = step
@@ -98,14 +98,14 @@ class Display:
             self.print_line()
 
     def print_line(self) -> None:
-        """Prints the state, where no bar shows it."""
+        """Prints the state, unless a progress bar shows it."""
         self.last_line = time.monotonic()
         if not self.console.is_terminal:
             self.console.print(f"  {self.step}/{self.total}  {self.status}", soft_wrap=True)
 
 
 class Run:
-    """One invocation of the training processes: their output goes to the log, their losses to the history."""
+    """One invocation of the training processes. Their output goes to the log, their losses to the history."""
 
     def __init__(self, training: Training, machine: Machine, paths: Paths, console: Console) -> None:
         self.training, self.machine, self.paths, self.console = training, machine, paths, console
@@ -116,11 +116,11 @@ class Run:
         self.peak_memory = 0.0
 
     def new_points(self, kind: str) -> list[Point]:
-        """The points of one kind that this invocation has added."""
+        """The points of one kind from this invocation."""
         return [point for point in self.points[self.first_new :] if point.kind == kind]
 
     def memory(self, torchrun: int) -> str:
-        """Memory for the display; keeps the highest of it. On CUDA it is rank 0's report, and others are alike."""
+        """Memory for the display; also records the peak. On CUDA only rank 0 reports its memory."""
         if self.machine.cuda_devices:
             self.peak_memory = max(self.peak_memory, self.reader.max_allocated_mb * 2**20 / 1e9)
             return f"rank 0: {self.peak_memory:.1f} GB"
@@ -129,7 +129,7 @@ class Run:
         return f"{' + '.join(f'{gigabytes:.1f}' for gigabytes in ranks)} GB"
 
     def follow(self, process: subprocess.Popen[str], display: Display) -> None:
-        """Copies the processes' output to the log and shows the losses in it, until they close it."""
+        """Copies the processes' output to the log and displays the losses in it, until the output ends."""
         assert process.stdout is not None
         validation = math.nan
         with self.paths.log.open("a") as log:
@@ -150,7 +150,7 @@ class Run:
         """Trains.
 
         Raises:
-            StepFailed: the processes ended with an error, or without a single iteration.
+            StepFailed: the processes failed or completed no iteration.
         """
         arguments = command(self.training, self.machine, self.paths, self.done)
         self.paths.output.mkdir(parents=True, exist_ok=True)
@@ -165,7 +165,7 @@ class Run:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            start_new_session=True,  # so that Ctrl-C reaches this process alone, and it decides how the others end
+            start_new_session=True,  # so that Ctrl-C reaches this process only, which then stops the others
         )
         display = Display(self.console, self.training.iterations)
         try:
@@ -181,7 +181,7 @@ class Run:
 
 
 def data_line(meta: DataMeta) -> str:
-    """One line about the data."""
+    """Summarizes the data in one line."""
     files, tokens = meta.files, meta.tokens
     return (
         f"{files['train']} + {files['validation']} files, {tokens['train'] / 1e6:.2f} + "
@@ -190,12 +190,12 @@ def data_line(meta: DataMeta) -> str:
 
 
 def run_script(name: str, paths: Paths, arguments: list[str]) -> str:
-    """Runs a script of this folder in a process of its own, so that Megatron's warnings go to the log.
+    """Runs a script of this folder in another process, so that Megatron's warnings go to the log.
 
-    Returns what it printed.
+    Returns the script's output.
 
     Raises:
-        StepFailed: it ended with an error.
+        StepFailed: the script failed.
     """
     line = [sys.executable, str(Path(__file__).with_name(name)), *arguments]
     paths.output.mkdir(parents=True, exist_ok=True)
@@ -212,14 +212,14 @@ def run_script(name: str, paths: Paths, arguments: list[str]) -> str:
 
 
 def prepare_data(paths: Paths) -> DataMeta:
-    """Builds the data unless they are complete."""
+    """Builds the data unless it is complete."""
     if not meta_path(paths.data).exists():
         run_script("prepare_data.py", paths, ["--output", str(paths.data)])
     return read_meta(paths.data)
 
 
 def write_sample(paths: Paths) -> str:
-    """Lets the trained model write a text, and keeps it."""
+    """Generates text with the trained model and saves it."""
     arguments = ["--prompt", PROMPT, "--checkpoints", str(paths.checkpoints)]
     text = run_script("generate.py", paths, [*arguments, "--tokenizer", str(tokenizer_path(paths.data))])
     paths.sample.write_text(text)
@@ -227,7 +227,7 @@ def write_sample(paths: Paths) -> str:
 
 
 def summary(run: Run, meta: DataMeta, seconds: float) -> Table:
-    """What the training came to."""
+    """Results of the training."""
     train, validation = run.new_points("train"), run.new_points("validation")
     steady = sorted(point.tokens_per_second for point in train)
     table = Table(show_header=False, box=None, padding=(0, 2))
@@ -250,7 +250,7 @@ def summary(run: Run, meta: DataMeta, seconds: float) -> Table:
 
 
 def written(run: Run, iteration: int) -> Table:
-    """The paths of everything the demo wrote."""
+    """Paths of the files that the demo wrote."""
     paths = run.paths
     table = Table(show_header=False, box=None, padding=(0, 2))
     for name, path in {
@@ -267,7 +267,7 @@ def written(run: Run, iteration: int) -> Table:
 
 
 def demo(arguments: argparse.Namespace, console: Console) -> int:
-    """Runs all steps and returns the exit code: 1 if the model is no better than counting tokens."""
+    """Runs all steps and returns the exit code: 1 if the model does not beat the unigram entropy."""
     began = time.monotonic()
     paths = Paths(arguments.output.resolve())
     machine = Machine.detect()
@@ -291,15 +291,15 @@ def demo(arguments: argparse.Namespace, console: Console) -> int:
     if not validation or validation[-1].loss >= min(meta.unigram_entropy, meta.corpus_entropy):
         console.print("[red]The validation loss is not below the unigram entropy: train for more iterations.[/red]")
         return 1
-    console.print("Run it again to go on from this checkpoint; `make clean` removes everything.")
+    console.print("Run it again to resume from this checkpoint; `make clean` removes everything.")
     return 0
 
 
 def parse_arguments() -> argparse.Namespace:
     """The command line of the demo."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--output", type=Path, default=ROOT / "demo_output", help="folder for everything written")
-    parser.add_argument("--iterations", type=int, help="how many to train now (default: by machine)")
+    parser.add_argument("--output", type=Path, default=ROOT / "demo_output", help="folder for all output")
+    parser.add_argument("--iterations", type=int, help="iterations of this run (default: depends on the machine)")
     parser.add_argument("--minutes", type=int, default=Training.minutes, help="save and stop training after this time")
     parser.add_argument(
         "--fsdp-implementation",
@@ -311,7 +311,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    """Lets SIGTERM take the same way out as Ctrl-C, which ends the training processes."""
+    """Handles SIGTERM like Ctrl-C, which stops the training processes."""
     raise KeyboardInterrupt
 
 
@@ -324,10 +324,10 @@ def main() -> int:
         return demo(arguments, console)
     except StepFailed as error:
         console.print(Panel(Text(error.excerpt), title=str(error), border_style="red"))
-        console.print(f"The whole log: {Paths(arguments.output.resolve()).log}", soft_wrap=True)
+        console.print(f"The complete log: {Paths(arguments.output.resolve()).log}", soft_wrap=True)
         return 1
     except KeyboardInterrupt:
-        console.print("interrupted; the training processes have ended, and the last checkpoint remains")
+        console.print("interrupted; the training processes were stopped, and the last checkpoint is kept")
         return 130
 
 

@@ -1,4 +1,4 @@
-"""Reads the losses out of Megatron's log lines, and keeps them across runs in a file of JSON lines."""
+"""Parses losses from Megatron's log lines, and stores them across runs in a file of JSON lines."""
 
 import json
 import re
@@ -12,13 +12,13 @@ TRAINING = re.compile(
 )
 VALIDATION = re.compile(rf"validation loss at iteration (\d+).*?lm loss value: {NUMBER} \|")
 MEMORY = re.compile(rf"\[Rank \d+\].*? memory \(MB\).*?max allocated: {NUMBER}")
-# torchrun's own messages: the first one that names an exit code says which rank failed; its traceback follows.
+# The first of torchrun's messages with an exit code names the rank that failed. Torchrun's traceback follows it.
 LAUNCHER_FAILURE = re.compile(r"torch/distributed/elastic/.*exitcode")
 
 
 @dataclass(frozen=True)
 class Point:
-    """A loss at an iteration, in nats per token. ``tokens`` are those trained on so far; validation has no speed."""
+    """A loss at an iteration, in nats per token. ``tokens`` counts the training tokens so far."""
 
     kind: str
     iteration: int
@@ -28,7 +28,7 @@ class Point:
 
 
 class LogReader:
-    """Turns lines into points. It remembers the tokens of the last training line for the validation that follows."""
+    """Parses log lines. A validation line gets the token count of the last training line before it."""
 
     def __init__(self, sequence: int, tokens: int = 0) -> None:
         self.sequence = sequence
@@ -36,7 +36,7 @@ class LogReader:
         self.max_allocated_mb = 0.0
 
     def read(self, line: str) -> Point | None:
-        """The point that ``line`` reports, if it reports one; also notes a memory report."""
+        """Returns the point in a line, if there is one. Also records a memory report."""
         if match := TRAINING.search(line):
             iteration, samples, milliseconds, batch, loss = match.groups()
             self.tokens = int(samples) * self.sequence
@@ -50,9 +50,9 @@ class LogReader:
 
 
 def read_history(path: Path, until: int) -> list[Point]:
-    """The points up to iteration ``until``, which is where training resumes.
+    """Reads the points up to iteration ``until``, from which training resumes.
 
-    Later ones are from a run that stopped before it saved: training will pass those iterations again.
+    Later points are of a run that stopped before it saved; training will repeat those iterations.
     """
     if not path.exists():
         return []
@@ -61,12 +61,12 @@ def read_history(path: Path, until: int) -> list[Point]:
 
 
 def write_history(path: Path, points: list[Point]) -> None:
-    """Writes all points anew."""
+    """Overwrites the file with all points."""
     path.write_text("".join(json.dumps(asdict(point)) + "\n" for point in points))
 
 
 def failure_excerpt(log: Path, offset: int, lines: int = 30) -> str:
-    """The end of what a failed run wrote after byte ``offset``, without the traceback that torchrun adds of itself."""
+    """The end of a failed run's output after byte ``offset``, without torchrun's own traceback."""
     with log.open("rb") as file:
         file.seek(offset)
         written = file.read().decode(errors="replace").splitlines()

@@ -1,4 +1,4 @@
-"""What the demo trains: the model's size, the batch, the schedule, and the command line that says so to Megatron."""
+"""The demo's training run: the model's size, the batch, the schedule, and the command line for Megatron."""
 
 import importlib.util
 import os
@@ -17,7 +17,7 @@ CPU_RANKS = 2
 
 @dataclass(frozen=True)
 class Paths:
-    """Everything the demo writes, below one folder."""
+    """The files that the demo writes, below one folder."""
 
     output: Path
 
@@ -33,7 +33,7 @@ class Paths:
 
     @property
     def log(self) -> Path:
-        """All that the training processes print."""
+        """Output of the training processes."""
         return self.output / "train.log"
 
     @property
@@ -43,7 +43,7 @@ class Paths:
 
     @property
     def plot(self) -> Path:
-        """The picture of ``history``."""
+        """The plot of ``history``."""
         return self.output / "loss.png"
 
     @property
@@ -53,7 +53,7 @@ class Paths:
 
 
 def has_bf16(cpuinfo: str) -> bool:
-    """Whether a CPU that the kernel describes so multiplies bf16 matrices in hardware (x86 or ARM)."""
+    """Whether a CPU (x86 or ARM) multiplies bf16 matrices in hardware, given the kernel's description of it."""
     flags = set(cpuinfo.split())
     return not flags.isdisjoint({"avx512_bf16", "amx_bf16", "bf16"})
 
@@ -62,8 +62,8 @@ def has_bf16(cpuinfo: str) -> bool:
 class Machine:
     """Where the ranks run: one per CUDA device, or two on the CPU.
 
-    ``bf16`` is what the demo trains in, except on a CPU without instructions for it: emulated, it is 25 times slower
-    than fp32, and the training would take an hour.
+    The demo trains in bf16, except on a CPU without instructions for it: emulated bf16 is 25 times slower than fp32,
+    and training would take an hour.
     """
 
     cuda_devices: int
@@ -72,19 +72,19 @@ class Machine:
 
     @classmethod
     def detect(cls) -> "Machine":
-        """This machine: the devices and cores that this process may use."""
+        """Describes the devices and cores that this process may use."""
         devices, cpuinfo = torch.cuda.device_count(), Path("/proc/cpuinfo")
         bf16 = devices > 0 or not cpuinfo.exists() or has_bf16(cpuinfo.read_text())
         return cls(devices, len(os.sched_getaffinity(0)), bf16)
 
     @property
     def ranks(self) -> int:
-        """How many processes train."""
+        """Number of training processes."""
         return self.cuda_devices or CPU_RANKS
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Description for the output."""
         if self.cuda_devices:
             return f"{self.ranks} rank{'s' if self.ranks > 1 else ''} on CUDA over NCCL, bf16"
         precision = "bf16" if self.bf16 else "fp32, because this CPU has no instructions for bf16"
@@ -92,36 +92,36 @@ class Machine:
 
     @property
     def iterations(self) -> int:
-        """How many one invocation trains: a minute or so on CUDA, three on two cores."""
+        """Iterations per invocation: about a minute on CUDA, three minutes on two cores."""
         if self.cuda_devices:
             return 1000
         return 300 if self.bf16 else 200
 
     @property
     def micro_batch_size(self) -> int:
-        """Sequences per rank and iteration. Small on a CPU: with few tokens to see, more steps teach more."""
+        """Sequences per rank and iteration. On a CPU, small batches make better use of the few tokens."""
         return 16 if self.cuda_devices else 4
 
     def environment(self) -> dict[str, str]:
-        """The variables of the training processes, on top of this process's own."""
+        """Environment of the training processes."""
         variables = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
-        # One hardware queue would put communication behind compute; Megatron refuses FSDP with it.
+        # With a single hardware queue, communication could not overlap with compute; Megatron rejects FSDP then.
         variables.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
         if not self.cuda_devices:
             variables["OMP_NUM_THREADS"] = str(max(1, self.cores // self.ranks))
             if "lo" in (name for _, name in socket.if_nameindex()):
-                # Both ranks are here, so no other interface, nor a host name that does not resolve, need be involved.
+                # Both ranks are on this machine. This avoids other interfaces and host names that do not resolve.
                 variables.setdefault("GLOO_SOCKET_IFNAME", "lo")
         return variables
 
 
 @dataclass(frozen=True)
 class Training:
-    """The run: sizes of the model (6.8 million parameters with 4096 tokens), and how long it trains.
+    """The run: sizes of the model (6.8 million parameters with 4096 tokens), and the schedule.
 
-    ``iterations`` are added by each invocation, fewer if ``minutes`` are over before. In each, the learning rate is
-    constant, after a warm-up in the very first one, and falls over the last quarter ("WSD"): so every invocation ends
-    with a model worth looking at, and the next one simply goes on from a constant rate.
+    Each invocation adds ``iterations``, or fewer if ``minutes`` elapse first. The first one begins with a warm-up. In
+    every invocation the learning rate is constant and decays over the last quarter ("WSD"), so that each ends with a
+    good model and the next one can continue at the constant rate.
     """
 
     iterations: int
@@ -144,7 +144,7 @@ class Training:
 
     @property
     def evaluation_interval(self) -> int:
-        """Three validations on the way; Megatron adds one at the end, so no interval must end there."""
+        """Interval for three validations during training. Megatron adds another at the end, so none may fall there."""
         return self.iterations // 4 + 1
 
 
@@ -160,7 +160,7 @@ def model_flags(training: Training) -> list[str]:
 
 
 def kernel_flags() -> list[str]:
-    """Without Transformer Engine, Megatron's own layers in PyTorch, and none of the fusions that need an extension."""
+    """Without Transformer Engine: Megatron's PyTorch layers, without the fusions that need an extension."""
     if importlib.util.find_spec("transformer_engine") is not None:
         return []
     return [
@@ -180,7 +180,7 @@ def sharding_flags(training: Training, machine: Machine) -> list[str]:
 
 
 def schedule_flags(training: Training, machine: Machine, done: int) -> list[str]:
-    """Batch, optimizer, schedule and validation of the invocation that begins after iteration ``done``."""
+    """Batch, optimizer, schedule and validation of the invocation that starts after iteration ``done``."""
     decay = max(1, training.iterations // 4)
     return [
         *("--micro-batch-size", str(machine.micro_batch_size)),
@@ -189,7 +189,7 @@ def schedule_flags(training: Training, machine: Machine, done: int) -> list[str]
         *("--lr", str(training.learning_rate), "--min-lr", str(training.learning_rate / 20)),
         *("--lr-warmup-iters", str(min(training.warmup, training.iterations // 2))),
         *("--lr-decay-style", "WSD", "--lr-wsd-decay-style", "linear", "--lr-wsd-decay-iters", str(decay)),
-        # The checkpoint's schedule ends where the invocation that saved it did.
+        # The schedule in the checkpoint ends with the invocation that saved it.
         "--override-opt-param-scheduler",
         *("--weight-decay", "0.1", "--adam-beta2", "0.95", "--clip-grad", "1.0"),
         *("--eval-interval", str(training.evaluation_interval), "--eval-iters", str(training.evaluation_batches)),
@@ -197,7 +197,7 @@ def schedule_flags(training: Training, machine: Machine, done: int) -> list[str]
 
 
 def file_flags(paths: Paths, machine: Machine) -> list[str]:
-    """Data in, checkpoints out, and a log line per iteration."""
+    """Data, checkpoints, and a log line per iteration."""
     flags = [
         *("--train-data-path", "1.0", str(dataset_prefix(paths.data, "train"))),
         *("--valid-data-path", "1.0", str(dataset_prefix(paths.data, "validation"))),
@@ -210,7 +210,7 @@ def file_flags(paths: Paths, machine: Machine) -> list[str]:
 
 
 def command(training: Training, machine: Machine, paths: Paths, done: int) -> list[str]:
-    """The whole command line: torchrun, this project's ``pretrain_gpt.py`` and Megatron's flags."""
+    """The complete command line: torchrun, this project's ``pretrain_gpt.py`` and Megatron's flags."""
     return [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(machine.ranks)),
         str(ROOT / "pretrain_gpt.py"),

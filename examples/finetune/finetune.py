@@ -1,4 +1,4 @@
-"""Fine-tunes a causal language model of Hugging Face on the source of Python's standard library, sharded over ranks."""
+"""Fine-tunes a Hugging Face causal language model on the source of Python's standard library, sharded across ranks."""
 
 import argparse
 import os
@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from megatron_fsdp import fully_shard
 
 parser = argparse.ArgumentParser(description=__doc__)
-parser.add_argument("--model", help="a pretrained model's name or folder; without one: a small Llama that reads bytes")
+parser.add_argument("--model", help="name or folder of a pretrained model (default: a small Llama on bytes)")
 parser.add_argument("--steps", type=int, default=200)
 parser.add_argument("--output", default="finetune_output", help="folder of the checkpoint")
 args = parser.parse_args()
 
-if "RANK" not in os.environ:  # the launcher started this process alone: it is the only rank
+if "RANK" not in os.environ:  # started without a launcher, or by one that starts a single process
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
 backend, device, dtype = "gloo", torch.device("cpu"), torch.float32
 if torch.cuda.is_available():
@@ -26,7 +26,7 @@ if torch.cuda.is_available():
     torch.cuda.set_device(device)
 dist.init_process_group(backend)
 
-torch.manual_seed(0)  # all ranks build the same model
+torch.manual_seed(0)  # the same initial model on all ranks
 text = "".join(path.read_text("utf-8", "ignore") for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")))
 if args.model:
     model = AutoModelForCausalLM.from_pretrained(args.model)
@@ -40,7 +40,7 @@ layers = {type(module) for module in model.modules() if type(module).__name__ in
 optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5 if args.model else 2e-3)
 sharded, optimizer = fully_shard(model, optimizer, fsdp_unit_modules=[*layers])  # the main weights are fp32
 
-generator = torch.Generator().manual_seed(dist.get_rank())  # every rank reads other places
+generator = torch.Generator().manual_seed(dist.get_rank())  # different data on each rank
 for step in range(1, args.steps + 1):
     starts = torch.randint(len(tokens) - 128, (8,), generator=generator)
     batch = torch.stack([tokens[start : start + 128] for start in starts]).to(device)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Converts a checkpoint of Megatron's DDP (torch_dist) to one that training with FSDP loads (fsdp_dtensor), on one machine.
+# Converts a checkpoint of Megatron's DDP (torch_dist) for training with FSDP (fsdp_dtensor), on one machine.
 #
 #   CHECKPOINT=/checkpoints/run/iter_0001000 OUT=/checkpoints/fsdp/iter_0001000 bash convert_checkpoint.sh
 #   BACK=1 CHECKPOINT=/checkpoints/fsdp/iter_0002000 OUT=/checkpoints/ddp/iter_0002000 bash convert_checkpoint.sh
@@ -16,7 +16,7 @@ EXTRA=${EXTRA:-}
 
 COMMAND=convert-torch-dist-to-fsdp-dtensor
 [[ -z $BACK ]] || COMMAND=convert-fsdp-dtensor-to-torch-dist
-# shellcheck disable=SC2206 # words, as they were given
+# shellcheck disable=SC2206 # EXTRA is split into words
 ARGUMENTS=(tools/checkpoint/checkpoint_inspector.py "$COMMAND" "$CHECKPOINT" "$OUT" $EXTRA)
 if [[ -n ${DRY_RUN:-} ]]; then
   printf '%s\n' "$PROCESSES" "${ARGUMENTS[@]}"

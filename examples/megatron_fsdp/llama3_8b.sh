@@ -4,7 +4,7 @@
 #   DATA=/data/corpus TOKENIZER=/models/llama3 ./llama3_8b.sh          trains
 #   DRY_RUN=1 ./llama3_8b.sh                                           prints the command
 #
-# Without DATA it trains on made-up tokens. All variables below can be set from outside.
+# Without DATA it trains on synthetic tokens. All variables below can be set in the environment.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -48,10 +48,10 @@ else
   INPUT=(--mock-data --tokenizer-type NullTokenizer --vocab-size 128256)
 fi
 
-# FSDP's collectives must be able to run beside the compute.
+# With a single hardware queue, FSDP's collectives could not overlap with compute.
 unset CUDA_DEVICE_MAX_CONNECTIONS
 
-# shellcheck disable=SC2206 # words, as they were given
+# shellcheck disable=SC2206 # EXTRA is split into words
 ARGUMENTS=("${MODEL[@]}" "${FSDP[@]}" "${TRAINING[@]}" "${INPUT[@]}" $EXTRA)
 if [[ -n ${DRY_RUN:-} ]]; then
   printf '%s\n' "$GPUS" pretrain_gpt.py "${ARGUMENTS[@]}"

@@ -1,20 +1,26 @@
 """Fully sharded data parallelism (FSDP) for any torch model.
 
-Words, used in this package with one meaning each:
+Start with :func:`fully_shard`, or with :func:`fully_shard_model` and :func:`fully_shard_optimizer`. Terms, each used
+with one meaning throughout the package:
 
-* **unit**: a module whose parameters are gathered and released together; the root is the unit of everything that no
-  other unit holds.
-* **parameter group**: parameters of one unit with equal dtype, ``requires_grad`` and mesh.
-* **compute weight**: what forward and backward read, in the model's dtype. **main weight**: what the optimizer
-  updates (float32 by default). **main grad**: what it reads. A **shard** is the part of each that a rank owns.
-* **gather**: all-gather compute weights. **release**: drop the gathered storage. **reduce**: reduce-scatter (or
-  all-reduce) gradients. **resting**: everything sharded, nothing in flight.
-* **inner**, **outer**: the ``dp_shard`` and ``dp_outer`` data-parallel axes.
+* **unit**: a module whose parameters are unsharded and resharded together. Everything outside the units belongs to the
+  **root** unit.
+* **parameter group**: the parameters of one unit that have the same dtype, ``requires_grad`` and mesh. A group has one
+  flat buffer for each of the following.
+* **compute weights**: what forward and backward read, in the model's dtype. **Main weights**: what the optimizer
+  updates, float32 by default. **Main gradients**: what the optimizer reads.
+* **shard**: the slice of a group's buffer that one rank holds.
+* **unshard**: all-gather a unit's compute weights. **Reshard**: free the gathered memory, keeping the shard.
+* **reduce**: reduce-scatter a unit's gradients, or all-reduce them where they are not sharded.
+* **sharded**: the state of a unit outside of forward and backward; its modules then have main weights as parameters.
+* **inner** and **outer axis**: the mesh dimensions ``dp_shard_dim``, over which parameters are sharded, and
+  ``dp_outer_dim``, over which the shards are replicated or divided again.
 """
 
 from megatron.fsdp._old_paths import install as _install_old_paths
 from megatron.fsdp.api import fully_shard, fully_shard_model, fully_shard_optimizer
 from megatron.fsdp.config import FSDPConfig
+from megatron.fsdp.ddp_config import DistributedDataParallelConfig
 from megatron.fsdp.forward_methods import register_forward_method
 from megatron.fsdp.init.deferred import deferred_init
 from megatron.fsdp.module import MegatronFSDP
@@ -25,6 +31,7 @@ from megatron.fsdp.state.export import save_safetensors
 from megatron.fsdp.version import __version__
 
 __all__ = [
+    "DistributedDataParallelConfig",
     "FSDPConfig",
     "FSDPDistributedIndex",
     "MegatronFSDP",
@@ -35,8 +42,8 @@ __all__ = [
     "fully_shard_model",
     "fully_shard_optimizer",
     "register_forward_method",
-    "save_safetensors",
     "register_optimizer",
+    "save_safetensors",
 ]
 
 _install_old_paths()

@@ -13,7 +13,7 @@ from megatron.fsdp.comm.process_groups import require_process_group
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.module import MegatronFSDP
 from megatron.fsdp.optim.classes import require_known
-from megatron.fsdp.optim.hooks import attach_at_first_use, attach_optimizer, require_attachment
+from megatron.fsdp.optim.hooks import ZeroGrad, attach_at_first_use, attach_optimizer, require_attachment
 from megatron.fsdp.runtime.partition import UnitClasses
 from megatron.fsdp.sharding.mesh import FSDPDistributedIndex
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
@@ -184,7 +184,7 @@ def fully_shard_model(
         )
     elif (dp_shard_dim, dp_outer_dim, tp_dim) != (None, None, None):
         raise ValueError("dp_shard_dim, dp_outer_dim and tp_dim name axes of a mesh: give device_mesh too.")
-    model = MegatronFSDP(module, config, index, fsdp_unit_modules, device)
+    model = MegatronFSDP(module, index, fsdp_unit_modules=fsdp_unit_modules, device=device, config=config)
     attach_at_first_use(model.engine, require_attachment)
     return model
 
@@ -205,8 +205,10 @@ def fully_shard_optimizer(
         preproc_state_dict_for_dcp_ckpt: No effect: state dicts always work with torch.distributed.checkpoint.
 
     Returns:
-        The same optimizer. Its ``step`` completes the synchronization of gradients before it updates, and has the
-        compute weights updated before their next use.
+        The same optimizer. ``step`` finishes the synchronization of gradients first, unless called with
+        ``sync_grad_before_optimizer_step=False``, and has the compute weights updated before their next use, unless
+        called with ``install_optimized_model_weights=False``. ``zero_grad`` also drops gradients that are not
+        synchronized yet, unless called with ``zero_grad_buffer=False``.
 
     Raises:
         ValueError: No parameter belongs to a sharded model, existing state has another shape than its parameter, or
@@ -214,6 +216,7 @@ def fully_shard_optimizer(
         NotImplementedError: The optimizer's class does not work on shards of parameters, or is not registered.
     """
     attach_optimizer(optimizer)
+    optimizer.zero_grad = ZeroGrad(optimizer)  # type: ignore[method-assign]
     return optimizer
 
 

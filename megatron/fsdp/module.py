@@ -1,8 +1,10 @@
 """MegatronFSDP: the module that wraps a sharded model, under the names that users of Megatron-FSDP know."""
 
 import functools
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+import inspect
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -10,10 +12,13 @@ from torch import nn
 
 from megatron.fsdp.comm.process_groups import require_process_group
 from megatron.fsdp.config import FSDPConfig
+from megatron.fsdp.ddp_config import DistributedDataParallelConfig, from_megatron, to_megatron
 from megatron.fsdp.runtime.builder import build_engine, examine
 from megatron.fsdp.runtime.other_engines import refuse_others
 from megatron.fsdp.runtime.partition import UnitClasses, is_wrapped, root_modules
+from megatron.fsdp.runtime.unit import WeightState
 from megatron.fsdp.sharding.mesh import FSDPDistributedIndex
+from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
 from megatron.fsdp.state.export import save_safetensors
 from megatron.fsdp.state.loading import (
     NO_COPY,
@@ -31,46 +36,95 @@ _OUTSIDE_OF_FORWARD = (
 
 
 class MegatronFSDP(nn.Module):
-    """Fully sharded data parallelism for any ``torch.nn.Module``.
+    """A model whose parameters, gradients and optimizer state are sharded over the data-parallel ranks.
 
-    Between passes the model's parameters are main weights: DTensors of which each rank holds a shard, in the dtype
-    that the optimizer updates. During a unit's forward and backward its parameters are compute weights: plain, whole
-    tensors in the model's own dtype.
+    :func:`megatron_fsdp.fully_shard_model` creates one from plain arguments; this constructor is for code that already
+    has a :class:`DistributedDataParallelConfig`. Unlike there, backward does not synchronize gradients by default: call
+    ``finish_grad_sync`` before the optimizer's step, or give the optimizer to ``fully_shard_optimizer``, whose step
+    does that.
 
-    The idea is that of ZeRO (arXiv:1910.02054) and PyTorch FSDP (arXiv:2304.11277). Flat buffers that collectives
-    read and write without copies, and gradients that are reduced from the buffer in which they accumulate, are ideas
-    of Megatron-FSDP.
+    Outside of forward and backward the model's parameters are main weights: DTensors of which each rank holds its
+    shard, in the dtype that the optimizer updates. During a unit's forward and backward its parameters are compute
+    weights: plain, whole tensors in the model's own dtype.
+
+    The idea is that of ZeRO (arXiv:1910.02054) and PyTorch FSDP (arXiv:2304.11277). Gradients are reduced from the
+    buffers they are accumulated in, without copies, as in Megatron-FSDP.
 
     Args:
-        module: The model. All ranks must build it alike. It stays reachable as ``.module``.
-        config: Settings; the defaults are those of :class:`FSDPConfig`.
-        index: Mesh and axes to shard over. None: one axis over all ranks.
-        fsdp_unit_modules: Module classes, or import paths of such: each module of one of them is a unit, unsharded
-            and resharded as a whole. The root is the unit of all other parameters. None: weights are never resharded,
-            every rank keeps whole compute weights as with DDP; gradients and optimizer state are sharded as the
-            strategy says.
-        device: Device of the computation. None: that of the parameters, or the current CUDA device if there is one.
+        module: The model. All ranks must build the same one.
+        dist_index: Mesh and axes to shard over. None: one axis of all ranks.
+        ddp_config: Settings of data parallelism, Megatron-Core's or ours. None: everything is sharded, and
+            communication overlaps with computation.
+        mixed_precision_policy: Dtypes of main weights, gradients and communication. None: the defaults of
+            :class:`MixedPrecisionPolicy`. Dtypes in ``ddp_config`` have no effect here.
+        fsdp_unit_modules: Module classes, class names or import paths; see ``fully_shard_model``.
+        disable_bucketing: No effect: a unit is one bucket per dtype.
+        device: Device to compute on. None: that of the parameters, or the current CUDA device if there is one.
+        calculate_per_token_loss: Sum gradients over ranks without dividing; the caller scales them.
+        init_model_with_meta_device: Accept parameters on the meta device and initialize them unit by unit.
+        sync_model_each_microbatch: End every backward with reduced gradients in ``.grad``.
+        keep_fp8_transpose_cache: Not supported; True raises an error.
+        nccl_ub: As in ``ddp_config``; either of them suffices. Likewise the following three.
+        fsdp_double_buffer: See ``nccl_ub``.
+        fsdp_db_use_persist_buf_on_alloc_fail: See ``nccl_ub``.
+        disable_symmetric_registration: See ``nccl_ub``.
+        enable_fine_grained_param_gather_hook: Make every module that directly owns parameters a unit.
+        enable_fine_grained_param_gather_backward_hook: The same: such units are unsharded in backward as well.
+        fine_grained_recurse_module_types: Not supported; a class in it raises an error.
+        report_nan_in_param_grad: Raise at the first gradient that is not finite, and name its parameter.
+        config: All settings of the engine, instead of ``ddp_config`` and the arguments that repeat its fields.
 
     Attributes:
         module: The model.
         engine: The :class:`megatron.fsdp.runtime.engine.Engine` that shards it.
+        ddp_config: The settings as Megatron names them: the object given, or one with the same values.
 
     Raises:
         RuntimeError: torch.distributed is not initialized.
-        ValueError: The model or a setting is invalid. This is checked before anything is allocated.
+        TypeError: ``dist_index`` has another class.
+        ValueError: The model or a setting cannot be used as given, or ``config`` comes with other settings.
+        NotImplementedError: A setting requests a feature that is not supported.
     """
 
     @torch.inference_mode(False)  # weights made in inference mode could not be written by a later all-gather
     def __init__(
         self,
         module: nn.Module,
-        config: FSDPConfig | None = None,
-        index: FSDPDistributedIndex | None = None,
+        dist_index: FSDPDistributedIndex | FSDPConfig | None = None,
+        ddp_config: Any = None,
+        mixed_precision_policy: MixedPrecisionPolicy | None = None,
         fsdp_unit_modules: UnitClasses | None = None,
+        disable_bucketing: bool = False,
         device: torch.device | str | None = None,
+        calculate_per_token_loss: bool = False,
+        init_model_with_meta_device: bool = False,
+        sync_model_each_microbatch: bool = False,
+        keep_fp8_transpose_cache: bool = False,
+        nccl_ub: bool = False,
+        fsdp_double_buffer: bool = False,
+        fsdp_db_use_persist_buf_on_alloc_fail: bool = False,
+        disable_symmetric_registration: bool = False,
+        enable_fine_grained_param_gather_hook: bool = False,
+        enable_fine_grained_param_gather_backward_hook: bool = False,
+        fine_grained_recurse_module_types: tuple[type[nn.Module], ...] | None = None,
+        report_nan_in_param_grad: bool = False,
+        *,
+        config: FSDPConfig | None = None,
     ) -> None:
+        arguments = dict(locals())
+        if isinstance(dist_index, FSDPConfig):  # the second argument of earlier versions
+            dist_index, config = None, dist_index
+        if dist_index is not None and not isinstance(dist_index, FSDPDistributedIndex):
+            raise TypeError(
+                f"dist_index: expected megatron_fsdp.FSDPDistributedIndex; got {type(dist_index).__module__}."
+                f"{type(dist_index).__name__}."
+            )
+        if config is None:
+            config = _config_from(arguments)
+        elif given := sorted(name for name in _SETTINGS if arguments[name] != _DEFAULTS[name]):
+            raise ValueError(f"config has all settings; got {', '.join(given)} besides it.")
         super().__init__()
-        blueprint = examine(module, config or FSDPConfig(), index, fsdp_unit_modules, device)
+        blueprint = examine(module, config, dist_index, fsdp_unit_modules, device)
         # All ranks raise here if one of them has another model, before anything is allocated or communicated.
         blueprint.agreement.wait(blueprint.channel)
         self.module = module
@@ -78,6 +132,12 @@ class MegatronFSDP(nn.Module):
         refuse_others(self, is_wrapped)
         hook_state_dict(self.engine, (self, *root_modules(module)))
         self.engine.broadcast_weights()
+        self.ddp_config = to_megatron(config) if ddp_config is None else ddp_config
+        # Weak: the model owns its parameters, and must be freed as soon as its last user drops it.
+        model = weakref.proxy(self)
+        for param in self.engine.params():
+            for parameter in (param.compute, param.main):
+                parameter._megatron_fsdp_model = model  # type: ignore[attr-defined]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped model."""
@@ -107,6 +167,45 @@ class MegatronFSDP(nn.Module):
         """The device of the computation."""
         return self.engine.device
 
+    @property
+    def dist_index(self) -> FSDPDistributedIndex:
+        """Mesh and process groups of the model."""
+        return self.index
+
+    def get_distributed_index(self) -> FSDPDistributedIndex:
+        """Return ``dist_index``."""
+        return self.index
+
+    @property
+    def data_parallel_sharding_strategy(self) -> str:
+        """Name of the strategy of the inner axis."""
+        return str(self.fsdp_config.zero_dp_strategy)
+
+    @property
+    def mp_policy(self) -> MixedPrecisionPolicy:
+        """Dtypes of main weights, gradients and communication."""
+        return self.fsdp_config.mixed_precision_policy
+
+    @contextmanager
+    def mixed_precision_context(self, mixed_precision_policy: MixedPrecisionPolicy) -> Iterator[None]:
+        """Context with another mixed-precision policy; see :meth:`reset_mixed_precision_policy`."""
+        self.reset_mixed_precision_policy(mixed_precision_policy)
+        yield
+
+    def reset_mixed_precision_policy(self, mixed_precision_policy: MixedPrecisionPolicy) -> None:
+        """Change the dtype that gradients are reduced in. Dtypes of main weights and gradients stay as they are.
+
+        Raises:
+            NotImplementedError: ``grad_comm_dtype`` means another dtype than the present one, for which the
+                communication buffers are laid out.
+        """
+        asked = mixed_precision_policy.grad_comm_dtype
+        if any((asked or group.dtypes.main_grads) != group.dtypes.grad_comm for group in self.engine.groups):
+            raise NotImplementedError(
+                f"The communication buffers were laid out for {self.mp_policy}; got grad_comm_dtype={asked}. Shard the "
+                "model with the dtype that it needs: fully_shard_model(mixed_precision_policy=...)."
+            )
+
     # Micro-batches ---------------------------------------------------------------------------------------------
 
     @property
@@ -133,6 +232,15 @@ class MegatronFSDP(nn.Module):
     def sync(self) -> AbstractContextManager[None]:
         """Context in which every backward ends with reduced gradients in ``.grad``."""
         return self.engine.synchronizing(auto_sync=True)
+
+    @property
+    def model_auto_sync(self) -> bool:
+        """Whether every backward ends with reduced gradients in ``.grad``. Settable."""
+        return self.engine.model_auto_sync
+
+    @model_auto_sync.setter
+    def model_auto_sync(self, value: bool) -> None:
+        self.engine.model_auto_sync = value
 
     def set_model_auto_sync(self, sync_model: bool = True) -> None:
         """Choose whether every backward ends with reduced gradients in ``.grad``."""
@@ -165,6 +273,40 @@ class MegatronFSDP(nn.Module):
         """Make ranks agree on weights that they may have initialized differently. A collective."""
         self.engine.broadcast_weights()
 
+    def all_gather_and_wait_parameters_ready(
+        self,
+        params: Iterable[nn.Parameter],
+        prefetch: bool = True,
+        prefetch_order: object = None,
+        wait_bucket_ready: bool = True,
+        bwd: bool = False,
+    ) -> None:
+        """Unshard the units that hold certain parameters.
+
+        Afterwards the modules of these units have compute weights as parameters, until their next forward ends or
+        ``synchronize_param_gather`` is called.
+
+        Args:
+            params: Parameters of the model, sharded or not.
+            prefetch: No effect: forward and backward prefetch, this method does not.
+            prefetch_order: No effect.
+            wait_bucket_ready: Wait for the all-gathers. If False, they are only started.
+            bwd: No effect: forward and backward use the same weights.
+        """
+        wanted = {id(parameter) for parameter in params}
+        for unit in self.engine.units:
+            held = {id(p) for group in unit.groups for e in group.params for p in (e.original, e.compute, e.main)}
+            if wanted.isdisjoint(held):
+                continue
+            if unit.state is WeightState.SHARDED:
+                unit.unshard()
+            if wait_bucket_ready and unit.state is WeightState.UNSHARDING:
+                unit.use(WeightState.UNSHARDED)
+
+    def _replace_param_with_distributed_if_needed(self) -> None:
+        # The original's documentation tells users to call this before they create an optimizer.
+        self.synchronize_param_gather()
+
     # Gradients -------------------------------------------------------------------------------------------------
 
     def start_grad_sync(self, *unused: Any) -> None:
@@ -182,6 +324,10 @@ class MegatronFSDP(nn.Module):
             force_all_reduce: Accepted as Megatron-Core's wrappers do.
         """
         self.engine.finish_gradients()
+
+    def attach_grad_to_optimizer_state(self) -> None:
+        """Put the gradients into ``.grad`` of the main weights, after reducing those that still have to be."""
+        self.engine.finish_pending_gradients()
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
         """Multiply the gradients in ``.grad`` in place by a number, or by a tensor with one element."""
@@ -246,3 +392,42 @@ class MegatronFSDP(nn.Module):
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise NotImplementedError(NO_PICKLE)
+
+
+_DEFAULTS = {name: parameter.default for name, parameter in inspect.signature(MegatronFSDP.__init__).parameters.items()}
+_IN_BOTH = (
+    "nccl_ub",
+    "fsdp_double_buffer",
+    "fsdp_db_use_persist_buf_on_alloc_fail",
+    "disable_symmetric_registration",
+)
+_SETTINGS = _DEFAULTS.keys() - {"self", "module", "dist_index", "fsdp_unit_modules", "device", "config"}
+
+
+def _config_from(arguments: dict[str, Any]) -> FSDPConfig:
+    """The engine's settings for the constructor's arguments."""
+    given = arguments["ddp_config"]
+    ddp_config = given or DistributedDataParallelConfig(data_parallel_sharding_strategy="optim_grads_params")
+    for name in ("keep_fp8_transpose_cache", "fp8_param_gather"):
+        if arguments.get(name) or getattr(ddp_config, name, False):
+            raise NotImplementedError(f"{name}: weights in FP8 are not supported yet. Leave it off.")
+    if arguments["fine_grained_recurse_module_types"]:
+        raise NotImplementedError(
+            "fine_grained_recurse_module_types: schedules that call modules inside a unit directly are not supported "
+            "in this way. Register the methods that they call: megatron_fsdp.register_forward_method(module, name)."
+        )
+    merged = {name: bool(arguments[name] or getattr(ddp_config, name)) for name in _IN_BOTH}
+    return from_megatron(
+        ddp_config,
+        mixed_precision_policy=arguments["mixed_precision_policy"] or MixedPrecisionPolicy(),
+        calculate_per_token_loss=arguments["calculate_per_token_loss"],
+        init_model_with_meta_device=arguments["init_model_with_meta_device"],
+        sync_model_each_microbatch=arguments["sync_model_each_microbatch"],
+        report_nan_in_param_grad=arguments["report_nan_in_param_grad"] or ddp_config.check_for_nan_in_grad,
+        enable_fine_grained_param_gather=(
+            arguments["enable_fine_grained_param_gather_hook"]
+            or arguments["enable_fine_grained_param_gather_backward_hook"]
+            or ddp_config.megatron_fsdp_enable_fine_grained_param_gather
+        ),
+        **merged,
+    )

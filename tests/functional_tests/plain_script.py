@@ -1,7 +1,4 @@
-"""A training script for Megatron that knows nothing of this project's FSDP: it only asks for --use-megatron-fsdp.
-
-What the model is wrapped by is printed, to see whose it is.
-"""
+"""A training script for Megatron without any reference to this project. It prints the class that wraps the model."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Runs pretrain_gpt.py with an error planted in this project's FSDP: the one that ``FSDP_PLANTED`` names, if any."""
+"""Runs pretrain_gpt.py with an error planted in this project's FSDP, which ``FSDP_PLANTED`` selects."""
 
 import os
 import sys
@@ -11,43 +11,43 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.fsdp.buffers import (
-    gradients,  # noqa: E402
     parameter_group,  # noqa: E402
+    reduction,  # noqa: E402
     weights,  # noqa: E402
 )
 
 
 def missed_reduction() -> None:
     """The last rank keeps its own gradients of one unit in place of the sum."""
-    original = gradients.reduce_scatter
+    original = reduction.reduce_scatter
 
     def reduce_scatter(shard: torch.Tensor, flat: torch.Tensor, op: Any, group: dist.ProcessGroup) -> None:
         before = flat[group.rank() * shard.numel() :][: shard.numel()].clone()
         original(shard, flat, op, group)
         shard.copy_(before)
 
-    gradients.reduce_scatter = reduce_scatter
+    reduction.reduce_scatter = reduce_scatter
 
 
 def wrong_divisor() -> None:
     """Gradients are divided by one rank more than there are."""
-    original = gradients.GradientBuffer.__init__
+    original = reduction.Reduction.__init__
 
     def init(self: Any, *args: Any) -> None:
         original(self, *args)
-        self._factor_after *= 2 / 3
+        self.rescale(2 / 3)
 
-    gradients.GradientBuffer.__init__ = init  # type: ignore[method-assign]
+    reduction.Reduction.__init__ = init  # type: ignore[method-assign]
 
 
 def stale_weights() -> None:
-    """What was gathered once is used for ever."""
+    """Weights are unsharded once and never updated."""
     weights.WeightBuffer.invalidate = lambda self: None  # type: ignore[method-assign]
     weights.WeightBuffer.reshard = lambda self: self.wait()  # type: ignore[method-assign]
 
 
 def skipped_parameter() -> None:
-    """One parameter's gradient is lost."""
+    """The gradient of one parameter is lost."""
     original = parameter_group.ParameterGroup.collect_gradients
 
     def collect(self: Any) -> list[torch.Tensor | None]:
@@ -61,7 +61,7 @@ def skipped_parameter() -> None:
 
 
 def swapped_shard() -> None:
-    """Ranks have each other's shards of gathered weights."""
+    """The shards of unsharded weights are in the wrong order."""
     original = weights.all_gather
 
     def all_gather(flat: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> None:

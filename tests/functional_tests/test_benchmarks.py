@@ -1,4 +1,4 @@
-"""The benchmark suite runs: the smallest load, ours and FSDP2."""
+"""The benchmark suite runs the smallest load with this project and with FSDP2."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A save that is killed, or finds no room, costs nothing; saving is as fast as writing, and takes no memory."""
+"""A killed or failed save keeps the earlier checkpoint intact; saving is as fast as writing and needs little memory."""
 
 import contextlib
 import multiprocessing
@@ -30,7 +30,7 @@ from megatron.fsdp.checkpoint.reader import CheckpointReader
 ROOT = Path(__file__).resolve().parents[2]
 KILLS = 20
 MIB = 1 << 20
-# Forked from a process that has torch but no threads: started at once, and without locks that only a thread releases.
+# Forked from a process that has imported torch but has no threads: a fast start, and no locks that a thread holds.
 CHILDREN = multiprocessing.get_context("forkserver")
 CHILDREN.set_forkserver_preload([__name__])
 
@@ -56,7 +56,7 @@ def holds(folder: Path, iteration: int) -> bool:
     return same and found["iteration"] == iteration
 
 
-def save_on_and_on(folder: Path, first: int, again: bool) -> None:
+def save_repeatedly(folder: Path, first: int, again: bool) -> None:
     for iteration in range(first, first + 1000):
         save(folder if again else folder_of(folder, iteration), state(iteration))
         (folder / "done").write_text(str(iteration))
@@ -72,18 +72,18 @@ def test_killed_at_any_point(tmp_path: Path, again: bool) -> None:
     long = time.monotonic() - started
     for _ in range(KILLS // 2):
         (tmp_path / "done").unlink(missing_ok=True)
-        child = CHILDREN.Process(target=save_on_and_on, args=(tmp_path, last + 1, again))
+        child = CHILDREN.Process(target=save_repeatedly, args=(tmp_path, last + 1, again))
         child.start()
         time.sleep(dice.uniform(0.0, 3 * long))
         child.kill()
         child.join()
         text = (tmp_path / "done").read_text() if (tmp_path / "done").exists() else ""
         done = int(text or last)
-        # The next one may have become whole just before the kill.
+        # The next checkpoint may have been completed just before the kill.
         found = (
             next((i for i in (done + 1, done) if holds(tmp_path, i)), None) if again else newest_whole(tmp_path, None)
         )
-        assert found is not None and found >= done, f"iteration {done} was saved; {found} is found"
+        assert found is not None and found >= done, f"iteration {done} was saved; found {found}"
         assert again or holds(folder_of(tmp_path, found), found)
         last = found
     left = [path.name for path in tmp_path.glob("**/*.tmp")]
@@ -92,7 +92,7 @@ def test_killed_at_any_point(tmp_path: Path, again: bool) -> None:
 
 
 def save_until(folder: Path, iteration: int, stop: str) -> None:
-    """Save, and be killed before ``stop`` is called."""
+    """Save, but kill this process when ``stop`` is called."""
 
     def die(*arguments: object, **options: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -104,8 +104,8 @@ def save_until(folder: Path, iteration: int, stop: str) -> None:
 
 @pytest.mark.parametrize("sums", ["none", "damaged", "there"])
 @pytest.mark.parametrize("stop", ["os.fsync", "Checksums.save", "write_file", "Finishing._remove_earlier"])
-def test_killed_over_a_checkpoint_of_others(tmp_path: Path, sums: str, stop: str) -> None:
-    """``.metadata`` is what makes a checkpoint; others, torch and Megatron-Core, write no checksums beside it."""
+def test_killed_over_a_checkpoint_without_checksums(tmp_path: Path, sums: str, stop: str) -> None:
+    """torch and Megatron-Core write ``.metadata``, which defines a checkpoint, but no checksums."""
     save(tmp_path, state(1))
     if sums != "there":
         (tmp_path / "checksums.json").unlink()
@@ -121,7 +121,7 @@ def test_killed_over_a_checkpoint_of_others(tmp_path: Path, sums: str, stop: str
 
 
 def value_of(folder: Path) -> float:
-    """The iteration that all of what is loaded is of."""
+    """Load a checkpoint and return its iteration, which must be the same for all values."""
     found = state(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -131,16 +131,16 @@ def value_of(folder: Path) -> float:
     return value
 
 
-def save_what_can_be_saved(folder: Path, first: int) -> None:
+def save_despite_conflicts(folder: Path, first: int) -> None:
     for iteration in range(first, first + 1000):
-        with contextlib.suppress(CheckpointException):  # the other was in the way
+        with contextlib.suppress(CheckpointException):  # the other job interfered
             save(folder, state(iteration))
 
 
 def test_loading_while_jobs_save(tmp_path: Path) -> None:
-    """Two jobs save into one folder, and a third loads: what it gets is always one whole checkpoint."""
+    """While two jobs save into one folder, a third always loads one consistent checkpoint."""
     save(tmp_path, state(1))
-    children = [CHILDREN.Process(target=save_what_can_be_saved, args=(tmp_path, first)) for first in (1000, 5000)]
+    children = [CHILDREN.Process(target=save_despite_conflicts, args=(tmp_path, first)) for first in (1000, 5000)]
     for child in children:
         child.start()
     try:
@@ -150,7 +150,7 @@ def test_loading_while_jobs_save(tmp_path: Path) -> None:
             try:
                 found.add(value_of(tmp_path))
             except (DamagedCheckpoint, CheckpointException) as error:
-                # It was replaced again and again, which the message does not hide.
+                # The checkpoint was replaced during every attempt.
                 assert "expected" in str(error)
     finally:
         for child in children:
@@ -185,7 +185,8 @@ def test_pruning_while_a_checkpoint_is_read(tmp_path: Path, monkeypatch: pytest.
 
 def in_a_read_only_folder(folder: Path) -> None:
     save(folder.parent / "another", state(2))
-    assert value_of(folder.parent / "another") == 2  # what Python loads on the way, others may not be allowed to read
+    # Loads modules that the other user may not be allowed to read.
+    assert value_of(folder.parent / "another") == 2
     if os.geteuid() == 0:
         os.seteuid(65534)
     assert value_of(folder) == 1 and newest_whole(folder, None) is None
@@ -195,7 +196,7 @@ def in_a_read_only_folder(folder: Path) -> None:
         except CheckpointException as error:
             assert "Permission denied" in str(error) and str(folder) in str(error), error
         else:
-            raise AssertionError("a save into a read-only folder was called done")
+            raise AssertionError("a save into a read-only folder reported no error")
     assert value_of(folder) == 1
 
 
@@ -214,19 +215,19 @@ def test_a_read_only_folder() -> None:
         assert child.exitcode == 0
 
 
-def save_without_room(folder: Path) -> None:
+def save_without_space(folder: Path) -> None:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5 * MIB, 5 * MIB))
     save(folder, state(2))
 
 
-def test_no_room(tmp_path: Path) -> None:
+def test_no_space(tmp_path: Path) -> None:
     save(folder_of(tmp_path, 1), state(1))
-    child = CHILDREN.Process(target=save_without_room, args=(folder_of(tmp_path, 2),))
+    child = CHILDREN.Process(target=save_without_space, args=(folder_of(tmp_path, 2),))
     child.start()
     child.join()
-    assert child.exitcode == 1, "a save that found no room was called done"
-    assert not list(folder_of(tmp_path, 2).glob("*")), "what could not be finished was left there"
+    assert child.exitcode == 1, "a save without space reported no error"
+    assert not list(folder_of(tmp_path, 2).glob("*")), "the failed save left files"
     assert newest_whole(tmp_path, None) == 1 and holds(folder_of(tmp_path, 1), 1)
 
 
@@ -250,7 +251,7 @@ def test_saving_is_as_fast_as_writing(tmp_path: Path) -> None:
         function()
         return time.perf_counter() - begun
 
-    # The fastest of each: what else the machine does only makes a time longer, and so more of them may be needed.
+    # Compare the fastest runs: other load on the machine only adds time. Repeat if it hides the fastest ones.
     written: list[float] = []
     saved: list[float] = []
     while not saved or (min(saved) > 1.2 * min(written) and len(saved) < 40):
@@ -291,7 +292,7 @@ print(most[0] - before)
 
 
 def test_memory(tmp_path: Path) -> None:
-    """256 MiB take no more than a fraction of that, besides what Python loads on the way."""
+    """Saving or loading 256 MiB takes a fraction of that memory, besides the modules that are imported."""
     for what in ("save", "load"):
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         command = [sys.executable, "-c", MEMORY, str(tmp_path), what]

@@ -1,4 +1,4 @@
-"""Checkpoints of Megatron's real loop: training goes on as if it had not stopped, and any topology loads any other."""
+"""Checkpoints in Megatron's training loop: training resumes exactly, and any topology loads any other's checkpoint."""
 
 import random
 import time
@@ -33,7 +33,7 @@ class Topology(NamedTuple):
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The data set."""
+    """The dataset."""
     yield write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
@@ -50,13 +50,13 @@ def train(corpus: Path, model: str, topology: Topology, *options: str, layers: i
 
 
 def save(corpus: Path, model: str, topology: Topology, folder: Path, *options: str, layers: int = 2) -> Run:
-    """Train to ``SAVED`` and save."""
+    """Train to iteration ``SAVED`` and save."""
     words = ("--save", str(folder), "--save-interval", str(SAVED), "--exit-interval", str(SAVED))
     return train(corpus, model, topology, *words, *options, layers=layers)
 
 
 def pass_on(corpus: Path, model: str, topology: Topology, source: Path, target: Path, layers: int = 2) -> None:
-    """Load into a model with other values, and save what was loaded."""
+    """Load into a model with other initial values, and save it again."""
     words = ["--load", str(source), "--save", str(target), "--save-interval", str(SAVED + 1), "--seed", "7"]
     train(corpus, model, topology, *words, *SCHEDULE, "--no-load-rng", layers=layers, iterations=SAVED)
 
@@ -66,14 +66,14 @@ def of_iteration(folder: Path) -> Path:
 
 
 def content(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
-    """All tensors, whole; and the settings of all parameter groups."""
+    """All tensors, unsharded, and the settings of all parameter groups."""
     reader = CheckpointReader(of_iteration(folder))
     reader.check()
     objects = {key: reader.read_object(key) for key in reader.objects if ".param_to_group_meta." in key}
     return {key: tensor.whole() for key, tensor in reader.tensors.items() if not key.startswith("rng")}, objects
 
 
-# On and on -----------------------------------------------------------------------------------------------------------
+# Resuming ------------------------------------------------------------------------------------------------------------
 
 RESUMED = {
     "ZeRO-3": (LLAMA, Topology(3)),
@@ -132,7 +132,7 @@ def test_dumped_groups_are_those_of_ddp(corpus: Path, tmp_path: Path, topology: 
         reader = CheckpointReader(folder)
         found.append({bare_name(key): reader.read_object(key) for key in reader.objects})
     assert found[0].keys() == found[1].keys() and len(found[0]) > 10
-    # Groups may be numbered in another order; which parameters are together is what they say.
+    # The numbering of the groups may differ; which parameters share a group may not.
     assert _together(found[0]) == _together(found[1])
     assert len(set(found[0].values())) > 1
 
@@ -141,7 +141,7 @@ def _together(numbers: dict[str, int]) -> set[frozenset[str]]:
     return {frozenset(name for name, n in numbers.items() if n == number) for number in numbers.values()}
 
 
-def test_loading_where_there_is_nothing_changes_nothing(corpus: Path, tmp_path: Path) -> None:
+def test_loading_from_an_empty_folder_starts_from_scratch(corpus: Path, tmp_path: Path) -> None:
     topology, at_once = Topology(2), ["--lr-warmup-iters", "0"]
     whole = train(corpus, LLAMA, topology, *at_once)
     assert train(corpus, LLAMA, topology, *at_once, "--load", str(tmp_path)).iterations == whole.iterations
@@ -233,7 +233,7 @@ def test_megatron_cores_own_fsdp_goes_on_from_ours(
 
 
 @pytest.mark.slow
-def test_a_damaged_checkpoint_is_passed_over(corpus: Path, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_skipped(corpus: Path, tmp_path: Path) -> None:
     topology = Topology(2)
     words = ("--save", str(tmp_path), "--save-interval", "1")
     whole = train(corpus, LLAMA, topology, *words, iterations=3)
@@ -241,13 +241,13 @@ def test_a_damaged_checkpoint_is_passed_over(corpus: Path, tmp_path: Path) -> No
     data = bytearray((newest / "__1_0.distcp").read_bytes())
     data[len(data) // 2] ^= 4
     (newest / "__1_0.distcp").write_bytes(data)
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("")  # as a crash between two writes leaves it
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("")  # as after a crash between two writes
     resumed = train(corpus, LLAMA, topology, "--load", str(tmp_path), iterations=3)
     assert resumed.iterations == whole.iterations[2:], "expected to go on from iteration 2"
-    assert "__1_0.distcp" in resumed.log and "going back to the checkpoint of iteration 2" in resumed.log
+    assert "__1_0.distcp" in resumed.log and "falling back to the checkpoint of iteration 2" in resumed.log
 
 
-def test_a_missing_tracker_file_is_no_new_start(corpus: Path, tmp_path: Path) -> None:
+def test_training_resumes_without_a_tracker_file(corpus: Path, tmp_path: Path) -> None:
     topology = Topology(2)
     words = ("--save", str(tmp_path), "--save-interval", "1")
     whole = train(corpus, LLAMA, topology, *words, iterations=3)

@@ -1,4 +1,4 @@
-"""Checkpoints that Megatron's real loop wrote, converted: nothing is lost, and training goes on from them."""
+"""Converting checkpoints of Megatron's training loop loses nothing, and training resumes from the result."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,7 +44,7 @@ MODELS = {
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The data set."""
+    """The dataset."""
     yield write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
@@ -56,7 +56,7 @@ def train(corpus: Path, model: Model, *options: str) -> Run:
 
 
 def save(corpus: Path, model: Model, folder: Path, *options: str) -> Path:
-    """Train and save with Megatron's DDP; the checkpoint."""
+    """Train and save with Megatron's DDP; return the checkpoint's folder."""
     words = ("--save", str(folder), "--save-interval", str(SAVED), "--exit-interval", str(SAVED))
     train(corpus, model, *TORCH_DIST, *words, *options)
     return folder / ITERATION
@@ -75,7 +75,7 @@ def assert_equal(found: Path, expected: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-def test_flat_buffers_hold_what_state_by_parameter_says(corpus: Path, tmp_path: Path, name: str) -> None:
+def test_flat_buffers_equal_the_state_by_parameter(corpus: Path, tmp_path: Path, name: str) -> None:
     model = MODELS[name]
     flat = save(corpus, model, tmp_path / "flat")
     by_parameter = save(corpus, model, tmp_path / "by_parameter", BY_PARAMETER)
@@ -99,8 +99,8 @@ OURS, MEGATRONS = fsdp_arguments("optim_grads_params"), original_arguments("opti
 
 @pytest.mark.slow
 def test_buckets_and_tied_embeddings(corpus: Path, tmp_path: Path) -> None:
-    # Of buffers with padding between buckets, as tied embeddings make them, Megatron-Core writes state by parameter
-    # wrongly. So what is right is taken from FSDP, which adds up gradients in another order.
+    # Tied embeddings cause padding between buckets. Megatron-Core then writes wrong state by parameter, so the expected
+    # values come from FSDP, which adds gradients in a different order.
     tied = Model(f"{PP} --num-layers-per-virtual-pipeline-stage 1", 4, 4)
     flat = save(corpus, tied, tmp_path / "flat", "--overlap-grad-reduce", "--ddp-bucket-size", "3000")
     assert any("bucket_idx_3" in key for key in plain_metadata(flat).state_dict_metadata)
@@ -115,10 +115,10 @@ def test_buckets_and_tied_embeddings(corpus: Path, tmp_path: Path) -> None:
         torch.testing.assert_close(found[key], expected[key], rtol=1e-4, atol=1e-5 * scale, msg=key)
     wrong = save(corpus, tied, tmp_path / "wrong", BY_PARAMETER)
     with pytest.raises(ValueError, match="do not round to the model's weights"):
-        converted(wrong, tmp_path / "refused", "fsdp_dtensor")
+        converted(wrong, tmp_path / "failed", "fsdp_dtensor")
 
 
-# Megatron-Core's FSDP cannot save or load SwiGLU in float32. Sums of bfloat16 gradients differ by their order.
+# Megatron-Core's FSDP cannot save or load SwiGLU in float32. Sums of bfloat16 gradients depend on their order.
 GOES_ON = {
     "Llama-like": (LLAMA, [OURS], 1e-6),
     "GPT-like": ("", [OURS, MEGATRONS], 1e-6),
@@ -132,7 +132,7 @@ def losses(found: Run) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", GOES_ON)
-def test_training_goes_on_in_every_direction(corpus: Path, tmp_path: Path, name: str) -> None:
+def test_training_resumes_in_every_direction(corpus: Path, tmp_path: Path, name: str) -> None:
     arguments, wrappers, tolerance = GOES_ON[name]
     model = Model(arguments, 2)
     source = save(corpus, model, tmp_path / "source", BY_PARAMETER)
@@ -149,7 +149,7 @@ def test_training_goes_on_in_every_direction(corpus: Path, tmp_path: Path, name:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wrapper", [OURS, MEGATRONS], ids=["ours", "Megatron's"])
-def test_what_fsdp_trained_goes_on_with_ddp(corpus: Path, tmp_path: Path, wrapper: list[str]) -> None:
+def test_ddp_resumes_what_fsdp_trained(corpus: Path, tmp_path: Path, wrapper: list[str]) -> None:
     model = Model("", 2)
     words = ("--save", str(tmp_path / "source"), "--save-interval", str(SAVED))
     whole = train(corpus, model, *wrapper, *words)

@@ -1,4 +1,4 @@
-"""A conversion needs memory for a few blocks, however large the checkpoint is; and one that was killed goes on."""
+"""A conversion takes memory for a few blocks, however large the checkpoint is, and resumes after it was killed."""
 
 import argparse
 import json
@@ -18,7 +18,7 @@ from megatron.fsdp.convert.options import WriteOptions
 from megatron.fsdp.convert.run import read_state, write_state
 from tests.checkpoints import DECAYED, ROOT
 
-# GiB of a checkpoint that is converted only if it is asked for.
+# Size in GiB of a large checkpoint to convert; unset by default.
 LARGE = os.environ.get("FSDP_TEST_LARGE_CHECKPOINT")
 MIB = 1 << 20
 
@@ -39,7 +39,7 @@ print(json.dumps({"before": before, "after": peak(), "bytes": written.nbytes}))
 
 
 def pattern(shape: tuple[int, ...], seed: float) -> LazyTensor:
-    """A tensor that takes no memory: every element of a row is a function of the row."""
+    """A tensor that takes no memory, whose elements are a function of their row."""
 
     def read(box: Box) -> torch.Tensor:
         rows = torch.arange(box.offsets[0], box.offsets[0] + box.sizes[0], dtype=torch.float32)
@@ -49,9 +49,9 @@ def pattern(shape: tuple[int, ...], seed: float) -> LazyTensor:
 
 
 def large_checkpoint(folder: Path, nbytes: int) -> Path:
-    """A torch_dist checkpoint of so many bytes, with all layers and experts in one tensor."""
+    """A torch_dist checkpoint of about ``nbytes`` bytes, with all layers and experts in one tensor."""
     hidden, experts = 1024, 8
-    # Bytes of an element: a weight in bfloat16 and three tensors in float32.
+    # An element takes 14 bytes: a weight in bfloat16 and three tensors in float32.
     rows = nbytes // 14 // hidden // experts // 3 // 2
     weights: dict[str, LazyTensor] = {}
     for layer in range(2):
@@ -96,7 +96,7 @@ def test_a_large_checkpoint_is_converted_in_a_gibibyte(tmp_path: Path) -> None:
     assert max(there["after"], back["after"]) < 1024 * MIB
 
 
-def test_a_conversion_that_was_killed_goes_on(tmp_path: Path) -> None:
+def test_a_killed_conversion_resumes(tmp_path: Path) -> None:
     source = large_checkpoint(tmp_path, 256 * MIB)
     command = [sys.executable, "-c", SCRIPT, str(source), str(tmp_path / "there"), "fsdp_dtensor", str(MIB)]
     partial = tmp_path / "there.partial"

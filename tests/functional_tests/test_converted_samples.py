@@ -1,4 +1,4 @@
-"""Samples that were converted, and converted back, go on with the losses that megatron-core reached from them."""
+"""Training from sample checkpoints, converted or converted back, reaches the losses that megatron-core reached."""
 
 import shutil
 from pathlib import Path
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the C
 
 
 def converted(name: str, folder: Path, *formats: str) -> Path:
-    """A folder with a sample in another format, as samples are kept."""
+    """Convert a sample to these formats, one after the other; return a folder in the layout of the samples."""
     source = sample(name) / ITERATION
     for number, format in enumerate(formats):
         target = folder / str(number) / name
@@ -27,7 +27,7 @@ def converted(name: str, folder: Path, *formats: str) -> Path:
 
 def assert_reached(found: list[Any], name: str) -> None:
     known = meta(name)
-    # With tensor parallelism, bfloat16 rounds other sums; there is none here.
+    # The samples with tensor parallelism rounded different sums in bfloat16 than the run without it does here.
     tolerance = 1e-6 if known["tp"] == 1 else 2e-5
     for evaluated, losses, iteration in found:
         assert iteration == 3
@@ -36,13 +36,13 @@ def assert_reached(found: list[Any], name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TORCH_DIST)
-def test_fsdp_goes_on_from_torch_dist(ranks: RankPool, tmp_path: Path, name: str) -> None:
+def test_fsdp_resumes_from_torch_dist(ranks: RankPool, tmp_path: Path, name: str) -> None:
     folder = converted(name, tmp_path, "fsdp_dtensor")
     assert_reached(ranks.run(2, go_on_with_fsdp, folder / name, "optim_grads_params"), name)
 
 
 def _load(model: Any, optimizer: Any, scheduler: Any, path: Path) -> int:
-    """Load strictly, as Megatron's training script does; the iteration."""
+    """Load strictly, as Megatron's training script does; return the iteration."""
     from megatron.core import dist_checkpointing
 
     content = dist_checkpointing.load_content_metadata(str(path))
@@ -56,7 +56,7 @@ def _load(model: Any, optimizer: Any, scheduler: Any, path: Path) -> int:
 
 
 def _go_on_with_ddp(folder: Path, known: dict[str, Any]) -> Any:
-    """With Megatron's DDP and distributed optimizer, and its own way to load, on ranks that share experts."""
+    """Train with Megatron's DDP, distributed optimizer and loading code, with expert parallelism as in the sample."""
     from tests.megatron_models import DistributedDataParallel, ddp_config, megatron, parallel_state
     from tests.sample_models import config_of, go_on, gpt
 
@@ -72,6 +72,6 @@ def _go_on_with_ddp(folder: Path, known: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("name", TORCH_DIST)
-def test_megatron_goes_on_from_what_came_back(ranks: RankPool, tmp_path: Path, name: str) -> None:
+def test_megatron_resumes_after_converting_there_and_back(ranks: RankPool, tmp_path: Path, name: str) -> None:
     folder = converted(name, tmp_path, "fsdp_dtensor", "torch_dist")
     assert_reached(ranks.run(2, _go_on_with_ddp, folder / name, meta(name)), name)

@@ -1,8 +1,8 @@
-"""A network of convolutions trains sharded as it does with torch's DDP.
+"""A convolutional network trains the same when sharded as with torch's DDP.
 
-Batch normalization looks at a whole batch, so ranks with a batch each do not compute what one process with all of the
-batches computes. What they do compute is what replicated training computes: each rank normalizes by its own batch and
-keeps its own running statistics, which are buffers and not sharded. DDP does so too, without its broadcast of buffers.
+Batch normalization depends on the whole batch, so several ranks do not compute the same as one process with all of
+their batches. They compute the same as replicated training: each rank normalizes by its own batch and has its own
+running statistics, which are buffers and therefore not sharded. DDP without its broadcast of buffers does the same.
 """
 
 import copy
@@ -21,12 +21,12 @@ from tests.ranks import RankPool
 
 STEPS = 10
 CLASSES = 5
-# Two ranks add two gradients in fp32: in whichever order, the sum is the same.
+# A sum of two fp32 gradients does not depend on the order.
 TOLERANCE = 1e-6
 
 
 class Residual(nn.Module):
-    """Two convolutions, the second of one filter per channel, beside a shortcut; activations work in place."""
+    """Two convolutions, the second one depthwise, and a shortcut. Activations work in place."""
 
     def __init__(self, width: int, out_width: int, stride: int) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Residual(nn.Module):
 
 
 class Network(nn.Module):
-    """Stem, residual blocks, and a head whose scale is a scalar."""
+    """Stem, residual blocks, and a head with a scalar parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,29 +56,29 @@ class Network(nn.Module):
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         x = self.stem(images)
         for block in self.blocks:
-            x = block(x).relu_()  # what a unit has returned is changed in place, too
+            x = block(x).relu_()  # modifies the output of a unit in place
         return self.head(x.mean((2, 3))) * self.scale
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """What networks of convolutions are trained with."""
+    """The usual optimizer for convolutional networks."""
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-3)
 
 
 def loss_of(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
-    """Cross entropy of classes that follow from the images' brightness."""
+    """Cross entropy of classes that are a function of the images' brightness."""
     labels = (images.mean((1, 2, 3)) * 100).long() % CLASSES
     return nn.functional.cross_entropy(model(images), labels)
 
 
 def images(per_step: int) -> torch.Tensor:
-    """Random images, [steps, per_step, 4, 3, 12, 12]: the same in every step, so that they are learned."""
+    """Random images, [steps, per_step, 4, 3, 12, 12], repeated in every step so that the network can learn them."""
     generator = torch.Generator().manual_seed(1)
     return torch.rand((1, per_step, 4, 3, 12, 12), generator=generator).expand(STEPS, -1, -1, -1, -1, -1).to(device())
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, data: Iterable[torch.Tensor]) -> list[float]:
-    """Train on this rank's batches; returns this rank's losses."""
+    """Train on this rank's batches and return the losses."""
     losses = []
     for batch in data:
         loss = loss_of(model, batch)
@@ -125,11 +125,11 @@ def _parity(strategy: str) -> dict[str, Any]:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_parity_with_ddp(ranks: RankPool, strategy: str) -> None:
     first, second = ranks.run(2, _parity, strategy)
-    assert not torch.equal(first["stem.1.running_mean"], second["stem.1.running_mean"]), "of each rank's own batches"
+    assert not torch.equal(first["stem.1.running_mean"], second["stem.1.running_mean"]), "statistics are per rank"
 
 
 def _channels_last() -> None:
-    # Gathered weights are contiguous, DDP's are not: their convolutions may add up in different orders.
+    # Unsharded weights are contiguous and DDP's are not, so convolutions may add in different orders.
     _train_both("optim_grads_params", torch.channels_last, 1e-4)
 
 
@@ -137,10 +137,10 @@ def test_parity_with_ddp_in_channels_last(ranks: RankPool) -> None:
     ranks.run(2, _channels_last)
 
 
-def _statistics_of_a_trained_model(strategy: str) -> None:
+def _parity_with_fixed_statistics(strategy: str) -> None:
     model = Network()
     train(model, sgd(model.parameters()), images(1)[:, 0].cpu())
-    model.eval()  # normalizes by the running statistics: ranks compute what one process computes
+    model.eval()  # normalizes by the running statistics, so ranks compute the same as one process
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.requires_grad_(False)
@@ -158,4 +158,4 @@ def _statistics_of_a_trained_model(strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_parity_with_one_process_with_fixed_statistics(ranks: RankPool, strategy: str) -> None:
-    ranks.run(2, _statistics_of_a_trained_model, strategy)
+    ranks.run(2, _parity_with_fixed_statistics, strategy)

@@ -1,4 +1,4 @@
-"""The demo's data: what is collected, how it is split, and that Megatron reads back what was written."""
+"""The demo's data: collecting, splitting, and reading it back with Megatron."""
 
 import json
 import math
@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megatron.fsdp.mcore import cpu
 
-# Before any test imports Megatron: other tests in this process may run it on the CPU.
+# Must precede every import of Megatron, because other tests in this process may run it on the CPU.
 cpu.enable()
 
 VOCAB_SIZE = 300
@@ -30,7 +30,7 @@ VOCAB_SIZE = 300
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of 30 small modules in two folders, help topics, and files that must be left out."""
+    """30 small modules in two folders, help topics, and files that must be excluded."""
     root = tmp_path_factory.mktemp("corpus")
     for index in range(30):
         path = root / ("package" if index % 2 else ".") / f"module_{index}.py"
@@ -47,7 +47,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def prepared(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, DataMeta]:
-    """The folder that `prepare` filled from the corpus, and what it returned."""
+    """The folder that `prepare` built from the corpus, and its return value."""
     output = tmp_path_factory.mktemp("data")
     return output, prepare(DataSettings(corpus, output, vocab_size=VOCAB_SIZE, validation_percent=20))
 
@@ -75,13 +75,13 @@ def test_splits_are_disjoint_and_complete(corpus: Path, prepared: tuple[Path, Da
     assert validation
 
 
-def test_a_file_keeps_its_split_when_others_come() -> None:
+def test_a_file_keeps_its_split_when_files_are_added() -> None:
     few = [Document(f"module_{index}.py", "x") for index in range(50)]
     more = few + [Document(f"later_{index}.py", "x") for index in range(50)]
     assert set(split_documents(few, 20)["validation"]) <= set(split_documents(more, 20)["validation"])
 
 
-def test_no_split_stays_empty() -> None:
+def test_no_split_is_empty() -> None:
     splits = split_documents([Document("a.py", "x"), Document("b.py", "x")], 1)
     assert len(splits["train"]) == len(splits["validation"]) == 1
     with pytest.raises(ValueError, match="two documents"):
@@ -113,7 +113,7 @@ def test_megatron_loads_the_tokenizer(prepared: tuple[Path, DataMeta]) -> None:
     assert tokenizer.detokenize([tokenizer.eod]) == END_OF_TEXT
 
 
-def test_two_builds_are_equal(corpus: Path, prepared: tuple[Path, DataMeta], tmp_path: Path) -> None:
+def test_builds_are_reproducible(corpus: Path, prepared: tuple[Path, DataMeta], tmp_path: Path) -> None:
     output, meta = prepared
     again = prepare(DataSettings(corpus, tmp_path, vocab_size=VOCAB_SIZE, validation_percent=20))
     assert again == meta
@@ -121,7 +121,7 @@ def test_two_builds_are_equal(corpus: Path, prepared: tuple[Path, DataMeta], tmp
         assert (tmp_path / name).read_bytes() == (output / name).read_bytes(), name
 
 
-def test_complete_data_is_reused_and_other_settings_are_refused(corpus: Path, prepared: tuple[Path, DataMeta]) -> None:
+def test_complete_data_is_reused_unless_settings_differ(corpus: Path, prepared: tuple[Path, DataMeta]) -> None:
     output, meta = prepared
     before = (output / "train.bin").stat().st_mtime_ns
     assert prepare(DataSettings(corpus, output, vocab_size=VOCAB_SIZE, validation_percent=20)) == meta

@@ -1,4 +1,4 @@
-"""The demo's reading of Megatron's log lines, its history across runs, and the plot made of it."""
+"""The demo's parsing of Megatron's log lines, its history across runs, and its plot."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ def test_reads_losses_speed_and_memory() -> None:
     assert reader.read("Evaluating iter 1/4") is None
 
 
-def test_history_forgets_what_was_not_saved(tmp_path: Path) -> None:
+def test_history_drops_iterations_after_the_checkpoint(tmp_path: Path) -> None:
     points = [Point("train", iteration, 8.0 - iteration, 100 * iteration) for iteration in range(1, 6)]
     assert read_history(tmp_path / "history.jsonl", until=3) == []
     write_history(tmp_path / "history.jsonl", points)

@@ -1,6 +1,6 @@
-"""The demo as a user runs it: it trains, goes on from its checkpoint, says when a process fails, and can be stopped.
+"""The demo as a user runs it: it trains, resumes from its checkpoint, reports failed processes, and can be interrupted.
 
-The tests follow each other on one output folder, because the second needs the first one's checkpoint.
+The tests run in order on one output folder, because each uses the files of the one before it.
 """
 
 import json
@@ -30,7 +30,7 @@ def command(output: Path, iterations: int) -> list[str]:
 
 
 def run(output: Path) -> str:
-    """Runs the demo for a few iterations, too few to beat the unigrams, which it has to say, and returns its output."""
+    """Runs the demo for too few iterations to beat the unigram entropy, which it must report; returns its output."""
     result = subprocess.run(command(output, ITERATIONS), capture_output=True, text=True, timeout=SECONDS)
     assert "validation loss is not below the unigram entropy" in result.stdout, result.stdout + result.stderr
     assert result.returncode == 1
@@ -60,7 +60,7 @@ def test_trains_and_writes_everything(output: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(SECONDS)
-def test_goes_on_from_its_checkpoint(output: Path) -> None:
+def test_resumes_from_its_checkpoint(output: Path) -> None:
     built = (output / "data" / "meta.json").stat().st_mtime_ns
     printed = run(output)
     assert "from the checkpoint of iteration 3" in printed
@@ -71,7 +71,7 @@ def test_goes_on_from_its_checkpoint(output: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(SECONDS)
-def test_interrupting_it_ends_the_training_processes(output: Path) -> None:
+def test_an_interrupt_stops_the_training_processes(output: Path) -> None:
     log = output / "train.log"
     offset = log.stat().st_size
     process = subprocess.Popen(command(output, 1000), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -91,7 +91,7 @@ def test_interrupting_it_ends_the_training_processes(output: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(SECONDS)
-def test_a_failed_process_is_reported_with_its_own_words(output: Path) -> None:
+def test_a_failed_process_is_reported_with_its_error(output: Path) -> None:
     (output / "data" / "tokenizer" / "tokenizer.json").write_text("not a tokenizer")
     result = subprocess.run(command(output, ITERATIONS), capture_output=True, text=True, timeout=SECONDS)
     assert result.returncode == 1

@@ -1,4 +1,4 @@
-"""When ranks stop agreeing, a rank that is left ends with an error that says what each of them was doing."""
+"""When a rank dies or diverges, the remaining ranks raise an error that reports what every rank was doing."""
 
 import os
 import subprocess
@@ -54,7 +54,7 @@ print("trained")
 
 
 def run(mode: str, folder: Path, **variables: str) -> list[tuple[int, str]]:
-    """Exit code and output of each rank. No launcher ends the other rank when one has died."""
+    """Run both ranks without a launcher, which would kill the other rank; return their exit codes and outputs."""
     script = folder / "train.py"
     script.write_text(SCRIPT)
     environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -93,7 +93,7 @@ def test_a_lost_rank_is_reported(mode: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="several ranks over gloo on the CPU")
-def test_the_first_difference_is_named(tmp_path: Path) -> None:
+def test_the_first_difference_is_reported(tmp_path: Path) -> None:
     results = run("other", tmp_path)
     assert all(code for code, _ in results), results
     for _, output in results:
@@ -101,11 +101,11 @@ def test_the_first_difference_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="several ranks over gloo on the CPU")
-def test_a_long_wait_is_reported_while_it_goes_on(tmp_path: Path) -> None:
-    """Rank 1 evaluates something of its own for a while, in a place of which rank 0 knows nothing."""
+def test_a_long_wait_is_reported_meanwhile(tmp_path: Path) -> None:
+    """Rank 1 spends some time in a function that rank 0 does not call."""
     results = run("slow", tmp_path, MEGATRON_FSDP_REPORT_AFTER="3")
     assert [code for code, _ in results] == [0, 0], results
     assert all("trained" in output for _, output in results)
     (report,) = [output for _, output in results if "nothing has ended for 3 s" in output]
     assert "in evaluate, which" not in report.split("rank 1:")[0] and "in evaluate" in report, report
-    assert "waits for: gather" in report and "bytes" in report, report
+    assert "waits for: unshard" in report and "bytes" in report, report

@@ -1,4 +1,4 @@
-"""The doctor says what a command line would do, at any number of ranks, and why it cannot."""
+"""The doctor reports the memory of a command line at any number of ranks, and the settings that are not supported."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def test_bytes_of_a_command_line() -> None:
     found = json.loads(result.stdout)
     assert found["sizes"]["tensor"] == found["sizes"]["pipeline"] == 2 and found["sizes"]["data (with context)"] == 2
     assert found["units"] == [{"TransformerLayer": 2}]
-    # The first stage: word embeddings divided by 2, positions; two layers whose matrices are divided by 2.
+    # The first stage has word embeddings (divided by 2), position embeddings, and two layers (matrices divided by 2).
     embeddings = 256 // 2 * 64 + 32 * 64
     matrices = (3 * 64 * 64 + 3 * 64 + 64 * 64 + 2 * 64 * 256 + 256) // 2
     layer = matrices + 2 * 64 + 4 * 64
@@ -47,14 +47,14 @@ def test_bytes_of_a_command_line() -> None:
     assert found["peak_without_activations"] > found["resting"]
 
 
-def test_every_limit_is_named_at_once() -> None:
+def test_all_limits_are_reported_at_once() -> None:
     result = doctor(MODEL + " --global-batch-size 8 --optimizer-cpu-offload --delay-wgrad-compute", flags="")
     assert result.returncode == 1
     assert "NOT POSSIBLE  optimizer_cpu_offload" in result.stdout
     assert "NOT POSSIBLE  delay_wgrad_compute" in result.stdout
 
 
-def test_what_megatron_refuses() -> None:
+def test_errors_of_megatron_are_reported() -> None:
     result = doctor(MODEL + " --global-batch-size 7", flags="")
     assert result.returncode == 1 and "REFUSED" in result.stdout
 
@@ -67,23 +67,23 @@ def words_of(script: Path, **variables: str) -> list[str]:
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_scripts_are_sound(script: Path) -> None:
+def test_scripts_pass_shellcheck(script: Path) -> None:
     subprocess.run(["bash", "-n", script], check=True)
     subprocess.run([Path(sys.executable).parent / "shellcheck", "--shell=bash", script], check=True)
 
 
 @pytest.mark.parametrize("back", ["", "1"])
 @pytest.mark.parametrize("script", [s for s in SCRIPTS if "convert" in s.name], ids=lambda path: path.name)
-def test_conversion_scripts_pass_what_is_accepted(script: Path, back: str, tmp_path: Path) -> None:
+def test_conversion_scripts_pass_valid_arguments(script: Path, back: str, tmp_path: Path) -> None:
     _, tool, command, source, target = words_of(script, CHECKPOINT=str(tmp_path), OUT=str(tmp_path / "out"), BACK=back)
     assert (source, target) == (str(tmp_path), str(tmp_path / "out"))
     run = [sys.executable, tool, command, source, target]
     result = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert result.returncode == 1 and ".metadata" in result.stderr, "an empty folder is no checkpoint"
+    assert result.returncode == 1 and ".metadata" in result.stderr, "an empty folder is not a checkpoint"
 
 
 @pytest.mark.parametrize("name", all_but_slow([s.name for s in SCRIPTS if "convert" not in s.name], "llama3_8b.sh"))
-def test_launch_scripts_pass_what_is_accepted(name: str) -> None:
+def test_launch_scripts_pass_valid_arguments(name: str) -> None:
     (script,) = [s for s in SCRIPTS if s.name == name]
     world_size, entry, *arguments = words_of(script)
     assert entry == "pretrain_gpt.py"
@@ -92,7 +92,7 @@ def test_launch_scripts_pass_what_is_accepted(name: str) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     found = json.loads(result.stdout)
     assert found["world_size"] == int(world_size)
-    # All ranks together hold what the paper says that the model has.
+    # The number of parameters is the published one.
     expected = {"llama3_8b.sh": 8.03e9, "llama3_70b.sbatch": 70.6e9 / 4}
     if script.name in expected:
         assert found["bytes"][0]["elements"] == pytest.approx(expected[script.name], rel=0.01)

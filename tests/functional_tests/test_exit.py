@@ -1,4 +1,4 @@
-"""A script that ends right after a step ends cleanly: nothing of gloo's outlives Python."""
+"""A script that ends right after a step exits cleanly: no thread of gloo uses a tensor after Python's shutdown."""
 
 import time
 from pathlib import Path
@@ -33,7 +33,7 @@ if "destroy" in sys.argv:
 def test_a_script_ends_cleanly(last: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    # Every other run was aborted where a thread of gloo's freed a tensor after Python's end.
+    # Repeated, because a thread of gloo that frees a tensor after Python's shutdown aborts only some runs.
     for _ in range(3):
         run = torchrun([str(script), last], ranks=2, timeout=200)
         assert run.returncode == 0, run.stdout + run.stderr
@@ -62,7 +62,7 @@ class Model(nn.Module):
         return x
 
 run = CpuStream.run
-# The communication of the rank that skips is late: what it does not wait for itself is on its way when it ends.
+# Delay the communication of the rank that skips a layer, so that it is still in flight when the rank exits.
 CpuStream.run = lambda self, task: run(self, lambda: (time.sleep(0.05 * rank), task())[1])
 model = Model()
 model, optimizer = fully_shard(model, torch.optim.AdamW(model.parameters()), fsdp_unit_modules=[nn.Linear])
@@ -73,16 +73,16 @@ for step in range(3):
 with torch.no_grad():
     model(torch.randn(4, 32), skip=rank == 1)
 if how == "raise" and rank == 1:
-    raise ValueError("the user's")
+    raise ValueError("from the user's code")
 if how == "destroy":
     destroy_process_group()
-    os._exit(0)  # as processes that multiprocessing has forked end
+    os._exit(0)  # like processes that multiprocessing has forked
 """
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="gloo, in host memory")
 @pytest.mark.parametrize("how", ["destroy", "exit"])
-def test_what_others_need_is_finished_at_the_end(how: str, tmp_path: Path) -> None:
+def test_pending_communication_is_finished_at_exit(how: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SKIPPING)
     run = torchrun([str(script), how], ranks=2, timeout=200)
@@ -90,10 +90,10 @@ def test_what_others_need_is_finished_at_the_end(how: str, tmp_path: Path) -> No
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="gloo, in host memory")
-def test_an_error_of_one_rank_ends_all_soon(tmp_path: Path) -> None:
+def test_an_error_on_one_rank_ends_all_ranks_soon(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SKIPPING)
     begin = time.monotonic()
     run = torchrun([str(script), "raise"], ranks=2, timeout=200)
-    assert run.returncode != 0 and "ValueError: the user's" in run.stderr
+    assert run.returncode != 0 and "ValueError: from the user's code" in run.stderr
     assert time.monotonic() - begin < 100

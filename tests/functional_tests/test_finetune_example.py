@@ -1,4 +1,4 @@
-"""The fine-tuning example as a user starts it, with each launcher, and its checkpoint as its README reads it."""
+"""The fine-tuning example with each launcher, and its checkpoint as the README's code reads it."""
 
 import math
 import os
@@ -15,12 +15,12 @@ SCRIPT = FOLDER / "finetune.py"
 PAGE = (FOLDER / "README.md").read_text()
 STEPS = 20
 SECONDS = 280
-# What the README loads in one process on purpose.
+# The README loads a checkpoint in one process on purpose.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def launch(launcher: list[str], output: Path, *options: str) -> list[str]:
-    """Runs the example in the folder of ``output`` and returns what it printed, by lines."""
+    """Runs the example in the folder of ``output`` and returns the lines of its output."""
     command = [sys.executable, *launcher, str(SCRIPT), "--steps", str(STEPS), "--output", output.name, *options]
     result = subprocess.run(
         command,
@@ -35,17 +35,17 @@ def launch(launcher: list[str], output: Path, *options: str) -> list[str]:
 
 
 def losses(lines: list[str], ranks: int) -> list[float]:
-    """The losses that were printed by so many ranks."""
+    """Parses the losses that a run with ``ranks`` ranks printed."""
     found = [re.fullmatch(rf"ranks {ranks}  step +(\d+)  loss (\S+)", line) for line in lines]
     assert [match and int(match[1]) for match in found] == [1, 10, STEPS], lines
     return [float(match[2]) for match in found if match]
 
 
 def loss_of_checkpoint(folder: Path) -> float:
-    """Loss, on text of the standard library, of the checkpoint as the README's code reads it into a plain model."""
+    """Loads the checkpoint into a plain model with the README's code; returns its loss on standard-library text."""
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
     names: dict = {}
-    exec(code.replace('"finetune_output"', repr(str(folder))), names)  # noqa: S102 - what a reader would run
+    exec(code.replace('"finetune_output"', repr(str(folder))), names)  # noqa: S102 - code from our own README
     text = Path(re.__file__).read_bytes()[: 8 * 128]
     tokens = torch.tensor(list(text)).view(8, 128)
     with torch.no_grad():
@@ -53,7 +53,7 @@ def loss_of_checkpoint(folder: Path) -> float:
 
 
 def accelerate(device: str) -> list[str]:
-    """Accelerate's launcher, as the README calls it."""
+    """Accelerate's launcher with the README's options."""
     (options,) = re.findall(rf"^    accelerate launch (--{device} .*) finetune\.py$", PAGE, flags=re.MULTILINE)
     port = ["--main_process_port", "0"] if device == "multi_gpu" else []
     return ["-m", "accelerate.commands.launch", *options.split(), *port]
@@ -61,7 +61,7 @@ def accelerate(device: str) -> list[str]:
 
 def check(lines: list[str], ranks: int, output: Path) -> None:
     printed = losses(lines, ranks)
-    # It begins as a model that knows nothing: all 256 bytes are as likely.
+    # An untrained model assigns the same probability to all 256 bytes.
     assert printed[0] == pytest.approx(math.log(256), abs=0.2)
     assert printed[-1] < printed[1] < printed[0] - 1
     assert loss_of_checkpoint(output) < printed[0] - 1
@@ -90,7 +90,7 @@ def test_with_accelerate_that_starts_one_process(tmp_path: Path) -> None:
 
 
 def save_pretrained(folder: Path) -> None:
-    """A tiny GPT-2, of another make than the example's own model, with a tokenizer."""
+    """Saves a tiny GPT-2, another architecture than the example's default, with a tokenizer."""
     from tokenizers import ByteLevelBPETokenizer
     from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
@@ -105,7 +105,7 @@ def save_pretrained(folder: Path) -> None:
 def test_with_pretrained_weights_and_no_launcher(tmp_path: Path) -> None:
     save_pretrained(tmp_path / "pretrained")
     printed = losses(launch([], tmp_path / "output", "--model", "pretrained"), 1)
-    # At the learning rate for fine-tuning, twenty steps change next to nothing.
+    # At the learning rate for fine-tuning, twenty steps change almost nothing.
     assert printed == pytest.approx([math.log(300)] * 3, abs=0.2)
 
 

@@ -1,4 +1,4 @@
-"""Imported and exported models compute what the originals do: transformers and Megatron-Core side by side."""
+"""Imported and exported models compute the same as the originals, in transformers and in Megatron-Core."""
 
 import json
 import os
@@ -22,11 +22,11 @@ transformers = pytest.importorskip("transformers")
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLES = ROOT.parent / "shared" / "samples"
 EXPORT, IMPORT = COMMANDS
-# Of the largest logit: what is left by float32 sums in another order, over a few layers.
+# Relative to the largest logit: rounding of float32 sums in different orders, over a few layers.
 ROUNDING = 5e-6
 FURTHER = "-further-token"
 ALL_CASES = (*CASES, f"deepseek_v3{FURTHER}")
-# What training needs besides the model's flags, and what Megatron leaves to Transformer Engine or CUDA.
+# Flags for training, and flags that disable what requires Transformer Engine or CUDA.
 TRAINING = (
     "--micro-batch-size 2 --global-batch-size 4 --train-iters 2 --lr 1e-3 --tokenizer-type NullTokenizer --mock-data "
     "--seq-length 16 --eval-iters 0 --log-interval 1 --use-distributed-optimizer --distributed-backend gloo "
@@ -36,7 +36,7 @@ TRAINING = (
 
 
 def further_output(model: Any, tensors: dict[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
-    """What transformers' layer for a further token computes from its model's output, [sequences, tokens, hidden]."""
+    """Output of transformers' multi-token prediction layer, [sequences, tokens, hidden], for its model's output."""
     from transformers.modeling_layers import MtpLayer
 
     decoder, prefix = model.model, f"model.layers.{model.config.num_hidden_layers}."
@@ -53,7 +53,7 @@ def further_output(model: Any, tensors: dict[str, torch.Tensor], tokens: torch.T
         else:
             state[name] = tensors[key]
     layer.load_state_dict(state, strict=True)
-    # Megatron hands token 0 to the last position, which has no next token.
+    # Megatron uses token 0 for the last position, which has no next token.
     following = torch.cat([tokens[:, 1:], torch.zeros_like(tokens[:, :1])], dim=1)
     length = tokens.shape[1]
     positions = torch.arange(length).unsqueeze(0)
@@ -64,7 +64,7 @@ def further_output(model: Any, tensors: dict[str, torch.Tensor], tokens: torch.T
 
 
 def prepare(case: str, folder: Path, tokens: torch.Tensor) -> None:
-    """Write a case's original, and transformers' results."""
+    """Write the original model of a case, and transformers' results."""
     model = save(case.removesuffix(FURTHER), folder / "in")
     with torch.no_grad():
         torch.save(model(tokens).logits, folder / "expected.pt")
@@ -78,7 +78,7 @@ def prepare(case: str, folder: Path, tokens: torch.Tensor) -> None:
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """For each case transformers' logits (``expected.pt``) and Megatron's (``logits.pt``) of the same tokens."""
+    """A folder per case, with transformers' logits (``expected.pt``) and Megatron's (``logits.pt``) of equal tokens."""
     folder = tmp_path_factory.mktemp("logits")
     tokens = torch.randint(0, VOCABULARY, (2, 16), generator=torch.Generator().manual_seed(3))
     for case in ALL_CASES:
@@ -95,7 +95,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def results(folder: Path, *names: str) -> list[torch.Tensor]:
-    """Tensors of a case's files, unless Megatron raised an error there."""
+    """Load tensors of a case, or fail with Megatron's error."""
     error = folder / "error.txt"
     assert not error.exists(), error.read_text()[-4000:]
     return [torch.load(folder / name) for name in names]
@@ -109,7 +109,7 @@ def test_megatron_computes_the_logits_of_transformers(case: str, compared: Path)
     assert expected.abs().max() > 0.1
     difference = (found[..., :VOCABULARY] - expected).abs().max() / expected.abs().max()
     assert difference < ROUNDING, f"{case}: {difference:.2e}"
-    # Tokens that do not exist have rows of zeros.
+    # The rows of padding tokens are zero.
     assert torch.count_nonzero(found[..., VOCABULARY:]) == 0
 
 
@@ -121,7 +121,7 @@ def test_multi_token_prediction_computes_what_transformers_does(compared: Path) 
 
 
 def first_losses(folder: Path, format_: str, *flags: str) -> list[float]:
-    """Losses of two steps of Megatron's training loop on two ranks, from an imported checkpoint."""
+    """Losses of two steps of Megatron's training loop on two ranks, starting from an imported checkpoint."""
     words = ["--format", format_, "--layer-spec", "local", "--make-vocab-size-divisible-by", "16"]
     result = CliRunner().invoke(IMPORT, [str(folder / "in"), str(folder / format_), *words, "--json"])
     assert result.exit_code == 0, result.output
@@ -135,12 +135,12 @@ def first_losses(folder: Path, format_: str, *flags: str) -> list[float]:
 
 
 @pytest.mark.slow
-def test_training_starts_alike_from_either_format(tmp_path: Path) -> None:
+def test_training_starts_the_same_from_either_format(tmp_path: Path) -> None:
     save("deepseek_v3", tmp_path / "in")
     sharded = ("--use-megatron-fsdp", "--data-parallel-sharding-strategy", "optim_grads_params")
     losses = first_losses(tmp_path, "fsdp_dtensor", *sharded)
     assert len(losses) == 2
-    # Megatron's own data parallelism reads the other format, whose logits are compared above.
+    # Megatron's own data parallelism reads torch_dist, whose logits are compared above.
     assert first_losses(tmp_path, "torch_dist") == losses
 
 
@@ -156,5 +156,5 @@ def test_transformers_reaches_the_loss_that_megatron_had(name: str, tmp_path: Pa
         logits = model(tokens).logits
     loss = torch.nn.functional.cross_entropy(logits.reshape(-1, 128), torch.roll(tokens, -1, 1).reshape(-1))
     expected = json.loads((SAMPLES / name / "meta.json").read_text())
-    # Megatron's was computed in bfloat16.
+    # Megatron computed its loss in bfloat16.
     assert loss.item() == pytest.approx(expected["eval_loss"], abs=5e-4)

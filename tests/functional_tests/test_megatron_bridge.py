@@ -1,4 +1,4 @@
-"""A ConfigContainer of Megatron-Bridge trains through our adapter. It needs Transformer Engine, which needs CUDA."""
+"""Megatron-Bridge trains through our adapter. It requires Transformer Engine, which requires CUDA."""
 
 import importlib.util
 import subprocess

@@ -158,7 +158,7 @@ def write_program(path: Path, body: str) -> Path:
     return path
 
 
-def test_without_a_python_one_sentence_and_exit_code_2(tmp_path: Path) -> None:
+def test_without_a_python_it_prints_one_sentence_and_exits_with_2(tmp_path: Path) -> None:
     write_program(tmp_path / "bin" / "python3.12", "echo 'pyenv: python3.12: command not found' >&2; exit 127")
     write_program(tmp_path / "bin" / "python3", "exit 1")
     result = find_python(tmp_path / "bin", tmp_path / "home")
@@ -167,7 +167,7 @@ def test_without_a_python_one_sentence_and_exit_code_2(tmp_path: Path) -> None:
     assert result.stderr.startswith("No working Python >= 3.12") and result.stderr.count("\n") == 1
 
 
-def test_a_shim_that_fails_does_not_hide_a_python_that_runs(tmp_path: Path) -> None:
+def test_a_broken_shim_does_not_hide_a_working_python(tmp_path: Path) -> None:
     write_program(tmp_path / "bin" / "python3.12", "exit 127")
     works = write_program(
         tmp_path / "home" / ".pyenv" / "versions" / "3.12.9" / "bin" / "python3.12", f'exec "{sys.executable}" "$@"'

@@ -1,4 +1,4 @@
-"""Megatron's real loop beside other kinds of parallelism: with our FSDP it trains as with Megatron's DDP."""
+"""In Megatron's training loop, with other kinds of parallelism, our FSDP trains like Megatron's DDP."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from tools.parity_nd import CASES, compare
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="several ranks over gloo; Megatron runs on CUDA here")
 
-# The rest of the table takes longer: make parity-nd.
+# `make parity-nd` runs the complete table, which takes longer.
 TRAINED = (
     "TP 2, sequence parallel",
     "PP 2, tied embeddings",
@@ -28,7 +28,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TRAINED)
-def test_loss_and_gradient_norm_are_those_of_ddp(name: str, corpus: Path) -> None:
+def test_loss_and_gradient_norm_agree_with_ddp(name: str, corpus: Path) -> None:
     (case,) = [case for case in CASES if case.name == name]
     (result,) = compare(case, corpus, iterations=4, strategies=("optim_grads_params",))
     assert result.good, result.text

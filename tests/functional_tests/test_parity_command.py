@@ -1,4 +1,4 @@
-"""A small part of `make parity`: every strategy agrees with Megatron's DDP, and a run that does not is seen."""
+"""A small part of `make parity`: every strategy agrees with Megatron's DDP, and a run that differs is detected."""
 
 from pathlib import Path
 
@@ -32,14 +32,14 @@ def test_strategies_agree_with_ddp(case: parity.Case, strategies: tuple[str, ...
     assert comparison.failed == 0
 
 
-def test_a_run_with_other_numbers_is_said_to_differ(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_with_other_numbers_is_reported_as_different(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parity, "fsdp_arguments", lambda strategy: [*parity.DDP, "--lr", "2.001e-3"])
     comparison = parity.Comparison(corpus, iterations=4, report=lambda line: None)
     comparison.compare(parity.Case(2, 1, "fp32"), ("optim",), original=False)
     assert comparison.failed == 1
 
 
-def test_a_failed_run_is_an_error_with_its_log(corpus: Path) -> None:
+def test_a_failed_run_raises_an_error_with_its_log(corpus: Path) -> None:
     case = parity.Case(1, 1, "fp32")
     with pytest.raises(RunFailure, match="lr-decay-style"):
         run([*parity.model_arguments(case, corpus, 1), "--lr-decay-style", "unheard-of"], ranks=1)

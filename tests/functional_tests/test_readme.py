@@ -1,4 +1,4 @@
-"""The README's example runs as it stands there, and what the README points to exists."""
+"""The README's example runs unchanged, and all links in the documentation lead to existing files."""
 
 import re
 from pathlib import Path
@@ -21,7 +21,7 @@ def test_the_example_for_pytorch_runs(tmp_path: Path) -> None:
         assert "destroy_process_group" not in result.stderr and "Error" not in result.stderr, result.stderr[-3000:]
     losses = [float(loss) for loss in re.findall(r"^step \d: loss (\d+\.\d{3})$", runs[0].stdout, flags=re.MULTILINE)]
     assert len(losses) == 10 and losses[-1] < losses[0] < 1.5
-    # The same numbers each time.
+    # The output is reproducible.
     assert runs[0].stdout == runs[1].stdout
 
 

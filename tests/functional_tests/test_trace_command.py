@@ -1,4 +1,4 @@
-"""``python -m megatron.fsdp.trace`` as a user starts it: its own model, a script, and wrong command lines."""
+"""``python -m megatron.fsdp.trace`` with its built-in model, with a script, and with invalid command lines."""
 
 import json
 import os
@@ -35,12 +35,12 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def spans(path: Path) -> set[tuple[int, str]]:
-    """Ranks and names of what is in a file."""
+    """Ranks and names of the spans in a trace file."""
     return {(e["pid"], e["name"]) for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"}
 
 
 @pytest.mark.slow
-def test_its_own_model(tmp_path: Path) -> None:
+def test_the_built_in_model(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     small = ["--layers", "2", "--width", "32", "--tokens", "128", "--strategy", "3"]
     result = run(tmp_path, "--out", "timeline", *small)
@@ -74,7 +74,7 @@ def test_a_script_that_is_too_short(tmp_path: Path) -> None:
         (["--", "4"], "give --script too"),
     ],
 )
-def test_wrong_command_lines(tmp_path: Path, arguments: list[str], message: str) -> None:
+def test_invalid_command_lines(tmp_path: Path, arguments: list[str], message: str) -> None:
     result = run(tmp_path, *arguments)
     assert result.returncode == 2
     assert message in result.stderr

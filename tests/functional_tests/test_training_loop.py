@@ -1,4 +1,4 @@
-"""Megatron's training loop from the command line: resumed runs, other numbers of ranks, scripts of others."""
+"""Megatron's training loop from the command line: resuming, other numbers of ranks, and third-party scripts."""
 
 import functools
 import re
@@ -28,12 +28,12 @@ KINDS = {"ddp": DDP, "ours": OURS, "ours_bf16": f"{OURS} --bf16"}
 
 @dataclass(frozen=True)
 class Run:
-    """What a run logged, as printed.
+    """The log of a run, as printed.
 
     Attributes:
-        iterations: iteration -> its loss and gradient norm.
-        validation: losses of the validation and the test set after the last iteration.
-        output: everything.
+        iterations: Loss and gradient norm by iteration.
+        validation: Losses of the validation and the test set after the last iteration.
+        output: The complete output.
     """
 
     iterations: dict[int, tuple[str, str]]
@@ -46,7 +46,7 @@ def launch(script: str, arguments: str, ranks: int, model: str = MODEL) -> subpr
 
 
 def train(arguments: str, script: str = "pretrain_gpt.py", ranks: int = 2, model: str = MODEL) -> Run:
-    """Run a script and return what it logged."""
+    """Run a script and return its log."""
     result = launch(script, arguments, ranks, model)
     output = result.stdout + result.stderr
     assert result.returncode == 0, output[-5000:]
@@ -58,13 +58,13 @@ def train(arguments: str, script: str = "pretrain_gpt.py", ranks: int = 2, model
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the checkpoints are."""
+    """The folder of the checkpoints."""
     return tmp_path_factory.mktemp("checkpoints")
 
 
 @functools.cache
 def uninterrupted(kind: str, folder: Path) -> Run:
-    """A run that leaves checkpoints of iterations 2 and 4."""
+    """A run that saves checkpoints at iterations 2 and 4."""
     return train(f"{KINDS[kind]} --save {folder / kind}")
 
 
@@ -77,18 +77,18 @@ def test_prints_what_ddp_prints_to_six_digits(folder: Path) -> None:
     ddp, ours = uninterrupted("ddp", folder), uninterrupted("ours", folder)
     assert list(ours.iterations) == list(ddp.iterations) == [1, 2, 3, 4]
     assert len(ours.validation) == len(ddp.validation) == 2
-    # Gradients are clipped by a norm that each adds up in an order of its own; norms are printed with three digits.
+    # The two add up the norm for clipping in different orders. Norms are printed with three digits.
     assert numbers(ours) == pytest.approx(numbers(ddp), rel=5e-7)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ours", "ours_bf16"])
-def test_a_resumed_run_goes_on_as_if_not_stopped(kind: str, folder: Path) -> None:
+def test_a_resumed_run_continues_exactly(kind: str, folder: Path) -> None:
     whole = uninterrupted(kind, folder)
     resumed = train(f"{KINDS[kind]} --load {folder / kind} --ckpt-step 2")
     assert list(resumed.iterations) == [3, 4]
     assert resumed.iterations[3] == whole.iterations[3]
-    # The loss of the second iteration after a start is logged as the mean of two.
+    # Megatron logs the loss of the second iteration after a start as the mean of two.
     assert resumed.iterations[4][1] == whole.iterations[4][1]
     assert resumed.validation == whole.validation
 
@@ -102,7 +102,7 @@ def test_a_checkpoint_is_resumed_by_another_number_of_ranks(folder: Path) -> Non
 
 
 @pytest.mark.slow
-def test_offsets_of_the_softmax_are_resumed_beside_tensor_parallelism(folder: Path) -> None:
+def test_softmax_offsets_are_resumed_with_tensor_parallelism(folder: Path) -> None:
     model = f"{MODEL.replace('--lr 1e-3', '--lr 1e-2')} --softmax-type learnable"
     two = f"{OURS} --tensor-model-parallel-size 2"
     whole = train(f"{two} --save {folder / 'offsets'}", model=model)
@@ -113,7 +113,7 @@ def test_offsets_of_the_softmax_are_resumed_beside_tensor_parallelism(folder: Pa
     assert float(alone.iterations[3][0]) == pytest.approx(float(whole.iterations[3][0]), rel=2e-6)
 
 
-def test_a_script_that_knows_nothing_of_this_project_trains_with_it_by_the_launcher(folder: Path) -> None:
+def test_the_launcher_runs_an_unmodified_script_with_this_project(folder: Path) -> None:
     script = "-m megatron.fsdp.launch tests/functional_tests/plain_script.py"
     run = train(OURS, script)
     assert "wrapped by megatron.fsdp.mcore.adapter: True" in run.output
@@ -121,14 +121,14 @@ def test_a_script_that_knows_nothing_of_this_project_trains_with_it_by_the_launc
 
 
 @pytest.mark.slow
-def test_gathering_module_by_module_with_layers_that_return_their_bias() -> None:
+def test_fine_grained_unshard_of_layers_that_return_their_bias() -> None:
     biases = MODEL.replace("--disable-bias-linear", "").replace("--swiglu", "")
     ours = f"{OURS} --megatron-fsdp-enable-fine-grained-param-gather"
     runs = [train(arguments, model=biases) for arguments in (DDP, ours)]
     assert numbers(runs[1]) == pytest.approx(numbers(runs[0]), rel=5e-7)
 
 
-def test_what_does_not_fit_is_said_before_anything_is_built() -> None:
+def test_incompatible_settings_raise_an_error_before_the_model_is_built() -> None:
     result = launch("pretrain_gpt.py", f"{OURS} --ckpt-format torch_dist --use-tp-pp-dp-mapping", ranks=1)
     assert result.returncode != 0
     error = result.stderr[result.stderr.index("ValueError") :]

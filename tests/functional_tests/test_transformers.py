@@ -1,6 +1,6 @@
-"""Models of Hugging Face's transformers, as they are, train sharded as they do unsharded.
+"""Unmodified Hugging Face models train the same when sharded as unsharded.
 
-They are built from small configurations with random weights: nothing is downloaded. Dropout is off.
+The models are built from small configurations with random weights, so nothing is downloaded. Dropout is off.
 """
 
 import copy
@@ -31,12 +31,12 @@ STEPS = 10
 VOCABULARY = 61
 MASK = VOCABULARY - 1
 CLASSES = 5
-# Not a power of two, and no multiple of three: parts of ranks begin and end inside of rows.
+# Not a power of two: shards of ranks begin and end inside of rows.
 WIDTH = 36
 
 
 class Model(NamedTuple):
-    """A model by names, so that transformers is imported in the ranks alone."""
+    """A model by the names of its classes, so that only the ranks import transformers."""
 
     task: str
     units: list[str]
@@ -44,27 +44,27 @@ class Model(NamedTuple):
 
 
 def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """AdamW whose epsilon is above the rounding of gradients.
+    """AdamW with an epsilon that exceeds the rounding of gradients.
 
-    Adam divides a gradient by its own size. Where the true gradient is zero (the bias of attention's keys, say), that
-    would make whole steps of rounding, which depends on the order in which ranks and layers are summed up.
+    Adam divides a gradient by its own size. If the true gradient is zero, for example that of a key bias in attention,
+    Adam would turn rounding into whole steps. The rounding depends on the order in which ranks and layers are summed.
     """
     return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1, eps=1e-5)
 
 
 def language_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """The model's own loss of predicting the next token or, of an encoder and decoder, the input itself."""
+    """The model's loss for predicting the next token or, for an encoder and decoder, for reproducing the input."""
     return model(input_ids=tokens, labels=tokens).loss
 
 
 def masked_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """The model's own loss of guessing every fourth token."""
+    """The model's loss for predicting every fourth token, which is masked."""
     masked = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens) % 4 == 1
     return model(input_ids=tokens.masked_fill(masked, MASK), labels=tokens.masked_fill(~masked, -100)).loss
 
 
 def image_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """The model's own loss of classifying pictures that are drawn from the tokens, 12 x 12 pixels in 3 colors."""
+    """The model's loss for classifying images of 12 x 12 pixels in 3 colors that are made from the tokens."""
     pixels = (tokens / 15 - 2).repeat(1, 27)[:, : 3 * 12 * 12].view(-1, 3, 12, 12)
     return model(pixel_values=pixels, labels=tokens[:, 0] % CLASSES).loss
 
@@ -73,7 +73,7 @@ BODY = {"hidden_size": WIDTH, "intermediate_size": 50, "num_hidden_layers": 3, "
 TEXT = BODY | {"vocab_size": VOCABULARY, "max_position_embeddings": 64}
 GROUPED = TEXT | {"num_key_value_heads": 2, "head_dim": 8}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-# More experts than a batch of 32 tokens can fill evenly: test_experts_without_tokens looks that some get none.
+# So many experts that a batch of 32 tokens leaves some without tokens, as test_experts_without_tokens checks.
 EXPERTS = {"moe_intermediate_size": 12, "num_experts_per_tok": 1}
 T5 = {"vocab_size": VOCABULARY, "d_model": WIDTH, "d_kv": 8, "d_ff": 50, "num_heads": 4, "dropout_rate": 0.0}
 ENCODER_DECODER = T5 | {"num_layers": 2, "num_decoder_layers": 2, "decoder_start_token_id": 0}
@@ -81,7 +81,7 @@ SPARSE = {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "num_e
 MODELS = {
     "llama": Model("LlamaForCausalLM", ["LlamaDecoderLayer"], GROUPED | {"tie_word_embeddings": False}),
     "llama, tied": Model("LlamaForCausalLM", ["LlamaDecoderLayer"], GROUPED | {"tie_word_embeddings": True}),
-    # Its router's loss is part of the loss.
+    # The loss includes the router's auxiliary loss.
     "qwen3-moe": Model(
         "Qwen3MoeForCausalLM",
         ["Qwen3MoeDecoderLayer"],
@@ -99,9 +99,9 @@ MODELS = {
         ["ViTLayer"],
         BODY | NO_DROPOUT | {"image_size": 12, "patch_size": 4, "num_labels": CLASSES},
     ),
-    # The first block hands its position bias to all others, and three modules share one embedding.
+    # All blocks use the first block's position bias, and three modules share one embedding.
     "t5": Model("T5ForConditionalGeneration", ["T5Block"], ENCODER_DECODER),
-    # Every expert is a unit inside a unit, and runs on the ranks whose tokens want it.
+    # Every expert is a unit inside a unit, and runs only on ranks that have tokens for it.
     "switch": Model(
         "SwitchTransformersForConditionalGeneration",
         ["SwitchTransformersBlock", "SwitchTransformersDenseActDense"],
@@ -117,7 +117,7 @@ LOSSES: dict[str, Callable[[nn.Module, torch.Tensor], torch.Tensor]] = {"bert": 
 
 
 def build(name: str) -> tuple[nn.Module, list[type[nn.Module]]]:
-    """The model, alike on all ranks, and the classes of its units."""
+    """The model, identical on all ranks, and the classes of its units."""
     os.environ["HF_HUB_OFFLINE"] = "1"  # some layers look for compiled kernels there
     import transformers
 
@@ -130,7 +130,7 @@ def build(name: str) -> tuple[nn.Module, list[type[nn.Module]]]:
 
 
 def batches() -> torch.Tensor:
-    """Tokens, [steps, ranks, 2, 16]: the same in every step, so that they are learned."""
+    """Tokens, [steps, ranks, 2, 16], repeated in every step so that the model can learn them."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, MASK, (1, dist.get_world_size(), 2, 16), generator=generator)
     return tokens.expand(STEPS, -1, -1, -1).to(device())
@@ -141,7 +141,7 @@ def _train(name: str, strategy: str) -> None:
     data, loss = batches(), LOSSES.get(name, language_loss)
     mine = data[0, dist.get_rank()]
     before = loss(model, mine).item()
-    # Gradients are averages in fp32; ten steps of their rounding make some 1e-6 of the weights.
+    # Rounding of the fp32 average of gradients amounts to about 1e-6 of the weights after ten steps.
     sharded = assert_same_training(
         model, data, adamw, loss, tolerance=1e-5, fsdp_unit_modules=units, zero_dp_strategy=strategy
     )
@@ -174,7 +174,7 @@ def _checkpointing(strategy: str, options: dict[str, Any]) -> None:
     assert_same_training(
         model, batches(), adamw, language_loss, tolerance=1e-5, fsdp_unit_modules=units, zero_dp_strategy=strategy
     )
-    # In forward and in backward: of the reference for every rank's batch, and of the sharded model for this rank's.
+    # Twice per batch, in forward and backward: the reference runs all ranks' batches, the sharded model this rank's.
     assert len(calls) == 2 * STEPS * (dist.get_world_size() + 1)
 
 
@@ -187,7 +187,7 @@ def test_gradient_checkpointing(ranks: RankPool, strategy: str, reentrant: bool 
 
 
 def _bf16_reference(compute: nn.Module, data: torch.Tensor) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Train a bf16 model on fp32 main weights; returns losses and main weights."""
+    """Train a bf16 model with fp32 main weights; return the losses and the main weights."""
     parameters = dict(compute.named_parameters())
     main = {name: nn.Parameter(p.detach().float()) for name, p in parameters.items()}
     optimizer = adamw(main.values())
@@ -220,13 +220,13 @@ def _bf16() -> None:
     sharded, losses = train_sharded(
         model, data, adamw, language_loss, fsdp_unit_modules=units, mixed_precision_policy=FP32_GRADS
     )
-    # What is computed in bf16 is computed alike, bit by bit. What ranks add up they add up in fp32.
+    # The bf16 computation is bit-identical. Only the fp32 sums over ranks may differ.
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected_losses), rtol=1e-5, atol=1e-5)
     for name, weight in main_weights(sharded).items():
         torch.testing.assert_close(
             weight, expected[name].cpu(), rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
         )
-    # bf16 has 8 bits: 0.4 % in every operation. With fp32 main weights that does not add up over steps.
+    # bf16 rounds every operation to 8 bits, or 0.4 %. With fp32 main weights, this error does not accumulate.
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(fp32_losses), rtol=0.02, atol=0)
 
 
@@ -235,7 +235,7 @@ def test_bf16_compute(ranks: RankPool) -> None:
 
 
 def _experts_without_tokens(name: str) -> tuple[int, int]:
-    """How many experts' gradients are missing on this rank, and on all ranks."""
+    """Numbers of experts without a gradient on this rank, and on all ranks."""
     model, units = build(name)
     experts = [p for n, p in model.named_parameters() if "experts" in n]
     language_loss(model, batches()[0, dist.get_rank()]).backward()
@@ -248,13 +248,13 @@ def _experts_without_tokens(name: str) -> tuple[int, int]:
 
 
 def _missing(grads: list[torch.Tensor | None]) -> int:
-    """Gradients that are not there, and of those of several experts, [experts, ...], rows that are zero."""
+    """Count missing gradients and, in gradients of several experts, [experts, ...], experts whose gradient is zero."""
     return sum(1 if g is None else int((g.flatten(1) == 0).all(1).sum()) if g.dim() == 3 else 0 for g in grads)
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "switch"])
 def test_experts_without_tokens(ranks: RankPool, name: str) -> None:
-    # What test_model trains has experts that no rank has tokens for, and experts that one rank has tokens for.
+    # The models of test_model have experts without tokens on any rank, and experts with tokens on one rank only.
     replies = ranks.run(2, _experts_without_tokens, name)
     for here, anywhere in replies:
         assert here > anywhere > 0
@@ -282,7 +282,7 @@ def _save_pretrained(folder: Path) -> None:
     sharded, _ = train_sharded(model, batches()[:2], adamw, language_loss, fsdp_unit_modules=units)
     whole = get_model_state_dict(sharded.module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     weights = main_weights(sharded)
-    if dist.get_rank() == 0:  # where torch leaves the whole tensors
+    if dist.get_rank() == 0:  # the only rank to which torch gives the whole tensors
         model.save_pretrained(folder, state_dict=whole)
         saved = transformers.LlamaForCausalLM.from_pretrained(folder)
         for name, parameter in saved.named_parameters():

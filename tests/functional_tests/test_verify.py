@@ -1,4 +1,4 @@
-"""``verify`` agrees where nothing is wrong, and finds errors that were planted."""
+"""``verify`` reports no difference in a correct run, and finds planted errors."""
 
 import os
 import subprocess
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="two ranks ove
 
 
 @pytest.mark.slow
-def test_nothing_is_found_where_nothing_is_wrong() -> None:
+def test_a_correct_run_agrees() -> None:
     flags = "--ranks 2 --steps 3 --layers 3 --hidden 48"
     result = subprocess.run(
         [sys.executable, "-m", "megatron.fsdp.verify", *flags.split(), str(SCRIPT), *MODEL.split()],
@@ -74,7 +74,7 @@ BIAS = "decoder.layers.0.self_attention.linear_qkv.bias"
 
 @pytest.fixture(scope="module")
 def biased(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A model in bf16 with these biases, trained with DDP and with FSDP."""
+    """Records of a bf16 model with these biases, trained with DDP and with FSDP."""
     folder = tmp_path_factory.mktemp("biased")
     for name in ("ddp", "fsdp"):
         assert not launch(SCRIPT, BF16.split(), ranks=2, steps=5, folder=folder / name, ddp=name == "ddp")
@@ -82,13 +82,13 @@ def biased(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.mark.slow
-def test_a_bias_of_keys_whose_gradient_is_rounding_is_left_out_and_named(biased: tuple[Path, Path]) -> None:
+def test_a_key_bias_whose_gradient_is_rounding_is_ignored_and_reported(biased: tuple[Path, Path]) -> None:
     result = compare(*biased, ranks=2, precision="bf16")
     assert not result.findings, result.findings[:5]
-    # The keys' rows, of 64 each: queries, keys and values of one head after the other.
+    # Rows are queries, keys and values of one head after the other; 64 of them belong to keys.
     assert result.noise.get(BIAS) == 64, result.noise
     a, b = (torch.load(folder / "0.pt", weights_only=True)["weights"] for folder in biased)
-    assert _distance(a[BIAS], b[BIAS]) > 5e-2, "it agrees anyway: the test shows nothing"
+    assert _distance(a[BIAS], b[BIAS]) > 5e-2, "the biases agree anyway, so this test is meaningless"
 
 
 @pytest.mark.slow

@@ -38,10 +38,10 @@ def test_accumulation_over_three_ranks(ranks: RankPool, strategy: str) -> None:
 
 
 def _count_reductions(strategy: str) -> int:
-    import megatron.fsdp.buffers.gradients as gradients
+    import megatron.fsdp.buffers.reduction as reduction
 
     count = 0
-    collectives = {name: getattr(gradients, name) for name in ("all_reduce", "reduce_scatter")}
+    collectives = {name: getattr(reduction, name) for name in ("all_reduce", "reduce_scatter")}
 
     def counting(name: str):  # noqa: ANN202
         def call(*args: object) -> None:
@@ -53,7 +53,7 @@ def _count_reductions(strategy: str) -> int:
 
     try:
         for name in collectives:
-            setattr(gradients, name, counting(name))
+            setattr(reduction, name, counting(name))
         model = fully_shard_model(TinyModel(), zero_dp_strategy=strategy, mixed_precision_policy=FP32_GRADS)
         data = batches(steps=1, per_step=3)[0]
         with model.no_sync():
@@ -67,7 +67,7 @@ def _count_reductions(strategy: str) -> int:
         return before_last
     finally:
         for name, function in collectives.items():
-            setattr(gradients, name, function)
+            setattr(reduction, name, function)
 
 
 @pytest.mark.parametrize(("strategy", "expected"), [("no_shard", 0), ("optim", 0), ("optim_grads", 2)])

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from megatron.fsdp.comm.journal import Journal
 from megatron.fsdp.fsdp2 import fully_shard
 from megatron.fsdp.runtime import agreement
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model
@@ -57,11 +58,7 @@ DIFFERENT: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "frozen": (_frozen, {}, r"parameter layers.1.weight: .*trained.*frozen"),
     "tied": (_tied, {}, r"parameter layers.0.weight: .*tied to \['layers.1.weight'\]"),
     "marked": (_marked, {}, r"parameter first.weight: .*repeated"),
-    "strategy": (
-        Net,
-        {"zero_dp_strategy": 2},
-        "setting zero_dp_strategy: .*optim_grads_params.*: optim_grads. Give all",
-    ),
+    "strategy": (Net, {"zero_dp_strategy": 2}, "setting zero_dp_strategy: .*params.*: optim_grads. Give all"),
     "dtypes": (
         Net,
         {"mixed_precision_policy": MixedPrecisionPolicy(main_grads_dtype=torch.float32)},
@@ -208,7 +205,7 @@ def _count_messages() -> tuple[int, int]:
         comparison = agreement.Comparison(dist.group.WORLD, {"a": "b" * 10**6})
         dist.barrier()
         sent = messages[0]
-        comparison.wait(agreement.Channel([0]))
+        comparison.wait(Journal().channel([0]))
     finally:
         agreement.dist.PrefixStore = original  # type: ignore[misc]
     return sent, messages[0]

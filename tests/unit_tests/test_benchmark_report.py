@@ -12,6 +12,7 @@ from benchmarks.figures import Summary
 from benchmarks.peers import PEERS
 from benchmarks.probes.traffic import _Collective, _Write, classify
 from benchmarks.results import FOLDER, Case, Result, load_all
+from benchmarks.sections import SECTIONS
 from benchmarks.suite.real_loop import PEERS as LOOP_PEERS
 from benchmarks.targets import TARGETS, Target, judge, judge_all
 
@@ -72,20 +73,23 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert load_all(tmp_path) == {"step": result}
 
 
-def test_blocks_of_the_page_are_replaced_and_nothing_else() -> None:
-    text = "Before.\n\n<!-- results: step -->\nold\n<!-- end -->\n\nAfter.\n\n<!-- results: gpu -->\n<!-- end -->\n"
+def test_the_page_has_a_section_for_every_benchmark() -> None:
     case = _case(ours_3=[8.0, 7.9], fsdp2=[10.0, 10.0])
     case.notes.append("a <note>")
-    results = {"step": Result("step", [case]), "gpu": Result("gpu", skipped="needs a CUDA device")}
-    made = report.page(text, results)
-    assert made.startswith("Before.\n\n<!-- results: step -->\n")
-    assert "\n\nAfter.\n\n" in made
-    assert "old" not in made
+    machine = {"processor": "x", "cores": 2, "memory_gib": 4, "native_bf16": True, "gpus": []}
+    about = {"date": "2026-11-21", "commit": "abc", "machine": machine, "versions": {"torch": "2.13.0"}}
+    results = {
+        "step": Result("step", [case], about=about),
+        "gpu": Result("gpu", skipped="needs a CUDA device", about=about),
+    }
+    made = report.page(results)
+    assert list(SECTIONS) == ["targets", *BENCHMARKS, "machine"]
+    assert [line for line in made.split("\n") if line.startswith("## ")] == [f"## {s.title}" for s in SECTIONS.values()]
     assert "| ours, ZeRO-3 |" in made
     assert "* a &lt;note>" in made
     assert "performance/step-0.png" in made
     assert "*Skipped: needs a CUDA device.*" in made
-    assert report.page(made, results) == made
+    assert "*Not measured: `python -m benchmarks --only memory`.*" in made
 
 
 def test_a_quick_run_says_so() -> None:
@@ -93,10 +97,7 @@ def test_a_quick_run_says_so() -> None:
 
 
 def test_the_page_is_what_the_results_make_it() -> None:
-    text = report.PAGE.read_text()
-    assert text == report.page(text, load_all(FOLDER)), "run: make bench-report"
-    for name in BENCHMARKS:
-        assert f"<!-- results: {name} -->" in text
+    assert report.PAGE.read_text() == report.page(load_all(FOLDER)), "run: make bench-report"
 
 
 def test_a_picture(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-import megatron.fsdp.buffers.gradients as gradients
+import megatron.fsdp.buffers.reduction as reduction
 import megatron.fsdp.buffers.weights as weights
 from megatron.fsdp.comm.streams import CpuStream
 from megatron.fsdp.comm.streams import _CpuHandle as CpuHandle
@@ -81,12 +81,12 @@ def _failing(model: nn.Module, which: int, where: str, error: type[BaseException
 def _assert_at_rest(sharded: MegatronFSDP) -> None:
     """Nothing is gathered, no handle is kept, and no temporary buffer has memory once the stream has done its tasks."""
     assert [unit.label for unit in sharded.engine.units if unit.state.value != "sharded" or unit._depth] == []
-    assert not sharded.engine.schedule._reducing and sharded.engine.schedule._kept_for_backward is None
+    assert not sharded.engine.schedule.reducing and sharded.engine.schedule.passes.kept is None
     sharded.engine.context.stream.run(lambda: None).wait()
     for group in sharded.engine.groups:
         assert not group.has_gradients()
         if group.weights.temporary:
-            assert group.weights._handle is None
+            assert group.weights.handle is None
             assert group.weights.compute.flat.untyped_storage().nbytes() == 0
         for module, attribute in (site for entry in group.params for site in entry.sites):
             assert any(getattr(module, attribute) is entry.main for entry in group.params)
@@ -96,7 +96,7 @@ def _assert_no_gradients(sharded: MegatronFSDP) -> None:
     for group in sharded.engine.groups:
         kept = group.gradients
         kept.wait()
-        assert kept._reduced is None and kept._partial is None and not kept.waiting and not any(group.used)
+        assert kept.reduced is None and kept.unreduced is None and not kept.owed and not any(group.used)
 
 
 class Pair:
@@ -217,7 +217,7 @@ def test_backward_after_a_failed_backward(ranks: RankPool, strategy: str) -> Non
 @contextmanager
 def _failing_collective(name: str, number: int) -> Iterator[None]:
     """The collective raises when it is called for the ``number``-th time, on every rank."""
-    owner = weights if name == "all_gather" else gradients
+    owner = weights if name == "all_gather" else reduction
     original, calls = getattr(owner, name), 0
 
     def call(*args: Any) -> None:
@@ -362,7 +362,7 @@ def _raise(*args: Any) -> None:
 def _freed_after(strategy: str, what: str) -> None:
     """Nothing but the garbage collector, which is off, could free what an error and its traceback kept in a cycle."""
     adamw([nn.Parameter(torch.zeros(1))])  # torch's own first optimizer is kept by an import that it tries
-    originals = weights.all_gather, gradients.all_reduce
+    originals = weights.all_gather, reduction.all_reduce
     gc.collect()
     gc.disable()
     try:
@@ -370,7 +370,7 @@ def _freed_after(strategy: str, what: str) -> None:
         tokens = batches(1, 1)[0, 0]
         pair.backward(tokens[None].expand(2, -1, -1))
         if what == "collective":
-            weights.all_gather = gradients.all_reduce = _raise
+            weights.all_gather = reduction.all_reduce = _raise
         else:
             setattr(pair.model.blocks[1], f"{what}_error", ValueError)
         try:  # pytest.raises would keep the error
@@ -387,7 +387,7 @@ def _freed_after(strategy: str, what: str) -> None:
         assert failed and not alive, alive
     finally:
         gc.enable()
-        weights.all_gather, gradients.all_reduce = originals
+        weights.all_gather, reduction.all_reduce = originals
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])

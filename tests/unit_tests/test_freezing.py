@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import megatron.fsdp.buffers.gradients as gradients
+import megatron.fsdp.buffers.reduction as reduction
 from megatron.fsdp.comm.context import CommContext
 from megatron_fsdp import FSDPConfig, MegatronFSDP, fully_shard
 from tests.models import STRATEGIES, Block, TinyModel, adamw, batches, device, loss_of, main_weights, whole
@@ -140,7 +140,7 @@ def test_freezing_while_weights_are_gathered(ranks: RankPool, strategy: str) -> 
 def _communication_of(phases: list[str]) -> list[tuple[int, int]]:
     """Reductions, and exchanges of plans, in each step."""
     found = {"reductions": 0, "exchanges": 0}
-    originals = gradients.reduce_scatter, CommContext.exchange
+    originals = reduction.reduce_scatter, CommContext.exchange
 
     def counting(key: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
@@ -149,7 +149,7 @@ def _communication_of(phases: list[str]) -> list[tuple[int, int]]:
 
         return call
 
-    gradients.reduce_scatter = counting("reductions", originals[0])
+    reduction.reduce_scatter = counting("reductions", originals[0])
     CommContext.exchange = counting("exchanges", originals[1])
     counts = []
     try:
@@ -161,7 +161,7 @@ def _communication_of(phases: list[str]) -> list[tuple[int, int]]:
             sharded.zero_grad()
             counts.append((found["reductions"], found["exchanges"]))
     finally:
-        gradients.reduce_scatter, CommContext.exchange = originals
+        reduction.reduce_scatter, CommContext.exchange = originals
     return counts
 
 

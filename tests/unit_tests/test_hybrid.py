@@ -71,7 +71,7 @@ def _kept(strategy: str, outer_strategy: str) -> dict[str, int]:
     )
     group = max(model.engine.groups, key=lambda g: g.layout.numel)
     weights = group.weights
-    home = weights._resident.untyped_storage().nbytes() // 2 if weights._resident is not None else 0
+    home = weights.resident.untyped_storage().nbytes() // 2 if weights.resident is not None else 0
     gathered = weights.compute.flat.untyped_storage().nbytes() // 2
     return {
         "whole": group.layout.numel,
@@ -92,7 +92,7 @@ def test_each_axis_divides_what_its_strategy_says(ranks: RankPool, strategy: str
 
 def _count_outer(strategy: str, outer_strategy: str) -> list[int]:
     """Elements reduced over the outer axis in each of three micro-batches, of which the last synchronizes."""
-    from megatron.fsdp.buffers import gradients
+    from megatron.fsdp.buffers import reduction
 
     seen: list[int] = []
     model = fully_shard_model(
@@ -102,8 +102,9 @@ def _count_outer(strategy: str, outer_strategy: str) -> list[int]:
         outer_dp_sharding_strategy=outer_strategy,
         **_mesh(2, 2),
     )
-    outer = model.engine.groups[0].gradients._outer
-    originals = gradients.all_reduce, gradients.reduce_scatter
+    axis = model.engine.groups[0].gradients.reduction.outer
+    outer = None if axis is None else axis.group
+    originals = reduction.all_reduce, reduction.reduce_scatter
     counted = [0]
 
     def all_reduce(flat, op, group):  # noqa: ANN001, ANN202
@@ -114,7 +115,7 @@ def _count_outer(strategy: str, outer_strategy: str) -> list[int]:
         counted[0] += flat.numel() if group is outer else 0
         return originals[1](shard, flat, op, group)
 
-    gradients.all_reduce, gradients.reduce_scatter = all_reduce, reduce_scatter
+    reduction.all_reduce, reduction.reduce_scatter = all_reduce, reduce_scatter
     try:
         for number, tokens in enumerate(batches(1, 3)[0]):
             counted[0] = 0
@@ -126,7 +127,7 @@ def _count_outer(strategy: str, outer_strategy: str) -> list[int]:
             model.synchronize_gradient_reduce()
             seen.append(counted[0])
     finally:
-        gradients.all_reduce, gradients.reduce_scatter = originals
+        reduction.all_reduce, reduction.reduce_scatter = originals
     return seen
 
 

@@ -1,12 +1,16 @@
 """What is said of ranks that stopped agreeing."""
 
+import json
 import threading
 import time
+from collections.abc import Callable
 
 import torch.distributed as dist
 
-from megatron.fsdp.comm.journal import JOURNAL, MAX_KEPT, Channel, Journal, Watchdog, describe, name_ranks, whereabouts
+from megatron.fsdp.comm.journal import JOURNAL, MAX_KEPT, Journal, Log, Watchdog, describe, name_ranks, whereabouts
 from megatron.fsdp.comm.streams import CpuStream, Disagreement, Handle, watch_end
+from megatron_fsdp import MegatronFSDP
+from tests.models import Block, TinyModel, batches, loss_of
 from tests.ranks import RankPool
 
 
@@ -17,25 +21,30 @@ class Task(Handle):
 
 
 def _answer(*whats: str, peers: tuple[int, ...] = (0, 1), unfinished: tuple[int, ...] = ()) -> dict:
-    channel = {"issued": {str(n): what for n, what in enumerate(whats)}, "peers": peers, "open": unfinished}
-    return {"channels": [channel], "at": "train.py:3 in main", "ended": None}
+    log = {"issued": list(enumerate(whats)), "peers": peers, "open": unfinished}
+    return {"logs": [log], "at": "train.py:3 in main", "ended": None}
 
 
-def test_a_channel_keeps_what_was_issued_last() -> None:
-    channel, tasks = Channel([0, 1]), [Task(), Task()]
+def _lines(answers: dict[int, dict], size: int) -> list[str]:
+    return describe(answers, size)[0].splitlines()
+
+
+def test_a_log_keeps_what_was_issued_last() -> None:
+    log, tasks = Log([0, 1]), [Task(), Task()]
     for number in range(MAX_KEPT + 2):
-        channel.note(f"gather {number}", [tasks[number % 2]])
+        log.add(f"gather {number}", [tasks[number % 2]])
     tasks[0].ended = True
-    found = channel.answer()
-    assert len(found["issued"]) == MAX_KEPT and found["issued"][MAX_KEPT + 1] == f"gather {MAX_KEPT + 1}"
+    found = log.answer()
+    assert len(found["issued"]) == MAX_KEPT and found["issued"][-1] == (MAX_KEPT + 1, f"gather {MAX_KEPT + 1}")
     assert found["open"] == [number for number in range(2, MAX_KEPT + 2) if number % 2]
     del tasks
-    assert channel.answer()["open"] == []
+    assert log.answer()["open"] == []
 
 
 def test_the_first_difference_is_named() -> None:
-    lines = describe({0: _answer("gather a", "gather b"), 1: _answer("gather a", "reduce a", "gather b")}, 2)
-    assert lines[-1].startswith("They first differ at number 1: rank 0: gather b; rank 1: reduce a.")
+    text, proven = describe({0: _answer("gather a", "gather b"), 1: _answer("gather a", "reduce a", "gather b")}, 2)
+    assert proven
+    assert text.splitlines()[-1].startswith("They first differ at number 1: rank 0: gather b; rank 1: reduce a.")
 
 
 def test_ranks_of_other_groups_may_do_other_things() -> None:
@@ -43,12 +52,12 @@ def test_ranks_of_other_groups_may_do_other_things() -> None:
         rank: _answer("gather a" if rank < 2 else "gather b", peers=(0, 1) if rank < 2 else (2, 3)) for rank in range(4)
     }
     # A model of its own, on one of the ranks, is numbered by itself.
-    answers[0]["channels"].append(_answer("gather teacher", peers=(0,))["channels"][0])
-    assert describe(answers, 4)[-1] == "As far as they went, they issued the same."
+    answers[0]["logs"].append(_answer("gather teacher", peers=(0,))["logs"][0])
+    assert _lines(answers, 4)[-1] == "As far as they went, they issued the same."
 
 
 def test_who_does_not_answer_what_has_not_ended_and_who_is_behind() -> None:
-    lines = describe({0: _answer("gather a", "reduce a", unfinished=(1,)), 2: _answer("gather a", peers=(0, 1))}, 3)
+    lines = _lines({0: _answer("gather a", "reduce a", unfinished=(1,)), 2: _answer("gather a", peers=(0, 1))}, 3)
     assert lines[1] == "  rank 0: last issued reduce a (number 1); at train.py:3 in main; waits for: reduce a"
     assert lines[2] == "  rank 1: no answer; it has ended, or computes"
     assert "rank 2 went less far. Every rank must run the same" in lines[-1]
@@ -59,7 +68,7 @@ def test_a_rank_that_has_ended_says_how() -> None:
         0: _answer("gather a"),
         1: {**_answer("gather a"), "at": None, "ended": "it has ended with ValueError: no"},
     }
-    assert "  rank 1: last issued gather a (number 0); it has ended with ValueError: no" in describe(answers, 2)
+    assert "  rank 1: last issued gather a (number 0); it has ended with ValueError: no" in _lines(answers, 2)
 
 
 def test_ranks_in_words() -> None:
@@ -77,16 +86,62 @@ def test_where_the_main_thread_is_is_said_by_the_users_line() -> None:
 
 def test_it_is_stuck_if_nothing_is_issued_and_something_has_not_ended() -> None:
     journal, first, second = Journal(), Task(), Task()
-    assert not journal.is_stuck(0.0)
-    journal.channel([0, 1]).note("gather a", [first])
-    journal.channel([0, 1]).note("gather b", [second])
-    assert journal.is_stuck(0.0) and not journal.is_stuck(60.0)
+    assert journal.stuck_for() == 0.0
+    channel = journal.channel([0, 1])
+    channel.note("gather a", [first])
+    channel.note("gather b", [second])
+    assert journal.stuck_for() == 0.0
     time.sleep(0.1)
-    assert journal.is_stuck(0.1)
+    assert 60.0 > journal.stuck_for() >= 0.1
     first.ended = True  # it goes on, if slowly
-    assert not journal.is_stuck(0.1)
+    assert journal.stuck_for() < 0.1
+    time.sleep(0.1)
+    assert journal.stuck_for() >= 0.1
     second.ended = True
-    assert not journal.is_stuck(0.0)
+    assert journal.stuck_for() == 0.0
+
+
+def test_the_device_is_asked_only_where_nothing_is_issued() -> None:
+    asked: list[bool] = []
+
+    class Asked(Task):
+        def watcher(self) -> Callable[[], bool]:
+            return lambda: bool(asked.append(True))
+
+    journal, task = Journal(), Asked()
+    channel = journal.channel([0, 1])
+    for number in range(3):
+        channel.note(f"gather {number}", [task])
+        journal.stuck_for()
+    assert not asked
+    journal.stuck_for()
+    assert asked
+
+
+def test_models_of_the_same_ranks_are_told_apart_and_have_one_order() -> None:
+    journals = Journal(), Journal()
+    for rank, journal in enumerate(journals):
+        models = [journal.channel([0, 1]), journal.channel([0, 1])]
+        for model in models[::-1] if rank else models:
+            model.note("gather a", [])
+    text, proven = describe({rank: json.loads(journal.as_json()) for rank, journal in enumerate(journals)}, 2)
+    assert proven and "differ at number 0: rank 0: gather a; rank 1: model 2: gather a." in text
+
+
+def _two_models() -> str:
+    JOURNAL.clear()
+    models = [MegatronFSDP(TinyModel(), fsdp_unit_modules=[Block]) for _ in range(2)]
+    for model in models:
+        loss_of(model, batches(1, 1)[0, 0]).backward()
+    return JOURNAL.as_json()
+
+
+def test_two_sharded_models_of_one_process_are_told_apart(ranks: RankPool) -> None:
+    for text in ranks.run(2, _two_models):
+        (log,) = json.loads(text)["logs"]
+        whats = [what.partition(",")[0] for _, what in log["issued"]]
+        for unit in ("unshard blocks.1", "reduce blocks.1"):
+            assert whats.count(unit) == whats.count(f"model 2: {unit}") > 0
 
 
 def _wait_for_ever() -> tuple[list[str], str]:
@@ -124,10 +179,11 @@ def test_a_wait_in_vain_ends_with_one_report(ranks: RankPool) -> None:
 def test_nothing_is_said_while_something_is_issued() -> None:
     told: list[str] = []
     journal, task = Journal(), Task()
+    channel = journal.channel([0, 1])
     watchdog = Watchdog(journal, 5.0, told.append, look_every=0.01)
     watchdog.start()
     for number in range(10):
-        journal.channel([0, 1]).note(f"gather {number}", [task])
+        channel.note(f"gather {number}", [task])
         time.sleep(0.03)
     watchdog.stop()
     assert not told

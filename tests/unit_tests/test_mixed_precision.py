@@ -160,16 +160,16 @@ def test_main_weights_narrower_than_compute_weights(ranks: RankPool, strategy: s
 
 
 def _reduced_in(comm: torch.dtype) -> None:
-    import megatron.fsdp.buffers.gradients as gradients
+    import megatron.fsdp.buffers.reduction as reduction
 
     seen: set[torch.dtype] = set()
-    original = gradients.reduce_scatter
+    original = reduction.reduce_scatter
 
     def recording(shard: torch.Tensor, flat: torch.Tensor, *rest: object) -> None:
         seen.add(flat.dtype)
         original(shard, flat, *rest)
 
-    gradients.reduce_scatter = recording
+    reduction.reduce_scatter = recording
     try:
         model = TinyModel().to(device())
         policy = MixedPrecisionPolicy(main_grads_dtype=FP32, grad_comm_dtype=comm)
@@ -178,7 +178,7 @@ def _reduced_in(comm: torch.dtype) -> None:
         loss_of(sharded, data[0]).backward()
         loss_of(sharded, data[1]).backward()
     finally:
-        gradients.reduce_scatter = original
+        reduction.reduce_scatter = original
     assert seen == {comm}
     reference = TinyModel().to(device())
     reference.load_state_dict(main_weights(sharded))

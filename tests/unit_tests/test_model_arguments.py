@@ -236,7 +236,7 @@ def _group_for_gathers() -> None:
     )
     assert sharded.index.has_gather_group
     group = sharded.engine.groups[0]
-    assert group.weights._stream is not group.gradients._stream
+    assert group.weights.stream is not group.gradients.reduction.stream
 
 
 def test_gathers_may_have_a_group_of_their_own(ranks: RankPool) -> None:

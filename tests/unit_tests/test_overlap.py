@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 
+from megatron.fsdp.buffers.reduction import Reduction
 from megatron.fsdp.comm.streams import CpuStream
 from megatron_fsdp import fully_shard_model
 from tests.models import Block, TinyModel, batches, loss_of
@@ -84,20 +85,19 @@ def _backward_does_not_wait_for_reductions() -> bool:
     model = fully_shard_model(TinyModel(), fsdp_unit_modules=[Block], zero_dp_strategy="optim_grads")
     tokens = batches(1, 1)[0, 0]
     loss_of(model, tokens).backward()
-    original = type(model.engine.groups[0].gradients)._reduce
+    original = Reduction.over_inner
 
     def held(self, *args):  # noqa: ANN001, ANN002, ANN202
-        if self is last:
+        if self is model.engine.groups[-1].gradients.reduction:
             passed.append(gate.wait(10))
-        original(self, *args)
+        return original(self, *args)
 
-    last = model.engine.groups[-1].gradients
-    type(last)._reduce = held  # type: ignore[method-assign]
+    Reduction.over_inner = held  # type: ignore[method-assign]
     model.module.blocks[1].norm.register_full_backward_hook(lambda *_: gate.set())
     try:
         loss_of(model, tokens).backward()
     finally:
-        type(last)._reduce = original  # type: ignore[method-assign]
+        Reduction.over_inner = original  # type: ignore[method-assign]
     return passed == [True]
 
 
@@ -106,16 +106,16 @@ def test_backward_goes_on_while_a_unit_is_reduced(ranks: RankPool) -> None:
 
 
 def _order_of_reductions() -> list[int]:
-    import megatron.fsdp.buffers.gradients as gradients
+    import megatron.fsdp.buffers.reduction as reduction
 
     sizes: list[int] = []
-    original = gradients.reduce_scatter
+    original = reduction.reduce_scatter
 
     def recording(shard: torch.Tensor, flat: torch.Tensor, *rest: object) -> None:
         sizes.append(flat.numel())
         original(shard, flat, *rest)
 
-    gradients.reduce_scatter = recording
+    reduction.reduce_scatter = recording
     try:
         model = TinyModel()
         for number, block in enumerate(model.blocks):  # blocks that can be told apart by their size
@@ -125,7 +125,7 @@ def _order_of_reductions() -> list[int]:
         sizes.clear()
         loss_of(sharded, batches(1, 1)[0, 0]).backward()
     finally:
-        gradients.reduce_scatter = original
+        reduction.reduce_scatter = original
     by_size = {unit.groups[0].layout.numel: number for number, unit in enumerate(sharded.engine.units)}
     return [by_size[size] for size in sizes]
 

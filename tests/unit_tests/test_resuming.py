@@ -22,7 +22,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from megatron.fsdp import fsdp2
-from megatron.fsdp.dtensor import torch_patches
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
 from tests.models import OPTIMIZERS, STRATEGIES, Block, TinyModel, adamw, batches, device, loss_of, main_weights
 from tests.ranks import DEVICE, RankPool
@@ -144,6 +143,26 @@ def _looked_at(name: str, how: str) -> None:
 @pytest.mark.parametrize("how", ["state_dict", "get_state_dict"])
 def test_looking_at_state_changes_nothing(ranks: RankPool, name: str, how: str) -> None:
     ranks.run(2, _looked_at, name, how)
+
+
+def _files_of_ranks(kind: str, folder: str, weights_only: bool) -> None:
+    """Every rank saves its own state with torch.save, and a fresh model goes on from it."""
+    model, optimizer = _model(kind, adamw, seed=3)
+    _train(model, optimizer, 0, 2)
+    file = f"{folder}/{dist.get_rank()}.pt"
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    expected = _train(model, optimizer, 2, 4)
+    fresh, fresh_optimizer = _model(kind, adamw, seed=4)
+    state = torch.load(file, weights_only=weights_only)
+    fresh.load_state_dict(state["model"])
+    fresh_optimizer.load_state_dict(state["optimizer"])
+    assert _train(fresh, fresh_optimizer, 2, 4) == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_files_of_ranks(ranks: RankPool, tmp_path: Path, kind: str, weights_only: bool) -> None:
+    ranks.run(4, _files_of_ranks, kind, str(tmp_path), weights_only)
 
 
 def _values_of_fresh_state() -> None:
@@ -310,14 +329,3 @@ def _averaged_buffers() -> None:
 
 def test_averaged_buffers(ranks: RankPool) -> None:
     ranks.run(3, _averaged_buffers)
-
-
-def test_patches_of_torch_are_removed() -> None:
-    torch_patches.remove()
-    originals = {patch: getattr(patch.owner, patch.name) for patch in torch_patches.PATCHES}
-    torch_patches.apply()
-    torch_patches.apply()
-    assert all(getattr(patch.owner, patch.name) is not originals[patch] for patch in torch_patches.PATCHES)
-    torch_patches.remove()
-    assert all(getattr(patch.owner, patch.name) is originals[patch] for patch in torch_patches.PATCHES)
-    assert all(len(patch.why) > 20 for patch in torch_patches.PATCHES)

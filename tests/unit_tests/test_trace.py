@@ -319,7 +319,7 @@ def test_what_other_ranks_have_no_part_in_is_never_late(all_meet: bool) -> None:
 
 
 def _attributes(model: MegatronFSDP) -> list[set[str]]:
-    streams = [model.engine.context.stream, *(group.weights._stream for group in model.engine.groups)]
+    streams = [model.engine.context.stream, *(group.weights.stream for group in model.engine.groups)]
     buffers = [buffer for group in model.engine.groups for buffer in (group.weights, group.gradients)]
     return [set(vars(thing)) for thing in (model, model.engine.schedule, *model.engine.units, *streams, *buffers)]
 

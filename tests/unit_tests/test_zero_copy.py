@@ -74,11 +74,11 @@ def test_a_rank_holds_one_copy_of_its_weights(ranks: RankPool, strategy: str) ->
 
 def _copied(dtype: torch.dtype, strategy: str) -> tuple[dict[str, int], int, int]:
     """Elements that one gather and one reduction of a group copy, with the group's and the shard's size."""
-    from megatron.fsdp.buffers import gradients, weights
+    from megatron.fsdp.buffers import reduction, weights
     from megatron.fsdp.comm import collectives
 
     # What counts is what surrounds a collective; what gloo does inside of one is its own.
-    weights.all_gather = gradients.reduce_scatter = lambda *args: None
+    weights.all_gather = reduction.reduce_scatter = lambda *args: None
     policy = MixedPrecisionPolicy(main_grads_dtype=torch.float32)
     config = FSDPConfig(zero_dp_strategy=strategy, mixed_precision_policy=policy)
     model = MegatronFSDP(TinyModel().to(dtype), config, fsdp_unit_modules=[Block])
@@ -88,9 +88,9 @@ def _copied(dtype: torch.dtype, strategy: str) -> tuple[dict[str, int], int, int
         group.weights._unshard(True)
     with _CountCopies() as reduce:
         grads: list[torch.Tensor | None] = [torch.ones(e.compute.shape, dtype=dtype) for e in group.params]
-        group.gradients.reduce(grads, torch.device("cpu"), last=True)
+        group.gradients.reduce(grads, last=True)
         group.gradients.take(group.dtypes.main_params)
-    weights.all_gather, gradients.reduce_scatter = collectives.all_gather, collectives.reduce_scatter
+    weights.all_gather, reduction.reduce_scatter = collectives.all_gather, collectives.reduce_scatter
     return (
         {
             "gather": sum(gather.written.values()),

@@ -1,1 +1,1 @@
-"""Where parameters, weights and gradients lie: flat buffers, their memory, and what is done with them."""
+"""Parameters, weights and gradients in flat buffers, and the memory of these buffers."""

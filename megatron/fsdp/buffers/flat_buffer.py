@@ -8,13 +8,13 @@ from megatron.fsdp.sharding.layout import Layout
 
 
 class FlatBuffer:
-    """All parameters of a group in one flat tensor, whose memory may come and go while its views stay.
+    """All parameters of a group in one flat tensor. Its memory may be freed and allocated again while its views stay.
 
     Args:
         layout: Where each parameter lies.
         dtype: Element type.
-        device: Where the memory is.
-        pool: Gives the memory and takes it back; None: the buffer has memory of its own throughout.
+        device: Device of the memory.
+        pool: Provides the memory. None: the memory is allocated once and never freed.
 
     Attributes:
         flat: The whole buffer, one-dimensional, ``layout.numel`` elements.
@@ -31,12 +31,12 @@ class FlatBuffer:
         self._pool = pool
 
     def allocate(self) -> None:
-        """Make memory available. The content is undefined."""
+        """Allocate the memory, unless it is. The content is undefined."""
         if self._pool is not None:
             self._pool.allocate(self.flat)
 
     def free(self) -> None:
-        """Give the memory back."""
+        """Free the memory. The views must not be read until it is allocated again."""
         if self._pool is not None:
             self._pool.free(self.flat)
 
@@ -53,7 +53,7 @@ def part_view(flat: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.
 
 
 def gap_views(flat: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
-    """The parts of a whole flat buffer that belong to no parameter."""
+    """The padding of a whole flat buffer: the ranges that belong to no parameter."""
     gaps, end = [], 0
     for slot in sorted(layout.slots, key=lambda s: s.offset):
         if slot.offset > end:

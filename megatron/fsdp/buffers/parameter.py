@@ -1,4 +1,4 @@
-"""One parameter of the model: what forward and backward read, what the optimizer updates, where it is registered."""
+"""One sharded parameter of the model: its compute weight, its main weight, and where it is registered."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,34 +18,26 @@ from megatron.fsdp.dtensor.ragged_dtensor import local_shard, make_dtensor, make
 from megatron.fsdp.helpers.weak import weak_method
 from megatron.fsdp.sharding.layout import ShardSlice
 
-# Set on a parameter that is a plain tensor, this rank's part of one that is divided over a tensor-parallel mesh: a pair
-# of that mesh and its placements. Megatron-Core's layers have such parameters.
+# Attribute of a plain tensor that is this rank's slice of a tensor-parallel parameter: a pair of the mesh and its
+# placements. Megatron-Core's layers have such parameters.
 TENSOR_PARALLEL = "_fsdp_tensor_parallel"
-# Set beside it where rows are of several kinds, and a rank has a part of each: how many of each it has.
+# A second attribute if rows are of several kinds, and a rank has a slice of each kind: how many rows of each it has.
 SECTIONS = "_fsdp_sections"
 
 
-# What a class of parameters may do in its own way without keeping its values in another way than a plain tensor does.
-_HARMLESS = {
-    "__deepcopy__",
-    "__doc__",
-    "__init__",
-    "__module__",
-    "__new__",
-    "__reduce_ex__",
-    "__repr__",
-    "__setstate__",
-}
+# Attributes that a class of parameters may define although its values are those of a plain tensor.
+_HARMLESS = set("__deepcopy__ __doc__ __init__ __module__ __new__ __reduce_ex__ __repr__ __setstate__".split())
 
 
 def check_class(name: str, parameter: nn.Parameter) -> None:
-    """Raise unless a parameter's values are those of a plain tensor, which can be put into memory of ours.
+    """Raise unless a parameter's values are those of a plain tensor, which can become a view of a flat buffer.
 
-    A tensor of a class of its own may keep quantized values, and pretend to be of another dtype: what is written to it
-    by ``.data`` is then a copy that nobody trains. Classes that only add something to ``nn.Parameter`` are fine.
+    A tensor subclass may keep quantized values and report another dtype. Assigning to its ``.data`` would then train a
+    copy. Classes that only add attributes to ``nn.Parameter`` are fine.
 
     Raises:
-        NotImplementedError: They are not; the message names parameter and class.
+        NotImplementedError: The class or its layout is not supported; the message names parameter and class.
+        ValueError: The parameter is lazy and has no shape yet.
     """
     value: torch.Tensor = local_shard(parameter) if isinstance(parameter, DTensor) else parameter
     cls = type(value)
@@ -55,9 +47,9 @@ def check_class(name: str, parameter: nn.Parameter) -> None:
     own = [base for base in cls.__mro__[: cls.__mro__.index(torch.Tensor)] if base is not nn.Parameter]
     if any(vars(base).keys() & set(dir(torch.Tensor)) - _HARMLESS for base in own):
         raise NotImplementedError(
-            f"{where}, a tensor whose values are kept in a way that is not known here (quantized, for example). "
-            "Sharding it is not supported, and it would never be trained. Shard the model before it is converted, or "
-            "convert its parameters to plain tensors."
+            f"{where}, a tensor subclass that keeps its values in another way than a plain tensor (quantized, for "
+            "example). Sharding it is not supported, and it would never be trained. Shard the model before it is "
+            "converted, or convert its parameters to plain tensors."
         )
     if value.layout is not torch.strided:
         raise NotImplementedError(f"Parameter {name} has the layout {value.layout}: only strided ones are supported.")
@@ -67,11 +59,12 @@ class GroupKey(NamedTuple):
     """Parameters of a unit with equal keys share a group.
 
     Attributes:
-        dtype: Of the compute weights.
+        dtype: Dtype of the parameters.
         requires_grad: Whether they take gradients.
-        divisible: False for scalars, of which every rank has all.
+        divisible: False for scalars, which every rank holds whole.
         expert: Sharded over the mesh of experts.
-        repeated: Another pipeline stage has the same parameter (tied embeddings), and must divide it as this one does.
+        repeated: Another pipeline stage has the same parameter (tied embeddings) and must shard it in the same way, so
+            it does not share a group with others.
     """
 
     dtype: torch.dtype
@@ -85,20 +78,20 @@ class GroupKey(NamedTuple):
 class ShardedParameter:
     """One parameter of the model, however often it is registered.
 
-    A parameter may be a DTensor over a tensor-parallel mesh, or marked as a part of what is divided over one
-    (``TENSOR_PARALLEL``). What is sharded here is its local part.
+    A parameter may be a DTensor over a tensor-parallel mesh, or be marked as a slice of such a parameter
+    (``TENSOR_PARALLEL``). Its local slice is what is sharded here.
 
     Attributes:
         name: First of its names in the wrapped model.
-        compute: The model's own Parameter: what forward and backward read.
-        sites: Every (module, attribute) it is registered as: more than one if it is tied.
+        compute: The compute weight: the Parameter that forward and backward read.
+        sites: Every (module, attribute) under which it is registered: more than one if it is tied.
         names: Its name at each site.
-        original: The Parameter that the model had before it was sharded, by which an optimizer may know it. Mostly
-            ``compute`` itself.
-        main: What the optimizer updates: a Parameter that is a DTensor.
-        shard_slice: Which part of it this rank owns.
-        trained: Whether it takes gradients, as of :meth:`follow_freezing`.
-        fused: Gradients that kernels wrote by themselves during this backward, in the parameter's shape.
+        original: The Parameter that the model had before it was sharded, which an optimizer may hold. ``compute``
+            itself, except for DTensors and parameters that were on the meta device.
+        main: The main weight: the Parameter that the optimizer updates, a DTensor.
+        shard_slice: The slice of it that this rank owns.
+        trained: Whether it takes gradients, as of the last :meth:`follow_freezing`.
+        fused: Gradients that fused kernels wrote during this backward, in the parameter's shape.
     """
 
     name: str
@@ -119,7 +112,7 @@ class ShardedParameter:
     def key(self) -> GroupKey:
         """Which group of its unit it belongs to."""
         parameter = self.compute
-        # Megatron-Core marks so what is not reduced over all data-parallel ranks.
+        # Megatron-Core's mark of parameters that are not reduced over all data-parallel ranks.
         expert = not getattr(parameter, "allreduce", True)
         repeated = getattr(parameter, "shared_embedding", False)
         return GroupKey(parameter.dtype, parameter.requires_grad, len(self.local_shape) > 0, expert, repeated)
@@ -151,18 +144,18 @@ class ShardedParameter:
 
     @property
     def local_value(self) -> torch.Tensor:
-        """What this rank has of the parameter before it is sharded."""
+        """This rank's tensor-parallel slice of the parameter, or the whole parameter."""
         value = self.compute.data
         return local_shard(value) if isinstance(value, DTensor) else value
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of what this rank computes with."""
+        """Shape of the compute weight on this rank."""
         return tuple(self.local_value.shape)
 
     @property
     def offset(self) -> tuple[int, ...]:
-        """Where this rank's tensor-parallel part begins in the whole parameter."""
+        """Where this rank's tensor-parallel slice begins in the whole parameter."""
         if self.tensor_parallel is None:
             return (0,) * self.compute.dim()
         mesh, placements = self.tensor_parallel
@@ -180,7 +173,8 @@ class ShardedParameter:
         if not is_dtensor and not self.is_meta:
             self.compute.data = memory
             return
-        # Autograd must not take a gather, which writes to the memory, for a change of the parameter.
+        # ``.data`` shares no version counter with the buffer. Otherwise autograd would take an unshard, which writes to
+        # this memory, for a change of the parameter.
         value = memory = memory.data
         if is_dtensor:
             assert self.tensor_parallel is not None
@@ -194,7 +188,7 @@ class ShardedParameter:
             module._parameters[attribute] = replacement
 
     def follow_freezing(self) -> bool:
-        """Freeze or unfreeze main and compute weight as the user has done with one of them; True if that is new."""
+        """Freeze or unfreeze both weights if the user has done so with one of them; True if that changes anything."""
         wanted = not self.trained
         if wanted not in (self.main.requires_grad, self.compute.requires_grad):
             return False
@@ -206,10 +200,10 @@ class ShardedParameter:
     # Hooks -----------------------------------------------------------------------------------------------------
 
     def take_hooks(self) -> None:
-        """Make hooks of the parameter, which autograd would call with unreduced gradients, hooks of the main weight.
+        """Move gradient hooks from the parameter to the main weight.
 
-        The handles that users have go on removing them. Hooks that come later have to be registered with the main
-        weight: registering them with the parameter raises.
+        Autograd would call them with unreduced gradients. Handles that users hold still remove them. Later hooks must
+        be registered with the main weight: registering them with the parameter raises an error.
         """
         for kind, register in (
             ("_backward_hooks", nn.Parameter.register_hook),
@@ -225,7 +219,7 @@ class ShardedParameter:
             parameter.register_post_accumulate_grad_hook = weak_method(self._refuse_hook)  # type: ignore[method-assign]
 
     def _register_hook(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:
-        """A layer may watch the gradient of what it computes with, of this micro-batch and rank."""
+        """Register a hook of a layer with its compute weight, for the gradient of this micro-batch and rank."""
         module, attribute = self.sites[0]
         if module._parameters[attribute] is self.compute:
             return torch.Tensor.register_hook(self.compute, hook)
@@ -233,8 +227,8 @@ class ShardedParameter:
 
     def _refuse_hook(self, hook: Callable[..., Any]) -> NoReturn:
         raise RuntimeError(
-            f"{self.name} is what forward and backward compute with, of which autograd has an unreduced gradient. "
-            "Register hooks with the parameters that the sharded model's parameters() returns: they are called with "
+            f"{self.name} is a compute weight, whose gradient autograd has before it is reduced. Register hooks with"
+            "  the parameters that the sharded model's parameters() returns: they are called with "
             "reduced gradients."
         )
 
@@ -258,7 +252,7 @@ class ShardedParameter:
         return grad
 
     def tell_gradient(self) -> None:
-        """The main weight has its gradient: call hooks that wait for that."""
+        """Call the main weight's post-accumulate hooks: its gradient is complete."""
         for hook in tuple((self.main._post_accumulate_grad_hooks or {}).values()):
             with torch.no_grad():
                 hook(self.main)
@@ -266,14 +260,14 @@ class ShardedParameter:
     # Gradients -------------------------------------------------------------------------------------------------
 
     def take_gradient(self) -> torch.Tensor | None:
-        """Take this micro-batch's gradient off the parameter: in its local shape, None if there is none."""
+        """Remove this micro-batch's gradient from the parameter and return it in its local shape; None without one."""
         grad, self.compute.grad = self.compute.grad, None
         if self.fused:
             return self._take_fused(grad)
         if isinstance(grad, DTensor):
             assert self.tensor_parallel is not None
             placements = self.tensor_parallel[1]
-            # Autograd may leave it as a sum that is still to be made over the tensor-parallel ranks.
+            # Autograd may leave it as a sum that is not yet reduced over the tensor-parallel ranks.
             return local_shard(
                 grad if tuple(grad.placements) == tuple(placements) else grad.redistribute(None, placements)
             )
@@ -281,11 +275,11 @@ class ShardedParameter:
 
     @property
     def has_gradient(self) -> bool:
-        """True if a gradient of this micro-batch is there to be taken."""
+        """True if the parameter has a gradient of this micro-batch."""
         return self.compute.grad is not None or bool(self.fused)
 
     def _take_fused(self, grad: torch.Tensor | None) -> torch.Tensor:
-        """The sum of what fused kernels wrote, and of ``grad``, what autograd has, if that is marked as real."""
+        """The sum of what fused kernels wrote, and of autograd's ``grad`` if that is marked as real."""
         total, *others = self.fused
         self.fused = []
         for other in others:
@@ -298,17 +292,17 @@ class ShardedParameter:
 
 
 def _no_hook(*unused: Any) -> None:
-    """Stands where a hook was that the main weight has now."""
+    """Takes the place of a hook that was moved to the main weight."""
 
 
 def _if_kept(hooks: Mapping[int, Any], key: int, hook: Callable[..., Any], value: torch.Tensor) -> Any:
-    """Call a hook that was taken over, unless its handle has removed it."""
+    """Call a hook that was moved, unless its handle has removed it."""
     return hook(value) if key in hooks else None
 
 
 @contextmanager
 def _requiring_grad(parameter: nn.Parameter) -> Iterator[None]:
-    """What is frozen takes no hooks, but may be unfrozen."""
+    """Context in which a parameter requires gradients: torch registers hooks only then, but it may be unfrozen."""
     before = parameter.requires_grad
     parameter.requires_grad_(True)
     try:

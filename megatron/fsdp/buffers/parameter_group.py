@@ -9,9 +9,10 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from megatron.fsdp.buffers.flat_buffer import part_view
-from megatron.fsdp.buffers.gradients import GradientBuffer, GradientScaling
+from megatron.fsdp.buffers.gradients import GradientBuffer
 from megatron.fsdp.buffers.parameter import ShardedParameter
 from megatron.fsdp.buffers.pool import Pool
+from megatron.fsdp.buffers.reduction import Reduction
 from megatron.fsdp.buffers.weights import WeightBuffer
 from megatron.fsdp.comm.context import CommContext
 from megatron.fsdp.comm.streams import Handle
@@ -42,7 +43,7 @@ class ParameterGroup:
         initialized: Whether the parameters have values; those on the meta device have none until
             :meth:`initialize_main`.
         used: For each parameter, whether this rank has had a gradient for it since the last synchronization.
-        pending: Gradients were handed over since then, if only zeros.
+        pending: Gradients were collected since then, if only zeros.
     """
 
     def __init__(
@@ -68,18 +69,28 @@ class ParameterGroup:
         shards = shards_of(self.sharding, self.axes)
         self.layout: Layout = plan_layout([e.local_shape for e in params], shards, config.granularity)
         self.weights = WeightBuffer(self.layout, self.dtypes, self.sharding, self.axes, context, pool)
-        scaling = GradientScaling.of(config, context)
-        self.gradients = GradientBuffer(self.layout, self.dtypes, self.sharding, scaling, self.axes, context, pool)
+        reduction = Reduction(self.layout, self.dtypes, self.sharding, self.axes, config, context, pool)
+        self.gradients = GradientBuffer(reduction)
         self.used = [False] * len(params)
         self._lent: torch.Tensor | None = None
         self.pending = False
         self._move_into_buffers()
 
+    @property
+    def unshard_bytes(self) -> int:
+        """Size of the whole compute weights."""
+        return self.layout.numel * self.dtypes.compute.itemsize
+
+    @property
+    def reduce_bytes(self) -> int:
+        """Size of one micro-batch's whole gradients, as they are sent."""
+        return self.layout.numel * self.gradients.reduction.sent_dtype.itemsize
+
     def _move_into_buffers(self) -> None:
         """Move the parameters' values into the buffers and make the parameters views of them.
 
-        Parameters on the meta device have no values: they get memory, and :meth:`initialize_main` follows when it is
-        filled.
+        Parameters on the meta device have no values. They get memory, and the caller calls :meth:`initialize_main`
+        after it has initialized them.
         """
         values = [None if e.is_meta else e.local_value for e in self.params]
         for param, view in zip(self.params, self.weights.load(values, self.params[0].key.dtype), strict=True):
@@ -89,7 +100,7 @@ class ParameterGroup:
             self.initialize_main()
 
     def initialize_main(self) -> None:
-        """What the parameters point to now are their values: make main weights of them."""
+        """Make main weights of the parameters' present values."""
         self.initialized = True
         self.weights.initialize_main()
         for i, param in enumerate(self.params):
@@ -98,14 +109,14 @@ class ParameterGroup:
             param.shard_slice = self._shard_slice(i)
             local = self._local(self.weights.main, param.shard_slice)
             param.main = nn.Parameter(self._distribute(local, i), requires_grad=self.requires_grad)
-            # Frameworks mark parameters with attributes, and read them from whichever the optimizer holds.
+            # Frameworks mark parameters with attributes, and read them from the parameters that the optimizer holds.
             for name, value in vars(param.compute).items():
                 if not callable(value):
                     setattr(param.main, name, value)
             param.take_hooks()
 
     def is_divided(self, i: int) -> bool:
-        """True if no rank owns the whole of parameter ``i``."""
+        """True if no rank holds all of parameter ``i``."""
         parallel = self.params[i].tensor_parallel
         if parallel is not None and not all(placement.is_replicate() for placement in parallel[1]):
             return True
@@ -120,22 +131,23 @@ class ParameterGroup:
 
     @staticmethod
     def _local(flat: torch.Tensor, shard_slice: ShardSlice) -> torch.Tensor:
-        """This rank's part of a parameter as a view of a tensor that is flat like the main weights."""
+        """This rank's slice of a parameter, as a view of a tensor that is flat like the main weights."""
         return part_view(flat, shard_slice.shard_offset, shard_slice.shape)
 
     def _distribute(self, local: torch.Tensor, i: int) -> DTensor:
-        """The main weight of parameter ``i`` as a DTensor, which tensors like it are made after."""
+        """``local`` as a DTensor with the mesh and placements of parameter ``i``."""
         mesh: DeviceMesh = self.axes.mesh
         axes = [self.sharding.inner] if self.axes.outer is None else [self.sharding.outer, self.sharding.inner]
         placements: list[Placement] = []
         stride = 1
-        # The inner axis divides the buffer, and the outer one each inner rank's part: outer neighbours lie together.
+        # The inner axis divides the buffer, and the outer axis each inner rank's slice. So shards of outer neighbours
+        # are adjacent, and those of inner neighbours are ``stride`` shards apart.
         for number, axis in enumerate(axes):
             placements.append(RaggedShard.of(self.layout, i, stride) if axis.shards_optimizer else Replicate())
             stride *= mesh.size(number) if axis.shards_optimizer else 1
         param, tp_mesh = self.params[i], self._tp_mesh
         if tp_mesh is not None:
-            # Also what is no DTensor, so that all main weights have one mesh, as clipping expects.
+            # Parameters that are not DTensors get this axis as well: clipping expects one mesh for all main weights.
             expert = self.axes is self._index.experts
             if param.tensor_parallel is not None:
                 tp_mesh = param.tensor_parallel[0]
@@ -147,7 +159,7 @@ class ParameterGroup:
         return make_dtensor(local, mesh, param.shape, placements)
 
     def shard(self, i: int, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of this rank's part of a whole tensor in parameter ``i``'s shape, as a DTensor."""
+        """A copy of this rank's slice of a whole tensor in parameter ``i``'s shape, as a DTensor."""
         shard_slice = self.params[i].shard_slice
         if isinstance(tensor, DTensor):
             tensor = local_shard(tensor)
@@ -162,15 +174,15 @@ class ParameterGroup:
                 module._parameters[attribute] = parameter
 
     def follow_freezing(self) -> bool:
-        """Freeze and unfreeze what the user has frozen and unfrozen; True if that is new."""
+        """Freeze and unfreeze parameters as the user has; True if that changes anything."""
         changed = any([param.follow_freezing() for param in self.params])
         self.requires_grad = any(param.trained for param in self.params)
         return changed
 
     def collect_gradients(self) -> list[torch.Tensor | None]:
-        """Take this micro-batch's gradients off the parameters: one per parameter, None where there is none."""
+        """Remove this micro-batch's gradients from the parameters: one per parameter, None where there is none."""
         grads = [param.take_gradient() for param in self.params]
-        # As in torch, what was frozen since forward gets none.
+        # As in torch, parameters that were frozen since forward get none.
         grads = [grad if e.main.requires_grad else None for e, grad in zip(self.params, grads, strict=True)]
         if self._config.report_nan_in_param_grad:
             for param, grad in zip(self.params, grads, strict=True):
@@ -178,13 +190,20 @@ class ParameterGroup:
         return grads
 
     def reduce_gradients(self, last: bool) -> Handle | None:
-        """Hand this micro-batch's gradients over; see :meth:`megatron.fsdp.runtime.unit.Unit.reduce_gradients`."""
+        """Reduce or accumulate this micro-batch's gradients.
+
+        Args:
+            last: See :meth:`megatron.fsdp.runtime.unit.Unit.reduce_gradients`.
+
+        Returns:
+            The handle of the reduction; None if gradients were only accumulated.
+        """
         grads = self.collect_gradients()
         self._recover_lent()
         self.used = [used or grad is not None for used, grad in zip(self.used, grads, strict=True)]
         self.pending = True
         if last or self.sharding.inner.shards_gradients:
-            return self.gradients.reduce(grads, self.device, last)
+            return self.gradients.reduce(grads, last)
         self.gradients.accumulate(grads)
         return None
 
@@ -193,9 +212,9 @@ class ParameterGroup:
         return any(param.has_gradient for param in self.params)
 
     def let_kernels_write(self) -> None:
-        """Let fused kernels write weight gradients into buffers of ours, instead of returning them to autograd.
+        """Let fused kernels write weight gradients into this group's buffers, instead of returning them to autograd.
 
-        Transformer Engine and Megatron-Core's tensor-parallel layers ask a parameter that has ``__fsdp_param__`` for
+        Transformer Engine and Megatron-Core's tensor-parallel layers request from a parameter with ``__fsdp_param__``
         a buffer (``get_main_grad()``), keep it as ``main_grad`` while the kernel runs, and set
         ``grad_added_to_main_grad``. Autograd then gets a placeholder of undefined content as ``.grad``, unless
         ``zero_out_wgrad`` is set.
@@ -204,7 +223,7 @@ class ParameterGroup:
             parameter = param.compute
             parameter.__fsdp_param__ = True  # type: ignore[attr-defined]
             parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-            # The parameter must not keep its group alive: the group keeps the parameter.
+            # A weak reference: the group holds the parameter, and a cycle would need the garbage collector.
             parameter.get_main_grad = functools.partial(weak_method(self.main_grad), i)  # type: ignore[attr-defined]
 
     def main_grad(self, i: int) -> torch.Tensor:
@@ -215,16 +234,16 @@ class ParameterGroup:
         return buffer
 
     def attach_gradients(self, used: list[bool], zero_unused: bool) -> list[ShardedParameter]:
-        """Add what was reduced to the main weights' ``.grad``, and return whose.
+        """Add reduced gradients to the main weights' ``.grad``, and return the parameters that got one.
 
         Args:
             used: For each parameter, whether any rank had a gradient for it.
-            zero_unused: Give the others zeros instead of nothing, unless they are frozen.
+            zero_unused: Give the other parameters zeros instead of nothing, unless they are frozen.
         """
         self.used = [False] * len(self.params)
         self._recover_lent()
         self.pending = False
-        # Optimizers ask of a gradient that its dtype is the weight's, but not of one that is apart.
+        # torch requires that ``.grad`` has the weight's dtype. A decoupled gradient may have another.
         decoupled = self._config.grad_attribute != "grad"
         dtype = self.dtypes.main_grads if decoupled else self.dtypes.main_params
         reduced = self.gradients.take(dtype)
@@ -237,10 +256,8 @@ class ParameterGroup:
         for i, param in enumerate(self.params):
             if not used[i] and not (zero_unused and param.trained):
                 continue
-            local, before = (
-                self._local(reduced, param.shard_slice),
-                getattr(param.main, self._config.grad_attribute, None),
-            )
+            local = self._local(reduced, param.shard_slice)
+            before = getattr(param.main, self._config.grad_attribute, None)
             if before is None or param.main._backward_hooks:
                 grad = param.hooked(make_like(local, param.main))
                 local = local_shard(grad)
@@ -252,18 +269,18 @@ class ParameterGroup:
         return arrived
 
     def _recover_lent(self) -> None:
-        """Give gradients of an earlier step back to a pool that uses them again, if nobody has them any more."""
-        handed = self._lent
-        if handed is None:
+        """Give gradients of an earlier step back to a pool that recycles them, unless a ``.grad`` still has them."""
+        lent = self._lent
+        if lent is None:
             return
-        name, memory = self._config.grad_attribute, handed.untyped_storage().data_ptr()
+        name, memory = self._config.grad_attribute, lent.untyped_storage().data_ptr()
         held = [getattr(param.main, name, None) for param in self.params]
         if all(grad is None or local_shard(grad).untyped_storage().data_ptr() != memory for grad in held):
             self._lent = None
-            self.gradients.give_back(handed)
+            self.gradients.give_back(lent)
 
     def clear_gradients(self) -> None:
-        """Drop gradients in every form."""
+        """Drop all gradients: collected, reduced, and in ``.grad``."""
         self.abandon_gradients()
         for param in self.params:
             param.main.grad = None

@@ -1,9 +1,9 @@
-"""Where temporary buffers come from.
+"""Pools that provide the memory of temporary buffers.
 
-A gathered buffer keeps one ``UntypedStorage`` for life: autograd saves views of weights in forward and reads them in
-backward, so weights gathered again must appear in the storage that those views point to. Either only that storage's
-memory comes and goes (:class:`AllocatorPool`), or the storage is one of a few that stay and that units take in turn
-(:class:`FixedPool`).
+A buffer of unsharded weights keeps one ``UntypedStorage`` for life. Autograd saves views of weights in forward and
+reads them in backward, so weights that are unsharded again must appear in the storage that those views point to. Either
+the storage stays and only its memory is allocated and freed (:class:`AllocatorPool`), or the storage is one of a few
+that keep their memory and that units use in turn (:class:`FixedPool`).
 """
 
 import threading
@@ -14,26 +14,30 @@ from typing import Any, Protocol
 
 import torch
 
-# Dtype, device, and whether the computation writes it first.
+# Dtype, device, and whether the computation is the first to write it.
 _Kind = tuple[torch.dtype, torch.device, bool]
 
-# Bytes. What collectives and vectorized kernels want a buffer to start at.
+# Bytes. Collectives and vectorized kernels are fastest on buffers that are aligned to this.
 BUFFER_ALIGNMENT = 256
 
 
 class Pool(Protocol):
-    """Gives memory to the buffers of one unit and takes it back."""
+    """Provides the memory of one unit's temporary buffers.
+
+    Attributes:
+        recycles: The pool keeps what is given back and lends it again. If False, dropping the last reference frees it.
+    """
 
     recycles: bool
 
     def reserve(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A flat tensor of zeros for gathered weights, filled until it is drained for the first time."""
+        """A flat tensor of zeros for unsharded weights, which has memory until it is freed for the first time."""
 
     def allocate(self, flat: torch.Tensor) -> None:
-        """Give what ``reserve`` returned memory of undefined content, unless it has some."""
+        """Allocate memory of undefined content for a tensor that ``reserve`` returned, unless it has memory."""
 
     def free(self, flat: torch.Tensor) -> None:
-        """Take that memory back; views of ``flat`` must not be read until it is filled again."""
+        """Free that memory. Views of ``flat`` must not be read until it is allocated again."""
 
     def scratch(self, numel: int, dtype: torch.dtype, device: torch.device, for_compute: bool = False) -> torch.Tensor:
         """A flat tensor of undefined content.
@@ -41,22 +45,23 @@ class Pool(Protocol):
         Args:
             numel: Number of elements.
             dtype: Element type.
-            device: Where it is.
-            for_compute: The computation writes it first, and not a task of the communication stream.
+            device: Device of the tensor.
+            for_compute: The computation is the first to write it, and not a task of the communication stream.
         """
 
     def give_back(self, tensor: torch.Tensor) -> None:
-        """No task that is given to a stream from now on will read or write what ``scratch`` returned.
+        """Return a tensor that ``scratch`` lent: no task that is given to a stream from now on uses it.
 
-        What was made for the computation is given back by it, when it has waited for the tasks that use it.
+        A tensor that was lent for the computation is given back by the computation, after it has waited for the tasks
+        that use it.
         """
 
 
 class AllocatorPool:
-    """Takes memory from torch's own allocator and keeps none, so that nothing is held at rest.
+    """Allocates with torch's own allocator and keeps nothing, so sharded units hold no memory.
 
-    Memory is requested by tasks of the communication stream. On CUDA it therefore belongs to that stream's part of
-    the caching allocator, and reuse follows the order of the stream.
+    Tasks of the communication stream allocate and free. On CUDA the memory therefore belongs to that stream's part of
+    the caching allocator, and tasks that reuse it are ordered by the stream.
     """
 
     recycles = False
@@ -81,14 +86,14 @@ class AllocatorPool:
         return torch.empty(numel, dtype=dtype, device=device)
 
     def give_back(self, tensor: torch.Tensor) -> None:
-        """See :meth:`Pool.give_back`. The last reference to it does that."""
+        """See :meth:`Pool.give_back`. Dropping the last reference is enough."""
 
 
 class Slot:
-    """Memory that stays, for the gathered weights of one unit at a time.
+    """Memory that is never freed, for the unsharded weights of one unit at a time.
 
     Attributes:
-        holder: Returns the unit whose weights were last gathered to it, if there is one; set by ``Unit.gather``.
+        holder: Returns the unit whose weights were last unsharded to it, if there is one; set by ``Unit.unshard``.
     """
 
     def __init__(self) -> None:
@@ -96,7 +101,7 @@ class Slot:
         self._storage: torch.UntypedStorage | None = None
 
     def view(self, begin: int, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A flat tensor over the bytes from ``begin`` on; the slot grows if it is too small."""
+        """A flat tensor over the bytes from ``begin`` on. The slot grows if it is too small."""
         end = begin + numel * dtype.itemsize
         if self._storage is None:
             self._storage = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
@@ -108,13 +113,13 @@ class Slot:
 
 
 class FixedPool:
-    """A model's buffers that stay where they are: a few slots for gathered weights, and scratch memory that is reused.
+    """A model's buffers that stay where they are: a few slots for unsharded weights, and scratch memory that is reused.
 
-    Nothing is allocated once every kind of buffer has been used. Slots have the size of the largest unit.
+    Nothing is allocated once every kind of buffer has been used. A slot has the size of the largest unit that uses it.
 
     Args:
-        slots: How many units that are not inside each other may be gathered at a time.
-        allocation: Gives a context for each allocation: makes memory that NCCL knows, for instance.
+        slots: How many units that are not inside each other may be unsharded at a time.
+        allocation: Returns a context for each allocation, for instance one whose memory is registered with NCCL.
 
     Attributes:
         allocations: How many buffers have been made.
@@ -134,9 +139,9 @@ class FixedPool:
 
         Args:
             number: Units with neighbouring numbers have different slots.
-            depth: How many units are around it. Units of different depths never share a slot, since one may be
-                gathered inside the other.
-            shared: Take a slot in turn with others; else the slot is the unit's own.
+            depth: How many units are around it. Units of different depths never share a slot, because one may be
+                unsharded inside the other.
+            shared: Share a slot with other units. Otherwise no other unit uses it.
         """
         place = (depth, number % self._slots) if shared else ("own", number)
         return UnitPool(self, self._by_place[place])
@@ -150,8 +155,9 @@ class FixedPool:
     def scratch(self, numel: int, dtype: torch.dtype, device: torch.device, for_compute: bool) -> torch.Tensor:
         """The smallest free buffer that is large enough, or a new one.
 
-        A buffer that a task has given back may still be in use by it when the computation goes on, but not when the
-        next task begins: so the two have buffers of their own.
+        A task gives a buffer back while its kernels may still use it. That is safe for the next task, which follows in
+        the stream's order, but not for the computation, which does not wait. So buffers that tasks write first and
+        buffers that the computation writes first are kept apart.
         """
         kind = (dtype, device, for_compute)
         with self._lock:
@@ -167,7 +173,7 @@ class FixedPool:
         return fitting[:numel]
 
     def give_back(self, tensor: torch.Tensor) -> None:
-        """Take back what :meth:`scratch` returned; other tensors are none of the pool's."""
+        """Keep a tensor that :meth:`scratch` lent. Other tensors are ignored."""
         with self._lock:
             kind, base = self._lent.pop(tensor.data_ptr(), (None, None))
             if kind is not None and base is not None:
@@ -175,10 +181,10 @@ class FixedPool:
 
 
 class UnitPool:
-    """What a unit has of a :class:`FixedPool`: one slot for its gathered weights, and scratch memory.
+    """One unit's view of a :class:`FixedPool`: a slot for its unsharded weights, and scratch memory.
 
     Attributes:
-        slot: The slot, which other units use too.
+        slot: The slot, which other units may use as well.
     """
 
     recycles = True
@@ -189,16 +195,16 @@ class UnitPool:
         self._end = 0
 
     def reserve(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """See :meth:`Pool.reserve`. Groups of the unit lie behind each other in the slot."""
+        """See :meth:`Pool.reserve`. Groups of the unit follow each other in the slot."""
         begin = -(-self._end // BUFFER_ALIGNMENT) * BUFFER_ALIGNMENT
         self._end = begin + numel * dtype.itemsize
         return self._pool.view(self.slot, begin, numel, dtype, device)
 
     def allocate(self, flat: torch.Tensor) -> None:
-        """See :meth:`Pool.allocate`. The memory is there; that no other unit uses it is seen to when it is gathered."""
+        """Do nothing: the slot has memory. ``Unit.unshard`` makes sure that no other unit uses it."""
 
     def free(self, flat: torch.Tensor) -> None:
-        """See :meth:`Pool.free`."""
+        """Do nothing: the slot keeps its memory."""
 
     def scratch(self, numel: int, dtype: torch.dtype, device: torch.device, for_compute: bool = False) -> torch.Tensor:
         """See :meth:`Pool.scratch`."""

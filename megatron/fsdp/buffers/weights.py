@@ -1,4 +1,4 @@
-"""The weights of one parameter group: main weights, and the compute weights that are made of them."""
+"""The weights of one parameter group: main weights, and the compute weights that are unsharded from them."""
 
 import functools
 
@@ -20,29 +20,32 @@ from megatron.fsdp.sharding.strategy import Sharding
 class WeightBuffer:
     """Main weights of one group, and the buffer that its compute weights are views of.
 
-    Compute weights are made of main weights in up to two gathers, first over the outer axis and then over the inner.
-    What is kept between uses is the *home* of the compute weights:
+    An unshard takes up to two all-gathers, first over the outer axis and then over the inner axis. The strategy says
+    which compute weights stay *resident* while the unit is sharded:
 
-    * all of them, where every rank keeps whole compute weights. The main weights, if they have the same dtype, are
-      this rank's part of that very buffer;
-    * the inner rank's shard of them, in hybrid FSDP: there the main weights are only a part of it;
-    * nothing, where main weights and shard are the same part: gathering casts the main weights into their place in the
-      gathered buffer and gathers in place. So a rank holds one copy of its weights, and compute weights can never be
-      older than the main weights they come from.
+    * all of them, if every rank keeps whole compute weights. Main weights of the same dtype are this rank's slice of
+      that buffer, without a copy;
+    * the inner rank's shard of them, in hybrid FSDP, where the main weights are only a slice of that shard;
+    * none, if the main weights are all of the shard. An unshard casts the main weights into their place in the
+      unsharded buffer and gathers in place. A rank then holds one copy of its weights, and its compute weights cannot
+      be older than its main weights.
 
     Args:
         layout: Packing of the group's parameters.
         dtypes: Dtypes of the group.
         sharding: Where weights and optimizer state live.
         axes: Process groups that they are sharded over.
-        context: Devices of compute and main weights, and the stream that runs gathers.
-        pool: Gives memory to gathered weights.
+        context: Devices of compute and main weights, and the stream that runs unshards.
+        pool: Provides the memory of unsharded weights.
 
     Attributes:
-        temporary: The compute weights' memory exists only while they are gathered.
+        temporary: The compute weights have memory only while they are unsharded.
         compute: Compute weights, one view per parameter.
-        owned: Which part of the flat buffer this rank holds of what.
+        owned: Which slices of the flat buffer this rank holds.
         main: Main weights, flat: the elements ``owned.main`` of the buffer.
+        resident: Compute weights that stay in memory while the unit is sharded; None if none do.
+        stream: Runs unshards.
+        handle: Of an unshard that was started and not waited for; else None.
     """
 
     def __init__(
@@ -58,22 +61,22 @@ class WeightBuffer:
         self.layout = layout
         self.sharding = sharding
         self.temporary = sharding.inner.shards_parameters
-        self._stream = stream
+        self.stream = stream
         self._inner = stream.group(axes.gather)
         self._outer = None if axes.outer is None else stream.group(axes.outer)
         self.owned = Ownership.of(layout, sharding, axes)
         self.compute = FlatBuffer(layout, dtypes.compute, device, pool if self.temporary else None)
-        self._resident: torch.Tensor | None = self.compute.flat
+        self.resident: torch.Tensor | None = self.compute.flat
         self._resident_span = slice(0, layout.numel)
         if sharding.keeps_shard:
-            self._resident = torch.zeros(_length(self.owned.inner), dtype=dtypes.compute, device=device)
+            self.resident = torch.zeros(_length(self.owned.inner), dtype=dtypes.compute, device=device)
             self._resident_span = self.owned.inner
         elif self.temporary:
-            self._resident = None
+            self.resident = None
         self._casts = dtypes.main_params != dtypes.compute or main_device != device
         if not self.main_is_apart:
-            assert self._resident is not None
-            self.main = self._resident[within(self.owned.main, self._resident_span)]
+            assert self.resident is not None
+            self.main = self.resident[within(self.owned.main, self._resident_span)]
         else:
             self.main = torch.zeros(
                 _length(self.owned.main),
@@ -84,14 +87,15 @@ class WeightBuffer:
         self._loaded: torch.Tensor | None = None
         self._current = False
         self._resident_current = False
-        # Set and cleared by gathers, which run one after the other.
-        self._home_is_old = False
-        self._handle: Handle | None = None
+        # Whether the resident weights are older than the main weights. Only tasks of the stream read and write this,
+        # and these run one after the other.
+        self._resident_is_old = False
+        self.handle: Handle | None = None
 
     @property
     def main_is_apart(self) -> bool:
-        """True if the main weights are no part of the compute weights' memory, so that gathers never write to them."""
-        return self._resident is None or self._casts
+        """True if the main weights have memory of their own, so that unshards only read them."""
+        return self.resident is None or self._casts
 
     @property
     def _needs_nothing(self) -> bool:
@@ -99,15 +103,15 @@ class WeightBuffer:
         return not self._casts and not self.sharding.inner.shards_optimizer
 
     def load(self, tensors: list[torch.Tensor | None], dtype: torch.dtype) -> list[torch.Tensor]:
-        """Put whole parameters where there is memory for them until :meth:`initialize_main`.
+        """Copy whole parameters into one buffer, which :meth:`initialize_main` makes main weights of.
 
         Args:
-            tensors: Value of each parameter, on any device, in the order of the layout; None where it is to follow.
-            dtype: Their dtype. Where it is not that of the compute weights, the values stay what they are until
-                main weights are made of them.
+            tensors: Value of each parameter, on any device, in the order of the layout; None for values that follow.
+            dtype: Their dtype. If the compute weights have another, the buffer is a temporary one in this dtype, so
+                that main weights get the exact values.
 
         Returns:
-            Where the values are, one view per parameter: the compute weights, if those have the same dtype.
+            Views of the buffer, one per parameter. The buffer is that of the compute weights if the dtype is theirs.
         """
         views = self.compute.views
         if dtype == self.compute.flat.dtype:
@@ -121,89 +125,97 @@ class WeightBuffer:
         return views
 
     def initialize_main(self) -> None:
-        """Make main weights of what was loaded. Compute weights are released if they are temporary."""
+        """Make main weights of what was loaded. Compute weights are freed if they are temporary."""
         flat = self.compute.flat if self._loaded is None else self._loaded
         self._loaded = None
-        if self._resident is not None and self._resident is not flat:
-            self._resident.copy_(flat[self._resident_span])
+        if self.resident is not None and self.resident is not flat:
+            self.resident.copy_(flat[self._resident_span])
         if self.main_is_apart:
             self.main.copy_(flat[self.owned.main])
-        # Ranks may have been initialized differently: whole compute weights come from their owners at the first use.
+        # Ranks may have initialized their parameters differently. The first unshard gets the owners' values.
         self._current = self._resident_current = self._needs_nothing
         if self.temporary:
             self.compute.free()
 
     def invalidate(self) -> None:
-        """The main weights have changed: gather before the next use."""
-        # A gather that nothing waited for was of the old ones; every rank has to start another.
+        """The main weights have changed: unshard before the next use."""
+        # An unshard that nothing has waited for was of the old ones, so every rank has to start another. Waiting keeps
+        # the compute from writing main weights that the stream still reads.
         self.wait()
         self._current = self._resident_current = self._needs_nothing
 
     def unshard(self) -> Handle | None:
-        """Start making the compute weights whole and equal to the main weights; None if they are, or it was started."""
-        if self._current or self._handle is not None:
+        """Start to unshard the compute weights; None if they are up to date or an unshard was started."""
+        if self._current or self.handle is not None:
             return None
         refresh, self._resident_current = not self._resident_current, True
-        self._handle = self._stream.run(functools.partial(self._unshard, refresh))
-        return self._handle
+        self.handle = self.stream.run(functools.partial(self._unshard, refresh))
+        return self.handle
 
     def _unshard(self, refresh: bool) -> None:
-        # Whoever catches an error, such as running out of memory, may gather again: home is old until it is renewed.
-        self._home_is_old |= refresh
+        """Task. It allocates in the stream, so the memory follows the stream's order from here to :meth:`reshard`."""
+        # If this raises, for instance because memory runs out, the resident weights are refreshed by the next unshard.
+        self._resident_is_old |= refresh
         if self.temporary:
             self.compute.allocate()
         flat = self.compute.flat
-        if self._resident is None:
+        if self.resident is None:
             shard = self._cast_into(flat[self.owned.main])
         else:
-            shard = self._resident[within(self.owned.inner, self._resident_span)]
-            if self._home_is_old:
-                own = self._cast_into(self._resident[within(self.owned.main, self._resident_span)])
+            shard = self.resident[within(self.owned.inner, self._resident_span)]
+            if self._resident_is_old:
+                own = self._cast_into(self.resident[within(self.owned.main, self._resident_span)])
                 if self.sharding.outer.shards_optimizer and self._outer is not None:
                     all_gather(shard, own, self._outer)
-                self._home_is_old = False
+                self._resident_is_old = False
         if self.sharding.inner.shards_optimizer:
             all_gather(flat, shard, self._inner)
 
     def _cast_into(self, own: torch.Tensor) -> torch.Tensor:
-        """The main weights in the compute weights' dtype: themselves, or in ``own``."""
+        """The main weights in the compute weights' dtype: themselves, or a copy in ``own``."""
         if not self._casts:
             return self.main
+        # From pinned host memory the copy does not block the host. The all-gather follows it in the stream's order.
         return own.copy_(self.main, non_blocking=True)
 
     def wait(self) -> None:
-        """Make the compute wait for a gather that was started."""
-        if self._handle is None:
+        """Make the compute wait for an unshard that was started."""
+        if self.handle is None:
             return
-        handle = self._handle
+        handle = self.handle
         try:
             handle.wait()
         finally:
-            # Interrupting the wait does not stop the gather: the memory is in use until that is over.
-            self._handle = None if handle.done else handle
+            # An interrupted wait does not stop the unshard, which uses the memory until it has ended.
+            self.handle = None if handle.done else handle
         self._current = True
 
     def finish_unshard(self) -> None:
-        """Wait until a gather that was started has ended; its weights are still on their way for who uses them."""
-        if self._handle is not None:
-            self._handle.wait()
+        """Make the compute wait for an unshard that was started, and leave the handle to :meth:`wait`."""
+        if self.handle is not None:
+            self.handle.wait()
 
     def reshard(self) -> None:
-        """Give back the memory of temporary compute weights, which nothing reads any more."""
+        """Free temporary compute weights, which nothing reads after the compute issued so far.
+
+        On CUDA that compute may still run. Only a later task of the stream gets the memory, and it waits for the
+        compute issued before it.
+        """
         self.wait()
         if self.temporary:
             self._current = False
             self.compute.free()
 
     def reshard_unused(self) -> None:
-        """As :meth:`reshard`, for weights that the compute never waits for: does not wait either."""
-        if self.temporary and self._handle is not None:
-            self._handle = None
-            self._stream.run(self.compute.free)
+        """As :meth:`reshard`, without a wait, for weights that the compute does not use."""
+        if self.temporary and self.handle is not None:
+            self.handle = None
+            # Behind the unshard in the stream's order: the collective of the other ranks still needs the memory.
+            self.stream.run(self.compute.free)
 
     def abandon(self) -> None:
-        """As :meth:`reshard`, in whatever state: a gather on its way may have failed, and is not waited for."""
-        if self._handle is None:
+        """As :meth:`reshard`, in any state. An unshard in flight may have failed, and is not waited for."""
+        if self.handle is None:
             self.reshard()
         else:
             self.reshard_unused()

@@ -1,1 +1,1 @@
-"""Checkpoints on disk: read in part, written whole or not at all, checked, and never executed."""
+"""Checkpoints on disk: partial reads, atomic saves, checksums, and unpickling that never runs code."""

@@ -1,4 +1,9 @@
-"""What the pickles of a checkpoint may name: the few classes that are made, and those that inert objects stand for."""
+"""The allow-list for the pickles of a checkpoint: classes that are instantiated, and classes that get stand-ins.
+
+A pickle is a program that calls whatever it refers to. Here, every name resolves to something harmless: a built-in
+class, a function of this module that does the work of a constructor, or a :class:`Foreign` stand-in that only stores
+its arguments. All of these are immutable, because a pickle can also set attributes.
+"""
 
 import argparse
 import collections
@@ -25,38 +30,35 @@ except ImportError:  # torch works without it
 else:
     numpy = _installed_numpy
 
-# Objects of these packages are kept, but nothing of theirs is run: classes, and functions that settings refer to.
+# Objects and functions of these packages are represented by stand-ins; none of their code runs.
 INERT = ("megatron", "transformer_engine", "transformer_engine_torch", "torch.nn", "torch._C._nn")
 
 NUMPY_DTYPE = "numpy.dtype"
-# In a pickle, a few bytes make a range, and containers of all its elements.
+# Limits ranges, because a few bytes of pickle could otherwise fill a container with billions of elements.
 _LONGEST_RANGE = 1 << 16
-# Numbers, booleans and text; no objects and no records.
+# Numbers, booleans and text, but neither objects nor records.
 _PLAIN_DTYPE = re.compile(r"[<>=|]?[biufcSU?]\d*")
 
 
 class Sealed(type):
-    """Type of what stands for a class or a function while a checkpoint is read.
-
-    A pickle can set attributes of whatever it names; the attributes of these cannot be set.
-    """
+    """Metaclass of the stand-ins for classes and functions: a pickle cannot set their attributes."""
 
     def __setattr__(cls, name: str, value: object) -> None:
-        raise AttributeError(f"{cls!r} cannot be changed.")
+        raise AttributeError(f"{cls!r} is immutable.")
 
     def __delattr__(cls, name: str) -> None:
-        raise AttributeError(f"{cls!r} cannot be changed.")
+        raise AttributeError(f"{cls!r} is immutable.")
 
     def __repr__(cls) -> str:
         return f"<{cls.__module__}.{cls.__qualname__}>"
 
 
 class Foreign(metaclass=Sealed):
-    """An object whose class is not run, or not even there. Each class that it stands for has a subclass.
+    """Stand-in for an object whose class is not run and need not be installed.
 
-    The subclass has the name and module of that class; the object keeps what it was made from and its attributes. One
-    that was made from a single value, as members of enumerations are, has it as ``value``. It is pickled as an object
-    of the class that it stands for, see :func:`megatron.fsdp.checkpoint.safe_pickle.save_torch`.
+    Every class has its own subclass of this, with the name and module of that class. The object stores the arguments of
+    its constructor and its attributes. An object with a single argument, such as a member of an enumeration, also has
+    it as ``value``. :func:`megatron.fsdp.checkpoint.safe_pickle.save_torch` pickles it as the original object.
     """
 
     __slots__ = ("__dict__", "_arguments", "_state")
@@ -93,13 +95,13 @@ class Foreign(metaclass=Sealed):
 
 @functools.cache
 def foreign(module: str, name: str) -> Sealed:
-    """What stands for a class or function that is not run."""
-    body = {"__slots__": (), "__module__": module, "__qualname__": name, "__doc__": "Stands for what is not run."}
+    """Return the stand-in for a class or function of this name."""
+    body = {"__slots__": (), "__module__": module, "__qualname__": name, "__doc__": "Stand-in that runs no code."}
     return Sealed(name.rpartition(".")[2], (Foreign,), body)
 
 
 def sealed(module: str, name: str, make: Callable[..., Any]) -> Sealed:
-    """What stands for a class or function that ``make`` does the work of."""
+    """Return a stand-in for a class or function. Calling it calls ``make``."""
 
     def new(_cls: type, *arguments: Any) -> Any:
         return make(*arguments)
@@ -109,13 +111,13 @@ def sealed(module: str, name: str, make: Callable[..., Any]) -> Sealed:
 
 
 class Storage(NamedTuple):
-    """The memory of a tensor that is being read.
+    """A tensor's storage while a checkpoint is unpickled.
 
     Attributes:
         dtype: Of its elements.
         key: Its name in the archive.
         numel: Number of elements.
-        data: The memory; None to find out only where the tensor lies.
+        data: The memory; None if only the tensor's place in the file is of interest.
     """
 
     dtype: torch.dtype
@@ -125,13 +127,13 @@ class Storage(NamedTuple):
 
 
 class StorageKind(NamedTuple):
-    """Stands for one of torch's storage classes."""
+    """Stand-in for one of torch's storage classes."""
 
     dtype: torch.dtype
 
 
 class StoredTensor(NamedTuple):
-    """How a tensor lies in the storage of name ``key``; ``offset`` and ``stride`` in elements."""
+    """Layout of a tensor within the storage named ``key``. ``offset`` and ``stride`` count elements."""
 
     dtype: torch.dtype
     key: str
@@ -152,7 +154,7 @@ def _tensor_of(
     size: Any,
     stride: Any,
     grad: bool,
-    hooks: Any,  # is empty
+    hooks: Any,  # always empty in files of torch.save
     dtype: torch.dtype,
     extra: Any = None,
 ) -> Any:
@@ -179,7 +181,7 @@ def _parameter(data: Any, grad: bool, hooks: Any, state: Any = None) -> Any:
 
 
 def _not_called(*arguments: Any) -> Any:
-    raise ValueError("expected a class to be named only; it is called")
+    raise ValueError("expected a reference to a tensor class; got a call of it")
 
 
 def _with_attributes(rebuild: Callable[..., Any], kind: Any, arguments: tuple[Any, ...], state: Any) -> Any:
@@ -217,14 +219,17 @@ def _text(text: str = "") -> str:
 
 
 def _short[T](value: T, *kinds: type) -> T:
-    """A value no longer than its pickle: of a number, these classes make as many bytes; of a nest, its whole text."""
+    """Check that a constructor's argument is no larger than its pickle.
+
+    ``bytes(10**10)`` allocates as many bytes, and ``str`` of nested tuples can grow exponentially.
+    """
     if type(value) not in kinds:
         raise ValueError(f"expected {' or '.join(kind.__name__ for kind in kinds)}; got {type(value).__name__}")
     return value
 
 
 def _range(*bounds: Any) -> range:
-    """A range of no more elements than a container may be made of."""
+    """A range of limited length."""
     found = range(*map(operator.index, bounds))
     if not found or abs(found[-1] - found[0]) // abs(found.step) < _LONGEST_RANGE:
         return found
@@ -235,11 +240,11 @@ def plain_dtype(name: Any, align: bool = False, copy: bool = True) -> Any:
     """A numpy dtype of numbers, booleans or text.
 
     Raises:
-        ValueError: It is another one.
+        ValueError: The name stands for another dtype.
     """
     if not isinstance(name, str) or not _PLAIN_DTYPE.fullmatch(name):
         raise ValueError(f"expected a plain numpy dtype; got {name!r}")
-    # A copy: the pickle sets its state, and numpy's own are shared by the whole process.
+    # Copied, because the pickle sets the dtype's state, and numpy shares its own dtypes with the whole process.
     return numpy.dtype(name, align=False, copy=True)
 
 
@@ -265,7 +270,7 @@ def _array(data: Any, dtype: Any, shape: Any, order: str = "C") -> Any:
 
 
 def _plain(kind: type) -> Callable[..., Any]:
-    """Makes objects of a class without running its ``__init__``."""
+    """Return a function that creates objects of a class without running its ``__init__``."""
     return functools.partial(object.__new__, kind)
 
 
@@ -280,7 +285,7 @@ def _numpy_names() -> dict[str, Callable[..., Any]]:
 
 
 def _functions() -> dict[str, Callable[..., Any]]:
-    """What is made by functions of this module or by classes that must not be handed out, by name."""
+    """Constructors by the name that they stand for: functions of this module, and classes that are not immutable."""
     made: dict[str, Callable[..., Any]] = {
         "_codecs.encode": _encoded,
         "argparse.Namespace": _plain(argparse.Namespace),
@@ -301,7 +306,7 @@ def _functions() -> dict[str, Callable[..., Any]]:
         "torch._tensor._rebuild_from_type_v2": _with_attributes,
         "torch.torch_version.TorchVersion": _text,
         "torch.distributed.checkpoint.filesystem._StorageInfo": _plain(filesystem._StorageInfo),
-        # Where torch kept it before version 2.3.
+        # Its module before torch 2.3.
         "torch.distributed._shard.sharded_tensor.metadata.TensorProperties": _plain(metadata.TensorProperties),
     }
     for module in ("pathlib", "pathlib._local"):
@@ -327,7 +332,7 @@ def _functions() -> dict[str, Callable[..., Any]]:
 
 
 def _values() -> dict[str, Any]:
-    """What is handed out as it is: nothing can change it."""
+    """Immutable objects that a pickle may refer to directly, by name."""
     kinds = (
         *(bool, complex, dict, float, frozenset, int, list, set, slice, tuple),
         *(collections.OrderedDict, collections.defaultdict, collections.deque),
@@ -357,9 +362,9 @@ ALLOWED: dict[str, Any] = _values() | {
 
 
 def enumeration(module: str, name: str) -> type[enum.Enum] | None:
-    """The class of that name, if it is an enumeration whose members may be made.
+    """Return the enumeration of this name if its members are allowed, otherwise None.
 
-    One of Megatron's may be if Megatron has been imported. Nothing is imported for the sake of a checkpoint.
+    Megatron's enumerations are allowed if their module is already imported. A checkpoint never causes an import.
     """
     known = ENUMERATIONS.get(f"{module}.{name}")
     if known is not None or not module.startswith("megatron."):
@@ -370,10 +375,10 @@ def enumeration(module: str, name: str) -> type[enum.Enum] | None:
 
 @functools.cache
 def members(kind: type[enum.Enum]) -> Sealed:
-    """What makes members of an enumeration."""
+    """Return a stand-in whose calls return members of an enumeration."""
     return sealed(kind.__module__, kind.__qualname__, kind)
 
 
 def is_inert(module: str) -> bool:
-    """Whether inert objects stand for what is in this module."""
+    """Whether everything in this module gets a stand-in."""
     return any(module == package or module.startswith(package + ".") for package in INERT)

@@ -1,4 +1,4 @@
-"""The zip files that torch.save writes: finds what lies in one, and writes one around a tensor's own memory."""
+"""The zip archives of ``torch.save``: locates the entries of one, and writes one straight from a tensor's memory."""
 
 import ctypes
 import io
@@ -18,7 +18,7 @@ import torch
 from megatron.fsdp.checkpoint.checksums import DamagedCheckpoint, combine
 
 ALIGNMENT = 64
-# Data this large is worth a second thread, which computes its checksum while it is written.
+# From this size on, a second thread computes the checksum while the data is written.
 _LARGE = 4 << 20
 _PIECE = 8 << 20
 
@@ -27,13 +27,13 @@ _CENTRAL = struct.Struct("<4s6H3I5H2I")
 _END = struct.Struct("<4s4H2IH")
 _END_64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR = struct.Struct("<4sIQI")
-_DATE = 0x21  # the first day of 1980, the earliest there is
+_DATE = 0x21  # the first day of 1980, the earliest that the format can express
 _FULL = 0xFFFFFFFF
 _SIZES_FOLLOW = 1 << 3
 
 
 class Entry(NamedTuple):
-    """Where a file lies in the archive: its first byte, its size in bytes and its CRC-32."""
+    """A file in the archive: the offset of its first byte, its size in bytes and its CRC-32."""
 
     offset: int
     size: int
@@ -41,14 +41,14 @@ class Entry(NamedTuple):
 
 
 class Archive:
-    """A zip file that torch.save wrote, open for reading.
+    """A zip archive that ``torch.save`` wrote, open for reading.
 
     Args:
-        stream: The file, seekable, and nothing else.
-        source: What messages call it.
+        stream: Seekable stream that holds exactly the archive.
+        source: Its name in error messages.
 
     Raises:
-        DamagedCheckpoint: It is not such a file.
+        DamagedCheckpoint: The stream is not such an archive.
     """
 
     def __init__(self, stream: IO[bytes], source: str) -> None:
@@ -65,25 +65,27 @@ class Archive:
             raise NotImplementedError(f"{source}: expected {sys.byteorder} endian data; got {order!r}.")
 
     def read(self, name: str) -> bytes:
-        """All bytes of a small file, compared with their checksum.
+        """Read a small file and verify its checksum.
 
         Raises:
-            DamagedCheckpoint: There is no such file, or it is damaged or compressed.
+            DamagedCheckpoint: The file is missing, damaged or compressed.
         """
         self.entry(name)
         with _damage(self.source):
             return self._zip.read(self._prefix + name)
 
     def entry(self, name: str) -> Entry:
-        """Where a file lies.
+        """Locate a file.
 
         Raises:
-            DamagedCheckpoint: There is no such file, or it is damaged or compressed.
+            DamagedCheckpoint: The file is missing, damaged or compressed.
         """
         with _damage(self.source):
             info = self._zip.getinfo(self._prefix + name)
             if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size or info.flag_bits & 1:
                 raise ValueError(f"{name} is compressed or encrypted")
+            # The table of contents gives the header's offset only. Name and padding follow the header, and their
+            # lengths may differ from those in the table.
             self._stream.seek(info.header_offset)
             fields = _LOCAL.unpack(self._stream.read(_LOCAL.size))
             if fields[0] != b"PK\3\4":
@@ -93,49 +95,53 @@ class Archive:
                 raise ValueError(f"{name} is cut off")
             return Entry(offset, info.file_size, info.CRC)
 
-    def entries(self) -> dict[str, Entry]:
-        """Where each file lies, by name."""
-        names = [name.removeprefix(self._prefix) for name in self._zip.namelist()]
-        return {name: self.entry(name) for name in names}
-
-    def storage(self, key: str) -> torch.UntypedStorage:
-        """The memory of a tensor, read whole.
+    def check(self) -> None:
+        """Compare the contents of every file with its checksum.
 
         Raises:
-            DamagedCheckpoint: There is no such storage, or it is damaged.
+            DamagedCheckpoint: A file is damaged or compressed.
+        """
+        for name in self._zip.namelist():
+            self.entry(name.removeprefix(self._prefix))
+        with _damage(self.source):
+            if (damaged := self._zip.testzip()) is not None:
+                raise ValueError(f"{damaged.removeprefix(self._prefix)} does not match its CRC-32")
+
+    def storage(self, key: str) -> torch.UntypedStorage:
+        """Read a tensor's storage and verify its checksum.
+
+        Raises:
+            DamagedCheckpoint: The storage is missing or damaged.
         """
         entry = self.entry(f"data/{key}")
-        with _damage(self.source):
-            data = torch.empty(entry.size, dtype=torch.uint8)
-            self._stream.seek(entry.offset)
-            view, done = memory(data), 0
-            while done < entry.size:
-                piece = self._stream.read(min(_PIECE, entry.size - done))
-                if not piece:
-                    raise ValueError(f"storage {key} is cut off")
-                view[done : done + len(piece)] = piece
-                done += len(piece)
-            if zlib.crc32(view) != entry.crc32:
-                raise ValueError(f"storage {key} has another CRC-32 than expected")
-            return data.untyped_storage()
+        data = torch.empty(entry.size, dtype=torch.uint8)
+        view = memory(data)
+        # zipfile copies what it reads; in pieces, so that a large storage is not held twice. It compares the checksum
+        # when the last piece has been read.
+        with _damage(self.source), self._zip.open(f"{self._prefix}data/{key}") as file:
+            while piece := file.read(_PIECE):
+                view[: len(piece)] = piece
+                view = view[len(piece) :]
+        return data.untyped_storage()
 
 
 @contextmanager
 def _damage(source: str) -> Iterator[None]:
+    """Turn the errors that a damaged archive causes into DamagedCheckpoint."""
     try:
         yield
     except DamagedCheckpoint:
         raise
     except (zipfile.BadZipFile, zlib.error, struct.error, EOFError, ValueError, KeyError, RuntimeError) as error:
         text = error.args[0] if error.args else type(error).__name__
-        raise DamagedCheckpoint(f"{source}: expected a file that torch.save wrote; got an error: {text}.") from error
+        raise DamagedCheckpoint(f"{source}: expected a file of torch.save; reading it failed: {text}.") from error
 
 
 def memory(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, shared with it; the view keeps the tensor alive.
+    """Return a view of the bytes of a contiguous CPU tensor. The view shares the memory and keeps the tensor alive.
 
     Raises:
-        ValueError: It is not contiguous or not on the CPU.
+        ValueError: The tensor is not contiguous or not on the CPU.
     """
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise ValueError(f"expected a contiguous tensor on the CPU; got {tensor.stride()} on {tensor.device}.")
@@ -148,27 +154,27 @@ def memory(tensor: torch.Tensor) -> memoryview:
 
 
 class Written(NamedTuple):
-    """What was written: its length in bytes and its CRC-32."""
+    """Length in bytes and CRC-32 of data that was written."""
 
     length: int
     crc32: int
 
     def then(self, other: "Written") -> "Written":
-        """This and what was written after it."""
+        """Length and CRC-32 of this data followed by other data."""
         return Written(self.length + other.length, combine(self.crc32, other.crc32, other.length))
 
 
 def write(file: IO[bytes], data: bytes | memoryview) -> Written:
-    """Write all of some data, and compute its checksum at the same time.
+    """Write data completely and compute its checksum meanwhile.
 
     Args:
-        file: Open for writing; an unbuffered one saves a copy.
-        data: Bytes; a multi-dimensional view is not taken.
+        file: Open for writing; an unbuffered file saves a copy.
+        data: Bytes, or a one-dimensional view of bytes.
     """
     if len(data) < _LARGE:
         _write_all(file, data)
         return Written(len(data), zlib.crc32(data))
-    # Both let go of the interpreter's lock.
+    # Writing and computing the checksum both release the GIL, so they run in parallel.
     found: list[int] = []
     thread = threading.Thread(target=lambda: found.append(zlib.crc32(data)))
     thread.start()
@@ -186,20 +192,20 @@ def _write_all(file: IO[bytes], data: bytes | memoryview) -> None:
 
 
 def write_tensor(file: IO[bytes], tensor: torch.Tensor) -> Written:
-    """Write a tensor as torch.save does, at the file's position, from its own memory.
+    """Write a tensor in the format of ``torch.save`` at the file's position, straight from the tensor's memory.
 
-    Only the tensor's elements are written, also where it is a view of a larger one.
+    Only the tensor's elements are written, even if it is a view of a larger storage.
 
     Args:
-        file: Open for writing; an unbuffered one saves a copy.
+        file: Open for writing; an unbuffered file saves a copy.
         tensor: Contiguous, on the CPU.
 
     Raises:
-        ValueError: It is not contiguous or not on the CPU.
+        ValueError: The tensor is not contiguous or not on the CPU.
     """
     elements = memory(tensor)
     writer = _Writer(file)
-    writer.add("data.pkl", _described(tensor))
+    writer.add("data.pkl", _pickled(tensor))
     writer.add("byteorder", sys.byteorder.encode())
     writer.add("version", b"3\n")
     writer.add("data/0", elements, aligned=True)
@@ -207,7 +213,7 @@ def write_tensor(file: IO[bytes], tensor: torch.Tensor) -> Written:
 
 
 class _Writer:
-    """Writes an archive front to back, never returning to what is written."""
+    """Writes an archive front to back. It never seeks, so headers cannot hold checksums of data that follows."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -221,14 +227,15 @@ class _Writer:
         return written.crc32
 
     def add(self, name: str, data: bytes | memoryview, aligned: bool = False) -> None:
-        """Append a file; the first byte of an aligned one is at a multiple of ``ALIGNMENT`` bytes."""
+        """Append a file. If ``aligned``, its first byte is at a multiple of ``ALIGNMENT`` bytes."""
         start, path, size = self._written.length, f"archive/{name}".encode(), len(data)
         large = size >= _FULL
         extra = struct.pack("<2H2Q", 1, 16, 0, 0) if large else b""
         if aligned:
+            # As torch.save pads, so that torch.load(mmap=True) gets aligned tensors.
             gap = -(start + _LOCAL.size + len(path) + len(extra) + 4) % ALIGNMENT
             extra += struct.pack("<2s1H", b"FB", gap) + b"Z" * gap
-        # Checksum and sizes come after the data: the checksum is computed while the data is written.
+        # Checksum and sizes follow the data, because the checksum is computed while the data is written.
         version = 45 if large else 20
         fields = (version, _SIZES_FOLLOW, 0, 0, _DATE)
         self._put(_LOCAL.pack(b"PK\3\4", *fields, 0, 0, 0, len(path), len(extra)) + path + extra)
@@ -251,15 +258,15 @@ class _Writer:
         return self._written
 
 
-class _Elements(NamedTuple):
-    """The storage of a tensor in the description of it."""
+class _StorageReference(NamedTuple):
+    """Stands for a tensor's storage while the tensor is pickled."""
 
     kind: type
     numel: int
 
 
-class _Description:
-    """Is pickled as the tensor that it describes."""
+class _TensorReference:
+    """Pickles as a tensor with a storage of its own size, whatever storage the tensor is a view of."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
@@ -270,17 +277,18 @@ class _Description:
         layout = (0, tuple(tensor.shape), tensor.stride(), False, hooks)
         name = torch.storage._dtype_to_storage_type_map().get(tensor.dtype)
         if name is None:
-            elements = _Elements(torch.UntypedStorage, tensor.numel() * tensor.itemsize)
-            return torch._utils._rebuild_tensor_v3, (elements, *layout, tensor.dtype)
-        return torch._utils._rebuild_tensor_v2, (_Elements(getattr(torch, name), tensor.numel()), *layout)
+            # Newer dtypes have no storage class; torch.save stores them as bytes and names the dtype.
+            storage = _StorageReference(torch.UntypedStorage, tensor.numel() * tensor.itemsize)
+            return torch._utils._rebuild_tensor_v3, (storage, *layout, tensor.dtype)
+        return torch._utils._rebuild_tensor_v2, (_StorageReference(getattr(torch, name), tensor.numel()), *layout)
 
 
 class _Pickler(pickle.Pickler):
     def persistent_id(self, value: Any) -> Any:
-        return ("storage", value.kind, "0", "cpu", value.numel) if isinstance(value, _Elements) else None
+        return ("storage", value.kind, "0", "cpu", value.numel) if isinstance(value, _StorageReference) else None
 
 
-def _described(tensor: torch.Tensor) -> bytes:
+def _pickled(tensor: torch.Tensor) -> bytes:
     stream = io.BytesIO()
-    _Pickler(stream, protocol=2).dump(_Description(tensor))
+    _Pickler(stream, protocol=2).dump(_TensorReference(tensor))
     return stream.getvalue()

@@ -1,11 +1,11 @@
-"""Checksums of a checkpoint's files, and files that are written whole or not at all."""
+"""Checksums of a checkpoint's files, and atomic writes."""
 
 import functools
 import json
 import os
 import stat
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -15,16 +15,16 @@ METADATA = ".metadata"
 ALGORITHM = "crc32"
 
 _BLOCK = 4 << 20
-# The polynomial of CRC-32, lowest power first, as zlib has it.
+# The generator polynomial of CRC-32 in zlib's bit order: the lowest power is the highest bit.
 _POLYNOMIAL = 0xEDB88320
 
 
 class DamagedCheckpoint(ValueError):
-    """A file of a checkpoint is missing, too short, altered, or not what it should be. The message names it."""
+    """A file of a checkpoint is missing, truncated or altered. The message names the file."""
 
 
 class FileSum(NamedTuple):
-    """What a file should be: its size in bytes and its CRC-32 as eight hexadecimal digits."""
+    """The expected size of a file in bytes, and its expected CRC-32 as eight hexadecimal digits."""
 
     bytes: int
     crc32: str
@@ -32,12 +32,12 @@ class FileSum(NamedTuple):
 
 @dataclass
 class Checksums:
-    """What the files of a checkpoint should be.
+    """Expected sizes and checksums of a checkpoint's files, as stored in ``checksums.json``.
 
     Attributes:
         files: By name within the folder, without ``.metadata``.
-        metadata: CRC-32 values of ``.metadata`` that are right. There are two while a save replaces it.
-        fingerprint: Tells what the checkpoint was made of; empty if its writer did not say.
+        metadata: Valid CRC-32 values of ``.metadata``: two while a save replaces the file, otherwise one.
+        fingerprint: Identifies the sources that the checkpoint was made from; empty if its writer recorded none.
     """
 
     files: dict[str, FileSum] = field(default_factory=dict)
@@ -46,10 +46,10 @@ class Checksums:
 
     @staticmethod
     def load(folder: Path) -> "Checksums | None":
-        """The checksums that lie in a folder; None if it has none.
+        """Read the checksums of a folder; None if it has none.
 
         Raises:
-            DamagedCheckpoint: The file is there but cannot be understood.
+            DamagedCheckpoint: The file exists but is not a valid table of checksums.
         """
         path = folder / NAME
         if not path.exists():
@@ -60,15 +60,15 @@ class Checksums:
                 raise DamagedCheckpoint(f"{path}: expected the algorithm {ALGORITHM}; got {found['algorithm']!r}.")
             files = {str(name): FileSum(int(f["bytes"]), str(f["crc32"])) for name, f in found["files"].items()}
             if not all(map(is_inside, files)):
-                raise DamagedCheckpoint(f"{path}: expected files of this folder; got others.")
+                raise DamagedCheckpoint(f"{path}: expected names of files in this folder; got others.")
             return Checksums(files, [str(value) for value in found["metadata"]], str(found.get("fingerprint", "")))
         except DamagedCheckpoint:
             raise
         except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
-            raise DamagedCheckpoint(f"{path}: expected a table of checksums; got no {error}.") from error
+            raise DamagedCheckpoint(f"{path}: expected a table of checksums; got {error!r}.") from error
 
     def save(self, folder: Path) -> None:
-        """Write them into a folder, atomically."""
+        """Write the checksums into a folder, atomically."""
         content: dict[str, object] = {
             "algorithm": ALGORITHM,
             "files": {name: entry._asdict() for name, entry in sorted(self.files.items())},
@@ -79,10 +79,10 @@ class Checksums:
         write_file(folder / NAME, json.dumps(content, indent=1).encode())
 
     def check_file(self, folder: Path, name: str) -> None:
-        """Compare a file with what it should be. A file that is not listed is not checked.
+        """Compare a file with its expected size and checksum. A file that is not listed passes.
 
         Raises:
-            DamagedCheckpoint: It is missing, has another size or another checksum.
+            DamagedCheckpoint: The file is missing, or its size or checksum differs.
         """
         if name not in self.files:
             return
@@ -95,14 +95,14 @@ class Checksums:
             raise DamagedCheckpoint(f"{path}: expected the CRC-32 {wanted.crc32}; got {found}.")
 
     def check_metadata(self, folder: Path, found: str | None = None) -> None:
-        """Compare ``.metadata`` with what it should be.
+        """Compare ``.metadata`` with its expected checksum.
 
         Args:
             folder: Of the checkpoint.
-            found: CRC-32 of what was read of it. None: it is read for that.
+            found: CRC-32 of the contents, if they have been read already. None reads the file.
 
         Raises:
-            DamagedCheckpoint: It is missing or has another checksum.
+            DamagedCheckpoint: The file is missing or its checksum differs.
         """
         path = folder / METADATA
         size_of(path)
@@ -112,7 +112,7 @@ class Checksums:
 
 
 def is_inside(name: str) -> bool:
-    """Whether a file of this name lies in the folder that it is looked for in, or in one inside it."""
+    """Whether a relative name stays inside the folder that it is relative to."""
     path = PurePosixPath(name)
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
 
@@ -121,7 +121,7 @@ def size_of(path: Path) -> int:
     """Size of a checkpoint's file in bytes.
 
     Raises:
-        DamagedCheckpoint: It is missing, or no file: a folder, or a pipe, which would be waited for.
+        DamagedCheckpoint: The file is missing or is not a regular file. Opening a pipe, for instance, would block.
     """
     try:
         found = path.stat()
@@ -133,10 +133,10 @@ def size_of(path: Path) -> int:
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file of a checkpoint says.
+    """Parse a JSON file of a checkpoint.
 
     Raises:
-        DamagedCheckpoint: It is missing, or says nothing that can be understood.
+        DamagedCheckpoint: The file is missing or is not valid JSON.
     """
     size_of(path)
     try:
@@ -146,39 +146,33 @@ def read_json(path: Path) -> Any:
 
 
 def crc32_of(path: Path) -> str:
-    """CRC-32 of a file as eight hexadecimal digits; reads it in blocks."""
-    crc = 0
-    for block in _blocks_of(path):
-        crc = zlib.crc32(block, crc)
+    """CRC-32 of a file as eight hexadecimal digits."""
+    crc, buffer = 0, memoryview(bytearray(_BLOCK))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            crc = zlib.crc32(buffer[:count], crc)
     return as_hex(crc)
 
 
-def _blocks_of(path: Path) -> Iterator[memoryview]:
-    buffer = memoryview(bytearray(_BLOCK))
-    with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            yield buffer[:count]
-
-
 def as_hex(crc: int) -> str:
-    """A CRC-32 as eight hexadecimal digits."""
+    """Format a CRC-32 as eight hexadecimal digits."""
     return f"{crc:08x}"
 
 
 def combine(first: int, second: int, length: int) -> int:
-    """CRC-32 of two pieces of data, one after the other, from their own.
+    """CRC-32 of a concatenation, from the CRC-32 of its two halves. zlib has this, but Python does not offer it.
 
     Args:
-        first: CRC-32 of the first piece.
-        second: CRC-32 of the second piece.
-        length: Bytes of the second piece.
+        first: CRC-32 of the first half.
+        second: CRC-32 of the second half.
+        length: Bytes in the second half.
     """
     return _product(_power(length), first) ^ second
 
 
 @functools.lru_cache(maxsize=4096)
 def _power(length: int) -> int:
-    """The polynomial x to the power of 8 times ``length``."""
+    """The polynomial x to the power of ``8 * length``, modulo the generator: appending that many zero bits."""
     result, square = 1 << 31, 1 << 23
     while length:
         if length & 1:
@@ -189,7 +183,7 @@ def _power(length: int) -> int:
 
 
 def _product(a: int, b: int) -> int:
-    """Of two polynomials over GF(2), modulo that of CRC-32; the highest bit is the coefficient of 1."""
+    """Multiply two polynomials over GF(2) modulo the generator; the highest bit is the coefficient of 1."""
     product, bit = 0, 1 << 31
     while bit:
         if a & bit:
@@ -200,13 +194,14 @@ def _product(a: int, b: int) -> int:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a file that is there whole or not at all, whatever happens meanwhile; it replaces one of its name."""
+    """Write or replace a file atomically: after a crash or power failure, it is either complete or unchanged."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
+        # Only after fsync: otherwise a power failure could leave the new name with no contents.
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -215,14 +210,14 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def write_files(folder: Path, files: Mapping[str, bytes]) -> dict[str, FileSum]:
-    """Write several files as :func:`write_file` does and return their checksums."""
+    """Write each file atomically and return their checksums."""
     for name, data in files.items():
         write_file(folder / name, data)
     return {name: FileSum(len(data), as_hex(zlib.crc32(data))) for name, data in files.items()}
 
 
 def sync_folder(path: Path) -> None:
-    """Make what was created, renamed or removed in a folder last through a power failure."""
+    """Make files that were created, renamed or removed in a folder survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -1,8 +1,8 @@
-"""Tensors that are read when they are needed, and only as much of them: conversions are built of these.
+"""Tensors that are read on demand and in part. Conversions are built from them.
 
-A conversion says for every tensor that it writes how it is put together from those that it reads: rows cut out, parts
-put in a row, layers stacked. Nothing is read before a block of the result is asked for, so memory does not grow with
-the checkpoint.
+A conversion describes each tensor that it writes in terms of tensors that it reads: rows that are cut out, tensors that
+are concatenated, layers that are stacked. Nothing is read until a block of the result is needed, so the memory that a
+conversion takes does not grow with the checkpoint.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,15 +13,24 @@ import torch
 
 
 class Box(NamedTuple):
-    """An axis-aligned part of a tensor.
+    """An axis-aligned region of a tensor.
 
     Attributes:
-        offsets: Where it begins, per dimension.
-        sizes: How long it is, per dimension.
+        offsets: Index of its first element, per dimension.
+        sizes: Number of indices, per dimension.
     """
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
+
+    def slices(self, origin: tuple[int, ...] | None = None) -> tuple[slice, ...]:
+        """Return the region as an index into a tensor whose first element is at ``origin``, by default at 0."""
+        first = self.offsets if origin is None else self.relative_to(origin).offsets
+        return tuple(slice(o, o + n) for o, n in zip(first, self.sizes, strict=True))
+
+    def relative_to(self, origin: tuple[int, ...]) -> "Box":
+        """Return the region with offsets that count from ``origin``."""
+        return Box(tuple(o - q for o, q in zip(self.offsets, origin, strict=True)), self.sizes)
 
 
 @dataclass(frozen=True)
@@ -29,9 +38,9 @@ class LazyTensor:
     """A tensor that can be read in part.
 
     Attributes:
-        shape: Of the whole.
-        dtype: Of what ``read`` returns.
-        read: Returns a part of it: a CPU tensor of shape ``box.sizes``, which the caller may keep but not change.
+        shape: Of the whole tensor.
+        dtype: Of the tensors that ``read`` returns.
+        read: Returns a region as a CPU tensor of shape ``box.sizes``. The caller may keep it but must not modify it.
     """
 
     shape: tuple[int, ...]
@@ -40,19 +49,15 @@ class LazyTensor:
 
     @property
     def nbytes(self) -> int:
-        """Size of the whole in bytes."""
+        """Size of the whole tensor in bytes."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def whole(self) -> torch.Tensor:
-        """All of it."""
+        """Read the whole tensor."""
         return self.read(Box((0,) * len(self.shape), self.shape))
 
     def blocks(self, limit: int) -> Iterator[Box]:
-        """Boxes that tile the tensor in row order, none over ``limit`` bytes unless one element is.
-
-        Args:
-            limit: Bytes.
-        """
+        """Tile the tensor in row-major order with boxes of at most ``limit`` bytes, or of a single element."""
         yield from blocks_of(Box((0,) * len(self.shape), self.shape), self.dtype.itemsize, limit)
 
     def to(self, dtype: torch.dtype) -> "LazyTensor":
@@ -62,13 +67,13 @@ class LazyTensor:
         return LazyTensor(self.shape, dtype, lambda box: self.read(box).to(dtype))
 
     def narrow(self, dim: int, start: int, length: int) -> "LazyTensor":
-        """A part along one dimension, as ``torch.narrow``.
+        """Restrict one dimension to a range, as ``torch.narrow`` does.
 
         Raises:
-            ValueError: It is not inside the tensor.
+            ValueError: The range is not inside the tensor.
         """
         if not 0 <= start <= start + length <= self.shape[dim]:
-            raise ValueError(f"expected a part of dimension {dim} of {self.shape}; got {start} to {start + length}.")
+            raise ValueError(f"expected a range of dimension {dim} of {self.shape}; got {start} to {start + length}.")
 
         def read(box: Box) -> torch.Tensor:
             return self.read(Box(_with(box.offsets, dim, box.offsets[dim] + start), box.sizes))
@@ -76,7 +81,7 @@ class LazyTensor:
         return LazyTensor(_with(self.shape, dim, length), self.dtype, read)
 
     def select(self, dim: int, index: int) -> "LazyTensor":
-        """One entry of a dimension, without that dimension, as ``torch.select``."""
+        """Remove a dimension by picking one index of it, as ``torch.select`` does."""
         part = self.narrow(dim, index, 1)
 
         def read(box: Box) -> torch.Tensor:
@@ -85,7 +90,7 @@ class LazyTensor:
         return LazyTensor(self.shape[:dim] + self.shape[dim + 1 :], self.dtype, read)
 
     def unsqueeze(self, dim: int) -> "LazyTensor":
-        """The tensor with a dimension of length 1 put in, as ``torch.unsqueeze``."""
+        """Insert a dimension of size 1, as ``torch.unsqueeze`` does."""
 
         def read(box: Box) -> torch.Tensor:
             return self.read(Box(_without(box.offsets, dim), _without(box.sizes, dim))).unsqueeze(dim)
@@ -93,7 +98,7 @@ class LazyTensor:
         return LazyTensor(_inserted(self.shape, dim, 1), self.dtype, read)
 
     def chunk(self, count: int, dim: int = 0) -> "list[LazyTensor]":
-        """Equal parts along a dimension.
+        """Split a dimension into ``count`` equal parts.
 
         Raises:
             ValueError: The dimension is not a multiple of ``count``.
@@ -105,24 +110,20 @@ class LazyTensor:
 
 
 def of(tensor: torch.Tensor) -> LazyTensor:
-    """A tensor that is in memory already."""
-
-    def read(box: Box) -> torch.Tensor:
-        return tensor[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))]
-
-    return LazyTensor(tuple(tensor.shape), tensor.dtype, read)
+    """Wrap a tensor that is already in memory."""
+    return LazyTensor(tuple(tensor.shape), tensor.dtype, lambda box: tensor[box.slices()])
 
 
 def cat(parts: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
-    """Tensors in a row along a dimension, as ``torch.cat``.
+    """Concatenate tensors along a dimension, as ``torch.cat`` does.
 
     Raises:
-        ValueError: There are none, or they differ in dtype or in another dimension.
+        ValueError: There are no tensors, or they differ in dtype or in another dimension.
     """
     shapes = {_without(part.shape, dim) for part in parts}
     dtypes = {part.dtype for part in parts}
     if len(shapes) != 1 or len(dtypes) != 1:
-        raise ValueError(f"expected parts that differ in dimension {dim} only; got {[part.shape for part in parts]}.")
+        raise ValueError(f"expected tensors that differ in dimension {dim} only; got {[part.shape for part in parts]}.")
     starts = [0]
     for part in parts:
         starts.append(starts[-1] + part.shape[dim])
@@ -142,19 +143,19 @@ def cat(parts: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
 
 
 def stack(parts: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
-    """Tensors of one shape along a new dimension, as ``torch.stack``."""
+    """Concatenate tensors of one shape along a new dimension, as ``torch.stack`` does."""
     return cat([part.unsqueeze(dim) for part in parts], dim)
 
 
 def blocks_of(box: Box, itemsize: int, limit: int) -> Iterator[Box]:
-    """Boxes that tile a box in row order, none over ``limit`` bytes unless one element is.
+    """Tile a box in row-major order with boxes of at most ``limit`` bytes, or of a single element.
 
     Args:
-        box: Part of a tensor.
-        itemsize: Bytes of an element.
-        limit: Bytes.
+        box: The region to tile.
+        itemsize: Bytes per element.
+        limit: Largest size of a tile in bytes.
     """
-    # The first dimension that can be cut; what comes before it is of length 1.
+    # The first dimension that can be cut. Those before it have size 1, so every tile is a run of rows.
     dim = next((d for d, size in enumerate(box.sizes) if size > 1), None)
     total = torch.Size(box.sizes).numel() * itemsize
     if dim is None or total <= limit:

@@ -1,4 +1,4 @@
-"""What a model asks for against what a checkpoint has: one report of everything that does not fit."""
+"""Matches the keys of a model against those of a checkpoint, and reports all mismatches at once."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,28 +9,30 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from megatron.fsdp.checkpoint.coordination import gather_from_ranks, rank_and_world_size
 from megatron.fsdp.helpers.spelling import did_you_mean
 
 
 class Rows(NamedTuple):
-    """A tensor of a checkpoint that has the rows of several wanted ones, one after the other.
+    """A stored tensor that holds the rows of several of the model's tensors, one after the other.
 
     Attributes:
-        key: Its name.
-        parts: The keys of those.
+        key: The name of the stored tensor.
+        parts: The keys of the model's tensors, in the order of their rows.
     """
 
     key: str
     parts: tuple[str, ...]
 
 
-# What else a value may be in a checkpoint, the likeliest first.
+# Maps a key to the other names that its value may have in a checkpoint, the likeliest first.
 Aliases = Callable[[str], Sequence[str | Rows]]
+# Keys that a message lists.
 SHOWN = 50
 
 
 class Reaction(Enum):
-    """What to do about a difference."""
+    """What to do about keys that do not match."""
 
     RAISE = "raise"
     LOG = "log"
@@ -39,13 +41,13 @@ class Reaction(Enum):
 
 @dataclass(frozen=True)
 class Strictness:
-    """What to do about keys that only one side has. A shape that differs is always an error.
+    """What to do about keys that only the model or only the checkpoint has. A different shape is always an error.
 
     Attributes:
-        missing: The model has it, the checkpoint does not.
-        unexpected: The checkpoint has it, no rank's model does.
-        optional: Whether a missing key is all right in any case.
-        extra: Whether an unexpected key is: it says something about the checkpoint.
+        missing: Reaction to keys that the model has and the checkpoint lacks.
+        unexpected: Reaction to keys that the checkpoint has and the model of every rank lacks.
+        optional: Whether a key may be missing in any case.
+        extra: Whether a key may be unexpected in any case, because it describes the checkpoint itself.
     """
 
     missing: Reaction = Reaction.RAISE
@@ -56,13 +58,13 @@ class Strictness:
 
 @dataclass
 class Match:
-    """How the keys of a model and of a checkpoint go together.
+    """How the keys of a model correspond to those of a checkpoint.
 
     Attributes:
-        sources: For every key that is loaded, the checkpoint's name of it.
-        starts: For those that are some rows of a larger tensor, the first of these.
-        missing: Keys that the checkpoint does not have.
-        misshaped: For keys of other shapes: what is expected, and what is there.
+        sources: The checkpoint's name of every key that is loaded.
+        starts: The first row of every key that is some rows of a larger stored tensor.
+        missing: Keys that the checkpoint lacks.
+        misshaped: The expected and the stored shape of keys whose shapes differ.
     """
 
     sources: dict[str, str] = field(default_factory=dict)
@@ -72,12 +74,12 @@ class Match:
 
 
 def match(wanted: Mapping[str, Any], metadata: Metadata, aliases: Aliases) -> Match:
-    """Find every wanted key in a checkpoint.
+    """Look up every key of a model in a checkpoint.
 
     Args:
-        wanted: Tensors and objects by key.
+        wanted: The model's tensors and objects, by key.
         metadata: Of the checkpoint.
-        aliases: What else to look for if a key is not there.
+        aliases: Other names to try for a key that the checkpoint lacks.
     """
     found = Match()
     there = metadata.state_dict_metadata
@@ -95,7 +97,8 @@ def match(wanted: Mapping[str, Any], metadata: Metadata, aliases: Aliases) -> Ma
                 lengths = [wanted[part].shape[0] for part in source.parts]
                 found.starts[key] = sum(lengths[: source.parts.index(key)])
                 shape = (sum(lengths), *shape[1:])
-            if shape != tuple(stored.size) and value.numel() > 1:
+            # A single element, such as an optimizer's step, may be stored with any number of dimensions.
+            if shape != tuple(stored.size) and not value.numel() == stored.size.numel() == 1:
                 found.misshaped[key] = shape, tuple(stored.size)
     return found
 
@@ -106,62 +109,42 @@ def _candidates(key: str, aliases: Aliases) -> Iterator[Rows]:
 
 
 def unexpected_keys(sources: Iterable[str], metadata: Metadata) -> list[str]:
-    """Keys of a checkpoint that no rank asks for. A collective."""
+    """Return the keys of a checkpoint that no rank loads. A collective."""
     keys = list(metadata.state_dict_metadata)
-    asked = set(sources)
-    flags = torch.tensor([key in asked for key in keys], dtype=torch.int32)
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        flags = flags.to(device)
+    loaded = set(sources)
+    flags = torch.tensor([key in loaded for key in keys], dtype=torch.int32)
+    if rank_and_world_size()[1] > 1:
+        flags = flags.to("cuda" if dist.get_backend() == "nccl" else "cpu")
         dist.all_reduce(flags, dist.ReduceOp.MAX)
     return [key for key, flag in zip(keys, flags.tolist(), strict=True) if not flag]
 
 
 def report(found: Match, unexpected: Sequence[str], metadata: Metadata, strictness: Strictness) -> str:
-    """Say what does not fit, and raise if it must not be so. A collective: ranks agree on whether to raise.
+    """Report all mismatches, of all ranks. A collective, so that either every rank raises an error or none does.
 
     Returns:
-        What is only to be logged; empty if there is nothing.
+        Mismatches that are only to be logged; empty if there are none.
 
     Raises:
-        RuntimeError: Keys are missing, or unexpected, and must not be.
+        RuntimeError: Keys are missing or unexpected, and the strictness forbids it.
         ValueError: Shapes differ.
     """
-    missing = [key for key in found.missing if not strictness.optional(key)]
-    everyone = [(missing, found.misshaped)]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        any_wrong = torch.tensor([int(bool(missing or found.misshaped))], dtype=torch.int32, device=device)
-        dist.all_reduce(any_wrong, dist.ReduceOp.MAX)
-        if any_wrong.item():
-            everyone = [([], {})] * dist.get_world_size()
-            dist.all_gather_object(everyone, (missing, found.misshaped))
-    missing = list(dict.fromkeys(key for keys, _ in everyone for key in keys))
-    misshaped = {key: shapes for _, of_rank in everyone for key, shapes in of_rank.items()}
-    names = metadata.state_dict_metadata.keys()
-    parts = {
-        "missing": [f"{key}.{did_you_mean(key, unexpected or names, 0.8)}" for key in missing[:SHOWN]],
-        "unexpected": [*unexpected[:SHOWN]],
-        "of another shape": [
-            f"{key}: expected {want}; the checkpoint has {got}" for key, (want, got) in misshaped.items()
-        ],
-    }
-    counts = {"missing": len(missing), "unexpected": len(unexpected), "of another shape": len(misshaped)}
-    fatal = {
-        "missing": bool(missing) and strictness.missing is Reaction.RAISE,
-        "unexpected": bool(unexpected) and strictness.unexpected is Reaction.RAISE,
-        "of another shape": bool(misshaped),
-    }
-    logged = {
-        "missing": strictness.missing is not Reaction.IGNORE,
-        "unexpected": strictness.unexpected is not Reaction.IGNORE,
-        "of another shape": True,
-    }
-    text = "\n".join(
-        f"{counts[kind]} {'key' if counts[kind] == 1 else 'keys'} {kind}:\n  " + "\n  ".join(lines)
-        for kind, lines in parts.items()
-        if counts[kind] and logged[kind]
+    of_ranks = gather_from_ranks(([key for key in found.missing if not strictness.optional(key)], found.misshaped))
+    missing = list(dict.fromkeys(key for keys, _ in of_ranks for key in keys))
+    misshaped = {key: shapes for _, of_rank in of_ranks for key, shapes in of_rank.items()}
+    names = unexpected or metadata.state_dict_metadata.keys()
+    hints = [f"{key}.{did_you_mean(key, names, 0.8)}" for key in missing[:SHOWN]]
+    shapes = [f"{key}: expected {want}; the checkpoint has {got}" for key, (want, got) in misshaped.items()]
+    kinds = (
+        (len(missing), "missing", hints, strictness.missing),
+        (len(unexpected), "unexpected", unexpected[:SHOWN], strictness.unexpected),
+        (len(misshaped), "of another shape", shapes, Reaction.RAISE),
     )
-    if any(fatal.values()):
+    text = "\n".join(
+        f"{count} {'key' if count == 1 else 'keys'} {kind}:\n  " + "\n  ".join(lines)
+        for count, kind, lines, reaction in kinds
+        if count and reaction is not Reaction.IGNORE
+    )
+    if any(count and reaction is Reaction.RAISE for count, _, _, reaction in kinds):
         raise (ValueError if misshaped else RuntimeError)(f"The checkpoint does not fit the model. {text}")
     return text

@@ -1,15 +1,12 @@
-"""Which of the checkpoints in a folder can be loaded: the newest that is whole."""
+"""Finds the newest complete checkpoint in a folder."""
 
 import logging
 import re
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
-
-import torch.distributed as dist
 
 from megatron.fsdp.checkpoint.backend import check_files, open_checkpoint
-from megatron.fsdp.checkpoint.checksums import size_of
+from megatron.fsdp.checkpoint.coordination import gather_from_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -17,34 +14,30 @@ ITERATION = re.compile(r"iter_(\d{7,})")
 
 
 def iterations_in(folder: Path) -> list[int]:
-    """Iterations of which there are folders, the newest first."""
+    """Return the iterations that have a folder, newest first."""
     found = [ITERATION.fullmatch(path.name) for path in folder.iterdir() if path.is_dir()]
     return sorted((int(match[1]) for match in found if match is not None), reverse=True)
 
 
 def folder_of(folder: Path, iteration: int) -> Path:
-    """Where the checkpoint of an iteration is."""
+    """Return the folder of an iteration's checkpoint."""
     return folder / f"iter_{iteration:07d}"
 
 
 def newest_whole(folder: Path, wanted: int | None, check: bool = True, checked: Collection[Path] = ()) -> int | None:
-    """The iteration to load: the one that is wanted, or the newest before it that is whole. A collective.
+    """Choose the iteration to load: ``wanted``, or the newest complete one before it. A collective.
 
     Args:
-        folder: With a folder ``iter_0000123`` per checkpoint.
-        wanted: Iteration that the tracker file names; None: it names none, and any will do.
+        folder: Holds a folder ``iter_0000123`` for each checkpoint.
+        wanted: The iteration in the tracker file. None allows any iteration.
         check: Whether to compare files with their checksums.
-        checked: Folders whose files have been compared before.
+        checked: Folders whose files have already been compared.
 
     Returns:
-        None if none is whole.
+        The iteration, or None if no checkpoint is complete.
     """
-    found = iterations_in(folder)
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        # File systems that many machines share do not show everything to everyone at the same time.
-        of_first: list[Any] = [found, wanted]
-        dist.broadcast_object_list(of_first, src=0)
-        found, wanted = of_first
+    # A shared file system may show different files to different machines, so all ranks use what rank 0 sees.
+    found, wanted = gather_from_ranks((iterations_in(folder), wanted))[0]
     for iteration in found:
         if wanted is not None and iteration > wanted:
             continue
@@ -52,35 +45,24 @@ def newest_whole(folder: Path, wanted: int | None, check: bool = True, checked: 
         damage = _damage(of_iteration, check and of_iteration not in checked)
         if not damage:
             if iteration != wanted:
-                logger.warning("%s: going back to the checkpoint of iteration %d.", folder, iteration)
+                logger.warning("%s: falling back to the checkpoint of iteration %d.", folder, iteration)
             return iteration
-        logger.warning("%s: the checkpoint of iteration %d is not whole: %s", folder, iteration, damage)
+        logger.warning("%s: the checkpoint of iteration %d is incomplete or damaged: %s", folder, iteration, damage)
     return None
 
 
 def _damage(folder: Path, check: bool) -> str:
-    """What is wrong with a checkpoint, on any rank; empty if nothing is."""
+    """Describe what any rank finds wrong with a checkpoint; empty if it is complete. A collective."""
     found, opened = "", None
     try:
         opened = open_checkpoint(folder)
-        for name, end in opened.files().items():
-            size = size_of(folder / name)
-            if size < end:
-                found = f"{folder / name}: expected at least {end} bytes; got {size}"
+        opened.check_sizes()
     except (OSError, ValueError, NotImplementedError) as error:
         found = str(error)
-    found = _any(found)
+    found = next(filter(None, gather_from_ranks(found)), "")
     if not found and check and opened is not None:
         try:
             check_files(opened)
         except ValueError as error:
             found = str(error)
     return found
-
-
-def _any(message: str) -> str:
-    if not (dist.is_initialized() and dist.get_world_size() > 1):
-        return message
-    messages = [""] * dist.get_world_size()
-    dist.all_gather_object(messages, message)
-    return next(filter(None, messages), "")

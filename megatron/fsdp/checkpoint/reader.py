@@ -1,4 +1,4 @@
-"""Reads checkpoints in part: metadata, objects, and of a tensor only the bytes that are asked for."""
+"""Reads checkpoints in part: the metadata, single objects, and regions of tensors."""
 
 import bisect
 import functools
@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from megatron.fsdp.checkpoint import safe_pickle
 from megatron.fsdp.checkpoint.allowed import Foreign
-from megatron.fsdp.checkpoint.archive import Archive, memory
+from megatron.fsdp.checkpoint.archive import Archive
 from megatron.fsdp.checkpoint.checksums import (
     METADATA,
     Checksums,
@@ -28,24 +28,24 @@ from megatron.fsdp.checkpoint.checksums import (
     size_of,
 )
 from megatron.fsdp.checkpoint.lazy import Box, LazyTensor
+from megatron.fsdp.checkpoint.strided import read_box
 
 TRACKER = "latest_checkpointed_iteration.txt"
-# What a tracker file says, and the folder is called, of a checkpoint without an iteration.
+# The tracker file's contents and the folder's name for a checkpoint without an iteration.
 RELEASE = "release"
 COMMON = "common.pt"
 FORMAT_FILE = "metadata.json"
 COMMON_KEY = "common_state/shard_0_1"
 
-# What does not lie in one piece is read in pieces up to this size, in bytes, and picked from them.
-_SCRATCH = 4 << 20
-# Reading this many bytes that nobody asked for is as fast as reading twice.
-_GAP = 64 << 10
-# Integers of the same size move elements of any dtype without looking at them.
-_MOVERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-
 
 class Place(NamedTuple):
-    """Where an item of a checkpoint lies: in a file of its folder, from a byte on, so many bytes."""
+    """Where an item of a checkpoint is stored.
+
+    Attributes:
+        file: Name of a file in the checkpoint's folder.
+        offset: First byte.
+        length: Number of bytes.
+    """
 
     file: str
     offset: int
@@ -53,12 +53,12 @@ class Place(NamedTuple):
 
 
 class _Index(NamedTuple):
-    """Chunks of a tensor, to be found by where they are along the first dimension; there may be tens of thousands.
+    """The chunks of a tensor, sorted, so that those at given rows are found quickly among tens of thousands.
 
     Attributes:
         boxes: The chunks, in the order of their offsets.
-        starts: The first offset of each.
-        longest: The largest first size.
+        starts: The first row of each chunk.
+        longest: The largest number of rows of a chunk.
     """
 
     boxes: list[Box]
@@ -66,15 +66,14 @@ class _Index(NamedTuple):
     longest: int
 
     @staticmethod
-    def of(boxes: list[Box]) -> "_Index":
-        """The index of some chunks of one tensor."""
-        ordered = sorted(boxes)
+    def of(entry: TensorStorageMetadata) -> "_Index":
+        ordered = sorted(Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks)
         if not ordered or not ordered[0].offsets:
             return _Index(ordered, [], 0)
         return _Index(ordered, [box.offsets[0] for box in ordered], max(box.sizes[0] for box in ordered))
 
     def near(self, box: Box) -> list[Box]:
-        """Chunks that may have something in common with a box."""
+        """Return the chunks that may overlap with a box."""
         if not self.starts:
             return self.boxes
         first = bisect.bisect_left(self.starts, box.offsets[0] - self.longest + 1)
@@ -82,31 +81,25 @@ class _Index(NamedTuple):
 
 
 class StoredChunk(NamedTuple):
-    """How the elements of one chunk lie in a file.
+    """Where the elements of one chunk are stored.
 
     Attributes:
-        file: Name within the folder.
-        start: Where its storage begins, in bytes from the beginning of the file.
-        offset: Of its first element within the storage, in elements.
-        shape: Of the chunk.
+        file: Name of a file in the checkpoint's folder.
+        start: Byte in the file at which the first element begins.
         stride: Elements from one index to the next, per dimension.
-        dtype: Of the elements.
     """
 
     file: str
     start: int
-    offset: int
-    shape: tuple[int, ...]
     stride: tuple[int, ...]
-    dtype: torch.dtype
 
 
 def checkpoint_folder(path: Path) -> Path:
-    """The folder of the checkpoint that a user means: a checkpoint itself, or the folder above it with a tracker file.
+    """Resolve a path to the folder of a checkpoint: the path itself, or what the tracker file in it points to.
 
     Raises:
-        FileNotFoundError: There is neither.
-        DamagedCheckpoint: The tracker file does not say an iteration.
+        FileNotFoundError: The path holds neither a checkpoint nor a tracker file that points to one.
+        DamagedCheckpoint: The tracker file does not name an iteration.
     """
     if (path / METADATA).is_file():
         return path
@@ -122,26 +115,26 @@ def checkpoint_folder(path: Path) -> Path:
 
 
 class CheckpointReader:
-    """A checkpoint of torch.distributed.checkpoint, in either of Megatron's formats, open for reading.
+    """A checkpoint of ``torch.distributed.checkpoint``, in either of Megatron's formats, open for reading.
 
     Args:
         path: The folder with ``.metadata``.
-        verify: Compare each file with its checksum when it is first read; where the checkpoint has none, each item with
-            those that torch.save put beside it.
+        verify: Compare each file with its checksum when it is first read. In a checkpoint without checksums, compare
+            each item with the checksums that ``torch.save`` stored with it.
 
     Attributes:
         path: As given.
-        metadata: What ``.metadata`` holds.
+        metadata: The contents of ``.metadata``.
         metadata_crc32: CRC-32 of ``.metadata``.
-        checksums: What the files should be; None if the checkpoint does not say.
-        tensors: By key, to be read when they are needed.
-        objects: Keys of what are not tensors.
-        format: ``"torch_dist"`` if ``metadata.json`` says so, ``"fsdp_dtensor"`` otherwise.
+        checksums: Of the files; None if the checkpoint has none.
+        tensors: Lazily read tensors, by key.
+        objects: Keys of the entries that are not tensors.
+        format: ``"torch_dist"`` if ``metadata.json`` says so, otherwise ``"fsdp_dtensor"``.
 
     Raises:
-        FileNotFoundError: There is no ``.metadata``.
-        DamagedCheckpoint: It cannot be understood, or is not what its checksum says.
-        UnsafePickle: It names what is not on the allow-list.
+        FileNotFoundError: The folder has no ``.metadata``.
+        DamagedCheckpoint: ``.metadata`` is invalid or does not match its checksum.
+        UnsafePickle: ``.metadata`` refers to something that is not on the allow-list.
     """
 
     def __init__(self, path: Path, verify: bool = True) -> None:
@@ -160,14 +153,13 @@ class CheckpointReader:
         entries = self.metadata.state_dict_metadata.items()
         self.tensors = {key: self._tensor(key, e) for key, e in entries if isinstance(e, TensorStorageMetadata)}
         self.objects = tuple(key for key, e in entries if isinstance(e, BytesStorageMetadata))
-        # Chunks are read block by block: where one lies is asked again and again.
+        # Tensors are read block by block, so each chunk is located many times.
         self._stored = functools.lru_cache(maxsize=1 << 16)(self._find_chunk)
-        self._boxes = functools.lru_cache(maxsize=1 << 10)(self._find_boxes)
-        self._index = functools.lru_cache(maxsize=1 << 16)(lambda key: _Index.of(self._boxes(key)))
+        self._index = functools.lru_cache(maxsize=1 << 16)(self._find_chunks)
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Tells this checkpoint from others, and from itself once it has been changed."""
+        """Identifies this checkpoint and its current state: changes whenever one of its files does."""
         digest = hashlib.sha256((self.path / METADATA).read_bytes())
         for path in sorted(p for p in self.path.iterdir() if p.is_file()):
             status = path.stat()
@@ -175,17 +167,17 @@ class CheckpointReader:
         return digest.hexdigest()
 
     def unlisted(self) -> list[tuple[str, Box | None]]:
-        """Objects, and chunks of tensors, that lie in files without a checksum of their own; None for an object.
+        """List the items in files that ``checksums.json`` does not list: keys with a chunk, or with None for objects.
 
         Raises:
-            DamagedCheckpoint: The metadata does not say where one lies.
+            DamagedCheckpoint: The metadata lacks the place of an item.
         """
         items: list[tuple[str, Box | None]] = [(key, None) for key in self.objects]
         items += [(key, chunk) for key in self.tensors for chunk in self.chunks(key)]
         return [(key, chunk) for key, chunk in items if not self._is_listed(self.place(key, chunk).file)]
 
     def files(self) -> dict[str, int]:
-        """The data files that the metadata names, and the size in bytes that each must have at least."""
+        """Return the data files that the metadata refers to, with the minimum size of each in bytes."""
         sizes: dict[str, int] = {}
         for index in self.metadata.storage_data:
             place = self._place(index)
@@ -193,41 +185,41 @@ class CheckpointReader:
         return sizes
 
     def chunks(self, key: str) -> list[Box]:
-        """How a tensor is cut in the files.
+        """Return the chunks that a tensor is stored in, in the order of their offsets.
 
         Raises:
             KeyError: There is no tensor of this name.
         """
         if key not in self.tensors:
             raise KeyError(key)
-        return self._boxes(key)
+        return self._index(key).boxes
 
     def stored(self, key: str, chunk: Box) -> StoredChunk:
-        """How one chunk of a tensor lies in its file.
+        """Locate the elements of one chunk of a tensor.
 
         Args:
             key: The tensor.
             chunk: One of :meth:`chunks`.
 
         Raises:
-            DamagedCheckpoint: It is not there, or is not what the metadata says.
+            DamagedCheckpoint: The chunk is missing or contradicts the metadata.
         """
         return self._stored(key, chunk)
 
     def read_object(self, key: str) -> Any:
-        """What is not a tensor, unpickled through the allow-list.
+        """Read an object and unpickle it through the allow-list.
 
         Raises:
             KeyError: There is no such object.
-            DamagedCheckpoint: It is not there or cannot be understood.
-            UnsafePickle: It names what is not on the allow-list.
+            DamagedCheckpoint: The object is missing or damaged.
+            UnsafePickle: The object refers to something that is not on the allow-list.
         """
         place = self.place(key)
         with self._open(place.file) as file:
             return safe_pickle.load_torch(_window(file, place.offset, place.length), self._source(key, place))
 
     def place(self, key: str, chunk: Box | None = None) -> Place:
-        """Where an object lies, or a chunk of a tensor with what describes it.
+        """Locate the archive of an object or of a tensor's chunk.
 
         Args:
             key: The object or tensor.
@@ -235,7 +227,7 @@ class CheckpointReader:
 
         Raises:
             KeyError: There is no such object or tensor.
-            DamagedCheckpoint: The metadata does not say where it lies.
+            DamagedCheckpoint: The metadata lacks its place.
         """
         wanted = TensorStorageMetadata if chunk else BytesStorageMetadata
         if not isinstance(self.metadata.state_dict_metadata.get(key), wanted):
@@ -243,25 +235,27 @@ class CheckpointReader:
         return self._place(MetadataIndex(key, chunk.offsets if chunk else None))
 
     def object_bytes(self, key: str) -> bytes:
-        """An object as it lies in the file, not unpickled.
+        """Read an object without unpickling it.
 
         Raises:
             KeyError: There is no such object.
-            DamagedCheckpoint: It is not there.
+            DamagedCheckpoint: The object is missing or damaged.
         """
         place = self.place(key)
         self._check_item(key, None, place)
         with self._open(place.file) as file:
             data = _window(file, place.offset, place.length).read()
         if len(data) != place.length:
-            raise DamagedCheckpoint(f"{self.path / place.file}: expected {key} whole; got {len(data)} bytes of it.")
+            raise DamagedCheckpoint(
+                f"{self.path / place.file}: expected {place.length} bytes of {key}; got {len(data)}."
+            )
         return data
 
     def check(self) -> None:
-        """Whether all is there: every file, as long as it must be, and every element of every tensor exactly once.
+        """Check that the checkpoint is complete: all files, and every element of every tensor exactly once.
 
         Raises:
-            DamagedCheckpoint: Something is missing or there twice.
+            DamagedCheckpoint: A file is missing or too short, or elements are missing or stored twice.
         """
         for key in self.objects:
             self.place(key)
@@ -276,40 +270,42 @@ class CheckpointReader:
                     raise DamagedCheckpoint(
                         f"{self.path / METADATA}: {key}: expected at least {need} bytes of {box}; got {have}."
                     )
+        self.check_sizes()
+
+    def check_sizes(self) -> None:
+        """Check that every data file has at least the size that the metadata implies.
+
+        Raises:
+            DamagedCheckpoint: A file is missing or too short.
+        """
         for name, size in self.files().items():
-            self._check_size(name, size)
+            found = size_of(self.path / name)
+            if found < size:
+                raise DamagedCheckpoint(f"{self.path / name}: expected at least {size} bytes; got {found}.")
 
     def check_contents(self, key: str, chunk: Box | None = None) -> None:
-        """Compare the bytes of an object, or of a chunk of a tensor, with the checksums that torch.save put beside.
+        """Compare an object or a tensor's chunk with the checksums that ``torch.save`` stored with it.
 
         Args:
             key: The object or tensor.
             chunk: None for an object, one of :meth:`chunks` for a tensor.
 
         Raises:
-            DamagedCheckpoint: They differ, or it is not there.
+            DamagedCheckpoint: The item is missing or does not match its checksums.
         """
         place = self.place(key, chunk)
         with self._open(place.file) as file:
-            archive = Archive(_window(file, place.offset, place.length), self._source(key, place))
-            for name, entry in archive.entries().items():
-                window, crc = _window(file, place.offset + entry.offset, entry.size), 0
-                while piece := window.read(_SCRATCH):
-                    crc = zlib.crc32(piece, crc)
-                if crc != entry.crc32:
-                    raise DamagedCheckpoint(
-                        f"{archive.source}: expected the CRC-32 {entry.crc32:08x} of {name}; got {crc:08x}."
-                    )
+            Archive(_window(file, place.offset, place.length), self._source(key, place)).check()
 
     def _tensor(self, key: str, entry: TensorStorageMetadata) -> LazyTensor:
         shape, dtype = tuple(entry.size), entry.properties.dtype
         return LazyTensor(shape, dtype, lambda box: self._read(key, box))
 
     def _read(self, key: str, box: Box) -> torch.Tensor:
-        """A part of a tensor, put together from the chunks that it meets."""
+        """Read a region of a tensor from the chunks that it overlaps with."""
         tensor = self.tensors[key]
         if len(box.offsets) != len(tensor.shape) or not _inside(box, tensor.shape):
-            raise ValueError(f"{key}: expected a part of a tensor of shape {tensor.shape}; got {box}.")
+            raise ValueError(f"{key}: expected a region of a tensor of shape {tensor.shape}; got {box}.")
         result = torch.empty(box.sizes, dtype=tensor.dtype)
         missing = result.numel()
         for chunk in self._index(key).near(box) if missing else []:
@@ -317,20 +313,21 @@ class CheckpointReader:
             if common is None:
                 continue
             stored = self._stored(key, chunk)
-            target = result[_slices(common, box.offsets)]
+            target = result[common.slices(box.offsets)]
             with self._open(stored.file) as file:
-                _fetch(file, stored, _relative(common, chunk.offsets), target)
+                read_box(file, stored.start, stored.stride, common.relative_to(chunk.offsets), target)
             missing -= math.prod(common.sizes)
         if missing:
             raise DamagedCheckpoint(
-                f"{self.path / METADATA}: expected the chunks of {key} to tile it; {missing} elements of {box} differ."
+                f"{self.path / METADATA}: expected the chunks of {key} to tile it; {missing} elements of {box} are not "
+                "covered exactly once."
             )
         return result
 
-    def _find_boxes(self, key: str) -> list[Box]:
+    def _find_chunks(self, key: str) -> _Index:
         entry = self.metadata.state_dict_metadata[key]
-        chunks = entry.chunks if isinstance(entry, TensorStorageMetadata) else []
-        return [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks]
+        assert isinstance(entry, TensorStorageMetadata)
+        return _Index.of(entry)
 
     def _find_chunk(self, key: str, chunk: Box) -> StoredChunk:
         tensor = self.tensors[key]
@@ -345,7 +342,7 @@ class CheckpointReader:
             raise DamagedCheckpoint(
                 f"{source}: expected {tensor.dtype} of shape {chunk.sizes}; got {found.dtype} of shape {found.size}."
             )
-        return StoredChunk(place.file, start, found.offset, found.size, found.stride, found.dtype)
+        return StoredChunk(place.file, start + found.offset * found.dtype.itemsize, found.stride)
 
     def _place(self, index: MetadataIndex) -> Place:
         info, path = self.metadata.storage_data.get(index), self.path / METADATA
@@ -358,22 +355,20 @@ class CheckpointReader:
             right = False
         if not right:
             raise DamagedCheckpoint(f"{path}: expected the place of {index.fqn}; its entry is damaged.")
+        # Metadata from elsewhere must not make us read files outside of the checkpoint.
         if not is_inside(place.file):
             raise DamagedCheckpoint(f"{path}: expected {index.fqn} in a file of this folder; got {place.file!r}.")
         if getattr(info, "transform_descriptors", None):
-            raise NotImplementedError(f"{path}: {index.fqn} is stored as {info.transform_descriptors}, not plainly.")
+            raise NotImplementedError(
+                f"{path}: {index.fqn} is stored with transforms, which are not supported: {info.transform_descriptors}."
+            )
         return place
 
     def _source(self, key: str, place: Place) -> str:
         return f"{self.path / place.file} ({key})"
 
-    def _check_size(self, name: str, size: int) -> None:
-        found = size_of(self.path / name)
-        if found < size:
-            raise DamagedCheckpoint(f"{self.path / name}: expected at least {size} bytes; got {found}.")
-
     def _open(self, name: str) -> IO[bytes]:
-        """A data file, compared with its checksum when it is first opened."""
+        """Open a data file. The first time, compare it with its checksum."""
         if self._verify and self.checksums is not None and name not in self._sound:
             self.checksums.check_file(self.path, name)
             self._sound.add(name)
@@ -381,7 +376,7 @@ class CheckpointReader:
         return open(self.path / name, "rb", buffering=0)
 
     def _check_item(self, key: str, chunk: Box | None, place: Place) -> None:
-        """Before it is first read, compare an item of a file without a checksum with the item's own."""
+        """Before the first read of an item whose file has no checksum, compare it with the item's own checksums."""
         if self._verify and (key, chunk) not in self._sound and not self._is_listed(place.file):
             self.check_contents(key, chunk)
             self._sound.add((key, chunk))
@@ -391,15 +386,15 @@ class CheckpointReader:
 
 
 def common_state(path: Path, verify: bool = True) -> dict[str, Any]:
-    """What a ``torch_dist`` checkpoint holds once for all ranks; {} if it has no such thing.
+    """Read the state that a ``torch_dist`` checkpoint stores once for all ranks; {} if it has none.
 
     Args:
         path: The folder with ``.metadata``.
-        verify: Compare the file that it lies in with its checksum.
+        verify: Compare the file with its checksum.
 
     Raises:
-        DamagedCheckpoint: It cannot be understood.
-        UnsafePickle: It names what is not on the allow-list.
+        DamagedCheckpoint: The state is damaged.
+        UnsafePickle: The state refers to something that is not on the allow-list.
     """
     if (path / COMMON).is_file():
         checksums = Checksums.load(path) if verify else None
@@ -419,10 +414,10 @@ def common_state(path: Path, verify: bool = True) -> dict[str, Any]:
 
 
 def format_of(path: Path) -> str:
-    """What ``metadata.json`` says, see ``CheckpointReader.format``.
+    """Return the format in ``metadata.json``, see ``CheckpointReader.format``.
 
     Raises:
-        DamagedCheckpoint: The file is there but is no JSON.
+        DamagedCheckpoint: The file exists but is not valid JSON.
     """
     if not (path / FORMAT_FILE).exists():
         return "fsdp_dtensor"
@@ -431,7 +426,10 @@ def format_of(path: Path) -> str:
 
 
 def _as_metadata(found: Any, path: Path) -> Metadata:
-    """Metadata from what was unpickled, which may be an object of a class derived from it."""
+    """Validate unpickled metadata, so that the rest of the module can rely on its types.
+
+    Some versions of Megatron-Core write an object of a derived class, which unpickles as a stand-in.
+    """
     if isinstance(found, Foreign) and "state_dict_metadata" in vars(found):
         metadata = Metadata(vars(found)["state_dict_metadata"])
         vars(metadata).update(vars(found))
@@ -440,7 +438,7 @@ def _as_metadata(found: Any, path: Path) -> Metadata:
         raise DamagedCheckpoint(f"{path}: expected checkpoint metadata; got {type(found).__name__}.")
     places = vars(found).get("storage_data")
     if not isinstance(places, dict) or not all(isinstance(index, MetadataIndex) for index in places):
-        raise DamagedCheckpoint(f"{path}: expected the places of its items; got {type(places).__name__}.")
+        raise DamagedCheckpoint(f"{path}: expected a table of its items' places; got {type(places).__name__}.")
     for key, entry in found.state_dict_metadata.items():
         if not isinstance(key, str) or not (isinstance(entry, BytesStorageMetadata) or _is_tensor(entry)):
             raise DamagedCheckpoint(f"{path}: expected {key!r} to be a tensor or an object; its entry is damaged.")
@@ -464,7 +462,7 @@ def _inside(box: Box, shape: tuple[int, ...]) -> bool:
 
 
 def intersection(a: Box, b: Box) -> Box | None:
-    """What two boxes of one tensor have in common; None if that is nothing."""
+    """Return the overlap of two boxes of one tensor; None if they do not overlap."""
     low = tuple(map(max, a.offsets, b.offsets))
     high = tuple(min(p + n, q + m) for p, n, q, m in zip(*a, *b, strict=True)) if a.offsets else ()
     sizes = tuple(h - o for o, h in zip(low, high, strict=True))
@@ -472,12 +470,12 @@ def intersection(a: Box, b: Box) -> Box | None:
 
 
 def untiled(shape: tuple[int, ...], boxes: list[Box]) -> str:
-    """How boxes fail to cover a tensor exactly once; empty if they do."""
+    """Describe how boxes fail to cover a tensor exactly once; empty if they cover it."""
     boxes = [box for box in boxes if 0 not in box.sizes]
     for box in boxes:
         if not _inside(box, shape):
             return f"one, {box}, is not inside {shape}"
-    # Along the first dimension, only those that have not ended can overlap with the next.
+    # Sweep along the first dimension: only boxes that have not ended yet can overlap with the next one.
     open_boxes: list[Box] = []
     for box in sorted(boxes):
         open_boxes = [o for o in open_boxes if not o.offsets or o.offsets[0] + o.sizes[0] > box.offsets[0]]
@@ -488,70 +486,13 @@ def untiled(shape: tuple[int, ...], boxes: list[Box]) -> str:
     return "" if covered == wanted else f"they have {covered} of {wanted} elements"
 
 
-def _relative(box: Box, origin: tuple[int, ...]) -> Box:
-    return Box(tuple(o - q for o, q in zip(box.offsets, origin, strict=True)), box.sizes)
-
-
-def _slices(box: Box, origin: tuple[int, ...]) -> tuple[slice, ...]:
-    return tuple(slice(o - q, o - q + n) for o, q, n in zip(box.offsets, origin, box.sizes, strict=True))
-
-
-def _fetch(file: IO[bytes], stored: StoredChunk, box: Box, target: torch.Tensor) -> None:
-    """Read a part of a chunk into a tensor of its shape."""
-    first = stored.offset + sum(o * s for o, s in zip(box.offsets, stored.stride, strict=True))
-    run = _Run(file, stored.start, stored.dtype.itemsize)
-    kept = [d for d, size in enumerate(box.sizes) if size > 1]
-    stride = tuple(stored.stride[d] for d in kept)
-    run.read(first, stride, target.view(_MOVERS[run.itemsize]).squeeze())
-
-
-class _Run(NamedTuple):
-    """A file of elements of ``itemsize`` bytes that begins at byte ``start``."""
-
-    file: IO[bytes]
-    start: int
-    itemsize: int
-
-    def read(self, first: int, stride: tuple[int, ...], target: torch.Tensor) -> None:
-        """Read the elements that lie ``stride`` apart, from element ``first`` on, into a tensor of their shape."""
-        span = 1 + sum((n - 1) * s for n, s in zip(target.shape, stride, strict=True))
-        if target.is_contiguous() and stride == target.stride():
-            self._into(first, target)
-        elif span * self.itemsize <= _SCRATCH:
-            scratch = torch.empty(span, dtype=target.dtype)
-            self._into(first, scratch)
-            target.copy_(scratch.as_strided(target.shape, stride))
-        else:
-            self._in_parts(first, stride, target)
-
-    def _in_parts(self, first: int, stride: tuple[int, ...], target: torch.Tensor) -> None:
-        dim = max(range(len(stride)), key=stride.__getitem__)
-        inner = 1 + sum((n - 1) * s for d, (n, s) in enumerate(zip(target.shape, stride, strict=True)) if d != dim)
-        count = max((_SCRATCH // self.itemsize - inner) // max(stride[dim], 1) + 1, 1)
-        if (stride[dim] - inner) * self.itemsize >= _GAP:
-            count = 1
-        for start in range(0, target.shape[dim], count):
-            part = target.narrow(dim, start, min(count, target.shape[dim] - start))
-            rest = stride
-            if part.shape[dim] == 1:
-                part, rest = part.squeeze(dim), (*stride[:dim], *stride[dim + 1 :])
-            self.read(first + start * stride[dim], rest, part)
-
-    def _into(self, first: int, target: torch.Tensor) -> None:
-        view, offset = memory(target), self.start + first * self.itemsize
-        while view:
-            count = os.preadv(self.file.fileno(), [view], offset)
-            if not count:
-                raise DamagedCheckpoint(f"{self.file.name}: expected {len(view)} bytes at {offset}; got its end.")
-            view, offset = view[count:], offset + count
-
-
 def _window(file: IO[bytes], offset: int, length: int) -> IO[bytes]:
-    """A part of a file, as a file of its own; it is not closed with it."""
+    """Return a stream of a range of a file. Closing it leaves the file open."""
     return io.BufferedReader(_Window(file.fileno(), offset, length))
 
 
 class _Window(io.RawIOBase):
+    # torch's own view of a file range seeks before the range's beginning without an error.
     def __init__(self, descriptor: int, offset: int, length: int) -> None:
         super().__init__()
         self._descriptor, self._offset, self._length, self._position = descriptor, offset, length, 0
@@ -565,7 +506,7 @@ class _Window(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
         if base + offset < 0:
-            raise ValueError(f"there is no byte {base + offset}")
+            raise ValueError(f"negative position {base + offset}")
         self._position = base + offset
         return self._position
 

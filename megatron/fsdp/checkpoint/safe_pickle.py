@@ -1,4 +1,4 @@
-"""Reads the pickles of a checkpoint without running anything that they name, but for an allow-list."""
+"""Unpickles the objects of a checkpoint without running code, except for what is on an allow-list."""
 
 import _compat_pickle
 import copyreg
@@ -30,7 +30,7 @@ from megatron.fsdp.checkpoint.allowed import (
 from megatron.fsdp.checkpoint.archive import Archive
 from megatron.fsdp.checkpoint.checksums import DamagedCheckpoint
 
-# What damaged or made-up data raises when it is unpickled, besides errors of its own.
+# Errors that unpickling raises for damaged or malicious data, besides UnsafePickle.
 _ERRORS = (
     pickle.UnpicklingError,
     struct.error,
@@ -48,11 +48,11 @@ _ERRORS = (
 
 
 class UnsafePickle(ValueError):
-    """A pickle names a class or function that is not on the allow-list. The message names it and the file."""
+    """A pickle refers to a class or function that is not on the allow-list. The message names both it and the file."""
 
 
 class _Unpickler(pickle.Unpickler):
-    """Hands out only what cannot be changed and does no harm, whatever it is called with."""
+    """Resolves names only to objects that are immutable and harmless, whatever arguments they are called with."""
 
     def __init__(self, stream: IO[bytes], source: str) -> None:
         super().__init__(stream)
@@ -61,7 +61,7 @@ class _Unpickler(pickle.Unpickler):
         self._dtypes: list[Any] = []
 
     def find_class(self, module: str, name: str, /) -> Any:
-        # Pickles of protocol 2, which torch.save writes, use Python 2's names.
+        # Pickles of protocol 2, which torch.save writes, use the names of Python 2.
         module, name = _compat_pickle.NAME_MAPPING.get((module, name), (module, name))
         module = _compat_pickle.IMPORT_MAPPING.get(module, module)
         full = f"{module}.{name}"
@@ -71,14 +71,15 @@ class _Unpickler(pickle.Unpickler):
             return ALLOWED[full]
         kind = enumeration(module, name)
         if kind is not None:
+            # A pickle can set attributes of a member, and members belong to the whole process: see _check_changes.
             self._members |= {member: dict(vars(member)) for member in kind.__members__.values()}
             return members(kind)
         if is_inert(module):
             return foreign(module, name)
-        raise UnsafePickle(f"{self._source}: it names {full}, which is not allowed in a checkpoint; nothing was run.")
+        raise UnsafePickle(f"{self._source}: refers to {full}, which is not allowed in a checkpoint; nothing was run.")
 
     def persistent_load(self, identity: Any, /) -> Any:
-        raise pickle.UnpicklingError("it refers to data outside of it")
+        raise pickle.UnpicklingError("the pickle refers to data outside of itself")
 
     def load(self) -> Any:
         try:
@@ -97,18 +98,18 @@ class _Unpickler(pickle.Unpickler):
         return self._dtypes[-1]
 
     def _check_changes(self) -> None:
-        """Undo and refuse changes to members of enumerations, which are the whole process's, and odd dtypes."""
+        """Raise an error if the pickle has modified a dtype or an enumeration's member, and restore the member."""
         if any(dtype.fields is not None or dtype.subdtype is not None for dtype in self._dtypes):
-            raise UnsafePickle(f"{self._source}: it makes a numpy dtype of records, which is not allowed.")
+            raise UnsafePickle(f"{self._source}: creates a numpy dtype of records, which is not allowed.")
         for member, attributes in self._members.items():
             if vars(member) != attributes:
                 vars(member).clear()
                 vars(member).update(attributes)
-                raise UnsafePickle(f"{self._source}: it changes {member!r}, which is not allowed in a checkpoint.")
+                raise UnsafePickle(f"{self._source}: modifies {member!r}, which is not allowed in a checkpoint.")
 
 
 class _TorchUnpickler(_Unpickler):
-    """Reads what torch.save pickled."""
+    """Unpickles the object in an archive of ``torch.save``."""
 
     def __init__(self, archive: Archive, with_data: bool) -> None:
         super().__init__(io.BytesIO(archive.read("data.pkl")), archive.source)
@@ -119,50 +120,50 @@ class _TorchUnpickler(_Unpickler):
     def persistent_load(self, identity: Any, /) -> Any:
         what, kind, key, _, count = identity
         if what != "storage" or not isinstance(kind, StorageKind) or not isinstance(count, int) or count < 0:
-            raise pickle.UnpicklingError(f"it refers to {what!r}")
+            raise pickle.UnpicklingError(f"the pickle refers to {what!r}, which is not a storage")
         if key not in self._storages:
             have, need = self._archive.entry(f"data/{key}").size, count * kind.dtype.itemsize
             if have < need:
-                raise ValueError(f"storage {key} has {have} bytes of {need}")
+                raise ValueError(f"storage {key} has {have} bytes; its tensors need {need}")
             data = self._archive.storage(key) if self._with_data else None
             self._storages[key] = Storage(kind.dtype, key, count, data)
         return self._storages[key]
 
 
 def loads(data: bytes, source: str) -> Any:
-    """The object in a plain pickle, such as ``.metadata``.
+    """Load a plain pickle, such as ``.metadata``.
 
     Args:
         data: The pickle.
-        source: What messages call it.
+        source: Its name in error messages.
 
     Raises:
-        UnsafePickle: It names what is not on the allow-list.
-        DamagedCheckpoint: It is not a pickle, or not a whole one.
+        UnsafePickle: The pickle refers to something that is not on the allow-list.
+        DamagedCheckpoint: The data is not a complete pickle.
     """
     return _Unpickler(io.BytesIO(data), source).load()
 
 
 def load_torch(stream: IO[bytes], source: str) -> Any:
-    """The object in a file that torch.save wrote; its tensors are on the CPU.
+    """Load a file that ``torch.save`` wrote, with its tensors on the CPU.
 
     Args:
-        stream: The file, seekable, and nothing else.
-        source: What messages call it.
+        stream: Seekable stream that holds exactly the file.
+        source: Its name in error messages.
 
     Raises:
-        UnsafePickle: It names what is not on the allow-list.
-        DamagedCheckpoint: It is not such a file, or not a whole one.
+        UnsafePickle: The file refers to something that is not on the allow-list.
+        DamagedCheckpoint: The stream does not hold a complete file of ``torch.save``.
     """
     return _TorchUnpickler(Archive(stream, source), with_data=True).load()
 
 
 def stored_tensor(archive: Archive) -> StoredTensor:
-    """How the one tensor in a file that torch.save wrote lies there; its elements are not read.
+    """Describe where a file of ``torch.save`` stores its only tensor, without reading the tensor's elements.
 
     Raises:
-        UnsafePickle: It names what is not on the allow-list.
-        DamagedCheckpoint: It is not a tensor's file, or not a whole one.
+        UnsafePickle: The file refers to something that is not on the allow-list.
+        DamagedCheckpoint: The file is damaged, or does not hold a single tensor.
     """
     found = _TorchUnpickler(archive, with_data=False).load()
     if not isinstance(found, StoredTensor):
@@ -171,9 +172,9 @@ def stored_tensor(archive: Archive) -> StoredTensor:
 
 
 class _Pickler(pickle._Pickler):
-    """Pickles what stands for a class, a function or an object of a class that is not run as what it stands for."""
+    """Pickles the stand-ins of :mod:`.allowed` as the classes, functions and objects that they stand for."""
 
-    # Of the base class, which is typed without them.
+    # Attributes of the base class that its type stubs lack.
     proto: int
     write: Callable[[bytes], Any]
     save: Callable[[Any], Any]
@@ -203,10 +204,5 @@ _PICKLE_MODULE = types.SimpleNamespace(__name__="pickle", Pickler=_Pickler)
 
 
 def save_torch(value: Any, stream: IO[bytes]) -> None:
-    """Write an object as torch.save does; inert objects are written as what they stand for.
-
-    Args:
-        value: The object.
-        stream: Open for writing.
-    """
+    """Write an object as ``torch.save`` does. Stand-ins are written as the objects that they stand for."""
     torch.save(value, stream, pickle_module=_PICKLE_MODULE)

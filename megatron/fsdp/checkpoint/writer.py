@@ -1,4 +1,4 @@
-"""Writes new checkpoints as streams: whole or not at all, by several processes, and on after a kill."""
+"""Writes new checkpoints block by block: atomically, with several processes, and resuming after a crash."""
 
 import hashlib
 import io
@@ -28,12 +28,19 @@ from torch.distributed.checkpoint.metadata import (
 
 from megatron.fsdp.checkpoint import archive, safe_pickle
 from megatron.fsdp.checkpoint.archive import Written
-from megatron.fsdp.checkpoint.checksums import METADATA, NAME, Checksums, FileSum, as_hex, sync_folder, write_file
-from megatron.fsdp.checkpoint.checksums import write_files as write_small_files
+from megatron.fsdp.checkpoint.checksums import (
+    METADATA,
+    NAME,
+    Checksums,
+    FileSum,
+    as_hex,
+    sync_folder,
+    write_file,
+    write_files,
+)
+from megatron.fsdp.checkpoint.coordination import wait_until
 from megatron.fsdp.checkpoint.lazy import Box, LazyTensor
 
-# How long the first process waits for another that shows no sign of life, in seconds.
-PATIENCE = 600.0
 PROGRESS = ".progress"
 
 _VERIFIED_AT_ONCE = 4 << 20
@@ -41,7 +48,7 @@ _SECONDS_BETWEEN_SIGNS = 1.0
 
 
 class RawObject(bytes):
-    """An object as it lies in a checkpoint, see ``CheckpointReader.object_bytes``: it is copied, not unpickled."""
+    """A pickled object from ``CheckpointReader.object_bytes``, to be copied without unpickling it."""
 
 
 class _Item(NamedTuple):
@@ -53,7 +60,7 @@ class _Item(NamedTuple):
 
 
 class _Done(NamedTuple):
-    """An item in a data file: its number, where it lies, and the CRC-32 of the file up to its end."""
+    """A written item: its number, its place in the data file, and the CRC-32 of the file up to the item's end."""
 
     number: int
     offset: int
@@ -66,23 +73,23 @@ def _ignore(nbytes: int) -> None:
 
 
 class CheckpointWriter:
-    """Streams a new checkpoint into ``<path>.partial``, which becomes ``path`` when it is whole.
+    """Streams a new checkpoint into ``<path>.partial``, and renames that folder to ``path`` once it is complete.
 
-    Several processes may share the work: each makes a writer of the same checkpoint, calls :meth:`write` with the same
-    arguments and then :meth:`finish`. Processes that were killed go on where they stopped, if they are started again
-    with the same arguments; after any change of them, everything is written anew.
+    Several processes can share the work. Each creates a writer of the same checkpoint, calls :meth:`write` with the
+    same arguments, and then :meth:`finish`. A killed process that is started again with the same arguments resumes
+    where it stopped. If an argument differs, everything is written again.
 
     Args:
-        path: The folder to be.
-        process: Number of this process, from 0 on.
-        processes: How many share the work.
-        block: Largest part of a tensor that is in memory at a time, in bytes.
-        source: Tells what the checkpoint is made of, such as ``CheckpointReader.fingerprint`` and the settings of a
-            conversion. What was written from another source is not used.
+        path: The folder to create.
+        process: Number of this process, from 0.
+        processes: Number of processes that share the work.
+        block: Largest region of a tensor to hold in memory, in bytes.
+        source: Identifies the source of the data, for instance ``CheckpointReader.fingerprint`` and the settings of a
+            conversion. Blocks that were written from another source are not reused.
 
     Raises:
-        FileExistsError: The folder is there already.
-        ValueError: The numbers make no sense.
+        FileExistsError: The folder already exists.
+        ValueError: ``process``, ``processes`` or ``block`` is out of range.
     """
 
     def __init__(
@@ -102,7 +109,7 @@ class CheckpointWriter:
         self._objects: dict[str, _StorageInfo] = {}
         self._sums: dict[str, FileSum] = {}
         if process == 0:
-            self._refuse_to_replace()
+            self._require_absent()
 
     def write(
         self,
@@ -110,16 +117,16 @@ class CheckpointWriter:
         objects: Mapping[str, Any],
         progress: Callable[[int], None] = _ignore,
     ) -> None:
-        """Write this process's share of the blocks of the tensors; the first process writes the objects too.
+        """Write this process's share of the tensors' blocks. Process 0 also writes the objects.
 
         Args:
-            tensors: By key; each process gives the same, in the same order.
-            objects: By key: what is not a tensor, or a :class:`RawObject`.
-            progress: Called with the bytes of each block once it is written, or found to be.
+            tensors: By key; the same on all processes, in the same order.
+            objects: By key. A :class:`RawObject` is written as it is, any other object is pickled.
+            progress: Called with the size in bytes of each block that has been written, now or by an earlier run.
 
         Raises:
-            FileExistsError: The folder is there already.
-            RuntimeError: It was called before.
+            FileExistsError: The folder already exists.
+            RuntimeError: The method was called before.
         """
         if self._fingerprint:
             raise RuntimeError(f"{self._path}: expected one call of write; got another.")
@@ -130,18 +137,18 @@ class CheckpointWriter:
             for box in tensor.blocks(self._block)
         ]
         self._fingerprint = self._identity(objects)
-        if self._is_whole():
+        if self._is_complete():
             return
-        self._refuse_to_replace()
+        self._require_absent()
         (self._partial / PROGRESS).mkdir(parents=True, exist_ok=True)
         _mark(self._partial, self._process).unlink(missing_ok=True)
-        with _Part(self._partial, self._process, self._fingerprint) as part:
+        with _DataFile(self._partial, self._process, self._fingerprint) as file:
             for number in self._share():
                 item = self._items[number]
-                if number not in part.done:
-                    part.append(number, tensors[item.key].read(item.box).contiguous())
+                if number not in file.done:
+                    file.append(number, tensors[item.key].read(item.box).contiguous())
                 progress(item.nbytes)
-            part.sync()
+            file.sync()
         if self._process == 0:
             self._write_objects(objects)
 
@@ -151,20 +158,20 @@ class CheckpointWriter:
         files: Mapping[str, bytes] = MappingProxyType({}),
         attributes: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """Say that this process's share is written; in the first one, wait for the others and complete the checkpoint.
+        """Mark this process's share as written. Process 0 then waits for the others and completes the checkpoint.
 
         Args:
-            planner_data: What ``.metadata`` keeps of the nesting of the keys: the path of each.
-            files: Small files to lie beside, such as ``metadata.json``, by name.
-            attributes: What else ``.metadata`` holds, such as the ``mcore_data`` of older versions of Megatron-Core.
+            planner_data: For ``.metadata``: the path of each key in the nested state dict.
+            files: Small files to add to the checkpoint, such as ``metadata.json``, by name.
+            attributes: Further attributes of ``.metadata``, such as the ``mcore_data`` of older Megatron-Core versions.
 
         Raises:
-            RuntimeError: Nothing was written before, or another process shows no sign of life.
-            ValueError: A file has the name of one that the checkpoint has anyway.
+            RuntimeError: :meth:`write` was not called, or another process makes no progress.
+            ValueError: A file's name is one that the checkpoint uses itself.
         """
         if not self._fingerprint:
             raise RuntimeError(f"{self._path}: expected a call of write before finish; got none.")
-        if self._is_whole():
+        if self._is_complete():
             return
         write_file(_mark(self._partial, self._process), self._fingerprint.encode())
         if self._process:
@@ -172,39 +179,44 @@ class CheckpointWriter:
         taken = {METADATA, NAME, PROGRESS, *self._sums, *(_data_name(p) for p in range(self._processes))}
         if taken & set(files):
             raise ValueError(f"{self._path}: expected other names of files; got {sorted(taken & set(files))}.")
-        self._wait()
+        wait_until(
+            lambda: not self._unfinished(),
+            lambda: [_size_and_time(_journal(self._partial, p)) for p in self._unfinished()],
+            lambda: f"{self._partial}: processes {self._unfinished()}",
+        )
         places = self._merge()
         self._remove_leftovers({*taken, *files})
-        self._sums |= write_small_files(self._partial, files)
+        self._sums |= write_files(self._partial, files)
         content = self._metadata(places, planner_data)
         vars(content).update(attributes)
         metadata = pickle.dumps(content)
         write_file(self._partial / METADATA, metadata)
         Checksums(self._sums, [as_hex(zlib.crc32(metadata))], self._fingerprint).save(self._partial)
-        self._refuse_to_replace()
+        self._require_absent()
         self._partial.rename(self._path)
         sync_folder(self._path.parent)
-        # The checkpoint is whole; what may be left of this is not part of it.
+        # Last, because a crash before the rename needs the journals to resume. Readers ignore a leftover.
         shutil.rmtree(self._path / PROGRESS, ignore_errors=True)
 
     def _identity(self, objects: Mapping[str, Any]) -> str:
-        what = [(key, tensor.shape, str(tensor.dtype)) for key, tensor in self._tensors.items()]
-        settings = [self._source, self._processes, self._block, what, sorted(objects)]
+        """Fingerprint of everything that decides which bytes are written where."""
+        tensors = [(key, tensor.shape, str(tensor.dtype)) for key, tensor in self._tensors.items()]
+        settings = [self._source, self._processes, self._block, tensors, sorted(objects)]
         return hashlib.sha256(json.dumps(settings).encode()).hexdigest()
 
-    def _is_whole(self) -> bool:
-        """Whether the first process has completed the checkpoint already, with what this one wrote before a kill."""
+    def _is_complete(self) -> bool:
+        """Whether process 0 has already completed the checkpoint with what this process wrote before it was killed."""
         if not self._process or not (self._path / METADATA).is_file():
             return False
         checksums = Checksums.load(self._path)
         return checksums is not None and checksums.fingerprint == self._fingerprint
 
-    def _refuse_to_replace(self) -> None:
+    def _require_absent(self) -> None:
         if self._path.exists():
-            raise FileExistsError(f"{self._path}: expected no such folder yet; it is there.")
+            raise FileExistsError(f"{self._path}: expected no such folder yet; it already exists.")
 
     def _share(self) -> Iterator[int]:
-        """Numbers of this process's items: a run of them, with as many bytes as any other's."""
+        """Return the numbers of this process's items: consecutive, and about as many bytes as for other processes."""
         starts = itertools.accumulate((item.nbytes for item in self._items), initial=0)
         total = max(sum(item.nbytes for item in self._items), 1)
         for number, start in zip(range(len(self._items)), starts, strict=False):
@@ -224,17 +236,8 @@ class CheckpointWriter:
             os.fsync(file.fileno())
         self._sums[name] = FileSum(written.length, as_hex(written.crc32))
 
-    def _wait(self) -> None:
-        """Until every process has said that its share is written."""
-        signs: dict[int, tuple[int, int] | None] = {}
-        last = time.monotonic()
-        while missing := [p for p in range(self._processes) if not self._has_finished(p)]:
-            found = {p: _sign_of_life(_journal(self._partial, p)) for p in missing}
-            if found != signs:
-                signs, last = found, time.monotonic()
-            if time.monotonic() - last > PATIENCE:
-                raise RuntimeError(f"{self._partial}: no sign of life of processes {missing} for {PATIENCE:.0f} s.")
-            time.sleep(0.05)
+    def _unfinished(self) -> list[int]:
+        return [process for process in range(self._processes) if not self._has_finished(process)]
 
     def _has_finished(self, process: int) -> bool:
         try:
@@ -243,7 +246,7 @@ class CheckpointWriter:
             return False
 
     def _merge(self) -> dict[int, _StorageInfo]:
-        """Where each item lies."""
+        """Collect the place of each item and the checksum of each data file from the journals."""
         places: dict[int, _StorageInfo] = {}
         for process in range(self._processes):
             done, name = _read_journal(_journal(self._partial, process), self._fingerprint), _data_name(process)
@@ -255,7 +258,7 @@ class CheckpointWriter:
         return places
 
     def _remove_leftovers(self, wanted: set[str]) -> None:
-        """Of runs with other arguments, and of this one's processes that had nothing to write."""
+        """Remove empty data files, and files of runs with other arguments."""
         for name in [name for name, entry in self._sums.items() if not entry.bytes]:
             del self._sums[name]
             wanted.discard(name)
@@ -279,8 +282,12 @@ class CheckpointWriter:
         return Metadata(entries, planner_data, storage, version=CURRENT_DCP_VERSION)
 
 
-class _Part:
-    """The data file of one process and the journal of what is in it; what an earlier run left is taken up."""
+class _DataFile:
+    """The data file of one process, and the journal of the items in it. Resumes the file of an earlier run.
+
+    An item is journaled after it is written. After a crash, the items in the journal are verified, because the disk may
+    have received the journal but not the data. The file is truncated after the last valid item.
+    """
 
     def __init__(self, folder: Path, process: int, fingerprint: str) -> None:
         data, journal = folder / _data_name(process), _journal(folder, process)
@@ -295,7 +302,7 @@ class _Part:
         write_file(journal, "".join(f"{line}\n" for line in lines).encode())
         self._journal = open(journal, "ab", buffering=0)
 
-    def __enter__(self) -> "_Part":
+    def __enter__(self) -> "_DataFile":
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -303,7 +310,7 @@ class _Part:
         self._journal.close()
 
     def append(self, number: int, block: torch.Tensor) -> None:
-        """Write an item, and then that it is written."""
+        """Write an item, then journal it."""
         before = self._written
         written = archive.write_tensor(self._file, block)
         self._written = before.then(written)
@@ -311,13 +318,13 @@ class _Part:
         self._journal.write(f"{json.dumps(done)}\n".encode())
 
     def sync(self) -> None:
-        """Make what was written last through a power failure."""
+        """Make everything that was written survive a power failure."""
         os.fsync(self._file.fileno())
         os.fsync(self._journal.fileno())
 
 
 def _verified(data: Path, journal: Path, done: list[_Done]) -> list[_Done]:
-    """The items that are in the data file as the journal says: the first so many of it."""
+    """Return the leading items of the journal that the data file holds undamaged."""
     kept: list[_Done] = []
     if not done or not data.is_file():
         return kept
@@ -329,6 +336,7 @@ def _verified(data: Path, journal: Path, done: list[_Done]) -> list[_Done]:
                 crc = zlib.crc32(piece, crc)
                 left -= len(piece)
                 if time.monotonic() - last > _SECONDS_BETWEEN_SIGNS:
+                    # Process 0 watches the journal for progress.
                     os.utime(journal)
                     last = time.monotonic()
             if left or crc != item.crc32:
@@ -338,7 +346,7 @@ def _verified(data: Path, journal: Path, done: list[_Done]) -> list[_Done]:
 
 
 def _read_journal(path: Path, fingerprint: str) -> list[_Done]:
-    """What is written already; nothing if that was something else. The last line may be torn."""
+    """Read a journal; empty if it is of other arguments. The last line may be incomplete."""
     try:
         first, *lines = path.read_bytes().split(b"\n")
         if json.loads(first) != fingerprint:
@@ -375,7 +383,7 @@ def _mark(folder: Path, process: int) -> Path:
     return folder / PROGRESS / f"{process}.done"
 
 
-def _sign_of_life(path: Path) -> tuple[int, int] | None:
+def _size_and_time(path: Path) -> tuple[int, int] | None:
     try:
         status = path.stat()
     except FileNotFoundError:

@@ -1,1 +1,1 @@
-"""How bytes move: streams, collectives, memory that NCCL knows. Everything about devices and backends."""
+"""Communication: streams, collectives, registered memory, and everything about devices and backends."""

@@ -1,4 +1,4 @@
-"""What devices and the backends of process groups can do. No module outside this package compares their names."""
+"""Capabilities of devices and of process groups' backends. No module outside this package compares their names."""
 
 from dataclasses import dataclass
 

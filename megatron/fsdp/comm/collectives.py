@@ -25,7 +25,7 @@ class ScratchMemory(Protocol):
 
 
 def all_gather(output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Gather flat shards in rank order into ``output``; ``shard`` may be this rank's part of ``output``."""
+    """Gather flat shards in rank order into ``output``; ``shard`` may be this rank's slice of it."""
     if backend_of(group, output.device).prefers_sends:
         gloo.all_gather(output, shard, group)
     else:
@@ -35,7 +35,7 @@ def all_gather(output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGro
 def reduce_scatter(
     shard: torch.Tensor, flat: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
 ) -> None:
-    """Reduce ``flat`` over the group into this rank's ``shard``, which may be this rank's part of ``flat``."""
+    """Reduce ``flat`` over the group into ``shard``, which may be this rank's slice of it."""
     if op == dist.ReduceOp.SUM and backend_of(group, flat.device).prefers_sends:
         gloo.reduce_scatter(shard, flat, group)
     else:
@@ -43,13 +43,13 @@ def reduce_scatter(
 
 
 def exchange_and_sum(shard: torch.Tensor, flat: torch.Tensor, group: dist.ProcessGroup, pool: ScratchMemory) -> None:
-    """Sum ``flat`` over the group into this rank's ``shard``, in the dtype of ``shard``, from parts sent as they are.
+    """Sum ``flat`` over the group into this rank's ``shard``, which may have a wider dtype than what is sent.
 
     Args:
-        shard: Apart from ``flat``, in the same or a wider dtype.
-        flat: What each rank adds; kept.
-        group: The ranks that take part.
-        pool: Gives memory to what is received.
+        shard: This rank's slice of the sum, in the same or a wider dtype. It shares no memory with ``flat``.
+        flat: This rank's summand, which is not changed.
+        group: The ranks.
+        pool: Provides the memory of the slices that are received.
     """
     if backend_of(group, flat.device).prefers_sends:
         gloo.reduce_scatter(shard, flat, group)

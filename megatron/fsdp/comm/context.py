@@ -66,7 +66,7 @@ class CommContext:
         return result, handle
 
     def _reduce_max(self, values: torch.Tensor) -> None:
-        # The compute's part of the allocator made the memory. The caller may drop it while the stream still uses it.
+        # The compute allocated this memory, and the caller of any_rank may drop it without a wait.
         self.stream.keep([values])
         all_reduce(values, dist.ReduceOp.MAX, self.dp_group)
 
@@ -74,6 +74,7 @@ class CommContext:
         """Every data-parallel rank's list of integers, in rank order. A collective; lists may differ in length."""
         if not moves_data(self.dp_group):
             return [numbers]
+        # The compute waits for each task before it drops the tensors that the task uses, so they need no ``keep``.
         size = torch.tensor(len(numbers), dtype=torch.int64, device=self.device)
         self.stream.run(functools.partial(self._reduce_max, size)).wait()
         # The first element is the length: rows are padded to the longest.

@@ -1,11 +1,12 @@
-"""What this rank communicated last, and one report about all ranks when they stop agreeing.
+"""A record of what this rank communicated last, and one report about all ranks when they stop agreeing.
 
-Every gather and reduction is numbered when it is issued; all ranks of a model issue the same ones in the same order.
-When one of them fails, because a rank died or did not come in time, the rank that notices first asks the others for
-theirs, through the store of the process group, and its error begins with where they are and where they differ.
+Every unshard and reduction is numbered when it is issued, and all ranks of a model issue the same ones in the same
+order. When one of them fails, because a rank died or did not come in time, the first rank that notices collects the
+records of the others through the store of the process group. Its error begins with where they are and where they
+first differ. torch's flight recorder does not do this: it has no names of units, and every rank writes a file.
 
-A thread of every rank answers, wherever its rank is, and watches what its rank waits for. A wait that takes long is
-reported while it goes on. If ranks have issued different things, it will never end: then it raises at once. With NCCL,
+A thread of every rank answers such a request, whatever its rank does, and watches for waits. A long wait is reported
+while it goes on. If ranks have issued different things, it can never end, so it raises an error at once. With NCCL,
 where the host goes on until it needs a result, there is only the report.
 """
 
@@ -19,7 +20,9 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
+from itertools import groupby
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -32,9 +35,9 @@ from megatron.fsdp.comm.process_groups import timeout_of
 from megatron.fsdp.comm.streams import Disagreement, Handle, at_end, error_at_end, give_up, watch_end
 
 MAX_KEPT = 256
-# How long others have to answer. Their threads do it, unless their process is gone or does not let Python run.
+# How long ranks have to answer. Their threads do it, unless their process has ended or runs no Python.
 SECONDS_FOR_ANSWERS = 5.0
-# After how long a rank finds out whether it waits in vain.
+# How long a rank waits before it finds out whether the wait can end.
 SECONDS_TO_DOUBT = 5.0
 SECONDS_TO_REPORT = 60.0
 # Environment variable: seconds instead of SECONDS_TO_REPORT; 0 for no report.
@@ -47,90 +50,114 @@ _REMEDY = (
 )
 
 
-class Channel:
-    """What this process has issued together with some other ranks, newest last.
+class Log:
+    """The operations that this process has issued together with certain ranks, in one order for all their models.
 
     Args:
-        peers: The ranks that issue the same, this one among them.
+        peers: The ranks, this one among them.
+
+    Attributes:
+        count: How much was issued.
+        last: When something was issued last, in seconds.
+        models: How many models these ranks have had.
     """
 
     def __init__(self, peers: Sequence[int]) -> None:
         self.peers = tuple(peers)
         self.count = 0
         self.last = time.monotonic()
+        self.models = 0
         self._issued: deque[tuple[int, str, list[Callable[[], bool]]]] = deque(maxlen=MAX_KEPT)
 
-    def note(self, what: str, handles: Sequence[Handle]) -> None:
-        """Remember what was issued.
-
-        Args:
-            what: Such as ``"gather blocks.0"``; the same on all peers.
-            handles: The tasks that do it.
-        """
+    def add(self, what: str, handles: Sequence[Handle]) -> None:
+        """Record what was issued."""
         self._issued.append((self.count, what, [handle.watcher() for handle in handles]))
         self.count += 1
         self.last = time.monotonic()
 
     @property
-    def unfinished(self) -> int:
-        """How much of what was issued has not ended."""
-        return sum(not all(ended() for ended in watchers) for _, _, watchers in list(self._issued))
+    def unfinished(self) -> list[int]:
+        """Numbers of what has not ended."""
+        return [number for number, _, watchers in list(self._issued) if not all(ended() for ended in watchers)]
 
     def answer(self) -> dict[str, Any]:
-        """What was issued, and what of that has not ended."""
-        kept = list(self._issued)
-        unfinished = [number for number, _, watchers in kept if not all(ended() for ended in watchers)]
-        return {"peers": self.peers, "issued": {n: what for n, what, _ in kept}, "open": unfinished, "at": self.last}
+        """The log as other ranks read it."""
+        issued = [(number, what) for number, what, _ in list(self._issued)]
+        return {"peers": self.peers, "issued": issued, "open": self.unfinished}
+
+
+@dataclass
+class Channel:
+    """Records what one model issues.
+
+    Attributes:
+        log: The record, which other models of the same ranks share.
+        model: Prefix that distinguishes models of the same ranks; empty for the first.
+    """
+
+    log: Log
+    model: str = ""
+
+    def note(self, what: str, handles: Sequence[Handle]) -> None:
+        """Record what was issued.
+
+        Args:
+            what: Such as ``"unshard blocks.0"``; the same on all ranks of the model.
+            handles: The tasks that do it.
+        """
+        self.log.add(self.model + what, handles)
 
 
 class Journal:
-    """The communication of this process, by the ranks that take part in it."""
+    """The logs of this process, by the ranks that it communicates with."""
 
     def __init__(self) -> None:
-        self._channels: dict[tuple[int, ...], Channel] = {}
-        self._seen = (0, 0)
-        self._since = 0.0
+        self._logs: dict[tuple[int, ...], Log] = {}
+        self._count, self._unfinished, self._since = 0, 0, 0.0
 
     def channel(self, peers: Sequence[int]) -> Channel:
-        """That of these ranks."""
-        return self._channels.setdefault(tuple(peers), Channel(peers))
+        """The channel of a new model. All ranks make their models in the same order, and so number them alike."""
+        log = self._logs.setdefault(tuple(peers), Log(peers))
+        log.models += 1
+        return Channel(log, f"model {log.models}: " if log.models > 1 else "")
 
     def clear(self) -> None:
         """Forget everything: numbers begin anew with the next process group."""
-        self._channels.clear()
+        self._logs.clear()
 
     @property
     def count(self) -> int:
         """How much was issued."""
-        return sum(channel.count for channel in list(self._channels.values()))
+        return sum(log.count for log in list(self._logs.values()))
 
-    def is_stuck(self, seconds: float) -> bool:
-        """Whether nothing has been issued for so long, or ended since that was noticed, though not all has ended."""
-        channels = list(self._channels.values())
-        last = max((channel.last for channel in channels), default=0.0)
-        if time.monotonic() - last < seconds:
-            return False
-        unfinished = sum(channel.unfinished for channel in channels)
-        if (seen := (self.count, unfinished)) != self._seen:
-            self._since = last if seen[0] != self._seen[0] else time.monotonic()
-            self._seen = seen
-        return unfinished > 0 and time.monotonic() - self._since >= seconds
+    def stuck_for(self) -> float:
+        """Seconds for which nothing was issued and nothing was seen to end; 0 if everything has ended."""
+        logs, now = list(self._logs.values()), time.monotonic()
+        if (count := self.count) != self._count:
+            # The device is asked only when nothing is issued: the compute may be captured in a CUDA graph.
+            self._count, self._unfinished, self._since = count, -1, max((log.last for log in logs), default=now)
+            return 0.0
+        unfinished = sum(len(log.unfinished) for log in logs)
+        if self._unfinished not in (-1, unfinished):
+            self._since = now
+        self._unfinished = unfinished
+        return now - self._since if unfinished else 0.0
 
     def as_json(self, ended: str | None = None) -> str:
-        """What was issued, what of that has not ended, and where the main thread is.
+        """The logs, and where the main thread is, for other ranks.
 
         Args:
             ended: How this process has ended, if it has.
         """
-        channels = sorted((channel.answer() for channel in list(self._channels.values())), key=lambda c: c.pop("at"))
-        return json.dumps({"channels": channels, "at": None if ended else whereabouts(), "ended": ended})
+        logs = [log.answer() for log in sorted(self._logs.values(), key=lambda log: log.last)]
+        return json.dumps({"logs": logs, "at": None if ended else whereabouts(), "ended": ended})
 
 
 JOURNAL = Journal()
 
 
 def whereabouts() -> str:
-    """Where the main thread of this process is: the line of the user's code, and what it has called there."""
+    """Where the main thread of this process is: a line of the user's code, and the function that it has called."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     inside = None
     while frame is not None and _is_library(frame):
@@ -142,7 +169,8 @@ def whereabouts() -> str:
     return f"{code.co_filename}:{frame.f_lineno} in {code.co_name}{called}"
 
 
-_LIBRARIES = ("<", *(str(Path(file).parent) + os.sep for file in (__file__, torch.__file__)))
+# Frames of generated code, of this engine and of torch.
+_LIBRARIES = ("<", *(str(folder) + os.sep for folder in (Path(__file__).parents[1], Path(torch.__file__).parent)))
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
 
 
@@ -152,43 +180,32 @@ def _is_library(frame: FrameType) -> bool:
 
 
 @contextmanager
-def report_on_failure() -> Iterator[None]:
-    """Context for waits: an error of the communication is raised with the report of all ranks before its own text."""
+def report_on_failure(what: str = "Communication with other ranks has failed.") -> Iterator[None]:
+    """Context for waits: an error of the communication, or that time is over, is raised with the report of all ranks.
+
+    Args:
+        what: The first sentence of that error.
+    """
     try:
         yield
-    except RuntimeError as error:
-        if not _is_of_communication(error):
+    except (RuntimeError, TimeoutError) as error:
+        expected = isinstance(error, TimeoutError) or is_communication_error(error)
+        if isinstance(error, Disagreement) or not expected:
             raise
-        own = _without_frames(error)
-        text = f"Communication with other ranks has failed.\n{_desk.report()[0]}\nThe error was: {own}"
+        text = f"{what}\n{_desk.report()[0]}\nThe error was: {_without_frames(error)}"
         raise RuntimeError(text) from None
 
 
-@contextmanager
-def explaining_absence(what: str) -> Iterator[None]:
-    """Context for waits that end with a TimeoutError: raises a RuntimeError that says ``what``, and who is where."""
-    try:
-        yield
-    except TimeoutError as error:
-        raise RuntimeError(f"{what} {_desk.report()[0]}\nThe error was: {error}") from None
-
-
-def _without_frames(error: RuntimeError) -> str:
-    """What an error of torch's says, without the frames of its C++ code."""
+def _without_frames(error: BaseException) -> str:
+    """The text of an error of torch's, without the frames of its C++ code."""
     return str(error).partition("\nException raised from")[0]
 
 
-def _is_of_communication(error: RuntimeError) -> bool:
-    if isinstance(error, Disagreement):
-        return False
-    return is_communication_error(error)
-
-
 class ReportDesk:
-    """Rounds of questions and answers between ranks, through the store of the process group.
+    """Rounds of requests and answers between ranks, through the store of the process group.
 
-    A round begins when a rank that waits, or whose communication has failed, asks for a report. The first to ask
-    collects the answers and writes the report; others get it from there.
+    A round begins when a rank that waits, or whose communication has failed, requests a report. The first of these
+    ranks collects the answers and writes the report; the others read it.
     """
 
     def __init__(self) -> None:
@@ -200,47 +217,48 @@ class ReportDesk:
         self._round = 0
 
     def report(self) -> tuple[str, bool]:
-        """What every rank has issued last, where it is, and where they first differ; whether they do."""
+        """The text of a report about all ranks, and whether they are proven to have issued different things."""
         if not dist.is_initialized():
             return "The process group is gone.", False
         with self._lock:
             try:
-                return self._report(*_store())
+                store = open_store()
+                here = self._join(store)
+                if store.add(f"{here}/asked", 1) > 1:
+                    return _written(store, here)
+                answers = _answers(store, here, dist.get_world_size())
+                text, proven = describe(answers, dist.get_world_size())
+                store.set(f"{here}/report", json.dumps([text, proven]))
+                return text, proven
             except RuntimeError as error:
                 reason = _without_frames(error)
                 return f"Other ranks cannot be asked where they are; maybe rank 0 has ended ({reason}).", False
 
-    def _report(self, store: dist.Store, rank: int, size: int) -> tuple[str, bool]:
-        here, self._round = f"{_PREFIX}/{self._round}", self._round + 1
-        store.set(f"{here}/{rank}", JOURNAL.as_json())
-        if store.add(f"{here}/asked", 1) > 1:
-            return _written(store, here)
-        answers = _answers(store, here, size)
-        text, proven = "\n".join(describe(answers, size)), _difference(answers) is not None
-        store.set(f"{here}/report", json.dumps([text, proven]))
-        return text, proven
-
     def answer(self) -> tuple[str, bool] | None:
-        """Answer if a rank has asked, and wait for the report; None if nobody has."""
+        """Answer if a rank has requested a report, and wait for the report; None if none has."""
         if not dist.is_initialized():
             return None
         with self._lock:
-            store, rank, _ = _store()
-            here = f"{_PREFIX}/{self._round}"
-            if not store.check([f"{here}/asked"]):
+            store = open_store()
+            if not store.check([f"{_PREFIX}/{self._round}/asked"]):
                 return None
-            self._round += 1
-            store.set(f"{here}/{rank}", JOURNAL.as_json())
+            here = self._join(store)
         return _written(store, here)
 
+    def _join(self, store: dist.Store) -> str:
+        """Answer in this round, and go on to the next; returns where the round's keys are."""
+        here = f"{_PREFIX}/{self._round}"
+        self._round += 1
+        store.set(f"{here}/{dist.get_rank()}", JOURNAL.as_json())
+        return here
+
     def say_goodbye(self) -> None:
-        """Leave what is to be known about this process when it has ended."""
-        store, rank, _ = _store()
-        error = error_at_end()
+        """Leave an answer for the time after this process has ended."""
+        rank, error = dist.get_rank(), error_at_end()
         how = "it has ended" if error is None else f"it has ended with {type(error).__name__}: {str(error)[:200]}"
         # A store that another rank's process holds may be gone, and torch says so at length.
         if rank == 0 or error is not None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            store.set(f"{_PREFIX}/ended/{rank}", JOURNAL.as_json(how))
+            open_store().set(f"{_PREFIX}/ended/{rank}", JOURNAL.as_json(how))
 
 
 _desk = ReportDesk()
@@ -262,17 +280,19 @@ def open_store() -> dist.Store:
     return _stores[world]
 
 
-def _store() -> tuple[dist.Store, int, int]:
-    return open_store(), dist.get_rank(), dist.get_world_size()
+def wait_for_key(store: dist.Store, key: str, end: float) -> bool:
+    """Wait until a key is in the store, or until ``end``; whether it is. Does not block other users of the store."""
+    while not store.check([key]):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True
 
 
 def _written(store: dist.Store, here: str) -> tuple[str, bool]:
     """The report that another rank writes."""
-    end = time.monotonic() + SECONDS_FOR_ANSWERS + 2.0
-    while not store.check([f"{here}/report"]):
-        if time.monotonic() > end:
-            return "Another rank has been asked for a report, and has not given it.", False
-        time.sleep(0.1)
+    if not wait_for_key(store, f"{here}/report", time.monotonic() + SECONDS_FOR_ANSWERS + 2.0):
+        return "Another rank has been asked for a report, and has not given it.", False
     text, proven = json.loads(store.get(f"{here}/report"))
     return text, proven
 
@@ -289,90 +309,71 @@ def _answers(store: dist.Store, here: str, size: int) -> dict[int, dict]:
     return found
 
 
-def describe(answers: dict[int, dict], size: int) -> list[str]:
-    """The report.
+def describe(answers: dict[int, dict], size: int) -> tuple[str, bool]:
+    """The report, and whether the ranks are proven to have issued different things.
 
     Args:
-        answers: What each rank that answered had issued and what of that was open, as :meth:`Journal.as_json` has it.
+        answers: By rank, the answers as :meth:`Journal.as_json` returns them. Some may be missing.
         size: Number of ranks.
     """
     lines = ["Where the ranks are:"]
     for rank in range(size):
-        answer = answers.get(rank)
-        if answer is None:
-            lines.append(f"  rank {rank}: no answer; it has ended, or computes")
-            continue
-        place = answer["ended"] or f"at {answer['at']}"
-        if not answer["channels"]:
-            lines.append(f"  rank {rank}: {place}; issued nothing")
-            continue
-        channel = next((c for c in answer["channels"] if c["open"]), answer["channels"][-1])
-        issued = {int(number): what for number, what in channel["issued"].items()}
-        last = max(issued, default=None)
-        text = "issued nothing" if last is None else f"last issued {issued[last]} (number {last})"
-        waits = [issued[n] for n in channel["open"] if n in issued]
-        more = f" and {len(waits) - 4} more" if len(waits) > 4 else ""
-        lines.append(
-            f"  rank {rank}: {text}; {place}" + (f"; waits for: {'; '.join(waits[:4])}{more}" if waits else "")
-        )
-    return [*lines, _difference(answers) or _progress(answers)]
+        text = _describe_rank(answers[rank]) if rank in answers else "no answer; it has ended, or computes"
+        lines.append(f"  rank {rank}: {text}")
+    conclusion, proven = _compare(answers)
+    return "\n".join([*lines, conclusion]), proven
 
 
-def _by_peers(answers: dict[int, dict]) -> dict[tuple[int, ...], dict[int, dict[int, str]]]:
-    """For ranks that issue the same: what each of them has issued, by its number."""
-    found: dict[tuple[int, ...], dict[int, dict[int, str]]] = {}
+def _describe_rank(answer: dict) -> str:
+    place = answer["ended"] or f"at {answer['at']}"
+    log = next((log for log in answer["logs"] if log["open"]), answer["logs"][-1] if answer["logs"] else None)
+    if log is None or not log["issued"]:
+        return f"{place}; issued nothing"
+    issued = dict(log["issued"])
+    waits = [issued[number] for number in log["open"] if number in issued]
+    more = f" and {len(waits) - 4} more" if len(waits) > 4 else ""
+    waiting = f"; waits for: {'; '.join(waits[:4])}{more}" if waits else ""
+    last = max(issued)
+    return f"last issued {issued[last]} (number {last}); {place}{waiting}"
+
+
+def _compare(answers: dict[int, dict]) -> tuple[str, bool]:
+    """Where ranks that should issue the same first differ, or which of them are behind; whether they differ."""
+    logs: dict[tuple[int, ...], dict[int, dict[int, str]]] = {}
     for rank, answer in sorted(answers.items()):
-        for channel in answer["channels"]:
-            issued = {int(number): what for number, what in channel["issued"].items()}
-            found.setdefault(tuple(channel["peers"]), {})[rank] = issued
-    return found
-
-
-def _difference(answers: dict[int, dict]) -> str | None:
-    """Where ranks that should issue the same did not; None if they did as far as they went."""
-    for issued in _by_peers(answers).values():
-        for number in sorted(set.intersection(*(set(numbers) for numbers in issued.values()))):
+        for log in answer["logs"]:
+            logs.setdefault(tuple(log["peers"]), {})[rank] = dict(log["issued"])
+    for of_rank in logs.values():
+        for number in sorted(set.intersection(*map(set, of_rank.values()))):
             whats: dict[str, list[int]] = {}
-            for rank, numbers in issued.items():
-                whats.setdefault(numbers[number], []).append(rank)
+            for rank, issued in of_rank.items():
+                whats.setdefault(issued[number], []).append(rank)
             if len(whats) > 1:
                 different = "; ".join(f"{name_ranks(ranks)}: {what}" for what, ranks in whats.items())
-                return f"They first differ at number {number}: {different}. {_REMEDY}"
-    return None
-
-
-def _progress(answers: dict[int, dict]) -> str:
-    for issued in _by_peers(answers).values():
-        reached = {rank: max(numbers, default=-1) for rank, numbers in issued.items()}
-        behind = [rank for rank in reached if reached[rank] < max(reached.values())]
-        if behind:
-            return f"As far as they went, they issued the same; {name_ranks(behind)} went less far. {_REMEDY}"
-    return "As far as they went, they issued the same."
+                return f"They first differ at number {number}: {different}. {_REMEDY}", True
+    for of_rank in logs.values():
+        reached = {rank: max(issued, default=-1) for rank, issued in of_rank.items()}
+        if behind := [rank for rank, number in reached.items() if number < max(reached.values())]:
+            return f"As far as they went, they issued the same; {name_ranks(behind)} went less far. {_REMEDY}", False
+    return "As far as they went, they issued the same.", False
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
     """Ranks in words, such as ``"rank 3"`` or ``"ranks 0-2, 7"``."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
+    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0])]
     text = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
     return f"rank{'s' if len(ranks) > 1 else ''} {text}"
 
 
 class Watchdog(threading.Thread):
-    """Answers other ranks, and says when this rank's communication is stuck.
-
-    It asks the device nothing as long as something is issued now and then.
+    """Answers requests of other ranks, and reports when this rank's communication is stuck.
 
     Args:
         journal: Of this process.
-        seconds: How long nothing must have been issued; infinite for no report.
+        seconds: How long it must be stuck; infinite for no report.
         tell: Is given the report, on the rank that writes it.
         look_every: Seconds.
-        doubt_after: Seconds after which it is found out whether the wait can end.
+        doubt_after: Seconds after which the ranks find out whether the wait can end.
     """
 
     def __init__(
@@ -389,11 +390,12 @@ class Watchdog(threading.Thread):
         self._tell = tell or _print
         self._look_every = look_every
         self._doubt_after = doubt_after
+        # How much had been issued when the ranks were last asked, and when a report was last given.
         self._doubted = self._told = -1
         self._ended = threading.Event()
 
     def run(self) -> None:
-        """Look, until the thread is told to stop or there is no store any more."""
+        """Look, until the thread is stopped or the store is gone."""
         while not self._ended.wait(self._look_every):
             try:
                 self._look()
@@ -401,22 +403,18 @@ class Watchdog(threading.Thread):
                 return
 
     def _look(self) -> None:
-        count = self._journal.count
-        if (written := _desk.answer()) is not None:
-            self._judge(*written)
-        elif self._told != count and self._journal.is_stuck(self._seconds):
-            self._told = count
-            text, proven = _desk.report()
-            self._tell(f"Megatron-FSDP: nothing has ended for {self._seconds:.0f} s.\n{text}")
-            self._judge(text, proven)
-        elif self._doubted != count and self._journal.is_stuck(self._doubt_after):
-            self._doubted = count
-            self._judge(*_desk.report())
-
-    def _judge(self, text: str, proven: bool) -> None:
-        """End the wait of this rank if it is in vain."""
-        if proven and self._journal.is_stuck(0.5 * self._doubt_after):
-            give_up(f"The ranks do different things, and would wait for each other for ever.\n{text}")
+        count, stuck = self._journal.count, self._journal.stuck_for()
+        if (written := _desk.answer()) is None:
+            tells = stuck >= self._seconds and self._told != count
+            if not tells and not (stuck >= self._doubt_after and self._doubted != count):
+                return
+            written, self._doubted = _desk.report(), count
+            if tells:
+                self._told = count
+                self._tell(f"Megatron-FSDP: nothing has ended for {self._seconds:.0f} s.\n{written[0]}")
+        text, proven = written
+        if proven and self._journal.stuck_for() >= 0.5 * self._doubt_after:
+            give_up(f"The ranks do different things, and would wait for each other without end.\n{text}")
 
     def stop(self) -> None:
         """End the thread."""
@@ -428,23 +426,22 @@ _watchdogs: list[Watchdog] = []
 
 
 def watch(group: dist.ProcessGroup, device: torch.device) -> Channel:
-    """Start the watchdog of this process, unless there is one or nobody to wait for.
+    """Start the watchdog of this process, unless there is one or nothing to wait for.
 
     Args:
-        group: Ranks that share a model.
+        group: Ranks that shard a model.
         device: Where it computes.
 
     Returns:
-        What is issued together with the ranks of the group.
+        Where to record what the model issues.
     """
     if not _watchdogs and moves_data(group) and dist.get_world_size() > 1:
         seconds = float(os.environ.get(REPORT_AFTER, SECONDS_TO_REPORT)) or float("inf")
-        timeout = timeout_of(group) or timedelta(seconds=600)
         if backend_of(group, device).ends_process:
-            # Early enough for all ranks to answer before NCCL ends the first.
-            limit = timeout.total_seconds()
+            # Early enough for all ranks to answer before the backend ends the first.
+            limit = (timeout_of(group) or timedelta(seconds=600)).total_seconds()
             seconds = min(seconds, max(limit - 6 * SECONDS_FOR_ANSWERS, 0.8 * limit))
-        # The host does not wait for a CUDA device, and cannot be told to stop.
+        # The host does not wait for a CUDA device, so there is no wait that could be ended.
         doubt_after = float("inf") if runs_ahead(device) else SECONDS_TO_DOUBT
         _watchdogs.append(Watchdog(JOURNAL, seconds, doubt_after=doubt_after))
         _watchdogs[0].start()

@@ -1,4 +1,4 @@
-"""Process groups of torch."""
+"""Helpers around torch's process groups."""
 
 from datetime import timedelta
 
@@ -9,12 +9,18 @@ from megatron.fsdp.comm.backends import HOST, backend_of
 
 
 def new_group(ranks: list[int], like: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
-    """A group of these ranks, all of which must call it, with the timeout of another, which torch does not pass on."""
+    """Make a process group. Only its ranks call this, all of them.
+
+    Args:
+        ranks: The ranks.
+        like: A group whose timeout the new one gets. torch would give it the default.
+        name: Description for torch's own messages.
+    """
     return dist.new_group(ranks, timeout=timeout_of(like), use_local_synchronization=True, group_desc=name)
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """How long a collective of the group may take; None if its backend has no timeout."""
+    """How long a collective of the group may take; None if its backend has none, as the fake one."""
     cuda = torch.device("cuda")
     device = cuda if backend_of(group, cuda).ends_process else HOST
     try:

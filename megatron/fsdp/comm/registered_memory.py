@@ -1,4 +1,4 @@
-"""Memory that NCCL knows (user buffer registration): its collectives read and write it without copies of theirs."""
+"""Memory that is registered with NCCL (user buffers): its collectives use it without copies into their own buffers."""
 
 from contextlib import AbstractContextManager
 from typing import Any
@@ -13,7 +13,7 @@ class NcclMemory:
     """A memory pool that is registered with the communicators that use what is allocated in it.
 
     Args:
-        groups: NCCL process groups whose collectives will use the memory.
+        groups: Process groups over NCCL whose collectives will use the memory.
         device: CUDA device.
         symmetric: Register as windows of symmetric memory, which NCCL 2.27 and later can reduce in the network.
 
@@ -29,16 +29,16 @@ class NcclMemory:
         self._backends: list[Any] = [group._get_backend(device) for group in groups]
         self._device = device
         self._symmetric = symmetric
-        # Every communicator of a process takes memory of one allocator.
+        # All communicators of a process use the same allocator.
         self._pool = torch.cuda.MemPool(self._backends[0].mem_allocator)
         self._registered = 0
 
     def allocation(self) -> AbstractContextManager[Any]:
-        """A context in which the thread's CUDA allocations are in the pool."""
+        """A context in which CUDA allocations of this thread come from the pool."""
         return torch.cuda.use_mem_pool(self._pool, device=self._device)
 
     def register(self, allocations: int) -> None:
-        """Register what has been allocated, unless it has been.
+        """Register all allocations, unless nothing was allocated since the last call.
 
         Args:
             allocations: How many allocations have been made in the pool.

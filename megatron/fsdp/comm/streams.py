@@ -1,16 +1,15 @@
-"""Asynchronous execution, the same on CUDA and on CPU: a stream runs what it is given, in order, beside the compute.
+"""Asynchronous execution, alike on CUDA and on CPU: a stream runs tasks in order, beside the compute.
 
-On CUDA a stream is a CUDA stream and a handle is an event on it. On CPU a stream is a thread with a queue and a
-handle is set when the thread has run the task. Both keep one order: a task starts after those given before it, so
-memory that one task frees is there for the next, and collectives leave in the order in which they were issued.
+On CUDA a stream is a CUDA stream and a handle is an event on it. On CPU a stream is a thread with a queue, and a
+handle is set when the thread has run the task. Both keep one order: a task starts after those given before it. So the
+next task may use memory that one task frees, and collectives leave in the order in which they were issued.
 
-A thread was chosen over the ``Work`` of an asynchronous collective because a ``Work`` cannot hold back the
-allocation of the next buffer until the previous one is free, and because casts, copies and sums around a collective
-then leave the computing thread too.
+A thread was chosen over the ``Work`` of an asynchronous collective for two reasons. A ``Work`` cannot delay the
+allocation of the next buffer until the previous one is free, and with a thread the casts, copies and sums around a
+collective leave the computing thread as well.
 """
 
 import atexit
-import functools
 import logging
 import queue
 import sys
@@ -25,12 +24,13 @@ import torch.distributed as dist
 
 from megatron.fsdp.comm.backends import is_on_host, moves_data, runs_ahead
 from megatron.fsdp.comm.process_groups import new_group
+from megatron.fsdp.helpers.patches import TORCH, Patch, Patches
 
 logger = logging.getLogger(__name__)
 
 Task = Callable[[], None]
 
-# How long the end of a process, or of its process groups, waits for communication that other ranks may never join.
+# The longest that the end of a process, or of its process groups, waits for communication that may never end.
 SECONDS_TO_END = 10.0
 SECONDS_TO_END_AFTER_ERRORS = 1.0
 
@@ -40,22 +40,22 @@ class Handle(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Make the computation that follows wait for the task. On CPU this raises what the task raised."""
+        """Make the compute that follows wait for the task. On CPU, raise the task's exception if it raised one."""
 
     @property
     def done(self) -> bool:
-        """False if an exception ended the waiting and not the task: it can be waited for again."""
+        """False if an exception interrupted the wait before the task ended. It can be waited for again."""
         return True
 
     @property
     @abstractmethod
     def ended(self) -> bool:
-        """Whether the task has ended, in whatever way. Does not wait."""
+        """Whether the task has ended, with an exception or without. Does not wait."""
 
     def watcher(self) -> Callable[[], bool]:
-        """Tells whether the task has ended, as long as that matters to anybody; does not keep the handle alive.
+        """A function that returns whether the task has ended, or the handle was dropped. It does not keep the handle.
 
-        One whose error nobody has asked for would keep alive what its task used.
+        A handle with an exception that was never raised would keep alive what the task used.
         """
         reference = weakref.ref(self)
         return lambda: (handle := reference()) is None or handle.ended
@@ -66,7 +66,7 @@ class Stream(ABC):
 
     @abstractmethod
     def run(self, task: Task) -> Handle:
-        """Start ``task`` once the compute issued so far and the tasks given before it are done."""
+        """Run ``task`` after the compute issued so far and after the tasks given before it."""
 
     @abstractmethod
     def group(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -74,11 +74,15 @@ class Stream(ABC):
 
     @abstractmethod
     def keep(self, tensors: list[torch.Tensor]) -> None:
-        """Called in a task: keep the memory of ``tensors``, which the compute allocated, until the task is done."""
+        """Called in a task: keep the memory of ``tensors`` until the task has run, although the compute allocated it.
+
+        The compute may drop such a tensor at once. Without this the allocator would lend its memory to the compute that
+        follows, while the task still uses it.
+        """
 
     @abstractmethod
     def finish(self) -> bool:
-        """Wait for all tasks, but not for ever. Returns whether they have ended."""
+        """Wait for all tasks, but not longer than the end of a process may take; whether they have ended."""
 
 
 class _Done(Handle):
@@ -91,7 +95,7 @@ class _Done(Handle):
 
 
 class InlineStream(Stream):
-    """Runs a task at once. For process groups that move no data (the fake one), where nothing can overlap."""
+    """Runs a task at once. For the fake backend, which moves no data, so there is nothing to overlap."""
 
     def run(self, task: Task) -> Handle:
         """See :meth:`Stream.run`."""
@@ -112,15 +116,15 @@ class InlineStream(Stream):
 
 
 class Disagreement(RuntimeError):
-    """Ranks communicate different things, and what this one waits for will never come."""
+    """Ranks have issued different collectives, so those that this rank waits for never end."""
 
 
-# Why nothing that is waited for will end any more; empty as long as it may.
+# Why no collective will end any more; empty unless that is proven. The watchdog's thread sets it and all waits read it.
 _hopeless: list[str] = []
 
 
 def give_up(reason: str) -> None:
-    """Let every wait on the host, now and from now on, raise :class:`Disagreement`."""
+    """Make every wait on the host, present or later, raise :class:`Disagreement`."""
     _hopeless[:] = [reason]
 
 
@@ -136,7 +140,7 @@ class _CpuHandle(Handle):
         self._done.set()
 
     def wait_for_end(self, timeout: float) -> bool:
-        """Whether the task ends, in whatever way, within ``timeout`` seconds."""
+        """Whether the task ends within ``timeout`` seconds, with an exception or without."""
         return self._done.wait(timeout)
 
     @property
@@ -148,7 +152,7 @@ class _CpuHandle(Handle):
         return self.done
 
     def watcher(self) -> Callable[[], bool]:
-        """See :meth:`Handle.watcher`. A task that nobody waits for has its place in the order all the same."""
+        """See :meth:`Handle.watcher`. A dropped handle does not count as ended: other ranks may wait for the task."""
         return self._done.is_set
 
     def wait(self) -> None:
@@ -160,15 +164,19 @@ class _CpuHandle(Handle):
             try:
                 raise error
             finally:
-                # The error knows this frame: a frame that knew the error would keep what the task used alive.
+                # The error's traceback refers to this frame. If the frame referred to the error, that cycle would keep
+                # alive what the task used until the garbage collector runs.
                 del error
 
 
 class CpuStream(Stream):
     """A thread that runs tasks in order.
 
-    Its collectives have process groups of their own: were they issued on the caller's, their order relative to the
-    collectives that the main thread issues there would differ between ranks.
+    Its collectives use separate process groups. On the caller's groups, their order relative to the collectives that
+    the main thread issues there would differ between ranks.
+
+    The host computes, so the compute issued before a task has run when the task is given. The compute that follows
+    waits on the host.
     """
 
     def __init__(self) -> None:
@@ -184,7 +192,7 @@ class CpuStream(Stream):
                 target=self._loop, args=(self._tasks,), name="megatron-fsdp-stream", daemon=True
             )
             self._thread.start()
-            # A thread that the interpreter stops at its end, in the middle of torch's code, takes the process with it.
+            # The interpreter stops daemon threads at its end. If that happens inside torch's code, the process aborts.
             atexit.register(self.close)
         handle = _CpuHandle()
         self._tasks.put((task, handle))
@@ -202,22 +210,22 @@ class CpuStream(Stream):
             try:
                 with torch.no_grad():
                     task()
-            except BaseException as e:  # noqa: BLE001 - whatever it is, the thread that waits must see it
+            except BaseException as e:  # noqa: BLE001 - the thread that waits raises it, whatever it is
                 error = e
-            # The thread sleeps with these names bound: a task that it kept would keep the model alive.
+            # The thread sleeps with its local variables. A task among them would keep the model alive.
             del task
             handle.finish(error)
             del handle, error
 
     def close(self) -> None:
-        """Run what was given, and end the thread, unless a collective never ends."""
+        """Run the tasks that were given and end the thread, unless a collective does not end in time."""
         if self._thread is not None:
             self._tasks.put(None)
             self._thread.join(_seconds_to_end())
             self._thread = None
 
     def finish(self) -> bool:
-        """See :meth:`Stream.finish`. A thread whose task does not end is left to it; the next task gets another."""
+        """See :meth:`Stream.finish`. A thread whose task does not end is abandoned; the next task starts another."""
         if self._thread is None:
             return True
         handle = self.run(_nothing)
@@ -230,7 +238,8 @@ class CpuStream(Stream):
     def group(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
         """See :meth:`Stream.group`. The first call for a group is a collective of its ranks."""
         if group.size() == 1:
-            # Nothing is sent; and torch names a new group by how many this rank has, which others may not share.
+            # Nothing is sent. And a new group would not be safe: torch names it by how many groups this rank has made,
+            # which must be equal on the ranks of later groups.
             return group
         if group not in self._groups:
             ranks = dist.get_process_group_ranks(group)
@@ -238,7 +247,7 @@ class CpuStream(Stream):
         return self._groups[group]
 
     def keep(self, tensors: list[torch.Tensor]) -> None:
-        """See :meth:`Stream.keep`. The task's own references keep them."""
+        """See :meth:`Stream.keep`. On the host the task's references are enough."""
 
 
 class _CudaHandle(Handle):
@@ -253,16 +262,16 @@ class _CudaHandle(Handle):
         return self._event.query()
 
     def watcher(self) -> Callable[[], bool]:
-        """See :meth:`Handle.watcher`. The host waits for nothing, and drops the handle before the task has ended."""
+        """See :meth:`Handle.watcher`. The host drops the handle before the device has run the task: keep the event."""
         return self._event.query
 
 
 class CudaStream(Stream):
     """A CUDA stream.
 
-    Memory that a task allocates belongs to this stream's part of the caching allocator. It is reused by later tasks
-    only, each of which first waits for the compute issued before it (:meth:`run`): that wait is what makes it safe
-    that the compute, too, reads and writes this memory.
+    Memory that a task allocates belongs to this stream's part of the caching allocator, so only later tasks reuse it.
+    Each of these first waits for the compute issued before it was given (:meth:`run`). That wait makes it safe for the
+    compute to use the memory between its wait for the task (``Handle.wait``) and the moment when the memory is freed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -279,7 +288,7 @@ class CudaStream(Stream):
         return _CudaHandle(event)
 
     def group(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        """See :meth:`Stream.group`. Collectives are issued by the caller's thread, so its own groups are safe."""
+        """See :meth:`Stream.group`. The caller's thread issues the collectives, so it can share its own groups."""
         return group
 
     def keep(self, tensors: list[torch.Tensor]) -> None:
@@ -301,12 +310,12 @@ _STREAMS: dict[tuple[str, int | None] | tuple[str, int | None, str], Stream] = {
 
 
 def communication_stream(device: torch.device, group: dist.ProcessGroup, second: bool = False) -> Stream:
-    """The stream that all collectives of this process on ``device`` share, so that they have one order.
+    """The stream that all models of this process on ``device`` share, so that their collectives have one order.
 
     Args:
         device: Where the collectives run.
-        group: One of the groups they use.
-        second: Another stream, for collectives on groups that no others use.
+        group: One of the groups that they use.
+        second: Return another stream, for collectives on groups that the first stream does not use.
     """
     if is_on_host(device) and not moves_data(group):
         return _STREAMS.setdefault(("fake", None), InlineStream())
@@ -318,13 +327,11 @@ def communication_stream(device: torch.device, group: dist.ProcessGroup, second:
 
 
 def finish_tasks() -> None:
-    """Wait for all that streams were given, but not for ever.
-
-    The end of the process groups and the end of the process do this by themselves.
-    """
+    """Wait for the tasks of all streams, for a limited time. Called when the process groups or the process end."""
     if not all([stream.finish() for stream in _STREAMS.values()]) and not _hopeless:
         logger.warning(
-            "FSDP: communication did not end within %.0f s, and is left: another rank has failed or does other things.",
+            "FSDP: communication did not end within %.0f s and is abandoned. Another rank has failed, or it runs other "
+            "units.",
             _seconds_to_end(),
         )
 
@@ -336,7 +343,7 @@ def _seconds_to_end() -> float:
 
 
 def error_at_end() -> BaseException | None:
-    """The exception that ends the process, or its process groups, if there is one."""
+    """The exception that ends the process or its process groups; None if they end without one."""
     error = sys.exc_info()[1] or getattr(sys, "last_value", None)
     return None if isinstance(error, SystemExit) else error
 
@@ -349,43 +356,54 @@ _at_end: list[Callable[[], None]] = [finish_tasks]
 
 
 def at_end(function: Callable[[], None]) -> None:
-    """Call ``function`` when process groups, or the process, end: it may use the store, but not take long."""
+    """Call ``function`` when the process groups or the process end. It may use the store, and must not take long."""
     if function not in _at_end:
         _at_end.append(function)
         atexit.register(function)
 
 
 def watch_end() -> None:
-    """See to it that what was given to :func:`at_end`, and the tasks of all streams, are done before groups end.
+    """Make the end of the process groups call the functions that :func:`at_end` was given, and finish all tasks first.
 
-    Tasks that nothing has waited for yet, such as gathers of layers that this rank has left out, are needed by ranks
-    that have not. They fail as soon as torch forgets their groups.
+    Other ranks may need tasks that nothing here waits for, such as unshards of layers that only this rank has left out.
+    Such a task fails as soon as torch has destroyed its group.
     """
     world = dist.distributed_c10d._world
     communicators = getattr(world, "comms", None)
     if isinstance(communicators, list):
-        # What torch finishes first: known however the user has imported destroy_process_group.
+        # torch finalizes these first, whichever way the user has imported destroy_process_group.
         if _END not in communicators:
             communicators.append(_END)
-    elif not hasattr(dist.destroy_process_group, "__wrapped__"):
-        dist.destroy_process_group = dist.distributed_c10d.destroy_process_group = _ending(dist.destroy_process_group)
+    else:
+        GROUP_END.install()
 
 
-def _ending(destroy: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(destroy)
-    def finish_and_destroy(group: dist.ProcessGroup | None = None) -> None:
-        if group is None or group is dist.group.WORLD:
-            _END.finalize()
-        destroy(group)
+GROUP_END = Patches(
+    "The end of process groups",
+    [
+        Patch(
+            f"{module}:destroy_process_group",
+            "ends groups that tasks still use; only versions of torch without a list of communicators need it",
+            "megatron.fsdp.comm.streams:finish_and_destroy",
+            TORCH,
+        )
+        for module in ("torch.distributed", "torch.distributed.distributed_c10d")
+    ],
+)
 
-    return finish_and_destroy
+
+def finish_and_destroy(destroy: Callable[..., None], group: dist.ProcessGroup | None = None) -> None:
+    """Finish what streams still have to do, then destroy the process group."""
+    if group is None or group is dist.group.WORLD:
+        _END.finalize()
+    destroy(group)
 
 
 class _End:
-    """Ends what this process has to do with its process groups."""
+    """Calls the functions of :func:`at_end` when the process groups end."""
 
     def finalize(self) -> None:
-        """Do it. Nothing must keep the groups from ending."""
+        """Call them. An exception must not keep the groups from being destroyed."""
         for function in _at_end:
             try:
                 function()

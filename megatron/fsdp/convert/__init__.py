@@ -1,1 +1,1 @@
-"""Reads, converts and writes checkpoints without a model, a GPU or a process group."""
+"""Inspects and converts checkpoints without a model, a GPU or a process group."""

@@ -8,17 +8,12 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.fsdp.checkpoint.lazy import LazyTensor
+from megatron.fsdp.naming.names import without_half
 
 # By model key or parameter name.
 Tensors = dict[str, LazyTensor]
 
-_HALF = re.compile(r"((?:weight|bias)\d*)_[wv]$")
 _BUFFER = re.compile(r"\.(?:router\.(?!weight$|bias$)\w+|running_mean|running_var|num_batches_tracked|inv_freq)$")
-
-
-def unsplit(name: str) -> str:
-    """The parameter that a tensor belongs to: the two halves of a gated layer (``_w``, ``_v``) are one parameter."""
-    return _HALF.sub(r"\1", name)
 
 
 def is_buffer(name: str) -> bool:
@@ -43,8 +38,8 @@ class TrainingState:
         buffers: Tensors of the model that are no parameters, such as ``router.expert_bias``.
         optimizer_state: For each name of ``weights`` its states, ``exp_avg`` and so on, of the weight's shape. Empty
             if the checkpoint has none.
-        group_of: For each parameter (see :func:`unsplit`) the settings of its optimizer group: ``lr``, ``step``,
-            ``weight_decay`` and so on. Empty if ``optimizer_state`` is.
+        group_of: The settings of the optimizer group of each parameter, ``lr``, ``step``, ``weight_decay`` ..., by
+            name without halves. Empty if ``optimizer_state`` is.
         model_dtypes: The dtype that the model computes a weight in, for those where it is not ``compute_dtype``.
         torch_dist: What only the way back to ``torch_dist`` needs; plain data, empty if nothing is known.
         source: Tells the files that it is read from, so that writing it can go on where it was cut short.
@@ -72,8 +67,8 @@ class TrainingState:
                         f"TrainingState: expected {kind} of {name} to have the weight's shape "
                         f"{self.weights[name].shape}; got {tensor.shape}."
                     )
-            if unsplit(name) not in self.group_of:
-                raise ValueError(f"TrainingState: {unsplit(name)} has optimizer state but belongs to no group.")
+            if without_half(name) not in self.group_of:
+                raise ValueError(f"TrainingState: {without_half(name)} has optimizer state but belongs to no group.")
 
     @property
     def args(self) -> argparse.Namespace:

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from megatron.fsdp.convert.canonical import TrainingState, unsplit
+from megatron.fsdp.convert.canonical import TrainingState
 from megatron.fsdp.convert.console import (
     console,
     directory,
@@ -28,6 +28,7 @@ from megatron.fsdp.convert.groups import EXPERTS, OPTION
 from megatron.fsdp.convert.options import ReadOptions, WriteOptions
 from megatron.fsdp.convert.rewrites import FSDP_DTENSOR, TORCH_DIST
 from megatron.fsdp.convert.run import format_of, lay_out, read_state, write_state
+from megatron.fsdp.naming.names import without_half
 
 _Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -200,8 +201,8 @@ def _contents(state: TrainingState) -> dict[str, Any]:
         if group not in groups:
             groups.append(group)
     return {
-        "parameters": len({unsplit(name) for name in state.weights}),
-        "swiglu_parameters": len({unsplit(name) for name in state.weights if unsplit(name) != name}),
+        "parameters": len({without_half(name) for name in state.weights}),
+        "swiglu_parameters": len({without_half(name) for name in state.weights if without_half(name) != name}),
         "optimizer_state": sorted({kind for states in state.optimizer_state.values() for kind in states}),
         "optimizer_groups": [
             {"parameters": sum(other == group for other in state.group_of.values()), **group} for group in groups

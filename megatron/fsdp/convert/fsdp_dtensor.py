@@ -13,20 +13,18 @@ from megatron.fsdp.checkpoint import lazy, safe_pickle
 from megatron.fsdp.checkpoint.reader import CheckpointReader
 from megatron.fsdp.checkpoint.writer import RawObject
 from megatron.fsdp.convert import groups
-from megatron.fsdp.convert.canonical import Output, Tensors, TrainingState, compute_dtype, is_buffer, unsplit
+from megatron.fsdp.convert.canonical import Output, Tensors, TrainingState, compute_dtype, is_buffer
 from megatron.fsdp.convert.options import ReadOptions, WriteOptions
 from megatron.fsdp.convert.rewrites import (
     FSDP_DTENSOR,
     Facts,
     from_canonical,
     gated_parameters,
-    grouped_names,
     has_own_layers,
-    live_mtp_name,
-    names_in_groups,
     to_canonical,
 )
 from megatron.fsdp.convert.torch_dist.facts import asked, checked_gates
+from megatron.fsdp.naming.names import live_names, live_prediction_name, stored_names, without_half
 
 # What an earlier conversion kept for the way back is an object of this name.
 KEPT = "torch_dist"
@@ -78,7 +76,7 @@ def read(reader: CheckpointReader, options: ReadOptions) -> TrainingState:
     kept = dict(reader.read_object(KEPT)) if KEPT in reader.objects else {}
     dtypes = {name: dtype for name, dtype in kept.pop("model_dtypes", {}).items() if name in weights}
     # What no optimizer holds is stored as the model has it.
-    frozen = {n: t.dtype for n, t in weights.items() if group_of and unsplit(n) not in group_of}
+    frozen = {n: t.dtype for n, t in weights.items() if group_of and without_half(n) not in group_of}
     return TrainingState(
         weights=weights,
         common=common,
@@ -119,11 +117,11 @@ def _groups(reader: CheckpointReader, steps: Tensors) -> dict[str, groups.Group]
         data = reader.object_bytes(key)
         if data not in known:
             known[data] = safe_pickle.load_torch(io.BytesIO(data), f"{reader.path} ({key})")
-        for name in grouped_names(match["name"]):
+        for name in stored_names(match["name"]):
             group_of.setdefault(name, {})[match["field"]] = known[data]
     for stored, step in steps.items():
-        for name in grouped_names(stored):
-            group = group_of.get(unsplit(name), {})
+        for name in stored_names(stored):
+            group = group_of.get(without_half(name), {})
             if _STEP not in group:
                 group[_STEP] = step.whole().item()
     return group_of
@@ -223,14 +221,14 @@ def _lay_out_groups(nested: _Nested, state: TrainingState, prefix: str, facts: F
     for name, group in state.group_of.items():
         # One optimizer holds all parameters. A group of its parameters must agree in every setting.
         settings = {**group, groups.EXPERTS: False} if groups.EXPERTS in group else group
-        for own in names_in_groups(name, fused):
+        for own in live_names(name, fused):
             for field, value in settings.items():
                 nested.setting(("optimizer", "param_to_group_meta", f"{wrappers}.{own}", field), value)
     for name in state.optimizer_state:
-        group = state.group_of[unsplit(name)]
+        group = state.group_of[without_half(name)]
         # Torch's own Adam counts the steps in the state of each parameter, and asks for them there.
         if "amsgrad" in group and _STEP in group:
-            live = live_mtp_name(name) if facts.live_mtp else name
+            live = live_prediction_name(name) if facts.live_mtp else name
             nested.tensor(prefix, (live, _STEP), lazy.of(torch.tensor(float(group[_STEP]))))
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.fsdp.checkpoint.checksums import read_json
-from megatron.fsdp.convert.canonical import Tensors, unsplit
-from megatron.fsdp.convert.rewrites import canonical_mtp_name
+from megatron.fsdp.convert.canonical import Tensors
+from megatron.fsdp.naming.names import stored_prediction_name, without_half
 
 # An optimizer group without its parameters: lr, step, weight_decay and so on.
 Group = dict[str, Any]
@@ -55,7 +55,7 @@ def read_map(path: Path) -> dict[str, int]:
     found = read_json(path)
     if not isinstance(found, dict) or not all(isinstance(index, int) for index in found.values()):
         raise ValueError(f"{path}: expected an object of group indices by parameter name.")
-    return {canonical_mtp_name(_WRAPPERS.sub("", name)): index for name, index in found.items()}
+    return {stored_prediction_name(_WRAPPERS.sub("", name)): index for name, index in found.items()}
 
 
 def assign(
@@ -81,7 +81,7 @@ def assign(
         ValueError: The rules do not tell the group of a parameter and there is no map; or the map says otherwise, or
             lacks a parameter.
     """
-    dimensions = {unsplit(name): len(tensor.shape) for name, tensor in weights.items()}
+    dimensions = {without_half(name): len(tensor.shape) for name, tensor in weights.items()}
     spread = any(group.get(EXPERTS, False) for group in groups)
     kinds = [_kind_of_group(group, args) for group in groups]
     decoupled = any(kind.decoupled for kind in kinds)

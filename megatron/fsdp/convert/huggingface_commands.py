@@ -1,4 +1,4 @@
-"""Commands that exchange models with Hugging Face: export-safetensors and import-safetensors."""
+"""The commands export-safetensors and import-safetensors, which exchange models with Hugging Face."""
 
 import re
 import shlex
@@ -47,7 +47,7 @@ class Size(click.ParamType):
     name = "size"
 
     def convert(self, value: str | int, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """The number; a message for the user if it is none."""
+        """Parse the size, or report it as a usage error."""
         match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", str(value).upper())
         if match is None or match[2] not in _UNITS or not float(match[1]):
             self.fail(f"expected a size such as 5GiB or 500MB; got {value!r}", param, ctx)
@@ -61,13 +61,17 @@ class Size(click.ParamType):
     "--config",
     "original",
     type=click.Path(path_type=Path),
-    help="Folder of the original Hugging Face model: its config.json and tokenizer files go with the weights.",
+    help="Folder of the original Hugging Face model, whose config.json and tokenizer files are copied.",
 )
 @click.option("--dtype", type=click.Choice([*_DTYPES]), default="bfloat16", show_default=True, help="Of the weights.")
-@click.option("--max-shard-size", type=Size(), default="5GiB", show_default=True, help="Largest file of weights.")
-@click.option("--vocab-size", type=int, help="Tokens without padding, if neither --config nor the checkpoint says.")
+@click.option("--max-shard-size", type=Size(), default="5GiB", show_default=True, help="Largest size of a file.")
+@click.option(
+    "--vocab-size",
+    type=int,
+    help="Number of tokens without padding, if neither --config nor the checkpoint contains it.",
+)
 @layer_options
-@click.option("--no-verify", is_flag=True, help="Do not compare the checkpoint's files with its checksums.")
+@click.option("--no-verify", is_flag=True, help="Do not verify the checksums of the checkpoint's files.")
 @json_option
 @handled
 def export_safetensors(
@@ -82,7 +86,7 @@ def export_safetensors(
     no_verify: bool,
     as_json: bool,
 ) -> None:
-    """Write a checkpoint's weights as a Hugging Face model: Llama, Qwen3, Qwen3-MoE or DeepSeek-V3."""
+    """Export a checkpoint's weights to a Hugging Face model: Llama, Qwen3, Qwen3-MoE or DeepSeek-V3."""
     process, processes = worker()
     reading = ReadOptions(transformer_impl=transformer_impl, moe_grouped_gemm=moe_grouped_gemm, verify=not no_verify)
     state = read_state(folder_of(checkpoint), reading)
@@ -120,14 +124,14 @@ def export_safetensors(
     type=click.Choice(["transformer_engine", "local"]),
     default="transformer_engine",
     show_default=True,
-    help="Whose layers are to load it, as --transformer-impl says in training.",
+    help="The layers that will load the checkpoint: --transformer-impl in training.",
 )
 @click.option(
     "--make-vocab-size-divisible-by",
     type=click.IntRange(min=1),
     default=128,
     show_default=True,
-    help="The embedding is padded to a multiple of this; give training's value times its tensor parallelism.",
+    help="Pad the embedding to a multiple of this: training's value times its tensor parallelism.",
 )
 @click.option("--dtype", type=click.Choice([*_DTYPES]), default="float32", show_default=True, help="Of the weights.")
 @json_option
@@ -141,7 +145,7 @@ def import_safetensors(
     dtype: str,
     as_json: bool,
 ) -> None:
-    """Make a checkpoint of a Hugging Face model, to train on from: OUT is for --load, with its arguments in args.sh."""
+    """Import a Hugging Face model into a checkpoint for training: give OUT to --load, and the flags in OUT/args.sh."""
     process, processes = worker()
     options = ImportOptions(
         format_,
@@ -174,7 +178,7 @@ def import_safetensors(
     shown = table(str(out / RELEASE), "format", "architecture", ">tensors", ">size")
     shown.add_row(format_, plan.model.architecture, str(tensors), gib(plan.nbytes))
     _print(shown, plan.notes)
-    line(console(), f"Arguments for training, also in {out / ARGUMENTS}; add --load {out} --finetune:")
+    line(console(), f"Flags for training, also in {out / ARGUMENTS}; add --load {out} --finetune:")
     line(console(), shlex.join(words))
 
 

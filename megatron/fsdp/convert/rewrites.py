@@ -6,41 +6,36 @@ canonical view, see :class:`megatron.fsdp.convert.canonical.TrainingState`.
 """
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import NamedTuple
 
 from megatron.fsdp.checkpoint import lazy
-from megatron.fsdp.convert.canonical import Tensors, unsplit
+from megatron.fsdp.convert.canonical import Tensors
+from megatron.fsdp.naming.names import (
+    DOWN_NORM,
+    FUSED_DOWN,
+    GROUPED,
+    LOCAL,
+    NORMS,
+    STORED,
+    Name,
+    live_prediction_name,
+    stored_names,
+    stored_prediction_name,
+    without_half,
+)
+from megatron.fsdp.naming.table import HALVES, KINDS, Kind, Part, kind_of
 
 TORCH_DIST = "torch_dist"
 FSDP_DTENSOR = "fsdp_dtensor"
 
-_STACKED_LAYERS = re.compile(r"^(?P<block>(?:.*\.)?layers\.)(?!\d+\.)(?P<rest>.+)$")
-_LAYER = re.compile(r"^(?P<block>(?:.*?\.)?layers\.)(?P<index>\d+)\.(?P<rest>.+)$")
-_STORED_EXPERT = re.compile(
-    r"^(?P<mlp>.*\.experts\.)experts\.(?:(?P<index>\d+)\.)?(?P<module>.+)\.(?P<kind>weight|bias)(?P<half>_[wv])?$"
-)
-_GROUPED_EXPERT = re.compile(
-    r"^(?P<mlp>.*\.experts\.)(?P<module>linear_fc\d)\.(?P<kind>weight|bias)(?P<index>\d+)(?P<half>_[wv])?$"
-)
-_SINGLE_EXPERT = re.compile(
-    r"^(?P<mlp>.*\.experts\.)local_experts\.(?P<index>\d+)\.(?P<module>.+)\.(?P<kind>weight|bias)(?P<half>_[wv])?$"
-)
-_OWN_NORM = re.compile(r"^(.*\.)(input_layernorm|pre_mlp_layernorm)\.(weight|bias)$")
-_FIRST_NORM = re.compile(r"(.*layers\.\d+\.)(?:input_layernorm\.|(self_attention\.linear_qkv\.layer_norm)_)")
-_FUSED_NORM = {
-    "input_layernorm": "self_attention.linear_qkv.layer_norm",
-    "pre_mlp_layernorm": "mlp.linear_fc1.layer_norm",
-}
-_FC1 = re.compile(r"^(?P<mlp>.*\.)linear_fc1\.(?P<kind>weight|bias)(?P<index>\d*)$")
-_MAMBA_PARTS = re.compile(r"^(.*\.mixer\.)(in_proj\.weight|conv1d\.weight|conv1d\.bias)\.(z|x|B|C|dt)$")
-_GDN_PARTS = re.compile(r"^(.*\.)(in_proj\.weight|conv1d\.weight|conv1d\.bias)\.(query|key|value|z|beta|alpha)$")
-# A hybrid model's prediction layer holds layers of its own, and has one name everywhere.
-_LIVE_MTP = re.compile(r"^(mtp\.layers\.\d+\.)mtp_model_layer\.(?!layers\.)")
-_STORED_MTP = re.compile(r"^(mtp\.layers\.\d+\.)transformer_layer\.")
-_FUSED_DOWN, _DOWN = "linear_qkv_down_proj", ("linear_q_down_proj", "linear_kv_down_proj")
-_PART_ORDER = ("z", "x", "B", "C", "dt"), ("query", "key", "value", "z", "beta", "alpha")
+_QKV = "self_attention.linear_qkv.weight"
+_FC1 = re.compile(r"linear_fc1\.(?:weight|bias)(\d*)$")
+# The tensors that torch_dist stores apart, and those that the canonical view has apart.
+_SECTIONS = {kind: kind.torch_dist for kind in KINDS if kind.torch_dist}
+_HALVES = {HALVES: HALVES.fsdp_dtensor}
 
 
 @dataclass(frozen=True)
@@ -67,7 +62,7 @@ class Facts:
     single_experts: bool = False
     stored_halves: bool = False
     gated: frozenset[str] = frozenset()
-    sections: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    sections: Mapping[str, Sequence[int]] = field(default_factory=dict)
     q_lora_rank: int = 0
     tensor_parallel: int = 1
     live_mtp: bool = False
@@ -82,49 +77,44 @@ class Rewrite(NamedTuple):
     from_canonical: Callable[[Tensors, Facts], Tensors]
 
 
-class Layered(NamedTuple):
-    """A name inside a transformer layer: ``decoder.layers.``, 3, ``mlp.linear_fc1.weight``."""
+def _unstack(tensors: Tensors, index: str, is_stacked: Callable[[Name], bool]) -> Tensors:
+    """Replace each stacked tensor by the tensors of its first dimension.
 
-    block: str
-    number: str
-    rest: str
+    Args:
+        tensors: By name.
+        index: The field of a name that tells these tensors apart: ``layer`` or ``expert``.
+        is_stacked: Whether a tensor is stacked, by its name.
+    """
+    found: Tensors = {}
+    for key, tensor in tensors.items():
+        name = Name.parse(key)
+        if not is_stacked(name):
+            found[key] = tensor
+            continue
+        for number in range(tensor.shape[0]):
+            found[str(replace(name, **{index: str(number)}))] = tensor.select(0, number)
+    return found
 
-    @property
-    def layer(self) -> str:
-        """The beginning of every name in this layer, with the dot."""
-        return f"{self.block}{self.number}."
 
-
-def layered(name: str) -> Layered | None:
-    """The parts of a canonical name inside a transformer layer; None for others, and for multi-token prediction's."""
-    match = _LAYER.match(name)
-    return None if match is None or "mtp." in match["block"] else Layered(match["block"], match["index"], match["rest"])
+def _stack(tensors: Tensors, index: str, is_single: Callable[[Name], bool]) -> Tensors:
+    """Store tensors whose names differ in one index together; the inverse of :func:`_unstack`."""
+    found: Tensors = {}
+    stacks: dict[str, Tensors] = {}
+    for key, tensor in tensors.items():
+        name = Name.parse(key)
+        if is_single(name):
+            stacks.setdefault(str(replace(name, **{index: ""})), {})[getattr(name, index)] = tensor
+        else:
+            found[key] = tensor
+    return found | {key: _stacked(parts, key) for key, parts in stacks.items()}
 
 
 def _unstack_layers(tensors: Tensors, facts: Facts) -> Tensors:
-    found: Tensors = {}
-    for key, tensor in tensors.items():
-        match = _STACKED_LAYERS.match(key)
-        if match is None:
-            found[key] = tensor
-            continue
-        for index in range(tensor.shape[0]):
-            found[f"{match['block']}{index}.{match['rest']}"] = tensor.select(0, index)
-    return found
+    return _unstack(tensors, "layer", lambda name: bool(name.block) and not name.layer)
 
 
 def _stack_layers(tensors: Tensors, facts: Facts) -> Tensors:
-    found: Tensors = {}
-    layers: dict[tuple[str, str], Tensors] = {}
-    for name, tensor in tensors.items():
-        place = layered(name)
-        if place is None or place.block not in facts.stacked:
-            found[name] = tensor
-        else:
-            layers.setdefault((place.block, place.rest), {})[place.number] = tensor
-    for (block, rest), parts in layers.items():
-        found[f"{block}{rest}"] = _stacked(parts, f"{block}{rest}")
-    return found
+    return _stack(tensors, "layer", lambda name: name.is_stackable and name.block in facts.stacked)
 
 
 def _stacked(parts: Tensors, key: str) -> lazy.LazyTensor:
@@ -138,44 +128,21 @@ def _stacked(parts: Tensors, key: str) -> lazy.LazyTensor:
     return lazy.stack([parts[index] for index in wanted])
 
 
-def expert_name(facts: Facts, mlp: str, module: str, kind: str, index: str) -> str:
-    """The canonical name of one expert's parameter, without its half."""
-    if facts.grouped_experts:
-        return f"{mlp}{module}.{kind}{index}"
-    return f"{mlp}local_experts.{index}.{module}.{kind}"
-
-
 def _unstack_experts(tensors: Tensors, facts: Facts) -> Tensors:
-    found: Tensors = {}
-    for key, tensor in tensors.items():
-        match = _STORED_EXPERT.match(key)
-        if match is None:
-            found[key] = tensor
-            continue
-        half = match["half"] or ""
-        if match["index"] is not None:
-            found[expert_name(facts, match["mlp"], match["module"], match["kind"], match["index"]) + half] = tensor
-            continue
-        for index in range(tensor.shape[0]):
-            name = expert_name(facts, match["mlp"], match["module"], match["kind"], str(index))
-            found[name + half] = tensor.select(0, index)
-    return found
+    style = GROUPED if facts.grouped_experts else LOCAL
+    single = _unstack(tensors, "expert", lambda name: name.style == STORED and not name.expert)
+    return {_with_style(name, style): tensor for name, tensor in single.items()}
 
 
 def _stack_experts(tensors: Tensors, facts: Facts) -> Tensors:
-    found: Tensors = {}
-    experts: dict[str, Tensors] = {}
-    for name, tensor in tensors.items():
-        match = _GROUPED_EXPERT.match(name) or _SINGLE_EXPERT.match(name)
-        if match is None:
-            found[name] = tensor
-            continue
-        rest = f"{match['module']}.{match['kind']}{match['half'] or ''}"
-        if facts.single_experts:
-            found[f"{match['mlp']}experts.{match['index']}.{rest}"] = tensor
-        else:
-            experts.setdefault(f"{match['mlp']}experts.{rest}", {})[match["index"]] = tensor
-    return found | {key: _stacked(parts, key) for key, parts in experts.items()}
+    stored = {_with_style(name, STORED): tensor for name, tensor in tensors.items()}
+    return stored if facts.single_experts else _stack(stored, "expert", lambda name: name.style == STORED)
+
+
+def _with_style(key: str, style: str) -> str:
+    """The name with experts counted in another style; names of other parameters stay."""
+    name = Name.parse(key)
+    return str(replace(name, style=style)) if name.expert else key
 
 
 def gated_parameters(tensors: Tensors) -> frozenset[str]:
@@ -186,214 +153,153 @@ def gated_parameters(tensors: Tensors) -> frozenset[str]:
     """
     found = set()
     for name, tensor in tensors.items():
-        match = _FC1.match(unsplit(name))
-        if match is None:
+        whole = without_half(name)
+        if kind_of(whole) is not HALVES:
             continue
-        second = tensors.get(f"{match['mlp']}linear_fc2.weight{match['index']}")
-        if unsplit(name) != name or (second is not None and tensor.shape[0] == 2 * second.shape[-1]):
-            found.add(unsplit(name))
+        second = tensors.get(_FC1.sub(r"linear_fc2.weight\1", whole))
+        if whole != name or (second is not None and tensor.shape[0] == 2 * second.shape[-1]):
+            found.add(whole)
     return frozenset(found)
 
 
 def _split_gates(tensors: Tensors, facts: Facts) -> Tensors:
-    found: Tensors = {}
-    for name, tensor in tensors.items():
-        if name in facts.gated:
-            found[f"{name}_w"], found[f"{name}_v"] = tensor.chunk(2)
-        elif unsplit(name) != name and unsplit(name) not in facts.gated:
-            # Stored apart, but one tensor in the other format: its gate is no SwiGLU.
-            found[unsplit(name)] = lazy.cat([tensors[f"{unsplit(name)}_{half}"] for half in "wv"])
-        else:
-            found[name] = tensor
-    return found
+    # Halves that are stored apart, but are one tensor in the other format: their gate is no SwiGLU.
+    joined = _join(tensors, _HALVES, lambda whole: whole not in facts.gated)
+    return _split(joined, _HALVES, {name: [joined[name].shape[0] // 2] * 2 for name in facts.gated & joined.keys()})
 
 
 def _join_gates(tensors: Tensors, facts: Facts) -> Tensors:
+    return tensors if facts.stored_halves else _join(tensors, _HALVES)
+
+
+def _join(
+    tensors: Tensors, parts: Mapping[Kind, Sequence[Part]], is_joined: Callable[[str], bool] = lambda whole: True
+) -> Tensors:
+    """Put the parts of parameters together.
+
+    Args:
+        tensors: By name.
+        parts: The tensors that parameters of a kind are stored as.
+        is_joined: Whether to put a parameter together, by its name.
+    """
+    found: Tensors = {}
+    kinds: dict[str, Kind] = {}
+    for name, tensor in tensors.items():
+        place = _parameter_of(name, parts)
+        if place is None or not is_joined(place[0]):
+            found[name] = tensor
+        else:
+            whole, kinds[place[0]] = place
+            found[whole] = tensor  # keeps the place of the first part
+    for whole, kind in kinds.items():
+        names = [part.of(whole) for part in parts[kind]]
+        found[whole] = lazy.cat([tensors[name] for name in names if name in tensors])
+    return found
+
+
+def _parameter_of(name: str, parts: Mapping[Kind, Sequence[Part]]) -> tuple[str, Kind] | None:
+    """The parameter that a tensor is a part of, and its kind; None if it is no part of any."""
+    for kind, of_kind in parts.items():
+        for part in of_kind:
+            if name.endswith(part.suffix) and kind.pattern.fullmatch(part.whole(name)):
+                return part.whole(name), kind
+    return None
+
+
+def _split(tensors: Tensors, parts: Mapping[Kind, Sequence[Part]], rows: Mapping[str, Sequence[int]]) -> Tensors:
+    """Replace parameters by their parts; the inverse of :func:`_join`.
+
+    Args:
+        tensors: By name.
+        parts: The tensors that parameters of a kind are stored as.
+        rows: The number of rows of each part, by name of the parameter; others stay.
+
+    Raises:
+        ValueError: A parameter has another number of rows.
+    """
     found: Tensors = {}
     for name, tensor in tensors.items():
-        whole = unsplit(name)
-        if whole == name or facts.stored_halves:
+        kind = kind_of(name) if name in rows else None
+        if kind is None:
             found[name] = tensor
-        elif whole not in found:
-            found[whole] = lazy.cat([tensors[f"{whole}_w"], tensors[f"{whole}_v"]])
+            continue
+        if sum(rows[name]) != tensor.shape[0]:
+            raise ValueError(f"{name}: expected parts with {tensor.shape[0]} rows in all; got {list(rows[name])}.")
+        starts = accumulate(rows[name], initial=0)
+        for part, start, count in zip(parts[kind], starts, rows[name], strict=False):
+            found[part.of(name)] = tensor.narrow(0, start, count)
     return found
 
 
 def _separate_norms(tensors: Tensors, facts: Facts) -> Tensors:
     if not facts.separate_norms:
         return tensors
-    found: Tensors = {}
-    for name, tensor in tensors.items():
-        for own, fused in _FUSED_NORM.items():
-            name = name.replace(f".{fused}_", f".{own}.")
-        found[name] = tensor
-    return found
+    for alias in NORMS:
+        tensors = {alias.to_stored(name): tensor for name, tensor in tensors.items()}
+    return tensors
 
 
-def has_separate_norms(names: Mapping[str, object], layer: str) -> bool:
-    """Whether a layer's norms are modules that torch_dist names as parts of the linear layers.
+def layers_with_own_norms(names: Iterable[str]) -> set[str]:
+    """Beginnings of the layers whose norms are modules, though torch_dist names them as parts of the linear layers.
 
     Layers with other attention than a fused QKV projection, such as MLA, keep their norms' names.
 
     Args:
         names: Canonical names.
-        layer: The beginning of the layer's names, with the dot.
     """
-    return f"{layer}input_layernorm.weight" in names and f"{layer}self_attention.linear_qkv.weight" in names
+    return _layers_with(NORMS[0].stored, set(names))
 
 
-def has_own_layers(names: Mapping[str, object]) -> bool | None:
+def _layers_with(norm: str, names: Collection[str]) -> set[str]:
+    layers = {name.removesuffix(_QKV) for name in names if name.endswith(_QKV)}
+    return {layer for layer in layers if f"{layer}{norm}weight" in names}
+
+
+def has_own_layers(names: Iterable[str]) -> bool | None:
     """Whether layers are Megatron's own, by what their norms are called; None if nothing tells.
 
     Args:
         names: Canonical names.
     """
-    found = {
-        match[2] is None
-        for name in names
-        if (
-            match := re.match(
-                r"(.*layers\.\d+\.)(?:input_layernorm|(self_attention\.linear_qkv\.layer_norm))[._]", name
-            )
-        )
-        and f"{match[1]}self_attention.linear_qkv.weight" in names
-    }
-    return found.pop() if len(found) == 1 else None
+    known = set(names)
+    own, fused = (bool(_layers_with(norm, known)) for norm in NORMS[0])
+    return own if own != fused else None
 
 
 def _fuse_norms(tensors: Tensors, facts: Facts) -> Tensors:
+    layers = layers_with_own_norms(tensors)
     found: Tensors = {}
     for name, tensor in tensors.items():
-        match = _OWN_NORM.match(name)
-        if match is not None and has_separate_norms(tensors, match[1]):
-            name = f"{match[1]}{_FUSED_NORM[match[2]]}_{match[3]}"
+        for alias in NORMS:
+            if name.partition(alias.stored)[0] in layers:
+                name = alias.to_live(name)
         found[name] = tensor
-    return found
-
-
-class Part(NamedTuple):
-    """A part of a parameter that torch_dist stores apart: the parameter's canonical name, and the part's."""
-
-    whole: str
-    part: str
-    order: tuple[str, ...]
-
-
-def stored_part(key: str) -> Part | None:
-    """Which part of a state-space layer's fused projection a stored tensor is; None for every other."""
-    match = _MAMBA_PARTS.match(key)
-    if match is not None:
-        # The model holds the convolution's weights itself.
-        return Part(match[1] + match[2].replace("conv1d.", "conv1d_"), match[3], _PART_ORDER[0])
-    match = _GDN_PARTS.match(key)
-    return Part(match[1] + match[2], match[3], _PART_ORDER[1]) if match is not None else None
-
-
-def _join_sections(tensors: Tensors, facts: Facts) -> Tensors:
-    found: Tensors = {}
-    parts: dict[str, Tensors] = {}
-    order: dict[str, tuple[str, ...]] = {}
-    for key, tensor in tensors.items():
-        part = stored_part(key)
-        if part is None:
-            found[key] = tensor
-        else:
-            parts.setdefault(part.whole, {})[part.part] = tensor
-            order[part.whole] = part.order
-    return found | {
-        whole: lazy.cat([stored[part] for part in order[whole] if part in stored]) for whole, stored in parts.items()
-    }
-
-
-def _split_sections(tensors: Tensors, facts: Facts) -> Tensors:
-    found: Tensors = {}
-    for name, tensor in tensors.items():
-        sections = facts.sections.get(name)
-        if sections is None:
-            found[name] = tensor
-            continue
-        start = 0
-        for part, rows in sections.items():
-            key = f"{name.replace('mixer.conv1d_', 'mixer.conv1d.')}.{part}"
-            found[key] = tensor.narrow(0, start, rows)
-            start += rows
-        if start != tensor.shape[0]:
-            raise ValueError(f"{name}: expected parts with {tensor.shape[0]} rows; got {dict(sections)}.")
     return found
 
 
 def _unfuse_down_projection(tensors: Tensors, facts: Facts) -> Tensors:
     found: Tensors = {}
     for name, tensor in tensors.items():
-        layer, fused, rest = name.partition(f"self_attention.{_FUSED_DOWN}.")
-        if not fused:
+        name = DOWN_NORM.to_stored(name)
+        if f".{FUSED_DOWN}." not in name:
             found[name] = tensor
-        elif rest.startswith("layer_norm_"):
-            found[f"{layer}input_layernorm.{rest.removeprefix('layer_norm_')}"] = tensor
-        else:
-            if facts.tensor_parallel > 1:
-                raise ValueError(
-                    f"{name}: it is stored fused, and was written with tensor parallelism: whether each rank's rows of "
-                    "queries, keys and values follow each other is not said. Load it with the version that wrote it, "
-                    "with tensor_model_parallel_size 1, and save it."
-                )
-            queries = facts.q_lora_rank
-            if not 0 < queries < tensor.shape[0]:
-                raise ValueError(f"{name}: expected q_lora_rank in the arguments, to split it; got {queries}.")
-            found[f"{layer}self_attention.linear_q_down_proj.{rest}"] = tensor.narrow(0, 0, queries)
-            remaining = tensor.narrow(0, queries, tensor.shape[0] - queries)
-            found[f"{layer}self_attention.linear_kv_down_proj.{rest}"] = remaining
+            continue
+        if facts.tensor_parallel > 1:
+            raise ValueError(
+                f"{name}: it is stored fused, and was written with tensor parallelism: whether each rank's rows of "
+                "queries, keys and values follow each other is not said. Load it with the version that wrote it, "
+                "with tensor_model_parallel_size 1, and save it."
+            )
+        queries = facts.q_lora_rank
+        if not 0 < queries < tensor.shape[0]:
+            raise ValueError(f"{name}: expected q_lora_rank in the arguments, to split it; got {queries}.")
+        parts = tensor.narrow(0, 0, queries), tensor.narrow(0, queries, tensor.shape[0] - queries)
+        found |= zip(stored_names(name), parts, strict=True)
     return found
 
 
-def canonical_mtp_name(name: str) -> str:
-    """The canonical name of a parameter of multi-token prediction; other names stay."""
-    return _LIVE_MTP.sub(r"\1transformer_layer.", name)
-
-
-def grouped_names(name: str) -> tuple[str, ...]:
-    """Canonical names of what an optimizer's group holds under a parameter's name in the model.
-
-    A fused down projection of multi-latent attention is stored as two, and the norm in it as a module of the layer.
-    """
-    layer, fused, rest = canonical_mtp_name(name).partition(f"self_attention.{_FUSED_DOWN}.")
-    if not fused:
-        return (canonical_mtp_name(name),)
-    if rest.startswith("layer_norm_"):
-        return (f"{layer}input_layernorm.{rest.removeprefix('layer_norm_')}",)
-    return tuple(f"{layer}self_attention.{down}.{rest}" for down in _DOWN)
-
-
-def names_in_groups(name: str, fused: bool) -> tuple[str, ...]:
-    """Names that a parameter may have in a model, and in its optimizer's groups; the inverse.
-
-    Args:
-        name: The canonical name.
-        fused: The model has a fused down projection, which has the layer's first norm in it.
-    """
-    names = dict.fromkeys((name, live_mtp_name(name)))
-    if fused:
-        for own in tuple(names):
-            within = re.sub(rf"\.(?:{'|'.join(_DOWN)})\.", f".{_FUSED_DOWN}.", own)
-            names[re.sub(r"\.input_layernorm\.", f".self_attention.{_FUSED_DOWN}.layer_norm_", within)] = None
-    return tuple(names)
-
-
-def live_mtp_name(name: str) -> str:
-    """The name that a parameter of multi-token prediction has in the model; other names stay."""
-    return _STORED_MTP.sub(r"\1mtp_model_layer.", name)
-
-
-def _canonical_mtp(tensors: Tensors, facts: Facts) -> Tensors:
-    return {canonical_mtp_name(name): tensor for name, tensor in tensors.items()}
-
-
 def _live_mtp(tensors: Tensors, facts: Facts) -> Tensors:
-    return {live_mtp_name(name): tensor for name, tensor in tensors.items()} if facts.live_mtp else tensors
-
-
-def _unchanged(tensors: Tensors, facts: Facts) -> Tensors:
-    return tensors
+    return {live_prediction_name(name): tensor for name, tensor in tensors.items()} if facts.live_mtp else tensors
 
 
 # In the order in which reading applies them. MLA's projections stay apart when written: every version reads that.
@@ -401,10 +307,20 @@ REWRITES = (
     Rewrite("layers", TORCH_DIST, _unstack_layers, _stack_layers),
     Rewrite("experts", TORCH_DIST, _unstack_experts, _stack_experts),
     Rewrite("norms", TORCH_DIST, _separate_norms, _fuse_norms),
-    Rewrite("sections", TORCH_DIST, _join_sections, _split_sections),
+    Rewrite(
+        "sections",
+        TORCH_DIST,
+        lambda tensors, facts: _join(tensors, _SECTIONS),
+        lambda tensors, facts: _split(tensors, _SECTIONS, facts.sections),
+    ),
     Rewrite("gates", TORCH_DIST, _split_gates, _join_gates),
-    Rewrite("mla", FSDP_DTENSOR, _unfuse_down_projection, _unchanged),
-    Rewrite("mtp", FSDP_DTENSOR, _canonical_mtp, _live_mtp),
+    Rewrite("mla", FSDP_DTENSOR, _unfuse_down_projection, lambda tensors, facts: tensors),
+    Rewrite(
+        "mtp",
+        FSDP_DTENSOR,
+        lambda tensors, facts: {stored_prediction_name(name): tensor for name, tensor in tensors.items()},
+        _live_mtp,
+    ),
 )
 
 

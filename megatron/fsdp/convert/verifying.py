@@ -11,9 +11,9 @@ from megatron.fsdp.checkpoint.checksums import METADATA, NAME, Checksums, Damage
 from megatron.fsdp.checkpoint.lazy import Box
 from megatron.fsdp.checkpoint.reader import COMMON, COMMON_KEY, CheckpointReader
 from megatron.fsdp.checkpoint.safe_pickle import UnsafePickle
-from megatron.fsdp.convert.canonical import unsplit
 from megatron.fsdp.convert.inspecting import GROUP_META
 from megatron.fsdp.helpers.spelling import bare_name
+from megatron.fsdp.naming.names import without_half
 
 WEIGHTS = "model.module."
 _STATE = "optimizer.state."
@@ -193,7 +193,7 @@ def _unlike_moments(reader: CheckpointReader) -> list[str]:
             for state, size in found.items()
             if shape is not None and size not in ((), shape)
         ]
-        if unsplit(name) not in grouped and not _STORED_OTHERWISE.search(name):
+        if without_half(name) not in grouped and not _STORED_OTHERWISE.search(name):
             problems.append(f"{name}: expected the settings of its optimizer group ({_GROUPS}...); got none.")
     return problems
 

@@ -1,142 +1,124 @@
-"""The functions of torch that are replaced while sharded models exist, each with its reason.
+"""The functions of PyTorch that are replaced while sharded models exist.
 
-They are the places where torch offers no hook. Each replacement does what torch does for everything that is not ours.
-``remove()`` restores them all.
+PyTorch offers no hook in these places. Each replacement does what the original does for tensors and optimizers that do
+not belong to a sharded model.
 """
 
-import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch.distributed import _state_dict_utils
-from torch.distributed.checkpoint import state_dict as checkpoint_state_dict
+from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.dtensor.placements import part_of
 from megatron.fsdp.dtensor.ragged_dtensor import RaggedDTensor
+from megatron.fsdp.helpers import patches
+from megatron.fsdp.helpers.patches import Patch, Patches
 
+_HERE = "megatron.fsdp.dtensor.torch_patches"
 
-class Patch(NamedTuple):
-    """One name of torch that is replaced.
+TORCH = Patches(
+    "State dicts of PyTorch",
+    [
+        Patch(
+            "torch.distributed._state_dict_utils:_distribute_tensors",
+            "cuts a whole tensor into even chunks when a state dict is broadcast from rank 0",
+            f"{_HERE}:distribute_tensors",
+            patches.TORCH,
+        ),
+        Patch(
+            "torch.distributed.checkpoint.state_dict:_init_optim_state",
+            "creates optimizer state to load into by taking a step, so that training would begin with the second step",
+            f"{_HERE}:initialize_optimizer_state",
+            patches.TORCH,
+        ),
+        Patch(
+            "torch.distributed.tensor:DTensor.__reduce_ex__",
+            "fails for a DTensor whose local tensor is a view at an offset, as replicated main weights are",
+            f"{_HERE}:reduce_at_offset_zero",
+            patches.TORCH,
+        ),
+        *(
+            Patch(
+                f"torch.optim:Optimizer.{name}",
+                "may be called before the first step, at which the optimizer of a model sharded in place is attached",
+                f"{_HERE}:attach_before",
+                patches.TORCH,
+            )
+            for name in ("state_dict", "load_state_dict")
+        ),
+    ],
+)
 
-    Attributes:
-        owner: Module or class that has the name.
-        name: The name.
-        why: What torch does with it that would be wrong.
-        replacement: Makes the new value from the old one.
-    """
-
-    owner: Any
-    name: str
-    why: str
-    replacement: Callable[[Callable[..., Any]], Callable[..., Any]]
-
-
-def _distributing(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def distribute(local_state_dict: dict[str, Any], keys: list[str], *args: Any, **kwargs: Any) -> None:
-        for key in keys:
-            value = local_state_dict.get(key)
-            if isinstance(value, tuple) and isinstance(value[0], RaggedDTensor):
-                local, whole = value
-                local._local_tensor.copy_(part_of(local._spec).of(whole))
-                local_state_dict[key] = local
-        original(local_state_dict, keys, *args, **kwargs)
-
-    return distribute
-
-
-_preparers: list[Callable[[torch.optim.Optimizer], bool]] = []
+_initializers: list[Callable[[torch.optim.Optimizer], bool]] = []
 _attachers: list[Callable[[torch.optim.Optimizer], Any]] = []
 
 
-def prepare_with(preparer: Callable[[torch.optim.Optimizer], bool]) -> None:
-    """Have ``preparer`` called with every optimizer that ``torch.distributed.checkpoint.state_dict`` needs state of.
+def prepare_with(initializer: Callable[[torch.optim.Optimizer], bool]) -> None:
+    """Call ``initializer`` with every optimizer for which ``torch.distributed.checkpoint.state_dict`` needs state.
 
-    It returns True if it has given the optimizer what torch would otherwise make by taking a step.
+    It returns True if it has created the state, so that PyTorch does not take a step for that.
     """
-    if preparer not in _preparers:
-        _preparers.append(preparer)
-
-
-def _initializing(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def initialize(optimizer: torch.optim.Optimizer) -> None:
-        for attach in _attachers:
-            attach(optimizer)
-        if not any([prepare(optimizer) for prepare in _preparers]):
-            original(optimizer)
-
-    return initialize
-
-
-def _preparing(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def prepared(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        for attach in _attachers:
-            attach(optimizer)
-        return original(optimizer, *args, **kwargs)
-
-    return prepared
+    if initializer not in _initializers:
+        _initializers.append(initializer)
 
 
 def attach_with(attacher: Callable[[torch.optim.Optimizer], Any]) -> None:
-    """Have ``attacher`` called with every optimizer whose state is about to be saved or loaded."""
+    """Call ``attacher`` with every optimizer whose state is about to be saved or loaded."""
     if attacher not in _attachers:
         _attachers.append(attacher)
 
 
-PATCHES = (
-    Patch(
-        _state_dict_utils,
-        "_distribute_tensors",
-        "cuts a whole tensor into the even chunks that `placements` stand for, with broadcast_from_rank0",
-        _distributing,
-    ),
-    Patch(
-        checkpoint_state_dict,
-        "_init_optim_state",
-        "makes state to load into by a step, after which training would begin with the second",
-        _initializing,
-    ),
-    Patch(
-        torch.optim.Optimizer,
-        "state_dict",
-        "an optimizer of a model that was sharded in place is attached at its first step, which may come later",
-        _preparing,
-    ),
-    Patch(
-        torch.optim.Optimizer,
-        "load_state_dict",
-        "the same: state may be loaded before the first step",
-        _preparing,
-    ),
-)
-
-_originals: dict[Patch, Any] = {}
-
-
 def apply() -> None:
-    """Replace what is in ``PATCHES``. Calling it again changes nothing.
+    """Install the patches. Calling it again changes nothing.
 
     Raises:
-        AttributeError: This version of torch has no such name; the message says which.
+        ImportError: This version of PyTorch lacks one of the names; the message says which.
     """
-    if _originals:
-        return
-    for patch in PATCHES:
-        if not hasattr(patch.owner, patch.name):
-            raise AttributeError(
-                f"torch {torch.__version__} has no {patch.owner.__name__}.{patch.name} ({patch.why}). Use a version of "
-                "torch that megatron.fsdp has been tested with."
-            )
-    for patch in PATCHES:
-        _originals[patch] = getattr(patch.owner, patch.name)
-        setattr(patch.owner, patch.name, patch.replacement(_originals[patch]))
+    TORCH.install()
 
 
-def remove() -> None:
-    """Put back what :func:`apply` replaced."""
-    while _originals:
-        patch, original = _originals.popitem()
-        setattr(patch.owner, patch.name, original)
+def distribute_tensors(
+    original: Callable[..., None], local_state_dict: dict[str, Any], keys: list[str], *args: Any, **kwargs: Any
+) -> None:
+    """Copy this rank's slice of a broadcast tensor into its ragged shard; leave other tensors to PyTorch."""
+    for key in keys:
+        value = local_state_dict.get(key)
+        if isinstance(value, tuple) and isinstance(value[0], RaggedDTensor):
+            local, whole = value
+            local._local_tensor.copy_(part_of(local._spec).of(whole))
+            local_state_dict[key] = local
+    original(local_state_dict, keys, *args, **kwargs)
+
+
+def reduce_at_offset_zero(original: Callable[..., Any], tensor: DTensor, *args: Any) -> Any:
+    """Pickle a DTensor through one without a storage offset, which PyTorch would take for memory of the wrapper."""
+    if type(tensor) is DTensor and tensor.storage_offset():
+        copy = torch.Tensor._make_wrapper_subclass(
+            DTensor,
+            tensor.shape,
+            strides=tensor.stride(),
+            dtype=tensor.dtype,
+            layout=tensor.layout,
+            device=tensor.device,
+            requires_grad=tensor.requires_grad,
+        )
+        copy._spec, copy._local_tensor = tensor._spec, tensor._local_tensor
+        tensor = copy
+    return original(tensor, *args)
+
+
+def initialize_optimizer_state(original: Callable[..., None], optimizer: torch.optim.Optimizer) -> None:
+    """Create optimizer state without a step where the optimizer updates a sharded model."""
+    for attach in _attachers:
+        attach(optimizer)
+    # A list: every initializer has to be called.
+    if not any([initialize(optimizer) for initialize in _initializers]):
+        original(optimizer)
+
+
+def attach_before(original: Callable[..., Any], optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+    """Attach the optimizer to the sharded models it updates, then save or load its state."""
+    for attach in _attachers:
+        attach(optimizer)
+    return original(optimizer, *args, **kwargs)

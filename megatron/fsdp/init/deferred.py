@@ -11,7 +11,7 @@ of torchdistX (https://github.com/pytorch/torchdistx), which is archived.
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
+
+from megatron.fsdp.helpers.patches import TORCH, Patch, Patches
 
 # Kept in a module's __dict__: what belongs to its own parameters and buffers, by name.
 _RECIPES = "_fsdp_recipes"
@@ -217,7 +219,8 @@ class _Recorder(TorchDispatchMode):
         self.tape.know(tensor)
         self.tape.writes[_Place.of(tensor).storage].append(len(self.tape.steps))
         arguments = tree_map(_noted, ((tensor, *args), kwargs))
-        self.tape.steps.append(_Step(_without_result(function), arguments, (None,), self._surroundings()))
+        # The place of the result is None: the tensor is the first argument, which has a place already.
+        self.tape.steps.append(_Step(function, arguments, (None,), self._surroundings()))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -247,41 +250,30 @@ class _Recorder(TorchDispatchMode):
         return [value for value in found if isinstance(value, torch.Tensor)]
 
 
-def _without_result(function: Callable[..., Any]) -> Callable[..., None]:
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> None:
-        function(*args, **kwargs)
+# Functions of torch.nn.init that return at once for a tensor on the meta device, without calling an operator.
+RECORDING = Patches(
+    "Recording how a model on the meta device is initialized",
+    [
+        Patch(
+            f"torch.nn.init:{name}",
+            "does nothing to a tensor on the meta device, so no operation would be recorded",
+            "megatron.fsdp.init.deferred:fill_or_note",
+            TORCH,
+        )
+        for name in ("_no_grad_trunc_normal_", "orthogonal_", "sparse_", "eye_", "dirac_")
+    ],
+)
+# Recordings in progress; the innermost one is last.
+_recorders: list[_Recorder] = []
 
-    return call
 
-
-# What returns at once for a tensor on the meta device.
-_SILENT = ("_no_grad_trunc_normal_", "orthogonal_", "sparse_", "eye_", "dirac_")
-
-
-@contextmanager
-def _loud(recorder: _Recorder) -> Iterator[None]:
-    """Record what functions of ``torch.nn.init`` would do that do nothing to tensors on the meta device."""
-    originals = {name: getattr(torch.nn.init, name) for name in _SILENT if hasattr(torch.nn.init, name)}
-
-    def noting(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def fill(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            if not tensor.is_meta:
-                original(tensor, *args, **kwargs)
-            else:
-                recorder.note_filling(original, tensor, *args, **kwargs)
-            return tensor
-
-        return fill
-
-    for name, original in originals.items():
-        setattr(torch.nn.init, name, noting(original))
-    try:
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(torch.nn.init, name, original)
+def fill_or_note(original: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Run an initializer of ``torch.nn.init``, or record it if the tensor is on the meta device."""
+    if tensor.is_meta and _recorders:
+        _recorders[-1].note_filling(original, tensor, *args, **kwargs)
+    else:
+        original(tensor, *args, **kwargs)
+    return tensor
 
 
 class _OnMeta(TorchFunctionMode):
@@ -341,8 +333,12 @@ def record(build: Callable[[], Any], surroundings: Callable[[], Surroundings]) -
         surroundings: Called at every operation; returns what makes the context to repeat it in.
     """
     recorder = _Recorder(surroundings)
-    with _OnMeta(), _loud(recorder), recorder:
-        built = build()
+    _recorders.append(recorder)
+    try:
+        with _OnMeta(), RECORDING.installed(), recorder:
+            built = build()
+    finally:
+        _recorders.pop()
     for model in built if isinstance(built, (list, tuple)) else [built]:
         for module in model.modules():
             own = {**module._parameters, **module._buffers}

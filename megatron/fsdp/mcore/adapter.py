@@ -2,9 +2,11 @@
 
 import functools
 import logging
+import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -15,11 +17,13 @@ from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.ssm.mamba_layer import MambaLayer
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import log_single_rank
 from megatron.fsdp.comm.backends import default_device
 from megatron.fsdp.config import FSDPConfig
+from megatron.fsdp.ddp_config import from_megatron
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.helpers.spelling import bare_name
 from megatron.fsdp.mcore.limits import Settings, adjust, check
@@ -29,6 +33,7 @@ from megatron.fsdp.optim.classes import ELEMENTWISE
 from megatron.fsdp.optim.hooks import attach_at_first_use, attach_local_step
 from megatron.fsdp.runtime.engine import engines_of
 from megatron.fsdp.runtime.partition import UnitClasses
+from megatron.fsdp.sharding.mesh import FSDPDistributedIndex
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
 from megatron.fsdp.state.loading import unsharded_state
 
@@ -108,18 +113,20 @@ class FullyShardedDataParallel(_BaseDataParallel):
                 "group inter_dist_opt of that many ranks in pg_collection, or in parallel_state; got none."
             )
         mark_tensor_parallel(module, index)
+        units = units_of(module) if fsdp_unit_modules is None else fsdp_unit_modules
         sharded = ShardedModule(
             module,
-            fsdp_config(config, ddp_config),
             index,
-            units_of(module) if fsdp_unit_modules is None else fsdp_unit_modules,
-            device,
+            fsdp_unit_modules=units,
+            device=device,
+            config=fsdp_config(config, ddp_config),
         )
         super().__init__(config=config, module=sharded)
         if config.init_model_with_meta_device:
             self._share_embedding(pg_collection)
         attach_at_first_use(sharded.engine, _attach)
-        self.ddp_config = ddp_config
+        self.ddp_config = sharded.ddp_config = ddp_config
+        self.fsdp_unit_modules = units
         self.param_and_grad_buffer = WeightInstaller(sharded)
         # Set by the training loop, which asks for whole gradients with it; see limits.LIMITS.
         self.force_all_reduce = False
@@ -136,6 +143,31 @@ class FullyShardedDataParallel(_BaseDataParallel):
             logging.INFO,
             f"Megatron-FSDP: {len(sharded.engine.units)} units over {sharded.index.size} ranks, {sharded.fsdp_config}",
         )
+
+    @property
+    def mp_policy(self) -> MixedPrecisionPolicy:
+        """Dtypes of main weights, gradients and communication."""
+        return self.module.mp_policy
+
+    @property
+    def megatron_fsdp_dist_index(self) -> FSDPDistributedIndex:
+        """Mesh and process groups of the model."""
+        return self.module.index
+
+    @property
+    def tp_group(self) -> dist.ProcessGroup:
+        """Process group of tensor parallelism; of one rank where there is none."""
+        return self.module.index.tensor_parallel_mesh().get_group()
+
+    def sync_rng_states_across_tp_group(self) -> None:
+        """Give all tensor-parallel ranks the random number generators' states of the first one. A collective.
+
+        Python's, NumPy's and torch's generators, and Megatron's tracker of CUDA generators, whose states differ
+        between these ranks on purpose: call this only where they shall be the same.
+        """
+        states: list[Any] = [_random_states() if self.tp_group.rank() == 0 else None]
+        dist.broadcast_object_list(states, group=self.tp_group, group_src=0)
+        _set_random_states(states[0])
 
     @torch.no_grad()
     def _share_embedding(self, groups: ProcessGroupCollection | None) -> None:
@@ -267,34 +299,30 @@ class FullyShardedDataParallel(_BaseDataParallel):
 
 def fsdp_config(config: TransformerConfig, ddp_config: DistributedDataParallelConfig) -> FSDPConfig:
     """The engine's settings for Megatron's."""
-    main_grads = ddp_config.megatron_fsdp_main_grads_dtype
-    if main_grads is None and ddp_config.grad_reduce_in_fp32:
-        # As DDP does: Megatron sets it for bf16 unless --grad-reduce-in-bf16 is given.
-        main_grads = torch.float32
-    return FSDPConfig(
-        zero_dp_strategy=ddp_config.data_parallel_sharding_strategy,
-        outer_dp_sharding_strategy=ddp_config.outer_dp_sharding_strategy,
-        mixed_precision_policy=MixedPrecisionPolicy(
-            main_params_dtype=ddp_config.megatron_fsdp_main_params_dtype,
-            main_grads_dtype=main_grads,
-            grad_comm_dtype=ddp_config.megatron_fsdp_grad_comm_dtype,
-        ),
-        overlap_param_gather=ddp_config.overlap_param_gather,
-        overlap_grad_reduce=ddp_config.overlap_grad_reduce,
-        sync_model_each_microbatch=False,
-        average_in_collective=ddp_config.average_in_collective,
-        calculate_per_token_loss=config.calculate_per_token_loss,
-        # Megatron's optimizer reads every trainable parameter's gradient.
-        zero_unused_gradients=True,
-        exchange_gradients=ddp_config.reduce_scatter_with_fp32_accumulation,
-        enable_fine_grained_param_gather=ddp_config.megatron_fsdp_enable_fine_grained_param_gather,
-        fused_weight_gradients=config.gradient_accumulation_fusion,
-        use_decoupled_grad=ddp_config.megatron_fsdp_use_decoupled_grad,
-        init_model_with_meta_device=config.init_model_with_meta_device,
-        # Fixed buffers have the size of the largest unit, as those of a pool for units of all sizes do.
-        fsdp_double_buffer=ddp_config.fsdp_double_buffer or ddp_config.megatron_fsdp_max_pool_double_buffer,
-        fsdp_db_use_persist_buf_on_alloc_fail=ddp_config.fsdp_db_use_persist_buf_on_alloc_fail,
-    )
+    # The optimizer's step, not each backward, ends the synchronization of gradients, and Megatron's optimizer reads the
+    # gradient of every trainable parameter.
+    return from_megatron(ddp_config, config, sync_model_each_microbatch=False, zero_unused_gradients=True)
+
+
+def _random_states() -> dict[str, Any]:
+    """States of all random number generators that a Megatron model draws from."""
+    return {
+        "python": random.getstate(),
+        "numpy": numpy.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "tracker": get_cuda_rng_tracker().get_states(),
+    }
+
+
+def _set_random_states(states: dict[str, Any]) -> None:
+    """Set what :func:`_random_states` returned."""
+    random.setstate(states["python"])
+    numpy.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    if states["cuda"] is not None:
+        torch.cuda.set_rng_state(states["cuda"])
+    get_cuda_rng_tracker().set_states(states["tracker"])
 
 
 def units_of(module: nn.Module) -> list[type[nn.Module]]:

@@ -1,8 +1,8 @@
-"""Prepares model and optimizer state for an ``fsdp_dtensor`` checkpoint, without any communication.
+"""Prepares model and optimizer state for an ``fsdp_dtensor`` checkpoint, without communication.
 
-Names in a checkpoint are those of the whole model: layers, experts and tied weights are called as if there were one
-pipeline stage and one expert-parallel rank. :mod:`megatron.fsdp.mcore.parameter_names` has what makes a parameter's own
-name differ from that, and what its rows are.
+Names in a checkpoint are those of the whole model: layers, experts and tied weights are named as if there were one
+pipeline stage and one expert-parallel rank. :mod:`megatron.fsdp.mcore.parameter_names` translates a parameter's name in
+this rank's model, and describes the rows of fused parameters.
 """
 
 import argparse
@@ -20,27 +20,26 @@ from megatron.fsdp.dtensor.ragged_dtensor import narrow_rows
 from megatron.fsdp.helpers.spelling import bare_name
 from megatron.fsdp.mcore.adapter import ShardedModule
 from megatron.fsdp.mcore.parameter_names import (
-    EMBEDDING,
-    FUSED_DOWN,
-    TIED_OUTPUT,
-    Layout,
-    Stored,
     described,
     global_name,
     layouts,
     renamed_in_checkpoints,
-    with_own_norm,
 )
+from megatron.fsdp.naming.names import DOWN_NORM, EMBEDDING, FUSED_DOWN, TIED_OUTPUT
+from megatron.fsdp.naming.table import Part, RowLayout, Sections
 
-# Where a checkpoint says what rows of fused parameters are.
+# The checkpoint's key for the description of the rows of fused parameters.
 LAYOUTS_KEY = "layouts"
 
 
 class Names:
-    """Names in a checkpoint of everything that a model chunk has.
+    """The names that a model chunk's parameters and buffers have in a checkpoint.
 
     Args:
-        chunk: The chunk.
+        chunk: The model chunk.
+
+    Attributes:
+        params: The chunk's parameters by their names in the model itself, without wrappers. A tied one has several.
     """
 
     def __init__(self, chunk: ShardedModule) -> None:
@@ -53,48 +52,48 @@ class Names:
         self._renamed = renamed_in_checkpoints(model)
 
     def of(self, name: str) -> str:
-        """The name in a checkpoint of what is called so in the model itself."""
+        """The name in the whole model, where tied weights have one name. Optimizer groups are stored under it."""
         param = self.params.get(name)
         if param is not None and param.key.repeated and name.endswith(TIED_OUTPUT):
             return name.removesuffix(TIED_OUTPUT) + EMBEDDING
         return self.untied(name)
 
     def untied(self, name: str) -> str:
-        """The name in the whole model, which has two for tied weights."""
+        """The name in the whole model, where each of several tied weights has its own name."""
         return global_name(self._model, name)
 
     def is_copy(self, name: str) -> bool:
-        """Whether another pipeline stage has the same parameter, and saves it."""
+        """Whether another pipeline stage has the same parameter and saves it."""
         param = self.params.get(name)
         return param is not None and param.key.repeated and not getattr(self._model, "pre_process", True)
 
     def stored(self, name: str) -> str:
-        """What a weight, and an optimizer's state of it, is called in a checkpoint; groups have the name in ``of``."""
+        """The key of a weight, and of the optimizer's state for it, in a checkpoint."""
         key = self.of(name)
         for now, before in self._renamed.items():
             if key.startswith(now):
                 key = before + key.removeprefix(now)
-        return with_own_norm(key)
+        return DOWN_NORM.to_stored(key)
 
-    def apart(self, name: str) -> tuple[Stored, ...]:
-        """The tensors that a checkpoint has instead of a parameter; empty: it has one."""
+    def apart(self, name: str) -> tuple[tuple[Part, Sections], ...]:
+        """The tensors that a checkpoint has in place of a fused parameter; empty if it has the parameter itself."""
         return self._layouts[name].apart if name in self._layouts else ()
 
     @property
     def spread(self) -> list[str]:
-        """Parameters of which tensor-parallel ranks have a part of each section."""
+        """Parameters of which every tensor-parallel rank has a slice of each section."""
         return [name for name, layout in self._layouts.items() if layout.spread]
 
     @property
     def described(self) -> dict[str, str]:
-        """What readers of a checkpoint cannot tell from names and shapes, by name; ``{}`` stands for any number."""
+        """Facts that names and shapes in a checkpoint do not tell, by name; ``{}`` stands for any number."""
         facts: dict[str, dict[str, Any]] = {}
         for name, param in self.params.items():
             layout = self._layouts.get(name)
             of_name = layout.facts if layout is not None else {}
             if layout is not None and name.split(".")[-2] == FUSED_DOWN:
-                # They are what a model has that does not fuse them.
-                parts = [(part.of(self.stored(name)), Layout(part.sections)) for part in layout.apart]
+                # They are stored as a model stores them that does not fuse them, so each is described by itself.
+                parts = [(part.of(self.stored(name)), RowLayout(sections)) for part, sections in layout.apart]
                 facts |= {key: of_part.facts for key, of_part in parts if len(of_part.sections) > 1}
                 continue
             if param.key.expert:
@@ -108,10 +107,10 @@ class Names:
 
 
 def optimizer_names(chunks: Sequence[nn.Module]) -> dict[nn.Parameter, str]:
-    """The name of every main weight in an optimizer's part of a checkpoint: the global one, behind its wrappers.
+    """The name of every main weight in optimizer state: its name in the whole model, behind its wrappers' prefixes.
 
     Args:
-        chunks: Model chunks in our wrapper.
+        chunks: Wrapped model chunks.
     """
     found: dict[nn.Parameter, str] = {}
     for chunk in chunks:
@@ -125,21 +124,25 @@ def optimizer_names(chunks: Sequence[nn.Module]) -> dict[nn.Parameter, str]:
 # State ---------------------------------------------------------------------------------------------------------------
 
 
-class Prepared(dict[str, Any]):
-    """A state dict as it is in a checkpoint.
+class CheckpointState(dict[str, Any]):
+    """A state dict with a checkpoint's keys, which remembers what Megatron made and the model chunks it belongs to.
+
+    Args:
+        state: The state dict.
+        chunks: The model chunks.
+        loading: Whether a checkpoint is to be loaded into it.
 
     Attributes:
         raw: What Megatron made and expects back after loading, by key: models and optimizers.
-        chunks: The model chunks.
-        loading: Whether a checkpoint is to be loaded into it.
     """
 
-    raw: dict[str, Any]
-    chunks: Sequence[ShardedModule]
-    loading: bool = False
+    def __init__(self, state: Mapping[str, Any], chunks: Sequence[ShardedModule], loading: bool = False) -> None:
+        super().__init__(state)
+        self.chunks, self.loading = chunks, loading
+        self.raw: dict[str, Any] = {}
 
     def restore(self) -> None:
-        """Put back what Megatron made; its tensors are the same."""
+        """Put back what Megatron made; its tensors share the memory of those that were loaded."""
         self.pop("model", None)
         self.update(self.raw)
 
@@ -150,25 +153,24 @@ def preprocess_fsdp_dtensor_state_dict(
     model: ShardedModule,
     chunks: Sequence[ShardedModule] = (),
     saving: bool = False,
-) -> Prepared:
+) -> CheckpointState:
     """A state dict ready for torch.distributed.checkpoint, for saving or for loading in place.
 
-    Names become those of the whole model. Fused gate and up projections become two keys, ``_w`` and ``_v``, and a fused
-    down projection of latent attention ``linear_q_down_proj`` and ``linear_kv_down_proj``, so that each can be cut
-    anywhere; every DTensor is told which part of the whole this rank holds. Tensors keep their memory.
+    Names become those of the whole model. A fused gate and up projection becomes two keys, ``_w`` and ``_v``, and a
+    fused down projection of latent attention becomes ``linear_q_down_proj`` and ``linear_kv_down_proj``, so that a
+    shard of each is a contiguous range. Tensors keep their memory.
 
     Args:
         args: Megatron's arguments.
         raw_state_dict: With ``model``, or ``model0``, ``model1`` ... (by parameter name), and maybe ``optimizer``
-            (``state`` and ``param_to_group_meta`` by parameter name, or several such by number).
+            (``state`` and ``param_to_group_meta`` by parameter name, or several such dicts by number).
         model: The first chunk of the model.
-        chunks: All chunks. None: only the first.
+        chunks: All chunks. Empty: only the first.
         saving: Leave out what another pipeline stage saves.
     """
     chunks = chunks or [model]
     names = [Names(chunk) for chunk in chunks]
-    prepared = Prepared(raw_state_dict)
-    prepared.chunks = chunks
+    prepared = CheckpointState(raw_state_dict, chunks)
     prepared.raw = {key: value for key, value in raw_state_dict.items() if re.fullmatch(r"model\d*|optimizer", key)}
     for key in prepared.raw:
         del prepared[key]
@@ -194,17 +196,17 @@ def _weights(names: Names, state: Mapping[str, Any], saving: bool) -> dict[str, 
 
 
 def _optimizers(names: Sequence[Names], raw: dict[Any, Any], saving: bool) -> dict[str, Any]:
-    """The state of all optimizers as that of one; and a dict of its own for every parameter's settings."""
+    """Merge the state of all optimizers, and give every parameter its own dict of settings."""
     found: dict[str, Any] = {"state": {}, "param_to_group_meta": {}}
     local = {names_of.of(name): (names_of, name) for names_of in names for name in names_of.params}
     for state in [raw] if "state" in raw else [raw[number] for number in sorted(raw)]:
-        # In place: Megatron keeps the dict that these are in, and looks for what was loaded there.
+        # In place: Megatron keeps the dict of these, and reads loaded values from it.
         groups = state["param_to_group_meta"]
         for key in groups:
             groups[key] = dict(groups[key])
             if saving:
-                # Which rank has an expert is not the checkpoint's matter; Megatron-Core's FSDP, which has experts and
-                # others in one group, would find them to differ.
+                # It depends on the parallel sizes of the run. Megatron-Core's FSDP, which puts experts and other
+                # parameters into one group, would find that they differ.
                 groups[key]["is_expert_parallel"] = False
             names_of, name = local[bare_name(key)]
             if not (saving and names_of.is_copy(name)):
@@ -218,13 +220,13 @@ def _optimizers(names: Sequence[Names], raw: dict[Any, Any], saving: bool) -> di
 
 
 def _described(names: Names, name: str, key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """What is saved of a parameter, or of an optimizer's state of it, and under which keys.
+    """Yield the keys and values that a checkpoint has for a weight, or for the optimizer's state of it.
 
     Args:
-        names: Of the model chunk.
-        name: Of the parameter in the model itself.
-        key: In the checkpoint.
-        value: A tensor, or a dict of an optimizer's.
+        names: The names of the model chunk.
+        name: The parameter's name in the model itself.
+        key: Its key in the checkpoint, if it is not stored as several tensors.
+        value: A tensor, or the optimizer's dict of state.
     """
     param = names.params.get(name)
     if param is None:
@@ -232,23 +234,23 @@ def _described(names: Names, name: str, key: str, value: Any) -> Iterator[tuple[
         return
     parts = names.apart(name)
     if not parts:
-        yield key, _on_tensors(value, param, None)
+        yield key, _rows(value, param, None)
     first = 0
-    for part in parts:
-        yield part.of(key), _on_tensors(value, param, range(first, first + part.rows))
-        first += part.rows
+    for part, sections in parts:
+        rows = sum(count for _, count in sections)
+        yield part.of(key), _rows(value, param, range(first, first + rows))
+        first += rows
 
 
-def _on_tensors(value: Any, param: ShardedParameter, rows: range | None) -> Any:
+def _rows(value: Any, param: ShardedParameter, rows: range | None) -> Any:
+    """Some of a tensor's rows as a DTensor that shares the tensor's memory; None for all rows.
+
+    A dict is copied, with its tensors treated like that: loading replaces other values in the copy only.
+    """
     if isinstance(value, dict):
-        return {k: _on_tensors(v, param, rows) for k, v in value.items()}
-    if not isinstance(value, DTensor):
+        return {key: _rows(of_key, param, rows) for key, of_key in value.items()}
+    if rows is None or not isinstance(value, DTensor):
         return value
-    return value if rows is None else _rows(value, param, rows)
-
-
-def _rows(tensor: DTensor, param: ShardedParameter, rows: range) -> DTensor:
-    """Some of a tensor's rows, as a DTensor on the same memory."""
-    # A tensor-parallel rank has its share of all rows, and of any that belong together.
-    share = math.prod(param.local_shape) // tensor.shape[0]
-    return narrow_rows(tensor, rows.start * share, rows.stop * share, (len(rows), *tensor.shape[1:]))
+    # A tensor-parallel rank has the same fraction of all rows as of any that belong together.
+    width = math.prod(param.local_shape) // value.shape[0]
+    return narrow_rows(value, rows.start * width, rows.stop * width, (len(rows), *value.shape[1:]))

@@ -1,4 +1,8 @@
-"""Megatron's models built on the meta device: how they would be initialized is recorded, random states by name."""
+"""Records how Megatron's models are initialized when they are built on the meta device.
+
+Megatron's own layers have no ``reset_parameters()``, and draw some values in a named random state. A recording
+repeats every operation in the random state in which it was done.
+"""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -9,60 +13,75 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.fsdp.helpers.patches import MEGATRON_CORE, Patch, Patches, Versions
 from megatron.fsdp.init.deferred import record
 
+_FORK = "megatron.fsdp.mcore.initialization:fork"
+_REASON = "does not tell in which random state a value is drawn, so that it could be drawn again"
 
-def recording_initialization(build: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that records how a model on the meta device would be initialized, if it builds one there.
+RANDOM_STATES = Patches(
+    "Named random states, while a model is built on the meta device",
+    [
+        Patch("megatron.core.tensor_parallel.random:CudaRNGStatesTracker.fork", _REASON, _FORK, MEGATRON_CORE),
+        # Could not be checked, since Transformer Engine needs CUDA. Megatron's tracker of that name inherits from it.
+        Patch(
+            "transformer_engine.pytorch.distributed:CudaRNGStatesTracker.fork",
+            _REASON,
+            _FORK,
+            Versions("transformer-engine"),
+            optional=True,
+        ),
+    ],
+)
+# The arguments of the calls of fork() that have been entered and not left; the innermost one is last.
+_entered: list[tuple[Any, ...]] = []
 
-    Megatron-Core's own layers have no method for that, and what is done to others from outside would be lost.
 
-    Args:
-        build: Its first argument is a function that builds a model.
-    """
+@contextmanager
+def fork(original: Callable[..., Any], tracker: Any, *name: Any, **named: Any) -> Iterator[None]:
+    """Enter a named random state, and remember its name until it is left."""
+    _entered.append((*name, *named.values()))
+    try:
+        with original(tracker, *name, **named):
+            yield
+    finally:
+        _entered.pop()
 
-    @functools.wraps(build)
-    def build_recorded(model_provider_func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return build(functools.partial(_recorded, model_provider_func), *args, **kwargs)
 
-    return build_recorded
+def _random_state() -> Callable[[], Any]:
+    """Return a function that enters the present random state again, when the operation is repeated."""
+    return functools.partial(get_cuda_rng_tracker().fork, *_entered[-1]) if _entered else nullcontext
 
 
 class _EmptyOnMeta(TorchFunctionMode):
-    """Memory for weights is not taken, whatever device it is asked for on: Megatron-Core's own layers name one."""
+    """Makes ``torch.empty`` allocate nothing: Megatron's own layers name a device, which overrides the default one."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         return func(*args, **({**kwargs, "device": "meta"} if func is torch.empty else kwargs))
 
 
-def _recorded(model_provider_func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What the function builds; on the meta device by :func:`megatron.fsdp.init.deferred.record`, in named random
-    states.
+def build_recorded(
+    original: Callable[..., Any], model_provider_func: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Build a model with one of Megatron's functions; if that is on the meta device, record its initialization.
+
+    Args:
+        original: Megatron's function, which is given a function that builds a model as its first argument.
+        model_provider_func: That function.
+        args: Further arguments of ``original``.
+        kwargs: Keyword arguments of ``original``.
     """
+    return original(functools.partial(_record_on_meta, model_provider_func), *args, **kwargs)
+
+
+def _record_on_meta(model_provider_func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if torch.get_default_device().type != "meta":
         return model_provider_func(*args, **kwargs)
-    tracker = get_cuda_rng_tracker()
-    entered: list[tuple[Any, ...]] = []
-
-    @contextmanager
-    def fork(*name: Any, **named: Any) -> Iterator[None]:
-        entered.append((*name, *named.values()))
-        try:
-            with type(tracker).fork(tracker, *name, **named):
-                yield
-        finally:
-            entered.pop()
 
     def build() -> Any:
         with _EmptyOnMeta():
             return model_provider_func(*args, **kwargs)
 
-    def surroundings() -> Callable[[], Any]:
-        return functools.partial(get_cuda_rng_tracker().fork, *entered[-1]) if entered else nullcontext
-
-    tracker.fork = fork
-    try:
-        return record(build, surroundings)
-    finally:
-        del tracker.fork
+    with RANDOM_STATES.installed():
+        return record(build, _random_state)

@@ -1,10 +1,10 @@
-"""What Megatron's settings may be together with our FSDP: three tables, checked before anything is allocated.
+"""Which of Megatron's settings work with this FSDP. Three tables are checked before memory is allocated.
 
-``LIMITS`` names what does not fit and what to do; ``ADJUSTMENTS`` names what is changed, and why; ``IGNORED`` names
-what changes nothing. All read settings by their names in Megatron, from a parsed command line or from the configs that
-a wrapper is given.
+``LIMITS`` are settings that raise an error, ``ADJUSTMENTS`` are settings that are changed, and ``IGNORED`` are settings
+without effect. Settings are read by their names in Megatron, from a parsed command line or from the configs that a
+wrapper is given.
 
-``python -m megatron.fsdp.mcore.limits`` prints the tables as they are in docs/limits.md.
+``python -m megatron.fsdp.mcore.limits`` prints the tables of docs/limits.md.
 """
 
 import functools
@@ -18,22 +18,19 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-# Megatron's command line has other names for these fields of its configs.
-ALIASES = {
-    name: (name, f"ddp_{name}")
-    for name in (
-        "average_in_collective",
-        "bucket_size",
-        "num_buckets",
-        "pad_buckets_for_high_nccl_busbw",
-        "param_name_patterns_for_fp32_local_accumulation",
-        "reduce_scatter_with_fp32_accumulation",
-    )
+# Megatron's command line puts a prefix before these fields of its configs.
+_PREFIXED = {
+    "average_in_collective",
+    "bucket_size",
+    "num_buckets",
+    "pad_buckets_for_high_nccl_busbw",
+    "param_name_patterns_for_fp32_local_accumulation",
+    "reduce_scatter_with_fp32_accumulation",
 }
 
 
 class Settings:
-    """Settings by name, out of several objects that have them as attributes.
+    """Settings by name, read from several objects that have them as attributes.
 
     Args:
         sources: Parsed arguments or config objects; None is skipped.
@@ -43,34 +40,36 @@ class Settings:
         self._sources = [source for source in sources if source is not None]
 
     def __getitem__(self, name: str) -> Any:
-        for source in self._sources:
-            for alias in ALIASES.get(name, (name,)):
-                if hasattr(source, alias):
-                    return getattr(source, alias)
-        return None
+        """The first source's value; None if no source has the setting."""
+        return next((getattr(source, attribute) for source, attribute in self._places(name)), None)
 
     def set(self, name: str, value: Any) -> None:
-        """Change a setting wherever it is."""
-        for source in self._sources:
-            for alias in ALIASES.get(name, (name,)):
-                if hasattr(source, alias):
-                    setattr(source, alias, value)
+        """Change a setting in every source that has it."""
+        for source, attribute in self._places(name):
+            setattr(source, attribute, value)
+
+    def _places(self, name: str) -> list[tuple[Any, str]]:
+        names = (name, f"ddp_{name}") if name in _PREFIXED else (name,)
+        return [(source, each) for source in self._sources for each in names if hasattr(source, each)]
+
+
+Condition = Callable[[Settings], bool]
 
 
 @dataclass(frozen=True)
 class Limit:
-    """Settings that do not fit together with our FSDP.
+    """A setting that does not work with this FSDP.
 
     Attributes:
-        setting: Name of the setting, with the value that is refused where it is not any.
-        applies: Whether the settings are so.
-        error: ValueError for what can never fit, NotImplementedError for what does not fit yet.
-        message: What does not fit.
-        remedy: What to do.
+        setting: The setting's name, followed by the values that raise an error unless all do.
+        applies: Whether the error is raised.
+        error: ValueError for what can never work, NotImplementedError for what is not supported yet.
+        message: Why it does not work.
+        remedy: What the user can do.
     """
 
     setting: str
-    applies: Callable[[Settings], bool]
+    applies: Condition
     error: type[Exception]
     message: str
     remedy: str
@@ -78,42 +77,42 @@ class Limit:
 
 @dataclass(frozen=True)
 class Adjustment:
-    """A setting that is changed, and said so once.
+    """A setting that is changed; the change is logged once.
 
     Attributes:
-        setting: Its name.
+        setting: The setting's name.
         applies: Whether it is changed.
-        value: What to.
+        value: The new value.
         reason: Why.
     """
 
     setting: str
-    applies: Callable[[Settings], bool]
+    applies: Condition
     value: Any
     reason: str
 
 
 @dataclass(frozen=True)
 class Ignored:
-    """A setting that changes nothing, and is said so once.
+    """A setting without effect, which is logged once if it is given.
 
     Attributes:
-        setting: Its name.
-        applies: Whether it asks for something.
-        reason: Why that is not done.
+        setting: The setting's name.
+        applies: Whether it is given.
+        reason: Why it has no effect.
     """
 
     setting: str
-    applies: Callable[[Settings], bool]
+    applies: Condition
     reason: str
 
 
-def _larger_than_one(name: str) -> Callable[[Settings], bool]:
-    return lambda s: (s[name] or 1) > 1
-
-
-def _is_set(name: str) -> Callable[[Settings], bool]:
+def _is_set(name: str) -> Condition:
     return lambda s: bool(s[name])
+
+
+def _is_false(name: str, condition: Condition = lambda s: True) -> Condition:
+    return lambda s: s[name] is False and condition(s)
 
 
 def _expandable_segments() -> bool:
@@ -121,84 +120,68 @@ def _expandable_segments() -> bool:
     return any("expandable_segments:true" in os.environ.get(name, "").lower() for name in names)
 
 
-def _parallelism(setting: str, what: str) -> Limit:
-    return Limit(
-        f"{setting} > 1",
-        _larger_than_one(setting),
-        NotImplementedError,
-        f"{what} does not work with this FSDP yet: data parallelism only.",
-        f"Leave {setting} at 1, or train with Megatron's DistributedDataParallel.",
-    )
+def _never(setting: str, message: str, remedy: str = "Leave it off.", applies: Condition | None = None) -> Limit:
+    return Limit(setting, applies or _is_set(setting), ValueError, message, remedy)
 
 
-def _not_yet(setting: str, what: str, remedy: str = "Leave it off.") -> Limit:
-    return Limit(setting, _is_set(setting), NotImplementedError, f"{what} does not work with this FSDP yet.", remedy)
+def _not_yet(setting: str, what: str, remedy: str = "Leave it off.", applies: Condition | None = None) -> Limit:
+    message = f"Not supported by this FSDP yet: {what}."
+    return Limit(setting, applies or _is_set(setting), NotImplementedError, message, remedy)
 
 
 LIMITS: tuple[Limit, ...] = (
-    Limit(
-        "use_torch_fsdp2",
-        _is_set("use_torch_fsdp2"),
-        ValueError,
-        "use_torch_fsdp2 and use_megatron_fsdp both ask to be the wrapper.",
-        "Choose one.",
-    ),
-    Limit(
+    _never("use_torch_fsdp2", "use_torch_fsdp2 and use_megatron_fsdp choose different wrappers.", "Choose one."),
+    _never(
         "use_tp_pp_dp_mapping",
-        _is_set("use_tp_pp_dp_mapping"),
-        ValueError,
-        "use_tp_pp_dp_mapping numbers ranks so that data-parallel ranks of one model replica are far apart; FSDP "
-        "communicates between them in every layer and expects the order tp-cp-ep-dp-pp.",
-        "Leave it off.",
+        "use_tp_pp_dp_mapping numbers ranks so that data-parallel ranks of one model replica are far apart. FSDP "
+        "communicates between them in every layer, and expects the order tp-cp-ep-dp-pp.",
     ),
-    Limit(
+    _never(
         "reuse_grad_buf_for_mxfp8_param_ag",
-        _is_set("reuse_grad_buf_for_mxfp8_param_ag"),
-        ValueError,
         "reuse_grad_buf_for_mxfp8_param_ag gathers weights into DDP's gradient buffer, which FSDP does not have.",
-        "Leave it off.",
     ),
-    Limit(
+    _never(
         "ckpt_format other than fsdp_dtensor",
-        lambda s: s["ckpt_format"] not in (None, "fsdp_dtensor"),
-        ValueError,
         "Sharded parameters are saved and loaded in the checkpoint format fsdp_dtensor only.",
         "Set ckpt_format (--ckpt-format) to fsdp_dtensor.",
+        lambda s: s["ckpt_format"] not in (None, "fsdp_dtensor"),
     ),
-    Limit(
+    _never(
         "nccl_ub with expandable segments",
-        lambda s: bool(s["nccl_ub"]) and _expandable_segments(),
-        ValueError,
-        "nccl_ub registers memory with NCCL, which it cannot do for the allocator's expandable segments.",
+        "nccl_ub registers memory with NCCL, which cannot register the allocator's expandable segments.",
         "Remove expandable_segments:True from PYTORCH_CUDA_ALLOC_CONF, or leave nccl_ub off.",
+        lambda s: bool(s["nccl_ub"]) and _expandable_segments(),
     ),
-    _parallelism("gtp_weight_remat_size", "Generalized tensor parallelism"),
-    _not_yet("nccl_ub", "Registering buffers with NCCL"),
-    _not_yet("fp8_param_gather", "Gathering weights in FP8"),
-    _not_yet("fp4_param_gather", "Gathering weights in FP4"),
-    _not_yet("keep_fp8_transpose_cache", "An FP8 transpose cache"),
-    _not_yet("optimizer_cpu_offload", "Offloading the optimizer to the CPU"),
-    _not_yet("delay_wgrad_compute", "Delaying weight gradients"),
-    _not_yet("defer_embedding_wgrad_compute", "Deferring the embedding's weight gradient"),
-    _not_yet("overlap_moe_expert_parallel_comm", "The 1F1B overlap of expert communication"),
-    _not_yet("overlap_param_gather_with_optimizer_step", "Gathering weights during the optimizer's step"),
-    _not_yet("param_name_patterns_for_fp32_local_accumulation", "fp32 accumulation of some parameters only"),
-    _not_yet("save_wgrads_interval", "Saving whole weight gradients"),
-    _not_yet("optimizer_cuda_graph", "Capturing the optimizer's step in a CUDA graph"),
-    _not_yet("megatron_fsdp_cuda_graph_mode", "Capture in CUDA graphs"),
-    Limit(
+    _not_yet(
+        "gtp_weight_remat_size > 1",
+        "generalized tensor parallelism",
+        "Leave gtp_weight_remat_size at 1, or train with Megatron's DistributedDataParallel.",
+        lambda s: (s["gtp_weight_remat_size"] or 1) > 1,
+    ),
+    _not_yet("nccl_ub", "registering buffers with NCCL"),
+    _not_yet("fp8_param_gather", "gathering weights in FP8"),
+    _not_yet("fp4_param_gather", "gathering weights in FP4"),
+    _not_yet("keep_fp8_transpose_cache", "an FP8 transpose cache"),
+    _not_yet("optimizer_cpu_offload", "offloading the optimizer to the CPU"),
+    _not_yet("delay_wgrad_compute", "delaying weight gradients"),
+    _not_yet("defer_embedding_wgrad_compute", "deferring the embedding's weight gradient"),
+    _not_yet("overlap_moe_expert_parallel_comm", "the 1F1B overlap of expert communication"),
+    _not_yet("overlap_param_gather_with_optimizer_step", "gathering weights during the optimizer's step"),
+    _not_yet("param_name_patterns_for_fp32_local_accumulation", "fp32 accumulation of selected parameters"),
+    _not_yet("save_wgrads_interval", "saving whole weight gradients"),
+    _not_yet("optimizer_cuda_graph", "capturing the optimizer's step in a CUDA graph"),
+    _not_yet("megatron_fsdp_cuda_graph_mode", "capturing FSDP in CUDA graphs"),
+    _not_yet(
         "create_all_gather_group with several optimizer instances",
-        lambda s: bool(s["create_all_gather_group"]) and (s["num_distributed_optimizer_instances"] or 1) > 1,
-        NotImplementedError,
-        "Megatron makes that group of all data-parallel ranks; weights are gathered inside an instance.",
+        "a group for gathers of all data-parallel ranks, since weights are gathered within one optimizer instance",
         "Leave create_all_gather_group off.",
+        lambda s: bool(s["create_all_gather_group"]) and (s["num_distributed_optimizer_instances"] or 1) > 1,
     ),
-    Limit(
+    _not_yet(
         "cuda_graph_impl other than none",
-        lambda s: s["cuda_graph_impl"] not in (None, "none"),
-        NotImplementedError,
-        "CUDA graphs do not work with this FSDP yet.",
+        "CUDA graphs",
         "Set cuda_graph_impl (--cuda-graph-impl) to none.",
+        lambda s: s["cuda_graph_impl"] not in (None, "none"),
     ),
 )
 
@@ -213,18 +196,14 @@ def _transformer_engine_fits() -> bool:
     return is_te_min_version("2.10")
 
 
-def _shards(*kinds: str) -> Callable[[Settings], bool]:
+def _shards(kind: str) -> Condition:
     def applies(settings: Settings) -> bool:
         from megatron.fsdp.sharding.strategy import INNER
 
         placements = INNER.get(settings["data_parallel_sharding_strategy"])
-        return placements is not None and any(getattr(placements, f"shards_{kind}") for kind in kinds)
+        return placements is not None and bool(getattr(placements, f"shards_{kind}"))
 
     return applies
-
-
-def _off_though(name: str, condition: Callable[[Settings], bool]) -> Callable[[Settings], bool]:
-    return lambda s: s[name] is False and condition(s)
 
 
 ADJUSTMENTS: tuple[Adjustment, ...] = (
@@ -232,43 +211,42 @@ ADJUSTMENTS: tuple[Adjustment, ...] = (
         "average_in_collective",
         _is_set("average_in_collective"),
         False,
-        "gradients are summed over ranks and a rank divides its shard only: no element is touched twice",
+        "gradients are summed over ranks and each rank divides its shard, so every element is scaled only once",
     ),
     Adjustment(
         "gradient_accumulation_fusion",
         lambda s: bool(s["gradient_accumulation_fusion"]) and not _transformer_engine_fits(),
         False,
-        "it needs Transformer Engine 2.10 or later to write gradients of another dtype than the weights'",
+        "Transformer Engine writes gradients of another dtype than the weights' from version 2.10 on",
     ),
     Adjustment(
         "fsdp_double_buffer",
-        lambda s: bool(s["nccl_ub"]) and s["fsdp_double_buffer"] is False,
+        _is_false("fsdp_double_buffer", _is_set("nccl_ub")),
         True,
-        "nccl_ub registers buffers with NCCL once, so they have to stay where they are",
+        "nccl_ub registers buffers with NCCL once, so their addresses must not change",
     ),
     Adjustment(
         "overlap_grad_reduce",
-        _off_though("overlap_grad_reduce", _shards("gradients")),
+        _is_false("overlap_grad_reduce", _shards("gradients")),
         True,
-        "sharded gradients are reduced during backward, and there is no reason to wait for each",
+        "sharded gradients are reduced during backward, and waiting for each reduction has no advantage",
     ),
     Adjustment(
         "overlap_param_gather",
-        _off_though("overlap_param_gather", _shards("parameters")),
+        _is_false("overlap_param_gather", _shards("parameters")),
         True,
-        "sharded weights are gathered for each unit, and there is no reason to begin late",
+        "sharded weights are gathered for each unit, and starting late has no advantage",
     ),
 )
 
-
-_UNITS = "a unit is what is gathered or reduced together, and the next one is gathered ahead"
-_REGISTERED = "it says how nccl_ub registers buffers, which is off"
-# What Megatron's loop gives a run that asks for nothing: at least this many parameters, in steps of a million.
+_UNITS = "all parameters of a unit are gathered or reduced together, and the next unit is gathered ahead"
+_REGISTERED = "it selects how nccl_ub registers buffers, and nccl_ub is off"
+# Without a bucket size on the command line, Megatron's loop sets at least this many parameters, in such steps.
 _DEFAULT_BUCKET, _BUCKET_STEP = 40_000_000, 1_000_000
 
 
-def _asks_for_buckets(settings: Settings) -> bool:
-    if settings["num_buckets"] is not None:  # Megatron's loop computes a size of it
+def _gives_bucket_size(settings: Settings) -> bool:
+    if settings["num_buckets"] is not None:  # Megatron's loop computes the size from it
         return False
     size = settings["bucket_size"]
     by_default = size is None or (size >= _DEFAULT_BUCKET and size % _BUCKET_STEP == 0)
@@ -278,7 +256,7 @@ def _asks_for_buckets(settings: Settings) -> bool:
 IGNORED: tuple[Ignored, ...] = (
     Ignored("suggested_communication_unit_size", lambda s: s["suggested_communication_unit_size"] is not None, _UNITS),
     Ignored("num_buckets", lambda s: s["num_buckets"] is not None, _UNITS),
-    Ignored("bucket_size", _asks_for_buckets, _UNITS),
+    Ignored("bucket_size", _gives_bucket_size, _UNITS),
     Ignored(
         "pad_buckets_for_high_nccl_busbw",
         _is_set("pad_buckets_for_high_nccl_busbw"),
@@ -286,42 +264,42 @@ IGNORED: tuple[Ignored, ...] = (
     ),
     Ignored(
         "gradient_reduce_div_fusion",
-        lambda s: s["gradient_reduce_div_fusion"] is False and torch.cuda.is_available(),
-        "a rank divides its shard only, after the reduction",
+        _is_false("gradient_reduce_div_fusion", lambda s: torch.cuda.is_available()),
+        "a rank divides only its shard, after the reduction",
     ),
     Ignored(
         "outer_dp_sharding_strategy",
         lambda s: (
             s["outer_dp_sharding_strategy"] not in (None, "no_shard") and s["num_distributed_optimizer_instances"] == 1
         ),
-        "it is about several optimizer instances (num_distributed_optimizer_instances), and there is one",
+        "it applies to several optimizer instances (num_distributed_optimizer_instances), and there is one",
     ),
     Ignored(
         "enable_full_sharding_in_hsdp",
         _is_set("enable_full_sharding_in_hsdp"),
-        "outer_dp_sharding_strategy optim is what asks for that",
+        "the setting for that is outer_dp_sharding_strategy optim",
     ),
     Ignored("disable_symmetric_registration", _is_set("disable_symmetric_registration"), _REGISTERED),
     Ignored("fsdp_manual_registration", _is_set("fsdp_manual_registration"), _REGISTERED),
     Ignored(
         "torch_fsdp2_reshard_after_forward",
-        lambda s: s["torch_fsdp2_reshard_after_forward"] is False,
-        "it is a setting of torch's FSDP2; data_parallel_sharding_strategy optim_grads keeps weights after forward",
+        _is_false("torch_fsdp2_reshard_after_forward"),
+        "it is a setting of PyTorch's FSDP2; data_parallel_sharding_strategy optim_grads keeps weights after forward",
     ),
 )
 
 
 def broken(settings: Settings) -> list[Limit]:
-    """What does not fit."""
+    """The limits that the settings exceed."""
     return [limit for limit in LIMITS if limit.applies(settings)]
 
 
 def check(settings: Settings) -> None:
-    """Raise if the settings do not fit; one error names all that is wrong.
+    """Raise an error if settings do not work with this FSDP. One error names all of them.
 
     Raises:
-        ValueError: Something can never fit.
-        NotImplementedError: Everything that is wrong does not fit yet.
+        ValueError: At least one setting can never work.
+        NotImplementedError: All of them are not supported yet.
     """
     found = broken(settings)
     if found:
@@ -331,7 +309,7 @@ def check(settings: Settings) -> None:
 
 
 def adjust(settings: Settings) -> None:
-    """Change what ``ADJUSTMENTS`` says, and log each change once, and each setting that is ignored."""
+    """Change the settings in ``ADJUSTMENTS``. Log each change, and each setting that is ignored, once."""
     for ignored in IGNORED:
         if ignored.applies(settings):
             _log_once(f"{ignored.setting} has no effect: {ignored.reason}.")
@@ -347,29 +325,24 @@ def _log_once(message: str) -> None:
         logger.warning("Megatron-FSDP: %s", message)
 
 
-def checking_validate_args(validate_args: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's ``validate_args``, with our checks and adjustments before it where FSDP is asked for."""
-
-    @functools.wraps(validate_args)
-    def validate(args: Any, *rest: Any, **kwargs: Any) -> Any:
-        if getattr(args, "use_megatron_fsdp", False):
-            settings = Settings(args)
-            check(settings)
-            adjust(settings)
-        return validate_args(args, *rest, **kwargs)
-
-    return validate
+def validate_args(original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:
+    """Check and adjust the command line's settings before Megatron's ``validate_args`` sees them, if FSDP is on."""
+    if getattr(args, "use_megatron_fsdp", False):
+        settings = Settings(args)
+        check(settings)
+        adjust(settings)
+    return original(args, *rest, **kwargs)
 
 
 def as_markdown() -> str:
-    """The tables, as docs/limits.md has them."""
-    lines = ["| setting | what happens | why | what to do |", "|---|---|---|---|"]
+    """The tables of docs/limits.md."""
+    lines = ["| setting | error | why | what to do |", "|---|---|---|---|"]
     for limit in LIMITS:
         lines.append(f"| `{limit.setting}` | {limit.error.__name__} | {limit.message} | {limit.remedy} |")
     lines += ["", "| setting | is set to | why |", "|---|---|---|"]
     for adjustment in ADJUSTMENTS:
         lines.append(f"| `{adjustment.setting}` | `{adjustment.value}` | {adjustment.reason} |")
-    lines += ["", "| setting | has no effect, since |", "|---|---|"]
+    lines += ["", "| setting | why it has no effect |", "|---|---|"]
     lines += [f"| `{ignored.setting}` | {ignored.reason} |" for ignored in IGNORED]
     return "\n".join(lines) + "\n"
 

@@ -1,14 +1,15 @@
-"""Whether what tensor-parallel ranks each have all of is equal among them: a checkpoint has it once.
+"""Checks that ranks agree on parameters that they all have, or whose shards they have.
 
-Classes of layers, and attributes of parameters, say what is divided (``topology.divided_dim``). A parameter of which
-neither says so may be divided all the same. It cannot be told when the model is wrapped: ranks may begin with equal
-values, or with none.
+A checkpoint stores a parameter once for all tensor-parallel ranks, unless it is divided among them. Whether it is
+divided is decided by the layer's class and the parameter's attributes (``topology.divided_dim``). A parameter that is
+divided without saying so cannot be noticed when the model is wrapped, because ranks may have equal initial values, or
+none yet. It is noticed here, before its values are lost.
 """
 
 import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,46 +18,63 @@ import torch.distributed as dist
 from megatron.fsdp.buffers.parameter import ShardedParameter
 from megatron.fsdp.comm.collectives import all_gather
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
-from megatron.fsdp.mcore.adapter import ShardedModule
-from megatron.fsdp.state.consistency import hash_of
+from megatron.fsdp.mcore.adapter import FullyShardedDataParallel, ShardedModule
+from megatron.fsdp.state.consistency import hash_of, inconsistent_weights
 
 logger = logging.getLogger(__name__)
 
-# By how much ranks may differ, relative to a parameter's norm, before that is an error.
+# Environment variable: the difference between ranks, relative to a parameter's norm, above which an error is raised.
 TOLERANCE = "MEGATRON_FSDP_REPLICA_TOLERANCE"
-# Copies that kernels update with other roundings drift apart slowly.
+# Copies drift apart slowly if kernels round differently on different ranks.
 _ROUNDING = 1e-4
 
 
-def check_replicas(chunks: Sequence[ShardedModule], when: str) -> None:
-    """Raise if tensor-parallel ranks have different values of a parameter that none of them has a part of.
+def check_param_hashes(original: Callable[..., bool], model: list[Any], cross_check: bool = False) -> bool:
+    """Check that compute weights are those of the main weights, and equal on data-parallel ranks. A collective.
 
-    A small difference is logged instead. Sent are 8 bytes for each parameter, and values only of those that differ.
-    All ranks of the chunks must call this.
+    It takes the place of Megatron's comparison of parameters, which are different shards here.
+
+    Returns:
+        False if some differ; their names are logged.
+    """
+    ours = [chunk for chunk in model if isinstance(chunk, FullyShardedDataParallel)]
+    if not ours:
+        return original(model, cross_check)
+    stale = [name for chunk in ours for name in inconsistent_weights(chunk.module.engine)]
+    if stale:
+        logger.error("compute weights differ from main weights, or among ranks: %s", ", ".join(stale))
+    return not stale
+
+
+def check_replicas(chunks: Sequence[ShardedModule], when: str) -> None:
+    """Raise an error if tensor-parallel ranks have different values of a parameter that is not divided among them.
+
+    A small difference is logged instead. Ranks exchange 8 bytes per parameter, and the values of those that differ.
+    A collective of all ranks of the chunks.
 
     Args:
-        chunks: Model chunks at rest.
-        when: What is about to happen, or has happened, for the message.
+        chunks: Model chunks whose units are sharded.
+        when: When the check is made, for the message, such as "before a checkpoint is saved".
 
     Raises:
-        RuntimeError: They differ by more than rounding does; the message names the parameters.
+        RuntimeError: Values differ by more than rounding; the message names the parameters.
     """
     allowed = float(os.environ.get(TOLERANCE, _ROUNDING))
     found = [pair for chunk in chunks for expert in (False, True) for pair in _differences(chunk, expert)]
     apart = [f"{name} ({difference:.0e})" for name, difference in found if not difference <= allowed]
     if apart:
         raise RuntimeError(
-            f"{when}: tensor-parallel ranks differ in parameters of which a checkpoint has one copy for all of them: "
+            f"{when}: tensor-parallel ranks differ in parameters that a checkpoint stores once for all of them: "
             f"{', '.join(apart[:8])}{' and others' if len(apart) > 8 else ''} (differences relative to the norm). If "
-            "each rank has a part of its own, mark the parameter before the model is wrapped, as Megatron's layers do: "
+            "each rank has its own slice, mark the parameter before the model is wrapped, as Megatron's layers do: "
             "parameter.tensor_model_parallel = True, parameter.partition_dim = the dimension that is divided. If all "
-            "should have the same, give them equal initial values, and let Megatron add up their gradients "
+            "ranks should have the same values, initialize them equally, and have Megatron sum their gradients "
             f"(parameter.sequence_parallel = True). {TOLERANCE}=X allows a relative difference of X."
         )
     for name, difference in found:
         if difference:
             logger.warning(
-                "%s: tensor-parallel ranks differ in %s by %.0e of its norm; a checkpoint has that of one of them.",
+                "%s: tensor-parallel ranks differ in %s by %.0e of its norm; the checkpoint has one rank's values.",
                 when,
                 name,
                 difference,
@@ -64,7 +82,7 @@ def check_replicas(chunks: Sequence[ShardedModule], when: str) -> None:
 
 
 def _differences(chunk: ShardedModule, expert: bool) -> list[tuple[str, float]]:
-    """Parameters of which tensor-parallel ranks have different copies, and how far these are apart."""
+    """Parameters that differ among tensor-parallel ranks, with their relative difference."""
     index = chunk.index
     apart = index.expt_device_mesh is not None
     group = index.tensor_parallel_mesh(expert).get_group()
@@ -72,17 +90,17 @@ def _differences(chunk: ShardedModule, expert: bool) -> list[tuple[str, float]]:
     if group.size() == 1 or not params:
         return []
     hashes = torch.stack([hash_of(local_shard(param.main)) for param in params]).to(chunk.device)
-    everyone = hashes.new_empty(group.size() * len(params))
-    all_gather(everyone, hashes, group)
-    differs = (everyone.view(group.size(), -1) != hashes).any(0).int()
-    # Ranks of the data-parallel axes have other parts of the same parameters.
+    gathered = hashes.new_empty(group.size() * len(params))
+    all_gather(gathered, hashes, group)
+    differs = (gathered.view(group.size(), -1) != hashes).any(0).int()
+    # Data-parallel ranks have other shards of the same parameters: a difference in one of them counts for all.
     axis = (index.experts if expert else index.dense).dp_group
     dist.all_reduce(differs, dist.ReduceOp.MAX, axis)
     return [(e.name, _distance(e, group, axis)) for e, flag in zip(params, differs.tolist(), strict=True) if flag]
 
 
 def _distance(param: ShardedParameter, group: Any, axis: Any) -> float:
-    """How far copies are from the first rank's, relative to the largest norm of one."""
+    """The largest distance of a copy from the first rank's, relative to the largest norm of a copy."""
     mine = local_shard(param.main).detach().reshape(-1)
     copies = mine.new_empty(group.size() * mine.numel())
     if mine.numel():

@@ -1,6 +1,6 @@
-"""The mesh of Megatron's process groups: data-parallel axes of dense parameters and of experts, and the tensor axis.
+"""Builds device meshes from Megatron's process groups: data-parallel axes for dense parameters and experts, and TP.
 
-Pipeline stages, and expert-parallel ranks, have meshes of their own; what is on one of them is unknown to the others.
+Every pipeline stage and every expert-parallel rank has a separate mesh.
 """
 
 import re
@@ -23,9 +23,9 @@ OUTER, INNER, TENSOR = "dp_outer", "dp_cp", "tp"
 _NEEDED = ("tp", "dp_cp", "intra_dp_cp", "inter_dist_opt", "expt_tp", "expt_dp", "intra_expt_dp")
 
 _COLUMN, _ROW, _OFFSET = {"weight": 0, "bias": 0}, {"weight": 1}, {"softmax_offset": 0}
-# What layers of these classes, and of those derived from them, divide over tensor-parallel ranks: the dimension of each
-# parameter, by its name without a number. Not all of them say so by attributes. By name: Transformer Engine's are
-# there only where it is installed.
+# The dimension along which layers of these classes, and of subclasses, divide their parameters over tensor-parallel
+# ranks, by the parameter's name without a number. Not all layers set attributes that say so. Classes are given by name,
+# because Transformer Engine's exist only where it is installed.
 DIVIDED = {
     "ColumnParallelLinear": _COLUMN,
     "TEColumnParallelLinear": _COLUMN,
@@ -42,13 +42,13 @@ DIVIDED = {
 
 @dataclass(frozen=True)
 class _Groups:
-    """Process groups of one kind of parameters.
+    """Process groups for dense parameters or for experts.
 
     Attributes:
-        tensor: Tensor parallelism.
-        inner: What parameters are sharded over.
-        dp_group: All data-parallel ranks, context parallelism included.
-        outer: What the inner axis is repeated over; None if there is no such axis.
+        tensor: Tensor-parallel ranks.
+        inner: Ranks that shard parameters.
+        dp_group: All data-parallel ranks, including context-parallel ones.
+        outer: Ranks with the same shard in different optimizer instances; None if there is one instance.
     """
 
     tensor: dist.ProcessGroup
@@ -57,33 +57,28 @@ class _Groups:
     outer: dist.ProcessGroup | None
 
     def mesh(self, device_type: str) -> DeviceMesh:
-        """The mesh of all axes. A collective of ``dp_group``."""
+        """Build the mesh of all axes. A collective over ``dp_group``."""
         tensor_ranks: list[list[int]] = [[] for _ in range(self.dp_group.size())]
         dist.all_gather_object(tensor_ranks, dist.get_process_group_ranks(self.tensor), group=self.dp_group)
         ranks = torch.tensor(tensor_ranks)
-        if self.outer is None:
-            return DeviceMesh.from_group(
-                [self.inner, self.tensor], device_type, mesh=ranks, mesh_dim_names=(INNER, TENSOR)
-            )
-        return DeviceMesh.from_group(
-            [self.outer, self.inner, self.tensor],
-            device_type,
-            mesh=ranks.view(self.outer.size(), self.inner.size(), -1),
-            mesh_dim_names=(OUTER, INNER, TENSOR),
-        )
+        axes = {INNER: self.inner, TENSOR: self.tensor}
+        if self.outer is not None:
+            axes = {OUTER: self.outer, **axes}
+            ranks = ranks.view(self.outer.size(), self.inner.size(), -1)
+        return DeviceMesh.from_group(list(axes.values()), device_type, mesh=ranks, mesh_dim_names=tuple(axes))
 
     def same_ranks(self, other: "_Groups") -> bool:
-        """Whether both have the same axes."""
+        """Whether both consist of the same ranks."""
         pairs = (self.tensor, other.tensor), (self.inner, other.inner), (self.dp_group, other.dp_group)
         return all(dist.get_process_group_ranks(a) == dist.get_process_group_ranks(b) for a, b in pairs)
 
 
 def divided_dim(module: nn.Module, name: str) -> int | None:
-    """The dimension of a parameter that tensor-parallel ranks have a part of; None if each has all of it.
+    """The dimension along which a parameter is divided over tensor-parallel ranks; None if each rank has all of it.
 
     Args:
-        module: What has the parameter.
-        name: Its name there.
+        module: The module that owns the parameter.
+        name: The parameter's name in that module.
     """
     for kind in type(module).__mro__:
         if kind.__name__ in DIVIDED:
@@ -98,7 +93,7 @@ def divided_dim(module: nn.Module, name: str) -> int | None:
 
 
 def mark_tensor_parallel(module: nn.Module, index: FSDPDistributedIndex) -> None:
-    """Tell the engine which parameters are parts of tensor-parallel ones: by the layers' classes, or attributes."""
+    """Mark the parameters that are slices of tensor-parallel ones, by their layers' classes or by their attributes."""
     shapes: dict[str, tuple[int, ...]] = {}
     for path, owner in module.named_modules():
         for attribute, parameter in owner.named_parameters(recurse=False):
@@ -116,15 +111,15 @@ def mark_tensor_parallel(module: nn.Module, index: FSDPDistributedIndex) -> None
 
 
 def make_index(groups: ProcessGroupCollection | None, device: torch.device) -> FSDPDistributedIndex:
-    """The axes that a model chunk is sharded over. All ranks must call it.
+    """Build the index of the axes over which a model chunk is sharded. A collective over all ranks.
 
     Args:
         groups: Process groups. None: those of ``megatron.core.parallel_state``. Without ``tp`` there is no tensor
             parallelism.
-        device: Where the model computes.
+        device: The device on which the model computes.
 
     Raises:
-        ValueError: There is no group ``dp_cp``, or a group for gathers has other ranks.
+        ValueError: The group ``dp_cp`` is missing, or a group for all-gathers has other ranks than the inner axis.
     """
     if groups is None:
         groups = ProcessGroupCollection.use_mpu_process_groups(list(_NEEDED))
@@ -152,5 +147,5 @@ def make_index(groups: ProcessGroupCollection | None, device: torch.device) -> F
 
 
 def _or_alone(group: dist.ProcessGroup | None, like: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The group, or where there is none, one of this rank alone."""
+    """The group; if it is None, a new group of this rank alone."""
     return new_group([dist.get_rank()], like, "no_tensor_parallelism") if group is None else group

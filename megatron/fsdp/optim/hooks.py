@@ -1,6 +1,7 @@
 """Makes a torch optimizer update main weights: parameters out, DTensors in, and hooks around the step."""
 
 import functools
+import inspect
 import itertools
 import weakref
 from collections.abc import Callable
@@ -87,24 +88,64 @@ def attach_optimizer(optimizer: torch.optim.Optimizer, needs_gradient: bool = Tr
     places = {id(param.original): (group, i) for group in groups for i, param in enumerate(group.params)}
     for options in optimizer.param_groups:
         options["params"] = [_main_weight(optimizer, p, places) for p in options["params"]]
-    _detach(optimizer, (_Before, _FirstUnits, _After, LocalStep, _Reshard))
+    _detach(optimizer, (_StepArguments, _Before, _FirstUnits, _After, LocalStep, _Reshard))
     local = LocalStep(groups)
+    arguments = _StepArguments()
+    optimizer.register_step_pre_hook(arguments)
     for engine in engines:
-        optimizer.register_step_pre_hook(_Before(engine, needs_gradient))
+        optimizer.register_step_pre_hook(_Before(engine, needs_gradient, arguments))
     # The optimizer keeps what these need, and they do not keep the optimizer or a model. State is made before it is
     # shared between ranks.
     attach_fresh_state(optimizer)
     prepare_with(initialize_state)
     local.attach(optimizer)
     for engine in engines:
-        first = _FirstUnits(engine, local) if engine.config.gather_during_step else None
+        first = _FirstUnits(engine, local, arguments) if engine.config.gather_during_step else None
         if first is not None:
             optimizer.register_step_pre_hook(first)
-        optimizer.register_step_post_hook(_After(engine, first))
+        optimizer.register_step_post_hook(_After(engine, first, arguments))
     for engine in engines:
         reshard = _Reshard(engine)
         reshard(optimizer)
         optimizer.register_load_state_dict_post_hook(reshard)
+
+
+class ZeroGrad:
+    """``zero_grad`` of an optimizer of a sharded model, which also drops gradients that are not in ``.grad`` yet.
+
+    These belong to the model. An optimizer drops them if it updates all of the model's trainable parameters; one of
+    several optimizers must not drop gradients that the others need.
+
+    Args:
+        optimizer: The optimizer. It is not kept alive.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        functools.update_wrapper(self, type(optimizer).zero_grad)
+        self.__signature__ = inspect.signature(self.__call__)
+
+    def __call__(self, set_to_none: bool = True, *, zero_grad_buffer: bool = True) -> None:
+        """Drop gradients.
+
+        Args:
+            set_to_none: Set ``.grad`` to None. If False, fill it with zeros.
+            zero_grad_buffer: Also drop gradients that are not synchronized yet.
+        """
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return
+        type(optimizer).zero_grad(optimizer, set_to_none)
+        parameters = {p for options in optimizer.param_groups for p in options["params"]}
+        for engine in engines_of(parameters):
+            apart = any(param.main.requires_grad and param.main not in parameters for param in engine.params())
+            if apart or not zero_grad_buffer:
+                continue
+            if set_to_none:
+                engine.clear_gradients()
+                continue
+            for group in engine.groups:
+                group.abandon_gradients()
 
 
 def require_attachment(optimizer: torch.optim.Optimizer) -> None:
@@ -175,15 +216,33 @@ def _main_weight(
     return param.main
 
 
+class _StepArguments:
+    """Step pre-hook: takes the keyword arguments that only a sharded model's ``step`` has.
+
+    Attributes:
+        sync: Finish the synchronization of gradients before the step (``sync_grad_before_optimizer_step``).
+        install: Update the compute weights after the step (``install_optimized_model_weights``).
+    """
+
+    def __init__(self) -> None:
+        self.sync = self.install = True
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+        self.sync = kwargs.pop("sync_grad_before_optimizer_step", True)
+        self.install = kwargs.pop("install_optimized_model_weights", True)
+
+
 class _Before:
     """Step pre-hook: finish the model's gradients; refuse a step that would do nothing if ``needs_gradient``."""
 
-    def __init__(self, engine: Engine, needs_gradient: bool) -> None:
+    def __init__(self, engine: Engine, needs_gradient: bool, arguments: _StepArguments) -> None:
         self._finish = weak_method(engine.finish_pending_gradients)
         self._needs_gradient = needs_gradient
+        self._arguments = arguments
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-        self._finish()
+        if self._arguments.sync:
+            self._finish()
         # A closure computes the gradients.
         if not self._needs_gradient or closure_of(args, kwargs) is not None:
             return
@@ -198,13 +257,14 @@ class _Before:
 class _After:
     """Step post-hook: compute weights are made of the new main weights before their next use."""
 
-    def __init__(self, engine: Engine, first: "_FirstUnits | None") -> None:
+    def __init__(self, engine: Engine, first: "_FirstUnits | None", arguments: _StepArguments) -> None:
         self.engine = weakref.ref(engine)
         self._first = first
+        self._arguments = arguments
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         engine = self.engine()
-        if engine is None:
+        if engine is None or not self._arguments.install:
             return
         if self._first is not None and self._first.gathering:
             # What nobody waits for would be on its way still when a script ends and destroys the process group.
@@ -241,19 +301,21 @@ class _FirstUnits:
     Args:
         engine: Of the model.
         local: What the optimizer is shown in place of DTensors.
+        arguments: What the step was called with.
 
     Attributes:
         gathering: The latest step has been taken so.
     """
 
-    def __init__(self, engine: Engine, local: LocalStep) -> None:
+    def __init__(self, engine: Engine, local: LocalStep, arguments: _StepArguments) -> None:
         self._engine = weakref.ref(engine)
         self._local = local
+        self._arguments = arguments
         self.gathering = False
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         engine = self._engine()
-        units = [] if engine is None else engine.units_to_prefetch_first
+        units = [] if engine is None or not self._arguments.install else engine.units_to_prefetch_first
         self.gathering = bool(units) and type(optimizer) in BY_PARAMETER and closure_of(args, kwargs) is None
         if engine is None or not self.gathering:
             return

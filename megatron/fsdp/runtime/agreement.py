@@ -21,7 +21,14 @@ import torch.distributed as dist
 
 from megatron.fsdp.buffers.parameter import ShardedParameter
 from megatron.fsdp.comm.backends import moves_data
-from megatron.fsdp.comm.journal import SECONDS_FOR_ANSWERS, Channel, explaining_absence, name_ranks, open_store
+from megatron.fsdp.comm.journal import (
+    SECONDS_FOR_ANSWERS,
+    Channel,
+    name_ranks,
+    open_store,
+    report_on_failure,
+    wait_for_key,
+)
 from megatron.fsdp.comm.process_groups import timeout_of
 from megatron.fsdp.comm.streams import Handle
 from megatron.fsdp.config import FSDPConfig
@@ -160,7 +167,7 @@ class Comparison:
         handle, timeout = _Open(), timeout_of(self._group) or timedelta(minutes=30)
         channel.note(f"compare models with {name_ranks(self._ranks)}", [handle])
         try:
-            with explaining_absence(f"Not all of {name_ranks(self._ranks)} have come to shard this model."):
+            with report_on_failure(f"Not all of {name_ranks(self._ranks)} have come to shard this model."):
                 self._wait(timeout.total_seconds())
         finally:
             handle.over = True
@@ -195,7 +202,7 @@ class Comparison:
         end = time.monotonic() + SECONDS_FOR_ANSWERS
         if self._store.add("asked", 1) == 1:
             self._store.set("verdict", _first_difference(self._hashes(end), self._ranks))
-        elif not _has_come(self._store, "verdict", end + 2.0):
+        elif not wait_for_key(self._store, "verdict", end + 2.0):
             return "The ranks that share this model differ, and the rank that was to find out how has ended."
         verdict = self._store.get("verdict").decode()
         self._store.add("read", 1)
@@ -208,21 +215,13 @@ class Comparison:
         """Ranks that have the same, and what they have."""
         of: dict[str, list[int]] = {}
         for rank in self._ranks:
-            if _has_come(self._store, f"rank/{rank}", end):
+            if wait_for_key(self._store, f"rank/{rank}", end):
                 of.setdefault(self._store.get(f"rank/{rank}").decode(), []).append(rank)
         return [
             (ranks, dict(json.loads(zlib.decompress(b64decode(self._store.get(f"details/{key}"))))))
             for key, ranks in of.items()
-            if _has_come(self._store, f"details/{key}", end)
+            if wait_for_key(self._store, f"details/{key}", end)
         ]
-
-
-def _has_come(store: dist.Store, key: str, end: float) -> bool:
-    while not store.check([key]):
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 def _first_difference(found: list[tuple[list[int], Fingerprint]], ranks: tuple[int, ...]) -> str:

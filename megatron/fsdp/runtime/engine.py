@@ -95,7 +95,7 @@ class Engine:
         self.schedule = Schedule(
             units,
             Limits(
-                gathered=config.max_unsharded_units,
+                unsharded=config.max_unsharded_units,
                 reducing=config.max_reducing_units,
                 prefetch=config.overlap_param_gather and config.max_unsharded_units > 1,
                 wait_for_reduction=not config.overlap_grad_reduce,

@@ -1,7 +1,8 @@
-"""The order of communication that all ranks follow: what to gather and reduce in one pass, and where a rank is in it.
+"""The order of communication in one pass, which all ranks follow, and how far this rank is.
 
-Collectives match up between ranks by their order alone. So every rank issues them in the order of one plan, whatever
-its own model does: an operation that this rank's data did not ask for is still issued when a later one is.
+Collectives of different ranks match by their order alone. So every rank issues them in the order of one plan, whatever
+its own model does. An operation that this rank's data did not ask for is still issued, before the next one that it did
+ask for.
 """
 
 from enum import IntEnum
@@ -9,7 +10,7 @@ from typing import NamedTuple
 
 
 class OpKind(IntEnum):
-    """What is communicated."""
+    """Kind of communication."""
 
     UNSHARD = 0
     REDUCE = 1
@@ -27,10 +28,10 @@ class Plan:
 
     Args:
         asked: The operations in the order in which the computation asks for them.
-        distance: How many reductions a gather may be issued ahead of.
+        distance: How many reductions an unshard may be issued ahead of.
 
     Attributes:
-        asked: See above.
+        asked: The operations.
         order: Indices into ``asked`` in the order in which operations are issued.
         issued: How many operations of ``order`` have been issued.
         done: How many operations of ``asked`` the computation is past.
@@ -54,9 +55,9 @@ class Plan:
         """The computation asks for ``op``.
 
         Returns:
-            The indices in ``asked`` of the operations that it left out since the last call, if any, and of ``op``
-            itself at the end. None if the plan does not have ``op`` ahead: the caller issues it then, as all ranks
-            do that run the same code.
+            The indices in ``asked`` of the operations that it left out since the last call, followed by that of ``op``.
+            None if ``op`` is not ahead in the plan. The caller then issues it at once, as do all ranks that run the
+            same code.
         """
         self.recorded.append(op)
         try:
@@ -67,7 +68,7 @@ class Plan:
         return range(first, target + 1)
 
     def rest(self) -> range:
-        """The pass is over: the indices in ``asked`` of the operations that were left out at the end."""
+        """End the pass: the indices in ``asked`` of the operations that were left out at its end."""
         first, self.done = self.done, len(self.asked)
         return range(first, len(self.asked))
 
@@ -81,13 +82,13 @@ class Plan:
 
 
 def hoist_unshards(asked: list[Op], distance: int) -> list[int]:
-    """The order in which to issue operations: every gather ahead of up to ``distance`` reductions before it.
+    """The order in which to issue operations: every unshard ahead of up to ``distance`` reductions before it.
 
-    A backward asks for: gather 3, reduce 3, gather 2, reduce 2, gather 1, reduce 1. With a distance of 1 it issues:
-    gather 3, gather 2, reduce 3, gather 1, reduce 2, reduce 1: unit 2 is on its way while unit 3 computes.
+    A backward asks for: unshard 3, reduce 3, unshard 2, reduce 2, unshard 1, reduce 1. With a distance of 1 it issues:
+    unshard 3, unshard 2, reduce 3, unshard 1, reduce 2, reduce 1. So unit 2 is unsharded while unit 3 computes.
 
     Returns:
-        Indices into ``asked``. Gathers keep their order, and so do reductions.
+        Indices into ``asked``. Unshards keep their order, and so do reductions.
     """
     order: list[int] = []
     for index, op in enumerate(asked):
@@ -101,7 +102,7 @@ def hoist_unshards(asked: list[Op], distance: int) -> list[int]:
 
 
 def merge_recorded(recorded: list[list[Op]]) -> list[Op] | None:
-    """One plan for ranks that recorded these: the longest, if it holds every other in its order, else None."""
+    """One plan for ranks with these recordings: the longest, if every other is a subsequence of it, else None."""
     longest = max(recorded, key=len)
     return longest if all(_is_subsequence(other, longest) for other in recorded) else None
 

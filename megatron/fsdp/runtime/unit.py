@@ -1,4 +1,4 @@
-"""One FSDP unit: the parameters of a module that are gathered and released together, its lifecycle and its hooks."""
+"""One FSDP unit: the parameters of a module that are unsharded and resharded together, with their state and hooks."""
 
 import dataclasses
 import functools
@@ -16,15 +16,16 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from megatron.fsdp.buffers.parameter_group import ParameterGroup
 from megatron.fsdp.buffers.pool import Slot
-from megatron.fsdp.comm.journal import Channel, report_on_failure
+from megatron.fsdp.comm.journal import Channel, Log, report_on_failure
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
+from megatron.fsdp.helpers.labels import profiled
 from megatron.fsdp.helpers.weak import not_compiled, weak_method
 
 logger = logging.getLogger(__name__)
 
 
 class WeightState(Enum):
-    """What a unit's weights are there for. Gradients move independently: they may still be reduced at rest."""
+    """State of a unit's weights. Gradients are independent of it: a sharded unit's may still be reduced."""
 
     SHARDED = "sharded"
     UNSHARDING = "unsharding"
@@ -34,25 +35,25 @@ class WeightState(Enum):
 
 
 _W = WeightState
-# From the left to each on the right. Going to rest is allowed from everywhere: an abandoned pass ends so.
+# From each state on the left to those on the right. SHARDED may follow every state, since a pass may be abandoned.
 TRANSITIONS: dict[WeightState, tuple[WeightState, ...]] = {
     _W.SHARDED: (_W.UNSHARDING, _W.SHARDED),
     _W.UNSHARDING: (_W.FORWARD, _W.BACKWARD, _W.UNSHARDED, _W.SHARDED),
     _W.UNSHARDED: (_W.FORWARD, _W.BACKWARD, _W.SHARDED),
-    # Backward may begin while forward has not ended: recomputation stops as soon as it has what backward asked for.
+    # Backward may begin before forward has ended: a recomputation stops as soon as it has the tensors that are needed.
     _W.FORWARD: (_W.UNSHARDED, _W.BACKWARD, _W.SHARDED),
     _W.BACKWARD: (_W.SHARDED,),
 }
 
 
 class UnitListener(Protocol):
-    """Decides what a unit's hooks lead to (the schedule)."""
+    """Is called by a unit's hooks (the schedule)."""
 
     def before_forward(self, unit: "Unit") -> bool:
-        """The module is about to run. True: watch its inputs for the end of its backward."""
+        """The module is about to run. Returns whether to watch its inputs for the end of its backward."""
 
     def after_forward(self, unit: "Unit") -> bool:
-        """The module has run. True: watch its outputs for the beginning of its backward."""
+        """The module has run. Returns whether to watch its outputs for the beginning of its backward."""
 
     def forward_failed(self) -> None:
         """The root's forward has raised."""
@@ -65,22 +66,22 @@ class UnitListener(Protocol):
 
 
 class Unit:
-    """A module's parameters, gathered and released together.
+    """A module's parameters, unsharded and resharded together.
 
     Args:
         name: Name of the module in the wrapped model; empty for the root.
         groups: Its parameters. May be empty.
         children: Units inside this one, in the order of registration.
-        slot: Memory for gathered weights that it takes in turn with other units, if there is such.
+        slot: Memory for unsharded weights that it shares with other units; None if it shares none.
 
     Attributes:
-        temporary: Gathering takes memory that releasing gives back.
-        calls: Forward calls of the latest pass whose backward will be noticed.
+        temporary: An unshard allocates memory that a reshard frees.
+        calls: Forward calls of the latest pass whose inputs are watched for the end of their backward.
         calls_done: How many of those have ended their backward.
         took_part: The gradient of an output has arrived in this backward.
-        reduced: Gradients were handed over for reduction in this backward.
-        keeps_weights: The weights stay gathered from a forward until its backward, as the root's do.
-        channel: Where it is noted what the unit communicates.
+        reduced: The reduction of this backward's gradients was issued.
+        keeps_weights: The weights stay unsharded from a forward until its backward, as the root's do.
+        channel: Records what the unit communicates.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class Unit:
         self.took_part = False
         self.reduced = False
         self.keeps_weights = False
-        self.channel = Channel([])
+        self.channel = Channel(Log([]))
         self._listener: Callable[[], UnitListener | None] = lambda: None
         self._before: Callable[..., Any] = weak_method(self.pre_forward)
         self._after: Callable[..., Any] = weak_method(self.post_forward)
@@ -109,7 +110,7 @@ class Unit:
 
     @property
     def is_root(self) -> bool:
-        """True for the unit of everything that no other unit holds."""
+        """True for the unit of all parameters that are in no other unit."""
         return self.name == ""
 
     @property
@@ -118,13 +119,13 @@ class Unit:
         return self.name or "<root>"
 
     @functools.cached_property
-    def _gathering(self) -> str:
-        size = sum(g.layout.numel * g.dtypes.compute.itemsize for g in self.groups)
-        return f"gather {self.label}, {size:,} bytes"
+    def _unsharding(self) -> str:
+        size = sum(group.unshard_bytes for group in self.groups)
+        return f"unshard {self.label}, {size:,} bytes"
 
     @property
     def state(self) -> WeightState:
-        """What the weights are there for."""
+        """State of the weights."""
         return self._state
 
     def to(self, state: WeightState) -> None:
@@ -148,16 +149,17 @@ class Unit:
 
     @property
     def reducing_frees_memory(self) -> bool:
-        """False if gradients stay whole, as with ``no_shard``: then nothing is won by waiting for reductions."""
+        """False if gradients stay whole, as with ``no_shard``: waiting for a reduction then frees nothing."""
         return any(group.sharding.inner.shards_optimizer for group in self.groups)
 
     def invalidate(self) -> None:
-        """The main weights have changed: gather before the next use."""
+        """The main weights have changed: unshard before the next use."""
         for group in self.groups:
             group.weights.invalidate()
 
+    @profiled("unshard")
     def unshard(self) -> None:
-        """Start gathering compute weights that are not there or not up to date."""
+        """Start to unshard compute weights that have no memory or are out of date."""
         self.to(WeightState.UNSHARDING)
         with self._reshard_after_errors():
             if self._slot is not None:
@@ -166,21 +168,24 @@ class Unit:
                 self._slot.holder = weakref.ref(self)
             handles = [handle for group in self.groups if (handle := group.weights.unshard()) is not None]
         if handles:
-            self.channel.note(self._gathering, handles)
+            self.channel.note(self._unsharding, handles)
 
     @property
     def slot_is_taken(self) -> bool:
-        """True if another unit's weights are where this one's would be gathered to."""
+        """True if another unit's weights are in the memory that this unit would be unsharded to."""
         rival = self._other_holder()
         return rival is not None and rival.state is not WeightState.SHARDED
 
     def _other_holder(self) -> "Unit | None":
-        """The other unit that used this one's slot last."""
+        """The unit that used this one's slot last; None if that was this unit."""
         holder: Unit | None = None if self._slot is None else self._slot.holder()
         return None if holder is self else holder
 
     def yield_slot(self, other: "Unit") -> None:
-        """Leave the slot to ``other``, whose weights are needed now.
+        """Reshard, because ``other`` needs the slot now.
+
+        Its unshard is a task behind those that use the slot for this unit, and waits for the compute issued so far. So
+        it cannot overwrite weights that are still read.
 
         Raises:
             RuntimeError: The weights are in use.
@@ -195,8 +200,9 @@ class Unit:
                 "time. Leave fsdp_double_buffer off for this model."
             )
 
+    @profiled("wait for unshard")
     def use(self, state: WeightState) -> None:
-        """Wait for the gather and make the compute weights the module's parameters."""
+        """Make the compute wait for the unshard, and the compute weights the module's parameters."""
         with report_on_failure(), self._reshard_after_errors():
             for group in self.groups:
                 group.weights.wait()
@@ -205,22 +211,24 @@ class Unit:
 
     @contextmanager
     def _reshard_after_errors(self) -> Iterator[None]:
-        """Weights that could not be gathered must not look as if they were."""
+        """Context in which an exception leaves the unit sharded: no state must claim that its weights are complete."""
         try:
             yield
         except BaseException:
             self.abandon()
             raise
 
+    @profiled("reshard")
     def reshard(self) -> None:
-        """Nothing reads the compute weights any more."""
+        """Free the compute weights, which nothing reads after the compute issued so far."""
         for group in self.groups:
             group.weights.reshard()
         self.to(WeightState.SHARDED)
         self.show(compute=False)
 
+    @profiled("reshard")
     def reshard_unused(self) -> None:
-        """Release weights whose gather nothing waited for."""
+        """Free weights whose unshard nothing has waited for."""
         for group in self.groups:
             group.weights.reshard_unused()
         self.to(WeightState.SHARDED)
@@ -233,19 +241,20 @@ class Unit:
                 group.show(compute)
 
     def follow_freezing(self) -> bool:
-        """Freeze and unfreeze what the user has frozen and unfrozen; True if that is new."""
+        """Freeze and unfreeze parameters as the user has; True if that changes anything."""
         return any([group.follow_freezing() for group in self.groups])
 
     def has_gradients(self) -> bool:
         """True if gradients of this micro-batch wait to be collected."""
         return any(group.has_gradients() for group in self.groups if group.requires_grad)
 
+    @profiled("reduce")
     def reduce_gradients(self, last: bool) -> bool:
-        """Hand this micro-batch's gradients over.
+        """Reduce or accumulate this micro-batch's gradients.
 
         Args:
-            last: Reduce gradients of every kind, over every axis. If False, those that are not sharded wait for a later
-                micro-batch, and others for their reduction over the outer axis.
+            last: Reduce all gradients over all axes. If False, gradients that are not sharded are accumulated, and
+                others are reduced over the inner axis only.
 
         Returns:
             Whether a reduction was started.
@@ -254,7 +263,7 @@ class Unit:
         for group in self.groups:
             if group.requires_grad and (handle := group.reduce_gradients(last)) is not None:
                 handles.append(handle)
-                size += group.layout.numel * group.gradients.sent_dtype.itemsize
+                size += group.reduce_bytes
         if handles:
             self.channel.note(f"reduce {self.label}, {size:,} bytes", handles)
         return bool(handles)
@@ -264,11 +273,13 @@ class Unit:
         for group in self.groups:
             group.gradients.rescale(ratio)
 
+    @profiled("reduce")
     def reduce_waiting(self) -> None:
-        """Reduce gradients that wait for a reduction."""
+        """Start reducing gradients that earlier micro-batches left unreduced."""
         for group in self.groups:
-            group.gradients.reduce_waiting(group.device)
+            group.gradients.reduce_waiting()
 
+    @profiled("wait for reduction")
     def wait_for_gradients(self) -> None:
         """Make the compute wait for the reductions that were started."""
         with report_on_failure():
@@ -303,11 +314,11 @@ class Unit:
         self._before, self._after = not_compiled(self._before), not_compiled(self._after)
         for module in modules:
             if module._compiled_call_impl is not None:
-                # What module.compile() has made would call hooks inside of the graph: let it run between them.
+                # The compiled function would trace the hooks into its graph. Run it between them instead.
                 module._compiled_call_impl = as_forward(self, module, module._compiled_call_impl)
                 continue
             module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
-            # Also after an exception: checkpointing stops a recomputed forward by raising one.
+            # Called after an exception as well: checkpointing ends a recomputed forward by raising one.
             module.register_forward_hook(self._after, with_kwargs=True, always_call=True)
 
     def pre_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
@@ -338,9 +349,10 @@ class Unit:
         return given_away
 
     def _copy_own_weights(self, output: Any) -> Any:
-        """The output with copies of what are the unit's weights in it, whose memory it gives back; None without any.
+        """The output with copies of those of the unit's weights that are in it; None if there are none.
 
-        Megatron-Core's linear layers return their bias for example, which is added later.
+        The memory of the weights is freed after the forward. Megatron-Core's linear layers, for example, return their
+        bias, which the caller adds later.
         """
         memory = {_storage(group.weights.compute.flat) for group in self.groups if group.weights.temporary}
         if not memory or not any(_storage(tensor) in memory for tensor in tensors_in(output)):
@@ -353,12 +365,12 @@ class Unit:
         if any(_storage(tensor) in memory for tensor in tensors_in(output)):
             raise NotImplementedError(
                 f"FSDP unit {self.label} returns one of its own parameters, in a {type(output).__name__}. The memory "
-                "of parameters is given back when the unit is done: return a copy (.clone())."
+                "of parameters is freed after the unit's forward: return a copy (.clone())."
             )
         return output
 
     def call(self, module: nn.Module, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        """Run another function of the module in the way that its forward is run."""
+        """Run another function of the module between the hooks that run around its forward."""
         try:
             args, kwargs = self._before(module, args, kwargs) or (args, kwargs)
             output = function(*args, **kwargs)
@@ -384,7 +396,7 @@ class Unit:
             listener.after_backward(self)
 
     def abandon(self) -> None:
-        """Forget a pass that did not end, whatever it has reached."""
+        """Reshard in any state, and forget the pass, which did not end."""
         self._depth = 0
         self.new_pass()
         if self._state is not WeightState.SHARDED:
@@ -395,7 +407,7 @@ class Unit:
 
 
 def as_forward(unit: Unit, module: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, of a module inside the unit, run as a forward of the unit; neither is kept alive."""
+    """``function`` of a module inside the unit, run as a forward of the unit. It keeps neither of them alive."""
     unit_of, module_of = weakref.ref(unit), weakref.ref(module)
 
     @functools.wraps(function)
@@ -409,7 +421,7 @@ def as_forward(unit: Unit, module: nn.Module, function: Callable[..., Any]) -> C
 
 
 class _EndOfBackward(torch.autograd.Function):
-    """Passes tensors on; its backward runs when their gradients are complete. FSDP2 marks units the same way."""
+    """Returns its inputs. Its backward runs when their gradients are complete; FSDP2 marks units in the same way."""
 
     @staticmethod
     def forward(ctx: Any, notify: Callable[[], None], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -436,7 +448,7 @@ def _watch_inputs(unit: Unit, args: tuple, kwargs: dict) -> tuple[tuple, dict] |
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """Identity of the memory behind a tensor, whether that is there at the moment or not; 0 for sparse tensors."""
+    """Identity of the storage of a tensor, whether it has memory at the moment or not; 0 for sparse tensors."""
     local = local_shard(tensor) if isinstance(tensor, DTensor) else tensor
     return local.untyped_storage()._cdata if local.layout is torch.strided else 0
 

@@ -4,6 +4,7 @@ The script's own command line is parsed by Megatron, and its own model is built:
 moves no data, and without memory for weights. So it takes one process, and no GPU, for any number of ranks.
 """
 
+import dataclasses
 import functools
 import importlib
 import json
@@ -220,7 +221,9 @@ def _look_at(report: Report, config: Any, ddp_config: Any, module: nn.Module, *r
     outer = ddp_config.num_distributed_optimizer_instances or 1
     dense = groups.get_data_parallel_world_size(with_context_parallel=True)
     experts = groups.get_expert_data_parallel_world_size()
-    report.config = fsdp_config(config, ddp_config)
+    # These two need CUDA. The report has named them, and goes on without them.
+    usable = dataclasses.replace(ddp_config, nccl_ub=False, megatron_fsdp_cuda_graph_mode=False)
+    report.config = fsdp_config(config, usable)
     report.sizes = {
         "tensor": groups.get_tensor_model_parallel_world_size(),
         "pipeline": groups.get_pipeline_model_parallel_world_size(),

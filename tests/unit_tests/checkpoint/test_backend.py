@@ -1,4 +1,4 @@
-"""Saves through torch.distributed.checkpoint: replaced as a whole, checked, refused if damaged, and not executed."""
+"""Saves and loads through torch.distributed.checkpoint: atomic replacement, checksums, damage, and unsafe pickles."""
 
 import json
 import os
@@ -58,7 +58,7 @@ def test_plain_torch_reads_it(tmp_path: Path) -> None:
     assert same(into, 3)
 
 
-def test_what_plain_torch_wrote_is_read(tmp_path: Path) -> None:
+def test_it_reads_what_plain_torch_wrote(tmp_path: Path) -> None:
     dcp.save(state(3), checkpoint_id=tmp_path)
     assert same(loaded(tmp_path), 3)
 
@@ -82,7 +82,7 @@ def test_saving_again_replaces_and_cleans_up(tmp_path: Path) -> None:
         save(tmp_path, 4)
     after = {path.name for path in tmp_path.glob("*.distcp")}
     assert same(loaded(tmp_path), 4)
-    assert not before & after, "files of the checkpoint that is replaced were written over"
+    assert not before & after, "files of the earlier checkpoint were overwritten"
     sums = Checksums.load(tmp_path)
     assert sums is not None and set(sums.files) == after and len(sums.metadata) == 1
 
@@ -95,7 +95,7 @@ STOPS: dict[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("stop", STOPS)
-def test_a_save_that_stops_leaves_the_checkpoint_before(
+def test_a_failed_save_leaves_the_earlier_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: str
 ) -> None:
     save(tmp_path, 3)
@@ -144,18 +144,18 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("which", ["data", ".metadata"])
-def test_damage_is_found_and_the_file_named(tmp_path: Path, damage: str, which: str) -> None:
+def test_damage_is_detected_and_the_file_is_named(tmp_path: Path, damage: str, which: str) -> None:
     save(tmp_path, 3)
     path = next(tmp_path.glob("*.distcp")) if which == "data" else tmp_path / which
     DAMAGES[damage](path)
     into = state(0)
     with pytest.raises((DamagedCheckpoint, FileNotFoundError), match=which if which != "data" else path.name):
         load(into, tmp_path)
-    assert same(into, 0), "something was loaded from a damaged checkpoint"
+    assert same(into, 0), "values were loaded from a damaged checkpoint"
 
 
 def flip_in(folder: Path, tensor: torch.Tensor) -> Path:
-    """Flip a bit of a tensor in its file."""
+    """Flip a bit of a tensor in its file; return the file."""
     pattern = tensor.numpy().tobytes()
     (path,) = (path for path in folder.glob("*.distcp") if pattern in path.read_bytes())
     flip(path, path.read_bytes().index(pattern) + 6)
@@ -163,8 +163,8 @@ def flip_in(folder: Path, tensor: torch.Tensor) -> Path:
 
 
 @pytest.mark.parametrize("way", ["load", "Reader", "newest_whole"])
-def test_damage_is_found_without_checksums_of_files(tmp_path: Path, way: str) -> None:
-    """What torch and Megatron-Core write has checksums of its own, inside the files."""
+def test_damage_is_detected_without_checksums_of_files(tmp_path: Path, way: str) -> None:
+    """The archives that torch and Megatron-Core write contain checksums."""
     folder = tmp_path / "iter_0000003"
     dcp.save(state(3), checkpoint_id=folder)
     path = flip_in(folder, state(3)["model"]["a.b"])
@@ -179,19 +179,19 @@ def test_damage_is_found_without_checksums_of_files(tmp_path: Path, way: str) ->
         else:
             dcp.load(into, storage_reader=Reader(folder))
     assert torch.equal(into["model"]["a.b"], torch.zeros(3, 5))
-    assert not same(loaded(folder, check=False), 3), "checking can be left out"
+    assert not same(loaded(folder, check=False), 3), "without checking, the damage is loaded"
 
 
-def test_files_that_checksums_do_not_list_are_checked_too(tmp_path: Path) -> None:
+def test_unlisted_files_are_checked(tmp_path: Path) -> None:
     dcp.save(state(3), checkpoint_id=tmp_path)
-    Checksums({}, [crc32_of(tmp_path / ".metadata")]).save(tmp_path)  # as a save that was killed leaves it
+    Checksums({}, [crc32_of(tmp_path / ".metadata")]).save(tmp_path)  # as after a killed save
     assert same(loaded(tmp_path), 3)
     flip_in(tmp_path, state(3)["model"]["a.b"])
     with pytest.raises(DamagedCheckpoint, match="CRC-32"):
         loaded(tmp_path)
 
 
-def test_checking_can_be_left_out(tmp_path: Path) -> None:
+def test_checking_can_be_disabled(tmp_path: Path) -> None:
     save(tmp_path, 3)
     path = next(tmp_path.glob("*.distcp"))
     path.write_bytes(path.read_bytes() + b"more")
@@ -200,17 +200,17 @@ def test_checking_can_be_left_out(tmp_path: Path) -> None:
     assert same(loaded(tmp_path, check=False), 3)
 
 
-def test_the_newest_whole_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_newest_complete_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for iteration in (10, 20, 30, 40):
         save(tmp_path / f"iter_{iteration:07d}", iteration)
     assert newest_whole(tmp_path, 40) == 40
-    assert newest_whole(tmp_path, 30) == 30, "a newer one than the tracker file names is not complete for Megatron"
+    assert newest_whole(tmp_path, 30) == 30, "checkpoints that are newer than the tracker file's are ignored"
     assert newest_whole(tmp_path, None) == 40
     (tmp_path / "iter_0000040" / ".metadata").unlink()
     assert newest_whole(tmp_path, 40) == 30
     flip(next((tmp_path / "iter_0000030").glob("*.distcp")), 700)
     assert newest_whole(tmp_path, 40) == 20
-    assert newest_whole(tmp_path, 40, check=False) == 30, "without checking, a flipped bit is not seen"
+    assert newest_whole(tmp_path, 40, check=False) == 30, "without checking, a flipped bit is not detected"
     assert "iter_0000030" in caplog.text and "CRC-32" in caplog.text
     truncate(next((tmp_path / "iter_0000020").glob("*.distcp")))
     assert newest_whole(tmp_path, 40, check=False) == 30
@@ -230,9 +230,8 @@ def test_an_object_cannot_run_code(tmp_path: Path) -> None:
     folder, proof = tmp_path / "checkpoint", tmp_path / "proof"
     dcp.save({"model": torch.ones(2), "args": Evil(proof)}, checkpoint_id=folder)
     proof.unlink(missing_ok=True)
-    with pytest.raises((UnsafePickle, CheckpointException), match="posix.system|os.system") as error:
+    with pytest.raises(UnsafePickle, match="posix.system|os.system"):
         load_objects(folder, ["args"])
-    assert "UnsafePickle" in str(error.value)
     assert not proof.exists()
 
 
@@ -246,7 +245,7 @@ def test_metadata_cannot_run_code(tmp_path: Path) -> None:
     assert not proof.exists()
 
 
-# Keys that do not fit ------------------------------------------------------------------------------------------------
+# Mismatched keys -----------------------------------------------------------------------------------------------------
 
 
 def test_one_report_before_anything_is_loaded(tmp_path: Path) -> None:
@@ -277,7 +276,7 @@ def test_unexpected_keys(tmp_path: Path, reaction: Reaction, caplog: pytest.LogC
     assert ("model.a.b" in caplog.text) == (reaction is Reaction.LOG)
 
 
-def test_missing_keys_may_be_all_right(tmp_path: Path) -> None:
+def test_optional_keys_may_be_missing(tmp_path: Path) -> None:
     save(tmp_path, 3)
     into = state(0) | {"more": 1}
     with pytest.raises(RuntimeError, match="1 key missing:\n  more"):
@@ -286,7 +285,7 @@ def test_missing_keys_may_be_all_right(tmp_path: Path) -> None:
     assert into["more"] == 1 and into["iteration"] == 3
 
 
-def test_other_names_and_kinds(tmp_path: Path) -> None:
+def test_aliases_and_conversion_between_tensors_and_numbers(tmp_path: Path) -> None:
     dcp.save({"group": {"step": 5}, "state": {"count": torch.tensor(8.0)}}, checkpoint_id=tmp_path)
     names = {"tensor": "group.step", "number": "state.count"}
     into: dict[str, Any] = {"tensor": torch.zeros(()), "number": 0}
@@ -294,13 +293,13 @@ def test_other_names_and_kinds(tmp_path: Path) -> None:
     assert into["tensor"] == 5 and into["number"] == 8
 
 
-def test_a_planner_may_leave_objects_to_others(tmp_path: Path) -> None:
+def test_a_planner_can_skip_objects(tmp_path: Path) -> None:
     planner = Planner(writes_objects=False)
     planner.set_up_planner(state(1))
     assert not planner.create_local_plan().items
 
 
-def test_the_file_of_checksums_is_readable(tmp_path: Path) -> None:
+def test_the_checksums_are_readable_json(tmp_path: Path) -> None:
     save(tmp_path, 3)
     found = json.loads((tmp_path / NAME).read_text())
     assert found["algorithm"] == "crc32" and all(set(entry) == {"bytes", "crc32"} for entry in found["files"].values())

@@ -1,4 +1,4 @@
-"""Damage to files is found and named, and files are written whole or not at all."""
+"""Checksums detect damaged files and name them; files are written atomically."""
 
 import os
 import random
@@ -29,7 +29,7 @@ def with_file(folder: Path) -> Checksums:
     return Checksums({"data": FileSum(len(DATA), as_hex(zlib.crc32(DATA)))}, ["00000001", as_hex(zlib.crc32(b"new"))])
 
 
-def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+def test_save_and_load(tmp_path: Path) -> None:
     assert Checksums.load(tmp_path) is None
     sums = with_file(tmp_path)
     sums.save(tmp_path)
@@ -40,7 +40,7 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == [NAME, "data"]
 
 
-def test_the_file_is_what_is_documented(tmp_path: Path) -> None:
+def test_the_file_has_the_documented_format(tmp_path: Path) -> None:
     Checksums({"__0_0.distcp": FileSum(3, "89abcdef")}, ["01234567"]).save(tmp_path)
     text = "".join((tmp_path / NAME).read_text().split())
     assert text == (
@@ -55,20 +55,20 @@ def test_the_file_is_what_is_documented(tmp_path: Path) -> None:
         '{"algorithm": "crc32", "files": {"../a": {"bytes": 3, "crc32": "89abcdef"}}, "metadata": []}',
     ],
 )
-def test_checksums_that_cannot_be_understood_are_damage(tmp_path: Path, text: str) -> None:
+def test_invalid_checksums_are_damage(tmp_path: Path, text: str) -> None:
     (tmp_path / NAME).write_text(text)
     with pytest.raises(DamagedCheckpoint, match=NAME):
         Checksums.load(tmp_path)
 
 
-def test_a_file_as_it_should_be_passes(tmp_path: Path) -> None:
+def test_an_intact_file_passes(tmp_path: Path) -> None:
     sums = with_file(tmp_path)
     sums.check_file(tmp_path, "data")
     sums.check_file(tmp_path, "not listed")
 
 
 @pytest.mark.parametrize("position", [0, 600, len(DATA) - 1])
-def test_a_flipped_bit_is_found(tmp_path: Path, position: int) -> None:
+def test_a_flipped_bit_is_detected(tmp_path: Path, position: int) -> None:
     sums = with_file(tmp_path)
     damaged = bytearray(DATA)
     damaged[position] ^= 1
@@ -79,14 +79,14 @@ def test_a_flipped_bit_is_found(tmp_path: Path, position: int) -> None:
 
 
 @pytest.mark.parametrize("data", [b"", DATA[:-1], DATA + b"x"])
-def test_another_length_is_found(tmp_path: Path, data: bytes) -> None:
+def test_another_length_is_detected(tmp_path: Path, data: bytes) -> None:
     sums = with_file(tmp_path)
     (tmp_path / "data").write_bytes(data)
     with pytest.raises(DamagedCheckpoint, match=f"data: expected {len(DATA)} bytes; got {len(data)}"):
         sums.check_file(tmp_path, "data")
 
 
-def test_a_missing_file_is_found(tmp_path: Path) -> None:
+def test_a_missing_file_is_detected(tmp_path: Path) -> None:
     sums = with_file(tmp_path)
     (tmp_path / "data").unlink()
     with pytest.raises(DamagedCheckpoint, match="data: expected a file"):
@@ -95,7 +95,7 @@ def test_a_missing_file_is_found(tmp_path: Path) -> None:
         sums.check_metadata(tmp_path)
 
 
-def test_any_of_several_checksums_of_the_metadata_is_right(tmp_path: Path) -> None:
+def test_the_metadata_may_match_any_of_several_checksums(tmp_path: Path) -> None:
     sums = with_file(tmp_path)
     (tmp_path / ".metadata").write_bytes(b"new")
     sums.check_metadata(tmp_path)
@@ -104,7 +104,7 @@ def test_any_of_several_checksums_of_the_metadata_is_right(tmp_path: Path) -> No
         sums.check_metadata(tmp_path)
 
 
-def test_a_reader_refuses_damage_of_every_file_and_names_it(tmp_path: Path) -> None:
+def test_a_reader_detects_damage_to_every_file_and_names_it(tmp_path: Path) -> None:
     files = {"common.pt": b"some"}
     folder = write_checkpoint(tmp_path / "c", {"a": numbers((40, 3))}, {"o": [1]}, files=files)
     for name, read in {
@@ -121,7 +121,7 @@ def test_a_reader_refuses_damage_of_every_file_and_names_it(tmp_path: Path) -> N
         read()
 
 
-def test_checksums_are_compared_once_and_only_if_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checksums_are_compared_once_and_only_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_checkpoint(tmp_path / "c", {"a": numbers((40, 3)), "b": numbers((2,))})
     checked: list[str] = []
     monkeypatch.setattr(Checksums, "check_file", lambda self, folder, name: checked.append(name))
@@ -133,7 +133,7 @@ def test_checksums_are_compared_once_and_only_if_wanted(tmp_path: Path, monkeypa
         assert checked == expected
 
 
-def test_checksums_of_pieces_combine() -> None:
+def test_combining_checksums() -> None:
     random.seed(0)
     for first, second in [(0, 0), (0, 5), (5, 0), (1, 1), (1000, 1), (7, 12345), (300, 1 << 20)]:
         a, b = random.randbytes(first), random.randbytes(second)
@@ -146,7 +146,7 @@ def test_the_checksum_of_a_large_file(tmp_path: Path) -> None:
     assert crc32_of(tmp_path / "data") == f"{zlib.crc32(data):08x}"
 
 
-def test_a_file_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_replaced_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "f"
     write_file(path, b"old")
     write_file(path, b"new")

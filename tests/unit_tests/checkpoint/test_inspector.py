@@ -1,4 +1,4 @@
-"""Every command of checkpoint_inspector.py that looks into checkpoints, in text and in JSON, also on samples."""
+"""The commands of checkpoint_inspector.py that inspect and modify checkpoints, with text and JSON output."""
 
 import argparse
 import json
@@ -50,8 +50,8 @@ def as_json(*arguments: object, status: int = 0) -> dict[str, Any]:
     return found
 
 
-def refused(*arguments: object) -> str:
-    """What is said of an error: one line, and nothing else."""
+def error_of(*arguments: object) -> str:
+    """Run a command that must fail; return its error message, which must be a single line."""
     result = call(*arguments, status=1)
     assert result.stdout == "" and result.stderr.count("\n") == 1 and result.stderr.startswith("Error: ")
     return result.stderr
@@ -106,7 +106,7 @@ def test_inspect_samples(name: str) -> None:
     assert len(everything["objects"]) == len(reader.objects) and everything["ignored_param_to_group_meta"] == 0
 
 
-def test_a_folder_above_means_its_latest_checkpoint() -> None:
+def test_a_parent_folder_stands_for_its_latest_checkpoint() -> None:
     folder = sample("fsdp_dtensor_dp2")
     assert as_json("inspect", folder) == as_json("inspect", folder / "iter_0000003")
 
@@ -172,11 +172,11 @@ def test_statistics_of_nan_are_nan(tmp_path: Path) -> None:
     assert found["values"] == [1.0, "nan", 2.0]
 
 
-def test_print_tensor_of_an_object_and_of_nothing(small: Path) -> None:
+def test_print_tensor_of_an_object_and_of_an_unknown_key(small: Path) -> None:
     assert as_json("print-tensor", small, "o") == {"key": "o", "object": {"betas": [0.9, 0.95]}}
     assert "Object: {'betas': (0.9, 0.95)}" in text("print-tensor", small, "o")
     write_checkpoint(small.with_name("named"), {"decoder.weight": numbers((2,))})
-    assert "expected one of its keys; got 'decoder.weigth'. Did you mean 'decoder.weight'?" in refused(
+    assert "expected one of its keys; got 'decoder.weigth'. Did you mean 'decoder.weight'?" in error_of(
         "print-tensor", small.with_name("named"), "decoder.weigth"
     )
 
@@ -245,12 +245,12 @@ def test_modify_keeps_the_nesting_of_keys(tmp_path: Path) -> None:
     }
 
 
-class OfSomebody:
-    """What no checkpoint may name."""
+class NotAllowed:
+    """A class that is not on the allow-list."""
 
 
 def test_modify_does_not_unpickle(tmp_path: Path) -> None:
-    dcp.save({"w": torch.ones(2), "o": OfSomebody()}, checkpoint_id=tmp_path / "c")
+    dcp.save({"w": torch.ones(2), "o": NotAllowed()}, checkpoint_id=tmp_path / "c")
     reader = CheckpointReader(tmp_path / "c")
     with pytest.raises(UnsafePickle):
         reader.read_object("o")
@@ -258,7 +258,7 @@ def test_modify_does_not_unpickle(tmp_path: Path) -> None:
     assert CheckpointReader(tmp_path / "d").object_bytes("o") == reader.object_bytes("o")
 
 
-def test_modify_refuses_what_makes_no_sense(tmp_path: Path, small: Path) -> None:
+def test_modify_rejects_invalid_operations(tmp_path: Path, small: Path) -> None:
     target = tmp_path / "d"
     for operation, message in {
         "remove": "expected 'remove REGEX' or 'rename REGEX REPLACEMENT'",
@@ -271,8 +271,8 @@ def test_modify_refuses_what_makes_no_sense(tmp_path: Path, small: Path) -> None
         "remove .": "leave some of 5 keys; they remove all",
         "rename [wb] x": "x: expected one key of this name; got w and b",
     }.items():
-        assert message in refused("modify-state-dict", small, target, "--op", operation)
-    assert "expected no such folder yet" in refused("modify-state-dict", small, small, "--op", "remove w")
+        assert message in error_of("modify-state-dict", small, target, "--op", operation)
+    assert "expected no such folder yet" in error_of("modify-state-dict", small, small, "--op", "remove w")
     assert not target.exists() and not (tmp_path / "d.partial").exists()
     assert "Missing option '--op'" in call("modify-state-dict", small, target, status=2).stderr
 
@@ -300,7 +300,7 @@ def test_operations() -> None:
 
 @pytest.fixture
 def other(tmp_path: Path) -> Path:
-    """Differs from ``small`` in every way."""
+    """A checkpoint with every kind of difference to ``small``."""
     tensors = {
         "w": TENSORS["w"].clone(),
         "b": TENSORS["b"].float(),
@@ -326,7 +326,7 @@ def test_compare_two_checkpoint(small: Path, other: Path) -> None:
     assert found["only_in_1"] == ["more", "new"] and found["only_in_2"] == []
 
 
-def test_what_is_close_is_not_shown_by_compare_but_by_diff(tmp_path: Path, small: Path) -> None:
+def test_close_tensors_are_shown_by_diff_but_not_by_compare(tmp_path: Path, small: Path) -> None:
     close = write_checkpoint(tmp_path / "close", {**TENSORS, "w": TENSORS["w"] * (1 + 1e-6)}, OBJECTS)
     assert as_json("compare-two-checkpoint", small, close)["different_tensors"] == []
     (found,) = as_json("diff", small, close)["tensors"]
@@ -351,7 +351,7 @@ def test_diff(small: Path, other: Path) -> None:
     assert "(4,) | (5,)" in printed and "bfloat16 | float32" in printed and "0 of 3 tensors are the same." in printed
 
 
-def test_differences_of_all_blocks_count(small: Path, other: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_differences_are_summed_over_blocks(small: Path, other: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     at_once = as_json("diff", small, other)
     monkeypatch.setattr(comparing, "BLOCK", 24)
     assert as_json("diff", small, other) == at_once
@@ -359,7 +359,7 @@ def test_differences_of_all_blocks_count(small: Path, other: Path, monkeypatch: 
     assert not w["close"] and w["different_elements"] == 2
 
 
-def test_diff_of_the_same_in_other_chunks(small: Path, tmp_path: Path) -> None:
+def test_diff_of_equal_checkpoints_in_other_chunks(small: Path, tmp_path: Path) -> None:
     again = write_checkpoint(tmp_path / "again", TENSORS, OBJECTS, block=33)
     for arguments in ((small, again), (small, again, "--exit-code")):
         found = as_json("diff", *arguments)
@@ -398,7 +398,7 @@ def test_diff_of_special_values(tmp_path: Path) -> None:
     assert [key for key, d in found.items() if d["close"]] == ["large integers", "nan"]
 
 
-def test_samples_are_the_same_as_themselves_and_differ_from_each_other() -> None:
+def test_diff_of_samples() -> None:
     folder = sample_checkpoint("torch_dist_dp2_main")
     assert as_json("diff", folder, folder, "--exit-code")["same"]
     found = as_json("diff", folder, sample_checkpoint(LEGACY))
@@ -427,12 +427,12 @@ def test_verify_a_checkpoint_with_checksums(small: Path) -> None:
 @pytest.mark.parametrize("checksums", [True, False])
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "__0_1.distcp"])
 @pytest.mark.parametrize("harm", ["flip", "truncate", "remove"])
-def test_verify_finds_damage(small: Path, checksums: bool, name: str, harm: str) -> None:
+def test_verify_detects_damage(small: Path, checksums: bool, name: str, harm: str) -> None:
     if not checksums:
         (small / NAME).unlink()
     path, place = small / name, CheckpointReader(small).stored("w", CheckpointReader(small).chunks("w")[1]).start
     data = bytearray(path.read_bytes())
-    # A byte of a tensor, of the name of a class, or of text in an object.
+    # Damage a byte of a tensor, of a class name, or of text in an object.
     text_at = {".metadata": b"TensorStorageMetadata", "__0_1.distcp": b"betas"}
     data[data.index(text_at[name]) if name in text_at else place] ^= 0x55
     if harm == "remove":
@@ -440,7 +440,7 @@ def test_verify_finds_damage(small: Path, checksums: bool, name: str, harm: str)
     else:
         path.write_bytes(data if harm == "flip" else data[:-1])
     if (name, harm) == (".metadata", "remove"):
-        assert "got neither" in refused("verify", small)
+        assert "got neither" in error_of("verify", small)
         return
     found = as_json("verify", small, status=1)
     assert not found["whole"] and any(name in problem for problem in found["problems"])
@@ -448,7 +448,7 @@ def test_verify_finds_damage(small: Path, checksums: bool, name: str, harm: str)
     assert [file for file, entry in found["files"].items() if entry["problem"]] == [name]
 
 
-def test_verify_names_every_problem(small: Path) -> None:
+def test_verify_reports_every_problem(small: Path) -> None:
     metadata = CheckpointReader(small).metadata
     metadata.storage_data[MetadataIndex("n", (0,))].relative_path = "lost.distcp"
     metadata.state_dict_metadata["w"].chunks.pop()
@@ -464,7 +464,7 @@ class Planted:
         return os.system, ("touch planted",)
 
 
-def test_verify_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     dcp.save({"a": torch.zeros(2), "o": 1}, checkpoint_id=tmp_path / "c")
     state = {"a": torch.zeros(2), "o": Planted()}
@@ -474,11 +474,11 @@ def test_verify_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         (problem,) = as_json("verify", name, status=1)["problems"]
         assert "posix.system, which is not allowed" in problem and file in problem
     for command in (["inspect", "d"], ["print-tensor", "d", "o"]):
-        assert "posix.system, which is not allowed" in refused(*command)
+        assert "posix.system, which is not allowed" in error_of(*command)
     assert not (tmp_path / "planted").exists()
 
 
-def test_verify_finds_keys_that_are_missing(tmp_path: Path) -> None:
+def test_verify_detects_missing_keys(tmp_path: Path) -> None:
     for name, pattern, message in (
         (FSDP_DTENSOR[0], r"^args$", "expected args; it is not there"),
         (FSDP_DTENSOR[0], r"^iteration$", "expected iteration; it is not there"),
@@ -494,7 +494,7 @@ def test_verify_finds_keys_that_are_missing(tmp_path: Path) -> None:
         assert len(found) == 1 and message in found[0]
 
 
-def test_verify_knows_other_optimizers_and_other_people_s_checkpoints(tmp_path: Path) -> None:
+def test_verify_accepts_other_optimizers_and_checkpoints_without_megatron(tmp_path: Path) -> None:
     source = sample_checkpoint(FSDP_DTENSOR[0])
     operations = ["remove exp_avg_sq", "rename exp_avg momentum_buffer"]
     text("modify-state-dict", source, tmp_path / "sgd", *(w for o in operations for w in ("--op", o)))
@@ -517,26 +517,26 @@ def test_errors_are_one_line(tmp_path: Path, small: Path) -> None:
         ("diff", missing, small),
         ("verify", missing),
     ):
-        assert f"{missing}: expected a folder with .metadata" in refused(*arguments)
-        assert f"{missing}: expected a folder with .metadata" in refused(*arguments, "--json")
+        assert f"{missing}: expected a folder with .metadata" in error_of(*arguments)
+        assert f"{missing}: expected a folder with .metadata" in error_of(*arguments, "--json")
     (small / ".metadata").write_bytes(b"x")
-    assert ".metadata: expected the CRC-32" in refused("diff", small, small)
-    assert ".metadata: expected a pickle of a checkpoint" in refused("inspect", small)
+    assert ".metadata: expected the CRC-32" in error_of("diff", small, small)
+    assert ".metadata: expected a pickle of a checkpoint" in error_of("inspect", small)
 
 
-def test_the_multi_storage_client_is_refused_where_it_is_not(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_multi_storage_client_must_be_installed(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "multistorageclient", None)
     commands = [["inspect", small], ["verify", small], ["diff", small, small], ["compare-two-checkpoint", small, small]]
     commands.append(["modify-state-dict", small, small.with_name("d"), "--op", "remove w"])
     for arguments in commands:
-        said = refused(*arguments, "--enable-msc")
-        assert "--enable-msc: expected the package multistorageclient to be installed" in said
+        error = error_of(*arguments, "--enable-msc")
+        assert "--enable-msc: expected the package multistorageclient to be installed" in error
     monkeypatch.setitem(sys.modules, "multistorageclient", pytest)
     assert as_json("inspect", small, "--enable-msc") == as_json("inspect", small)
-    assert "expected a folder of a file system" in refused("inspect", "msc://profile/path", "--enable-msc")
+    assert "expected a folder of a file system" in error_of("inspect", "msc://profile/path", "--enable-msc")
 
 
-def test_only_the_first_process_speaks(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_first_process_prints(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     for arguments in (("inspect", small), ("verify", small), ("diff", small, small), ("print-tensor", small, "w")):

@@ -1,4 +1,4 @@
-"""Files that are no files, JSON that no parser takes, pickles that grow: an error at once, or the checkpoint before."""
+"""Pipes and folders instead of files, invalid JSON, and pickles that explode cause an immediate error or a fallback."""
 
 import json
 import os
@@ -62,7 +62,7 @@ ODD: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("odd", ODD)
 @pytest.mark.parametrize("sums", [True, False], ids=["with sums", "without"])
-def test_going_back(tmp_path: Path, odd: str, sums: bool) -> None:
+def test_falling_back(tmp_path: Path, odd: str, sums: bool) -> None:
     for iteration in (1, 2):
         save({"w": torch.full((5,), float(iteration))}, tmp_path / f"iter_{iteration:07d}")
     newest = tmp_path / "iter_0000002"
@@ -99,7 +99,7 @@ def test_odd_hugging_face_folders(tmp_path: Path) -> None:
         read_weights(tmp_path)
 
 
-def test_a_tensor_larger_than_its_place(tmp_path: Path) -> None:
+def test_a_tensor_larger_than_its_file(tmp_path: Path) -> None:
     dcp.save({"w": torch.ones(8)}, checkpoint_id=tmp_path)
     metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
     entry = metadata.state_dict_metadata["w"]
@@ -109,11 +109,11 @@ def test_a_tensor_larger_than_its_place(tmp_path: Path) -> None:
         CheckpointReader(tmp_path).check()
 
 
-# Pickles that grow ------------------------------------------------------------------------------------------------
+# Pickles that explode ---------------------------------------------------------------------------------------------
 
 
 class Made:
-    """Is pickled as a call."""
+    """Pickles as a call."""
 
     def __init__(self, function: Any, *arguments: Any) -> None:
         self.call = function, arguments
@@ -158,7 +158,7 @@ for path in sorted(Path(sys.argv[1]).iterdir()):
 """
 
 
-def test_pickles_that_grow_are_refused(tmp_path: Path) -> None:
+def test_pickles_that_explode_are_rejected(tmp_path: Path) -> None:
     for name, value in GROWING.items():
         (tmp_path / f"{name}.pickle").write_bytes(pickle.dumps({"args": value}))
         torch.save({"args": value}, tmp_path / f"{name}.pt")
@@ -170,7 +170,7 @@ def test_pickles_that_grow_are_refused(tmp_path: Path) -> None:
     assert max(seconds.values()) < SECONDS
 
 
-def test_what_is_as_long_as_its_pickle_is_read() -> None:
+def test_values_as_large_as_their_pickle_are_read() -> None:
     value = {
         "range": range(0, -(1 << 16), -1),
         "bytes": [b"", b"\xff" * 9, bytearray(), bytearray(b"\xff\x00")],

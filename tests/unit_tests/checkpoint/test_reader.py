@@ -1,4 +1,4 @@
-"""Checkpoints are read as they were written, in part, with little memory; what is wrong with one is named."""
+"""Checkpoints are read in part, exactly, and with little memory; errors name the damaged file."""
 
 import io
 import itertools
@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from megatron.fsdp.checkpoint import archive, reader
+from megatron.fsdp.checkpoint import archive, strided
 from megatron.fsdp.checkpoint.checksums import DamagedCheckpoint
 from megatron.fsdp.checkpoint.lazy import Box
 from megatron.fsdp.checkpoint.reader import CheckpointReader, checkpoint_folder, common_state, intersection, untiled
@@ -51,7 +51,7 @@ def test_every_tensor_of_the_samples(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_samples_are_whole_and_of_their_format(name: str) -> None:
+def test_the_samples_are_complete_and_in_the_right_format(name: str) -> None:
     found = CheckpointReader(sample_checkpoint(name))
     found.check()
     assert found.format == ("torch_dist" if name in TORCH_DIST else "fsdp_dtensor")
@@ -69,35 +69,35 @@ def test_common_state_of_the_samples(name: str) -> None:
 
 
 class Cut(torch.Tensor):
-    """A tensor that torch.distributed.checkpoint writes in pieces."""
+    """A tensor that torch.distributed.checkpoint writes in several chunks."""
 
-    pieces: list[Box]
+    chunks: list[Box]
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
         return [
             WriteItem(
-                MetadataIndex(fqn, piece.offsets),
+                MetadataIndex(fqn, chunk.offsets),
                 WriteItemType.SHARD,
                 tensor_data=TensorWriteData(
-                    ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes)),
+                    ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)),
                     TensorProperties.create_from_tensor(self.as_subclass(torch.Tensor)),
                     self.shape,
                 ),
             )
-            for piece in self.pieces
+            for chunk in self.chunks
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        sizes = next(piece.sizes for piece in self.pieces if piece.offsets == tuple(index.offset))
-        return self.as_subclass(torch.Tensor)[slices(Box(tuple(index.offset), sizes))]
+        sizes = next(chunk.sizes for chunk in self.chunks if chunk.offsets == tuple(index.offset))
+        return self.as_subclass(torch.Tensor)[Box(tuple(index.offset), sizes).slices()]
 
 
 def cut(tensor: torch.Tensor, *cuts: tuple[int, ...]) -> Cut:
-    """A tensor in pieces that end at these indices, per dimension."""
+    """A tensor in chunks that end at these indices, per dimension."""
     made = tensor.as_subclass(Cut)
     ends = [[0, *cuts[d], n] for d, n in enumerate(tensor.shape)]
     ranges = [[(a, b - a) for a, b in itertools.pairwise(e)] for e in ends]
-    made.pieces = [Box(tuple(o for o, _ in p), tuple(n for _, n in p)) for p in itertools.product(*ranges)]
+    made.chunks = [Box(tuple(o for o, _ in p), tuple(n for _, n in p)) for p in itertools.product(*ranges)]
     return made
 
 
@@ -109,10 +109,6 @@ def boxes(shape: tuple[int, ...], count: int) -> list[Box]:
         low = [generator.randrange(n + 1) for n in shape]
         found.append(Box(tuple(low), tuple(generator.randrange(n - o + 1) for o, n in zip(low, shape, strict=True))))
     return found
-
-
-def slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +125,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, tor
     return folder, tensors | whole
 
 
-def test_any_part_of_any_tensor(plain: tuple[Path, dict[str, torch.Tensor]]) -> None:
+def test_any_region_of_any_tensor(plain: tuple[Path, dict[str, torch.Tensor]]) -> None:
     folder, tensors = plain
     found = CheckpointReader(folder)
     found.check()
@@ -138,24 +134,24 @@ def test_any_part_of_any_tensor(plain: tuple[Path, dict[str, torch.Tensor]]) -> 
     for key, tensor in tensors.items():
         assert found.tensors[key].dtype == tensor.dtype and found.tensors[key].shape == tensor.shape
         for box in boxes(tuple(tensor.shape), 30):
-            assert same_bits(found.tensors[key].read(box), tensor[slices(box)]), (key, box)
+            assert same_bits(found.tensors[key].read(box), tensor[box.slices()]), (key, box)
 
 
-def test_parts_of_what_is_read_in_pieces(
+def test_regions_that_are_read_in_several_steps(
     plain: tuple[Path, dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, tensors = plain
     for scratch, gap in ((16, 1 << 20), (64, 1 << 20), (64, 8), (1, 0)):
-        monkeypatch.setattr(reader, "_SCRATCH", scratch)
-        monkeypatch.setattr(reader, "_GAP", gap)
+        monkeypatch.setattr(strided, "SCRATCH", scratch)
+        monkeypatch.setattr(strided, "GAP", gap)
         found = CheckpointReader(folder)
         for key, tensor in tensors.items():
             for box in boxes(tuple(tensor.shape), 5):
-                assert same_bits(found.tensors[key].read(box), tensor[slices(box)]), (key, box)
+                assert same_bits(found.tensors[key].read(box), tensor[box.slices()]), (key, box)
 
 
 def test_a_tensor_stored_with_other_strides(tmp_path: Path) -> None:
-    """As torch.save leaves views: their storage is larger than they are, or smaller."""
+    """torch.save stores views with their storage, which may be larger or smaller than the view."""
     base = numbers((7, 8))
     for name, tensor in {"view": base[2:5, 1::3], "expanded": base[0, :3].expand(4, 3), "swapped": base.t()}.items():
         folder = write_checkpoint(tmp_path / name, {"a": tensor})
@@ -166,13 +162,16 @@ def test_a_tensor_stored_with_other_strides(tmp_path: Path) -> None:
         found = CheckpointReader(folder)
         next(iter(found.metadata.storage_data.values())).length = len(stream.getvalue())
         stored = found.stored("a", found.chunks("a")[0])
-        assert stored.stride == tensor.stride() and stored.offset == tensor.storage_offset()
+        with open(folder / "__0_0.distcp", "rb") as file:
+            storage = archive.Archive(file, name).entry("data/0").offset
+        assert stored.stride == tensor.stride()
+        assert stored.start == storage + tensor.storage_offset() * tensor.itemsize
         for box in boxes(tuple(tensor.shape), 20):
-            assert same_bits(found.tensors["a"].read(box), tensor[slices(box)])
+            assert same_bits(found.tensors["a"].read(box), tensor[box.slices()])
 
 
 class Sparse(io.RawIOBase):
-    """Writes a file with holes instead of zeros."""
+    """Writes a sparse file, with holes instead of large blocks."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -211,7 +210,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (Box((5, 100), (100, 1 << 12)), 16 << 20),
     ],
 )
-def test_a_part_of_a_large_chunk_takes_little_memory(large: Path, box: Box, limit: int) -> None:
+def test_a_region_of_a_large_chunk_takes_little_memory(large: Path, box: Box, limit: int) -> None:
     found = CheckpointReader(large)
     with PeakMemory() as memory:
         part = found.tensors["a"].read(box)
@@ -219,7 +218,7 @@ def test_a_part_of_a_large_chunk_takes_little_memory(large: Path, box: Box, limi
     assert memory.growth < limit
 
 
-def test_few_bytes_are_read_for_few_elements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_elements_take_few_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = numbers((64, 1 << 15))
     found, counts, preadv = CheckpointReader(write_checkpoint(tmp_path / "c", {"a": tensor}), False), [], os.preadv
     monkeypatch.setattr(os, "preadv", lambda *arguments: counts.append(preadv(*arguments)) or counts[-1])
@@ -227,22 +226,22 @@ def test_few_bytes_are_read_for_few_elements(tmp_path: Path, monkeypatch: pytest
     assert torch.equal(column, tensor[:, 5:7])
     assert 64 * 8 < sum(counts) < 64 << 10 < tensor.nbytes
     counts.clear()
-    # Rows that lie in one piece are read in one.
+    # Contiguous rows are read at once.
     assert torch.equal(found.tensors["a"].read(Box((3, 0), (9, 1 << 15))), tensor[3:12])
     assert counts == [9 << 17]
 
 
-def test_a_part_that_no_chunk_has_is_damage(small: Path) -> None:
+def test_a_region_without_a_chunk_is_damage(small: Path) -> None:
     found = changed(small, lambda m: m.state_dict_metadata["a"].chunks.pop(1))
     assert same_bits(found.tensors["a"].read(Box((0, 0), (3, 3))), numbers((8, 3))[:3])
     with pytest.raises(DamagedCheckpoint, match="the chunks of a to tile it; 9 elements of Box"):
         found.tensors["a"].whole()
 
 
-def test_a_part_outside_of_a_tensor_is_refused(plain: tuple[Path, dict[str, torch.Tensor]]) -> None:
+def test_a_region_outside_of_a_tensor_raises_an_error(plain: tuple[Path, dict[str, torch.Tensor]]) -> None:
     found = CheckpointReader(plain[0])
     for box in (Box((20,), (10,)), Box((-1,), (1,)), Box((0, 0), (1, 1))):
-        with pytest.raises(ValueError, match=r"line: expected a part of a tensor of shape \(29,\)"):
+        with pytest.raises(ValueError, match=r"line: expected a region of a tensor of shape \(29,\)"):
             found.tensors["line"].read(box)
 
 
@@ -262,14 +261,14 @@ def test_no_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"abc", pickle.dumps(None), pickle.dumps({"a": 1}), b"\x80\x04}"])
-def test_metadata_that_is_none(tmp_path: Path, content: bytes) -> None:
+def test_invalid_metadata(tmp_path: Path, content: bytes) -> None:
     (tmp_path / ".metadata").write_bytes(content)
     with pytest.raises(DamagedCheckpoint, match=str(tmp_path / ".metadata")):
         CheckpointReader(tmp_path)
 
 
 def changed(folder: Path, change: Callable[[Any], None]) -> CheckpointReader:
-    """A checkpoint with other metadata."""
+    """Modify the metadata of a checkpoint and open it."""
     metadata = CheckpointReader(folder).metadata
     change(metadata)
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
@@ -308,13 +307,13 @@ def set_attribute(index: MetadataIndex, name: str, value: Any) -> Callable[[Any]
         (set_attribute(A_3, "relative_path", "other"), "other: expected a file"),
     ],
 )
-def test_what_is_not_complete_is_refused(small: Path, change: Callable[[Any], None], message: str) -> None:
+def test_incomplete_checkpoints_are_detected(small: Path, change: Callable[[Any], None], message: str) -> None:
     CheckpointReader(small).check()
     with pytest.raises(DamagedCheckpoint, match=message):
         changed(small, change).check()
 
 
-def test_metadata_of_wrong_types_is_refused(small: Path) -> None:
+def test_metadata_of_wrong_types_is_rejected(small: Path) -> None:
     for change in (
         lambda m: m.state_dict_metadata.update(c=3),
         lambda m: setattr(m, "storage_data", None),
@@ -350,9 +349,9 @@ def test_a_missing_file_is_named(small: Path) -> None:
             read()
 
 
-def test_flipped_bytes_never_cause_another_error(small: Path) -> None:
+def test_flipped_bytes_only_cause_errors_that_name_the_file(small: Path) -> None:
     path, generator = small / "__0_0.distcp", random.Random(0)
-    good, refused = path.read_bytes(), 0
+    good, errors = path.read_bytes(), 0
     for _ in range(150):
         position = generator.randrange(len(good))
         path.write_bytes(bytes([*good[:position], good[position] ^ 1 << generator.randrange(8), *good[position + 1 :]]))
@@ -362,14 +361,14 @@ def test_flipped_bytes_never_cause_another_error(small: Path) -> None:
                 tensor.whole()
         except DamagedCheckpoint as error:
             assert "__0_0.distcp" in str(error)
-            refused += 1
+            errors += 1
         except ValueError as error:
             assert "not allowed in a checkpoint" in str(error) and "__0_0.distcp" in str(error)
-            refused += 1
-    assert refused > 20
+            errors += 1
+    assert errors > 20
 
 
-def test_a_damaged_chunk_without_checksums_of_files_is_found(small: Path) -> None:
+def test_a_damaged_chunk_is_detected_without_checksums_of_files(small: Path) -> None:
     path, found = small / "__0_0.distcp", CheckpointReader(small)
     chunk = found.chunks("a")[1]
     stored = found.stored("a", chunk)
@@ -377,11 +376,11 @@ def test_a_damaged_chunk_without_checksums_of_files_is_found(small: Path) -> Non
     data[stored.start] ^= 1
     path.write_bytes(data)
     found.check_contents("a", found.chunks("a")[0])
-    with pytest.raises(DamagedCheckpoint, match=r"__0_0.distcp \(a\): expected the CRC-32 .* of data/0"):
+    with pytest.raises(DamagedCheckpoint, match=r"__0_0.distcp \(a\): .* data/0 does not match its CRC-32"):
         found.check_contents("a", chunk)
 
 
-def test_a_chunk_of_another_shape_or_dtype_is_refused(small: Path) -> None:
+def test_a_chunk_of_another_shape_or_dtype_is_rejected(small: Path) -> None:
     for other in (torch.zeros(3, 3, dtype=torch.float64), torch.zeros(9), torch.zeros(4, 3)):
         blob = io.BytesIO()
         torch.save(other, blob)
@@ -392,14 +391,14 @@ def test_a_chunk_of_another_shape_or_dtype_is_refused(small: Path) -> None:
             found.tensors["a"].whole()
 
 
-def test_what_cannot_be_read_plainly_is_not_supported(small: Path) -> None:
+def test_stored_transforms_are_not_supported(small: Path) -> None:
     found = changed(small, set_attribute(A_3, "transform_descriptors", ["zstd"]))
-    with pytest.raises(NotImplementedError, match="a is stored as"):
+    with pytest.raises(NotImplementedError, match="a is stored with transforms, which are not supported"):
         found.tensors["a"].whole()
 
 
 def test_metadata_of_a_derived_class(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As some versions of Megatron-Core write it."""
+    """Some versions of Megatron-Core write such metadata."""
 
     class MCoreMetadata(Metadata):
         pass
@@ -419,7 +418,7 @@ def test_metadata_of_a_derived_class(small: Path, monkeypatch: pytest.MonkeyPatc
     assert torch.equal(found.tensors["a"].whole(), before.tensors["a"].whole())
 
 
-def test_the_folder_that_a_user_means(tmp_path: Path) -> None:
+def test_resolving_a_path_to_a_checkpoint(tmp_path: Path) -> None:
     tracker = tmp_path / "latest_checkpointed_iteration.txt"
     with pytest.raises(FileNotFoundError, match="got neither"):
         checkpoint_folder(tmp_path)
@@ -445,7 +444,7 @@ def test_the_fingerprint_changes_with_the_checkpoint(small: Path) -> None:
     assert CheckpointReader(small).fingerprint != before
 
 
-def test_boxes_that_meet() -> None:
+def test_intersections_of_boxes() -> None:
     assert intersection(Box((0, 2), (3, 4)), Box((2, 0), (5, 3))) == Box((2, 2), (1, 1))
     assert intersection(Box((0,), (3,)), Box((3,), (2,))) is None
     assert intersection(Box((), ()), Box((), ())) == Box((), ())

@@ -1,4 +1,4 @@
-"""Saves of several ranks, and of several jobs: whole, or nothing is left of them and what was there is still whole."""
+"""Saves by several ranks and several jobs either complete or leave the earlier checkpoint unchanged."""
 
 import time
 import warnings
@@ -22,11 +22,11 @@ from megatron.fsdp.checkpoint.reader import CheckpointReader
 from megatron.fsdp.mcore import cpu
 from tests.ranks import DEVICE, RankPool
 
-# Before any of Megatron's modules is imported, as those for some of these tests are.
+# Must precede every import of Megatron, which some of these tests need.
 cpu.enable()
 
 pytestmark = [
-    pytest.mark.skipif(DEVICE == "cuda", reason="Files are the same there"),
+    pytest.mark.skipif(DEVICE == "cuda", reason="the files do not depend on the device"),
     pytest.mark.filterwarnings("ignore:torch.distributed is"),
 ]
 
@@ -56,7 +56,7 @@ def _full_on_one(folder: str, last: bool, way: str) -> tuple[list[str], bool]:
         save(divided(1), folder)
     original = backend.archive.write_tensor
     if dist.get_rank() == 1:
-        # Before the others begin, or when they are done.
+        # Fail before the other ranks begin, or after they are done.
         backend.archive.write_tensor = lambda *arguments: (time.sleep(0.5 * last), no_space())
     elif not last:
         backend.archive.write_tensor = lambda *arguments: (time.sleep(0.1), original(*arguments))[1]
@@ -67,7 +67,7 @@ def _full_on_one(folder: str, last: bool, way: str) -> tuple[list[str], bool]:
             dcp.save(divided(2), storage_writer=Writer(folder), planner=Planner())
         else:
             save(divided(2), folder)
-        raise AssertionError("a save without room was called done")
+        raise AssertionError("a save without space reported no error")
     except CheckpointException as error:
         assert dist.get_rank() or "No space left" in str(error)
     finally:
@@ -82,16 +82,16 @@ def _full_on_one(folder: str, last: bool, way: str) -> tuple[list[str], bool]:
 
 @pytest.mark.parametrize("way", ["a new folder", "over a checkpoint"])
 @pytest.mark.parametrize("last", [False, True], ids=["first", "last"])
-def test_nothing_is_left_of_a_save_without_room(ranks: RankPool, tmp_path: Path, last: bool, way: str) -> None:
+def test_a_save_without_space_leaves_no_files(ranks: RankPool, tmp_path: Path, last: bool, way: str) -> None:
     assert ranks.run(3, _full_on_one, str(tmp_path / "c"), last, way) == [([], True)] * 3
 
 
-def test_nor_with_torchs_own_function(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_save_without_space_through_torchs_function_leaves_no_files(ranks: RankPool, tmp_path: Path) -> None:
     assert ranks.run(3, _full_on_one, str(tmp_path), True, "Writer alone") == [([], True)] * 3
 
 
 def _in_megatrons_loop(folder: str) -> list[str]:
-    from megatron.fsdp.mcore.checkpoint_patches import torch_view
+    from megatron.fsdp.mcore.storage import torch_view
 
     checkpoint = torch_view(torch).distributed.checkpoint
     if dist.get_rank() == 1:
@@ -104,19 +104,19 @@ def _in_megatrons_loop(folder: str) -> list[str]:
     return sorted(path.name for path in Path(folder).glob("*"))
 
 
-def test_nor_in_megatrons_loop(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_save_without_space_in_megatrons_loop_leaves_no_files(ranks: RankPool, tmp_path: Path) -> None:
     assert ranks.run(3, _in_megatrons_loop, str(tmp_path)) == [[]] * 3
 
 
 def _in_the_background(folder: str) -> list[str]:
     from megatron.core.dist_checkpointing.strategies.torch import get_async_strategy
-    from megatron.fsdp.mcore.checkpoint_patches import finishing_whole
+    from megatron.fsdp.mcore import background
 
     def failing(*arguments: Any) -> None:
         raise CheckpointException("write", {})
 
     modules = {**get_async_strategy("mcore")[1], "save_state_dict_async_finalize": failing}
-    ours = finishing_whole(lambda strategy: (strategy, modules))("mcore")[1]
+    ours = background.get_async_strategy(lambda strategy: (strategy, modules), "mcore")[1]
     writer = ours["FileSystemWriterAsync"](folder)
     name = f"__{dist.get_rank()}_0.distcp"
     writer.write_buckets = [(Path(folder) / name, name, ([], []))]
@@ -128,12 +128,12 @@ def _in_the_background(folder: str) -> list[str]:
     return sorted(path.name for path in Path(folder).glob("*"))
 
 
-def test_nor_in_the_background(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_save_without_space_in_the_background_leaves_no_files(ranks: RankPool, tmp_path: Path) -> None:
     assert ranks.run(2, _in_the_background, str(tmp_path)) == [[]] * 2
 
 
 @pytest.mark.parametrize("with_sums", [True, False])
-def test_no_room_for_metadata(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_sums: bool) -> None:
+def test_no_space_for_metadata(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_sums: bool) -> None:
     save({"w": torch.ones(5)}, tmp_path)
     if not with_sums:
         (tmp_path / NAME).unlink()
@@ -145,7 +145,7 @@ def test_no_room_for_metadata(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, w
     assert {path.name: path.read_bytes() for path in tmp_path.glob("*")} == before
 
 
-def test_a_failure_after_the_metadata_takes_nothing_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_after_the_metadata_keeps_the_new_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save({"w": torch.ones(5)}, tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(backend.Finishing, "_remove_earlier", no_space)
@@ -156,11 +156,11 @@ def test_a_failure_after_the_metadata_takes_nothing_away(tmp_path: Path, monkeyp
     assert torch.equal(found["w"], torch.zeros(5))
 
 
-# Other jobs, other checkpoints ------------------------------------------------------------------------------------
+# Other jobs and other checkpoints ---------------------------------------------------------------------------------
 
 
 class Meanwhile(Planner):
-    """Lets something happen after the names of files are chosen: before they are opened, or while they are written."""
+    """Calls a function after file names are chosen: before the files are opened, or while they are written."""
 
     def __init__(self, happens: Callable[[], None], opened: bool) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ def test_two_jobs_save_into_one_folder(tmp_path: Path) -> None:
     def another() -> None:
         save(state(2), tmp_path)
 
-    # The other began later and is done before: its checkpoint is there, and this job is told.
+    # The other job starts later and finishes first. Its checkpoint stays, and this job gets an error.
     with pytest.raises(CheckpointException, match="Does another job save into this folder"):
         save(state(1), tmp_path, Meanwhile(another, opened=True))
     assert values(tmp_path) == 2
@@ -203,7 +203,7 @@ def test_two_jobs_save_into_one_folder(tmp_path: Path) -> None:
     assert values(tmp_path) == 4 and len(list(tmp_path.glob("*.distcp"))) == 1
 
 
-def test_a_job_that_ends_first_leaves_the_others_files(tmp_path: Path) -> None:
+def test_a_job_that_finishes_first_keeps_the_other_jobs_files(tmp_path: Path) -> None:
     writer = Writer(tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -221,8 +221,8 @@ def test_a_job_that_ends_first_leaves_the_others_files(tmp_path: Path) -> None:
     assert values(tmp_path) == 2 and len(list(tmp_path.glob("*.distcp"))) == 1
 
 
-def test_no_name_is_used_twice(tmp_path: Path) -> None:
-    """Who reads the first checkpoint must not find data of the third where it looks."""
+def test_file_names_are_never_reused(tmp_path: Path) -> None:
+    """Otherwise a job that reads the first checkpoint could find data of the third one."""
     seen: set[str] = set()
     for value in range(4):
         save(state(value), tmp_path)
@@ -231,7 +231,7 @@ def test_no_name_is_used_twice(tmp_path: Path) -> None:
         seen.add(name)
 
 
-def test_over_a_checkpoint_of_ddp(tmp_path: Path) -> None:
+def test_replacing_a_checkpoint_of_ddp(tmp_path: Path) -> None:
     dcp.save(state(1), checkpoint_id=tmp_path)
     (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
     torch.save({}, tmp_path / "common.pt")

@@ -1,4 +1,4 @@
-"""New checkpoints are whole or not there, go on after a kill, and are what torch itself would have written."""
+"""New checkpoints are complete or absent, resume after a kill, and match the format that torch writes."""
 
 import itertools
 import json
@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from megatron.fsdp.checkpoint import archive, writer
+from megatron.fsdp.checkpoint import archive, coordination, writer
 from megatron.fsdp.checkpoint.checksums import NAME, Checksums, crc32_of
 from megatron.fsdp.checkpoint.lazy import Box, LazyTensor
 from megatron.fsdp.checkpoint.reader import CheckpointReader
@@ -28,7 +28,7 @@ from tests.small_checkpoints import DTYPES, PeakMemory, lazily, numbers, same_bi
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is"),
-    # What is forked here copies some bytes and writes them.
+    # The forked processes only copy and write bytes.
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded"),
 ]
 
@@ -37,14 +37,14 @@ OBJECTS = {"o": {"betas": (0.9, 0.95)}, "p": [1]}
 
 
 def write(path: Path, process: int = 0, processes: int = 1, tensors: Any = None, **options: Any) -> CheckpointWriter:
-    """A writer that has written its share."""
+    """Create a writer and write its share."""
     made = CheckpointWriter(path, process, processes, **{"block": 100, **options})
     made.write(lazily(TENSORS) if tensors is None else tensors, OBJECTS)
     return made
 
 
 def assert_whole(path: Path, tensors: Mapping[str, torch.Tensor] = TENSORS) -> CheckpointReader:
-    """Read with torch and with our reader."""
+    """Read the checkpoint with torch and with our reader."""
     state = {key: torch.zeros_like(tensor) for key, tensor in tensors.items()} | dict.fromkeys(OBJECTS)
     dcp.load(state, checkpoint_id=path)
     found = CheckpointReader(path)
@@ -59,7 +59,7 @@ def assert_whole(path: Path, tensors: Mapping[str, torch.Tensor] = TENSORS) -> C
 
 
 def assert_checksums(path: Path) -> None:
-    """Exactly what lies there is listed."""
+    """The checksums list exactly the existing files."""
     sums = Checksums.load(path)
     assert sums is not None and sums.metadata == [crc32_of(path / ".metadata")]
     there = {p.name: (p.stat().st_size, crc32_of(p)) for p in path.iterdir()}
@@ -83,7 +83,7 @@ def test_every_dtype_and_shape(tmp_path: Path, dtype: torch.dtype) -> None:
     assert_whole(tmp_path / "c", tensors)
 
 
-def test_every_block_is_a_file_of_torch_save(tmp_path: Path) -> None:
+def test_every_block_is_an_archive_of_torch_save(tmp_path: Path) -> None:
     write(tmp_path / "c").finish()
     found = CheckpointReader(tmp_path / "c")
     for key in TENSORS:
@@ -95,12 +95,13 @@ def test_every_block_is_a_file_of_torch_save(tmp_path: Path) -> None:
                 (tmp_path / "one").write_bytes(file.read(place.length))
             for mapped in (False, True):
                 block = torch.load(tmp_path / "one", weights_only=True, mmap=mapped)
-                box = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
-                assert same_bits(block, TENSORS[key][box]) and block.untyped_storage().nbytes() == block.nbytes
+                assert (
+                    same_bits(block, TENSORS[key][chunk.slices()]) and block.untyped_storage().nbytes() == block.nbytes
+                )
             found.check_contents(key, chunk)
 
 
-def test_a_view_is_written_without_what_it_is_a_view_of(tmp_path: Path) -> None:
+def test_a_view_is_written_without_its_base(tmp_path: Path) -> None:
     base = torch.zeros(1000, 10)
     with open(tmp_path / "f", "wb") as file:
         written = archive.write_tensor(file, base[3:5])
@@ -109,13 +110,13 @@ def test_a_view_is_written_without_what_it_is_a_view_of(tmp_path: Path) -> None:
         entry = archive.Archive(file, "f").entry("data/0")
         file.seek(entry.offset)
         data, after = file.read(entry.size), file.read(16)
-    # For readers that do not begin with the table at the end.
+    # Readers that do not start with the table of contents rely on the data descriptor.
     assert after == b"PK\7\x08" + struct.pack("<3I", zlib.crc32(data), 80, 80)
     with pytest.raises(ValueError, match="expected a contiguous tensor"), open(tmp_path / "f", "wb") as file:
         archive.write_tensor(file, base[:, 1])
 
 
-def test_large_pieces_have_the_checksum_of_what_was_written(tmp_path: Path) -> None:
+def test_the_checksum_of_large_data_matches_the_file(tmp_path: Path) -> None:
     tensor = numbers((3, 1 << 20))
     with open(tmp_path / "f", "wb", buffering=0) as file:
         first, second = archive.write_tensor(file, tensor), archive.write(file, b"end")
@@ -124,7 +125,7 @@ def test_large_pieces_have_the_checksum_of_what_was_written(tmp_path: Path) -> N
 
 
 class Hole:
-    """A file of which nothing is kept but where it would end."""
+    """A file that keeps its size and its small writes, but not its large ones."""
 
     def __init__(self) -> None:
         self.size = 0
@@ -175,7 +176,7 @@ def test_several_processes_share_the_work(tmp_path: Path, processes: int) -> Non
     assert all(abs(size - share) <= 100 for size in sizes.values())
 
 
-def test_processes_that_have_nothing_to_write(tmp_path: Path) -> None:
+def test_processes_without_anything_to_write(tmp_path: Path) -> None:
     one = {"a": numbers((2,))}
     for process in (1, 2, 0):
         made = CheckpointWriter(tmp_path / "c", process, 3)
@@ -185,14 +186,14 @@ def test_processes_that_have_nothing_to_write(tmp_path: Path) -> None:
 
 
 def counted(tensors: Mapping[str, torch.Tensor], after: Callable[[int], None] = lambda n: None) -> Any:
-    """Lazy tensors that list the boxes that are read of them, and call a function with their number before each."""
+    """Lazy tensors that record which boxes are read, and call a function with the number of reads before each read."""
     read: list[tuple[str, Box]] = []
 
     def lazy(key: str, tensor: torch.Tensor) -> LazyTensor:
         def of_box(box: Box) -> torch.Tensor:
             after(len(read))
             read.append((key, box))
-            return tensor[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))]
+            return tensor[box.slices()]
 
         return LazyTensor(tuple(tensor.shape), tensor.dtype, of_box)
 
@@ -200,7 +201,7 @@ def counted(tensors: Mapping[str, torch.Tensor], after: Callable[[int], None] = 
 
 
 class Stop(Exception):
-    """Instead of a kill."""
+    """Stands for a kill."""
 
 
 def stop_at(count: int) -> Callable[[int], None]:
@@ -215,7 +216,7 @@ BLOCKS = 20 + 1 + 1 + 3
 
 
 @pytest.mark.parametrize("count", [0, 1, 10, BLOCKS - 1])
-def test_a_run_that_was_stopped_goes_on_where_it_stopped(tmp_path: Path, count: int) -> None:
+def test_a_stopped_run_resumes(tmp_path: Path, count: int) -> None:
     tensors, _ = counted(TENSORS, stop_at(count))
     with pytest.raises(Stop):
         write(tmp_path / "c", tensors=tensors)
@@ -226,7 +227,7 @@ def test_a_run_that_was_stopped_goes_on_where_it_stopped(tmp_path: Path, count: 
     again.write(tensors, OBJECTS, done.append)
     again.finish()
     assert len(read) == BLOCKS - count
-    # Progress is of all, so that a bar shows how much there is.
+    # Progress includes the blocks of the earlier run, so that a progress bar reaches its end.
     assert sum(done) == sum(t.nbytes for t in TENSORS.values())
     assert_whole(tmp_path / "c")
 
@@ -274,7 +275,7 @@ def lose_journal(data: Path, journal: Path) -> None:
         (lose_journal, BLOCKS),
     ],
 )
-def test_what_a_crash_left_is_checked(tmp_path: Path, harm: Callable[..., None], rewritten: Any) -> None:
+def test_the_files_of_a_crashed_run_are_verified(tmp_path: Path, harm: Callable[..., None], rewritten: Any) -> None:
     tensors, _ = counted(TENSORS, stop_at(BLOCKS - 10))
     with pytest.raises(Stop):
         write(tmp_path / "c", tensors=tensors)
@@ -286,7 +287,7 @@ def test_what_a_crash_left_is_checked(tmp_path: Path, harm: Callable[..., None],
     assert_whole(tmp_path / "c")
 
 
-def test_killed_processes_go_on(tmp_path: Path) -> None:
+def test_killed_processes_resume(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
 
     def work(process: int) -> None:
@@ -334,12 +335,12 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_was_written_from_something_else_is_not_used(tmp_path: Path, change: str) -> None:
+def test_blocks_of_another_source_are_not_reused(tmp_path: Path, change: str) -> None:
     tensors, _ = counted({**TENSORS, "a.b": torch.full((40, 9), 7.0)}, stop_at(8))
     other = CHANGES[change]
     with pytest.raises(Stop):
         write(tmp_path / "c", **{**other, "tensors": tensors} if "tensors" not in other else {"tensors": tensors})
-    (tmp_path / "c.partial" / "__5_0.distcp").write_bytes(b"of a process that there is no more")
+    (tmp_path / "c.partial" / "__5_0.distcp").write_bytes(b"from a run with more processes")
     wanted = TENSORS
     if "tensors" in other:
         wanted = {key: tensor.whole() for key, tensor in other["tensors"].items()}
@@ -347,7 +348,7 @@ def test_what_was_written_from_something_else_is_not_used(tmp_path: Path, change
     assert_whole(tmp_path / "c", wanted)
 
 
-def test_another_number_of_processes_starts_anew(tmp_path: Path) -> None:
+def test_another_number_of_processes_starts_again(tmp_path: Path) -> None:
     for process in range(3):
         write(tmp_path / "c", process, 3)
     tensors, read = counted(TENSORS)
@@ -356,13 +357,13 @@ def test_another_number_of_processes_starts_anew(tmp_path: Path) -> None:
     assert_whole(tmp_path / "c")
 
 
-def test_a_finished_share_stays_finished(tmp_path: Path) -> None:
+def test_a_finished_share_is_not_written_again(tmp_path: Path) -> None:
     write(tmp_path / "c", 1, 2).finish()
     tensors, read = counted(TENSORS)
     write(tmp_path / "c", 1, 2, tensors).finish()
     assert not read
     write(tmp_path / "c", 0, 2).finish()
-    # This process was started again and is late: another has completed the checkpoint with what it wrote before.
+    # A process that is restarted late finds that process 0 has completed the checkpoint with its earlier blocks.
     write(tmp_path / "c", 1, 2, tensors).finish()
     assert not read and not (tmp_path / "c.partial").exists()
     assert_whole(tmp_path / "c")
@@ -382,7 +383,7 @@ def test_nothing_is_replaced(tmp_path: Path) -> None:
     assert [p.name for p in (tmp_path / "d").iterdir()] == ["mine"]
 
 
-def test_a_full_disk_costs_nothing_but_the_attempt(tmp_path: Path) -> None:
+def test_a_run_resumes_after_a_full_disk(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4000, hard))
     try:
@@ -397,8 +398,8 @@ def test_a_full_disk_costs_nothing_but_the_attempt(tmp_path: Path) -> None:
     assert_whole(tmp_path / "c")
 
 
-@pytest.mark.parametrize("point", ["write_file", "write_small_files", "rename"])
-def test_a_stop_while_finishing_leaves_no_half_checkpoint(
+@pytest.mark.parametrize("point", ["write_file", "write_files", "rename"])
+def test_a_stop_in_finish_leaves_no_incomplete_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
 ) -> None:
     made = write(tmp_path / "c")
@@ -423,14 +424,14 @@ def test_a_stop_while_finishing_leaves_no_half_checkpoint(
 
 
 def test_a_missing_process_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "PATIENCE", 0.2)
+    monkeypatch.setattr(coordination, "PATIENCE", 0.2)
     write(tmp_path / "c", 1, 3).finish()
-    with pytest.raises(RuntimeError, match=r"no sign of life of processes \[2\]"):
+    with pytest.raises(RuntimeError, match=r"processes \[2\] made no progress for 0 s"):
         write(tmp_path / "c", 0, 3).finish()
     assert not (tmp_path / "c").exists()
 
 
-def test_metadata_and_files_are_as_given(tmp_path: Path) -> None:
+def test_additional_metadata_and_files(tmp_path: Path) -> None:
     planner_data = {key: tuple(key.split(".")) for key in [*TENSORS, *OBJECTS]}
     mcore_data = {"a.b": {"nd_reformulated_orig_global_shape": (360,)}}
     files = {"metadata.json": json.dumps({"sharded_backend": "torch_dist"}).encode(), "common.pt": b"x" * 1000}
@@ -441,7 +442,7 @@ def test_metadata_and_files_are_as_given(tmp_path: Path) -> None:
     assert_checksums(tmp_path / "c")
 
 
-def test_raw_objects_are_copied(tmp_path: Path) -> None:
+def test_raw_objects_are_copied_unchanged(tmp_path: Path) -> None:
     write(tmp_path / "c").finish()
     source = CheckpointReader(tmp_path / "c")
     raw = {key: RawObject(source.object_bytes(key)) for key in source.objects}
@@ -451,7 +452,7 @@ def test_raw_objects_are_copied(tmp_path: Path) -> None:
     assert_whole(tmp_path / "d")
 
 
-def test_wrong_use(tmp_path: Path) -> None:
+def test_invalid_calls(tmp_path: Path) -> None:
     for process, processes, block in ((1, 1, 5), (-1, 1, 5), (0, 0, 5), (0, 1, 0)):
         with pytest.raises(ValueError, match="0 <= process < processes"):
             CheckpointWriter(tmp_path / "c", process, processes, block)

@@ -11,12 +11,12 @@ import torch
 
 from megatron.fsdp.checkpoint import lazy
 from megatron.fsdp.checkpoint.lazy import Box
-from megatron.fsdp.convert.canonical import unsplit
 from megatron.fsdp.convert.rewrites import Facts, gated_parameters, to_canonical
 from megatron.fsdp.convert.run import read_state, write_state
 from megatron.fsdp.convert.torch_dist.buffers import read_buffers
 from megatron.fsdp.convert.torch_dist.order import expert_index, place
 from megatron.fsdp.convert.torch_dist.stages import Spot, lay_out
+from megatron.fsdp.naming.names import without_half
 from tests.checkpoints import DECAYED, ITERATION, PLAIN, plain_tensors, random_tensors, sample, write_torch_dist
 
 HIDDEN, FFN, VOCABULARY, EXPERTS = 8, 12, 36, 4
@@ -303,8 +303,8 @@ def test_weights_that_are_not_in_the_buffers_stop_the_conversion(tmp_path: Path)
 
 def test_halves_of_one_parameter_have_one_name() -> None:
     assert (
-        unsplit("decoder.layers.1.mlp.experts.linear_fc1.weight3_w")
+        without_half("decoder.layers.1.mlp.experts.linear_fc1.weight3_w")
         == "decoder.layers.1.mlp.experts.linear_fc1.weight3"
     )
-    assert unsplit("decoder.layers.0.mlp.linear_fc1.bias_v") == "decoder.layers.0.mlp.linear_fc1.bias"
-    assert unsplit("decoder.layers.0.mlp.linear_fc2.weight") == "decoder.layers.0.mlp.linear_fc2.weight"
+    assert without_half("decoder.layers.0.mlp.linear_fc1.bias_v") == "decoder.layers.0.mlp.linear_fc1.bias"
+    assert without_half("decoder.layers.0.mlp.linear_fc2.weight") == "decoder.layers.0.mlp.linear_fc2.weight"

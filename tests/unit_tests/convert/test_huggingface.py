@@ -1,4 +1,4 @@
-"""Hugging Face's tensors to Megatron's names and layouts and back: every bit, every name, known places."""
+"""Converting tensors between Hugging Face's and Megatron's names and layouts is exact and loses nothing."""
 
 import dataclasses
 import itertools
@@ -47,7 +47,7 @@ def assert_equal(found: dict[str, LazyTensor], expected: dict[str, torch.Tensor]
 
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("case", CASES)
-def test_there_and_back_is_bit_equal(case: str, spec: str, tmp_path: Path) -> None:
+def test_there_and_back_is_bit_identical(case: str, spec: str, tmp_path: Path) -> None:
     save(case, tmp_path)
     tensors, model = imported(tmp_path, spec)
     assert tensors["embedding.word_embeddings.weight"].shape[0] == PADDED
@@ -55,7 +55,7 @@ def test_there_and_back_is_bit_equal(case: str, spec: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_both_specs_hold_the_same_tensors_under_other_names(case: str, tmp_path: Path) -> None:
+def test_both_specs_have_the_same_tensors_under_other_names(case: str, tmp_path: Path) -> None:
     save(case, tmp_path)
     local, model = imported(tmp_path, "local")
     engine, _ = imported(tmp_path, "transformer_engine")
@@ -65,7 +65,7 @@ def test_both_specs_hold_the_same_tensors_under_other_names(case: str, tmp_path:
         assert set(one.megatron) == set(other.megatron)
 
 
-def test_parts_are_read_as_the_whole(tmp_path: Path) -> None:
+def test_reading_in_blocks_equals_reading_the_whole(tmp_path: Path) -> None:
     save("llama", tmp_path)
     tensors, model = imported(tmp_path)
     for found in (tensors, to_huggingface(tensors, model).tensors):
@@ -74,7 +74,7 @@ def test_parts_are_read_as_the_whole(tmp_path: Path) -> None:
             assert torch.equal(torch.cat(blocks), tensor.whole().reshape(-1)), name
 
 
-# Known places ----------------------------------------------------------------------------------------------------
+# Layouts ---------------------------------------------------------------------------------------------------------
 
 
 def model_with(heads: int, groups: int, head_size: int, vocabulary: int = 3) -> Model:
@@ -90,10 +90,10 @@ def test_qkv_rows_are_interleaved_by_group() -> None:
     # Two groups of two query heads, heads of two rows. Query rows 0-7, key rows 100-103, value rows 200-203.
     context = Context(model_with(heads=4, groups=2, head_size=2), 0)
     query, key, value = column(*range(8)), column(100, 101, 102, 103), column(200, 201, 202, 203)
-    (fused,) = RULES["qkv"].to_megatron([query, key, value], context)
+    fused = RULES["qkv"].to_megatron([query, key, value], context)
     expected = [0, 1, 2, 3, 100, 101, 200, 201, 4, 5, 6, 7, 102, 103, 202, 203]
     assert fused.whole().flatten().tolist() == expected
-    split = RULES["qkv"].to_huggingface([fused], context)
+    split = RULES["qkv"].to_huggingface(fused, context)
     assert [part.whole().flatten().tolist() for part in split] == [
         [0, 1, 2, 3, 4, 5, 6, 7],
         [100, 101, 102, 103],
@@ -101,29 +101,29 @@ def test_qkv_rows_are_interleaved_by_group() -> None:
     ]
 
 
-def test_qkv_biases_are_interleaved_as_their_rows() -> None:
+def test_qkv_biases_are_interleaved_like_rows() -> None:
     context = Context(model_with(heads=2, groups=2, head_size=1), 0)
-    (fused,) = RULES["qkv"].to_megatron([of(torch.tensor(v)) for v in ([0, 1], [10, 11], [20, 21])], context)
+    fused = RULES["qkv"].to_megatron([of(torch.tensor(v)) for v in ([0, 1], [10, 11], [20, 21])], context)
     assert fused.whole().tolist() == [0, 10, 20, 1, 11, 21]
 
 
 @pytest.mark.parametrize("rows", [(7, 4, 4), (8, 2, 4), (8, 4, 8)])
-def test_qkv_of_other_sizes_is_refused(rows: tuple[int, ...]) -> None:
+def test_qkv_of_other_sizes_raises_an_error(rows: tuple[int, ...]) -> None:
     context = Context(model_with(heads=4, groups=2, head_size=2), 0)
     with pytest.raises(ValueError, match=r"expected [84] rows; got shape"):
         RULES["qkv"].to_megatron([of(torch.zeros(n, 1)) for n in rows], context)
     with pytest.raises(ValueError, match=r"expected 16 rows; got shape"):
-        RULES["qkv"].to_huggingface([of(torch.zeros(sum(rows), 1))], context)
+        RULES["qkv"].to_huggingface(of(torch.zeros(sum(rows), 1)), context)
 
 
 def test_the_vocabulary_is_padded_with_zeros_and_cut() -> None:
     context = Context(model_with(1, 1, 1, vocabulary=3), 5)
-    (padded,) = RULES["vocabulary"].to_megatron([column(7, 8, 9)], context)
+    padded = RULES["vocabulary"].to_megatron([column(7, 8, 9)], context)
     assert padded.whole().flatten().tolist() == [7, 8, 9, 0, 0]
-    (cut,) = RULES["vocabulary"].to_huggingface([column(7, 8, 9, 4, 5)], context)
+    (cut,) = RULES["vocabulary"].to_huggingface(column(7, 8, 9, 4, 5), context)
     assert cut.whole().flatten().tolist() == [7, 8, 9]
     with pytest.raises(ValueError, match="expected at least 3 rows, one for each token; got 2"):
-        RULES["vocabulary"].to_huggingface([column(7, 8)], context)
+        RULES["vocabulary"].to_huggingface(column(7, 8), context)
     with pytest.raises(ValueError, match="expected 3 rows"):
         RULES["vocabulary"].to_megatron([column(7, 8)], context)
 
@@ -182,12 +182,12 @@ def test_names_of_deepseeks_expert_layer(tmp_path: Path) -> None:
     assert model.mtp_layers == 0
 
 
-# Other forms that are read ---------------------------------------------------------------------------------------
+# Other input formats ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", ["qwen3_moe", "deepseek_v3"])
 @pytest.mark.parametrize("suffix", ["", ".weight"])
-def test_experts_that_are_fused_in_the_file_are_read(case: str, suffix: str, tmp_path: Path) -> None:
+def test_fused_experts_are_split(case: str, suffix: str, tmp_path: Path) -> None:
     transformers_model = save(case, tmp_path)
     expected, model = imported(tmp_path)
     fused = {
@@ -199,7 +199,7 @@ def test_experts_that_are_fused_in_the_file_are_read(case: str, suffix: str, tmp
     assert_equal(found.weights | found.buffers, {name: tensor.whole() for name, tensor in expected.items()})
 
 
-def test_deepseeks_block_quantized_weights_are_read() -> None:
+def test_block_quantized_weights_are_dequantized() -> None:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(10, 7, generator=generator).to(torch.float8_e4m3fn)
     scales = torch.rand(3, 2, generator=generator)
@@ -217,19 +217,19 @@ def test_deepseeks_block_quantized_weights_are_read() -> None:
         dequantized(of(weight), of(scales), (8, 8))
 
 
-def test_another_quantization_is_refused() -> None:
+def test_other_quantizations_raise_an_error() -> None:
     with pytest.raises(NotImplementedError, match="quant_method fp8; got .*gptq"):
         readable({}, {"quantization_config": {"quant_method": "gptq"}})
 
 
-def test_frequencies_in_old_files_are_left_out(tmp_path: Path) -> None:
+def test_frequencies_in_old_files_are_ignored(tmp_path: Path) -> None:
     save("llama", tmp_path)
     tensors = read_weights(tmp_path) | lazily({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
     model = from_config(read_config(tmp_path))
     assert set(to_megatron(readable(tensors, {}), model, "local", PADDED).weights) == set(imported(tmp_path)[0])
 
 
-def test_a_tied_output_layer_may_be_repeated_but_not_differ(tmp_path: Path) -> None:
+def test_a_tied_output_layer_may_be_stored_but_must_not_differ(tmp_path: Path) -> None:
     save("llama-tied-biases", tmp_path)
     tensors, model = read_weights(tmp_path), from_config(read_config(tmp_path))
     embedding = tensors["model.embed_tokens.weight"].whole()
@@ -241,7 +241,7 @@ def test_a_tied_output_layer_may_be_repeated_but_not_differ(tmp_path: Path) -> N
         to_megatron(tensors | lazily({"lm_head.weight": other}), model, "local", PADDED)
 
 
-# Layers for further tokens ---------------------------------------------------------------------------------------
+# Multi-token prediction ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -257,17 +257,17 @@ def test_multi_token_prediction_there_and_back(spec: str, tmp_path: Path) -> Non
     assert "mtp.layers.0.transformer_layer.self_attention.linear_kv_down_proj.weight" in names
     assert "mtp.layers.0.transformer_layer.mlp.router.expert_bias" in found.buffers
     assert_equal(to_huggingface(found.weights | found.buffers, found.model).tensors, expected)
-    # The name that the layer has in a live model is read too.
+    # The layer's name in a model in memory is accepted as well.
     live = {k.replace("transformer_layer", "mtp_model_layer"): v for k, v in (found.weights | found.buffers).items()}
     assert_equal(to_huggingface(live, found.model).tensors, expected)
 
 
-def test_multi_token_prediction_that_is_not_there_is_noted(tmp_path: Path) -> None:
+def test_missing_multi_token_prediction_layers_are_noted(tmp_path: Path) -> None:
     save("deepseek_v3", tmp_path)
     model = from_config(read_config(tmp_path))
     found = to_megatron(read_weights(tmp_path), model, "local", PADDED)
     assert found.model.mtp_layers == 0
-    assert found.notes == ["1 of 1 multi-token prediction layers are not there: left out."]
+    assert found.notes == ["1 of 1 multi-token prediction layers are missing and will be left out."]
     back = to_huggingface(found.weights | found.buffers, model)
     assert (back.model.mtp_layers, back.notes) == (0, found.notes)
     assert_equal(back.tensors, files_of(tmp_path))
@@ -281,10 +281,10 @@ def test_a_copy_that_differs_cannot_be_shared(tmp_path: Path) -> None:
         to_megatron(lazily(tensors), from_config(read_config(tmp_path)), "local", PADDED)
 
 
-# Nothing is lost silently ----------------------------------------------------------------------------------------
+# No silent loss --------------------------------------------------------------------------------------------------
 
 
-def test_every_name_that_does_not_fit_is_listed(tmp_path: Path) -> None:
+def test_all_mismatched_names_are_listed(tmp_path: Path) -> None:
     save("llama", tmp_path)
     tensors, model = read_weights(tmp_path), from_config(read_config(tmp_path))
     strange = {"model.layers.0.mlp.adapter.weight": of(torch.ones(1)), "score.weight": of(torch.ones(1))}
@@ -334,7 +334,7 @@ def test_every_shape_is_compared(case: str, tmp_path: Path) -> None:
 def test_a_config_of_another_size(change: dict[str, int], tmp_path: Path) -> None:
     save("llama", tmp_path)
     config = read_config(tmp_path) | change
-    with pytest.raises(ValueError, match="another shape than by config.json"):
+    with pytest.raises(ValueError, match="another shape than expected from config.json"):
         to_megatron(readable(read_weights(tmp_path), config), from_config(config), "local", PADDED)
 
 
@@ -347,7 +347,7 @@ def test_arguments_of_another_size(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_no_name_stands_for_two_tensors(architecture: str, tmp_path: Path) -> None:
+def test_names_are_unique(architecture: str, tmp_path: Path) -> None:
     save(architecture, tmp_path)
     model = from_config(json.loads((tmp_path / "config.json").read_text()))
     found = list(links(model, "local"))

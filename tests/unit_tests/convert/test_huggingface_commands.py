@@ -1,4 +1,4 @@
-"""export-safetensors and import-safetensors: from files to files, in either checkpoint format."""
+"""The commands export-safetensors and import-safetensors, with both checkpoint formats."""
 
 import dataclasses
 import json
@@ -63,7 +63,7 @@ def test_import_and_export_are_inverse(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("format_", FORMATS)
 @pytest.mark.parametrize("spec", SPECS)
-def test_a_converted_checkpoint_says_whose_layers_it_has(format_: str, spec: str, tmp_path: Path) -> None:
+def test_a_converted_checkpoint_records_its_layer_spec(format_: str, spec: str, tmp_path: Path) -> None:
     save("llama", tmp_path / "in")
     succeeded(call("import-safetensors", tmp_path / "in", tmp_path / "a", "--format", format_, "--layer-spec", spec))
     other = next(name for name in FORMATS if name != format_)
@@ -77,9 +77,9 @@ def test_a_converted_checkpoint_says_whose_layers_it_has(format_: str, spec: str
     assert read_state(tmp_path / "a").weights.keys() == read_state(tmp_path / "b").weights.keys()
 
 
-def test_bfloat16_stays_bit_equal_through_float32_main_weights(tmp_path: Path) -> None:
+def test_bfloat16_is_bit_identical_after_float32_main_weights(tmp_path: Path) -> None:
     save("deepseek_v3", tmp_path / "in")
-    # As published: all in bfloat16 but the router's bias.
+    # As published: everything in bfloat16 except the router's bias.
     expected = {
         name: tensor if name.endswith("e_score_correction_bias") else tensor.to(torch.bfloat16)
         for name, tensor in files_of(tmp_path / "in").items()
@@ -88,14 +88,14 @@ def test_bfloat16_stays_bit_equal_through_float32_main_weights(tmp_path: Path) -
     for format_ in FORMATS:
         succeeded(call("import-safetensors", tmp_path / "in", tmp_path / format_, "--format", format_))
         weights = read_state(tmp_path / format_).weights
-        # The main weights are what fsdp_dtensor holds; torch_dist holds the model's own.
+        # fsdp_dtensor stores the main weights, torch_dist the model's own weights.
         wanted = torch.float32 if format_ == "fsdp_dtensor" else torch.bfloat16
         assert {tensor.dtype for tensor in weights.values()} == {wanted}
         succeeded(call("export-safetensors", tmp_path / format_, tmp_path / f"{format_}-out"))
         assert_same(files_of(tmp_path / f"{format_}-out"), expected)
 
 
-def test_transformers_loads_what_is_exported(tmp_path: Path) -> None:
+def test_transformers_loads_an_exported_model(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     for case in ("llama-one-group-scaled", "qwen3-tied-yarn", "qwen3_moe-some-dense", "deepseek_v3-yarn"):
         model = save(case, tmp_path / case)
@@ -110,7 +110,7 @@ def test_transformers_loads_what_is_exported(tmp_path: Path) -> None:
             assert torch.equal(model(tokens).logits, loaded.eval()(tokens).logits)
 
 
-def test_the_original_folder_gives_configuration_and_tokenizer(tmp_path: Path) -> None:
+def test_configuration_and_tokenizer_come_from_the_original_folder(tmp_path: Path) -> None:
     save("llama", tmp_path / "in")
     (tmp_path / "in" / "tokenizer.json").write_text("{}")
     config = json.loads((tmp_path / "in" / "config.json").read_text())
@@ -123,7 +123,7 @@ def test_the_original_folder_gives_configuration_and_tokenizer(tmp_path: Path) -
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
 
 
-def test_another_models_folder_is_refused(tmp_path: Path) -> None:
+def test_another_models_folder_raises_an_error(tmp_path: Path) -> None:
     save("llama", tmp_path / "in")
     save("llama-one-group-scaled", tmp_path / "other")
     succeeded(call("import-safetensors", tmp_path / "in", tmp_path / "mid"))
@@ -133,7 +133,7 @@ def test_another_models_folder_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_output_for_programs(tmp_path: Path) -> None:
+def test_json_output(tmp_path: Path) -> None:
     save("qwen3_moe", tmp_path / "in")
     result = succeeded(call("import-safetensors", tmp_path / "in", tmp_path / "mid", "--json"))
     found = json.loads(result.stdout)
@@ -149,16 +149,16 @@ def test_output_for_programs(tmp_path: Path) -> None:
     assert found["bytes"] == sum(tensor.nbytes for tensor in files_of(tmp_path / "out").values())
 
 
-def test_output_for_people(tmp_path: Path) -> None:
+def test_text_output(tmp_path: Path) -> None:
     save("deepseek_v3-no-query-rank", tmp_path / "in")
     result = succeeded(call("import-safetensors", tmp_path / "in", tmp_path / "mid"))
     assert "GiB" in result.output and "deepseek_v3" in result.output
     assert "Note: q_lora_rank is null" in result.output
-    assert "Note: 1 of 1 multi-token prediction layers are not there" in result.output
+    assert "Note: 1 of 1 multi-token prediction layers are missing" in result.output
     assert "--multi-latent-attention" in result.output
 
 
-def test_the_tracker_and_the_arguments_lie_beside_the_checkpoint(tmp_path: Path) -> None:
+def test_the_tracker_file_and_the_arguments_are_written(tmp_path: Path) -> None:
     save("llama", tmp_path / "in")
     succeeded(call("import-safetensors", tmp_path / "in", tmp_path / "mid"))
     assert (tmp_path / "mid" / "latest_checkpointed_iteration.txt").read_text() == "release"
@@ -170,7 +170,7 @@ def test_the_tracker_and_the_arguments_lie_beside_the_checkpoint(tmp_path: Path)
     assert not state.optimizer_state
 
 
-def test_files_are_cut_at_the_size_that_is_asked_for(tmp_path: Path) -> None:
+def test_the_size_of_files_is_limited(tmp_path: Path) -> None:
     save("llama", tmp_path / "in")
     succeeded(call("import-safetensors", tmp_path / "in", tmp_path / "mid"))
     options = ("--max-shard-size", "8KB", "--dtype", "float32")
@@ -188,12 +188,12 @@ def test_sizes(text: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "5XB", "-5MB", "0"])
-def test_what_is_no_size_is_refused(text: str) -> None:
+def test_invalid_sizes_are_usage_errors(text: str) -> None:
     with pytest.raises(click.BadParameter, match="expected a size such as 5GiB or 500MB"):
         Size().convert(text, None, None)
 
 
-def test_errors_are_one_line_and_nothing_is_left(tmp_path: Path) -> None:
+def test_errors_are_one_line_and_leave_no_files(tmp_path: Path) -> None:
     save("llama", tmp_path / "in")
     for words in (
         ("import-safetensors", tmp_path / "absent", tmp_path / "out"),
@@ -208,16 +208,16 @@ def test_errors_are_one_line_and_nothing_is_left(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
-def test_a_folder_that_is_there_is_not_overwritten(tmp_path: Path) -> None:
+def test_an_existing_folder_is_not_overwritten(tmp_path: Path) -> None:
     save("llama", tmp_path / "in")
     succeeded(call("import-safetensors", tmp_path / "in", tmp_path / "mid"))
     assert call("import-safetensors", tmp_path / "in", tmp_path / "mid").exit_code == 1
     result = call("export-safetensors", tmp_path / "mid", tmp_path / "in")
-    assert result.exit_code == 1 and "is there already" in result.output
+    assert result.exit_code == 1 and "already exists" in result.output
 
 
 def recording(tensors: dict[str, LazyTensor], largest: list[int]) -> dict[str, LazyTensor]:
-    """Tensors that note how many bytes were read of them at once."""
+    """Tensors that record the size of each read in bytes."""
 
     def noting(tensor: LazyTensor) -> LazyTensor:
         def read(box: Box) -> torch.Tensor:
@@ -231,7 +231,7 @@ def recording(tensors: dict[str, LazyTensor], largest: list[int]) -> dict[str, L
 
 
 @pytest.mark.parametrize("format_", FORMATS)
-def test_no_more_than_a_block_is_held(format_: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_most_one_block_is_held(format_: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     block = 256
     read: list[int] = []
     save("deepseek_v3", tmp_path / "in")
@@ -256,10 +256,10 @@ def test_no_more_than_a_block_is_held(format_: str, tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     "name", ["fsdp_dtensor_dp2", "torch_dist_dp2", "torch_dist_dp2_main", "torch_dist_tp2dp2_legacy_fsms_mcore013"]
 )
-def test_megatrons_own_checkpoints_are_exported(name: str, tmp_path: Path) -> None:
+def test_exporting_checkpoints_of_megatron(name: str, tmp_path: Path) -> None:
     succeeded(call("export-safetensors", SAMPLES / name / "iter_0000003", tmp_path / "out", "--dtype", "keep"))
     found, weights = files_of(tmp_path / "out"), read_state(SAMPLES / name / "iter_0000003").weights
-    # Four query heads of 16 rows in two groups: rows of the fused tensor by hand.
+    # Four query heads of 16 rows in two groups: the rows of the fused tensor, written out.
     fused = weights["decoder.layers.1.self_attention.linear_qkv.weight"].whole()
     prefix = "model.layers.1.self_attn"
     assert torch.equal(found[f"{prefix}.q_proj.weight"], torch.cat([fused[0:32], fused[64:96]]))
@@ -269,7 +269,7 @@ def test_megatrons_own_checkpoints_are_exported(name: str, tmp_path: Path) -> No
 
 
 @pytest.mark.skipif(not SAMPLES.is_dir(), reason="needs the sample checkpoints")
-def test_a_model_without_a_counterpart_is_refused(tmp_path: Path) -> None:
+def test_a_model_without_a_counterpart_raises_an_error(tmp_path: Path) -> None:
     result = call("export-safetensors", SAMPLES / "fsdp_dtensor_moe_ep2" / "iter_0000003", tmp_path / "out")
     assert result.exit_code == 1 and "qk_layernorm: expected True; got False" in result.output
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""config.json, a model's description and Megatron's arguments say the same, or the conversion is refused."""
+"""config.json, a model's description and Megatron's arguments are equivalent, or the conversion raises an error."""
 
 import argparse
 import dataclasses
@@ -52,7 +52,7 @@ DEEPSEEK = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_way_through_megatrons_arguments_changes_nothing(case: str, tmp_path: Path) -> None:
+def test_converting_to_arguments_and_back_changes_nothing(case: str, tmp_path: Path) -> None:
     model = described(case, tmp_path)
     for spec in ("local", "transformer_engine"):
         args = to_args(model, spec, 128, torch.float32)
@@ -76,11 +76,11 @@ def test_transformers_builds_the_same_model_from_the_written_configuration(case:
     assert original.model.rotary_emb.attention_scaling == rebuilt.model.rotary_emb.attention_scaling
     scalings = [getattr(m.model.layers[0].self_attn, "scaling", None) for m in (original, rebuilt)]
     assert scalings[0] == scalings[1]
-    # And the description of what transformers would write is the same again.
+    # transformers' own serialization leads to the same description.
     assert differences(from_config(config.to_diff_dict()), model) == []
 
 
-def test_what_old_files_leave_out_is_taken_for_granted() -> None:
+def test_defaults_of_old_files() -> None:
     model = from_config(LLAMA)
     assert (model.attention.groups, model.attention.head_size, model.rope.base) == (4, 8, 10000.0)
     assert (model.tied, model.epsilon, model.attention.bias) == (False, 1e-6, False)
@@ -94,11 +94,11 @@ def test_what_old_files_leave_out_is_taken_for_granted() -> None:
     [
         ({**LLAMA, "model_type": "gpt2"}, "expected model_type to be llama, qwen3, qwen3_moe, deepseek_v3; got 'gpt2'"),
         ({**LLAMA, "hidden_act": "gelu"}, "hidden_act: expected 'silu'; got 'gelu'"),
-        ({**LLAMA, "attention_bias": True}, "attention_bias and mlp_bias: expected both or none"),
+        ({**LLAMA, "attention_bias": True}, "attention_bias and mlp_bias: expected both or neither"),
         ({**LLAMA, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type: expected .* got 'dynamic'"),
         (
             {**LLAMA, "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2.0}},
-            "rope low_freq_factor: expected 1.0, which Megatron has fixed; got 2.0",
+            "rope low_freq_factor: expected 1.0, Megatron's constant; got 2.0",
         ),
         ({**LLAMA, "partial_rotary_factor": 0.5}, "partial_rotary_factor: expected 1.0"),
         ({**LLAMA, "model_type": "qwen3", "use_sliding_window": True}, "use_sliding_window: expected False"),
@@ -110,12 +110,12 @@ def test_what_old_files_leave_out_is_taken_for_granted() -> None:
         ({**DEEPSEEK, "scoring_func": "softmax"}, "scoring_func: expected 'sigmoid'"),
     ],
 )
-def test_what_megatron_cannot_compute_is_refused(values: dict[str, Any], message: str) -> None:
+def test_models_that_megatron_does_not_support_raise_an_error(values: dict[str, Any], message: str) -> None:
     with pytest.raises(NotImplementedError, match=message):
         from_config(values)
 
 
-def test_all_reasons_are_given_at_once() -> None:
+def test_all_reasons_are_reported_at_once() -> None:
     with pytest.raises(NotImplementedError) as error:
         from_config({**LLAMA, "hidden_act": "gelu", "mlp_bias": True, "partial_rotary_factor": 0.5})
     assert len(str(error.value).splitlines()) == 4
@@ -123,7 +123,7 @@ def test_all_reasons_are_given_at_once() -> None:
 
 def test_a_missing_size_is_named() -> None:
     values = {key: value for key, value in LLAMA.items() if key != "num_hidden_layers"}
-    with pytest.raises(ValueError, match="expected a whole number num_hidden_layers"):
+    with pytest.raises(ValueError, match="expected an integer num_hidden_layers"):
         from_config(values)
 
 
@@ -146,7 +146,7 @@ def test_a_missing_size_is_named() -> None:
         ("deepseek_v3", {"mscale": 0.7, "rotary_scaling_factor": 4.0, "rope_type": "yarn"}, "mscale: expected 1.0"),
     ],
 )
-def test_what_transformers_cannot_compute_is_refused(
+def test_models_that_transformers_does_not_support_raise_an_error(
     case: str, changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     args = to_args(described(case, tmp_path), "local", 128, torch.float32)
@@ -155,7 +155,7 @@ def test_what_transformers_cannot_compute_is_refused(
         from_args(args)
 
 
-def test_arguments_of_other_versions_are_understood(tmp_path: Path) -> None:
+def test_arguments_of_other_versions(tmp_path: Path) -> None:
     model = described("llama", tmp_path)
     args = to_args(model, "local", 128, torch.float32)
     vars(args)["norm_epsilon"] = vars(args).pop("layernorm_epsilon")
@@ -168,19 +168,19 @@ def test_arguments_of_other_versions_are_understood(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rope", "message"),
     [
-        ({"rope_theta": 10000.5}, "rope_theta: expected a whole number for --rotary-base"),
+        ({"rope_theta": 10000.5}, "rope_theta: expected an integer for --rotary-base"),
         (
             {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100},
             "rope original: expected 4096 with latent attention; got 100",
         ),
     ],
 )
-def test_what_no_argument_says_is_refused(rope: dict[str, Any], message: str) -> None:
+def test_settings_without_an_argument_raise_an_error(rope: dict[str, Any], message: str) -> None:
     with pytest.raises(NotImplementedError, match=message):
         to_args(from_config({**DEEPSEEK, "rope_parameters": rope}), "local", 128, torch.float32)
 
 
-def test_yarn_without_weights_of_its_scale_is_megatrons_default() -> None:
+def test_yarn_without_mscale() -> None:
     rope = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096}
     assert (from_config({**DEEPSEEK, "rope_parameters": rope}).rope.mscale_all) == 0.0
     weighted = from_config({**DEEPSEEK, "rope_parameters": {**rope, "mscale": 0.7, "mscale_all_dim": 0.9}}).rope
@@ -189,7 +189,7 @@ def test_yarn_without_weights_of_its_scale_is_megatrons_default() -> None:
         from_config({**DEEPSEEK, "rope_parameters": {**rope, "mscale_all_dim": 1.0}})
 
 
-def test_flags_are_words_of_the_training_script() -> None:
+def test_flags_for_the_training_script() -> None:
     model = from_config(DEEPSEEK)
     words = flags(to_args(model, "transformer_engine", 128, torch.bfloat16))
     text = " ".join(words)
@@ -211,13 +211,13 @@ def test_flags_are_words_of_the_training_script() -> None:
     ):
         assert expected in text
     assert "--add-bias-linear" not in text and "--fp16" not in text and "None" not in text and "params" not in text
-    # A shell reads the same words from the file.
+    # A shell parses the file into the same words.
     lines = script(to_args(model, "transformer_engine", 128, torch.bfloat16)).splitlines()
     assert (lines[0], lines[-1]) == ("MODEL_ARGS=(", ")")
     assert shlex.split("\n".join(lines[1:-1])) == words
 
 
-def test_differences_are_found_wherever_they_are() -> None:
+def test_differences_at_every_level() -> None:
     model = from_config(DEEPSEEK)
     assert model.experts is not None
     other = dataclasses.replace(
@@ -228,12 +228,12 @@ def test_differences_are_found_wherever_they_are() -> None:
     assert differences(model, dataclasses.replace(model, experts=None))[0].startswith("experts: ")
 
 
-def test_a_namespace_without_sizes_is_refused() -> None:
-    with pytest.raises(ValueError, match="args of the checkpoint: expected a whole number num_layers; got None"):
+def test_arguments_without_sizes_raise_an_error() -> None:
+    with pytest.raises(ValueError, match="args of the checkpoint: expected an integer num_layers; got None"):
         from_args(argparse.Namespace())
 
 
-# As published, without what says nothing about the model.
+# Published configurations, without settings that do not affect the model.
 LLAMA3_8B = {
     "architectures": ["LlamaForCausalLM"],
     "attention_bias": False,
@@ -330,11 +330,11 @@ def test_published_models_get_the_flags_of_the_example_scripts(
     output = subprocess.run(["bash", str(path)], capture_output=True, text=True, check=True, env=environment).stdout
     expected = settings(output.splitlines()[2:])
     found = settings(flags(to_args(from_config(config), "transformer_engine", config["vocab_size"], torch.bfloat16)))
-    # The scripts train on shorter sequences.
+    # The example scripts use shorter sequences.
     both = (set(expected) & set(found)) - {"--max-position-embeddings"}
     assert {name: found[name] for name in both} == {name: expected[name] for name in both}
     assert len(both) == alike
-    # What the scripts leave to defaults that are the same.
+    # For these, the example scripts rely on equal defaults.
     assert set(found) - set(expected) - {"--padded-vocab-size"} <= {
         "--rotary-percent",
         "--rope-type",

@@ -1,4 +1,4 @@
-"""A Hugging Face folder: files by size, an index, whole or not there, by several processes, after a kill."""
+"""Hugging Face folders are split by size, indexed, written atomically by several processes, and resumed."""
 
 import json
 import threading
@@ -9,8 +9,8 @@ import pytest
 import safetensors.torch
 import torch
 
+from megatron.fsdp.checkpoint import coordination
 from megatron.fsdp.checkpoint.lazy import LazyTensor, of
-from megatron.fsdp.convert.huggingface import folder
 from megatron.fsdp.convert.huggingface.folder import FolderWriter, companions, divide, read_config, read_weights
 
 CONFIG = {"model_type": "llama"}
@@ -40,7 +40,7 @@ def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bo
     return set(first) == set(second) and all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_tensors_go_to_files_in_order_and_by_size() -> None:
+def test_tensors_are_distributed_in_order_and_by_size() -> None:
     tensors = lazily(some_tensors())
     assert divide(tensors, 32 * 5) == {"model.safetensors": ["t0", "t1", "t2", "t3", "t4"]}
     assert divide(tensors, 32 * 3 - 1) == {
@@ -52,7 +52,7 @@ def test_tensors_go_to_files_in_order_and_by_size() -> None:
 
 
 @pytest.mark.parametrize("largest", [32 * 2, 1 << 30])
-def test_a_folder_is_read_back_and_is_as_the_library_expects(tmp_path: Path, largest: int) -> None:
+def test_a_folder_can_be_read_back_here_and_by_the_library(tmp_path: Path, largest: int) -> None:
     tensors = some_tensors()
     FolderWriter(tmp_path / "out", largest_file=largest).write(lazily(tensors), CONFIG, [])
     assert equal(whole(tmp_path / "out"), tensors)
@@ -83,12 +83,12 @@ def test_companions_are_copied_and_code_is_not(tmp_path: Path) -> None:
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    with pytest.raises(FileExistsError, match="out: is there already"):
+    with pytest.raises(FileExistsError, match="out: already exists"):
         FolderWriter(tmp_path / "out").write(lazily(some_tensors()), CONFIG, [])
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_a_folder_is_whole_or_not_there_and_a_second_run_goes_on(tmp_path: Path) -> None:
+def test_a_folder_is_complete_or_absent_and_a_second_run_resumes(tmp_path: Path) -> None:
     tensors = some_tensors()
     writer = FolderWriter(tmp_path / "out", largest_file=64)
     with pytest.raises(KeyboardInterrupt):
@@ -104,7 +104,7 @@ def test_a_folder_is_whole_or_not_there_and_a_second_run_goes_on(tmp_path: Path)
 
 
 @pytest.mark.parametrize("change", ["source", "shape", "size"])
-def test_what_another_conversion_left_is_not_mixed_in(tmp_path: Path, change: str) -> None:
+def test_files_of_another_conversion_are_not_reused(tmp_path: Path, change: str) -> None:
     tensors = some_tensors()
     with pytest.raises(KeyboardInterrupt):
         FolderWriter(tmp_path / "out", "a", 64).write(failing_from(tensors, "t3"), CONFIG, [])
@@ -134,19 +134,19 @@ def test_processes_share_the_files(tmp_path: Path) -> None:
     assert {process: sum(count) for process, count in counts.items()} == {0: 64, 1: 64, 2: 32}
 
 
-def test_a_process_that_has_nothing_to_do_does_not_wait(tmp_path: Path) -> None:
+def test_a_process_without_work_does_not_wait(tmp_path: Path) -> None:
     FolderWriter(tmp_path / "out", process=1, processes=2).write(lazily(some_tensors()), CONFIG, [])
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_lost_process_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder, "_SECONDS_WITHOUT_PROGRESS", 0.2)
-    with pytest.raises(RuntimeError, match="another of 2 processes has written nothing"):
+def test_a_stalled_process_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordination, "PATIENCE", 0.2)
+    with pytest.raises(RuntimeError, match="another of 2 processes made no progress"):
         FolderWriter(tmp_path / "out", "", 32, 0, 2).write(lazily(some_tensors()), CONFIG, [])
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_without_the_expected_files_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_the_expected_files_raises_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="expected a Hugging Face folder with config.json"):
         read_config(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"expected model\.safetensors or model\.safetensors\.index\.json"):
@@ -158,7 +158,7 @@ def test_a_folder_without_the_expected_files_is_refused(tmp_path: Path) -> None:
     [
         ({"weight_map": {"a": "../a.safetensors"}}, "expected a file of this folder"),
         ({"weight_map": {"a": "b.safetensors"}}, "expected a file of this folder"),
-        ({"weight_map": {"a": "a.safetensors", "b": "a.safetensors"}}, "holds other tensors than the index says"),
+        ({"weight_map": {"a": "a.safetensors", "b": "a.safetensors"}}, "file and index disagree about tensors"),
         ({"weight_map": {}}, None),
         ({"weight_map": [1]}, "expected a weight_map"),
         ({}, "expected a weight_map"),

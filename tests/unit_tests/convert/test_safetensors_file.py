@@ -124,7 +124,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_noticed(tmp_path: Path) -> None
     tensor = read_tensors(path)["a"]
     with path.open("r+b") as file:
         file.truncate(2000)
-    with pytest.raises(ValueError, match="the file was cut"):
+    with pytest.raises(ValueError, match="more bytes at .*; the file ends there"):
         tensor.whole()
 
 

@@ -84,7 +84,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("key", OTHERS)
 def test_other_names(key: str) -> None:
-    from megatron.fsdp.mcore.checkpoint_patches import other_names
+    from megatron.fsdp.naming.keys import other_names
 
     found = other_names(key)
     assert OTHERS[key] in found and key not in found and len(found) == len(set(found))
@@ -102,7 +102,7 @@ STRICTNESS = {
 
 @pytest.mark.parametrize("chosen", STRICTNESS)
 def test_strictness(chosen: str) -> None:
-    from megatron.fsdp.mcore.checkpoint_patches import strictness_of
+    from megatron.fsdp.mcore.load import strictness_of
 
     found = strictness_of(SimpleNamespace(dist_ckpt_strictness=chosen))
     assert (found.missing, found.unexpected) == STRICTNESS[chosen]
@@ -110,7 +110,7 @@ def test_strictness(chosen: str) -> None:
 
 @pytest.mark.parametrize(("strict", "expected"), [(True, False), (False, True)])
 def test_lenient_loading_still_needs_weights(strict: bool, expected: bool) -> None:
-    from megatron.fsdp.mcore.checkpoint_patches import strictness_of
+    from megatron.fsdp.mcore.load import strictness_of
 
     optional: Any = strictness_of(SimpleNamespace(strict_fsdp_dtensor_load=strict)).optional
     assert optional("optimizer.state.module.module.a.weight.exp_avg") is expected

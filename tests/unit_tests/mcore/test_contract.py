@@ -114,6 +114,24 @@ def configs_are_the_ones_given() -> None:
     assert model.config is config and model.ddp_config is data_parallel
 
 
+def attributes_and_generators_are_the_originals() -> None:
+    import random
+
+    from megatron.core import tensor_parallel
+    from tests.megatron_models import wrapped
+
+    model = wrapped("optim_grads_params", bf16=True)
+    assert model.mp_policy is model.module.mp_policy
+    assert model.module.ddp_config is model.ddp_config
+    assert model.megatron_fsdp_dist_index is model.module.dist_index
+    assert [kind.__name__ for kind in model.fsdp_unit_modules] == ["TransformerLayer"]
+    assert model.tp_group.size() == 1
+    before = random.getstate(), torch.get_rng_state(), tensor_parallel.get_cuda_rng_tracker().get_states()
+    model.sync_rng_states_across_tp_group()
+    assert random.getstate() == before[0] and torch.equal(torch.get_rng_state(), before[1])
+    assert tensor_parallel.get_cuda_rng_tracker().get_states().keys() == before[2].keys()
+
+
 def named_parameters_are_the_same_objects_throughout() -> None:
     from tests.megatron_models import forward_backward, optimizer_of, tokens, wrapped
 
@@ -434,7 +452,7 @@ def nan_in_a_gradient_is_reported_with_the_parameters_name() -> None:
     forward_backward_without_finalizing(model, tokens(0, 1))
     group = model.module.engine.groups[-1]
     group.gradients.wait()
-    group.gradients._reduced.fill_(float("nan"))
+    group.gradients.reduced.fill_(float("nan"))
     with pytest.raises(RuntimeError, match=r"found NaN in gradient norm.*not finite in .*layers.1"):
         model.finish_grad_sync()
 
@@ -463,6 +481,7 @@ def large_gradients_are_reported_and_no_error() -> None:
 CASES = [
     class_and_wrapper_chain,
     configs_are_the_ones_given,
+    attributes_and_generators_are_the_originals,
     named_parameters_are_the_same_objects_throughout,
     modules_and_buffers_are_reached,
     no_sync_can_be_entered_again,

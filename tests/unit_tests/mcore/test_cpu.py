@@ -22,13 +22,10 @@ from megatron.fsdp.mcore.cpu import arguments, cuda_stand_in, imports, torch_vie
 
 pytestmark = pytest.mark.skipif(not cpu.is_enabled(), reason="Megatron runs on CUDA here")
 
-METHODS = [change for change in cpu.CHANGES if change.scope is cpu.Scope.CALL]
-
 
 def state_of_process() -> list[Any]:
     """Return everything enable() could change."""
-    methods = [getattr(pkgutil.resolve_name(change.where), change.name) for change in METHODS]
-    return [list(sys.meta_path), *methods]
+    return [list(sys.meta_path), *(getattr(row.owner, row.attribute) for row in cpu.METHODS.rows)]
 
 
 def without_finder(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,7 +163,7 @@ def _as_before(folder: str) -> dict[str, torch.Tensor]:
 
 def _load(folder: str, fused: bool) -> dict[str, torch.Tensor]:
     from megatron.fsdp.checkpoint.loading import load
-    from megatron.fsdp.mcore.checkpoint_patches import other_names
+    from megatron.fsdp.naming.keys import other_names
     from tests.megatron_models import megatron
 
     with megatron():
@@ -211,7 +211,7 @@ def test_each_loads_each(ranks: RankPool, tmp_path: Path, before: str, after: bo
 
 
 def test_other_names_combine() -> None:
-    from megatron.fsdp.mcore.checkpoint_patches import other_names
+    from megatron.fsdp.naming.keys import other_names
 
     layer = "optimizer.state.module.module.mtp.layers.0."
     once = "optimizer.state.module.module.module.mtp.layers.0.mtp_model_layer.self_attention.linear_qkv_down_proj."
@@ -223,7 +223,7 @@ def test_other_names_combine() -> None:
 
 def _narrower(folder: str) -> str:
     from megatron.fsdp.checkpoint.loading import load
-    from megatron.fsdp.mcore.checkpoint_patches import other_names
+    from megatron.fsdp.naming.keys import other_names
 
     attention = "model.module.decoder.layers.0.self_attention."
     rows = {"linear_q_down_proj": QUERY - 1, "linear_kv_down_proj": KEY_VALUE + ROPE}

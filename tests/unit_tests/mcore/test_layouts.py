@@ -187,29 +187,29 @@ def test_sections_are_in_the_same_place_at_any_tensor_parallel_size(
 def test_rows_in_an_unknown_order_are_refused(
     keys: list[str], ranks: int, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron.fsdp.mcore import checkpoint_patches
+    from megatron.fsdp.mcore import load
 
     state: Any = SimpleNamespace(chunks=["chunk"])
     written = {"args": SimpleNamespace(tensor_model_parallel_size=ranks)}
-    monkeypatch.setattr(checkpoint_patches, "Names", lambda chunk: SimpleNamespace(spread=["in_proj.weight"]))
-    monkeypatch.setattr(checkpoint_patches, "load_objects", lambda folder, names: written)
+    monkeypatch.setattr(load, "Names", lambda chunk: SimpleNamespace(spread=["in_proj.weight"]))
+    monkeypatch.setattr(load.loading, "load_objects", lambda folder, names: written)
     if not refused:
-        checkpoint_patches._check_sections(state, keys, Path("x"))
+        load.check_sections(state, keys, Path("x"))
         return
     with pytest.raises(RuntimeError, match=r"x: .* the rows of in_proj.weight .* tensor_model_parallel_size 2"):
-        checkpoint_patches._check_sections(state, keys, Path("x"))
+        load.check_sections(state, keys, Path("x"))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_fused_projection_of_tensor_parallel_ranks_is_refused(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.fsdp.mcore import checkpoint_patches
+    from megatron.fsdp.mcore import load
 
     state: Any = SimpleNamespace(chunks=[])
     written = {"args": SimpleNamespace(tensor_model_parallel_size=ranks)}
-    monkeypatch.setattr(checkpoint_patches, "load_objects", lambda folder, names: written)
+    monkeypatch.setattr(load.loading, "load_objects", lambda folder, names: written)
     keys = ["args", "layouts.a", "model.module.decoder.layers.0.self_attention.linear_qkv_down_proj.weight"]
     if ranks == 1:
-        checkpoint_patches._check_sections(state, keys, Path("x"))
+        load.check_sections(state, keys, Path("x"))
         return
     with pytest.raises(RuntimeError, match="x: expected linear_q_down_proj and linear_kv_down_proj; got model.module"):
-        checkpoint_patches._check_sections(state, keys, Path("x"))
+        load.check_sections(state, keys, Path("x"))

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import functools
 import logging
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from megatron.fsdp.mcore.limits import (
     adjust,
     as_markdown,
     check,
-    checking_validate_args,
+    validate_args,
 )
 
 # One value for each row at which it applies.
@@ -192,8 +193,9 @@ def test_every_setting_of_megatrons_data_parallelism_has_an_effect_or_is_named()
 
     class Reading:
         def __getattr__(self, name: str) -> Any:
+            value = getattr(config, name)
             read.add(name)
-            return getattr(config, name)
+            return value
 
     fsdp_config(transformer_config(), Reading())  # type: ignore[arg-type]
     fields = {field.name for field in dataclasses.fields(config)}
@@ -221,7 +223,7 @@ def test_fitting_transformer_engine_keeps_the_fusion(monkeypatch: pytest.MonkeyP
 
 def test_megatrons_validation_runs_after_ours_and_only_fsdp_is_checked() -> None:
     seen: list[Any] = []
-    validate = checking_validate_args(lambda args, defaults: seen.append((args, defaults)))
+    validate = functools.partial(validate_args, lambda args, defaults: seen.append((args, defaults)))
     with pytest.raises(NotImplementedError):
         validate(SimpleNamespace(use_megatron_fsdp=True, gtp_weight_remat_size=2), {})
     assert not seen

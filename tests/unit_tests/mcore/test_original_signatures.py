@@ -1,14 +1,32 @@
 """Calls written for the original reach the same parameters here: signatures compared with megatron-core's copy."""
 
+import dataclasses
+import importlib
 import inspect
+import tomllib
 from collections.abc import Callable
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import megatron_fsdp
+import megatron_fsdp.package_info
 from megatron_fsdp import MixedPrecisionPolicy
+
+# Of the original's own parts: no script can use them without its buffers and streams.
+INTERNAL = {
+    "RegisterFSDPBackwardFunction",
+    "TrainingState",
+    "experimental_api",
+    "is_te_min_version",
+    "local_multi_tensor_applier",
+    "local_multi_tensor_scale",
+    "multi_tensor_applier",
+    "multi_tensor_scale_impl",
+    "setup_delayed_wgrad_acc_hook",
+}
 
 
 def _original(name: str) -> Any:
@@ -44,3 +62,62 @@ def test_signature_is_the_originals(name: str) -> None:
     for parameter, expected in zip(ours.values(), theirs.values(), strict=False):
         assert parameter.kind is expected.kind
         assert _same_default(parameter, expected), parameter.name
+
+
+def test_constructor_is_the_originals() -> None:
+    theirs, ours = _parameters(_original("MegatronFSDP")), _parameters(megatron_fsdp.MegatronFSDP)
+    assert list(ours) == [*theirs, "config"]
+    assert ours["config"].kind is inspect.Parameter.KEYWORD_ONLY
+    for name, expected in theirs.items():
+        assert ours[name].kind is expected.kind
+        # A model without an index is sharded over all ranks.
+        assert _same_default(ours[name], expected) or (name, ours[name].default) == ("dist_index", None)
+
+
+@pytest.mark.parametrize("name", ["MegatronFSDP", "FSDPDistributedIndex"])
+def test_methods_take_the_originals_arguments(name: str) -> None:
+    theirs, ours = _original(name), getattr(megatron_fsdp, name)
+    for method, function in vars(theirs).items():
+        if method.startswith("_") or not inspect.isfunction(function):
+            continue
+        expected, parameters = _parameters(function), _parameters(getattr(ours, method))
+        named = {n for n, p in expected.items() if p.kind is not p.VAR_POSITIONAL and n != "self"}
+        takes_any = {p.kind for p in parameters.values()} & {inspect.Parameter.VAR_KEYWORD}
+        assert named <= parameters.keys() or takes_any, method
+        required = {n for n, p in parameters.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
+        assert required <= expected.keys(), method
+
+
+def test_index_is_constructed_as_the_originals() -> None:
+    theirs, ours = _parameters(_original("FSDPDistributedIndex")), _parameters(megatron_fsdp.FSDPDistributedIndex)
+    assert [(n, p.default, p.kind) for n, p in ours.items()] == [(n, p.default, p.kind) for n, p in theirs.items()]
+
+
+def test_settings_of_data_parallelism_are_the_originals() -> None:
+    theirs = dataclasses.fields(_original("DistributedDataParallelConfig"))
+    ours = dataclasses.fields(megatron_fsdp.DistributedDataParallelConfig)
+    assert [(field.name, field.default) for field in ours] == [(field.name, field.default) for field in theirs]
+
+
+def test_submodules_have_the_originals_names_or_say_why_not() -> None:
+    _original("fully_shard")
+    prefix = "megatron.core.distributed.fsdp.src.megatron_fsdp"
+    for submodule in ("fully_shard", "megatron_fsdp", "mixed_precision", "package_info", "uneven_dtensor", "utils"):
+        theirs = importlib.import_module(f"{prefix}.{submodule}")
+        ours = importlib.import_module(f"megatron_fsdp.{submodule}")
+        for name, value in vars(theirs).items():
+            if name.startswith("_") or getattr(value, "__module__", None) != theirs.__name__ or name in INTERNAL:
+                continue
+            try:
+                assert callable(getattr(ours, name)), name
+            except ImportError as error:
+                assert f"megatron_fsdp.{submodule}.{name}" in str(error)
+
+
+def test_package_describes_itself() -> None:
+    assert megatron_fsdp.package_info.__version__ == megatron_fsdp.__version__
+    project = tomllib.loads((Path(__file__).resolve().parents[3] / "pyproject.toml").read_text())["project"]
+    assert project["name"] == megatron_fsdp.__package_name__
+    # Either the literal, or an attribute that setuptools reads.
+    assert project.get("version", megatron_fsdp.__version__) == megatron_fsdp.__version__
+    assert callable(megatron_fsdp.fully_shard)  # not the submodule of this name

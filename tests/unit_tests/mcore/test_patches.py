@@ -1,102 +1,232 @@
-"""The plugin: what it replaces is a table, each name is there, and everything can be put back."""
+"""The tables of patches: every name exists, is replaced and put back, and was checked with the installed version."""
 
-import dataclasses
-import importlib
-import operator
+import ast
+import inspect
+import pkgutil
 import sys
 import types
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from megatron.fsdp.mcore import install, is_installed, patches, uninstall
+from megatron.fsdp.helpers import patches as helper
+from megatron.fsdp.helpers.patches import Kind, Patch, Patches, Versions
+from megatron.fsdp.mcore import cpu, install, is_installed, uninstall
+
+cpu.enable()
+
+from megatron.fsdp.mcore.patches import MEGATRON, MEGATRON_BRIDGE  # noqa: E402
+from tests.ranks import DEVICE  # noqa: E402
+from tools import patch_table  # noqa: E402
+
+pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here")
+
+ROOT = Path(__file__).resolve().parents[3]
+TABLES = helper.tables()
+ROWS = [(table, row) for table in TABLES for row in table.rows]
+IDS = [row.target for _, row in ROWS]
+HERE = Versions("torch", ("2",))
 
 
-def value_of(patch: patches.Patch) -> object:
-    return operator.attrgetter(patch.name)(importlib.import_module(patch.module))
+def current(row: Patch) -> object:
+    """The object that has the name, without binding: a static method is returned as such."""
+    return vars(row.owner).get(row.attribute, getattr(row.owner, row.attribute))
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left() -> object:
-    before = {patch: value_of(patch) for patch in patches.PATCHES}
+def nothing_is_left() -> Any:
+    before = {row: current(row) for _, row in ROWS if row.applies}
     yield
     uninstall()
-    for patch, value in before.items():
-        assert value_of(patch) is value
+    for row, value in before.items():
+        assert current(row) is value
 
 
-@pytest.mark.parametrize("patch", patches.PATCHES, ids=lambda patch: f"{patch.module}.{patch.name}")
-def test_every_name_is_replaced_and_put_back(patch: patches.Patch) -> None:
-    original = value_of(patch)
-    assert patch.why
-    install()
-    assert is_installed()
-    assert value_of(patch) is not original
-    uninstall()
-    assert not is_installed()
-    assert value_of(patch) is original
+@pytest.mark.parametrize(("table", "row"), ROWS, ids=IDS)
+def test_every_name_is_replaced_and_put_back(table: Patches, row: Patch) -> None:
+    if not row.applies:
+        pytest.skip("the package is not installed")
+    alone = Patches("one row", [row])
+    original, seen = current(row), getattr(row.owner, row.attribute)
+    alone.install()
+    replaced = getattr(row.owner, row.attribute)
+    # A value that is installed for as long as Megatron runs on the CPU has been put there already.
+    assert alone.is_installed and (replaced is not seen or (table.is_installed and row.kind is Kind.VALUE))
+    if row.kind is Kind.AROUND:
+        assert replaced.__wrapped__ is not None and replaced.__name__ == seen.__name__
+    alone.install()
+    assert getattr(row.owner, row.attribute) is replaced, "a second installation changes nothing"
+    alone.uninstall()
+    assert current(row) is original and not alone.is_installed
+
+
+@pytest.mark.parametrize(("table", "row"), ROWS, ids=IDS)
+def test_every_row_says_why_and_was_checked(table: Patches, row: Patch) -> None:
+    assert len(row.reason) > 10 and not row.reason.endswith(".")
+    assert callable(pkgutil.resolve_name(row.replacement))
+    version = row.versions.installed
+    assert version is None or row.versions.cover(version), f"{row.target} was checked with {row.versions}"
+
+
+def test_the_table_finds_nothing_wrong() -> None:
+    assert [problem for table in TABLES for problem in table.check()] == []
+
+
+def test_a_table_names_no_place_twice() -> None:
+    for table in TABLES:
+        targets = [row.target for row in table.rows]
+        assert len(set(targets)) == len(targets)
+
+
+def test_every_table_is_listed() -> None:
+    """A table is made at the top of a module, and nowhere else."""
+    found = set()
+    for path in (ROOT / "megatron" / "fsdp").rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+                if getattr(node.value.func, "id", "") == "Patches":
+                    module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+                    found.add(f"{module}:{node.targets[0].id}")
+    assert found == set(helper.TABLES)
+
+
+def test_the_page_prints_the_tables() -> None:
+    page = (ROOT / "docs" / "patches.md").read_text()
+    assert page == patch_table.as_markdown(), "run: python tools/patch_table.py > docs/patches.md"
+
+
+def test_everything_can_be_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Not those of the CPU, which later tests need.
+    names = ("megatron.fsdp.dtensor.torch_patches:TORCH", "megatron.fsdp.mcore.patches:MEGATRON")
+    monkeypatch.setattr(helper, "TABLES", names)
+    before = {row: current(row) for table in helper.tables() for row in table.rows if row.applies}
+    for table in helper.tables():
+        table.install()
+    assert all(current(row) is not value for row, value in before.items())
+    helper.uninstall_all()
+    assert all(current(row) is value for row, value in before.items())
+
+
+# Megatron's ------------------------------------------------------------------------------------------------------
 
 
 def test_wrappers_are_ours() -> None:
     install()
+    assert is_installed()
     from megatron.core.distributed import FullyShardedDataParallel
     from megatron.fsdp.mcore import FullyShardedDataParallel as ours
     from megatron.training.models import dist_utils
     from megatron.training.training import megatron_FSDP
 
     assert FullyShardedDataParallel is ours and megatron_FSDP is ours and dist_utils.FullyShardedDataParallel is ours
-
-
-def test_installing_twice_keeps_the_originals() -> None:
-    from megatron.core.distributed import FullyShardedDataParallel as original
-
-    install()
-    install()
     uninstall()
+    assert not is_installed()
+
+
+def test_a_stand_in_for_the_wrapper() -> None:
+    def stand_in() -> None: ...
+
+    install(stand_in)
     from megatron.core.distributed import FullyShardedDataParallel
 
-    assert FullyShardedDataParallel is original
+    assert FullyShardedDataParallel is stand_in
 
 
 def test_a_megatron_that_lacks_a_name_is_refused_and_nothing_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core import distributed
 
     original = distributed.FullyShardedDataParallel
-    gone = dataclasses.replace(patches.PATCHES[-1], name="no_such_function")
-    monkeypatch.setattr(patches, "PATCHES", (*patches.PATCHES, gone))
-    with pytest.raises(
-        ImportError, match=r"has no no_such_function .*Supported versions.*0\.19\.2; installed: 0\.19\.2"
-    ):
+    gone = replace(MEGATRON.rows[-1], target="megatron.core.distributed:no_such_function", optional=False)
+    monkeypatch.setattr(MEGATRON, "rows", (*MEGATRON.rows, gone))
+    with pytest.raises(ImportError, match=r"has no no_such_function, .*installed: "):
         install()
     assert not is_installed() and distributed.FullyShardedDataParallel is original
-    monkeypatch.undo()
 
 
 def test_a_module_that_is_missing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    gone = dataclasses.replace(patches.PATCHES[0], module="megatron.no_such_module")
-    monkeypatch.setattr(patches, "PATCHES", (gone,))
+    gone = replace(MEGATRON.rows[0], target="megatron.no_such_module:name")
+    monkeypatch.setattr(MEGATRON, "rows", (gone,))
     with pytest.raises(
-        ImportError, match=r"cannot import megatron.no_such_module .*megatron-core\[training\].*0\.19\.2"
+        ImportError, match=r"needs megatron-core\[training\]. .*cannot import megatron.no_such_module:name .*0\.19\.2"
     ):
         install()
-    monkeypatch.undo()
-
-
-def test_the_table_names_no_place_twice() -> None:
-    places = [(patch.module, patch.name) for patch in patches.PATCHES]
-    assert len(set(places)) == len(places)
 
 
 def test_megatron_bridge_is_patched_where_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [row for row in MEGATRON.rows if row.versions is MEGATRON_BRIDGE]
     install()
-    assert not any(patch.module.startswith("megatron.bridge") for patch in patches._originals)
     uninstall()
     modules: dict[str, types.ModuleType] = {}
-    for patch in patches.BRIDGE_PATCHES:
-        module = modules.setdefault(patch.module, types.ModuleType(patch.module))
-        setattr(module, patch.name, importlib.import_module("torch") if patch.name == "torch" else object())
-        monkeypatch.setitem(sys.modules, patch.module, module)
-    before = {patch: value_of(patch) for patch in patches.BRIDGE_PATCHES}
+    for row in rows:
+        assert not row.applies
+        module = modules.setdefault(row.module, types.ModuleType(row.module))
+        setattr(module, row.attribute, torch if row.attribute == "torch" else test_wrappers_are_ours)
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    before = {row: current(row) for row in rows}
     install()
-    assert all(value_of(patch) is not value for patch, value in before.items())
+    assert all(current(row) is not value for row, value in before.items())
     uninstall()
-    assert all(value_of(patch) is value for patch, value in before.items())
+    assert all(current(row) is value for row, value in before.items())
+
+
+# The type of a table ---------------------------------------------------------------------------------------------
+
+
+class Base:
+    def inherited(self) -> str:
+        return "base"
+
+    @staticmethod
+    def static(value: int) -> int:
+        return value
+
+
+class Derived(Base):
+    pass
+
+
+def louder(original: Any, self: Any) -> str:
+    return str(original(self)).upper()
+
+
+def doubled(original: Any, value: int) -> int:
+    return 2 * int(original(value))
+
+
+def _row(target: str, replacement: str, **options: Any) -> Patch:
+    return Patch(f"{__name__}:{target}", "is an example", f"{__name__}:{replacement}", HERE, **options)
+
+
+@pytest.fixture
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, __name__, sys.modules.get(__name__) or inspect.getmodule(Base))
+
+
+def test_an_inherited_method_is_not_left_in_the_class(importable: None) -> None:
+    table = Patches("example", [_row("Derived.inherited", "louder")])
+    with table.installed():
+        assert Derived().inherited() == "BASE" and Base().inherited() == "base"
+        with table.installed():
+            pass
+        assert Derived().inherited() == "BASE", "the outer block puts the original back"
+    assert "inherited" not in vars(Derived)
+
+
+def test_a_static_method_stays_one(importable: None) -> None:
+    before = vars(Base)["static"]
+    table = Patches("example", [_row("Base.static", "doubled")])
+    table.install()
+    assert Base.static(3) == 6
+    table.uninstall()
+    assert vars(Base)["static"] is before and Base().static(3) == 3
+
+
+def test_versions() -> None:
+    checked = Versions("torch", ("2.11", "2.13"))
+    assert checked.cover("2.11.0") and checked.cover("2.13.1+cpu") and checked.cover("2.11")
+    assert not checked.cover("2.1") and not checked.cover("2.12.0") and not checked.cover("2.110")
+    assert Versions("no-such-distribution").installed is None

@@ -36,8 +36,9 @@ def go_on_with_fsdp(folder: Path, strategy: str) -> Any:
 
 def _load(model: Any, optimizer: Any, scheduler: Any, folder: Path) -> int:
     from megatron.fsdp.checkpoint.loading import load
-    from megatron.fsdp.mcore.checkpoint_patches import other_names, strictness_of
     from megatron.fsdp.mcore.checkpoint_state import preprocess_fsdp_dtensor_state_dict
+    from megatron.fsdp.mcore.load import strictness_of
+    from megatron.fsdp.naming.keys import other_names
 
     metadata = {"distrib_optim_sharding_type": "fsdp_dtensor"}
     raw = {

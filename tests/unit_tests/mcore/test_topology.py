@@ -70,8 +70,8 @@ def _replicas(change: str, forget: bool) -> list[str]:
     model_parallel_cuda_manual_seed(1234)
 
     from megatron.fsdp.dtensor.ragged_dtensor import local_shard
-    from megatron.fsdp.mcore import checkpoint_patches, replicas, topology
-    from megatron.fsdp.mcore.checkpoint_state import Prepared
+    from megatron.fsdp.mcore import replicas, save, topology
+    from megatron.fsdp.mcore.checkpoint_state import CheckpointState
 
     known = dict(topology.DIVIDED)
     if forget:
@@ -84,9 +84,8 @@ def _replicas(change: str, forget: bool) -> list[str]:
             name, factor = change.split("*")
             with torch.no_grad():
                 local_shard(params[name].main).mul_(float(factor))
-        state = Prepared({"model": model.module.state_dict()})
-        state.chunks, state.raw = [model.module], {}
-        checkpoint_patches.preparing(None)(SimpleNamespace(), state, model.module)
+        state = CheckpointState({"model": model.module.state_dict()}, [model.module])
+        save.preprocess(None, SimpleNamespace(), state, model.module)
     finally:
         topology.DIVIDED.update(known)
         replicas.logger.removeHandler(handler)

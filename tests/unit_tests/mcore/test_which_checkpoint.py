@@ -33,20 +33,20 @@ def checkpoints(tmp_path: Path) -> Path:
 
 def at_base(monkeypatch: pytest.MonkeyPatch, folder: Path, **arguments: Any) -> tuple[int | None, int | None]:
     """The iteration that Megatron's loader is told where no tracker file names one, and what is left of that."""
-    from megatron.fsdp.mcore import checkpoint_patches
+    from megatron.fsdp.mcore import resuming
 
     args = SimpleNamespace(**arguments)
-    monkeypatch.setattr(checkpoint_patches, "_arguments", lambda: args)
-    load_base = checkpoint_patches.going_on_untracked(lambda load_dir, args, rank0: args.ckpt_step)
-    return load_base(str(folder), args, rank0=True), args.ckpt_step
+    monkeypatch.setattr(resuming, "megatron_arguments", lambda: args)
+    found = resuming.load_base_checkpoint(lambda load_dir, args, rank0: args.ckpt_step, str(folder), args, rank0=True)
+    return found, args.ckpt_step
 
 
 def read(monkeypatch: pytest.MonkeyPatch, folder: Path, tracker: str, **arguments: Any) -> tuple[int, bool]:
-    from megatron.fsdp.mcore import checkpoint_patches
+    from megatron.fsdp.mcore import resuming
 
     (folder / TRACKER).write_bytes(tracker.encode("latin-1"))
-    monkeypatch.setattr(checkpoint_patches, "_arguments", lambda: SimpleNamespace(**arguments) if arguments else None)
-    return checkpoint_patches.falling_back(lambda name: (-7, False))(str(folder / TRACKER))
+    monkeypatch.setattr(resuming, "megatron_arguments", lambda: SimpleNamespace(**arguments) if arguments else None)
+    return resuming.read_metadata(lambda name: (-7, False), str(folder / TRACKER))
 
 
 @pytest.mark.parametrize("tracker", ["30", "", "garbage", "99", "\xff\0g", "-5", "9" * 5000, "\xb2", "3" * 19])
@@ -117,10 +117,12 @@ def test_checkpoints_that_nothing_can_go_on_from(monkeypatch: pytest.MonkeyPatch
 
 
 def test_pretrained_weights_are_for_a_first_start(monkeypatch: pytest.MonkeyPatch, checkpoints: Path) -> None:
-    from megatron.fsdp.mcore import checkpoint_patches
+    from megatron.fsdp.mcore import resuming
 
-    exists = checkpoint_patches.seeing_untracked(lambda path: path is not None and (Path(path) / TRACKER).is_file())
-    monkeypatch.setattr(checkpoint_patches, "_arguments", lambda: SimpleNamespace(**OURS))
+    def exists(path: str | None) -> bool:
+        return resuming.checkpoint_exists(lambda path: path is not None and (Path(path) / TRACKER).is_file(), path)
+
+    monkeypatch.setattr(resuming, "megatron_arguments", lambda: SimpleNamespace(**OURS))
     assert exists(str(checkpoints)) and not exists(None) and not exists(str(checkpoints / "nothing"))
     for iteration in (10, 20):
         (checkpoints / f"iter_{iteration:07d}" / ".metadata").unlink()

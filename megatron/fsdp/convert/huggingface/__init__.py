@@ -1,1 +1,1 @@
-"""Models in Hugging Face's layout: their names, their configuration and the safetensors files that hold them."""
+"""Conversion between Megatron checkpoints and Hugging Face models."""

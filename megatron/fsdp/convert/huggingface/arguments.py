@@ -1,4 +1,4 @@
-"""Megatron's arguments to a model's description and back, and as flags for a training script's command line."""
+"""Converts Megatron's arguments to a model's description and back, and to flags for a training script."""
 
 import argparse
 import itertools
@@ -10,7 +10,7 @@ import torch
 from megatron.fsdp.convert.huggingface.config import LLAMA3
 from megatron.fsdp.convert.huggingface.model import Attention, Experts, Latent, Model, Rope, Router, Sizes
 
-# Arguments that change what a model computes, with the values that Hugging Face's four architectures stand for.
+# Arguments that change what a model computes, with the values that Hugging Face's four architectures imply.
 _EXPECTED: dict[str, tuple[Any, ...]] = {
     "normalization": ("RMSNorm",),
     "swiglu": (True,),
@@ -39,22 +39,30 @@ _EXPECTED: dict[str, tuple[Any, ...]] = {
     "moe_shared_expert_glu_interleave_size": (None,),
     "mtp_use_repeated_layer": (False,),
 }
-# For multi-latent attention, Megatron's training script leaves these at the defaults of the configuration.
+# Defaults of Megatron's configuration that its training script cannot change for multi-latent attention.
 _LATENT_YARN = {"original": 4096, "beta_fast": 32.0, "beta_slow": 1.0}
+# The arguments of the fields of ``Latent``.
+_LATENT = {
+    "query_rank": "q_lora_rank",
+    "key_value_rank": "kv_lora_rank",
+    "plain": "qk_head_dim",
+    "rotary": "qk_pos_emb_head_dim",
+    "value": "v_head_dim",
+}
 
-# Of DeepSeek's norms inside attention, whatever config.json says.
+# Epsilon of the norms inside DeepSeek's attention in transformers, which ignores rms_norm_eps there.
 LATENT_EPSILON = 1e-6
-# What Megatron's training script builds the model with.
+# The factor that Megatron's training script always builds the model with.
 TRAINED_LLAMA3_FACTOR = 8.0
 
 _FLAGS = {"layernorm_epsilon": "--norm-epsilon"}
 _NEGATIVE_FLAGS = {"add_bias_linear": "--disable-bias-linear"}
-# Attributes that follow from others, or that no flag sets.
+# Arguments that follow from others, or that no flag sets.
 _WITHOUT_FLAG = ("add_position_embedding", "params_dtype")
 
 
 class _Arguments:
-    """Megatron's arguments, and what of them has no counterpart."""
+    """Megatron's arguments, and those of them that have no counterpart."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.values = vars(args)
@@ -70,7 +78,7 @@ class _Arguments:
     def size(self, name: str) -> int:
         value = self.values.get(name)
         if not isinstance(value, int) or isinstance(value, bool):
-            raise ValueError(f"args of the checkpoint: expected a whole number {name}; got {value!r}.")
+            raise ValueError(f"args of the checkpoint: expected an integer {name}; got {value!r}.")
         return value
 
     def expect(self, name: str, *allowed: Any) -> None:
@@ -79,7 +87,7 @@ class _Arguments:
 
 
 def architecture_of(args: argparse.Namespace) -> str:
-    """The ``model_type`` whose tensors a model with these arguments has, if any."""
+    """Return the ``model_type`` whose tensors a model with these arguments would have."""
     if getattr(args, "multi_latent_attention", False):
         return "deepseek_v3"
     if getattr(args, "num_experts", None):
@@ -92,10 +100,10 @@ def from_args(args: argparse.Namespace, vocabulary: int | None = None) -> Model:
 
     Args:
         args: Of the checkpoint.
-        vocabulary: Number of tokens without padding, if the arguments do not know it (``vocab_size``).
+        vocabulary: Number of tokens without padding. None: ``vocab_size`` in the arguments, else the padded number.
 
     Raises:
-        NotImplementedError: None of the four architectures computes the same; all reasons.
+        NotImplementedError: None of the four architectures computes the same. The message lists all reasons.
         ValueError: A size is missing.
     """
     known = _Arguments(args)
@@ -121,7 +129,7 @@ def from_args(args: argparse.Namespace, vocabulary: int | None = None) -> Model:
     if known.problems:
         reasons = "\n  ".join(known.problems)
         raise NotImplementedError(
-            f"The checkpoint's args ask for what Hugging Face's {architecture} lacks:\n  {reasons}"
+            f"Hugging Face's {architecture} does not support what the checkpoint's args require:\n  {reasons}"
         )
     return model
 
@@ -133,13 +141,9 @@ def _attention(known: _Arguments, architecture: str, sizes: Sizes) -> Attention:
         known.expect("add_bias_linear", False)
     if architecture == "deepseek_v3":
         known.expect("qk_layernorm", True)
-        latent = Latent(
-            query_rank=known.get("q_lora_rank"),
-            key_value_rank=known.size("kv_lora_rank"),
-            plain=known.size("qk_head_dim"),
-            rotary=known.size("qk_pos_emb_head_dim"),
-            value=known.size("v_head_dim"),
-        )
+        # Only the query rank may be missing: then queries are not compressed.
+        names = {field: name for field, name in _LATENT.items() if field != "query_rank"}
+        latent = Latent(known.get(_LATENT["query_rank"]), **{field: known.size(name) for field, name in names.items()})
         return Attention(heads, heads, latent.plain + latent.rotary, norm=True, latent=latent)
     if architecture == "qwen3_moe":
         known.expect("qk_layernorm", True)
@@ -175,10 +179,10 @@ def _rope(known: _Arguments) -> Rope:
 
 def _latent_rope(known: _Arguments) -> Rope:
     base, factor = float(known.get("rotary_base", 10000)), float(known.get("rotary_scaling_factor", 1.0))
-    # Where a factor is 1, this is rotation by the base alone.
+    # With a factor of 1, yarn is plain rotation.
     if known.get("rope_type", "yarn") == "rope" or factor == 1.0:
         if factor != 1.0:
-            # Megatron scales attention scores by it all the same.
+            # Megatron scales attention scores by mscale_all_dim even without yarn.
             known.expect("mscale_all_dim", 0.0, None)
         return Rope(base)
     return _yarn(
@@ -192,10 +196,9 @@ def _latent_rope(known: _Arguments) -> Rope:
 
 def _yarn(known: _Arguments, base: float, *, original: int, beta_fast: float, beta_slow: float) -> Rope:
     mscale, mscale_all = float(known.get("mscale", 1.0)), float(known.get("mscale_all_dim", 0.0))
-    if not mscale_all and mscale != 1.0:
-        known.expect("mscale", 1.0)
-    if known.get("yarn_correction_range_round_to_int", True) is not True:
-        known.expect("yarn_correction_range_round_to_int", True, None)
+    if not mscale_all:
+        known.expect("mscale", 1.0, None)
+    known.expect("yarn_correction_range_round_to_int", True, None)
     factor = float(known.get("rotary_scaling_factor", 1.0))
     return Rope(base, "yarn", factor, original, beta_fast, beta_slow, mscale, mscale_all)
 
@@ -204,7 +207,7 @@ def _experts(known: _Arguments, architecture: str, layers: int) -> Experts | Non
     count = known.get("num_experts")
     if not count:
         if architecture == "deepseek_v3":
-            known.problems.append("num_experts: expected experts; there are none")
+            known.problems.append("num_experts: expected experts; got none")
         return None
     experts = Experts(
         count=int(count),
@@ -254,7 +257,7 @@ def _router(known: _Arguments) -> Router:
     return Router(
         chosen=chosen,
         score=score,
-        # Softmax over the chosen experts alone sums to one; over all of them, which is what "pre" means, it does not.
+        # The weights sum to one after a softmax over the chosen experts. With pre_softmax, it is over all experts.
         normalized=score == "sigmoid" or not known.get("moe_router_pre_softmax", False),
         scale=float(known.get("moe_router_topk_scaling_factor", 1.0)),
         groups=groups,
@@ -263,19 +266,19 @@ def _router(known: _Arguments) -> Router:
 
 
 def to_args(model: Model, layer_spec: str, padded_vocabulary: int, dtype: torch.dtype) -> argparse.Namespace:
-    """Arguments that build the model, as Megatron's training script keeps them in a checkpoint.
+    """Return arguments that build the model, as Megatron's training script stores them in a checkpoint.
 
     Args:
-        model: Described.
-        layer_spec: ``local`` or ``transformer_engine``: whose layers are built.
+        model: The model.
+        layer_spec: ``local`` or ``transformer_engine``: the layers to build.
         padded_vocabulary: Rows of the embedding.
-        dtype: That the model is to compute in.
+        dtype: Compute dtype.
 
     Raises:
-        NotImplementedError: Megatron's training script has no argument for something; all reasons.
+        NotImplementedError: Megatron's training script lacks an argument for a setting. The message lists all of them.
     """
     if problems := _without_argument(model):
-        raise NotImplementedError("Megatron's arguments lack what the model needs:\n  " + "\n  ".join(problems))
+        raise NotImplementedError("Megatron has no arguments for what the model needs:\n  " + "\n  ".join(problems))
     sizes, attention = model.sizes, model.attention
     values: dict[str, Any] = {
         "num_layers": sizes.layers,
@@ -300,7 +303,8 @@ def to_args(model: Model, layer_spec: str, padded_vocabulary: int, dtype: torch.
         "params_dtype": dtype,
     }
     if attention.latent is not None:
-        values |= _latent_arguments(attention.latent)
+        values |= {"multi_latent_attention": True}
+        values |= {name: getattr(attention.latent, field) for field, name in _LATENT.items()}
     else:
         values["kv_channels"] = attention.head_size
         if attention.groups != attention.heads:
@@ -316,23 +320,12 @@ def to_args(model: Model, layer_spec: str, padded_vocabulary: int, dtype: torch.
 def _without_argument(model: Model) -> list[str]:
     rope, problems = model.rope, []
     if not rope.base.is_integer():
-        problems.append(f"rope_theta: expected a whole number for --rotary-base; got {rope.base}")
+        problems.append(f"rope_theta: expected an integer for --rotary-base; got {rope.base}")
     if model.attention.latent is not None and rope.kind == "yarn":
         for name, expected in _LATENT_YARN.items():
             if getattr(rope, name) != expected:
                 problems.append(f"rope {name}: expected {expected} with latent attention; got {getattr(rope, name)}")
     return problems
-
-
-def _latent_arguments(latent: Latent) -> dict[str, Any]:
-    return {
-        "multi_latent_attention": True,
-        "q_lora_rank": latent.query_rank,
-        "kv_lora_rank": latent.key_value_rank,
-        "qk_head_dim": latent.plain,
-        "qk_pos_emb_head_dim": latent.rotary,
-        "v_head_dim": latent.value,
-    }
 
 
 def _rope_arguments(rope: Rope, latent: bool) -> dict[str, Any]:
@@ -377,7 +370,7 @@ def _expert_arguments(experts: Experts, layer_spec: str) -> dict[str, Any]:
 
 
 def flags(args: argparse.Namespace) -> list[str]:
-    """Words for the command line of Megatron's training script that stand for arguments made by :func:`to_args`."""
+    """Return the arguments from :func:`to_args` as flags for the command line of Megatron's training script."""
     words: list[str] = []
     for name, value in vars(args).items():
         if name in _WITHOUT_FLAG or value is None:
@@ -395,13 +388,13 @@ def flags(args: argparse.Namespace) -> list[str]:
 
 
 def _pattern(layers: list[int]) -> str:
-    """Megatron's short form of a list: ``([0]*3+[1]*58)``."""
+    """Abbreviate a list of layers in the form that Megatron evaluates: ``([0]*3+[1]*58)``."""
     runs = [(key, len(list(group))) for key, group in itertools.groupby(layers)]
     return "(" + "+".join(f"[{key}]*{count}" for key, count in runs) + ")"
 
 
 def script(args: argparse.Namespace) -> str:
-    """A shell file that sets ``MODEL_ARGS`` to :func:`flags`, to be sourced by a training script."""
+    """Return a shell script that sets ``MODEL_ARGS`` to :func:`flags`, for a training script to source."""
     lines: list[str] = []
     for word in flags(args):
         if word.startswith("--"):
@@ -412,7 +405,7 @@ def script(args: argparse.Namespace) -> str:
 
 
 def notes(model: Model) -> list[str]:
-    """Where megatron-core 0.19.2 does not compute quite what transformers does, though all tensors have a place."""
+    """List where megatron-core 0.19.2 computes something else than transformers, although all tensors convert."""
     found, latent = [], model.attention.latent
     if latent is not None and latent.query_rank is None:
         found.append(
@@ -422,12 +415,12 @@ def notes(model: Model) -> list[str]:
         )
     if latent is not None and model.epsilon != LATENT_EPSILON:
         found.append(
-            f"rms_norm_eps is {model.epsilon}: transformers keeps {LATENT_EPSILON} for the norms of the compressed "
+            f"rms_norm_eps is {model.epsilon}: transformers uses {LATENT_EPSILON} for the norms of the compressed "
             "queries, keys and values; Megatron uses one value for all norms."
         )
     if model.rope.kind == "llama3" and model.rope.factor != TRAINED_LLAMA3_FACTOR:
         found.append(
-            f"The factor of rotary scaling is {model.rope.factor}: Megatron's training script does not hand "
-            f"--rope-scaling-factor on, and computes with {TRAINED_LLAMA3_FACTOR}. Set it on the model's configuration."
+            f"The factor of rotary scaling is {model.rope.factor}: Megatron's training script ignores "
+            f"--rope-scaling-factor and uses {TRAINED_LLAMA3_FACTOR}. Set the factor in the model's configuration."
         )
     return found

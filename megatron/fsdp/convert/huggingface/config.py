@@ -1,4 +1,4 @@
-"""Hugging Face's config.json to a model's description and back."""
+"""Converts Hugging Face's config.json to a model's description and back."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +14,7 @@ CLASSES = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
 }
 
-# What files leave out, and transformers takes for granted, where it matters here. Sizes are never left to a default.
+# Defaults of transformers for settings that config.json may leave out. Sizes have no defaults, except for positions.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048},
     "qwen3": {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "head_dim": 128},
@@ -30,12 +30,28 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }
 
-# Megatron's rotary embedding has these in its code, where no argument reaches them.
+# Constants in the code of Megatron's rotary embedding, which no argument sets.
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+# The keys in config.json of the fields of ``Sizes`` and ``Latent``.
+_SIZES = {
+    "vocabulary": "vocab_size",
+    "hidden": "hidden_size",
+    "ffn": "intermediate_size",
+    "layers": "num_hidden_layers",
+    "positions": "max_position_embeddings",
+}
+_LATENT = {
+    "query_rank": "q_lora_rank",
+    "key_value_rank": "kv_lora_rank",
+    "plain": "qk_nope_head_dim",
+    "rotary": "qk_rope_head_dim",
+    "value": "v_head_dim",
+}
 
 
 class _Config:
-    """A config.json, and what of it cannot be converted."""
+    """A config.json, and the settings of it that cannot be converted."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.architecture = str(values.get("model_type"))
@@ -51,15 +67,15 @@ class _Config:
         return self.values.get(key, default)
 
     def size(self, *keys: str) -> int:
-        """The first of these that is there; later versions of transformers have renamed some."""
+        """Return the first of these sizes that exists; versions of transformers differ in some keys."""
         for key in keys:
             value = self.values.get(key)
             if isinstance(value, int) and not isinstance(value, bool):
                 return value
-        raise ValueError(f"config.json: expected a whole number {' or '.join(keys)}; there is none.")
+        raise ValueError(f"config.json: expected an integer {' or '.join(keys)}; got none.")
 
     def expect(self, key: str, *allowed: Any) -> None:
-        """Note a problem if a value is there and is none of these."""
+        """Note a problem if a value exists and is not one of these."""
         value = self.values.get(key)
         if value is not None and value not in allowed:
             self.problems.append(f"{key}: expected {' or '.join(map(repr, allowed))}; got {value!r}")
@@ -69,10 +85,11 @@ def from_config(values: Mapping[str, Any]) -> Model:
     """Describe the model of a config.json.
 
     Args:
-        values: What the file says.
+        values: The file's contents.
 
     Raises:
-        NotImplementedError: Another architecture, or one that computes what Megatron-Core's GPT cannot; all reasons.
+        NotImplementedError: The architecture is unknown, or Megatron-Core's GPT lacks some of its features. The message
+            lists all of them.
         ValueError: A size is missing.
     """
     config = _Config(values)
@@ -80,14 +97,8 @@ def from_config(values: Mapping[str, Any]) -> Model:
     config.expect("use_sliding_window", False)
     config.expect("pretraining_tp", 1)
     if config.architecture == "llama" and bool(config.get("attention_bias")) != bool(config.get("mlp_bias")):
-        config.problems.append("attention_bias and mlp_bias: expected both or none, which is what Megatron has")
-    sizes = Sizes(
-        layers=config.size("num_hidden_layers"),
-        hidden=config.size("hidden_size"),
-        ffn=config.size("intermediate_size"),
-        vocabulary=config.size("vocab_size"),
-        positions=config.size("max_position_embeddings"),
-    )
+        config.problems.append("attention_bias and mlp_bias: expected both or neither; Megatron has one setting")
+    sizes = Sizes(**{field: config.size(key) for field, key in _SIZES.items()})
     model = Model(
         architecture=config.architecture,
         sizes=sizes,
@@ -100,7 +111,7 @@ def from_config(values: Mapping[str, Any]) -> Model:
     )
     if config.problems:
         raise NotImplementedError(
-            "config.json asks for what Megatron-Core's GPT lacks:\n  " + "\n  ".join(config.problems)
+            "Megatron-Core's GPT does not support what config.json requires:\n  " + "\n  ".join(config.problems)
         )
     return model
 
@@ -122,30 +133,25 @@ def _latent_attention(config: _Config) -> Attention:
     config.expect("attention_bias", False)
     config.expect("rope_interleave", True)
     heads = config.size("num_attention_heads")
-    rank = config.get("q_lora_rank")
-    latent = Latent(
-        query_rank=None if rank is None else int(rank),
-        key_value_rank=config.size("kv_lora_rank"),
-        plain=config.size("qk_nope_head_dim"),
-        rotary=config.size("qk_rope_head_dim"),
-        value=config.size("v_head_dim"),
-    )
+    # Only the query rank may be missing: then queries are not compressed.
+    keys = {field: key for field, key in _LATENT.items() if field != "query_rank"}
+    latent = Latent(config.get(_LATENT["query_rank"]), **{field: config.size(key) for field, key in keys.items()})
     return Attention(heads, heads, latent.plain + latent.rotary, norm=True, latent=latent)
 
 
 def _rope(config: _Config) -> Rope:
-    # transformers 5 keeps all in rope_parameters; before, the base stood alone and the rest was rope_scaling.
+    # transformers 5 has one rope_parameters. Older versions have rope_theta and rope_scaling.
     values = config.get("rope_parameters") or config.get("rope_scaling") or {}
     base = float(values.get("rope_theta") or config.get("rope_theta", 10000.0))
     kind = str(values.get("rope_type") or values.get("type") or "default")
     if float(values.get("partial_rotary_factor") or config.get("partial_rotary_factor", 1.0)) != 1.0:
-        config.problems.append("partial_rotary_factor: expected 1.0, rotation of whole heads")
+        config.problems.append("partial_rotary_factor: expected 1.0, the rotation of whole heads")
     if kind == "default":
         return Rope(base)
     if kind == "llama3" and config.architecture != "deepseek_v3":
         for key, expected in LLAMA3.items():
             if values.get(key, expected) != expected:
-                config.problems.append(f"rope {key}: expected {expected}, which Megatron has fixed; got {values[key]}")
+                config.problems.append(f"rope {key}: expected {expected}, Megatron's constant; got {values[key]}")
         return Rope(base, "llama3", float(values["factor"]), int(LLAMA3["original_max_position_embeddings"]))
     if kind == "yarn":
         return _yarn(config, values, base)
@@ -159,7 +165,7 @@ def _yarn(config: _Config, values: Mapping[str, Any], base: float) -> Rope:
     if mscale_all and not mscale:
         config.problems.append("rope mscale_all_dim: expected mscale beside it")
     if values.get("attention_factor") is not None:
-        config.problems.append("rope attention_factor: expected it to follow from factor, mscale and mscale_all_dim")
+        config.problems.append("rope attention_factor: expected none; it is derived from factor and mscale")
     if values.get("truncate", True) is not True:
         config.problems.append("rope truncate: expected True")
     return Rope(
@@ -169,7 +175,7 @@ def _yarn(config: _Config, values: Mapping[str, Any], base: float) -> Rope:
         original=original,
         beta_fast=float(values.get("beta_fast") or 32.0),
         beta_slow=float(values.get("beta_slow") or 1.0),
-        # Without both, transformers divides by nothing, which Megatron's defaults do too.
+        # Unless both are set, transformers ignores them. Megatron's defaults have the same effect.
         mscale=float(mscale) if mscale and mscale_all else 1.0,
         mscale_all=float(mscale_all) if mscale and mscale_all else 0.0,
     )
@@ -202,40 +208,37 @@ def _experts(config: _Config, sizes: Sizes) -> Experts | None:
 def _sigmoid_router(config: _Config) -> Router:
     config.expect("scoring_func", "sigmoid")
     config.expect("topk_method", "noaux_tc")
-    # Megatron always normalizes the scores of several chosen experts, and never the score of a single one.
+    # Megatron always normalizes the scores if it chooses several experts, and never the score of a single expert.
     config.expect("norm_topk_prob", True)
     chosen = config.size("num_experts_per_tok")
     if chosen < 2:
-        config.problems.append("num_experts_per_tok: expected at least 2, whose weights Megatron normalizes")
+        config.problems.append("num_experts_per_tok: expected at least 2; Megatron does not normalize a single weight")
     groups, chosen_groups = config.size("n_group"), config.size("topk_group")
     if chosen_groups >= groups:
         groups = chosen_groups = 1
     elif chosen // chosen_groups != 2:
-        # What ranks the groups: in transformers their two best experts, in Megatron as many as are chosen of each.
+        # Groups are ranked by the scores of their best experts: two in transformers, and in Megatron as many as are
+        # chosen per group. Only where these numbers are equal do both choose the same experts.
         config.problems.append(f"num_experts_per_tok: expected {2 * chosen_groups}, twice topk_group; got {chosen}")
     return Router(chosen, "sigmoid", True, float(config.get("routed_scaling_factor")), groups, chosen_groups)
 
 
 def to_config(model: Model, dtype: torch.dtype) -> dict[str, Any]:
-    """The config.json of a model, in words that transformers 4 and 5 and what builds on them know.
+    """Return the config.json of a model, for transformers 4 and 5.
 
     Args:
         model: Of one of the architectures in ``CLASSES``.
         dtype: Of the tensors.
     """
-    sizes, attention = model.sizes, model.attention
+    attention = model.attention
     values: dict[str, Any] = {
         "architectures": [CLASSES[model.architecture]],
         "model_type": model.architecture,
         "torch_dtype": str(dtype).removeprefix("torch."),
-        "vocab_size": sizes.vocabulary,
-        "hidden_size": sizes.hidden,
-        "intermediate_size": sizes.ffn,
-        "num_hidden_layers": sizes.layers,
+        **{key: getattr(model.sizes, field) for field, key in _SIZES.items()},
         "num_attention_heads": attention.heads,
         "num_key_value_heads": attention.groups,
         "hidden_act": "silu",
-        "max_position_embeddings": sizes.positions,
         "rms_norm_eps": model.epsilon,
         "tie_word_embeddings": model.tied,
         "attention_bias": attention.bias,
@@ -249,7 +252,8 @@ def to_config(model: Model, dtype: torch.dtype) -> dict[str, Any]:
     if attention.latent is None:
         values["head_dim"] = attention.head_size
     else:
-        values |= _latent_values(attention.latent)
+        values |= {key: getattr(attention.latent, field) for field, key in _LATENT.items()}
+        values["rope_interleave"] = True
     if model.experts is not None:
         values |= _expert_values(model, model.experts)
     return values
@@ -268,17 +272,6 @@ def _rope_scaling(rope: Rope) -> dict[str, Any] | None:
         "beta_slow": rope.beta_slow,
     }
     return values | ({"mscale": rope.mscale, "mscale_all_dim": rope.mscale_all} if rope.mscale_all else {})
-
-
-def _latent_values(latent: Latent) -> dict[str, Any]:
-    return {
-        "q_lora_rank": latent.query_rank,
-        "kv_lora_rank": latent.key_value_rank,
-        "qk_nope_head_dim": latent.plain,
-        "qk_rope_head_dim": latent.rotary,
-        "v_head_dim": latent.value,
-        "rope_interleave": True,
-    }
 
 
 def _expert_values(model: Model, experts: Experts) -> dict[str, Any]:

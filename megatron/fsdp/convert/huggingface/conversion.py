@@ -1,4 +1,7 @@
-"""All tensors of a model from one side's names and layouts to the other's, or an error that lists what does not fit."""
+"""Converts all tensors of a model between Hugging Face's and Megatron's names and layouts.
+
+No tensor is dropped silently: tensors without a counterpart raise an error that lists them all.
+"""
 
 import dataclasses
 import re
@@ -10,12 +13,11 @@ import torch
 
 from megatron.fsdp.checkpoint.lazy import LazyTensor
 from megatron.fsdp.convert.canonical import Tensors
-from megatron.fsdp.convert.huggingface.maps import ARCHITECTURES, FURTHER_COPIES, links
+from megatron.fsdp.convert.huggingface.maps import ARCHITECTURES, FURTHER_COPIES, Link, links
 from megatron.fsdp.convert.huggingface.model import Model
 from megatron.fsdp.convert.huggingface.rules import RULES, Context, dequantized
-from megatron.fsdp.convert.huggingface.shapes import require_shapes
 
-# Follow from the configuration; old versions of transformers wrote them.
+# Written by old versions of transformers, although they follow from the configuration.
 _DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")
 _FUSED_EXPERTS = re.compile(r"^(?P<experts>.*\.mlp\.experts)\.(?P<kind>gate_up_proj|down_proj)(?:\.weight)?$")
 _SCALES = "_scale_inv"
@@ -25,15 +27,15 @@ _COMPARED_AT_ONCE = 16 << 20
 
 
 def readable(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
-    """Tensors of a Hugging Face folder as the tables know them: one per expert, in plain floating point.
+    """Bring the tensors of a Hugging Face folder into the form of the name tables: one per expert, not quantized.
 
     Args:
-        tensors: As they are in the files.
+        tensors: As stored in the files.
         config: The folder's config.json.
 
     Raises:
-        NotImplementedError: They are quantized in another way than blocks of 8-bit floats.
-        ValueError: Scales do not go with their weights.
+        NotImplementedError: The quantization is not blocks of 8-bit floats.
+        ValueError: The shapes of weights and scales contradict each other.
     """
     quantization = config.get("quantization_config") or {}
     if quantization and quantization.get("quant_method") != "fp8":
@@ -46,15 +48,15 @@ def readable(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
         if name.endswith(_SCALES) or _DERIVED.search(name):
             continue
         if (scales := tensors.get(name + _SCALES)) is not None:
-            with _about(name):
+            with _errors_name(name):
                 tensor = dequantized(tensor, scales, (int(rows), int(columns)))
-        with _about(name):
-            found |= _experts_apart(name, tensor)
+        with _errors_name(name):
+            found |= _split_experts(name, tensor)
     return found
 
 
-def _experts_apart(name: str, tensor: LazyTensor) -> Tensors:
-    """Experts that are fused in one tensor, [experts, gate and up rows or hidden, ...], as tensors of each."""
+def _split_experts(name: str, tensor: LazyTensor) -> Tensors:
+    """Split a tensor of all experts, [experts, gate and up rows or hidden, ...], into one tensor per expert."""
     match = _FUSED_EXPERTS.match(name)
     if match is None:
         return {name: tensor}
@@ -74,10 +76,10 @@ class Imported(NamedTuple):
     """A model under Megatron's canonical names.
 
     Attributes:
-        weights: Parameters.
-        buffers: Tensors that are no parameters.
-        model: Its description, without layers that the files do not hold.
-        notes: What the user should know.
+        weights: Parameters, by name.
+        buffers: Buffers, by name.
+        model: Its description, without layers that the files lack.
+        notes: Remarks for the user.
     """
 
     weights: Tensors
@@ -89,18 +91,17 @@ class Imported(NamedTuple):
 def to_megatron(
     tensors: Tensors, model: Model, layer_spec: str, padded_vocabulary: int, dtype: torch.dtype | None = None
 ) -> Imported:
-    """Name and lay out a Hugging Face model's tensors as Megatron does.
+    """Convert a Hugging Face model's tensors to Megatron's names and layouts.
 
     Args:
-        tensors: By Hugging Face name; see :func:`readable`.
-        model: Described by its config.json.
-        layer_spec: ``local`` or ``transformer_engine``: whose layers are to load the result.
+        tensors: By Hugging Face name, from :func:`readable`.
+        model: Description from config.json.
+        layer_spec: ``local`` or ``transformer_engine``: the layers that will load the result.
         padded_vocabulary: Rows of the embedding, at least the vocabulary.
-        dtype: Of the weights; None: as they are.
+        dtype: Of the weights; None keeps their dtypes.
 
     Raises:
-        ValueError: Tensors without an entry in the tables, entries without tensors, or tensors of another shape than
-            the model's; all of them are listed.
+        ValueError: Tensors are missing, unknown or of another shape. The message lists all of them.
     """
     layers = {int(match[1]) for name in tensors if (match := _LAYER.match(name))}
     model, notes = _with_present_layers(model, sum(layer >= model.sizes.layers for layer in layers))
@@ -109,16 +110,15 @@ def to_megatron(
     buffers: Tensors = {}
     missing: list[str] = []
     known = list(links(model, layer_spec))
-    named = {name: tensors[name] for link in known for name in link.huggingface if name in tensors}
-    require_shapes(named, model, "config.json")
+    _require_shapes(tensors, known, "config.json")
     used = set(_checked_copies(tensors, model))
     for link in known:
         if absent := [name for name in link.huggingface if name not in tensors]:
             missing += absent
             continue
         used |= set(link.huggingface)
-        with _about(", ".join(link.huggingface)):
-            (tensor,) = RULES[link.rule].to_megatron([tensors[name] for name in link.huggingface], context)
+        with _errors_name(", ".join(link.huggingface)):
+            tensor = RULES[link.rule].to_megatron([tensors[name] for name in link.huggingface], context)
         if link.buffer:
             buffers[link.megatron[0]] = tensor.to(torch.float32)
         else:
@@ -128,12 +128,12 @@ def to_megatron(
 
 
 class Exported(NamedTuple):
-    """A model under Hugging Face's names, in their order.
+    """A model under Hugging Face's names.
 
     Attributes:
-        tensors: All of them.
-        model: Its description, without layers that the checkpoint does not hold.
-        notes: What the user should know.
+        tensors: By name, in Hugging Face's order.
+        model: Its description, without layers that the checkpoint lacks.
+        notes: Remarks for the user.
     """
 
     tensors: Tensors
@@ -142,15 +142,15 @@ class Exported(NamedTuple):
 
 
 def to_huggingface(tensors: Tensors, model: Model, dtype: torch.dtype | None = None) -> Exported:
-    """Name and lay out a Megatron model's tensors as Hugging Face does.
+    """Convert a Megatron model's tensors to Hugging Face's names and layouts.
 
     Args:
         tensors: Weights and buffers by canonical name, of Megatron's own layers or of Transformer Engine's.
-        model: Described by the checkpoint's arguments.
-        dtype: Of the weights; None: as they are.
+        model: Description from the checkpoint's arguments.
+        dtype: Of the weights; None keeps their dtypes.
 
     Raises:
-        ValueError: As :func:`to_megatron`.
+        ValueError: Tensors are missing, unknown or of another shape. The message lists all of them.
     """
     present = {match[1] for name in tensors if (match := _FURTHER_LAYER.match(name))}
     model, notes = _with_present_layers(model, len(present))
@@ -158,36 +158,38 @@ def to_huggingface(tensors: Tensors, model: Model, dtype: torch.dtype | None = N
     found: Tensors = {}
     missing: list[str] = []
     used: set[str] = set()
-    for link in links(model, "local"):
+    known = list(links(model, "local"))
+    for link in known:
         source = next((name for name in link.megatron if name in tensors), None)
         if source is None:
             missing.append(" or ".join(link.megatron))
             continue
         used.add(source)
-        with _about(source):
-            parts = RULES[link.rule].to_huggingface([tensors[source]], context)
+        with _errors_name(source):
+            parts = RULES[link.rule].to_huggingface(tensors[source], context)
         for name, part in zip(link.huggingface, parts, strict=True):
             wanted = torch.float32 if link.buffer else dtype
             found[name] = part if wanted is None else part.to(wanted)
     _require_all(model, missing, set(tensors) - used)
-    require_shapes(found, model, "the checkpoint's args")
+    _require_shapes(found, known, "the checkpoint's args")
     for name, original in _copies(model):
         found[name] = found[original]
     return Exported(found, model, notes)
 
 
 def _with_present_layers(model: Model, present: int) -> tuple[Model, list[str]]:
-    """The model with as many layers for further tokens as there are, and a note if it should have more."""
+    """Limit the model to the multi-token prediction layers that are present, and note how many are missing."""
     if not ARCHITECTURES[model.architecture].further:
         return dataclasses.replace(model, mtp_layers=0), []
     if present >= model.mtp_layers:
         return model, []
-    note = f"{model.mtp_layers - present} of {model.mtp_layers} multi-token prediction layers are not there: left out."
+    missing = model.mtp_layers - present
+    note = f"{missing} of {model.mtp_layers} multi-token prediction layers are missing and will be left out."
     return dataclasses.replace(model, mtp_layers=present), [note]
 
 
 def _copies(model: Model) -> Iterator[tuple[str, str]]:
-    """Tensors that Hugging Face's files repeat: their names, and the original's."""
+    """Yield the tensors that Hugging Face's files repeat: the name of the copy and of the original."""
     output = "model.embed_tokens.weight" if model.tied else "lm_head.weight"
     for further in range(model.mtp_layers):
         for name, original in FURTHER_COPIES.items():
@@ -196,7 +198,7 @@ def _copies(model: Model) -> Iterator[tuple[str, str]]:
 
 
 def _checked_copies(tensors: Tensors, model: Model) -> Iterator[str]:
-    """Names of the copies that are there, which Megatron shares in place of repeating them."""
+    """Yield the names of the copies in the files. Megatron shares the original, so a copy must not differ."""
     expected = list(_copies(model))
     if model.tied:
         expected.append(("lm_head.weight", "model.embed_tokens.weight"))
@@ -213,6 +215,19 @@ def _equal(first: LazyTensor, second: LazyTensor) -> bool:
     )
 
 
+def _require_shapes(tensors: Tensors, known: Iterable[Link], source: str) -> None:
+    """Compare the shapes of Hugging Face's tensors with those that ``source``, the model's description, implies."""
+    expected = {name: shape for link in known for name, shape in zip(link.huggingface, link.shapes, strict=True)}
+    wrong = [
+        f"{name}: expected {expected[name]}; got {tensors[name].shape}"
+        for name in sorted(expected.keys() & tensors.keys())
+        if expected[name] != tensors[name].shape
+    ]
+    if wrong:
+        lines = "\n  ".join(wrong)
+        raise ValueError(f"{len(wrong)} tensors have another shape than expected from {source}:\n  {lines}")
+
+
 def _require_all(model: Model, missing: Iterable[str], unknown: Iterable[str]) -> None:
     lines: list[str] = []
     for what, names in (("without an entry in the table of names", unknown), ("missing", missing)):
@@ -223,8 +238,8 @@ def _require_all(model: Model, missing: Iterable[str], unknown: Iterable[str]) -
 
 
 @contextmanager
-def _about(name: str) -> Iterator[None]:
-    """Errors about a tensor's shape name the tensor."""
+def _errors_name(name: str) -> Iterator[None]:
+    """Prefix errors about a tensor's shape with the tensor's name."""
     try:
         yield
     except ValueError as error:

@@ -1,9 +1,8 @@
-"""A folder as Hugging Face lays it out: config.json, one safetensors file or several with an index, a tokenizer."""
+"""Hugging Face model folders: config.json, safetensors files with an index, and tokenizer files."""
 
 import hashlib
 import json
 import shutil
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.fsdp.checkpoint.checksums import read_json, sync_folder, write_file
+from megatron.fsdp.checkpoint.coordination import wait_until
 from megatron.fsdp.checkpoint.lazy import LazyTensor
 from megatron.fsdp.convert.huggingface.safetensors_file import read_tensors, write_tensors
 
@@ -18,8 +18,8 @@ CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
-# What belongs to a model and says nothing about its weights. Python files are left behind: nothing here needs them,
-# and a copy that runs by itself is not ours to hand on.
+# Files to copy along with the weights. Python files are left out: no conversion needs them, and a copied folder should
+# not run code when it is loaded.
 _COMPANIONS = (
     "generation_config.json",
     "tokenizer*",
@@ -33,16 +33,14 @@ _COMPANIONS = (
 )
 _PLAN = "plan"
 _UNFINISHED = ".unfinished"
-# How long another process may write nothing before this one gives up on it.
-_SECONDS_WITHOUT_PROGRESS = 600.0
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """What config.json says.
+    """Read config.json.
 
     Raises:
-        FileNotFoundError: There is none.
-        ValueError: It is no JSON object.
+        FileNotFoundError: The folder has no config.json.
+        ValueError: The file is not a JSON object.
     """
     path = folder / CONFIG
     if not path.is_file():
@@ -51,15 +49,15 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_weights(folder: Path) -> dict[str, LazyTensor]:
-    """The tensors of all files, by name. Only headers are read.
+    """Return the tensors of all files, by name. Only headers are read.
 
     Raises:
-        FileNotFoundError: There is no safetensors file, or one that the index names is missing.
-        ValueError: A file is damaged, or does not hold what the index says.
+        FileNotFoundError: There is no safetensors file, or the index names one that is missing.
+        ValueError: A file is damaged or contradicts the index.
     """
     if not (folder / INDEX).is_file():
         if not (folder / SINGLE).is_file():
-            raise FileNotFoundError(f"{folder}: expected {SINGLE} or {INDEX}; other formats of weights are not read.")
+            raise FileNotFoundError(f"{folder}: expected {SINGLE} or {INDEX}; other formats are not supported.")
         return read_tensors(folder / SINGLE)
     index = _json_object(folder / INDEX).get("weight_map")
     if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
@@ -70,7 +68,7 @@ def read_weights(folder: Path) -> dict[str, LazyTensor]:
             raise FileNotFoundError(f"{folder / INDEX}: expected a file of this folder; got {file!r}.")
         found = read_tensors(folder / file)
         if wrong := {name for name, place in index.items() if place == file} ^ set(found):
-            raise ValueError(f"{folder / file}: holds other tensors than the index says, such as {min(wrong)}.")
+            raise ValueError(f"{folder / file}: file and index disagree about tensors such as {min(wrong)}.")
         tensors |= found
     return tensors
 
@@ -83,30 +81,30 @@ def _json_object(path: Path) -> dict[str, Any]:
 
 
 def identity(folder: Path) -> str:
-    """Changes whenever a file of a folder does."""
+    """Return a text that changes whenever a file of a folder does."""
     files = ((path, path.stat()) for path in sorted(folder.glob("*")) if path.is_file())
     return json.dumps([(path.name, status.st_size, status.st_mtime_ns) for path, status in files])
 
 
 def companions(folder: Path) -> list[Path]:
-    """Files beside the weights that go wherever the model goes: tokenizer, chat template, settings of generation."""
+    """Return the files to copy along with the weights: tokenizer, chat template, generation settings."""
     return sorted({path for pattern in _COMPANIONS for path in folder.glob(pattern) if path.is_file()})
 
 
 @dataclass(frozen=True)
 class FolderWriter:
-    """Writes a folder into ``<path>.partial``, which becomes ``path`` when it is whole.
+    """Writes a folder into ``<path>.partial``, and renames it to ``path`` once it is complete.
 
-    Several processes may share the work, file by file. One that was killed goes on where it stopped: files that are
-    whole stay, if sizes, names and ``source`` are the same as before.
+    Several processes can share the work, file by file. A killed process that is started again resumes: complete files
+    are kept, provided that names, sizes and ``source`` are the same as before.
 
     Attributes:
         path: The folder. It must not exist yet.
-        source: What is converted and how, as text; another one makes the writer start afresh.
-        largest_file: Bytes of tensors in a file, unless a single tensor has more.
+        source: Identifies the converted data and the settings. If it differs, everything is written again.
+        largest_file: Most bytes of tensors per file, except for single tensors that are larger.
         process: Number of this process, from 0.
-        processes: How many share the work.
-        block: Bytes that are held at a time.
+        processes: Number of processes that share the work.
+        block: Largest number of bytes to hold in memory.
     """
 
     path: Path
@@ -118,7 +116,7 @@ class FolderWriter:
 
     @property
     def partial(self) -> Path:
-        """The folder while it is written."""
+        """The folder's path until it is complete."""
         return self.path.with_name(self.path.name + ".partial")
 
     def write(
@@ -128,24 +126,24 @@ class FolderWriter:
         files: list[Path],
         progress: Callable[[int], None] = lambda count: None,
     ) -> None:
-        """Write everything, or this process's part of it. Process 0 returns when the folder is whole.
+        """Write this process's share of the folder. Process 0 returns when the folder is complete.
 
         Args:
-            tensors: By name, in the order that they are to be in.
-            config: For config.json.
-            files: To copy.
-            progress: Called with numbers of bytes of tensors that are written, or were by an earlier run.
+            tensors: By name, in the order in which to store them.
+            config: Contents of config.json.
+            files: Files to copy.
+            progress: Called with the number of tensor bytes that have been written, now or by an earlier run.
 
         Raises:
-            FileExistsError: The folder is there already.
-            RuntimeError: Another process has stopped.
+            FileExistsError: The folder already exists.
+            RuntimeError: Another process makes no progress.
         """
         shards = divide(tensors, self.largest_file)
         mine = [name for number, name in enumerate(shards) if number % self.processes == self.process]
         if self.process and (not mine or self.path.exists()):
             return
         if self.path.exists():
-            raise FileExistsError(f"{self.path}: is there already; nothing is overwritten.")
+            raise FileExistsError(f"{self.path}: already exists; nothing is overwritten.")
         self._begin({file: [_signature(name, tensors[name]) for name in names] for file, names in shards.items()})
         for file in mine:
             target = self.partial / file
@@ -160,7 +158,7 @@ class FolderWriter:
             self._finish(shards, config, files, sum(tensor.nbytes for tensor in tensors.values()))
 
     def _begin(self, content: Mapping[str, list[str]]) -> None:
-        """Process 0 makes the folder, or empties one of another conversion; the others wait for its plan."""
+        """Let process 0 create the folder, or empty one of another conversion; the others wait for its plan."""
         plan = hashlib.sha256(json.dumps([self.source, content]).encode()).hexdigest()
         path = self.partial / _PLAN
         if self.process:
@@ -171,22 +169,13 @@ class FolderWriter:
             write_file(path, plan.encode())
 
     def _wait(self, done: Callable[[], bool]) -> None:
-        last, since = -1, time.monotonic()
-        while not done():
-            if (written := self._written()) != last:
-                last, since = written, time.monotonic()
-            elif time.monotonic() - since > _SECONDS_WITHOUT_PROGRESS:
-                raise RuntimeError(
-                    f"{self.partial}: another of {self.processes} processes has written nothing for "
-                    f"{_SECONDS_WITHOUT_PROGRESS:.0f} s; start the command again to go on."
-                )
-            time.sleep(0.05)
+        wait_until(done, self._written, lambda: f"{self.partial}: another of {self.processes} processes")
 
     def _written(self) -> int:
-        """Bytes of all files so far; files that vanish meanwhile were renamed."""
+        """Bytes in all files so far."""
         total = 0
         for path in self.partial.glob("*"):
-            with suppress(FileNotFoundError):
+            with suppress(FileNotFoundError):  # renamed meanwhile
                 total += path.stat().st_size
         return total
 
@@ -206,11 +195,11 @@ class FolderWriter:
 
 
 def divide(tensors: Mapping[str, LazyTensor], largest: int) -> dict[str, list[str]]:
-    """Which file holds which tensors, in order.
+    """Distribute tensors over files, in order: the names of the tensors by the name of their file.
 
     Args:
         tensors: By name.
-        largest: Bytes of a file.
+        largest: Most bytes of tensors per file, except for single tensors that are larger.
     """
     groups: list[list[str]] = [[]]
     size = 0

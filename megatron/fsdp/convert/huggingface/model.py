@@ -1,4 +1,4 @@
-"""What a model is, in words of its own, into which Hugging Face's configuration and Megatron's arguments are put."""
+"""A description of a model that Hugging Face's configuration and Megatron's arguments are both converted to."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -10,11 +10,11 @@ class Sizes:
     """Sizes of the whole model.
 
     Attributes:
-        layers: Number of layers of the decoder.
-        hidden: Size of the residual stream.
-        ffn: Size inside a dense MLP.
+        layers: Number of decoder layers.
+        hidden: Hidden size.
+        ffn: Intermediate size of a dense MLP.
         vocabulary: Number of tokens, without padding.
-        positions: The longest sequence that it is made for, in tokens.
+        positions: Length of the longest supported sequence, in tokens.
     """
 
     layers: int
@@ -29,11 +29,11 @@ class Latent:
     """Sizes of multi-latent attention.
 
     Attributes:
-        query_rank: Of the compressed queries; None if queries are projected at once.
-        key_value_rank: Of the compressed keys and values.
-        plain: Of the part of a query or key head that knows no position.
-        rotary: Of the part that does.
-        value: Of a head of values.
+        query_rank: Rank of the compressed queries; None if queries are not compressed.
+        key_value_rank: Rank of the compressed keys and values.
+        plain: Size of the part of a query or key head without position embedding.
+        rotary: Size of the part with rotary position embedding.
+        value: Size of a value head.
     """
 
     query_rank: int | None
@@ -48,12 +48,12 @@ class Attention:
     """Attention of every layer.
 
     Attributes:
-        heads: Heads of queries.
-        groups: Heads of keys and values.
-        head_size: Of one head; of queries and keys if ``latent`` is set.
-        bias: All linear layers, of attention and of dense MLPs, have biases.
-        norm: Queries and keys are normalized per head.
-        latent: Set for multi-latent attention, in which case ``groups`` is ``heads``.
+        heads: Number of query heads.
+        groups: Number of key and value heads.
+        head_size: Size of a head; with ``latent``, size of a query or key head.
+        bias: Whether all linear layers, of attention and of dense MLPs, have biases.
+        norm: Whether queries and keys are normalized per head.
+        latent: Set for multi-latent attention, where ``groups`` equals ``heads``.
     """
 
     heads: int
@@ -66,17 +66,17 @@ class Attention:
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embeddings; non-interleaved halves, except in multi-latent attention.
+    """Rotary position embeddings: non-interleaved halves, or interleaved pairs with multi-latent attention.
 
     Attributes:
-        base: Of the frequencies.
+        base: Base of the frequencies.
         kind: ``default``, ``llama3`` or ``yarn``.
-        factor: How many times longer than ``original`` sequences may be.
-        original: Length of sequences before that, in tokens.
-        beta_fast: Of ``yarn``: rotations within ``original`` above which a frequency stays.
-        beta_slow: Of ``yarn``: rotations below which a frequency is divided by ``factor``.
-        mscale: Of ``yarn``: weight of the logarithm of ``factor`` in the size of rotated queries and keys.
-        mscale_all: Of ``yarn``: the same for the scale of all attention scores, by which the former is divided.
+        factor: Ratio of the extended sequence length to ``original``.
+        original: Sequence length before the extension, in tokens.
+        beta_fast: For ``yarn``: frequencies with more rotations than this within ``original`` are kept.
+        beta_slow: For ``yarn``: frequencies with fewer rotations than this are divided by ``factor``.
+        mscale: For ``yarn``: weight of the logarithm of ``factor`` in the scale of rotated queries and keys.
+        mscale_all: For ``yarn``: likewise for the scale of all attention scores, which divides the former.
     """
 
     base: float
@@ -91,15 +91,15 @@ class Rope:
 
 @dataclass(frozen=True)
 class Router:
-    """How tokens find their experts.
+    """How tokens are routed to experts.
 
     Attributes:
         chosen: Experts per token.
-        score: ``softmax`` or ``sigmoid``.
-        normalized: Weights of the chosen experts sum to one before scaling.
-        scale: What they are multiplied with.
-        groups: Experts are chosen from ``chosen_groups`` out of as many groups; 1 if there are none.
-        chosen_groups: See ``groups``.
+        score: Score function: ``softmax`` or ``sigmoid``.
+        normalized: Whether the weights of the chosen experts sum to one before scaling.
+        scale: Factor on the weights of the chosen experts.
+        groups: Number of groups of experts; 1 without group-limited routing.
+        chosen_groups: Number of groups that a token's experts are chosen from.
     """
 
     chosen: int
@@ -115,11 +115,11 @@ class Experts:
     """Mixture of experts.
 
     Attributes:
-        count: Experts of a layer.
-        ffn: Size inside one.
-        shared_ffn: Size inside the expert that sees all tokens; 0 without one.
-        layers: For every layer of the decoder, whether it has experts in place of a dense MLP.
-        router: How tokens find them.
+        count: Experts per layer.
+        ffn: Intermediate size of an expert.
+        shared_ffn: Intermediate size of the shared expert; 0 without one.
+        layers: For every decoder layer, whether it has experts instead of a dense MLP.
+        router: How tokens are routed to experts.
     """
 
     count: int
@@ -131,17 +131,17 @@ class Experts:
 
 @dataclass(frozen=True)
 class Model:
-    """A decoder-only language model: RMSNorm before every block, gated SiLU MLPs, rotary positions.
+    """A decoder-only language model: RMSNorm before every block, gated SiLU MLPs, rotary position embeddings.
 
     Attributes:
         architecture: Hugging Face's ``model_type``.
-        sizes: Of the whole.
-        attention: Of every layer.
-        rope: Positions.
+        sizes: Sizes of the whole model.
+        attention: Attention of every layer.
+        rope: Rotary position embeddings.
         experts: None if all MLPs are dense.
-        epsilon: Of all norms.
-        tied: The output layer is the embedding.
-        mtp_layers: Additional layers that predict further tokens.
+        epsilon: Epsilon of all norms.
+        tied: Whether the output layer shares the embedding's weight.
+        mtp_layers: Number of multi-token prediction layers.
     """
 
     architecture: str
@@ -154,12 +154,12 @@ class Model:
     mtp_layers: int = 0
 
     def has_experts(self, layer: int) -> bool:
-        """Whether a layer of the decoder has experts. Layers for further tokens are like the last one."""
+        """Whether a layer has experts. Multi-token prediction layers, which follow the decoder's, are like its last."""
         return self.experts is not None and self.experts.layers[min(layer, self.sizes.layers - 1)]
 
     @property
     def features(self) -> frozenset[str]:
-        """What decides which tensors there are, by the words that the tables of names use."""
+        """Properties that decide which tensors exist, as the words in ``Entry.when`` of the name tables."""
         latent, attention = self.attention.latent, self.attention
         present = {
             "output": not self.tied,
@@ -171,9 +171,35 @@ class Model:
         }
         return frozenset(word for word, is_present in present.items() if is_present)
 
+    @property
+    def dimensions(self) -> dict[str, int]:
+        """Sizes of the dimensions of tensors, by the words in ``Entry.shape`` of the name tables."""
+        sizes, attention = self.sizes, self.attention
+        found = {
+            "vocabulary": sizes.vocabulary,
+            "hidden": sizes.hidden,
+            "both": 2 * sizes.hidden,
+            "ffn": sizes.ffn,
+            "head": attention.head_size,
+            "queries": attention.heads * attention.head_size,
+            "keys": attention.groups * attention.head_size,
+            "attended": attention.heads * attention.head_size,
+        }
+        if (latent := attention.latent) is not None:
+            found |= {
+                "attended": attention.heads * latent.value,
+                "key_value_rank": latent.key_value_rank,
+                "compressed": latent.key_value_rank + latent.rotary,
+                "expanded": attention.heads * (latent.plain + latent.value),
+                "query_rank": latent.query_rank or 0,
+            }
+        if (experts := self.experts) is not None:
+            found |= {"experts": experts.count, "expert": experts.ffn, "shared": experts.shared_ffn}
+        return found
+
 
 def differences(first: Model, second: Model) -> list[str]:
-    """Where two models differ in what their tensors compute, one line each: ``name: value, value``."""
+    """List the settings in which two models differ, each as ``name: value, value``."""
     lines: list[str] = []
     _compare("", dataclasses.asdict(first), dataclasses.asdict(second), lines)
     return lines

@@ -1,4 +1,4 @@
-"""How the tensors of one entry of a table become those of the other side. Each rule has its inverse beside it."""
+"""Rules that convert the tensors of a name table's entry between Hugging Face's and Megatron's layouts."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -8,14 +8,12 @@ import torch
 from megatron.fsdp.checkpoint.lazy import Box, LazyTensor, cat
 from megatron.fsdp.convert.huggingface.model import Model
 
-Parts = Sequence[LazyTensor]
-
 
 class Context(NamedTuple):
-    """What rules need to know.
+    """The model that a rule is applied to.
 
     Attributes:
-        model: The model.
+        model: Its description.
         padded_vocabulary: Rows of Megatron's embedding.
     """
 
@@ -24,58 +22,54 @@ class Context(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """A way and its way back. Both raise ValueError for tensors whose shape is not the model's.
+    """A conversion and its inverse. Both raise ValueError for tensors whose shape contradicts the model.
 
     Attributes:
-        to_megatron: From the tensors of an entry's Hugging Face names to those of its Megatron names.
-        to_huggingface: The other way.
+        to_megatron: Converts the tensors of an entry's Hugging Face names to its one Megatron tensor.
+        to_huggingface: The inverse.
     """
 
-    to_megatron: Callable[[Parts, Context], list[LazyTensor]]
-    to_huggingface: Callable[[Parts, Context], list[LazyTensor]]
+    to_megatron: Callable[[Sequence[LazyTensor], Context], LazyTensor]
+    to_huggingface: Callable[[LazyTensor, Context], list[LazyTensor]]
 
 
-def _same(parts: Parts, context: Context) -> list[LazyTensor]:
-    return list(parts)
-
-
-def _fuse_qkv(parts: Parts, context: Context) -> list[LazyTensor]:
-    """Query, key and value rows, each by head, to rows by group: its query heads, its key head, its value head."""
+def _fuse_qkv(parts: Sequence[LazyTensor], context: Context) -> LazyTensor:
+    """Interleave query, key and value rows by group: the group's query heads, its key head, its value head."""
     attention = context.model.attention
     per_group = attention.heads // attention.groups * attention.head_size
     rows = (attention.heads * attention.head_size, *(attention.groups * attention.head_size,) * 2)
     for part, expected in zip(parts, rows, strict=True):
         _expect_rows(part, expected)
     query, key, value = parts
-    pieces: list[LazyTensor] = []
+    rows_by_group: list[LazyTensor] = []
     for group in range(attention.groups):
-        pieces.append(query.narrow(0, group * per_group, per_group))
-        pieces += [part.narrow(0, group * attention.head_size, attention.head_size) for part in (key, value)]
-    return [cat(pieces)]
+        rows_by_group.append(query.narrow(0, group * per_group, per_group))
+        rows_by_group += [part.narrow(0, group * attention.head_size, attention.head_size) for part in (key, value)]
+    return cat(rows_by_group)
 
 
-def _split_qkv(parts: Parts, context: Context) -> list[LazyTensor]:
+def _split_qkv(fused: LazyTensor, context: Context) -> list[LazyTensor]:
     attention = context.model.attention
     size = attention.head_size
     per_group = attention.heads // attention.groups * size
     stride = per_group + 2 * size
-    _expect_rows(parts[0], attention.groups * stride)
-    found = []
-    for start, length in ((0, per_group), (per_group, size), (per_group + size, size)):
-        found.append(cat([parts[0].narrow(0, group * stride + start, length) for group in range(attention.groups)]))
-    return found
+    _expect_rows(fused, attention.groups * stride)
+    return [
+        cat([fused.narrow(0, group * stride + start, length) for group in range(attention.groups)])
+        for start, length in ((0, per_group), (per_group, size), (per_group + size, size))
+    ]
 
 
-def _pad_vocabulary(parts: Parts, context: Context) -> list[LazyTensor]:
-    """Zero rows at the end, for tokens that do not exist."""
-    tensor, vocabulary = parts[0], context.model.sizes.vocabulary
+def _pad_vocabulary(parts: Sequence[LazyTensor], context: Context) -> LazyTensor:
+    """Append zero rows up to the padded vocabulary."""
+    (tensor,), vocabulary = parts, context.model.sizes.vocabulary
     _expect_rows(tensor, vocabulary)
     missing = context.padded_vocabulary - vocabulary
-    return [cat([tensor, zeros((missing, *tensor.shape[1:]), tensor.dtype)]) if missing else tensor]
+    return cat([tensor, zeros((missing, *tensor.shape[1:]), tensor.dtype)]) if missing else tensor
 
 
-def _cut_vocabulary(parts: Parts, context: Context) -> list[LazyTensor]:
-    tensor, vocabulary = parts[0], context.model.sizes.vocabulary
+def _cut_vocabulary(tensor: LazyTensor, context: Context) -> list[LazyTensor]:
+    vocabulary = context.model.sizes.vocabulary
     if tensor.shape[0] < vocabulary:
         raise ValueError(f"expected at least {vocabulary} rows, one for each token; got {tensor.shape[0]}")
     return [tensor.narrow(0, 0, vocabulary)]
@@ -87,33 +81,34 @@ def _expect_rows(tensor: LazyTensor, rows: int) -> None:
 
 
 RULES = {
-    "same": Rule(_same, _same),
+    "same": Rule(lambda parts, context: parts[0], lambda tensor, context: [tensor]),
     "qkv": Rule(_fuse_qkv, _split_qkv),
     "vocabulary": Rule(_pad_vocabulary, _cut_vocabulary),
 }
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> LazyTensor:
-    """Zeros that take no memory before they are read."""
+    """A lazy tensor of zeros."""
     return LazyTensor(shape, dtype, lambda box: torch.zeros(box.sizes, dtype=dtype))
 
 
 def dequantized(tensor: LazyTensor, scales: LazyTensor, block: tuple[int, int]) -> LazyTensor:
-    """A matrix of 8-bit floats with one scale for each block, as DeepSeek publishes its weights, in float32.
+    """Dequantize a matrix of 8-bit floats with one scale per block, as DeepSeek publishes its weights, to float32.
 
     Args:
         tensor: [rows, columns].
         scales: [row blocks, column blocks] of float32.
-        block: Rows and columns of a block; the last ones may be incomplete.
+        block: Rows and columns of a block. The last blocks may be incomplete.
 
     Raises:
-        ValueError: The shapes do not go together.
+        ValueError: The shapes contradict each other.
     """
     expected = tuple(-(-size // length) for size, length in zip(tensor.shape, block, strict=False))
     if len(tensor.shape) != 2 or scales.shape != expected:
         raise ValueError(f"expected scales of shape {expected} for blocks of {block}; got {scales.shape}")
 
     def read(box: Box) -> torch.Tensor:
+        # Read the scales of the blocks that the box overlaps with, repeat them, and cut off what is outside of the box.
         first = tuple(o // b for o, b in zip(box.offsets, block, strict=True))
         sizes = tuple(-(-(o + n) // b) - f for o, n, b, f in zip(box.offsets, box.sizes, block, first, strict=True))
         part = scales.read(Box(first, sizes)).to(torch.float32)

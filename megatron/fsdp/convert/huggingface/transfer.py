@@ -1,4 +1,4 @@
-"""Whole models from Megatron checkpoints to Hugging Face folders and back: what is to be done, then doing it."""
+"""Converts whole models between Megatron checkpoints and Hugging Face folders: first a plan, then its execution."""
 
 import argparse
 import dataclasses
@@ -26,15 +26,15 @@ _CHECKPOINT_VERSION = 3.0
 
 @dataclass(frozen=True)
 class Export:
-    """A Hugging Face folder that can be written. Nothing but headers has been read for it.
+    """A Hugging Face folder to write. Only metadata has been read for it.
 
     Attributes:
         tensors: By Hugging Face name, in order.
-        config: For config.json.
-        files: To copy beside.
-        model: What it is.
-        notes: What the user should know.
-        source: What it is made of.
+        config: Contents of config.json.
+        files: Files to copy.
+        model: Description of the model.
+        notes: Remarks for the user.
+        source: Identifies the checkpoint that it is made from.
     """
 
     tensors: Tensors
@@ -53,18 +53,18 @@ class Export:
 def prepare_export(
     state: TrainingState, dtype: torch.dtype | None, original: Path | None = None, vocabulary: int | None = None
 ) -> Export:
-    """Find out whether a checkpoint can become a Hugging Face folder, and how.
+    """Plan the conversion of a checkpoint to a Hugging Face folder.
 
     Args:
         state: The checkpoint.
-        dtype: Of the weights; None: as they are.
-        original: A folder of a Hugging Face model with the same architecture and sizes, whose config.json, tokenizer
-            and so on go with the weights. None: config.json is made from the checkpoint's arguments.
-        vocabulary: Number of tokens without padding, if neither the folder nor the arguments know it.
+        dtype: Of the weights; None keeps their dtypes.
+        original: Folder of a Hugging Face model with the same architecture and sizes, whose config.json and tokenizer
+            files are copied. None: config.json is made from the checkpoint's arguments.
+        vocabulary: Number of tokens without padding, if neither ``original`` nor the arguments contain it.
 
     Raises:
-        NotImplementedError: No architecture computes what the arguments ask for.
-        ValueError: Names or shapes do not fit, or the original is another model.
+        NotImplementedError: No architecture supports what the arguments require.
+        ValueError: Names or shapes do not match, or ``original`` is another model.
     """
     config = read_config(original) if original is not None else {}
     wanted = from_config(config) if config else None
@@ -77,7 +77,7 @@ def prepare_export(
     if wanted is None:
         config = to_config(exported.model, found)
     else:
-        # The weights are neither quantized nor of the original's dtype any more.
+        # The original may be quantized or of another dtype; the exported weights are not.
         config = {k: v for k, v in config.items() if k not in ("quantization_config", "dtype")}
         config["torch_dtype"] = str(found).removeprefix("torch.")
         if exported.model.mtp_layers != model.mtp_layers:
@@ -87,13 +87,13 @@ def prepare_export(
 
 
 def _require_same(wanted: Model, model: Model) -> None:
-    # How long sequences may be is no property of the weights, and layers that are missing are noted elsewhere.
+    # The sequence length does not affect the weights, and missing prediction layers have a note of their own.
     alike = dataclasses.replace(
         model, sizes=dataclasses.replace(model.sizes, positions=wanted.sizes.positions), mtp_layers=wanted.mtp_layers
     )
     if found := differences(wanted, alike):
         lines = "\n  ".join(found)
-        raise ValueError(f"The original's config.json and the checkpoint's args differ (config.json, args):\n  {lines}")
+        raise ValueError(f"config.json of the original and args of the checkpoint differ (config, args):\n  {lines}")
 
 
 def export(
@@ -103,17 +103,17 @@ def export(
     options: WriteOptions,
     progress: Callable[[int], None] = lambda count: None,
 ) -> None:
-    """Write the folder, or this process's part of it.
+    """Write the folder, or this process's share of it.
 
     Args:
         plan: From :func:`prepare_export`.
-        path: The folder to be.
-        largest_file: Bytes of tensors in one file.
-        options: Processes that share the work, and bytes that are held at a time.
-        progress: Called with numbers of bytes that are written.
+        path: The folder to create.
+        largest_file: Most bytes of tensors per file.
+        options: How processes share the work, and how many bytes each holds in memory.
+        progress: Called with the number of bytes after each write.
 
     Raises:
-        FileExistsError: It is there already.
+        FileExistsError: The folder already exists.
     """
     writer = FolderWriter(path, plan.source, largest_file, options.process, options.processes, options.block)
     writer.write(plan.tensors, plan.config, plan.files, progress)
@@ -121,14 +121,14 @@ def export(
 
 @dataclass(frozen=True)
 class ImportOptions:
-    """How a Hugging Face model becomes a checkpoint.
+    """Options for converting a Hugging Face model to a checkpoint.
 
     Attributes:
         format: ``fsdp_dtensor`` or ``torch_dist``.
-        layer_spec: ``local`` or ``transformer_engine``: whose layers are to load it.
-        vocabulary_multiple: The embedding gets so many rows, or a multiple.
-        dtype: Of the weights; None: as they are.
-        write: Processes that share the work, and bytes that are held at a time.
+        layer_spec: ``local`` or ``transformer_engine``: the layers that will load the checkpoint.
+        vocabulary_multiple: The embedding's rows are padded to a multiple of this.
+        dtype: Of the weights; None keeps their dtypes.
+        write: How processes share the work, and how many bytes each holds in memory.
 
     Raises:
         ValueError: ``vocabulary_multiple`` is below 1.
@@ -147,12 +147,12 @@ class ImportOptions:
 
 @dataclass(frozen=True)
 class Import:
-    """A checkpoint that can be written. Nothing but headers has been read for it.
+    """A checkpoint to write. Only metadata has been read for it.
 
     Attributes:
-        state: What it holds.
-        model: What it is.
-        notes: What the user should know.
+        state: Contents of the checkpoint.
+        model: Description of the model.
+        notes: Remarks for the user.
     """
 
     state: TrainingState
@@ -171,16 +171,16 @@ class Import:
 
 
 def prepare_import(folder: Path, options: ImportOptions) -> Import:
-    """Find out whether a Hugging Face folder can become a checkpoint, and how.
+    """Plan the conversion of a Hugging Face folder to a checkpoint.
 
     Args:
-        folder: With config.json and safetensors files.
-        options: How.
+        folder: Holds config.json and safetensors files.
+        options: Of the conversion.
 
     Raises:
-        FileNotFoundError: The folder is no such one.
-        NotImplementedError: Megatron-Core's GPT, or its training script, does not know what config.json asks for.
-        ValueError: Names or shapes do not fit, or a file is damaged.
+        FileNotFoundError: The folder lacks config.json or the weights.
+        NotImplementedError: Megatron-Core's GPT or its training script does not support what config.json requires.
+        ValueError: Names or shapes do not match, or a file is damaged.
     """
     config = read_config(folder)
     model = from_config(config)
@@ -204,16 +204,16 @@ def prepare_import(folder: Path, options: ImportOptions) -> Import:
 
 
 def import_(plan: Import, path: Path, options: ImportOptions, progress: Callable[[int], None]) -> None:
-    """Write the checkpoint, or this process's part of it, for ``--load path``, and the arguments beside it.
+    """Write the checkpoint, or this process's share of it, and a script with its arguments.
 
     Args:
         plan: From :func:`prepare_import`.
-        path: The folder to be given to ``--load``. The checkpoint becomes ``release`` in it.
+        path: The folder for ``--load``, which will hold the checkpoint as ``release``.
         options: The same as for the plan.
-        progress: Called with numbers of bytes that are written.
+        progress: Called with the number of bytes after each write.
 
     Raises:
-        FileExistsError: It is there already.
+        FileExistsError: The checkpoint already exists.
     """
     write_state(plan.state, path / RELEASE, options.format, options.write, progress)
     if options.write.process == 0:

@@ -11,12 +11,13 @@ import re
 from megatron.fsdp.checkpoint import lazy
 from megatron.fsdp.checkpoint.lazy import LazyTensor
 from megatron.fsdp.checkpoint.reader import CheckpointReader
-from megatron.fsdp.convert.canonical import Tensors, is_buffer, unsplit
+from megatron.fsdp.convert.canonical import Tensors, is_buffer
 from megatron.fsdp.convert.groups import is_expert
 from megatron.fsdp.convert.rewrites import TORCH_DIST, Facts, to_canonical
 from megatron.fsdp.convert.torch_dist import order
 from megatron.fsdp.convert.torch_dist.flat import unflatten
 from megatron.fsdp.convert.torch_dist.stages import Atom, Buffer, Homes, Parallelism, Parameter, Ranks, find_homes
+from megatron.fsdp.naming.names import without_half
 
 _KEY = re.compile(
     r"^(?:chained_(?P<chain>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<rank>\d+)\.gbuf_idx_(?P<buffer>\d+)"
@@ -132,8 +133,8 @@ def _parameters(reader: CheckpointReader, model: Tensors, facts: Facts, ranks: P
             if is_buffer(name):
                 continue
             cut = _cut(name, part.shape, sizes[len(sizes) - len(part.shape) :], shared)
-            atoms.setdefault(unsplit(name), []).append(Atom(name, part.shape, cut))
-            dtypes[unsplit(name)] = str(part.dtype).removeprefix("torch.")
+            atoms.setdefault(without_half(name), []).append(Atom(name, part.shape, cut))
+            dtypes[without_half(name)] = str(part.dtype).removeprefix("torch.")
     # Of a gated layer's halves, the gate (_w) comes first.
     found = [Parameter(name, dtypes[name], tuple(sorted(parts, reverse=True))) for name, parts in atoms.items()]
     return sorted(found, key=lambda parameter: order.place(parameter.name))

@@ -8,19 +8,11 @@ from typing import Any
 
 from megatron.fsdp.checkpoint.reader import CheckpointReader
 from megatron.fsdp.checkpoint.safe_pickle import UnsafePickle
-from megatron.fsdp.convert.canonical import Tensors, unsplit
+from megatron.fsdp.convert.canonical import Tensors
 from megatron.fsdp.convert.options import ReadOptions
-from megatron.fsdp.convert.rewrites import (
-    TORCH_DIST,
-    Facts,
-    gated_parameters,
-    layered,
-    to_canonical,
-)
+from megatron.fsdp.convert.rewrites import TORCH_DIST, Facts, gated_parameters, to_canonical
+from megatron.fsdp.naming.names import STORED, Name
 
-_STACKED = re.compile(r"^((?:.*\.)?layers\.)(?!\d+\.)")
-_EXPERT = re.compile(r"\.experts\.experts\.")
-_SINGLE_EXPERT = re.compile(r"\.experts\.experts\.\d+\.")
 _NORM = re.compile(r"^(.*layers\.(?:\d+\.)?)(?:self_attention\.linear_qkv|mlp\.linear_fc1)\.layer_norm_weight$")
 _LINEAR_STATE = re.compile(r"layers\..*linear_(?:qkv|proj|fc1|fc2)\._extra_state/shard_")
 
@@ -37,14 +29,15 @@ def read_facts(reader: CheckpointReader, model: Tensors, args: argparse.Namespac
     Raises:
         ValueError: The checkpoint does not tell what the names depend on, or contradicts the options.
     """
-    local = _is_local(reader, model, args, options)
-    grouped = _is_grouped(model, args, options, local)
+    names = [Name.parse(key) for key in model]
+    experts = [name for name in names if name.style == STORED]
+    local = _is_local(reader, model, args, options, bool(experts))
     facts = Facts(
-        stacked=frozenset(match[1] for match in map(_STACKED.match, model) if match),
+        stacked=frozenset(name.block for name in names if name.block and not name.layer),
         separate_norms=bool(local),
-        grouped_experts=grouped,
-        single_experts=any(_SINGLE_EXPERT.search(key) for key in model),
-        stored_halves=any(unsplit(key) != key for key in model),
+        grouped_experts=bool(experts) and _is_grouped(args, options, local),
+        single_experts=any(name.expert for name in experts),
+        stored_halves=any(name.half for name in names),
     )
     gated = gated_parameters(to_canonical(model, TORCH_DIST, facts))
     return replace(facts, gated=checked_gates(gated, args, options))
@@ -76,10 +69,12 @@ def checked_gates(gated: frozenset[str], args: argparse.Namespace, options: Read
     return found
 
 
-def _is_local(reader: CheckpointReader, model: Tensors, args: argparse.Namespace, options: ReadOptions) -> bool | None:
+def _is_local(
+    reader: CheckpointReader, model: Tensors, args: argparse.Namespace, options: ReadOptions, experts: bool
+) -> bool | None:
     """Whether layers are Megatron's own and not Transformer Engine's; None if no name depends on it."""
     norms = [match[1] for match in map(_NORM.match, model) if match]
-    if not norms and not any(_EXPERT.search(key) for key in model):
+    if not norms and not experts:
         return None
     # A norm of a linear layer that is not there is a module of its own: Transformer Engine would not name it so.
     shown = any(
@@ -129,10 +124,8 @@ def _is_none(reader: CheckpointReader, key: str) -> bool:
         return False
 
 
-def _is_grouped(model: Tensors, args: argparse.Namespace, options: ReadOptions, local: bool | None) -> bool:
+def _is_grouped(args: argparse.Namespace, options: ReadOptions, local: bool | None) -> bool:
     """Whether a layer's experts are one grouped module."""
-    if not any(_EXPERT.search(key) for key in model):
-        return False
     if getattr(args, "moe_use_legacy_grouped_gemm", False):
         raise NotImplementedError("experts of --moe-use-legacy-grouped-gemm, which no present version of Megatron has.")
     found = False if local else getattr(args, "moe_grouped_gemm", None)
@@ -181,9 +174,10 @@ def _stackable(weights: Tensors, args: argparse.Namespace) -> frozenset[str]:
         return frozenset()
     shapes: dict[str, dict[str, dict[str, tuple[int, ...]]]] = {}
     for name, tensor in weights.items():
-        place = layered(name)
-        if place is not None:
-            shapes.setdefault(place.block, {}).setdefault(place.number, {})[place.rest] = tensor.shape
+        place = Name.parse(name)
+        if place.is_stackable:
+            rest = name.removeprefix(place.beginning)
+            shapes.setdefault(place.block, {}).setdefault(place.layer, {})[rest] = tensor.shape
     return frozenset(
         block
         for block, layers in shapes.items()
@@ -202,28 +196,25 @@ def _layers_may_differ(args: argparse.Namespace) -> bool:
     return any(getattr(args, name, None) for name in options)
 
 
-def _sections(weights: Tensors) -> dict[str, dict[str, int]]:
-    """The parts of the fused projections of state-space layers, in rows: their shapes tell all sizes."""
-    sections: dict[str, dict[str, int]] = {}
-    for name, tensor in weights.items():
-        if not name.endswith(".in_proj.weight") or f"{name[:-14]}A_log" not in weights:
-            continue
+def _sections(weights: Tensors) -> dict[str, tuple[int, ...]]:
+    """The rows of each part of the fused projections of state-space layers: the shapes tell all of them."""
+    sections: dict[str, tuple[int, ...]] = {}
+    for name in weights:
         layer = name.removesuffix("in_proj.weight")
-        heads, rows = weights[f"{layer}A_log"].shape[0], tensor.shape[0]
         convolutions = [f"{layer}conv1d{dot}{kind}" for dot in "._" for kind in ("weight", "bias")]
         found = [convolution for convolution in convolutions if convolution in weights]
-        if not found:
+        if layer == name or f"{layer}A_log" not in weights or not found:
             continue
-        channels = weights[found[0]].shape[0]
+        heads, rows, channels = (weights[key].shape[0] for key in (f"{layer}A_log", name, found[0]))
         if layer.endswith(".mixer."):
             inner = rows - channels - heads
             state = (channels - inner) // 2
-            sections[name] = {"z": inner, "x": inner, "B": state, "C": state, "dt": heads}
-            parts = {"x": inner, "B": state, "C": state}
+            convolution = (inner, state, state)
+            sections[name] = (inner, *convolution, heads)
         else:
             value = rows - channels - 2 * heads
             key = (channels - value) // 2
-            sections[name] = {"query": key, "key": key, "value": value, "z": value, "beta": heads, "alpha": heads}
-            parts = {"query": key, "key": key, "value": value}
-        sections |= {convolution: parts for convolution in found}
+            convolution = (key, key, value)
+            sections[name] = (*convolution, value, heads, heads)
+        sections |= dict.fromkeys(found, convolution)
     return sections

@@ -1,7 +1,8 @@
 """The order in which Megatron's models register their parameters; gradient buffers have them in reverse."""
 
-import re
 from typing import NamedTuple
+
+from megatron.fsdp.naming.names import LOCAL, Name
 
 # Modules of a transformer layer. A module stands before those that come after it; those of one layer never conflict.
 _LAYER = (
@@ -31,9 +32,6 @@ _EMBEDDING = ("word_embeddings", "position_embeddings", "tokentype_embeddings")
 # Parameters of one module. A shared expert's gate is its own, so it stands before its linear layers'.
 _PARAMETERS = ("softmax_offset", "gate_weight", "layer_norm_weight", "layer_norm_bias", "weight", "bias")
 _MLP = ("linear_fc1", "linear_fc2")
-
-_EXPERT = re.compile(r"local_experts\.(\d+)\.(linear_fc\d)\.(weight|bias)$")
-_GROUPED = re.compile(r"(linear_fc\d)\.(weight|bias)(\d+)$")
 
 
 class Place(NamedTuple):
@@ -89,9 +87,9 @@ def _in_layer(rest: str) -> tuple[int, ...]:
     for index, module in enumerate(_LAYER):
         if not rest.startswith(f"{module}."):
             continue
-        inside = rest.removeprefix(f"{module}.")
         if module == "mlp.experts":
-            return (index, *_in_experts(inside))
+            return (index, *_in_experts(Name.parse(rest)))
+        inside = rest.removeprefix(f"{module}.")
         *path, parameter = inside.split(".")
         if module == "mlp.shared_experts":
             # The module's own parameter comes before those of the modules in it.
@@ -101,14 +99,10 @@ def _in_layer(rest: str) -> tuple[int, ...]:
     raise ValueError(rest)
 
 
-def _in_experts(inside: str) -> tuple[int, ...]:
-    single = _EXPERT.fullmatch(inside)
-    if single is not None:
-        return (int(single[1]), _MLP.index(single[2]), *_parameter([single[3]]))
-    grouped = _GROUPED.fullmatch(inside)
-    if grouped is not None:
-        return (_MLP.index(grouped[1]), int(grouped[3]), *_parameter([grouped[2]]))
-    raise ValueError(inside)
+def _in_experts(name: Name) -> tuple[int, ...]:
+    linear, _, parameter = name.rest.partition(".")
+    first, expert = _MLP.index(linear), int(name.expert)
+    return (*((expert, first) if name.style == LOCAL else (first, expert)), *_parameter([parameter]))
 
 
 def expert_index(name: str) -> int:
@@ -117,7 +111,7 @@ def expert_index(name: str) -> int:
     Raises:
         ValueError: It is no expert's.
     """
-    match = re.search(r"\.local_experts\.(\d+)\.|\.experts\.linear_fc\d\.(?:weight|bias)(\d+)$", name)
-    if match is None:
+    expert = Name.parse(name).expert
+    if not expert:
         raise ValueError(f"expected the parameter of an expert; got {name}.")
-    return int(match[1] or match[2])
+    return int(expert)

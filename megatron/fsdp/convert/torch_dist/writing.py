@@ -13,7 +13,7 @@ from megatron.fsdp.checkpoint.writer import RawObject
 from megatron.fsdp.convert.canonical import Output, Tensors, TrainingState
 from megatron.fsdp.convert.groups import EXPERTS, Group, chains, is_expert
 from megatron.fsdp.convert.options import WriteOptions
-from megatron.fsdp.convert.rewrites import TORCH_DIST, Facts, from_canonical, has_separate_norms
+from megatron.fsdp.convert.rewrites import TORCH_DIST, Facts, from_canonical, layers_with_own_norms
 from megatron.fsdp.convert.torch_dist.facts import written_facts
 from megatron.fsdp.convert.torch_dist.reading import COMMON_KEYS, layout_and_format
 
@@ -22,7 +22,6 @@ _SHARDING_KEY = "distrib_optim_sharding_type"
 # Where the main weights are among the optimizer's states.
 _MAIN = "param"
 
-_NORM_NAME = "input_layernorm.weight"
 _LINEAR = re.compile(r"^(.*\.(?:linear_\w+|eh_proj))\.weight(?:_[wv])?$")
 _NORM = re.compile(r"^(.*layers\..*(?:layernorm|norm)|.*final_layernorm)\.weight$")
 
@@ -51,8 +50,7 @@ def lay_out(state: TrainingState, options: WriteOptions) -> Output:
     for kind, states in _by_kind(state).items():
         for key, tensor in from_canonical(states, TORCH_DIST, facts).items():
             tensors[f"optimizer.state.{kind}.{key}"] = tensor
-    layers = {name.removesuffix(_NORM_NAME) for name in state.weights if name.endswith(_NORM_NAME)}
-    own = any(has_separate_norms(state.weights, layer) for layer in layers)
+    own = bool(layers_with_own_norms(state.weights))
     earlier = kept.get("objects")
     objects = extra_states(stored, own) if earlier is None else {k: RawObject(data) for k, data in earlier.items()}
     objects |= _random_states(state.common.get("rng_state") or {})

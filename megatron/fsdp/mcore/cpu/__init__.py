@@ -4,38 +4,41 @@
 
     cpu.enable()  # before anything of megatron.core or megatron.training is imported
 
-Where CUDA is present, `enable()` changes nothing and returns False, so a script can call it unconditionally. What it
-changes otherwise is the table `CHANGES`, and which command-line arguments it adjusts is the table `ADJUSTMENTS`.
-Only Megatron's own modules see the changes; the engine, this adapter and the user's script have torch as it is.
+Where CUDA is present, ``enable()`` changes nothing and returns False, so a script can call it unconditionally. The
+tables ``CHANGES``, ``METHODS`` and ``MEGATRON`` list what it changes otherwise, and ``ADJUSTMENTS`` the command-line
+arguments that it sets. Only Megatron's modules see the changes to PyTorch. The engine, this adapter and the user's
+script do not.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 
 import torch
 
 from megatron.fsdp.mcore.cpu.arguments import ADJUSTMENTS, Adjustment
-from megatron.fsdp.mcore.cpu.changes import CHANGES, PACKAGES, Change, Scope
+from megatron.fsdp.mcore.cpu.changes import CHANGES, MEGATRON, METHODS, Change, Scope
 from megatron.fsdp.mcore.cpu.imports import MegatronFinder
+from megatron.fsdp.mcore.cpu.replacements import PACKAGES
 from megatron.fsdp.mcore.cpu.torch_view import is_within
 
-__all__ = ["ADJUSTMENTS", "Adjustment", "CHANGES", "Change", "Scope", "enable", "is_enabled"]
+__all__ = ["ADJUSTMENTS", "Adjustment", "CHANGES", "Change", "MEGATRON", "METHODS", "Scope", "enable", "is_enabled"]
 
 
 def is_enabled() -> bool:
-    """Tell whether Megatron's modules run on the CPU in this process."""
+    """Whether Megatron's modules run on the CPU in this process."""
     return any(isinstance(finder, MegatronFinder) for finder in sys.meta_path)
 
 
 def enable() -> bool:
-    """Let Megatron run on the CPU if there is no CUDA device. Calling it again is harmless.
+    """Make Megatron run on the CPU if there is no CUDA device. Calling it again is harmless.
 
     Returns:
         True if Megatron runs on the CPU, False if CUDA is present and nothing was changed.
 
     Raises:
-        RuntimeError: Megatron modules were imported before; what they took from torch cannot be taken back.
+        RuntimeError: Megatron modules have been imported before; they keep what they took from PyTorch.
     """
     if torch.cuda.is_available():
         return False
@@ -47,8 +50,10 @@ def enable() -> bool:
             "megatron.fsdp.mcore.cpu.enable(): expected to be called before any module of "
             f"{' or '.join(PACKAGES)} is imported; {imported[0]} and {len(imported) - 1} more are imported already."
         )
-    for change in CHANGES:
-        if change.scope is Scope.CALL:
-            change.apply()
-    sys.meta_path.insert(0, MegatronFinder(PACKAGES, CHANGES))
+    METHODS.install()
+    # The CPU's random numbers stand in for the GPU's, so this warning would appear in every forward.
+    warning = "CPU RNG state changed within GPU RNG context"
+    logging.getLogger("megatron.core.tensor_parallel.random").addFilter(lambda record: record.msg != warning)
+    # The rows of MEGATRON are installed as their modules are imported.
+    sys.meta_path.insert(0, MegatronFinder(PACKAGES, CHANGES, MEGATRON))
     return True

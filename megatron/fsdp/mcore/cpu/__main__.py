@@ -1,4 +1,4 @@
-"""Prints, as docs/cpu.md has it, what running Megatron on a CPU changes: `python -m megatron.fsdp.mcore.cpu`."""
+"""Prints the tables of docs/cpu.md: ``python -m megatron.fsdp.mcore.cpu``."""
 
 import itertools
 
@@ -6,8 +6,8 @@ from megatron.fsdp.mcore.cpu import ADJUSTMENTS, CHANGES
 
 
 def as_markdown() -> str:
-    """Both tables; names that are changed alike share a row."""
-    lines = ["| who | name | what stands there | why |", "|---|---|---|---|"]
+    """The tables of changes and adjustments. Names that are changed in the same way share a row."""
+    lines = ["| module | name | Megatron sees | why |", "|---|---|---|---|"]
     for (where, what, reason), rows in itertools.groupby(CHANGES, key=lambda row: (row.where, row.what, row.reason)):
         names = ", ".join(f"`{row.name}`" for row in rows)
         lines.append(f"| `{where}` | {names} | {what} | {reason} |")

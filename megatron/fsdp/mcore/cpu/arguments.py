@@ -1,8 +1,7 @@
-"""Megatron's command line on a CPU: arguments that need a GPU take the value that works, and say so."""
+"""Adjusts Megatron's command line for a CPU: arguments that need a GPU get a value that works, which is logged."""
 
 from __future__ import annotations
 
-import functools
 import logging
 from argparse import Namespace
 from collections.abc import Callable
@@ -15,12 +14,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Adjustment:
-    """One argument that cannot keep its GPU value.
+    """An argument whose value needs a GPU.
 
     Attributes:
-        argument: the attribute's name in Megatron's argument namespace.
-        value: what it becomes; for an enum, the member's name.
-        reason: why the GPU value cannot work, or why this one must replace it.
+        argument: The attribute's name in Megatron's argument namespace.
+        value: The value for a CPU; for an enum, the member's name.
+        reason: Why other values do not work.
     """
 
     argument: str
@@ -44,15 +43,15 @@ ADJUSTMENTS: tuple[Adjustment, ...] = (
     Adjustment("moe_permute_fusion", False, "the fused permutation is a CUDA kernel"),
     Adjustment("moe_router_fusion", False, "the fused router is a CUDA kernel"),
     Adjustment("cuda_graph_impl", "none", "CUDA graphs need CUDA"),
-    Adjustment("gradient_reduce_div_fusion", False, "only NCCL scales while it reduces"),
+    Adjustment("gradient_reduce_div_fusion", False, "only NCCL can scale during a reduction"),
     Adjustment("nccl_ub", False, "buffers are registered with NCCL"),
     Adjustment("fsdp_manual_registration", False, "buffers are registered with NCCL"),
-    Adjustment("num_workers", 0, "workers would take the cores that compute"),
+    Adjustment("num_workers", 0, "workers would use the cores that compute"),
 )
 
 
 def adjust(args: Namespace) -> list[Adjustment]:
-    """Give every argument of the table its CPU value and return the rows that changed something."""
+    """Give every argument in the table its value for a CPU. Return the rows that changed an argument."""
     changed = []
     for row in ADJUSTMENTS:
         current = getattr(args, row.argument)
@@ -65,12 +64,7 @@ def adjust(args: Namespace) -> list[Adjustment]:
     return changed
 
 
-def adjusting(validate_args: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap Megatron's argument validation, so that it judges the adjusted arguments."""
-
-    @functools.wraps(validate_args)
-    def validate_adjusted(args: Namespace, *rest: Any, **kwargs: Any) -> Any:
-        adjust(args)
-        return validate_args(args, *rest, **kwargs)
-
-    return validate_adjusted
+def validate_adjusted(original: Callable[..., Any], args: Namespace, *rest: Any, **kwargs: Any) -> Any:
+    """Adjust the arguments, then validate them."""
+    adjust(args)
+    return original(args, *rest, **kwargs)

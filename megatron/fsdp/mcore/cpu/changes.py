@@ -1,58 +1,48 @@
-"""The table of everything that running Megatron on a CPU changes, each row with its reason."""
+"""Tables of everything that running Megatron on a CPU changes, each row with its reason.
+
+``CHANGES`` are names that Megatron's modules see with other values. The names themselves keep their values.
+``METHODS`` and ``MEGATRON`` are names that are replaced.
+"""
 
 from __future__ import annotations
 
-import copy
-import functools
-import importlib.util
-import logging
-import pkgutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-
+from megatron.fsdp.helpers.patches import MEGATRON_CORE, TORCH, Kind, Patch, Patches
 from megatron.fsdp.mcore.cpu import cuda_stand_in as cuda
-from megatron.fsdp.mcore.cpu.arguments import adjusting
-from megatron.fsdp.mcore.cpu.attention import accepting_more, gathering_keys_and_values
 from megatron.fsdp.mcore.cpu.torch_view import (
-    called_from,
     creates_on_cpu,
     device_class,
     loader_class,
     mesh_class,
     takes_cpu_type,
-    takes_cpu_type_by_name,
     unchanged,
 )
 
-PACKAGES = ("megatron.core", "megatron.training")
-
 
 class Scope(Enum):
-    """Who sees a change."""
+    """When a module of megatron.core or megatron.training sees a change."""
 
-    VIEW = "modules of megatron.core and megatron.training, when they read this name of torch"
-    CALL = "modules of megatron.core and megatron.training, when they call this method"
-    MEGATRON = "everyone: the name belongs to Megatron"
-    HIDDEN = "modules of megatron.core and megatron.training, when they import this package"
-    ABSENT = "this module, when it imports this package and the package is not installed"
+    VIEW = "when it reads this name of PyTorch"
+    HIDDEN = "when it imports this package, which then seems not to be installed"
+    ABSENT = "when this one module imports this package and the package is not installed"
 
 
 @dataclass(frozen=True)
 class Change:
-    """One name that has another value on a CPU.
+    """A name that Megatron's modules see with another value.
 
     Attributes:
-        where: who has the name, as pkgutil.resolve_name takes it: "package.module" or "package.module:Class".
-        name: the name.
-        what: what stands there instead.
-        reason: why Megatron cannot run on a CPU with the original.
-        scope: who sees the change.
-        make: given the original, or None where there is none, returns what stands there instead.
+        where: The module that has the name; for ``ABSENT``, the module that imports the package.
+        name: The name, or the package's.
+        what: The value that Megatron sees, in words.
+        reason: Why Megatron cannot run on a CPU with the original value.
+        scope: When a module sees the change.
+        make: Given the original value, or None if there is none, returns the value that Megatron sees.
     """
 
     where: str
@@ -62,200 +52,62 @@ class Change:
     scope: Scope
     make: Callable[[Any], Any] = field(repr=False, compare=False)
 
-    def apply(self) -> None:
-        """Replace the name where it is. For scopes CALL and MEGATRON: the others leave the original alone."""
-        owner = pkgutil.resolve_name(self.where)
-        setattr(owner, self.name, self.make(getattr(owner, self.name)))
 
-
-def when_megatron_calls(replacement: Callable[..., Any]) -> Callable[[Any], Any]:
-    """Return a `make` for a method: calls from Megatron's modules get the replacement, all others the original.
-
-    The replacement is called with the original and the method's arguments.
-    """
-
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if called_from(PACKAGES):
-                return replacement(original, self, *args, **kwargs)
-            return original(self, *args, **kwargs)
-
-        return method
-
-    return make
-
-
-def itself(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stand in for a move to the GPU or to pinned memory: return the object where it is."""
-    return self
-
-
-def cuda_type(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stand in for Tensor.type(): name the type of the same tensor on a GPU. Conversions are the original's."""
-    if args or kwargs:
-        return original(self, *args, **kwargs)
-    return original(self).replace("torch.", "torch.cuda.", 1)
-
-
-def helpers_unless_missing(compile_helpers: Callable[[], None]) -> Callable[[], None]:
-    """Return a compile_helpers() that compiles only where the wheel brought no compiled helpers."""
-
-    def compile_if_missing() -> None:
-        if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
-            compile_helpers()
-
-    return compile_if_missing
-
-
-def on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Stand in for maybe_move_tensor_to_cpu(): the tensor is there already, only the conversion is left."""
-    return tensor.numpy() if as_numpy and hasattr(tensor, "numpy") else tensor
-
-
-def marking_sequence_parallel(new: Callable[..., torch.nn.Module]) -> staticmethod[..., torch.nn.Module]:
-    """Return a WrappedTorchNorm.__new__ that marks the parameters whose gradients tensor ranks have to add up."""
-
-    def new_marked(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        accepted = copy.copy(config)
-        accepted.sequence_parallel = False
-        norm = new(cls, accepted, *args, **kwargs)
-        for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        return norm
-
-    return staticmethod(new_marked)
-
-
-def without_rng_warning(tracker: type) -> type:
-    """Return the random state tracker as it is, its one warning muted."""
-    warning = "CPU RNG state changed within GPU RNG context"
-    logging.getLogger(tracker.__module__).addFilter(lambda record: record.msg != warning)
-    return tracker
-
-
-def before_first_step(state_dict: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a DistributedOptimizer.state_dict() that also works while its optimizer has no state: at step 0."""
-
-    @functools.wraps(state_dict)
-    def state_dict_at_any_step(self: Any) -> Any:
-        if self.optimizer.state:
-            return state_dict(self)
-        _complete_state(self.optimizer)
-        try:
-            return state_dict(self)
-        finally:
-            # Loading allocates the state itself, and only if it finds none.
-            self.optimizer.state.clear()
-
-    return state_dict_at_any_step
-
-
-def with_separate_steps(load_state_dict: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    """Return a DistributedOptimizer.load_state_dict() after which no two parameters share their step count."""
-
-    @functools.wraps(load_state_dict)
-    def load_separate_steps(self: Any, state_dict: Any) -> None:
-        load_state_dict(self, state_dict)
-        for state in self.optimizer.state.values():
-            if "step" in state:
-                state["step"] = state["step"].clone()
-
-    return load_separate_steps
-
-
-def without_step(set_states: Callable[..., None]) -> Callable[..., None]:
-    """Return a _set_main_param_and_optimizer_states() that keeps the step count load_state_dict() has set."""
-
-    @functools.wraps(set_states)
-    @torch.no_grad()
-    def set_tensor_states(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, Any]) -> None:
-        set_states(self, model_param, {**tensors, "step": None})  # what is no tensor is passed over
-
-    return set_tensor_states
-
-
-def with_state_of_empty_shards(sharded_state: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a sharded_param_state_fsdp_dtensor() that has the same parameters on all ranks."""
-
-    @functools.wraps(sharded_state)
-    def complete_sharded_state(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _complete_state(self.optimizer)
-        return sharded_state(self, *args, **kwargs)
-
-    return complete_sharded_state
-
-
-def _complete_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give every parameter without Adam state the state it has before its first gradient. Only for torch's Adam."""
-    if not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
-        return
-    step = next((state["step"] for state in optimizer.state.values()), torch.zeros(()))
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if not optimizer.state.get(parameter):
-                zeros = {name: torch.zeros_like(parameter.data) for name in ("exp_avg", "exp_avg_sq")}
-                optimizer.state[parameter] = {"step": step.clone(), **zeros}
-
-
-def value(replacement: Any) -> Callable[[Any], Any]:
-    """Return a `make` that ignores the original."""
+def _value(replacement: Any) -> Callable[[Any], Any]:
+    """A ``make`` that ignores the original value."""
     return lambda original: replacement
 
 
-def _views(where: str, what: str, reason: str, values: dict[str, Any]) -> Iterable[Change]:
-    """Return rows for names of a torch module that share what and why."""
-    for name, replacement in values.items():
-        yield Change(where, name, what, reason, Scope.VIEW, value(replacement))
+def _view(where: str, names: str, what: str, reason: str, make: Callable[[Any], Any]) -> Iterable[Change]:
+    """Rows for names that are changed in the same way."""
+    return [Change(where, name, what, reason, Scope.VIEW, make) for name in names.split()]
 
 
-def _factories(names: str) -> Iterable[Change]:
-    """Return rows for the functions of torch that create tensors."""
-    for name in names.split():
-        what, reason = "the same, on the CPU", "called with device='cuda' or pin_memory=True"
-        yield Change("torch", name, what, reason, Scope.VIEW, creates_on_cpu)
+def _cuda(what: str, reason: str, values: dict[str, Any]) -> Iterable[Change]:
+    """Rows for names of torch.cuda that have something in common."""
+    return [
+        Change("torch.cuda", name, what, reason, Scope.VIEW, _value(replacement))
+        for name, replacement in values.items()
+    ]
 
 
-def _meshes(*modules: str) -> Iterable[Change]:
-    """Return rows for the device mesh and its factory in the modules that export them."""
-    for where in modules:
-        what, reason = "the same, of CPUs", "called with device_type='cuda'"
-        yield Change(where, "DeviceMesh", what, reason, Scope.VIEW, mesh_class)
-        yield Change(where, "init_device_mesh", what, reason, Scope.VIEW, takes_cpu_type)
-
-
-TORCH = (
-    *_factories("tensor as_tensor empty zeros ones full eye arange linspace rand randn randint"),
-    *_factories("empty_like zeros_like ones_like full_like rand_like randn_like"),
-    Change("torch", "device", "the CPU for a CUDA device", "torch.device('cuda')", Scope.VIEW, device_class),
-    Change("torch", "autocast", "autocast on the CPU", "called for 'cuda'", Scope.VIEW, takes_cpu_type),
-    Change(
-        "torch", "compile", "the function itself", "compiling for a CPU takes minutes", Scope.VIEW, value(unchanged)
+_TORCH = (
+    *_view(
+        "torch",
+        "tensor as_tensor empty zeros ones full eye arange linspace rand randn randint "
+        "empty_like zeros_like ones_like full_like rand_like randn_like",
+        "the same, on the CPU",
+        "called with device='cuda' or pin_memory=True",
+        creates_on_cpu,
     ),
-    Change("torch.amp", "custom_fwd", "for the CPU", "called for 'cuda'", Scope.VIEW, takes_cpu_type_by_name),
-    Change("torch.amp", "custom_bwd", "for the CPU", "called for 'cuda'", Scope.VIEW, takes_cpu_type_by_name),
-    Change(
+    *_view("torch", "device", "the CPU for a CUDA device", "torch.device('cuda')", device_class),
+    *_view("torch", "autocast", "autocast on the CPU", "called for 'cuda'", takes_cpu_type),
+    *_view("torch", "compile", "the function itself", "compiling for a CPU takes minutes", _value(unchanged)),
+    *_view("torch.amp", "custom_fwd custom_bwd", "for the CPU", "called for 'cuda'", takes_cpu_type),
+    *_view(
         "torch.utils.data",
         "DataLoader",
-        "the same, with random numbers of its own and without pinned memory",
-        "drawing seeds from the CPU's random numbers, it would change the dropout of a run that is resumed",
-        Scope.VIEW,
+        "the same, with its own random numbers and without pinned memory",
+        "it would draw seeds from the CPU's random numbers, and so change the dropout of a resumed run",
         loader_class,
     ),
-    Change(
+    *_view(
         "torch.autograd.profiler",
         "emit_nvtx",
         "nothing",
         "--profile calls the CUDA profiler",
-        Scope.VIEW,
-        value(cuda.in_context),
+        _value(cuda.in_context),
     ),
-    *_meshes("torch.distributed", "torch.distributed.device_mesh"),
+    *(
+        row
+        for where in ("torch.distributed", "torch.distributed.device_mesh")
+        for name, make in (("DeviceMesh", mesh_class), ("init_device_mesh", takes_cpu_type))
+        for row in _view(where, name, "the same, of CPUs", "called with device_type='cuda'", make)
+    ),
 )
 
-CUDA = (
-    *_views(
-        "torch.cuda",
+_TORCH_CUDA = (
+    *_cuda(
         "one device per process, the CPU",
         "Megatron refuses to start without a device",
         {
@@ -272,8 +124,7 @@ CUDA = (
             "_lazy_call": cuda.call,
         },
     ),
-    *_views(
-        "torch.cuda",
+    *_cuda(
         "one stream, whose work is always finished",
         "work on a CPU is finished when the call returns",
         {
@@ -287,8 +138,7 @@ CUDA = (
             "is_current_stream_capturing": cuda.no,
         },
     ),
-    *_views(
-        "torch.cuda",
+    *_cuda(
         "resident bytes of the process; the machine's for device_memory_used",
         "memory is logged, and must be true",
         {
@@ -301,8 +151,7 @@ CUDA = (
             "empty_cache": cuda.nothing,
         },
     ),
-    *_views(
-        "torch.cuda",
+    *_cuda(
         "the CPU's random numbers",
         "random state is forked, saved and restored",
         {
@@ -313,10 +162,9 @@ CUDA = (
             "random": SimpleNamespace(get_rng_state=cuda.get_rng_state, set_rng_state=cuda.set_rng_state),
         },
     ),
-    *_views(
-        "torch.cuda",
+    *_cuda(
         "nothing is profiled, and readings of the GPU are 0",
-        "--profile, --nvtx-ranges and --log-straggler ask CUDA",
+        "--profile, --nvtx-ranges and --log-straggler call CUDA",
         {
             "temperature": cuda.unknown,
             "power_draw": cuda.unknown,
@@ -329,165 +177,15 @@ CUDA = (
     ),
 )
 
-METHODS = (
-    Change(
-        "torch:Tensor",
-        "cuda",
-        "the tensor itself",
-        "there is no GPU to move to",
-        Scope.CALL,
-        when_megatron_calls(itself),
-    ),
-    Change(
-        "torch.nn:Module",
-        "cuda",
-        "the module itself",
-        "there is no GPU to move to",
-        Scope.CALL,
-        when_megatron_calls(itself),
-    ),
-    Change(
-        "torch:Tensor",
-        "pin_memory",
-        "the tensor itself",
-        "only transfers to a GPU gain from pinned memory",
-        Scope.CALL,
-        when_megatron_calls(itself),
-    ),
-    Change(
-        "torch:Tensor",
-        "record_stream",
-        "nothing",
-        "streams are not used",
-        Scope.CALL,
-        when_megatron_calls(cuda.nothing),
-    ),
-    Change(
-        "torch:Tensor",
-        "type",
-        "torch.cuda.FloatTensor for torch.FloatTensor, and so on",
-        "the optimizers and the gradient norm accept only CUDA types",
-        Scope.CALL,
-        when_megatron_calls(cuda_type),
-    ),
-)
-
-MEGATRON = (
-    Change(
-        "megatron.training.arguments",
-        "validate_args",
-        "the same, after the arguments were adjusted",
-        "arguments that need a GPU take the value that works",
-        Scope.MEGATRON,
-        adjusting,
-    ),
-    Change(
-        "megatron.training.initialize",
-        "_warmup_jit_function",
-        "nothing",
-        "nothing is compiled; its random inputs would make initial weights depend on the parallel sizes",
-        Scope.MEGATRON,
-        value(cuda.nothing),
-    ),
-    Change(
-        "megatron.core.parallel_state",
-        "get_nccl_options",
-        "no options",
-        "gloo does not take the options of NCCL",
-        Scope.MEGATRON,
-        value(cuda.nothing),
-    ),
-    Change(
-        "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer",
-        "state_dict",
-        "the same, and at step 0 before there is state",
-        "torch's Adam counts steps in the state, which does not exist when a checkpoint is loaded",
-        Scope.MEGATRON,
-        before_first_step,
-    ),
-    Change(
-        "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer",
-        "load_state_dict",
-        "the same, with a step count of its own for each parameter",
-        "it gives all parameters one tensor, which torch's Adam then counts up once for each of them",
-        Scope.MEGATRON,
-        with_separate_steps,
-    ),
-    Change(
-        "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer",
-        "_set_main_param_and_optimizer_states",
-        "the same, without gradients and without the step count",
-        "torch forbids writing fp32 weights, views of the model's, with gradients on; the count given is out of date",
-        Scope.MEGATRON,
-        without_step,
-    ),
-    Change(
-        "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer",
-        "sharded_param_state_fsdp_dtensor",
-        "the same, with the state of empty shards",
-        "torch's Adam, unlike Transformer Engine's, has none for them; ranks with other keys than their peers hang",
-        Scope.MEGATRON,
-        with_state_of_empty_shards,
-    ),
-    Change(
-        "megatron.core.datasets.utils",
-        "compile_helpers",
-        "compiles only what the wheel does not have",
-        "a missing compiler would end the run",
-        Scope.MEGATRON,
-        helpers_unless_missing,
-    ),
-    Change(
-        "megatron.core.tensor_parallel.random",
-        "CudaRNGStatesTracker",
-        "the same, without its warning that the CPU's random state changed",
-        "the CPU's random numbers stand for the GPU's, so it would warn in every forward pass",
-        Scope.MEGATRON,
-        without_rng_warning,
-    ),
-    Change(
-        "megatron.core.transformer.torch_norm:WrappedTorchNorm",
-        "__new__",
-        "the same, also for sequence parallelism",
-        "it refuses only because it does not mark its parameters; without Apex there is no other norm",
-        Scope.MEGATRON,
-        marking_sequence_parallel,
-    ),
-    Change(
-        "megatron.core.transformer.dot_product_attention:DotProductAttention",
-        "__init__",
-        "the same, also for context parallelism, and for values of another size than keys",
-        "only Transformer Engine's attention has them",
-        Scope.MEGATRON,
-        accepting_more,
-    ),
-    Change(
-        "megatron.core.transformer.dot_product_attention:DotProductAttention",
-        "forward",
-        "the same, over keys and values of all context-parallel ranks",
-        "only Transformer Engine's attention has that",
-        Scope.MEGATRON,
-        gathering_keys_and_values,
-    ),
-    Change(
-        "megatron.core.transformer.moe.moe_utils",
-        "maybe_move_tensor_to_cpu",
-        "the tensor, converted to NumPy if that is asked for",
-        "it converts only what it moved off a GPU",
-        Scope.MEGATRON,
-        value(on_host),
-    ),
-)
-
-PACKAGES_OF_KERNELS = (
+_KERNELS = (
     *(
         Change(
             "megatron.core",
             package,
             "not installed",
-            "its kernels need CUDA, and Megatron uses what it can import",
+            "its kernels need CUDA, and Megatron uses whatever it can import",
             Scope.HIDDEN,
-            value(None),
+            _value(None),
         )
         for package in ("transformer_engine", "transformer_engine_torch", "apex", "amp_C", "flash_attn")
     ),
@@ -495,10 +193,106 @@ PACKAGES_OF_KERNELS = (
         "megatron.core.transformer.moe.ops.paged_stash",
         "triton",
         "a package whose decorators do nothing",
-        "torch for the CPU comes without triton; this module imports it whether or not its kernels are used",
+        "PyTorch for the CPU comes without triton; this module imports it whether or not its kernels are used",
         Scope.ABSENT,
-        value(cuda.NoTriton()),
+        _value(cuda.NoTriton()),
     ),
 )
 
-CHANGES: tuple[Change, ...] = (*TORCH, *CUDA, *METHODS, *MEGATRON, *PACKAGES_OF_KERNELS)
+CHANGES: tuple[Change, ...] = (*_TORCH, *_TORCH_CUDA, *_KERNELS)
+
+_CPU = "megatron.fsdp.mcore.cpu"
+
+METHODS = Patches(
+    "PyTorch's methods, when Megatron calls them on a CPU",
+    [
+        Patch(target, reason, f"{_CPU}.replacements:{replacement}", TORCH)
+        for target, reason, replacement in (
+            ("torch:Tensor.cuda", "needs a GPU", "stay"),
+            ("torch.nn:Module.cuda", "needs a GPU", "stay"),
+            ("torch:Tensor.pin_memory", "needs a GPU, and speeds up nothing but transfers to one", "stay"),
+            ("torch:Tensor.record_stream", "needs a GPU", "record_no_stream"),
+            (
+                "torch:Tensor.type",
+                "names types that Megatron's optimizers and gradient norm do not accept: they expect CUDA types",
+                "cuda_type",
+            ),
+        )
+    ],
+)
+
+
+def _megatron(target: str, reason: str, replacement: str, kind: Kind = Kind.AROUND) -> Patch:
+    return Patch(target, reason, f"{_CPU}.{replacement}", MEGATRON_CORE, kind)
+
+
+_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
+_ATTENTION = "megatron.core.transformer.dot_product_attention:DotProductAttention"
+_NOTHING = "cuda_stand_in:nothing"
+
+MEGATRON = Patches(
+    "Megatron-Core on a CPU",
+    [
+        _megatron(
+            "megatron.training.arguments:validate_args",
+            "accepts arguments that need a GPU, which are adjusted first",
+            "arguments:validate_adjusted",
+        ),
+        _megatron(
+            "megatron.training.initialize:_warmup_jit_function",
+            "has nothing to compile; its random inputs would make initial weights depend on the parallel sizes",
+            _NOTHING,
+            Kind.VALUE,
+        ),
+        _megatron(
+            "megatron.core.parallel_state:get_nccl_options",
+            "returns options that gloo does not take",
+            _NOTHING,
+            Kind.VALUE,
+        ),
+        _megatron(
+            f"{_OPTIMIZER}.state_dict",
+            "needs the step counts in the state of PyTorch's Adam, which does not exist when a checkpoint is loaded",
+            "replacements:state_dict_at_any_step",
+        ),
+        _megatron(
+            f"{_OPTIMIZER}.load_state_dict",
+            "gives all parameters one tensor of steps, which PyTorch's Adam then increments once per parameter",
+            "replacements:load_separate_steps",
+        ),
+        _megatron(
+            f"{_OPTIMIZER}._set_main_param_and_optimizer_states",
+            "writes fp32 weights, which are views of the model's, with gradients enabled, and an outdated step count",
+            "replacements:set_states_without_step",
+        ),
+        _megatron(
+            f"{_OPTIMIZER}.sharded_param_state_fsdp_dtensor",
+            "leaves out empty shards, for which PyTorch's Adam has no state; ranks with different keys hang",
+            "replacements:complete_sharded_state",
+        ),
+        _megatron(
+            "megatron.core.datasets.utils:compile_helpers",
+            "ends the run if there is no compiler, even if the wheel has the compiled helpers",
+            "replacements:compile_if_missing",
+        ),
+        _megatron(
+            "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
+            "refuses sequence parallelism, because it does not mark its parameters; other norms need Apex",
+            "replacements:new_norm",
+        ),
+        _megatron(
+            f"{_ATTENTION}.__init__",
+            "refuses context parallelism, and values that are not as large as keys",
+            "attention:initialize",
+        ),
+        _megatron(
+            f"{_ATTENTION}.forward", "attends to the keys and values of its own rank only", "attention:attend_to_all"
+        ),
+        _megatron(
+            "megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu",
+            "converts to NumPy only what it moved off a GPU",
+            "replacements:on_host",
+            Kind.VALUE,
+        ),
+    ],
+)

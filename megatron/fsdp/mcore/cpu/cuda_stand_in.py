@@ -1,4 +1,4 @@
-"""What Megatron sees as torch.cuda when there is none: finished streams, real clocks, this process' memory."""
+"""Replacements for names of ``torch.cuda`` on a CPU: finished streams, real clocks, this process' memory."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ import torch
 
 CPU = torch.device("cpu")
 
-# Megatron asks the architecture only to demand settings of older GPUs (CUDA_DEVICE_MAX_CONNECTIONS=1 before 10.x).
+# Megatron reads the architecture only to demand settings for older GPUs (CUDA_DEVICE_MAX_CONNECTIONS=1 before 10.x).
 CAPABILITY = (10, 0)
 
 
 class Stream:
-    """A stream whose work is always finished: on a CPU an operation is over when its call returns."""
+    """A stream whose work is always finished: on a CPU an operation is finished when its call returns."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Accept what torch.cuda.Stream accepts (device, priority) and keep nothing of it."""
+        """Accept the arguments of torch.cuda.Stream (device, priority) and ignore them."""
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
@@ -35,10 +35,10 @@ class Stream:
         """Return at once: the other stream's work is finished."""
 
     def wait_event(self, event: Any) -> None:
-        """Return at once: what the event marks is finished."""
+        """Return at once: the work before the event is finished."""
 
     def record_event(self, event: Event | None = None) -> Event:
-        """Return an event that holds the present time."""
+        """Return an event with the present time."""
         event = event or Event()
         event.record(self)
         return event
@@ -52,10 +52,10 @@ class Stream:
 
 
 class Event:
-    """A point in time, so that elapsed_time() tells the truth."""
+    """A point in time, so that elapsed_time() is right."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Accept what torch.cuda.Event accepts (enable_timing, blocking) and note the present time."""
+        """Accept the arguments of torch.cuda.Event (enable_timing, blocking) and note the present time."""
         self.seconds = time.perf_counter()
 
     def record(self, stream: Any = None) -> None:
@@ -73,12 +73,12 @@ class Event:
         """Return at once."""
 
     def query(self) -> bool:
-        """Return True: what the event marks is finished."""
+        """Return True: the work before the event is finished."""
         return True
 
 
 class Generators:
-    """torch.cuda.default_generators: whatever the device, the CPU's one default generator."""
+    """torch.cuda.default_generators: the CPU's default generator for every device."""
 
     def __getitem__(self, device: Any) -> torch.Generator:
         return torch.default_generator
@@ -92,13 +92,13 @@ class Profiler:
 
 
 class NoTriton:
-    """Stands in for triton and everything in it: decorators return the function as it is, which must not be called."""
+    """triton and everything in it: decorators return the function unchanged, and it must not be called."""
 
     def __getattr__(self, name: str) -> NoTriton:
         return self
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function as it is."""
+        """Return the function unchanged."""
         return function
 
 
@@ -120,17 +120,17 @@ def no() -> bool:
 
 
 def unknown(device: Any = None) -> int:
-    """Stand in for a sensor's reading: 0."""
+    """Return 0 as a sensor's reading."""
     return 0
 
 
 def current_device(*args: Any) -> torch.device:
-    """Return the CPU as a device object, which every `device=` argument and `.to()` accepts."""
+    """Return the CPU as a device object, which every ``device=`` argument and ``.to()`` accepts."""
     return CPU
 
 
 def device_count() -> int:
-    """Return the number of processes of this machine: each of them has its own 'device'."""
+    """Return the number of processes on this machine: each of them has its own "device"."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
@@ -145,12 +145,12 @@ def in_context(*args: Any, **kwargs: Any) -> AbstractContextManager[None]:
 
 
 def call(function: Callable[[], None], **kwargs: Any) -> None:
-    """Call what torch.cuda would put off until CUDA is initialized."""
+    """Call a function that torch.cuda would call later, when CUDA is initialized."""
     function()
 
 
 def device_name(device: Any = None) -> str:
-    """Return the name of the 'device'."""
+    """Return the name of the "device"."""
     return "CPU"
 
 
@@ -160,7 +160,7 @@ def capability(device: Any = None) -> tuple[int, int]:
 
 
 def device_properties(device: Any = None) -> SimpleNamespace:
-    """Return the properties Megatron reads: name, architecture, memory in bytes, processors."""
+    """Return the properties that Megatron reads: name, architecture, memory in bytes, processors."""
     return SimpleNamespace(
         name=device_name(),
         major=CAPABILITY[0],
@@ -176,19 +176,19 @@ def resident_bytes(device: Any = None) -> int:
 
 
 def peak_resident_bytes(device: Any = None) -> int:
-    """Return the most bytes of this process that were ever in memory."""
+    """Return the largest number of bytes of this process that have been in memory."""
     unit = 1 if sys.platform == "darwin" else 1024
-    # The kernel updates the maximum late, so that it can lie below the present value.
+    # The kernel updates the maximum late, so it can be below the present value.
     return max(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, resident_bytes())
 
 
 def used_machine_bytes(device: Any = None) -> int:
-    """Return the bytes of the machine's memory that are in use, by any process."""
+    """Return the bytes of the machine's memory that any process uses."""
     return psutil.virtual_memory().used
 
 
 def memory_stats(device: Any = None) -> dict[str, int]:
-    """Return the memory statistics Megatron logs. The allocation count is not known and is 0."""
+    """Return the memory statistics that Megatron logs. The number of allocations is unknown and 0."""
     now, peak = resident_bytes(), peak_resident_bytes()
     return {
         "allocated_bytes.all.current": now,

@@ -1,4 +1,4 @@
-"""How Megatron's modules come to see the changed torch: their imports are answered with views."""
+"""Makes imports in Megatron's modules return views of PyTorch's modules."""
 
 from __future__ import annotations
 
@@ -12,49 +12,59 @@ from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import ModuleType
 from typing import Any
 
+from megatron.fsdp.helpers.patches import Patches
 from megatron.fsdp.mcore.cpu.changes import Change, Scope
 from megatron.fsdp.mcore.cpu.torch_view import build_views, is_within
 
 
 class MegatronLoader(SourceFileLoader):
-    """Loads a Megatron module with another import statement, then replaces names in it.
+    """Loads a Megatron module with its own import statement, then replaces names in it.
 
-    An import statement calls the `__import__` of its module's `__builtins__`. Giving Megatron's modules another one
-    reaches imports inside functions and code that runs while the module is imported (decorators, default arguments),
-    which replacing the global name `torch` afterwards would miss, and it leaves torch alone for everyone else.
+    An import statement calls the ``__import__`` of its module's ``__builtins__``. Another one in Megatron's modules
+    reaches imports inside functions, and code that runs while the module is imported (decorators, default arguments).
+    Replacing the global name ``torch`` afterwards would miss these. Other modules keep the usual import statement.
+
+    Args:
+        name: The module's name.
+        path: Its file.
+        namespace: Its ``__builtins__``.
+        table: Patches, of which those of this module are installed once it has been imported.
     """
 
-    def __init__(self, name: str, path: str, namespace: Mapping[str, Any], changes: Sequence[Change]) -> None:
+    def __init__(self, name: str, path: str, namespace: Mapping[str, Any], table: Patches) -> None:
         super().__init__(name, path)
         self.namespace = namespace
-        self.changes = changes
+        self.table = table
 
     def exec_module(self, module: ModuleType) -> None:
-        """Run the module's code and apply the changes to its names."""
+        """Run the module's code and replace names in it."""
         module.__dict__["__builtins__"] = self.namespace
         super().exec_module(module)
-        for change in self.changes:
-            change.apply()
+        self.table.install([row for row in self.table.rows if row.module == module.__name__])
 
 
 class MegatronFinder(MetaPathFinder):
-    """Finds modules of the given packages as the other finders do, and has them loaded by MegatronLoader."""
+    """Finds modules of some packages as the other finders do, and has them loaded by :class:`MegatronLoader`.
 
-    def __init__(self, packages: tuple[str, ...], changes: Iterable[Change]) -> None:
+    Args:
+        packages: The packages.
+        changes: What their modules see with other values.
+        table: What is replaced in them.
+    """
+
+    def __init__(self, packages: tuple[str, ...], changes: Iterable[Change], table: Patches) -> None:
         self.packages = packages
+        self.table = table
         self.hidden: set[str] = set()
         self.absent: dict[tuple[str, str | None], Any] = {}
-        self.of_module: dict[str, list[Change]] = defaultdict(list)
         viewed: dict[str, dict[str, Any]] = defaultdict(dict)
         for change in changes:
             if change.scope is Scope.VIEW:
                 original = getattr(importlib.import_module(change.where), change.name, None)
                 viewed[change.where][change.name] = change.make(original)
-            elif change.scope is Scope.MEGATRON:
-                self.of_module[change.where.partition(":")[0]].append(change)
             elif change.scope is Scope.HIDDEN:
                 self.hidden.add(change.name)
-            elif change.scope is Scope.ABSENT:
+            else:
                 self.absent[change.where, change.name] = change.make(None)
         self.views = build_views(viewed)
         self.namespace = {**vars(builtins), "__import__": self.import_view}
@@ -67,7 +77,7 @@ class MegatronFinder(MetaPathFinder):
         fromlist: Sequence[str] | None = (),
         level: int = 0,
     ) -> Any:
-        """Import as usual; return the view of the module, or the stand-in for an absent one, if there is any."""
+        """Import as usual; return the view of the module, or the stand-in for an absent one, if one exists."""
         importer = (globals or {}).get("__name__", "")
         if level == 0 and name.partition(".")[0] in self.hidden:
             raise ModuleNotFoundError(f"{name} needs CUDA, and {importer} runs on the CPU", name=name)
@@ -89,6 +99,5 @@ class MegatronFinder(MetaPathFinder):
         specs = (finder.find_spec(fullname, path, target) for finder in others)
         spec = next((spec for spec in specs if spec is not None), None)
         if spec is not None and type(spec.loader) is SourceFileLoader:
-            changes = self.of_module.get(fullname, ())
-            spec.loader = MegatronLoader(spec.loader.name, spec.loader.path, self.namespace, changes)
+            spec.loader = MegatronLoader(spec.loader.name, spec.loader.path, self.namespace, self.table)
         return spec

@@ -1,4 +1,4 @@
-"""torch as Megatron's modules see it: the real modules, except for the names a table replaces."""
+"""PyTorch as Megatron's modules see it on a CPU: the real modules, except for the names in a table."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable, Mapping
-from types import ModuleType
 from typing import Any
 
 import torch
 
 from megatron.fsdp.mcore.cpu.cuda_stand_in import CPU
+from megatron.fsdp.mcore.views import View
 
 
 def on_cpu(device: Any) -> Any:
-    """Return the CPU for anything that names a CUDA device; return other devices and None unchanged."""
+    """Return the CPU for anything that names a CUDA device. Return other devices and None unchanged."""
     if isinstance(device, int) or str(device).partition(":")[0] == "cuda":
         return CPU
     return device
@@ -35,34 +35,28 @@ def creates_on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def takes_cpu_type(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function whose first argument is a device type: "cuda" means "cpu"."""
+    """Wrap a function that takes a device type, first or by the name ``device_type``: "cuda" means "cpu"."""
 
     @functools.wraps(function)
-    def with_cpu_type(device_type: str, *args: Any, **kwargs: Any) -> Any:
-        return function("cpu" if device_type == "cuda" else device_type, *args, **kwargs)
-
-    return with_cpu_type
-
-
-def takes_cpu_type_by_name(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function whose keyword `device_type` may be "cuda", which then means "cpu"."""
-
-    @functools.wraps(function)
-    def with_cpu_type(*args: Any, device_type: str, **kwargs: Any) -> Any:
-        return function(*args, device_type="cpu" if device_type == "cuda" else device_type, **kwargs)
+    def with_cpu_type(*args: Any, **kwargs: Any) -> Any:
+        if args and args[0] == "cuda":
+            args = ("cpu", *args[1:])
+        if kwargs.get("device_type") == "cuda":
+            kwargs["device_type"] = "cpu"
+        return function(*args, **kwargs)
 
     return with_cpu_type
 
 
 def unchanged(function: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Stand in for a compiling decorator, with or without arguments: return the function as it is."""
+    """Replace a compiling decorator, used with or without arguments: return the function unchanged."""
     return function if function is not None else lambda decorated: decorated
 
 
 class StandInClass(type):
-    """Metaclass of a stand-in for a class: it makes real instances, and real instances are its instances.
+    """Metaclass of a stand-in for a class. Calling the stand-in makes real instances, which count as its instances.
 
-    A stand-in must pass for the class in `isinstance`, in annotations and as a namespace, so a function will not do.
+    A function would not do: the stand-in has to work in ``isinstance``, in annotations and as a namespace.
     """
 
     real: type
@@ -83,7 +77,7 @@ class StandInClass(type):
 
 
 def device_class(real: type) -> type:
-    """Return a stand-in for torch.device that makes the CPU device of anything that names a CUDA device."""
+    """Return a stand-in for ``torch.device`` that makes the CPU device for anything that names a CUDA device."""
 
     def create(device: Any, index: int | None = None) -> torch.device:
         if on_cpu(device) is CPU:
@@ -94,17 +88,17 @@ def device_class(real: type) -> type:
 
 
 def mesh_class(real: Any) -> type:
-    """Return a stand-in for DeviceMesh whose meshes of "cuda" devices are meshes of CPUs."""
+    """Return a stand-in for ``DeviceMesh`` that makes meshes of CPUs for "cuda"."""
 
     def from_group(group: Any, device_type: str, *args: Any, **kwargs: Any) -> Any:
-        return takes_cpu_type(lambda kind: real.from_group(group, kind, *args, **kwargs))(device_type)
+        return real.from_group(group, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
 
     members = {"real": real, "create": staticmethod(takes_cpu_type(real)), "from_group": staticmethod(from_group)}
     return StandInClass("DeviceMesh", (), members)
 
 
 def loader_class(real: Any) -> type:
-    """Return a stand-in for DataLoader whose loaders draw their seeds from random numbers of their own."""
+    """Return a stand-in for ``DataLoader`` whose loaders draw seeds from their own random numbers."""
 
     def create(*args: Any, **kwargs: Any) -> Any:
         kwargs["pin_memory"] = False
@@ -115,26 +109,14 @@ def loader_class(real: Any) -> type:
     return StandInClass("DataLoader", (), {"real": real, "create": staticmethod(create)})
 
 
-class View(ModuleType):
-    """A module that has its own values for some names and the real module's for all others."""
-
-    def __init__(self, real: ModuleType, own: Mapping[str, Any]) -> None:
-        super().__init__(real.__name__, real.__doc__)
-        self.__dict__.update(own)
-        self.__dict__["_real"] = real
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_real"], name)
-
-
 def build_views(replaced: Mapping[str, Mapping[str, Any]]) -> dict[str, View]:
-    """Build a view of each module, and of the packages it is in.
+    """Build a view of each module and of the packages that contain it.
 
     Args:
-        replaced: full module name -> name in it -> value Megatron shall see.
+        replaced: The values that Megatron sees, by full module name and by name in the module.
 
     Returns:
-        Full module name -> view. The view of a package has the views of its submodules as attributes.
+        The views by full module name. The view of a package has the views of its submodules as attributes.
     """
     views: dict[str, View] = {}
     for module in sorted(replaced):
@@ -148,11 +130,17 @@ def build_views(replaced: Mapping[str, Mapping[str, Any]]) -> dict[str, View]:
     return views
 
 
-def called_from(packages: tuple[str, ...], depth: int = 2) -> bool:
-    """Tell whether the function `depth` frames up belongs to a module of one of these packages."""
+def called_from(packages: tuple[str, ...], depth: int = 3) -> bool:
+    """Whether a module of one of these packages has called the function that is being replaced.
+
+    Args:
+        packages: The packages.
+        depth: How many frames up the caller is: above it are this function, the replacement, and the function that
+            ``helpers.patches`` puts around it.
+    """
     return is_within(sys._getframe(depth).f_globals.get("__name__", ""), packages)
 
 
 def is_within(module: str, packages: tuple[str, ...]) -> bool:
-    """Tell whether a module is one of these packages or inside one."""
+    """Whether a module is one of these packages or inside one."""
     return any(module == package or module.startswith(package + ".") for package in packages)

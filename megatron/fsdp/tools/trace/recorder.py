@@ -16,6 +16,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from megatron.fsdp.comm.streams import Handle, Stream, Task
+from megatron.fsdp.runtime.autograd import in_backward
 from megatron.fsdp.runtime.engine import Engine
 from megatron.fsdp.runtime.unit import Unit
 from megatron.fsdp.tools.trace.clock import Clock
@@ -152,7 +153,7 @@ class _Waited(Handle):
         return self._handle.ended
 
     def wait(self) -> None:
-        with self._lane.during(self._work._replace(row=Row.WAITS, backward=_in_backward(), size=0)):
+        with self._lane.during(self._work._replace(row=Row.WAITS, backward=in_backward(), size=0)):
             self._handle.wait()
 
 
@@ -208,7 +209,7 @@ class Recorder:
             self._replacements.replace(self._observed, name, self._engine)
         for unit in self._observed.units:
             self._watch_unit(unit)
-        streams = {id(group.weights._stream): group.weights._stream for group in self._observed.groups}
+        streams = {id(group.weights.stream): group.weights.stream for group in self._observed.groups}
         streams[id(self._observed.context.stream)] = self._observed.context.stream
         self._streams = list(streams.values())
         for stream in self._streams:
@@ -220,11 +221,8 @@ class Recorder:
 
     def _watch_unit(self, unit: Unit) -> None:
         for group in unit.groups:
-            numel = group.layout.numel
-            gather = Activity(Row.GATHERS, Kind.GATHER, unit.label, size=numel * group.dtypes.compute.itemsize)
-            reduce = Activity(
-                Row.REDUCTIONS, Kind.REDUCTION, unit.label, size=numel * group.gradients.sent_dtype.itemsize
-            )
+            gather = Activity(Row.GATHERS, Kind.GATHER, unit.label, size=group.unshard_bytes)
+            reduce = Activity(Row.REDUCTIONS, Kind.REDUCTION, unit.label, size=group.reduce_bytes)
             for owner, name, work in (
                 (group.weights, "unshard", gather),
                 (group.gradients, "reduce", reduce),
@@ -233,9 +231,10 @@ class Recorder:
                 self._replacements.replace(owner, name, functools.partial(self._issue, work))
             # What is on its way already was given to the stream by the method that is not replaced yet.
             weights, gradients = group.weights, group.gradients
-            if weights._handle is not None:
-                weights._handle = self._numbered(weights._handle, gather)
-            gradients._handles[:] = [self._numbered(handle, reduce) for handle in gradients._handles]
+            if weights.handle is not None:
+                weights.handle = self._numbered(weights.handle, gather)
+            started = gradients.in_flight.handles
+            started[:] = [self._numbered(handle, reduce) for handle in started]
 
     def _numbered(self, handle: Handle, work: Activity) -> Handle:
         return _Waited(handle, work._replace(work=next(self._works)), self.lane)
@@ -280,7 +279,7 @@ class Recorder:
 
     def _run(self, run: Callable[[Task], Handle], task: Task) -> Handle:
         """Replaces :meth:`megatron.fsdp.comm.streams.Stream.run`."""
-        work = self._work._replace(backward=_in_backward(), work=next(self._works))
+        work = self._work._replace(backward=in_backward(), work=next(self._works))
 
         def timed() -> None:
             start = self._clock.mark()
@@ -298,7 +297,7 @@ class Recorder:
             return method(*args, **kwargs)
 
     def _before_forward(self, method: Callable[[Unit], bool], unit: Unit) -> bool:
-        if unit.is_root and not _in_backward():
+        if unit.is_root and not in_backward():
             # What an exception ended has not said so.
             self.lane.leave_all((Kind.FORWARD, Kind.RECOMPUTATION, Kind.BACKWARD, Kind.ENGINE))
         with self.lane.during(_engine_of(unit), then=_computing(_forward_kind(), unit)):
@@ -339,10 +338,6 @@ class Recorder:
             self.lane.leave(engine)
 
 
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
-
-
 def _computing(kind: Kind, unit: Unit) -> Activity:
     return Activity(Row.COMPUTE, kind, unit.label, kind is not Kind.FORWARD)
 
@@ -352,11 +347,11 @@ def _is_inside(label: str, unit: Unit) -> bool:
 
 
 def _forward_kind() -> Kind:
-    return Kind.RECOMPUTATION if _in_backward() else Kind.FORWARD
+    return Kind.RECOMPUTATION if in_backward() else Kind.FORWARD
 
 
 def _engine_of(unit: Unit) -> Activity:
-    return _ENGINE._replace(unit=unit.label, backward=_in_backward())
+    return _ENGINE._replace(unit=unit.label, backward=in_backward())
 
 
 def _device_name(device: torch.device) -> str:

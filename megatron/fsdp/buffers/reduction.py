@@ -1,0 +1,244 @@
+"""How gradients in a flat buffer are reduced over the data-parallel ranks."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+import torch.distributed as dist
+
+from megatron.fsdp.buffers.flat_buffer import gap_views, slot_view
+from megatron.fsdp.buffers.pool import Pool
+from megatron.fsdp.comm.backends import backend_of
+from megatron.fsdp.comm.collectives import all_reduce, exchange_and_sum, reduce_scatter
+from megatron.fsdp.comm.context import CommContext
+from megatron.fsdp.config import FSDPConfig
+from megatron.fsdp.sharding.layout import Layout
+from megatron.fsdp.sharding.mesh import DataParallelAxes
+from megatron.fsdp.sharding.ownership import Ownership, within
+from megatron.fsdp.sharding.precision import Dtypes
+from megatron.fsdp.sharding.strategy import Sharding
+
+
+class Stage(Enum):
+    """When gradients are multiplied by the factor that makes the sum over ranks the gradient."""
+
+    PLACED = "when they are written into a flat buffer"
+    SENT = "before they are reduced"
+    SUMMED = "after they are reduced"
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """One data-parallel axis.
+
+    Attributes:
+        group: Its ranks.
+        scatters: A rank gets its shard of the sum. Otherwise every rank gets the whole sum.
+        own: This rank's slice of the buffer that is reduced.
+    """
+
+    group: dist.ProcessGroup
+    scatters: bool
+    own: slice
+
+
+class Reduction:
+    """Turns one flat buffer of gradients into this rank's shard of their sum: casts, scaling, collectives.
+
+    Nothing but the factor changes between calls. The collectives run in the caller's thread and on the current stream:
+    :class:`megatron.fsdp.buffers.gradients.GradientBuffer` calls :meth:`over_inner` and :meth:`over_outer` in tasks of
+    ``stream``, and everything else in the computation.
+
+    Args:
+        layout: Packing of the group's parameters.
+        dtypes: Dtypes of the group.
+        sharding: Where gradients and optimizer state live.
+        axes: Process groups that gradients are reduced over.
+        config: Settings of the unit.
+        context: How the model communicates.
+        pool: Provides the memory of temporary buffers.
+
+    Attributes:
+        stream: Runs reductions.
+        main_device: Where the gradients go in the end.
+        sent_dtype: Dtype in which gradients of a single micro-batch are sent over the inner axis.
+        inner: The inner axis.
+        outer: The outer axis; None if there is none.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        dtypes: Dtypes,
+        sharding: Sharding,
+        axes: DataParallelAxes,
+        config: FSDPConfig,
+        context: CommContext,
+        pool: Pool,
+    ) -> None:
+        self.dtypes = dtypes
+        self.pool = pool
+        self.stream = context.stream
+        self.main_device = context.main_device
+        self._layout = layout
+        self._device = context.device
+        owned = Ownership.of(layout, sharding, axes)
+        self.inner = _Axis(self.stream.group(axes.inner), sharding.inner.shards_optimizer, owned.inner)
+        self.outer: _Axis | None = None
+        if axes.outer is not None:
+            own = within(owned.main, owned.inner)
+            self.outer = _Axis(self.stream.group(axes.outer), sharding.outer.shards_optimizer, own)
+        # Over gloo every rank sends each other rank its slice in any case. Fused kernels write gradients in
+        # main_grads_dtype, so there is nothing narrower to send. Ranks that keep sums of micro-batches might differ in
+        # what they send, so these are sent in the wide dtype.
+        exchange = config.exchange_gradients or backend_of(context.dp_group, context.device).prefers_sends
+        narrow = exchange and not config.fused_weight_gradients and sharding.inner.shards_gradients
+        narrow &= dtypes.compute.itemsize < dtypes.grad_comm.itemsize
+        self.sent_dtype = dtypes.compute if narrow else dtypes.grad_comm
+        average = config.average_in_collective and not narrow
+        self._op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+        self._factor = 1.0 if config.calculate_per_token_loss else 1.0 / context.dp_group.size()
+        if average:
+            self._factor *= axes.size
+        if dtypes.grad_comm == torch.float16:
+            # The sum over many ranks may overflow: scale before it, at the cost of touching every element.
+            self._stage = Stage.SENT
+        elif not sharding.inner.shards_optimizer:
+            # A rank gets the whole sum, so scaling it would save nothing. Scale where every element is written anyway.
+            self._stage = Stage.PLACED
+        else:
+            self._stage = Stage.SUMMED
+
+    def _factor_at(self, stage: Stage) -> float:
+        return self._factor if stage is self._stage else 1.0
+
+    def rescale(self, ratio: float) -> float:
+        """Multiply gradients that are placed from now on by ``ratio``.
+
+        Returns:
+            The factor for gradients that are placed already.
+        """
+        self._factor *= ratio
+        return ratio if self._stage is Stage.PLACED else 1.0
+
+    # Before the reduction, in the computation ------------------------------------------------------------------
+
+    def place(self, grads: list[torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
+        """Write gradients into a new flat buffer.
+
+        Args:
+            grads: Gradient of each parameter in its shape, or None for zeros; an empty list for zeros only.
+            dtype: Of the buffer.
+        """
+        flat = self.pool.scratch(self._layout.numel, dtype, self._device, for_compute=True)
+        views = [slot_view(flat, self._layout, i) for i in range(len(self._layout.slots))]
+        present = [(view, grad) for view, grad in zip(views, grads, strict=False) if grad is not None]
+        absent = [view for i, view in enumerate(views) if i >= len(grads) or grads[i] is None]
+        if zeros := gap_views(flat, self._layout) + absent:
+            torch._foreach_zero_(zeros)
+        factor = self._factor_at(Stage.PLACED)
+        if factor != 1.0 and all(grad.dtype == dtype for _, grad in present):
+            for view, grad in present:
+                torch.mul(grad, factor, out=view)
+        elif present:
+            torch._foreach_copy_([view for view, _ in present], [grad for _, grad in present])
+            if factor != 1.0:
+                torch._foreach_mul_([view for view, _ in present], factor)
+        return flat
+
+    def add(self, flat: torch.Tensor, grads: list[torch.Tensor | None]) -> None:
+        """Add gradients to a buffer that :meth:`place` has returned."""
+        present = [(slot_view(flat, self._layout, i), grad) for i, grad in enumerate(grads) if grad is not None]
+        if present:
+            views, given = zip(*present, strict=True)
+            torch._foreach_add_(views, given, alpha=self._factor_at(Stage.PLACED))
+
+    # The reduction, in tasks of the stream ---------------------------------------------------------------------
+
+    def over_inner(self, placed: torch.Tensor, total: torch.Tensor | None) -> torch.Tensor:
+        """Reduce gradients of one or several micro-batches over the inner axis and add this rank's slice to ``total``.
+
+        Args:
+            placed: The gradients, which are overwritten. The computation gives this buffer back to the pool.
+            total: The sum so far.
+
+        Returns:
+            The sum in ``main_grads_dtype``, which may share memory with ``placed`` if ``total`` is None.
+        """
+        # The compute allocated this buffer, and may drop it before this task has run.
+        self.stream.keep([placed])
+        flat = self.cast(placed, self.sent_dtype)
+        if (factor := self._factor_at(Stage.SENT)) != 1.0:
+            flat.mul_(factor)
+        factor = self._factor_at(Stage.SUMMED) if self.outer is None else 1.0
+        reduced = self._communicate(flat, self.inner, total is None)
+        total = _sum(total, reduced, factor)
+        self._give_back([flat, reduced], but=[total, placed])
+        return total
+
+    def over_outer(self, inner_sum: torch.Tensor, total: torch.Tensor | None) -> torch.Tensor:
+        """Reduce the micro-batches' sum over the outer axis and add this rank's slice to ``total``.
+
+        Args:
+            inner_sum: The result of :meth:`over_inner`. It is given back to the pool.
+            total: The sum so far.
+
+        Returns:
+            The sum in ``main_grads_dtype``.
+        """
+        assert self.outer is not None
+        flat = self.cast(inner_sum, self.dtypes.grad_comm)
+        reduced = self._communicate(flat, self.outer, total is None)
+        total = _sum(total, reduced, self._factor_at(Stage.SUMMED))
+        self._give_back([inner_sum, flat, reduced], but=[total])
+        return total
+
+    def _communicate(self, flat: torch.Tensor, axis: _Axis, kept: bool) -> torch.Tensor:
+        """Reduce ``flat``, which is overwritten, and return this rank's slice of the sum in ``main_grads_dtype``.
+
+        Args:
+            flat: Gradients, or sums of them.
+            axis: The axis to reduce over.
+            kept: The result will be kept, and must not keep ``flat`` alive.
+        """
+        numel, dtype = axis.own.stop - axis.own.start, self.dtypes.main_grads
+        if flat.dtype != self.dtypes.grad_comm:
+            exact = self.pool.scratch(numel, self.dtypes.grad_comm, flat.device)
+            exchange_and_sum(exact, flat, axis.group, self.pool)
+            total = self.cast(exact, dtype)
+            if total is not exact:
+                self.pool.give_back(exact)
+            return total
+        if not axis.scatters:
+            all_reduce(flat, self._op, axis.group)
+            return self.cast(flat, dtype)
+        # In place unless the result is kept. A shard in another dtype is a copy anyway.
+        shard = self.pool.scratch(numel, dtype, flat.device) if kept and flat.dtype == dtype else flat[axis.own]
+        reduce_scatter(shard, flat, self._op, axis.group)
+        return self.cast(shard, dtype)
+
+    def cast(self, tensor: torch.Tensor, dtype: torch.dtype, for_compute: bool = False) -> torch.Tensor:
+        """The tensor itself, or a copy in memory of the pool if it has another dtype."""
+        if tensor.dtype == dtype:
+            return tensor
+        return self.pool.scratch(tensor.numel(), dtype, tensor.device, for_compute).copy_(tensor)
+
+    def _give_back(self, tensors: list[torch.Tensor], but: list[torch.Tensor]) -> None:
+        """Give tensors back to the pool, some of which may be views of others, except the memory of ``but``."""
+        memory = {memory_of(tensor) for tensor in but}
+        for tensor in tensors:
+            if memory_of(tensor) not in memory:
+                memory.add(memory_of(tensor))
+                self.pool.give_back(tensor)
+
+
+def _sum(total: torch.Tensor | None, reduced: torch.Tensor, factor: float) -> torch.Tensor:
+    """``total + factor * reduced``, in the memory of one of them."""
+    if total is not None:
+        return total.add_(reduced, alpha=factor)
+    return reduced.mul_(factor) if factor != 1.0 else reduced
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """Where the tensor's storage begins: equal for tensors that share memory."""
+    return tensor.untyped_storage().data_ptr()

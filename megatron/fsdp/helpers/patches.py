@@ -1,0 +1,226 @@
+"""Replaces names of third-party modules and classes, and puts the originals back.
+
+Every name of PyTorch, Megatron-Core or another package that this project replaces is a row of a :class:`Patches`
+table. A table stands in the package that needs it, and :data:`TABLES` lists all of them. ``tools/patch_table.py``
+prints them as docs/patches.md.
+"""
+
+import functools
+import importlib
+import importlib.metadata
+import pkgutil
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+TABLES = (
+    "megatron.fsdp.comm.streams:GROUP_END",
+    "megatron.fsdp.dtensor.torch_patches:TORCH",
+    "megatron.fsdp.init.deferred:RECORDING",
+    "megatron.fsdp.mcore.cpu.changes:METHODS",
+    "megatron.fsdp.mcore.cpu.changes:MEGATRON",
+    "megatron.fsdp.mcore.initialization:RANDOM_STATES",
+    "megatron.fsdp.mcore.patches:MEGATRON",
+)
+
+_ABSENT = object()
+
+
+class Kind(Enum):
+    """How a replacement is used."""
+
+    AROUND = "called with the original function and the caller's arguments"
+    VALUE = "used in place of the original"
+    FACTORY = "called once with the original; its result is used in place of the original"
+
+
+@dataclass(frozen=True)
+class Versions:
+    """The versions of a distribution with which a patch was checked.
+
+    Attributes:
+        distribution: Name of the distribution, as pip knows it.
+        checked: Versions or leading components of versions: "2.13" covers 2.13.1. Empty: none could be checked.
+    """
+
+    distribution: str
+    checked: tuple[str, ...] = ()
+
+    @property
+    def installed(self) -> str | None:
+        """The installed version; None if the distribution is not installed."""
+        try:
+            return importlib.metadata.version(self.distribution)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
+    def cover(self, version: str) -> bool:
+        """Whether a patch was checked with this version. Suffixes such as "+cpu" do not matter."""
+        return any(f"{version.partition('+')[0]}.".startswith(f"{checked}.") for checked in self.checked)
+
+    def __str__(self) -> str:
+        return f"{self.distribution} {', '.join(self.checked) or '(not checked)'}"
+
+
+TORCH = Versions("torch", ("2.11", "2.12", "2.13"))
+MEGATRON_CORE = Versions("megatron-core", ("0.19.2",))
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One name that is replaced.
+
+    Attributes:
+        target: The name, as ``pkgutil.resolve_name`` takes it: "package.module:function" or
+            "package.module:Class.method".
+        reason: Why the original does not work here.
+        replacement: The replacement's name, in the same form. It is imported when the patch is installed.
+        versions: The versions with which the patch was checked.
+        kind: How the replacement is used.
+        optional: Install the patch only if the target's module has been imported.
+    """
+
+    target: str
+    reason: str
+    replacement: str
+    versions: Versions
+    kind: Kind = Kind.AROUND
+    optional: bool = False
+
+    @property
+    def module(self) -> str:
+        """The module that has the name, or whose class has it."""
+        return self.target.partition(":")[0]
+
+    @property
+    def attribute(self) -> str:
+        """The name without its module or class."""
+        return self.target.partition(":")[2].rpartition(".")[2]
+
+    @property
+    def owner(self) -> Any:
+        """The module or class that has the name."""
+        module, _, path = self.target.partition(":")
+        return functools.reduce(getattr, path.split(".")[:-1], importlib.import_module(module))
+
+    @property
+    def applies(self) -> bool:
+        """Whether the patch can be installed in this process."""
+        return not self.optional or self.module in sys.modules
+
+    def problem(self) -> str | None:
+        """A sentence about why the patch cannot be installed; None if it can."""
+        try:
+            if hasattr(self.owner, self.attribute):
+                return None
+            found = f"{self.module} has no {self.target.partition(':')[2]}, which is replaced because it {self.reason}"
+        except (ImportError, AttributeError) as error:
+            found = f"cannot import {self.target} ({error})"
+        return (
+            f"{found}. It was checked with {self.versions}; installed: {self.versions.installed or 'unknown version'}."
+        )
+
+    def new_value(self) -> Any:
+        """The object that replaces the one that has the name at present."""
+        original, replacement = getattr(self.owner, self.attribute), pkgutil.resolve_name(self.replacement)
+        if self.kind is Kind.VALUE:
+            return replacement
+        return replacement(original) if self.kind is Kind.FACTORY else _around(original, replacement)
+
+
+def _around(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return replacement(original, *args, **kwargs)
+
+    return call
+
+
+class Patches:
+    """A table of patches that are installed and removed together.
+
+    Args:
+        title: What the patches are for, for the documentation.
+        rows: The patches.
+    """
+
+    def __init__(self, title: str, rows: Iterable[Patch]) -> None:
+        self.title = title
+        self.rows = tuple(rows)
+        # The value that each replaced name had in its owner's namespace; _ABSENT if a class had inherited it.
+        self._originals: dict[Patch, Any] = {}
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether any of the patches is installed."""
+        return bool(self._originals)
+
+    def install(self, rows: Iterable[Patch] | None = None, instead: Mapping[str, Any] | None = None) -> None:
+        """Replace the names. Rows that are installed already are left as they are.
+
+        Args:
+            rows: The rows to install. None: all that apply.
+            instead: Objects to use in place of replacements, by the replacement's name.
+
+        Raises:
+            ImportError: A name does not exist. Nothing has been replaced then.
+        """
+        wanted = [row for row in (self.rows if rows is None else rows) if row.applies and row not in self._originals]
+        problem = next((problem for row in wanted if (problem := row.problem())), None)
+        if problem is not None:
+            raise ImportError(f"{self.title}: {problem}")
+        # All values first: if a replacement cannot be imported, nothing has been replaced yet.
+        values = [(instead or {}).get(row.replacement) or row.new_value() for row in wanted]
+        for row, value in zip(wanted, values, strict=True):
+            self._originals[row] = vars(row.owner).get(row.attribute, _ABSENT)
+            setattr(row.owner, row.attribute, value)
+
+    def uninstall(self) -> None:
+        """Put the originals back, the last one that was replaced first."""
+        while self._originals:
+            row, original = self._originals.popitem()
+            if original is _ABSENT:
+                delattr(row.owner, row.attribute)
+            else:
+                setattr(row.owner, row.attribute, original)
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Install the patches for the duration of a ``with`` block, unless they are installed already."""
+        if self.is_installed:
+            yield
+            return
+        self.install()
+        try:
+            yield
+        finally:
+            self.uninstall()
+
+    def check(self) -> list[str]:
+        """Sentences about names that do not exist and versions that no patch was checked with."""
+        found = []
+        for row in (row for row in self.rows if row.applies):
+            version = row.versions.installed
+            if (problem := row.problem()) is not None:
+                found.append(problem)
+            elif version is not None and not row.versions.cover(version):
+                found.append(f"{row.target}: checked with {row.versions}; installed: {version}.")
+        return found
+
+
+def tables(imported_only: bool = False) -> list[Patches]:
+    """All tables of patches.
+
+    Args:
+        imported_only: Leave out tables whose modules have not been imported: nothing of them can be installed.
+    """
+    return [pkgutil.resolve_name(name) for name in TABLES if not imported_only or name.partition(":")[0] in sys.modules]
+
+
+def uninstall_all() -> None:
+    """Put back everything that this process has replaced. Sharded models do not work any more afterwards."""
+    for table in reversed(tables(imported_only=True)):
+        table.uninstall()

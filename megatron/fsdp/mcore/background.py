@@ -1,0 +1,57 @@
+"""Makes Megatron's background saves write checksums, and leave no files behind if they fail."""
+
+import functools
+import queue
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron.fsdp.checkpoint.backend import Finishing, file_result, remove_save
+from megatron.fsdp.checkpoint.checksums import crc32_of
+
+
+def get_async_strategy(original: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[str, dict[str, Any]]:
+    """Choose Megatron's strategy for background saves, with a writer and an end of the save that are ours."""
+    name, modules = original(*args, **kwargs)
+    finalize = functools.partial(_finalize_or_remove, modules["save_state_dict_async_finalize"])
+    writer = _background_writer(modules["FileSystemWriterAsync"])
+    return name, {**modules, "FileSystemWriterAsync": writer, "save_state_dict_async_finalize": finalize}
+
+
+@functools.cache
+def _background_writer(base: type) -> type:
+    """A subclass of Megatron-Core's or nvidia-resiliency-ext's background writer that finishes as ours does."""
+
+    class BackgroundWriter(Finishing, base):
+        """Writes files and computes their checksums in another process."""
+
+        def get_save_function_and_args(self) -> Any:
+            """Return the function that the other process calls, and its arguments."""
+            write, preload, arguments = super().get_save_function_and_args()
+            return (None if write is None else functools.partial(_write_with_checksums, write)), preload, arguments
+
+    return BackgroundWriter
+
+
+def _write_with_checksums(write: Callable[..., None], rank: int, buckets: Any, results: Any, *rest: Any) -> None:
+    """Write files, and add their checksums to the results."""
+    caught: queue.Queue = queue.Queue()
+    write(rank, buckets, caught, *rest)
+    written = caught.get()
+    if not isinstance(written, Exception):
+        for (file, name, _), number in zip(buckets, sorted(written), strict=True):
+            path = Path(file)
+            written[number].append(file_result(name, path.stat().st_size, int(crc32_of(path), 16)))
+    results.put(written)
+
+
+def _finalize_or_remove(finalize: Callable[..., None], storage_writer: Any, *args: Any, **kwargs: Any) -> None:
+    """End a background save; if a rank could not write, remove this rank's files."""
+    try:
+        finalize(storage_writer, *args, **kwargs)
+    except CheckpointException:
+        for path, _, _ in storage_writer.write_buckets or ():
+            remove_save(Path(path))
+        raise

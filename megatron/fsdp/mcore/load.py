@@ -1,0 +1,147 @@
+"""Loads ``fsdp_dtensor`` checkpoints for Megatron's training loop."""
+
+import re
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+
+from megatron.core import parallel_state
+from megatron.fsdp.checkpoint import loading
+from megatron.fsdp.checkpoint.matching import Reaction, Strictness
+from megatron.fsdp.mcore.checkpoint_state import LAYOUTS_KEY, CheckpointState, Names
+from megatron.fsdp.mcore.replicas import check_replicas
+from megatron.fsdp.mcore.resuming import megatron_arguments, needs_checksums
+from megatron.fsdp.naming.keys import other_names
+from megatron.fsdp.naming.names import FUSED_DOWN
+from megatron.fsdp.state.consistency import inconsistent_weights
+
+# Settings of an optimizer's kernels. They do not depend on training, so a checkpoint may lack them.
+_KERNEL_SETTINGS = re.compile(
+    r"optimizer\.param_to_group_meta\..*\.(amsgrad|foreach|maximize|capturable|differentiable|fused"
+    r"|decoupled_weight_decay|bias_correction)"
+)
+# Settings of an optimizer's groups that depend on this run's parallel sizes and not on those of the saved run.
+_TOPOLOGY = ("is_expert_parallel",)
+_OPERATIONS = "num_floating_point_operations_so_far"
+
+# What to do about keys that only the run has, and about those that only the checkpoint has.
+_REACTIONS = {
+    "log_unexpected": (Reaction.RAISE, Reaction.LOG),
+    "log_all": (Reaction.LOG, Reaction.LOG),
+    "raise_unexpected": (Reaction.RAISE, Reaction.RAISE),
+    "raise_all": (Reaction.RAISE, Reaction.RAISE),
+    "return_unexpected": (Reaction.RAISE, Reaction.LOG),
+    "return_all": (Reaction.LOG, Reaction.LOG),
+    "ignore_all": (Reaction.IGNORE, Reaction.IGNORE),
+}
+
+
+def strictness_of(args: Any) -> Strictness:
+    """How ``--dist-ckpt-strictness`` and ``--no-strict-fsdp-dtensor-load`` treat keys that only one side has."""
+    chosen = getattr(args, "dist_ckpt_strictness", "assume_ok_unexpected")
+    missing, unexpected = _REACTIONS.get(chosen, (Reaction.RAISE, Reaction.IGNORE))
+    lenient = not getattr(args, "strict_fsdp_dtensor_load", True)
+
+    def optional(key: str) -> bool:
+        return bool(_KERNEL_SETTINGS.fullmatch(key)) or (lenient and not key.startswith("model."))
+
+    return Strictness(missing, unexpected, optional, extra=lambda key: key.startswith(f"{LAYOUTS_KEY}."))
+
+
+def load_objects(state_dict: dict[str, Any], *, checkpoint_id: Any = None, **options: Any) -> None:
+    """Load what is not a tensor, such as the saved run's arguments, before process groups exist."""
+    if options:
+        dcp.load(state_dict, checkpoint_id=checkpoint_id, **options)
+        return
+    state_dict.update(loading.load_objects(Path(checkpoint_id), list(state_dict)))
+
+
+def load_state_dict(state_dict: dict[str, Any], storage_reader: Any, planner: Any = None) -> None:
+    """Load a checkpoint in place, and check that weights are consistent afterwards. A collective.
+
+    Raises:
+        RuntimeError: Keys are missing or unexpected, the order of a parameter's rows is unknown, or weights are
+            inconsistent after loading.
+    """
+    if not isinstance(state_dict, CheckpointState):
+        dcp.load_state_dict(state_dict, storage_reader=storage_reader, planner=planner)
+        return
+    folder = Path(storage_reader.path)
+    keys = storage_reader.read_metadata().state_dict_metadata.keys()
+    _use_own_random_state(state_dict)
+    if _OPERATIONS in keys:
+        state_dict[_OPERATIONS] = 0
+    check_sections(state_dict, keys, folder)
+    with _own_topology(state_dict):
+        loading.load(
+            state_dict, folder, other_names, strictness_of(megatron_arguments()), check=needs_checksums(folder)
+        )
+    state_dict.restore()
+    for chunk in state_dict.chunks:
+        chunk.install_optimized_model_weights()
+        if stale := inconsistent_weights(chunk.engine):
+            raise RuntimeError(
+                f"{folder}: after loading, compute weights differ from main weights: {', '.join(stale)}."
+            )
+    check_replicas(state_dict.chunks, f"after loading {folder}")
+
+
+def _use_own_random_state(state_dict: CheckpointState) -> None:
+    """Ask for the random state of this rank's stage and tensor rank: Megatron may ask for that of (0, 0) instead."""
+    if "rng_state" in state_dict:
+        pp = parallel_state.get_pipeline_model_parallel_rank()
+        tp = parallel_state.get_tensor_model_parallel_rank()
+        state_dict["rng_state"] = {f"({pp}, {tp})": next(iter(state_dict["rng_state"].values()))}
+
+
+@contextmanager
+def _own_topology(state_dict: CheckpointState) -> Iterator[None]:
+    """Keep this run's values of settings that depend on its parallel sizes."""
+    groups = state_dict.get("optimizer", {}).get("param_to_group_meta", {})
+    own = {key: {name: settings[name] for name in _TOPOLOGY if name in settings} for key, settings in groups.items()}
+    yield
+    for key, settings in own.items():
+        groups[key].update(settings)
+
+
+def check_sections(state_dict: CheckpointState, keys: Collection[str], folder: Path) -> None:
+    """Check that the order of the rows of fused parameters is known.
+
+    With tensor parallelism, other FSDPs store the ranks' shards of a fused parameter one after the other, so that its
+    sections alternate. A checkpoint that was written here says in which order rows are.
+
+    Args:
+        state_dict: The state dict to load into.
+        keys: The checkpoint's keys.
+        folder: The checkpoint's folder.
+
+    Raises:
+        RuntimeError: The checkpoint does not say it, and was written with tensor parallelism.
+    """
+    fused = next((key for key in keys if key.startswith("model.") and key.endswith(f".{FUSED_DOWN}.weight")), None)
+    if fused is not None and _tensor_parallel_size(folder, keys) > 1:
+        raise RuntimeError(
+            f"{folder}: expected linear_q_down_proj and linear_kv_down_proj; got {fused}, written with tensor "
+            "parallelism. The checkpoint does not say in which order its rows are. Convert a torch_dist checkpoint of "
+            "the run instead."
+        )
+    spread = [name for chunk in state_dict.chunks for name in Names(chunk).spread]
+    # A converted checkpoint has the key "torch_dist", which holds what only the way back needs.
+    if not spread or any(key.startswith(f"{LAYOUTS_KEY}.") or key == "torch_dist" for key in keys):
+        return
+    ranks = _tensor_parallel_size(folder, keys)
+    if ranks > 1:
+        raise RuntimeError(
+            f"{folder}: the checkpoint does not say in which order the rows of {spread[0]} are. It was written with "
+            f"tensor_model_parallel_size {ranks} by another FSDP, which stores the ranks' shards one after the other. "
+            "Convert a torch_dist checkpoint of the run instead."
+        )
+
+
+def _tensor_parallel_size(folder: Path, keys: Collection[str]) -> int:
+    """The number of tensor-parallel ranks of the run that wrote a checkpoint; 1 if the checkpoint does not say."""
+    args = loading.load_objects(folder, ["args"])["args"] if "args" in keys else None
+    return getattr(args, "tensor_model_parallel_size", None) or 1

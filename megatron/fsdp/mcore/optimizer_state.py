@@ -1,0 +1,71 @@
+"""The state of Megatron's distributed optimizer where it updates the main weights of sharded models."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron.fsdp.dtensor.ragged_dtensor import local_shard
+from megatron.fsdp.mcore.adapter import FullyShardedDataParallel
+from megatron.fsdp.mcore.checkpoint_state import optimizer_names
+
+
+def _updates_ours(optimizer: Any) -> bool:
+    chunks = getattr(optimizer, "model_chunks", [])
+    return bool(chunks) and all(isinstance(chunk, FullyShardedDataParallel) for chunk in chunks)
+
+
+def param_name(original: Callable[..., str], optimizer: Any, param: Any) -> str:
+    """The parameter's name in a checkpoint, which no other pipeline stage or expert-parallel rank uses."""
+    if not _updates_ours(optimizer):
+        return original(optimizer, param)
+    if not hasattr(optimizer, "global_names"):
+        optimizer.global_names = optimizer_names(optimizer.model_chunks)
+    return optimizer.global_names[param]
+
+
+def copy_model_params_to_main_params(original: Callable[..., None], optimizer: Any, *args: Any, **kwargs: Any) -> None:
+    """Do nothing for sharded models: their main weights are what was loaded."""
+    if not _updates_ours(optimizer):
+        original(optimizer, *args, **kwargs)
+
+
+def initialize(original: Callable[..., None], optimizer: Any) -> None:
+    """Create state to load into, and leave weights and step counts as they are.
+
+    Megatron-Core takes a step with zero gradients. That decays the weights and counts as a step. If ``--load`` names a
+    folder without a checkpoint, as in a run's first start, nothing is loaded over it, and Adam's bias correction would
+    begin with the second step.
+    """
+    if not _updates_ours(optimizer):
+        original(optimizer)
+        return
+    inner = optimizer.optimizer
+    rates = [group["lr"] for group in inner.param_groups]
+    counts = [(counter, counter["step"] * 1) for counter in _step_counters(inner)]
+    for group in inner.param_groups:
+        group["lr"] = 0.0
+    # Such an optimizer reads decoupled_grad, which Megatron-Core does not set here.
+    decoupled = _local_parameters(inner) if getattr(inner, "use_decoupled_grad", False) else []
+    for parameter in decoupled:
+        parameter.decoupled_grad = torch.zeros_like(parameter)  # type: ignore[attr-defined]
+    original(optimizer)
+    for parameter in decoupled:
+        parameter.decoupled_grad = None  # type: ignore[attr-defined]
+    for group, rate in zip(inner.param_groups, rates, strict=True):
+        group["lr"] = rate
+    for counter in _step_counters(inner):
+        counter["step"] = counter["step"] * 0
+    for counter, count in counts:
+        counter["step"] = count
+
+
+def _local_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Parameters of which this rank has a shard that is not empty."""
+    found = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [parameter for parameter in found if local_shard(parameter).numel()]
+
+
+def _step_counters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The dicts in which an optimizer counts steps: PyTorch's per parameter, fused optimizers' per group."""
+    return [counter for counter in (*optimizer.param_groups, *optimizer.state.values()) if "step" in counter]

@@ -1,0 +1,15 @@
+"""Functions of autograd's engine that have no public interface."""
+
+from collections.abc import Callable
+
+import torch
+
+
+def in_backward() -> bool:
+    """True if this thread runs a backward. A forward that runs then is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call ``callback`` at the end of the backward that runs. If that raises, autograd drops the callback uncalled."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -1,0 +1,17 @@
+"""``fully_shard`` and its parts, and the enumeration of sharding strategies."""
+
+from enum import IntEnum
+
+from megatron.fsdp.api import fully_shard, fully_shard_model, fully_shard_optimizer
+
+
+class ShardingStrategy(IntEnum):
+    """Values of ``zero_dp_strategy``, and the first two of ``outer_dp_sharding_strategy``."""
+
+    NO_SHARD = 0
+    OPTIM = 1
+    OPTIM_GRADS = 2
+    OPTIM_GRADS_PARAMS = 3
+
+
+__all__ = ["ShardingStrategy", "fully_shard", "fully_shard_model", "fully_shard_optimizer"]

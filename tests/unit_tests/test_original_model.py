@@ -1,0 +1,310 @@
+"""MegatronFSDP has the constructor, attributes and methods that code for the original uses."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from megatron.fsdp.ddp_config import from_megatron, to_megatron
+from megatron_fsdp import (
+    DistributedDataParallelConfig,
+    FSDPConfig,
+    FSDPDistributedIndex,
+    MegatronFSDP,
+    MixedPrecisionPolicy,
+    fully_shard,
+    fully_shard_model,
+    fully_shard_optimizer,
+)
+from megatron_fsdp.utils import (
+    contains_submesh,
+    find_megatron_fsdp,
+    get_mesh_names,
+    is_submodule,
+    is_torch_min_version,
+)
+from tests.models import DEVICE, Block, TinyModel, adamw, batches, device, loss_of, main_weights
+from tests.ranks import RankPool
+
+
+def _index() -> FSDPDistributedIndex:
+    return FSDPDistributedIndex(init_device_mesh(DEVICE, (dist.get_world_size(),), mesh_dim_names=("dp",)), "dp")
+
+
+def _constructor() -> None:
+    index, policy = _index(), MixedPrecisionPolicy(main_grads_dtype=torch.float32)
+    ddp_config = DistributedDataParallelConfig(
+        data_parallel_sharding_strategy="optim_grads", megatron_fsdp_use_decoupled_grad=True, check_for_nan_in_grad=True
+    )
+    model = MegatronFSDP(TinyModel(), index, ddp_config, policy, [Block], True, device(), fsdp_double_buffer=True)
+    assert model.dist_index is model.get_distributed_index() is model.index is index
+    assert model.ddp_config is ddp_config
+    assert model.mp_policy is policy
+    assert model.data_parallel_sharding_strategy == "optim_grads"
+    assert model.model_auto_sync is False
+    assert model.fsdp_config == FSDPConfig(
+        zero_dp_strategy=2,
+        mixed_precision_policy=policy,
+        overlap_param_gather=False,
+        sync_model_each_microbatch=False,
+        report_nan_in_param_grad=True,
+        use_decoupled_grad=True,
+        fsdp_double_buffer=True,
+    )
+    model = MegatronFSDP(module=TinyModel(), dist_index=index, enable_fine_grained_param_gather_backward_hook=True)
+    assert model.fsdp_config == FSDPConfig(sync_model_each_microbatch=False, enable_fine_grained_param_gather=True)
+    assert model.ddp_config == to_megatron(model.fsdp_config)
+    assert model.ddp_config.data_parallel_sharding_strategy == "optim_grads_params"
+
+
+def test_constructor_takes_the_originals_arguments(ranks: RankPool) -> None:
+    ranks.run(1, _constructor)
+
+
+def _rejected() -> None:
+    model, index = TinyModel(), _index()
+    with pytest.raises(TypeError, match=r"expected megatron_fsdp\.FSDPDistributedIndex; got .*DeviceMesh"):
+        MegatronFSDP(model, index.device_mesh)
+    with pytest.raises(ValueError, match="config has all settings; got nccl_ub, sync_model_each_microbatch besides"):
+        MegatronFSDP(model, index, nccl_ub=True, sync_model_each_microbatch=True, config=FSDPConfig())
+    for arguments in (
+        {"keep_fp8_transpose_cache": True},
+        {"ddp_config": DistributedDataParallelConfig(keep_fp8_transpose_cache=True)},
+        {"ddp_config": DistributedDataParallelConfig(fp8_param_gather=True)},
+        {"fine_grained_recurse_module_types": (nn.Linear,)},
+    ):
+        with pytest.raises(NotImplementedError):
+            MegatronFSDP(model, index, **arguments)
+    MegatronFSDP(model, index)  # nothing was changed
+
+
+def test_what_cannot_be_offered_raises(ranks: RankPool) -> None:
+    ranks.run(1, _rejected)
+
+
+def test_settings_survive_the_way_to_megatrons_names_and_back() -> None:
+    config = FSDPConfig(
+        zero_dp_strategy="optim",
+        mixed_precision_policy=MixedPrecisionPolicy(None, torch.float32, torch.bfloat16),
+        fsdp_double_buffer=True,
+        enable_fine_grained_param_gather=True,
+        disable_symmetric_registration=True,
+    )
+    assert from_megatron(to_megatron(config)) == config
+    # Overlap that sharding needs is on, whatever the config says.
+    defaults = DistributedDataParallelConfig(data_parallel_sharding_strategy="optim_grads_params")
+    assert from_megatron(defaults) == FSDPConfig()
+    assert from_megatron(defaults, shard_granularity="tensor").shard_granularity == "tensor"
+    pooled = DistributedDataParallelConfig(megatron_fsdp_max_pool_double_buffer=True)
+    assert pooled.fsdp_double_buffer and from_megatron(pooled).fsdp_double_buffer
+
+
+def _trained(sharded: MegatronFSDP, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    for micro_batches in batches(2, 2, seed=dist.get_rank()):
+        for tokens in micro_batches:
+            loss_of(sharded, tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return main_weights(sharded)
+
+
+def _same_training() -> None:
+    torch.manual_seed(3)
+    first, second, third = TinyModel(), TinyModel(), TinyModel()
+    for model in (second, third):
+        model.load_state_dict(first.state_dict())
+    expected = _trained(*fully_shard(first.to(device()), adamw(first.parameters()), fsdp_unit_modules=[Block]))
+    model = MegatronFSDP(second.to(device()), _index(), fsdp_unit_modules=[Block])
+    found = _trained(model, fully_shard_optimizer(adamw(model.parameters())))
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight)
+    # Synchronized by the caller, in steps.
+    model = MegatronFSDP(third.to(device()), _index(), fsdp_unit_modules=[Block])
+    optimizer = fully_shard_optimizer(adamw(model.parameters()))
+    for micro_batches in batches(2, 2, seed=dist.get_rank()):
+        for tokens in micro_batches:
+            model.is_last_microbatch = tokens is micro_batches[-1]
+            loss_of(model, tokens).backward()
+        model.start_grad_sync()
+        model.synchronize_gradient_reduce()
+        model.attach_grad_to_optimizer_state()
+        assert all(isinstance(p.grad, DTensor) for p in model.parameters())
+        optimizer.step(sync_grad_before_optimizer_step=False, install_optimized_model_weights=False)  # type: ignore
+        model.install_optimized_model_weights()
+        optimizer.zero_grad(zero_grad_buffer=False)  # type: ignore
+        model.zero_grad_buffer()
+    for name, weight in expected.items():
+        torch.testing.assert_close(main_weights(model)[name], weight)
+
+
+def test_training_with_the_constructor_is_training_with_fully_shard(ranks: RankPool) -> None:
+    ranks.run(2, _same_training)
+
+
+def _parameters_know_their_model() -> None:
+    model = fully_shard_model(TinyModel(), fsdp_unit_modules=[Block])
+    assert isinstance(model, MegatronFSDP)
+    seen = []
+    model.module.blocks[0].up.register_forward_pre_hook(
+        lambda module, args: seen.append(module.weight._megatron_fsdp_model)
+    )
+    loss_of(model, batches(1, 1)[0, 0])
+    for found in (*seen, *(parameter._megatron_fsdp_model for parameter in model.parameters())):
+        assert isinstance(found, MegatronFSDP)
+        assert found == model and found.module is model.module
+
+
+def test_parameters_refer_to_their_model(ranks: RankPool) -> None:
+    ranks.run(1, _parameters_know_their_model)
+
+
+def _mixed_precision() -> None:
+    policy = MixedPrecisionPolicy(torch.float32, torch.float32)
+    model = fully_shard_model(TinyModel().bfloat16(), mixed_precision_policy=policy)
+    for dtype in (None, torch.float32):
+        with model.mixed_precision_context(MixedPrecisionPolicy(grad_comm_dtype=dtype)):
+            pass
+    assert model.mp_policy is policy
+    with pytest.raises(NotImplementedError, match="Shard the model with the dtype that it needs"):
+        with model.mixed_precision_context(MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16)):
+            pass
+
+
+def test_the_dtype_of_communication_is_fixed(ranks: RankPool) -> None:
+    ranks.run(1, _mixed_precision)
+
+
+def _auto_sync() -> None:
+    model = fully_shard_model(TinyModel(), fsdp_unit_modules=[Block])
+    assert model.model_auto_sync
+    model.model_auto_sync = False
+    loss_of(model, batches(1, 1)[0, 0]).backward()
+    assert all(p.grad is None for p in model.parameters())
+    with model.sync():
+        assert model.model_auto_sync
+    assert not model.model_auto_sync
+    model.finish_grad_sync()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_automatic_synchronization_is_an_attribute(ranks: RankPool) -> None:
+    ranks.run(2, _auto_sync)
+
+
+@torch.no_grad()
+def _unshard() -> None:
+    torch.manual_seed(5)
+    whole = TinyModel().to(device())
+    weights = {name: p.detach().clone() for name, p in whole.named_parameters()}
+    model = fully_shard_model(whole, fsdp_unit_modules=[Block])
+    tokens = batches(1, 1)[0, 0]
+    expected = loss_of(model, tokens)
+    wanted = [p for name, p in model.named_parameters() if "blocks.1" in name]
+    for wait in (False, True):
+        model.all_gather_and_wait_parameters_ready(wanted, prefetch=False, wait_bucket_ready=wait)
+    for name, parameter in model.module.named_parameters():
+        assert isinstance(parameter, DTensor) == ("blocks.1" not in name)
+        if "blocks.1" in name:
+            assert torch.equal(parameter, weights[name])
+    assert torch.equal(loss_of(model, tokens), expected)
+    model.all_gather_and_wait_parameters_ready(wanted)
+    model.all_gather_and_wait_parameters_ready(list(model.module.parameters()))
+    model._replace_param_with_distributed_if_needed()
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+
+
+def test_units_are_unsharded_on_request(ranks: RankPool) -> None:
+    ranks.run(2, _unshard)
+
+
+def _zero_grad() -> None:
+    model = fully_shard_model(TinyModel().to(device()), fsdp_unit_modules=[Block], sync_model_each_microbatch=False)
+    optimizer = fully_shard_optimizer(adamw(model.parameters()))
+    tokens = batches(1, 2)[0]
+
+    def gradients() -> list[torch.Tensor]:
+        return [p.grad.to_local().clone() for p in model.parameters()]
+
+    loss_of(model, tokens[0]).backward()
+    model.finish_grad_sync()
+    expected = gradients()
+    optimizer.zero_grad()
+    for set_to_none in (True, False):
+        # Collected by an earlier micro-batch, and not synchronized.
+        loss_of(model, tokens[1]).backward()
+        optimizer.zero_grad(set_to_none)
+        loss_of(model, tokens[0]).backward()
+        model.finish_grad_sync()
+        torch.testing.assert_close(gradients(), expected)
+    optimizer.zero_grad(set_to_none=False)
+    assert not any(gradient.any() for gradient in gradients())
+    # Kept on request.
+    optimizer.zero_grad()
+    loss_of(model, tokens[0]).backward()
+    optimizer.zero_grad(zero_grad_buffer=False)  # type: ignore
+    model.finish_grad_sync()
+    torch.testing.assert_close(gradients(), expected)
+
+
+def test_zero_grad_drops_gradients_that_are_not_synchronized(ranks: RankPool) -> None:
+    ranks.run(2, _zero_grad)
+
+
+def _two_optimizers() -> None:
+    model = fully_shard_model(TinyModel().to(device()), fsdp_unit_modules=[Block])
+    parameters = list(model.parameters())
+    first, second = (fully_shard_optimizer(adamw(half)) for half in (parameters[:3], parameters[3:]))
+    loss_of(model, batches(1, 1)[0, 0]).backward()
+    before = main_weights(model)
+    for optimizer in (first, second):
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(not torch.equal(weight, before[name]) for name, weight in main_weights(model).items())
+    assert all(parameter.grad is None for parameter in parameters)
+
+
+def test_an_optimizer_keeps_the_gradients_of_another(ranks: RankPool) -> None:
+    ranks.run(1, _two_optimizers)
+
+
+def _hybrid() -> tuple[int, int]:
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("outer", "inner"))
+    index = FSDPDistributedIndex(mesh, "inner", "outer", hsdp_outer_dp_shard=True)
+    assert index.get_root_mesh() is mesh and index.get_root_mesh(is_expert_parallel=True) is None
+    assert index.get_fsdp_group() is index.fsdp_group and index.get_outer_fsdp_group() is index.outer_fsdp_group
+    assert index.get_dp_group() is index.hybrid_fsdp_group
+    assert index.get_fsdp_group(independent_all_gather=True) is None
+    again = dist.new_group(dist.get_process_group_ranks(index.fsdp_group), use_local_synchronization=True)
+    with_group = FSDPDistributedIndex(mesh, "inner", "outer", fsdp_group_ag=again)
+    assert with_group.get_fsdp_group(independent_all_gather=True) is again
+    with pytest.raises(ValueError, match="hsdp_outer_dp_shard"):
+        with_group.get_logical_hybrid_fsdp_rank()
+    with pytest.raises(ValueError, match="expected dp_outer_dim"):
+        _index().get_logical_hybrid_fsdp_rank()
+    assert contains_submesh(mesh, ("outer", "inner")) and not contains_submesh(mesh, "tp")
+    linear = nn.Linear(64, 8, bias=False).to(device())
+    model = fully_shard_model(linear, mesh, "inner", "outer", fsdp_unit_modules=[], outer_dp_sharding_strategy="optim")
+    (weight,) = model.engine.params()
+    return model.index.get_logical_hybrid_fsdp_rank(), weight.shard_slice.start
+
+
+def test_index_has_the_originals_getters(ranks: RankPool) -> None:
+    # The logical rank is the place of a rank's slice of a parameter.
+    found = ranks.run(4, _hybrid)
+    assert [128 * logical for logical, _ in found] == [start for _, start in found]
+
+
+def _helpers() -> None:
+    model = TinyModel()
+    assert find_megatron_fsdp(model) is None
+    sharded = fully_shard_model(model)
+    assert find_megatron_fsdp(nn.ModuleDict({"module": sharded})["module"]) is sharded
+    assert is_submodule(model.head, sharded) and not is_submodule(sharded, sharded)
+    assert get_mesh_names(sharded.dist_index.device_mesh) == ["dp_shard"] and get_mesh_names(None) == []
+    assert is_torch_min_version("2.0") and not is_torch_min_version(torch.__version__, check_equality=False)
+
+
+def test_helpers(ranks: RankPool) -> None:
+    ranks.run(1, _helpers)
