@@ -50,7 +50,7 @@ unit: install ## run the unit tests (PYTEST_FLAGS="-k layout")
 	$(PYTEST) tests/unit_tests -m "not slow" -n 2 --dist worksteal
 
 functional: install ## run the functional tests: training runs, checkpoints, command lines
-	$(PYTEST) tests/functional_tests -m "not slow"
+	$(PYTEST) tests/functional_tests -m "not slow" -n 2 --dist loadfile
 
 parity: install ## train with Megatron's DDP and with each strategy in Megatron's loop, and compare (PARITY_FLAGS="--ranks 2")
 	@$(PYTHON) -W ignore tools/parity.py $(PARITY_FLAGS)

@@ -186,6 +186,18 @@ def train(
     return result
 
 
+_TRAINED_BY_DDP: dict[tuple, Trained] = {}
+
+
+def train_ddp(**arguments: Any) -> Trained:
+    """:func:`train` with DDP. Tests that train alike with each strategy compute it once per process."""
+    # The world size, since ranks that have it in common also have all earlier calls with it in common.
+    key = (dist.get_world_size(), *sorted(arguments.items()))
+    if key not in _TRAINED_BY_DDP:
+        _TRAINED_BY_DDP[key] = train(None, **arguments)
+    return _TRAINED_BY_DDP[key]
+
+
 def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Compute weights in fp32, whole, by their names in the model itself."""
     from megatron.fsdp.helpers.spelling import bare_name

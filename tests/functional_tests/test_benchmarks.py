@@ -11,6 +11,7 @@ from benchmarks.results import load_all
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="several ranks over gloo, timed on the CPU")
 
 
+@pytest.mark.slow
 def test_a_quick_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--only", "step", "--quick", "--rounds", "1", "--peers", "ours-3,fsdp2", "--results", str(tmp_path)]
     assert main(arguments) == 0

@@ -231,6 +231,7 @@ def test_no_space(tmp_path: Path) -> None:
     assert newest_whole(tmp_path, None) == 1 and holds(folder_of(tmp_path, 1), 1)
 
 
+@pytest.mark.slow
 def test_saving_is_as_fast_as_writing(tmp_path: Path) -> None:
     value = state(1, tensors=8, mib=64)
     data = [memoryview(tensor.numpy()).cast("B") for tensor in value["model"].values()]

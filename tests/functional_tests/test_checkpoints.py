@@ -94,6 +94,7 @@ def test_resumed_training_is_the_same(corpus: Path, tmp_path: Path, name: str) -
     assert resumed.iterations == whole.iterations[SAVED:]
 
 
+@pytest.mark.slow
 def test_saving_in_the_background(corpus: Path, tmp_path: Path) -> None:
     topology = Topology(2)
     at_once, meanwhile = tmp_path / "at_once", tmp_path / "meanwhile"
@@ -231,6 +232,7 @@ def test_megatron_cores_own_fsdp_goes_on_from_ours(
         assert other.grad_norm == pytest.approx(one.grad_norm, rel=1e-2)
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_skipped(corpus: Path, tmp_path: Path) -> None:
     topology = Topology(2)
     words = ("--save", str(tmp_path), "--save-interval", "1")

@@ -10,7 +10,6 @@ import torch
 from megatron.fsdp.convert.run import read_state, write_state
 from tests.checkpoints import plain_common, plain_metadata, plain_objects, plain_tensors, same
 from tests.ranks import DEVICE
-from tests.slow import all_but_slow
 from tools.parity import DDP, fsdp_arguments, original_arguments, write_corpus
 from tools.parity_nd import ALLTOALL, DDP_ENVIRONMENT, EP, LLAMA, MLA, PP, TP, Case, model_arguments
 from tools.real_loop import Run, run
@@ -131,7 +130,8 @@ def losses(found: Run) -> list[float]:
     return [iteration.loss for iteration in found.iterations]
 
 
-@pytest.mark.parametrize("name", all_but_slow(GOES_ON, "Llama-like"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GOES_ON)
 def test_training_resumes_in_every_direction(corpus: Path, tmp_path: Path, name: str) -> None:
     arguments, wrappers, tolerance = GOES_ON[name]
     model = Model(arguments, 2)

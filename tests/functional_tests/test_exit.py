@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from tests.launch import torchrun
-from tests.slow import all_but_slow
 
 SCRIPT = """
 import sys
@@ -29,7 +28,8 @@ if "destroy" in sys.argv:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="gloo, in host memory")
-@pytest.mark.parametrize("last", all_but_slow(["", "destroy"], "destroy"))
+@pytest.mark.slow
+@pytest.mark.parametrize("last", ["", "destroy"])
 def test_a_script_ends_cleanly(last: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

@@ -67,6 +67,7 @@ def check(lines: list[str], ranks: int, output: Path) -> None:
     assert loss_of_checkpoint(output) < printed[0] - 1
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(SECONDS)
 def test_with_torchrun(tmp_path: Path) -> None:
     output = tmp_path / "output"

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.slow import all_but_slow
 from tools.parity import write_corpus
 from tools.parity_nd import CASES, compare
 
@@ -27,7 +26,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
-@pytest.mark.parametrize("name", all_but_slow(TRAINED, "EP 2 x TP 2, ETP 1"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRAINED)
 def test_loss_and_gradient_norm_agree_with_ddp(name: str, corpus: Path) -> None:
     (case,) = [case for case in CASES if case.name == name]
     (result,) = compare(case, corpus, iterations=4, strategies=("optim_grads_params",))

@@ -16,16 +16,13 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return parity.write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case, strategies",
     [
-        pytest.param(parity.Case(ranks=2, micro_batches=1, kind="fp32"), parity.STRATEGIES, marks=pytest.mark.slow),
+        (parity.Case(ranks=2, micro_batches=1, kind="fp32"), parity.STRATEGIES),
         (parity.Case(ranks=3, micro_batches=2, kind="fp32"), ("optim_grads_params",)),
-        pytest.param(
-            parity.Case(ranks=2, micro_batches=2, kind="bf16-unclipped"),
-            ("optim", "optim_grads_params"),
-            marks=pytest.mark.slow,
-        ),
+        (parity.Case(ranks=2, micro_batches=2, kind="bf16-unclipped"), ("optim", "optim_grads_params")),
     ],
 )
 def test_strategies_agree_with_ddp(case: parity.Case, strategies: tuple[str, ...], corpus: Path) -> None:

@@ -101,6 +101,7 @@ def test_a_checkpoint_is_resumed_by_another_number_of_ranks(folder: Path) -> Non
         assert float(ours) == pytest.approx(float(reference), rel=2e-6)
 
 
+@pytest.mark.slow
 def test_softmax_offsets_are_resumed_with_tensor_parallelism(folder: Path) -> None:
     model = f"{MODEL.replace('--lr 1e-3', '--lr 1e-2')} --softmax-type learnable"
     two = f"{OURS} --tensor-model-parallel-size 2"

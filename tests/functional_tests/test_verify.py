@@ -81,6 +81,7 @@ def biased(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder / "ddp", folder / "fsdp"
 
 
+@pytest.mark.slow
 def test_a_key_bias_whose_gradient_is_rounding_is_ignored_and_reported(biased: tuple[Path, Path]) -> None:
     result = compare(*biased, ranks=2, precision="bf16")
     assert not result.findings, result.findings[:5]
@@ -90,6 +91,7 @@ def test_a_key_bias_whose_gradient_is_rounding_is_ignored_and_reported(biased: t
     assert _distance(a[BIAS], b[BIAS]) > 5e-2, "the biases agree anyway, so this test is meaningless"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "row", "where"),
     [
@@ -109,6 +111,7 @@ def test_an_error_in_such_a_bias_is_found(
     assert str(found[0]).startswith(where), found[:5]
 
 
+@pytest.mark.slow
 def test_a_planted_error_in_such_a_model_is_found(
     biased: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,13 +44,9 @@ def _prints(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
 
 
-def test_importing_the_engine_imports_nothing_of_megatron_core() -> None:
-    loaded = "[m for m in sys.modules if m.startswith('megatron.') and '.fsdp' not in m]"
-    assert _prints(f"import megatron_fsdp, sys; print({loaded})") == "[]\n"
-
-
-def test_tracing_without_drawing_needs_torch_only() -> None:
-    assert _prints("import megatron.fsdp.tools.trace.__main__, sys; print('matplotlib' in sys.modules)") == "False\n"
+def test_importing_the_engine_and_the_trace_tool_imports_neither_megatron_core_nor_matplotlib() -> None:
+    loaded = "[m for m in sys.modules if m == 'matplotlib' or m.startswith('megatron.') and '.fsdp' not in m]"
+    assert _prints(f"import megatron_fsdp, megatron.fsdp.tools.trace.__main__, sys; print({loaded})") == "[]\n"
 
 
 def test_files_and_functions_have_a_readable_length() -> None:

@@ -133,15 +133,21 @@ AT_PEAK = [("optim_grads_params", dtype, 8, *delays) for dtype in DTYPES for del
 WHOLE_WEIGHTS = [("optim_grads", dtype, 8, 0.02, 0.0) for dtype in DTYPES]
 
 
+def fewest_and_most(cases: list[tuple]) -> list[Any]:
+    """The cases; those between the fewest ranks and the most are slow."""
+    return [c if c[2] in (WORLDS[0], WORLDS[-1]) else pytest.param(c, marks=pytest.mark.slow) for c in cases]
+
+
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple, dict[str, int]]:
-    """What every case needs; measured in one process."""
-    cases = list(dict.fromkeys(AT_REST + AT_PEAK + WHOLE_WEIGHTS))
+def measured(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[tuple, dict[str, int]]:
+    """What the selected cases need; measured in one process."""
+    selected = [item.callspec.params["case"] for item in request.session.items if item.path == request.path]
+    cases = list(dict.fromkeys(selected))
     library = build(tmp_path_factory.mktemp("tensor_bytes"))
     return dict(zip(cases, call_counted(library, "tests.unit_tests.test_memory:measure_all", cases), strict=True))
 
 
-@pytest.mark.parametrize("case", AT_REST, ids=str)
+@pytest.mark.parametrize("case", fewest_and_most(AT_REST), ids=str)
 def test_resting_memory(measured: dict[tuple, dict[str, int]], case: tuple) -> None:
     found, (strategy, dtype, ranks, *_) = measured[case], case
     compute, _ = DTYPES[dtype]
@@ -175,7 +181,7 @@ def test_peak_of_a_step(measured: dict[tuple, dict[str, int]], case: tuple) -> N
         assert found["peak"] > bound - compute * found["unit"] - gradient * found["shard"]
 
 
-@pytest.mark.parametrize("case", [case for case in AT_REST if case[0] == "optim_grads_params"], ids=str)
+@pytest.mark.parametrize("case", fewest_and_most([c for c in AT_REST if c[0] == "optim_grads_params"]), ids=str)
 def test_peak_of_a_step_at_scale(measured: dict[tuple, dict[str, int]], case: tuple) -> None:
     assert measured[case]["peak"] <= _bound(measured[case], case[1])
 

@@ -9,6 +9,7 @@ import pytest
 
 import megatron.fsdp
 from megatron.fsdp._old_paths import MOVED, PACKAGE
+from tests.slow import all_but_slow
 
 NEED_MEGATRON = ("doctor", "verify", "launch", "mcore")
 
@@ -44,7 +45,7 @@ def test_what_does_not_exist_is_not_found() -> None:
         importlib.import_module("megatron.fsdp.trace.nothing")
 
 
-@pytest.mark.parametrize("command", ["doctor", "verify", "launch", "trace"])
+@pytest.mark.parametrize("command", all_but_slow(["doctor", "verify", "launch", "trace"], "trace"))
 def test_old_commands_start(command: str) -> None:
     arguments = [sys.executable, "-m", f"megatron.fsdp.{command}", "--help"]
     result = subprocess.run(arguments, capture_output=True, text=True, timeout=120)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from tests.ranks import DEVICE, RankPool
+from tests.slow import all_but_slow
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here")
 
@@ -20,10 +21,10 @@ STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
 def _equals_ddp(strategy: str, changes: dict, micro_batches: int, tolerance: float) -> None:
-    from tests.megatron_models import megatron, train
+    from tests.megatron_models import megatron, train, train_ddp
 
     with megatron():
-        expected = train(None, micro_batches=micro_batches, **changes)
+        expected = train_ddp(micro_batches=micro_batches, **changes)
         found = train(strategy, micro_batches=micro_batches, **changes)
     torch.testing.assert_close(found.norms, expected.norms, rtol=tolerance, atol=0)
     # Some gradients are zero but for rounding (an attention's key bias): which are zero depends on the order of sums.
@@ -49,6 +50,17 @@ def test_norm_zeros_and_weights_equal_ddps(ranks: RankPool, strategy: str, world
         {"overlap_grad_reduce": True},
         {"overlap_grad_reduce": True, "calculate_per_token_loss": True},
         {"average_in_collective": True},
+    ],
+    ids=lambda changes: "-".join(changes),
+)
+def test_settings_of_reductions(ranks: RankPool, strategy: str, changes: dict) -> None:
+    ranks.run(2, _equals_ddp, strategy, changes, 3, 1e-5)
+
+
+@pytest.mark.parametrize("strategy", all_but_slow(STRATEGIES, "optim_grads_params"))
+@pytest.mark.parametrize(
+    "changes",
+    [
         {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
         {"qk_layernorm": True, "normalization": "LayerNorm"},
         {"gated_linear_unit": True, "add_bias_linear": False},
@@ -56,7 +68,7 @@ def test_norm_zeros_and_weights_equal_ddps(ranks: RankPool, strategy: str, world
     ],
     ids=lambda changes: "-".join(changes),
 )
-def test_settings(ranks: RankPool, strategy: str, changes: dict) -> None:
+def test_settings_of_the_model(ranks: RankPool, strategy: str, changes: dict) -> None:
     ranks.run(2, _equals_ddp, strategy, changes, 3, 1e-5)
 
 

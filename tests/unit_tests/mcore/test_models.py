@@ -93,11 +93,11 @@ MODELS: dict[str, tuple[Callable, Callable]] = {
 
 
 def _equals_ddp(strategy: str, model: str) -> None:
-    from tests.megatron_models import megatron, train
+    from tests.megatron_models import megatron, train, train_ddp
 
     build, losses_of = MODELS[model]
     with megatron():
-        expected = train(None, build=build, losses_of=losses_of)
+        expected = train_ddp(build=build, losses_of=losses_of)
         found = train(strategy, build=build, losses_of=losses_of)
     assert expected.norms[0] > 0
     torch.testing.assert_close(found.norms, expected.norms, rtol=2e-6, atol=0)

@@ -94,10 +94,10 @@ def _trained(strategy: str, options: dict[str, Any], **changes: Any) -> tuple[An
 
 
 def _equals_ddp(strategy: str) -> None:
-    from tests.megatron_models import megatron, train, weights_of
+    from tests.megatron_models import megatron, train_ddp, weights_of
 
     with megatron():
-        expected = train(None, steps=STEPS)
+        expected = train_ddp(steps=STEPS)
         with transformer_engine():
             model, optimizer, norms = _trained(strategy, {})
         torch.testing.assert_close(norms, expected.norms, rtol=1e-5, atol=0)
@@ -112,10 +112,10 @@ def test_trains_as_ddp_with_torchs_adam(ranks: RankPool, strategy: str) -> None:
 
 
 def _narrow() -> None:
-    from tests.megatron_models import megatron, train
+    from tests.megatron_models import megatron, train_ddp
 
     with megatron():
-        expected = train(None, steps=STEPS)
+        expected = train_ddp(steps=STEPS)
         moments = {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}
         with transformer_engine():
             _, optimizer, norms = _trained("optim_grads_params", moments, megatron_fsdp_main_grads_dtype=torch.bfloat16)
