@@ -22,12 +22,12 @@ class Feature(NamedTuple):
     Attributes:
         name: The feature.
         tests: Files, or tests in files (``file::test``), that test it.
-        refused: Whether the tests expect an error.
+        raises: Whether the tests expect an error.
     """
 
     name: str
     tests: tuple[str, ...]
-    refused: bool = False
+    raises: bool = False
 
 
 FEATURES = (
@@ -57,7 +57,7 @@ FEATURES = (
     Feature(
         "outer strategy optim with inner no_shard",
         ("test_hybrid.py::test_sharding_over_the_outer_axis_alone_is_refused",),
-        refused=True,
+        raises=True,
     ),
     Feature("tensor parallelism with DTensors", ("test_tensor_parallel.py",)),
     Feature(
@@ -73,7 +73,7 @@ FEATURES = (
     Feature(
         "nccl_ub, cuda_graph_mode without CUDA",
         ("test_model_arguments.py::test_what_needs_cuda_says_so",),
-        refused=True,
+        raises=True,
     ),
     Feature("fused weight gradients (on a stand-in)", ("test_fused.py",)),
     Feature("state dicts, torch.distributed.checkpoint, other numbers of ranks", ("test_state_dict.py",)),
@@ -98,7 +98,7 @@ def outcome(results: dict[str, dict[str, str]], feature: Feature, strategy: str)
         return "**fails**"
     if "passed" not in found:
         return ""
-    return "error" if feature.refused else "works"
+    return "error" if feature.raises else "works"
 
 
 def _matches(test: str, wanted: str) -> bool:
