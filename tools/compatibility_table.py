@@ -27,7 +27,7 @@ class Feature(NamedTuple):
 
     name: str
     tests: tuple[str, ...]
-    refused: bool = False
+    raises: bool = False
 
 
 FEATURES = (
@@ -60,7 +60,7 @@ FEATURES = (
     Feature(
         "outer strategy optim with inner no_shard",
         ("test_hybrid.py::test_sharding_over_the_outer_axis_alone_is_refused",),
-        refused=True,
+        raises=True,
     ),
     Feature("tensor parallelism with DTensors", ("test_tensor_parallel.py",)),
     Feature("experts on a separate mesh", ("test_model_arguments.py::test_experts_are_sharded_over_their_own_mesh",)),
@@ -74,7 +74,7 @@ FEATURES = (
     Feature(
         "nccl_ub, cuda_graph_mode without CUDA",
         ("test_model_arguments.py::test_what_needs_cuda_says_so",),
-        refused=True,
+        raises=True,
     ),
     Feature("fused weight gradients (with a stand-in)", ("test_fused.py",)),
     Feature("state dicts, torch.distributed.checkpoint, other numbers of ranks", ("test_state_dict.py",)),
@@ -99,7 +99,7 @@ def outcome(results: dict[str, dict[str, str]], feature: Feature, strategy: str)
         return "**fails**"
     if "passed" not in found:
         return ""
-    return "error" if feature.refused else "works"
+    return "error" if feature.raises else "works"
 
 
 def _matches(test: str, wanted: str) -> bool:

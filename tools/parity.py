@@ -132,10 +132,10 @@ def original_arguments(strategy: str) -> list[str]:
 
 
 class Comparison:
-    """Runs cases and keeps the table of results.
+    """Runs cases and collects the results in a table.
 
     Args:
-        corpus: Prefix of the indexed data set.
+        corpus: Prefix of the indexed dataset.
         iterations: Training steps of each run.
         report: Called with a line about what is running.
     """

@@ -148,8 +148,8 @@ def test_loading_from_an_empty_folder_starts_from_scratch(corpus: Path, tmp_path
 
 
 @pytest.mark.slow
-def test_killed_training_goes_on(corpus: Path, tmp_path: Path) -> None:
-    """SIGKILL, three times, while the newest checkpoint is being saved or has just been."""
+def test_killed_training_resumes(corpus: Path, tmp_path: Path) -> None:
+    """Training is killed three times, while it saves a checkpoint or just after."""
     topology, iterations, dice = Topology(2), 24, random.Random(5)
     whole = train(corpus, LLAMA, topology, iterations=iterations)
     folder, logs = tmp_path / "checkpoints", tmp_path / "logs"
@@ -169,9 +169,9 @@ def test_killed_training_goes_on(corpus: Path, tmp_path: Path) -> None:
     assert resumed.iterations == whole.iterations[done:]
 
 
-# From any topology to any other --------------------------------------------------------------------------------------
+# Changing the topology -----------------------------------------------------------------------------------------------
 
-# Each loads what the one before has saved, and the last one's is compared with the first one's, bit by bit.
+# Each topology loads the checkpoint of the one before it. Every checkpoint must be bit-identical to the first one.
 DENSE = (
     Topology(2, strategy="optim"),
     Topology(1),
@@ -211,7 +211,7 @@ def test_any_topology_loads_any_other(corpus: Path, tmp_path: Path, name: str) -
         found, settings = content(tmp_path / str(number + 1))
         assert found.keys() == expected.keys(), f"{topology}: {found.keys() ^ expected.keys()}"
         different = [key for key, value in expected.items() if not torch.equal(found[key], value)]
-        assert not different, f"{topology}: {different[:5]} and {len(different)} in all"
+        assert not different, f"{topology}: {len(different)} tensors differ, such as {different[:5]}"
         assert settings == expected_settings
 
 
@@ -219,9 +219,7 @@ def test_any_topology_loads_any_other(corpus: Path, tmp_path: Path, name: str) -
 @pytest.mark.parametrize(
     ("model", "topology"), [(LLAMA, Topology(2)), (ALLTOALL, Topology(4, EP))], ids=["Llama-like", "experts, EP 2"]
 )
-def test_megatron_cores_own_fsdp_goes_on_from_ours(
-    corpus: Path, tmp_path: Path, model: str, topology: Topology
-) -> None:
+def test_megatron_cores_fsdp_resumes_from_ours(corpus: Path, tmp_path: Path, model: str, topology: Topology) -> None:
     model = f"{model} --bf16 --calculate-per-token-loss"
     save(corpus, model, topology, tmp_path)
     ours = train(corpus, model, topology, "--load", str(tmp_path))
@@ -243,7 +241,7 @@ def test_a_damaged_checkpoint_is_skipped(corpus: Path, tmp_path: Path) -> None:
     (newest / "__1_0.distcp").write_bytes(data)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("")  # as after a crash between two writes
     resumed = train(corpus, LLAMA, topology, "--load", str(tmp_path), iterations=3)
-    assert resumed.iterations == whole.iterations[2:], "expected to go on from iteration 2"
+    assert resumed.iterations == whole.iterations[2:], "expected to resume from iteration 2"
     assert "__1_0.distcp" in resumed.log and "falling back to the checkpoint of iteration 2" in resumed.log
 
 
@@ -254,5 +252,5 @@ def test_training_resumes_without_a_tracker_file(corpus: Path, tmp_path: Path) -
     (tmp_path / "latest_checkpointed_iteration.txt").unlink()
     (tmp_path / "iter_0000003" / ".metadata").unlink()
     resumed = train(corpus, LLAMA, topology, "--load", str(tmp_path), *words, iterations=3)
-    assert resumed.iterations == whole.iterations[2:], "expected to go on from iteration 2"
+    assert resumed.iterations == whole.iterations[2:], "expected to resume from iteration 2"
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "3"

@@ -249,11 +249,10 @@ class _Writer:
     def finish(self) -> Written:
         """Append the table of contents."""
         start, count, table = self._written.length, len(self._central), b"".join(self._central)
+        size = len(table)
         if start >= _FULL:
-            sizes = (count, count, len(table), start)
-            table += _END_64.pack(b"PK\6\6", _END_64.size - 12, 45, 45, 0, 0, *sizes)
-            table += _LOCATOR.pack(b"PK\6\7", 0, start + len(b"".join(self._central)), 1)
-        size = len(b"".join(self._central))
+            table += _END_64.pack(b"PK\6\6", _END_64.size - 12, 45, 45, 0, 0, count, count, size, start)
+            table += _LOCATOR.pack(b"PK\6\7", 0, start + size, 1)
         self._put(table + _END.pack(b"PK\5\6", 0, 0, count, count, size, min(start, _FULL), 0))
         return self._written
 

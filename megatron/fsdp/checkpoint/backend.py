@@ -37,7 +37,6 @@ from megatron.fsdp.checkpoint.checksums import (
     write_file,
 )
 from megatron.fsdp.checkpoint.coordination import gather_from_ranks, rank_and_world_size
-from megatron.fsdp.checkpoint.lazy import Box, blocks_of
 from megatron.fsdp.checkpoint.reader import COMMON, FORMAT_FILE, CheckpointReader, format_of
 
 # Bytes that loading holds besides the model, and that saving writes before it asks the disk to flush them.
@@ -366,8 +365,7 @@ class Reader(FileSystemReader):
             # storage_offsets count from the beginning of the stored chunk.
             begin = item.storage_index.offset or (0,) * len(item.lengths)
             start = tuple(int(a) + int(b) for a, b in zip(begin, item.storage_offsets, strict=True))
-            for box in blocks_of(Box(start, tuple(item.lengths)), tensor.dtype.itemsize, BLOCK):
-                target[box.slices(start)].copy_(tensor.read(box))
+            tensor.read_into(target, start, BLOCK)
             planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)

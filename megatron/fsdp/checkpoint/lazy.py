@@ -60,6 +60,17 @@ class LazyTensor:
         """Tile the tensor in row-major order with boxes of at most ``limit`` bytes, or of a single element."""
         yield from blocks_of(Box((0,) * len(self.shape), self.shape), self.dtype.itemsize, limit)
 
+    def read_into(self, target: torch.Tensor, origin: tuple[int, ...], limit: int) -> None:
+        """Copy the region of the target's shape at ``origin`` into a tensor.
+
+        Args:
+            target: On any device, of any dtype.
+            origin: Index of the region's first element, per dimension.
+            limit: Largest number of bytes to read at a time.
+        """
+        for box in blocks_of(Box(origin, tuple(target.shape)), self.dtype.itemsize, limit):
+            target[box.slices(origin)].copy_(self.read(box))
+
     def to(self, dtype: torch.dtype) -> "LazyTensor":
         """The same values in another dtype."""
         if dtype == self.dtype:

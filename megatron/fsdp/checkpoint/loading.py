@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.utils import find_tensor_shard
 from megatron.fsdp.checkpoint.backend import BLOCK, check_files, open_checkpoint
 from megatron.fsdp.checkpoint.checksums import METADATA, DamagedCheckpoint, crc32_of
 from megatron.fsdp.checkpoint.coordination import gather_from_ranks
-from megatron.fsdp.checkpoint.lazy import Box, blocks_of
 from megatron.fsdp.checkpoint.matching import Aliases, Strictness, match, report, unexpected_keys
 from megatron.fsdp.checkpoint.reader import CheckpointReader
 
@@ -107,11 +106,8 @@ def _read(target: Any, name: str, start: int, opened: CheckpointReader) -> Any:
         return target.copy_(stored.whole().reshape(target.shape))
     for chunk in _create_chunk_list(target):
         local = find_tensor_shard(target, MetadataIndex(name, chunk.offsets))
-        offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
-        origin = (offsets[0] + start, *offsets[1:]) if start else offsets
-        # In blocks, so that loading holds little memory besides the model.
-        for box in blocks_of(Box(origin, sizes), stored.dtype.itemsize, BLOCK):
-            local[box.slices(origin)].copy_(stored.read(box))
+        origin = tuple(chunk.offsets)
+        stored.read_into(local, (origin[0] + start, *origin[1:]) if start else origin, BLOCK)
     return target
 
 

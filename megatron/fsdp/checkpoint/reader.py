@@ -2,7 +2,6 @@
 
 import bisect
 import functools
-import hashlib
 import io
 import math
 import os
@@ -23,6 +22,7 @@ from megatron.fsdp.checkpoint.checksums import (
     Checksums,
     DamagedCheckpoint,
     as_hex,
+    fingerprint,
     is_inside,
     read_json,
     size_of,
@@ -160,11 +160,7 @@ class CheckpointReader:
     @functools.cached_property
     def fingerprint(self) -> str:
         """Identifies this checkpoint and its current state: changes whenever one of its files does."""
-        digest = hashlib.sha256((self.path / METADATA).read_bytes())
-        for path in sorted(p for p in self.path.iterdir() if p.is_file()):
-            status = path.stat()
-            digest.update(f"{path.name} {status.st_size} {status.st_mtime_ns}\n".encode())
-        return digest.hexdigest()
+        return f"{self.metadata_crc32} {fingerprint(self.path)}"
 
     def unlisted(self) -> list[tuple[str, Box | None]]:
         """List the items in files that ``checksums.json`` does not list: keys with a chunk, or with None for objects.

@@ -3,10 +3,10 @@
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
-from rich.table import Table
 
 from megatron.fsdp.checkpoint.reader import RELEASE
 from megatron.fsdp.convert.console import (
@@ -28,6 +28,8 @@ from megatron.fsdp.convert.huggingface.arguments import flags
 from megatron.fsdp.convert.huggingface.folder import divide
 from megatron.fsdp.convert.huggingface.transfer import (
     ARGUMENTS,
+    Export,
+    Import,
     ImportOptions,
     export,
     import_,
@@ -93,24 +95,9 @@ def export_safetensors(
     plan = prepare_export(state, _DTYPES[dtype], original, vocab_size)
     with progress_bar("Writing", plan.nbytes // processes) as progress:
         export(plan, out, max_shard_size, WriteOptions(process=process, processes=processes), progress)
-    if not is_first():
-        return
     files = list(divide(plan.tensors, max_shard_size))
-    if as_json:
-        print_json(
-            {
-                "out": str(out),
-                "architecture": plan.model.architecture,
-                "tensors": len(plan.tensors),
-                "bytes": plan.nbytes,
-                "files": files,
-                "notes": plan.notes,
-            }
-        )
-        return
-    shown = table(str(out), "architecture", ">tensors", ">size", ">files")
-    shown.add_row(plan.model.architecture, str(len(plan.tensors)), gib(plan.nbytes), str(len(files)))
-    _print(shown, plan.notes)
+    facts = {"out": str(out), "files": files}
+    _report(as_json, plan, out, len(plan.tensors), facts, (">files", str(len(files))))
 
 
 @click.command("import-safetensors")
@@ -157,35 +144,38 @@ def import_safetensors(
     plan = prepare_import(folder, options)
     with progress_bar("Writing", plan.nbytes // processes) as progress:
         import_(plan, out, options, progress)
+    words, checkpoint = flags(plan.args), out / RELEASE
+    facts = {"out": str(out), "checkpoint": str(checkpoint), "format": format_, "flags": words}
+    _report(as_json, plan, checkpoint, len(plan.state.weights) + len(plan.state.buffers), facts, ("format", format_))
+    if is_first() and not as_json:
+        line(console(), f"Flags for training, also in {out / ARGUMENTS}; add --load {out} --finetune:")
+        line(console(), shlex.join(words))
+
+
+def _report(
+    as_json: bool, plan: Export | Import, path: Path, tensors: int, facts: dict[str, Any], column: tuple[str, str]
+) -> None:
+    """Print the result of a conversion, on the first process.
+
+    Args:
+        as_json: Print JSON instead of a table.
+        plan: The conversion.
+        path: Its output.
+        tensors: Number of tensors.
+        facts: Further entries of the JSON output.
+        column: Name and value of a further column of the table.
+    """
     if not is_first():
         return
-    words = flags(plan.args)
-    tensors = len(plan.state.weights) + len(plan.state.buffers)
+    architecture = plan.model.architecture
     if as_json:
-        print_json(
-            {
-                "out": str(out),
-                "checkpoint": str(out / RELEASE),
-                "format": format_,
-                "architecture": plan.model.architecture,
-                "tensors": tensors,
-                "bytes": plan.nbytes,
-                "flags": words,
-                "notes": plan.notes,
-            }
-        )
+        common = {"architecture": architecture, "tensors": tensors, "bytes": plan.nbytes, "notes": plan.notes}
+        print_json(facts | common)
         return
-    shown = table(str(out / RELEASE), "format", "architecture", ">tensors", ">size")
-    shown.add_row(format_, plan.model.architecture, str(tensors), gib(plan.nbytes))
-    _print(shown, plan.notes)
-    line(console(), f"Flags for training, also in {out / ARGUMENTS}; add --load {out} --finetune:")
-    line(console(), shlex.join(words))
-
-
-def _print(shown: Table, notes: list[str]) -> None:
-    out = console()
+    out, shown = console(), table(str(path), "architecture", ">tensors", ">size", column[0])
+    shown.add_row(architecture, str(tensors), gib(plan.nbytes), column[1])
     out.print(shown)
-    for note in notes:
+    for note in plan.notes:
         line(out, f"Note: {note}", "yellow")
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from megatron.fsdp.convert.huggingface.config import LLAMA3
-from megatron.fsdp.convert.huggingface.model import Attention, Experts, Latent, Model, Rope, Router, Sizes
+from megatron.fsdp.convert.huggingface.model import Attention, Experts, Model, Rope, Router, Sizes
+from megatron.fsdp.convert.huggingface.settings import Settings, latent_attention
 
 # Arguments that change what a model computes, with the values that Hugging Face's four architectures imply.
 _EXPECTED: dict[str, tuple[Any, ...]] = {
@@ -61,31 +62,6 @@ _NEGATIVE_FLAGS = {"add_bias_linear": "--disable-bias-linear"}
 _WITHOUT_FLAG = ("add_position_embedding", "params_dtype")
 
 
-class _Arguments:
-    """Megatron's arguments, and those of them that have no counterpart."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.values = vars(args)
-        self.problems: list[str] = []
-        for name, allowed in _EXPECTED.items():
-            if name in self.values:
-                self.expect(name, *allowed)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        value = self.values.get(name)
-        return default if value is None else value
-
-    def size(self, name: str) -> int:
-        value = self.values.get(name)
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise ValueError(f"args of the checkpoint: expected an integer {name}; got {value!r}.")
-        return value
-
-    def expect(self, name: str, *allowed: Any) -> None:
-        if self.values.get(name) not in allowed:
-            self.problems.append(f"{name}: expected {' or '.join(map(repr, allowed))}; got {self.values.get(name)!r}")
-
-
 def architecture_of(args: argparse.Namespace) -> str:
     """Return the ``model_type`` whose tensors a model with these arguments would have."""
     if getattr(args, "multi_latent_attention", False):
@@ -106,8 +82,11 @@ def from_args(args: argparse.Namespace, vocabulary: int | None = None) -> Model:
         NotImplementedError: None of the four architectures computes the same. The message lists all reasons.
         ValueError: A size is missing.
     """
-    known = _Arguments(args)
     architecture = architecture_of(args)
+    known = Settings("args of the checkpoint", architecture, vars(args), partial=False)
+    for name, allowed in _EXPECTED.items():
+        if name in known.values:
+            known.expect(name, *allowed)
     sizes = Sizes(
         layers=known.size("num_layers"),
         hidden=known.size("hidden_size"),
@@ -115,48 +94,41 @@ def from_args(args: argparse.Namespace, vocabulary: int | None = None) -> Model:
         vocabulary=vocabulary or known.get("vocab_size") or known.size("padded_vocab_size"),
         positions=int(known.get("max_position_embeddings") or known.size("seq_length")),
     )
-    experts = _experts(known, architecture, sizes.layers)
+    experts = _experts(known, sizes.layers)
     model = Model(
         architecture=architecture,
         sizes=sizes,
-        attention=_attention(known, architecture, sizes),
+        attention=_attention(known, sizes),
         rope=_latent_rope(known) if architecture == "deepseek_v3" else _rope(known),
         experts=experts,
         epsilon=float(known.get("layernorm_epsilon", known.get("norm_epsilon", 1e-5))),
         tied=not known.get("untie_embeddings_and_output_weights", False),
         mtp_layers=int(known.get("mtp_num_layers", 0)),
     )
-    if known.problems:
-        reasons = "\n  ".join(known.problems)
-        raise NotImplementedError(
-            f"Hugging Face's {architecture} does not support what the checkpoint's args require:\n  {reasons}"
-        )
+    known.raise_problems(f"Hugging Face's {architecture} does not support what the checkpoint's args require")
     return model
 
 
-def _attention(known: _Arguments, architecture: str, sizes: Sizes) -> Attention:
+def _attention(known: Settings, sizes: Sizes) -> Attention:
     heads = known.size("num_attention_heads")
     bias = bool(known.get("add_bias_linear", True))
-    if bias and architecture != "llama":
+    if bias and known.architecture != "llama":
         known.expect("add_bias_linear", False)
-    if architecture == "deepseek_v3":
+    if known.architecture == "deepseek_v3":
         known.expect("qk_layernorm", True)
-        # Only the query rank may be missing: then queries are not compressed.
-        names = {field: name for field, name in _LATENT.items() if field != "query_rank"}
-        latent = Latent(known.get(_LATENT["query_rank"]), **{field: known.size(name) for field, name in names.items()})
-        return Attention(heads, heads, latent.plain + latent.rotary, norm=True, latent=latent)
-    if architecture == "qwen3_moe":
+        return latent_attention(known, _LATENT)
+    if known.architecture == "qwen3_moe":
         known.expect("qk_layernorm", True)
     return Attention(
         heads=heads,
         groups=known.size("num_query_groups") if known.get("group_query_attention") else heads,
         head_size=int(known.get("kv_channels") or sizes.hidden // heads),
         bias=bias,
-        norm=architecture != "llama",
+        norm=known.architecture != "llama",
     )
 
 
-def _rope(known: _Arguments) -> Rope:
+def _rope(known: Settings) -> Rope:
     if known.get("use_rotary_position_embeddings"):
         kind = "rope"
     else:
@@ -177,7 +149,7 @@ def _rope(known: _Arguments) -> Rope:
     return Rope(base)
 
 
-def _latent_rope(known: _Arguments) -> Rope:
+def _latent_rope(known: Settings) -> Rope:
     base, factor = float(known.get("rotary_base", 10000)), float(known.get("rotary_scaling_factor", 1.0))
     # With a factor of 1, yarn is plain rotation.
     if known.get("rope_type", "yarn") == "rope" or factor == 1.0:
@@ -194,7 +166,7 @@ def _latent_rope(known: _Arguments) -> Rope:
     )
 
 
-def _yarn(known: _Arguments, base: float, *, original: int, beta_fast: float, beta_slow: float) -> Rope:
+def _yarn(known: Settings, base: float, *, original: int, beta_fast: float, beta_slow: float) -> Rope:
     mscale, mscale_all = float(known.get("mscale", 1.0)), float(known.get("mscale_all_dim", 0.0))
     if not mscale_all:
         known.expect("mscale", 1.0, None)
@@ -203,10 +175,10 @@ def _yarn(known: _Arguments, base: float, *, original: int, beta_fast: float, be
     return Rope(base, "yarn", factor, original, beta_fast, beta_slow, mscale, mscale_all)
 
 
-def _experts(known: _Arguments, architecture: str, layers: int) -> Experts | None:
+def _experts(known: Settings, layers: int) -> Experts | None:
     count = known.get("num_experts")
     if not count:
-        if architecture == "deepseek_v3":
+        if known.architecture == "deepseek_v3":
             known.problems.append("num_experts: expected experts; got none")
         return None
     experts = Experts(
@@ -216,7 +188,7 @@ def _experts(known: _Arguments, architecture: str, layers: int) -> Experts | Non
         layers=_expert_layers(known, layers),
         router=_router(known),
     )
-    if architecture == "qwen3_moe":
+    if known.architecture == "qwen3_moe":
         known.expect("moe_router_score_function", "softmax", None)
         known.expect("moe_shared_expert_intermediate_size", None, 0)
         known.expect("moe_router_enable_expert_bias", False, None)
@@ -235,7 +207,7 @@ def _experts(known: _Arguments, architecture: str, layers: int) -> Experts | Non
     return experts
 
 
-def _expert_layers(known: _Arguments, layers: int) -> tuple[bool, ...]:
+def _expert_layers(known: Settings, layers: int) -> tuple[bool, ...]:
     frequency = known.get("moe_layer_freq", 1)
     if isinstance(frequency, int):
         return tuple(i % frequency == 0 for i in range(layers))
@@ -244,7 +216,7 @@ def _expert_layers(known: _Arguments, layers: int) -> tuple[bool, ...]:
     return tuple(bool(entry) for entry in frequency)
 
 
-def _router(known: _Arguments) -> Router:
+def _router(known: Settings) -> Router:
     score = str(known.get("moe_router_score_function", "softmax"))
     chosen = int(known.get("moe_router_topk", 2))
     groups, chosen_groups = int(known.get("moe_router_num_groups", 1)), int(known.get("moe_router_group_topk", 1))

@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from megatron.fsdp.convert.huggingface.model import Attention, Experts, Latent, Model, Rope, Router, Sizes
+from megatron.fsdp.convert.huggingface.model import Attention, Experts, Model, Rope, Router, Sizes
+from megatron.fsdp.convert.huggingface.settings import Settings, latent_attention
 
 CLASSES = {
     "llama": "LlamaForCausalLM",
@@ -50,35 +51,14 @@ _LATENT = {
 }
 
 
-class _Config:
-    """A config.json, and the settings of it that cannot be converted."""
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self.architecture = str(values.get("model_type"))
-        if self.architecture not in CLASSES:
-            raise NotImplementedError(
-                f"config.json: expected model_type to be {', '.join(CLASSES)}; got {values.get('model_type')!r}."
-            )
-        given = {key: value for key, value in values.items() if value is not None}
-        self.values = {**_DEFAULTS[self.architecture], **given}
-        self.problems: list[str] = []
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self.values.get(key, default)
-
-    def size(self, *keys: str) -> int:
-        """Return the first of these sizes that exists; versions of transformers differ in some keys."""
-        for key in keys:
-            value = self.values.get(key)
-            if isinstance(value, int) and not isinstance(value, bool):
-                return value
-        raise ValueError(f"config.json: expected an integer {' or '.join(keys)}; got none.")
-
-    def expect(self, key: str, *allowed: Any) -> None:
-        """Note a problem if a value exists and is not one of these."""
-        value = self.values.get(key)
-        if value is not None and value not in allowed:
-            self.problems.append(f"{key}: expected {' or '.join(map(repr, allowed))}; got {value!r}")
+def _settings(values: Mapping[str, Any]) -> Settings:
+    architecture = str(values.get("model_type"))
+    if architecture not in CLASSES:
+        raise NotImplementedError(
+            f"config.json: expected model_type to be {', '.join(CLASSES)}; got {values.get('model_type')!r}."
+        )
+    given = {key: value for key, value in values.items() if value is not None}
+    return Settings("config.json", architecture, _DEFAULTS[architecture] | given, partial=True)
 
 
 def from_config(values: Mapping[str, Any]) -> Model:
@@ -92,7 +72,7 @@ def from_config(values: Mapping[str, Any]) -> Model:
             lists all of them.
         ValueError: A size is missing.
     """
-    config = _Config(values)
+    config = _settings(values)
     config.expect("hidden_act", "silu")
     config.expect("use_sliding_window", False)
     config.expect("pretraining_tp", 1)
@@ -102,23 +82,23 @@ def from_config(values: Mapping[str, Any]) -> Model:
     model = Model(
         architecture=config.architecture,
         sizes=sizes,
-        attention=_latent_attention(config) if config.architecture == "deepseek_v3" else _attention(config, sizes),
+        attention=_attention(config, sizes),
         rope=_rope(config),
         experts=_experts(config, sizes),
         epsilon=float(config.get("rms_norm_eps")),
         tied=bool(config.get("tie_word_embeddings", False)),
         mtp_layers=int(config.get("num_nextn_predict_layers", config.get("num_mtp_layers", 0))),
     )
-    if config.problems:
-        raise NotImplementedError(
-            "Megatron-Core's GPT does not support what config.json requires:\n  " + "\n  ".join(config.problems)
-        )
+    config.raise_problems("Megatron-Core's GPT does not support what config.json requires")
     return model
 
 
-def _attention(config: _Config, sizes: Sizes) -> Attention:
+def _attention(config: Settings, sizes: Sizes) -> Attention:
     if config.architecture != "llama":
         config.expect("attention_bias", False)
+    if config.architecture == "deepseek_v3":
+        config.expect("rope_interleave", True)
+        return latent_attention(config, _LATENT)
     heads = config.size("num_attention_heads")
     return Attention(
         heads=heads,
@@ -129,17 +109,7 @@ def _attention(config: _Config, sizes: Sizes) -> Attention:
     )
 
 
-def _latent_attention(config: _Config) -> Attention:
-    config.expect("attention_bias", False)
-    config.expect("rope_interleave", True)
-    heads = config.size("num_attention_heads")
-    # Only the query rank may be missing: then queries are not compressed.
-    keys = {field: key for field, key in _LATENT.items() if field != "query_rank"}
-    latent = Latent(config.get(_LATENT["query_rank"]), **{field: config.size(key) for field, key in keys.items()})
-    return Attention(heads, heads, latent.plain + latent.rotary, norm=True, latent=latent)
-
-
-def _rope(config: _Config) -> Rope:
+def _rope(config: Settings) -> Rope:
     # transformers 5 has one rope_parameters. Older versions have rope_theta and rope_scaling.
     values = config.get("rope_parameters") or config.get("rope_scaling") or {}
     base = float(values.get("rope_theta") or config.get("rope_theta", 10000.0))
@@ -159,7 +129,7 @@ def _rope(config: _Config) -> Rope:
     return Rope(base)
 
 
-def _yarn(config: _Config, values: Mapping[str, Any], base: float) -> Rope:
+def _yarn(config: Settings, values: Mapping[str, Any], base: float) -> Rope:
     original = int(values.get("original_max_position_embeddings") or config.get("max_position_embeddings"))
     mscale, mscale_all = values.get("mscale"), values.get("mscale_all_dim")
     if mscale_all and not mscale:
@@ -181,7 +151,7 @@ def _yarn(config: _Config, values: Mapping[str, Any], base: float) -> Rope:
     )
 
 
-def _experts(config: _Config, sizes: Sizes) -> Experts | None:
+def _experts(config: Settings, sizes: Sizes) -> Experts | None:
     if config.architecture == "qwen3_moe":
         step, dense = int(config.get("decoder_sparse_step", 1)), config.get("mlp_only_layers", [])
         return Experts(
@@ -205,7 +175,7 @@ def _experts(config: _Config, sizes: Sizes) -> Experts | None:
     return None
 
 
-def _sigmoid_router(config: _Config) -> Router:
+def _sigmoid_router(config: Settings) -> Router:
     config.expect("scoring_func", "sigmoid")
     config.expect("topk_method", "noaux_tc")
     # Megatron always normalizes the scores if it chooses several experts, and never the score of a single expert.

@@ -80,12 +80,6 @@ def _json_object(path: Path) -> dict[str, Any]:
     return value
 
 
-def identity(folder: Path) -> str:
-    """Return a text that changes whenever a file of a folder does."""
-    files = ((path, path.stat()) for path in sorted(folder.glob("*")) if path.is_file())
-    return json.dumps([(path.name, status.st_size, status.st_mtime_ns) for path, status in files])
-
-
 def companions(folder: Path) -> list[Path]:
     """Return the files to copy along with the weights: tokenizer, chat template, generation settings."""
     return sorted({path for pattern in _COMPANIONS for path in folder.glob(pattern) if path.is_file()})

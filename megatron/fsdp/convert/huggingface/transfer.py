@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from megatron.fsdp.checkpoint.checksums import write_file
+from megatron.fsdp.checkpoint.checksums import fingerprint, write_file
 from megatron.fsdp.checkpoint.reader import RELEASE
 from megatron.fsdp.convert.canonical import Tensors, TrainingState
 from megatron.fsdp.convert.huggingface.arguments import from_args, notes, script, to_args
 from megatron.fsdp.convert.huggingface.config import from_config, to_config
 from megatron.fsdp.convert.huggingface.conversion import readable, to_huggingface, to_megatron
-from megatron.fsdp.convert.huggingface.folder import FolderWriter, companions, identity, read_config, read_weights
+from megatron.fsdp.convert.huggingface.folder import FolderWriter, companions, read_config, read_weights
 from megatron.fsdp.convert.huggingface.model import Model, differences
 from megatron.fsdp.convert.options import WriteOptions
 from megatron.fsdp.convert.run import write_state
@@ -198,7 +198,7 @@ def prepare_import(folder: Path, options: ImportOptions) -> Import:
         weights=imported.weights,
         buffers=imported.buffers,
         common={"args": args, "iteration": 0, "checkpoint_version": _CHECKPOINT_VERSION},
-        source=f"{identity(folder)} {options.layer_spec} {multiple} {options.dtype}",
+        source=f"{fingerprint(folder)} {options.layer_spec} {multiple} {options.dtype}",
     )
     return Import(state, imported.model, imported.notes + notes(imported.model))
 
