@@ -227,9 +227,8 @@ class ShardedParameter:
 
     def _refuse_hook(self, hook: Callable[..., Any]) -> NoReturn:
         raise RuntimeError(
-            f"{self.name} is a compute weight, whose gradient autograd has before it is reduced. Register hooks with"
-            "  the parameters that the sharded model's parameters() returns: they are called with "
-            "reduced gradients."
+            f"{self.name} is a compute weight, whose gradient autograd has before it is reduced. Register hooks with "
+            "the parameters that the sharded model's parameters() returns: they are called with reduced gradients."
         )
 
     def hooked(self, grad: DTensor) -> DTensor:
