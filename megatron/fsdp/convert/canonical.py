@@ -1,4 +1,4 @@
-"""What a training checkpoint holds, whatever its format: the one view that every conversion goes through."""
+"""The contents of a training checkpoint, whatever its format: every conversion goes through this view."""
 
 import argparse
 import re
@@ -17,32 +17,32 @@ _BUFFER = re.compile(r"\.(?:router\.(?!weight$|bias$)\w+|running_mean|running_va
 
 
 def is_buffer(name: str) -> bool:
-    """Whether a tensor of the model is no parameter, by its name: a router's ``expert_bias``, running statistics."""
+    """Whether a tensor of the model is a buffer, by its name: a router's ``expert_bias``, running statistics."""
     return _BUFFER.search(name) is not None
 
 
 @dataclass(frozen=True)
 class TrainingState:
-    """A checkpoint by live parameter names. Nothing is read before a tensor is asked for.
+    """A checkpoint by canonical names. Tensors are read when they are needed.
 
-    A name is the parameter's in the model, without the prefixes of wrappers, with global indices of layers and
-    experts: ``decoder.layers.0.self_attention.linear_qkv.weight``. The first layer of a gated MLP is two tensors, gate
-    and up: ``decoder.layers.0.mlp.linear_fc1.weight_w`` and ``_v``; of a grouped expert,
+    A canonical name is the parameter's name in the model, without the prefixes of wrappers, with global indices of
+    layers and experts: ``decoder.layers.0.self_attention.linear_qkv.weight``. The first layer of a gated MLP is
+    two tensors, gate and up: ``decoder.layers.0.mlp.linear_fc1.weight_w`` and ``_v``, or, in a grouped expert,
     ``decoder.layers.1.mlp.experts.linear_fc1.weight3_w``. Shapes are those without any parallelism.
 
     Attributes:
-        weights: The float32 main weights where the checkpoint has them, else the model's own, by name.
+        weights: The float32 main weights where the checkpoint has them, else the model's weights, by name.
         common: ``args`` (a namespace), ``iteration``, ``checkpoint_version``, ``opt_param_scheduler``,
             ``num_floating_point_operations_so_far``, ``content_metadata``, and ``rng_state``, a dict of lists by
-            (pipeline rank, tensor rank); only what the checkpoint has.
-        buffers: Tensors of the model that are no parameters, such as ``router.expert_bias``.
+            (pipeline rank, tensor rank). Entries that the checkpoint lacks are missing.
+        buffers: Tensors of the model that are not parameters, such as ``router.expert_bias``.
         optimizer_state: For each name of ``weights`` its states, ``exp_avg`` and so on, of the weight's shape. Empty
             if the checkpoint has none.
-        group_of: The settings of the optimizer group of each parameter, ``lr``, ``step``, ``weight_decay`` ..., by
-            name without halves. Empty if ``optimizer_state`` is.
+        group_of: The settings of each parameter's optimizer group (``lr``, ``step``, ``weight_decay`` ...), by name
+            without halves. Empty if ``optimizer_state`` is.
         model_dtypes: The dtype that the model computes a weight in, for those where it is not ``compute_dtype``.
-        torch_dist: What only the way back to ``torch_dist`` needs; plain data, empty if nothing is known.
-        source: Tells the files that it is read from, so that writing it can go on where it was cut short.
+        torch_dist: Plain data that only a conversion back to ``torch_dist`` needs; empty if there is none.
+        source: Identifies the files that are read, so that an interrupted conversion can resume.
 
     Raises:
         ValueError: A state does not belong to a weight or has another shape, or a parameter has no group.
@@ -60,7 +60,7 @@ class TrainingState:
     def __post_init__(self) -> None:
         for name, states in self.optimizer_state.items():
             if name not in self.weights:
-                raise ValueError(f"TrainingState: optimizer state of {name}, which is no weight of the checkpoint.")
+                raise ValueError(f"TrainingState: optimizer state of {name}, which the checkpoint has no weight of.")
             for kind, tensor in states.items():
                 if tensor.shape != self.weights[name].shape:
                     raise ValueError(
@@ -77,7 +77,7 @@ class TrainingState:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """The dtype that the model computes in: by the arguments, else float32."""
+        """The dtype that the model computes in, by the training arguments; float32 if they do not say."""
         return compute_dtype(self.args)
 
     def model_dtype(self, name: str) -> torch.dtype:
@@ -86,7 +86,7 @@ class TrainingState:
 
 
 def compute_dtype(args: argparse.Namespace) -> torch.dtype:
-    """The dtype of compute weights, as training arguments say: ``params_dtype``, ``bf16`` or ``fp16``, else float32."""
+    """The dtype of compute weights by the training arguments ``params_dtype``, ``bf16`` and ``fp16``; else float32."""
     dtype = getattr(args, "params_dtype", None)
     if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
         return dtype
@@ -96,13 +96,13 @@ def compute_dtype(args: argparse.Namespace) -> torch.dtype:
 
 
 class Output(NamedTuple):
-    """A checkpoint to be written.
+    """A checkpoint to write.
 
     Attributes:
         tensors: By key.
         objects: By key.
         planner_data: The path of each key in a nested dict; None if keys are flat.
-        files: Small files beside the data.
+        files: The contents of small files beside the data, by name.
     """
 
     tensors: Tensors

@@ -1,4 +1,4 @@
-"""What differs between two checkpoints, key by key and block by block."""
+"""Compares two checkpoints, key by key and block by block."""
 
 import argparse
 import io
@@ -24,10 +24,10 @@ class Difference(NamedTuple):
         key: Its key.
         shapes: In the first and in the second checkpoint.
         dtypes: In the first and in the second checkpoint.
-        elements: How many elements are not equal; two nans are. None if the shapes differ.
-        absolute: Largest difference of two elements; inf where only one is nan, or one is infinite.
+        elements: The number of unequal elements; two nans are equal. None if the shapes differ.
+        absolute: Largest difference of two elements; inf if only one of them is nan or infinite.
         relative: Largest difference of two elements, relative to the larger magnitude.
-        close: Every element is within ``ABSOLUTE + RELATIVE * |second|``, as ``torch.allclose``.
+        close: Whether every element is within ``ABSOLUTE + RELATIVE * |second|``, as in ``torch.allclose``.
     """
 
     key: str
@@ -50,11 +50,11 @@ class Difference(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """What differs between two checkpoints.
+    """The differences between two checkpoints.
 
     Attributes:
-        only_first: Keys that the second one lacks.
-        only_second: Keys that the first one lacks.
+        only_first: Keys that only the first one has.
+        only_second: Keys that only the second one has.
         kinds: Keys that are a tensor in one and an object in the other.
         tensors: All tensors that both have.
         objects: Keys of the objects that differ.
@@ -74,19 +74,19 @@ class Comparison(NamedTuple):
 
 
 def bytes_to_compare(first: CheckpointReader, second: CheckpointReader) -> int:
-    """What ``compare`` reports as progress in the end: bytes of the tensors in both, as the first one has them."""
+    """The total that ``compare`` reports as progress: the bytes of the first one's tensors that both have."""
     return sum(t.nbytes for key, t in first.tensors.items() if key in second.tensors)
 
 
 def compare(
     first: CheckpointReader, second: CheckpointReader, progress: Callable[[int], None] = lambda _: None
 ) -> Comparison:
-    """Compare two checkpoints, whatever the chunks that they are stored in.
+    """Compare two checkpoints, which may store their tensors in different chunks.
 
     Args:
         first: One checkpoint.
         second: The other.
-        progress: Called with the number of bytes that have been compared since.
+        progress: Called with the number of bytes compared since the last call.
     """
     keys = [{*reader.tensors, *reader.objects} for reader in (first, second)]
     both = sorted(keys[0] & keys[1])
@@ -107,7 +107,7 @@ def compare(
 def difference(
     key: str, first: LazyTensor, second: LazyTensor, progress: Callable[[int], None] = lambda _: None
 ) -> Difference:
-    """Compare two tensors, block by block. Arguments: as of :func:`compare`."""
+    """Compare two tensors, block by block. See :func:`compare` for ``progress``."""
     shapes, dtypes = (first.shape, second.shape), (first.dtype, second.dtype)
     if first.shape != second.shape:
         progress(first.nbytes)
@@ -143,7 +143,7 @@ def _compare_block(first: torch.Tensor, second: torch.Tensor) -> _Block:
     if not count:
         return _Block(0, 0.0, 0.0, True)
     a, b = a[unequal], b[unequal]
-    # Integers that float64 cannot tell apart differ by one at least.
+    # Different integers may round to the same float64: they differ by at least one.
     gap = (a - b).abs().nan_to_num(nan=math.inf, posinf=math.inf).clamp(min=1.0 if integers else 0.0)
     scale = torch.maximum(a.abs(), b.abs())
     relative = (gap / scale).nan_to_num(nan=math.inf, posinf=math.inf)
@@ -152,14 +152,14 @@ def _compare_block(first: torch.Tensor, second: torch.Tensor) -> _Block:
 
 
 def _objects_differ(key: str, first: CheckpointReader, second: CheckpointReader) -> bool:
-    """Whether an object is another: the bytes may differ where the object does not."""
+    """Whether two objects differ; equal objects may have different bytes."""
     if first.object_bytes(key) == second.object_bytes(key):
         return False
     return not equal(first.read_object(key), second.read_object(key))
 
 
 def equal(first: object, second: object) -> bool:
-    """Whether two objects are the same, tensors and arrays in them included; two nans are."""
+    """Whether two objects are equal, with all tensors and arrays in them; two nans are equal."""
     if type(first) is not type(second):
         return False
     if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):

@@ -1,4 +1,4 @@
-"""What commands have in common: readable and JSON output, clear errors, progress, and shared work."""
+"""Parts that all commands share: readable and JSON output, error messages, progress, division of work."""
 
 import argparse
 import enum
@@ -23,39 +23,39 @@ from megatron.fsdp.checkpoint.allowed import Foreign
 from megatron.fsdp.checkpoint.reader import checkpoint_folder
 from megatron.fsdp.convert.inspecting import SHOWN, listed
 
-# What a user, a file or the system can cause; anything else is a defect and shows where.
+# Errors that a user, a file or the system can cause. Any other error is a bug and keeps its traceback.
 EXPECTED = (ValueError, OSError, NotImplementedError, RuntimeError)
-# Of output that goes to a file: long names stay in one piece.
+# Columns of output to a file, enough to keep long names on one line.
 _WIDTH = 160
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
-msc_option = click.option("--enable-msc", is_flag=True, help="Check that the Multi-Storage Client is there.")
+msc_option = click.option("--enable-msc", is_flag=True, help="Require the Multi-Storage Client to be installed.")
 
 
 def layer_options[C: Callable[..., Any]](command: C) -> C:
-    """Add the options that say what layers a model has, for ``torch_dist`` checkpoints that do not tell."""
+    """Add the options that describe a model's layers, for ``torch_dist`` checkpoints that do not."""
     implementation = click.option(
         "--transformer-impl",
         type=click.Choice(["local", "transformer_engine"]),
-        help="Whose layers the model has, if a torch_dist checkpoint does not tell.",
+        help="The implementation of the model's layers, if a torch_dist checkpoint does not record it.",
     )
     grouped = click.option(
         "--moe-grouped-gemm/--no-moe-grouped-gemm",
         default=None,
-        help="Whether a layer's experts are one grouped module, if a torch_dist checkpoint does not tell.",
+        help="Whether the experts of a layer are one grouped module, if a torch_dist checkpoint does not record it.",
     )
     return implementation(grouped(command))
 
 
 def directory(name: str) -> Callable[[_Command], _Command]:
-    """An argument: a checkpoint's folder, or the one above it with a tracker file."""
+    """Add an argument for the folder of a checkpoint, or for its parent with a tracker file."""
     return click.argument(name, type=click.Path(path_type=Path))
 
 
 def handled(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes what a user can cause one line on standard error and exit status 1; checks ``--enable-msc``."""
+    """Print expected errors as one line on standard error and exit with status 1; check ``--enable-msc``."""
 
     @functools.wraps(command)
     def run(*arguments: Any, **options: Any) -> Any:
@@ -71,7 +71,7 @@ def handled(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def require_msc() -> None:
-    """Whether the Multi-Storage Client can be used.
+    """Raise an error unless the Multi-Storage Client can be used.
 
     Raises:
         NotImplementedError: It is not installed.
@@ -86,28 +86,28 @@ def require_msc() -> None:
 
 
 def folder_of(path: Path) -> Path:
-    """The checkpoint that a user means, see ``checkpoint_folder``.
+    """The checkpoint in or below a folder, see ``checkpoint_folder``.
 
     Raises:
-        FileNotFoundError: There is none, or it is on object storage.
+        FileNotFoundError: There is none, or the path is on object storage.
     """
     if str(path).startswith("msc:/"):
-        raise FileNotFoundError(f"{path}: expected a folder of a file system; mount the storage to read from it.")
+        raise FileNotFoundError(f"{path}: expected a folder in a file system; mount the storage to read from it.")
     return checkpoint_folder(path)
 
 
 def worker() -> tuple[int, int]:
-    """Number of this process, and how many share the work, as torchrun says; 0 and 1 without it."""
+    """The rank of this process and the number of processes, from torchrun; 0 and 1 without it."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def is_first() -> bool:
-    """Whether this process speaks for all that torchrun started."""
+    """Whether this process prints the output for all processes that torchrun started."""
     return worker()[0] == 0
 
 
 def console() -> Console:
-    """Where readable output goes."""
+    """The console for readable output."""
     found = Console(highlight=False, soft_wrap=False)
     return found if found.is_terminal else Console(highlight=False, width=_WIDTH)
 
@@ -119,12 +119,12 @@ def heading(out: Console, text: str) -> None:
 
 
 def line(out: Console, text: str, style: str = "") -> None:
-    """Print a line as it is: not wrapped, not interpreted."""
+    """Print a line verbatim, without wrapping or markup."""
     out.print(Text(text, style=style), soft_wrap=True)
 
 
 def table(title: str, *columns: str) -> Table:
-    """An empty table. A column whose name begins with ``>`` has its text at the right."""
+    """An empty table. Columns whose name begins with ``>`` are aligned to the right."""
     made = Table(title=title, title_justify="left", title_style="bold")
     for name in columns:
         right = name.startswith(">")
@@ -149,9 +149,9 @@ def as_json_text(value: Mapping[str, Any]) -> str:
 
 
 def plain(value: Any) -> Any:
-    """A value in JSON's terms; what has none becomes text.
+    """Convert a value to JSON's types; other types become text.
 
-    Large tensors become their dtype and shape, numbers that JSON does not know (nan, inf) text.
+    Large tensors become their dtype and shape. Numbers that JSON lacks (nan, inf) become text.
     """
     if value is None or isinstance(value, (bool, int, str)):
         return value.value if isinstance(value, enum.Enum) else value
@@ -179,7 +179,7 @@ def _plain_tensor(tensor: torch.Tensor) -> Any:
 
 
 def short(value: Any, limit: int = 200) -> str:
-    """A value as one line of text that is not longer than a limit."""
+    """A value as one line of text, cut off at a limit."""
     if isinstance(value, torch.Tensor):
         text = f"tensor of {tuple(value.shape)}, {value.dtype}"
     elif isinstance(value, argparse.Namespace):
@@ -193,14 +193,14 @@ def short(value: Any, limit: int = 200) -> str:
 
 @contextmanager
 def progress_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Context with a bar on standard error: bytes done, speed, time left. Nothing is shown where nobody looks.
+    """Show a progress bar on standard error: bytes, speed, time left. Only the first process shows it, on a terminal.
 
     Args:
-        what: Is going on.
-        total: Bytes.
+        what: The description of the work.
+        total: The number of bytes.
 
     Yields:
-        A function to call with the number of bytes that have been done since.
+        A function to call with the number of bytes processed since the last call.
     """
     columns = (
         TextColumn("{task.description}"),

@@ -32,17 +32,19 @@ from megatron.fsdp.naming.names import without_half
 
 _Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
-# What both directions have in common, in the order of the help.
+# Arguments and options of both directions, in the order of the help.
 _SHARED: tuple[_Decorator, ...] = (
     directory("input_dir"),
     click.argument("output_dir", type=click.Path(path_type=Path)),
+    click.option("--swiglu", is_flag=True, help="Require SwiGLU layers. They are detected in any case."),
     click.option(
-        "--swiglu", is_flag=True, help="Check that the model has SwiGLU layers; they are found by themselves."
+        "--swiglu-modules",
+        default="",
+        help="Require SwiGLU layers in these modules, separated by commas, and in no others.",
     ),
-    click.option("--swiglu-modules", default="", help="Check that only these modules, separated by commas, have any."),
-    click.option("--no-optimizer", is_flag=True, help="Convert the model alone, for finetuning."),
-    click.option("--no-verify", is_flag=True, help="Do not compare files with the checkpoint's checksums."),
-    click.option("--oom-traceback", is_flag=True, help="Show where, if memory is exhausted."),
+    click.option("--no-optimizer", is_flag=True, help="Convert only the model, for finetuning."),
+    click.option("--no-verify", is_flag=True, help="Skip the comparison of files with the checkpoint's checksums."),
+    click.option("--oom-traceback", is_flag=True, help="Print a traceback if memory is exhausted."),
     msc_option,
     json_option,
 )
@@ -59,17 +61,19 @@ def _shared(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option(
     "--output-optimizer-state-prefix",
     default=None,
-    help="Of the keys of optimizer state. [default: optimizer.state.module.module.module, of models that compute in "
-    "float32 optimizer.state.module.module]",
+    help="Prefix of optimizer state keys. [default: optimizer.state.module.module.module; for models that compute in "
+    "float32, optimizer.state.module.module]",
 )
-@click.option("--output-model-weight-prefix", default="model.module", show_default=True, help="Of model keys.")
+@click.option("--output-model-weight-prefix", default="model.module", show_default=True, help="Prefix of model keys.")
 @click.option(
     OPTION,
     "group_map",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="The optimizer group of each parameter, where Megatron's rules do not tell it; else it is checked.",
+    help="JSON file with the optimizer group of each parameter. Needed where Megatron's rules are ambiguous.",
 )
-@click.option("--rename-mtp-keys", is_flag=True, help="Write mtp_model_layer for transformer_layer in mtp layers.")
+@click.option(
+    "--rename-mtp-keys", is_flag=True, help="Name the layer in mtp layers mtp_model_layer instead of transformer_layer."
+)
 @layer_options
 @handled
 def torch_dist_to_fsdp_dtensor(
@@ -90,8 +94,8 @@ def torch_dist_to_fsdp_dtensor(
 ) -> None:
     """Convert a torch_dist checkpoint to fsdp_dtensor, without a model or a GPU.
 
-    Main weights become the model's weights; Adam's state and every parameter's optimizer settings are kept. torchrun
-    shares the work among processes.
+    Main weights become the model's weights. Adam's state and the optimizer settings of every parameter are kept. Run it
+    with torchrun to divide the work among processes.
     """
     reading = ReadOptions(
         swiglu=swiglu,
@@ -119,8 +123,8 @@ def torch_dist_to_fsdp_dtensor(
 @click.option(
     "--like",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="A torch_dist checkpoint whose layout to write. [default: as it was before an earlier conversion, else as "
-    "Megatron-Core writes]",
+    help="A torch_dist checkpoint whose layout to copy. [default: the layout before an earlier conversion, else "
+    "Megatron-Core's]",
 )
 @handled
 def fsdp_dtensor_to_torch_dist(
@@ -136,7 +140,8 @@ def fsdp_dtensor_to_torch_dist(
 ) -> None:
     """Convert an fsdp_dtensor checkpoint to torch_dist, without a model or a GPU.
 
-    Optimizer state is stored by parameter (fully_reshardable), for any tensor, pipeline and expert parallelism.
+    Optimizer state is stored by parameter (fully_reshardable), so that it loads at any tensor, pipeline and expert
+    parallel size.
     """
     reading = ReadOptions(
         swiglu=swiglu, swiglu_modules=_names(swiglu_modules), optimizer=not no_optimizer, verify=not no_verify
@@ -153,14 +158,14 @@ def _names(text: str) -> tuple[str, ...]:
 
 @contextmanager
 def _memory_errors(shown: bool) -> Iterator[None]:
-    """Context in which exhausted memory is an error like others, with its traceback if that is wanted."""
+    """Report exhausted memory like any other error, with its traceback if requested."""
     try:
         yield
     except MemoryError as error:
         if shown:
             click.echo(traceback.format_exc(), err=True)
         raise RuntimeError(
-            f"memory is exhausted: {error}. {'' if shown else '--oom-traceback shows where.'}"
+            f"memory is exhausted: {error}. {'' if shown else '--oom-traceback prints the traceback.'}"
         ) from error
 
 
@@ -170,7 +175,7 @@ def _convert(
     folder = folder_of(source)
     found = format_of(folder)
     if found == format:
-        raise ValueError(f"{folder}: expected a checkpoint to convert to {format}; it is one.")
+        raise ValueError(f"{folder}: expected a checkpoint to convert to {format}; it already has that format.")
     state = read_state(folder, reading)
     output = lay_out(state, format, writing)
     total = sum(tensor.nbytes for tensor in output.tensors.values())

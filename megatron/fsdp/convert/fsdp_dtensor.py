@@ -1,4 +1,4 @@
-"""Reads and writes fsdp_dtensor checkpoints: every parameter under its own name, as plain DCP."""
+"""Reads and writes ``fsdp_dtensor`` checkpoints: plain DCP with one key per parameter."""
 
 import argparse
 import io
@@ -26,7 +26,7 @@ from megatron.fsdp.convert.rewrites import (
 from megatron.fsdp.convert.torch_dist.facts import asked, checked_gates
 from megatron.fsdp.naming.names import live_names, live_prediction_name, stored_names, without_half
 
-# What an earlier conversion kept for the way back is an object of this name.
+# The object in which a conversion from torch_dist stores data for the conversion back.
 KEPT = "torch_dist"
 CHECKPOINT_VERSION = 3.0
 
@@ -41,18 +41,18 @@ _STEP = "step"
 
 
 class _Model(NamedTuple):
-    """Tensors by name, as the model has them, and optimizer state by kind."""
+    """Tensors by name, and the tensors of each optimizer state by name."""
 
     tensors: Tensors
     states: dict[str, Tensors]
 
 
 def read(reader: CheckpointReader, options: ReadOptions) -> TrainingState:
-    """The canonical view of an fsdp_dtensor checkpoint.
+    """Read an ``fsdp_dtensor`` checkpoint into the canonical view.
 
     Args:
         reader: The checkpoint.
-        options: What the user says.
+        options: Facts that the checkpoint may not record.
 
     Raises:
         ValueError: It holds tensors that belong to no model, optimizer or random state, or contradicts the options.
@@ -75,7 +75,7 @@ def read(reader: CheckpointReader, options: ReadOptions) -> TrainingState:
     group_of = _groups(reader, steps) if options.optimizer else {}
     kept = dict(reader.read_object(KEPT)) if KEPT in reader.objects else {}
     dtypes = {name: dtype for name, dtype in kept.pop("model_dtypes", {}).items() if name in weights}
-    # What no optimizer holds is stored as the model has it.
+    # Weights that no optimizer holds are stored in the model's dtype.
     frozen = {n: t.dtype for n, t in weights.items() if group_of and without_half(n) not in group_of}
     return TrainingState(
         weights=weights,
@@ -106,9 +106,9 @@ def _model(reader: CheckpointReader) -> _Model:
 
 
 def _groups(reader: CheckpointReader, steps: Tensors) -> dict[str, groups.Group]:
-    """The group of each parameter. Optimizers that count steps in their state have the count added to the group."""
+    """The group of each parameter, including the step count of optimizers that store it in their state."""
     group_of: dict[str, groups.Group] = {}
-    # Most of thousands of small objects are the same few.
+    # Thousands of small objects have only a few different values.
     known: dict[bytes, Any] = {}
     for key in reader.objects:
         match = _META.match(key)
@@ -150,17 +150,17 @@ def _common(reader: CheckpointReader) -> dict[str, Any]:
 
 
 def lay_out(state: TrainingState, options: WriteOptions) -> Output:
-    """What to write: everything that a strict load asks for, of Megatron-Core's FSDP and of this one.
+    """Plan a checkpoint with every key that a strict load needs, in Megatron-Core's FSDP and in this one.
 
     Args:
         state: The checkpoint.
-        options: Prefixes of keys, and the name of multi-token prediction's layer.
+        options: Prefixes of keys, and the name of the layer of multi-token prediction.
     """
     nested = _Nested()
     facts = Facts(live_mtp=options.rename_mtp_keys)
     prefix = options.optimizer_prefix
     if prefix is None:
-        # Casting to low precision is a wrapper of its own.
+        # A model in low precision has one more wrapper, which casts its inputs.
         low = state.compute_dtype != torch.float32
         prefix = "optimizer.state." + ".".join(["module"] * (3 if low else 2))
     for name, tensor in from_canonical(state.weights | state.buffers, FSDP_DTENSOR, facts).items():
@@ -177,7 +177,7 @@ def lay_out(state: TrainingState, options: WriteOptions) -> Output:
 
 
 class _Nested:
-    """Keys of a nested dict, with the path of each. The name of a parameter is one step of the path."""
+    """The keys of a nested dict with their paths, in which a parameter's name is one step."""
 
     def __init__(self) -> None:
         self.tensors: Tensors = {}
@@ -186,7 +186,7 @@ class _Nested:
         self._pickled: dict[str, RawObject] = {}
 
     def tensor(self, prefix: str, path: tuple[str, ...], tensor: lazy.LazyTensor) -> None:
-        """Add a tensor under a prefix such as ``optimizer.state.module``: two dicts, and a part of the name."""
+        """Add a tensor under a prefix such as ``optimizer.state.module``: two dicts, then the beginning of the name."""
         name, *rest = path
         key = ".".join((prefix, *path))
         self.tensors[key] = tensor
@@ -198,7 +198,7 @@ class _Nested:
         self.objects[key], self.paths[key] = value, path
 
     def setting(self, path: tuple[Any, ...], value: Any) -> None:
-        """Add a small object that others are equal to: it is pickled once."""
+        """Add a small object. Equal objects are pickled only once."""
         text = f"{type(value)} {value!r}"
         if text not in self._pickled:
             stream = io.BytesIO()
@@ -219,14 +219,14 @@ def _lay_out_groups(nested: _Nested, state: TrainingState, prefix: str, facts: F
     wrappers = prefix.removeprefix("optimizer.state.") if prefix.startswith("optimizer.state.") else "module.module"
     fused = bool(getattr(state.args, "mla_down_proj_fusion", False))
     for name, group in state.group_of.items():
-        # One optimizer holds all parameters. A group of its parameters must agree in every setting.
+        # FSDP has one optimizer for all parameters, and all parameters of a group must have equal settings.
         settings = {**group, groups.EXPERTS: False} if groups.EXPERTS in group else group
         for own in live_names(name, fused):
             for field, value in settings.items():
                 nested.setting(("optimizer", "param_to_group_meta", f"{wrappers}.{own}", field), value)
     for name in state.optimizer_state:
         group = state.group_of[without_half(name)]
-        # Torch's own Adam counts the steps in the state of each parameter, and asks for them there.
+        # torch.optim.Adam counts steps in the state of each parameter, and needs them there when it loads.
         if "amsgrad" in group and _STEP in group:
             live = live_prediction_name(name) if facts.live_mtp else name
             nested.tensor(prefix, (live, _STEP), lazy.of(torch.tensor(float(group[_STEP]))))

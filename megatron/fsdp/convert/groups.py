@@ -1,4 +1,4 @@
-"""Which optimizer group a parameter belongs to: torch_dist lists the groups, but not what is in them."""
+"""Assigns parameters to optimizer groups: torch_dist lists the groups, but not their parameters."""
 
 import argparse
 import re
@@ -10,23 +10,23 @@ from megatron.fsdp.checkpoint.checksums import read_json
 from megatron.fsdp.convert.canonical import Tensors
 from megatron.fsdp.naming.names import stored_prediction_name, without_half
 
-# An optimizer group without its parameters: lr, step, weight_decay and so on.
+# The settings of an optimizer group: lr, step, weight_decay and so on.
 Group = dict[str, Any]
 
 OPTION = "--param-to-param-group-map-json"
-# The setting of a group that holds experts that are spread over ranks.
+# The setting that marks groups of experts that are spread over ranks.
 EXPERTS = "is_expert_parallel"
 _ENDS = ("embedding.word_embeddings.weight", "output_layer.weight")
 _WRAPPERS = re.compile(r"^(?:model\.)?(?:module\.)*")
 
 
 class Kind(NamedTuple):
-    """What Megatron tells groups apart by.
+    """The properties by which Megatron divides parameters into groups.
 
     Attributes:
-        expert: Its gradients are reduced among expert data-parallel ranks.
+        expert: Gradients are reduced over expert data-parallel ranks.
         decays: Weight decay applies.
-        decoupled: It has a learning rate of its own, as the embedding and the output layer may.
+        decoupled: The learning rate is a separate one, as it may be for the embedding and the output layer.
     """
 
     expert: bool
@@ -39,18 +39,18 @@ class Kind(NamedTuple):
 
 
 def is_expert(name: str) -> bool:
-    """Whether a parameter is a routed expert's."""
+    """Whether a parameter belongs to a routed expert."""
     return ".experts." in name
 
 
 def read_map(path: Path) -> dict[str, int]:
-    """The group of each parameter, by canonical name, as dumped by a training script.
+    """Read the index of each parameter's group, by canonical name, as a training script dumped it.
 
     Args:
-        path: A JSON object: names with or without wrappers' prefixes, and indices of groups.
+        path: A JSON object of group indices by parameter name, with or without the prefixes of wrappers.
 
     Raises:
-        ValueError: It is something else.
+        ValueError: The file contains something else.
     """
     found = read_json(path)
     if not isinstance(found, dict) or not all(isinstance(index, int) for index in found.values()):
@@ -61,25 +61,24 @@ def read_map(path: Path) -> dict[str, int]:
 def assign(
     weights: Tensors, groups: list[Group], args: argparse.Namespace, mapping: Mapping[str, int] | None = None
 ) -> dict[str, Group]:
-    """The settings of each parameter's group.
+    """Find the settings of each parameter's group.
 
-    By Megatron's rules: weight decay applies to what has two dimensions or more and is no bias, experts that are
-    spread over ranks have groups of their own, and so have the embedding and the output layer where their learning
+    By Megatron's rules, weight decay applies to parameters with two or more dimensions that are not biases. Experts
+    that are spread over ranks are in separate groups, and so are the embedding and the output layer if their learning
     rate is decoupled.
 
     Args:
-        weights: By canonical name; those that the optimizer holds.
-        groups: Of the dense optimizer, then of the experts'.
+        weights: The weights that the optimizer holds, by canonical name.
+        groups: The groups of the dense optimizer, then those of the experts.
         args: The training arguments.
-        mapping: Indices into ``groups`` by parameter, where a training script dumped them.
+        mapping: The index into ``groups`` of each parameter, if a training script dumped it.
 
     Returns:
-        By name without halves; with ``default_config``, whether the learning rate is everyone's, also where the
-        checkpoint does not say it.
+        The settings by name without halves. They include ``default_config``, which is False if the learning rate is
+        decoupled, even if the checkpoint lacks it.
 
     Raises:
-        ValueError: The rules do not tell the group of a parameter and there is no map; or the map says otherwise, or
-            lacks a parameter.
+        ValueError: The rules are ambiguous and there is no map, or the map contradicts the rules or lacks a parameter.
     """
     dimensions = {without_half(name): len(tensor.shape) for name, tensor in weights.items()}
     spread = any(group.get(EXPERTS, False) for group in groups)
@@ -106,7 +105,7 @@ def assign(
                 f"{name}: expected one optimizer group that is {kind}; got {len(candidates)} different ones among "
                 f"{[str(found) for found in kinds]}. Give {OPTION}."
             )
-        # Older versions do not write this, and newer ones ask for it.
+        # Older versions do not write this setting, but newer ones need it.
         assigned[name] = {"default_config": not kind.decoupled, **chosen}
     return assigned
 
@@ -135,14 +134,14 @@ def _decays(name: str, dimensions: int, args: argparse.Namespace) -> bool:
 
 
 def chains(optimizer: Any) -> list[list[Group]]:
-    """The groups of each optimizer of a chain, as a torch_dist checkpoint's common state has them.
+    """The groups of each optimizer of a chain, from the common state of a torch_dist checkpoint.
 
     Args:
-        optimizer: Common state's ``optimizer``: of one optimizer, or of several by index. Groups that do not say how
-            many steps were done get it from the shared step of a plain optimizer's state.
+        optimizer: The common state's ``optimizer``: that of one optimizer, or of several by index. Groups without a
+            step count get the shared one of a plain optimizer's state.
 
     Returns:
-        Empty if it lists no groups.
+        A list of groups for each optimizer; empty if there are none.
     """
     if not isinstance(optimizer, Mapping):
         return []

@@ -1,4 +1,4 @@
-"""Commands that look into checkpoints, check, compare and copy them."""
+"""Commands that inspect, verify, compare and copy checkpoints."""
 
 import math
 from pathlib import Path
@@ -49,11 +49,13 @@ GROUP_MAP = "param_to_param_group_map.json"
 @click.command("inspect")
 @directory("checkpoint_dir")
 @msc_option
-@click.option("--not-ignore-param-to-group-meta", is_flag=True, help="List the optimizer's settings of each parameter.")
+@click.option(
+    "--not-ignore-param-to-group-meta", is_flag=True, help="Also list the optimizer settings of each parameter."
+)
 @json_option
 @handled
 def inspect(checkpoint_dir: Path, not_ignore_param_to_group_meta: bool, as_json: bool) -> None:
-    """Show what is in a checkpoint; tensors are not read."""
+    """List the contents of a checkpoint without reading its tensors."""
     if not is_first():
         return
     summary = summarize(folder_of(checkpoint_dir))
@@ -118,7 +120,7 @@ def _summary_as_json(summary: Summary, shown: list[Entry]) -> dict[str, Any]:
 @json_option
 @handled
 def print_tensor(checkpoint_dir: Path, key: str, as_json: bool) -> None:
-    """Show one tensor, or one object."""
+    """Show one tensor or object."""
     if not is_first():
         return
     reader = CheckpointReader(folder_of(checkpoint_dir), verify=False)
@@ -160,9 +162,9 @@ def print_tensor(checkpoint_dir: Path, key: str, as_json: bool) -> None:
 @json_option
 @handled
 def print_torch_dcp_in_json(torch_dcp_dir: Path, as_json: bool) -> None:
-    """Print a dump of --dump-param-to-param-group-map and write it into its folder as JSON.
+    """Print the output of --dump-param-to-param-group-map, and write it into its folder as JSON.
 
-    Names of parameters become those of checkpoints: they begin with model.module.
+    Parameter names become those in checkpoints, which begin with model.module.
     """
     if not is_first():
         return
@@ -181,7 +183,7 @@ def print_torch_dcp_in_json(torch_dcp_dir: Path, as_json: bool) -> None:
 
 
 def _checkpoint_name(name: str) -> str:
-    """A parameter's name in a checkpoint, from its name in training."""
+    """The key of a parameter in a checkpoint, for its name in training."""
     return verifying.WEIGHTS + bare_name(name) if name.startswith("module.") else name
 
 
@@ -193,13 +195,13 @@ def _checkpoint_name(name: str) -> str:
     "operations",
     multiple=True,
     required=True,
-    help="'remove REGEX' or 'rename REGEX REPLACEMENT'; several are applied one after the other.",
+    help="'remove REGEX' or 'rename REGEX REPLACEMENT'. Repeat it to apply several in order.",
 )
 @msc_option
 @json_option
 @handled
 def modify_state_dict(input_dir: Path, output_dir: Path, operations: tuple[str, ...], as_json: bool) -> None:
-    """Copy a checkpoint with keys removed or renamed. Expressions are found anywhere in a key."""
+    """Copy a checkpoint, with keys removed or renamed. A REGEX matches anywhere in a key."""
     source = CheckpointReader(folder_of(input_dir))
     modification = Modification(source, [parse_operation(text) for text in operations])
     with progress_bar("Copying", modification.nbytes // worker()[1]) as progress:
@@ -231,7 +233,7 @@ def modify_state_dict(input_dir: Path, output_dir: Path, operations: tuple[str, 
 @json_option
 @handled
 def compare_two_checkpoint(checkpoint_1: Path, checkpoint_2: Path, as_json: bool) -> None:
-    """Show which keys two checkpoints do not share, and which tensors are not close. The exit status is 0."""
+    """Show keys that only one checkpoint has, and tensors that are not close. The exit status is always 0."""
     if not is_first():
         return
     found = _compared(checkpoint_1, checkpoint_2)
@@ -249,13 +251,13 @@ def compare_two_checkpoint(checkpoint_1: Path, checkpoint_2: Path, as_json: bool
 @click.command("diff")
 @directory("checkpoint_1")
 @directory("checkpoint_2")
-@click.option("--all", "show_all", is_flag=True, help="Show tensors that are the same, too.")
+@click.option("--all", "show_all", is_flag=True, help="Also show tensors that are equal.")
 @click.option("--exit-code", is_flag=True, help="Exit with status 1 if anything differs.")
 @msc_option
 @json_option
 @handled
 def diff(checkpoint_1: Path, checkpoint_2: Path, show_all: bool, exit_code: bool, as_json: bool) -> None:
-    """Show names, shapes and dtypes that differ, and how far the elements of each tensor are apart."""
+    """Show keys, shapes and dtypes that differ, and by how much the elements of each tensor differ."""
     if not is_first():
         return
     found = _compared(checkpoint_1, checkpoint_2)
@@ -339,7 +341,7 @@ def _either(first: object, second: object) -> str:
 @json_option
 @handled
 def verify(checkpoint_dir: Path, as_json: bool) -> None:
-    """Check all files, tensors and objects of a checkpoint; exit status 1 if something is wrong."""
+    """Check all files, tensors and objects of a checkpoint. The exit status is 1 if there is a problem."""
     if not is_first():
         return
     folder = folder_of(checkpoint_dir)

@@ -1,4 +1,4 @@
-"""What is in a checkpoint, without reading its tensors; and one tensor, read as little as is shown of it."""
+"""Summarizes a checkpoint without reading its tensors, and shows the parts of a tensor that are read."""
 
 import math
 from pathlib import Path
@@ -11,9 +11,9 @@ from megatron.fsdp.checkpoint.reader import COMMON_KEY, CheckpointReader, common
 
 GROUP_META = "param_to_group_meta"
 
-# Bytes that are read at once; computing with them takes several times as many.
+# Bytes to read at once. Computing with them takes several times as much memory.
 BLOCK = 4 << 20
-# As torch prints tensors: all of the small ones, and of others so many entries at each end of a dimension.
+# As torch prints tensors: up to this many elements whole, of others this many entries at each end of a dimension.
 SHOWN = 1000
 _EDGE = 3
 # Keys of fsdp_dtensor that belong to tensors or to ranks.
@@ -31,14 +31,14 @@ class Entry(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """What is in a checkpoint.
+    """The contents of a checkpoint.
 
     Attributes:
         reader: The checkpoint.
-        common: What it holds once for all ranks.
+        common: State that it stores once for all ranks.
         entries: All its keys, sorted.
         files: Its files and their sizes in bytes.
-        mcore_data: What older versions of Megatron-Core add to the metadata; {} if nothing.
+        mcore_data: Metadata that older versions of Megatron-Core add; {} if there is none.
     """
 
     reader: CheckpointReader
@@ -54,7 +54,7 @@ class Summary(NamedTuple):
 
 
 def summarize(path: Path) -> Summary:
-    """What is in a checkpoint; its checksums are not compared.
+    """Summarize a checkpoint, without comparing checksums.
 
     Args:
         path: The folder with ``.metadata``.
@@ -75,7 +75,7 @@ def summarize(path: Path) -> Summary:
 
 
 class Statistics(NamedTuple):
-    """Of the elements of a tensor, in float64; nan if there are none."""
+    """Statistics of a tensor's elements, in float64; nan if it is empty."""
 
     minimum: float
     maximum: float
@@ -84,7 +84,7 @@ class Statistics(NamedTuple):
 
 
 def statistics(tensor: LazyTensor) -> Statistics:
-    """Smallest, largest and mean element and the L2 norm, read in blocks; of complex numbers, of their magnitude."""
+    """The smallest, largest and mean element and the L2 norm, read in blocks. Complex numbers count by magnitude."""
     ends: list[tuple[float, float]] = []
     total, squares, count = 0.0, 0.0, 0
     for box in tensor.blocks(BLOCK):
@@ -97,18 +97,18 @@ def statistics(tensor: LazyTensor) -> Statistics:
         count += block.numel()
     if not count:
         return Statistics(math.nan, math.nan, math.nan, math.nan)
-    # Unlike Python's, torch's minimum of nan and a number is nan.
+    # torch's minimum of nan and a number is nan, Python's may not be.
     low, high = torch.tensor(ends, dtype=torch.float64).unbind(1)
     return Statistics(low.min().item(), high.max().item(), total / count, math.sqrt(squares))
 
 
 def as_float64(tensor: torch.Tensor) -> torch.Tensor:
-    """Numbers to compute with; the magnitude of complex ones."""
+    """The elements as float64; the magnitude of complex ones."""
     return tensor.abs().to(torch.float64) if tensor.is_complex() else tensor.to(torch.float64)
 
 
 def corners(tensor: LazyTensor) -> tuple[torch.Tensor, tuple[bool, ...]]:
-    """What is shown of a tensor: all of it if it is small, else the ends of each dimension.
+    """The elements to show: all of a small tensor, else the ends of each dimension.
 
     Returns:
         The elements, and for each dimension whether its middle is left out.
@@ -123,14 +123,14 @@ def corners(tensor: LazyTensor) -> tuple[torch.Tensor, tuple[bool, ...]]:
 
 
 def contents_of(tensor: LazyTensor) -> torch.Tensor:
-    """All of a small tensor; of a large one only dtype and shape, on the meta device."""
+    """A small tensor, read; a large one as dtype and shape only, on the meta device."""
     if math.prod(tensor.shape) <= SHOWN:
         return tensor.whole()
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def as_text(values: torch.Tensor, cut: tuple[bool, ...]) -> str:
-    """The elements of a tensor, one row a line, with dots where some are left out."""
+    """The elements of a tensor, one row per line, with dots in place of those left out."""
     if not cut:
         return _number(listed(values))
     if len(cut) == 1:
@@ -141,7 +141,7 @@ def as_text(values: torch.Tensor, cut: tuple[bool, ...]) -> str:
 
 
 def listed(values: torch.Tensor) -> Any:
-    """The elements as numbers of Python, in nested lists; also of dtypes that torch does not convert."""
+    """The elements as Python numbers in nested lists, also for dtypes whose ``tolist`` torch lacks."""
     return (values.to(torch.float64) if values.is_floating_point() else values).tolist()
 
 

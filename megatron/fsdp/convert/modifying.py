@@ -1,4 +1,4 @@
-"""A copy of a checkpoint with keys removed and renamed; nothing is unpickled, nothing is computed."""
+"""Copies a checkpoint with keys removed and renamed, without unpickling or computing anything."""
 
 import re
 import shlex
@@ -14,11 +14,11 @@ _OPERATIONS = "'remove REGEX' or 'rename REGEX REPLACEMENT'"
 
 
 class Operation(NamedTuple):
-    """What is done to the keys: those that a pattern is found in are removed, or it is replaced in them.
+    """A change of keys: remove those that match a pattern, or replace the pattern in them.
 
     Attributes:
-        pattern: A regular expression, which may be found anywhere in a key.
-        replacement: As of ``re.sub``; None to remove.
+        pattern: A regular expression, which may match anywhere in a key.
+        replacement: A replacement as for ``re.sub``; None to remove the key.
     """
 
     pattern: re.Pattern[str]
@@ -32,7 +32,7 @@ class Operation(NamedTuple):
 
 
 def parse_operation(text: str) -> Operation:
-    """An operation that a user writes; words are separated as in a shell.
+    """Parse an operation from a command line; words are separated as in a shell.
 
     Args:
         text: ``remove REGEX`` or ``rename REGEX REPLACEMENT``.
@@ -41,7 +41,7 @@ def parse_operation(text: str) -> Operation:
         ValueError: It is neither.
     """
     try:
-        # In a lexer that follows the shell, a backslash would have to be written twice.
+        # Regular expressions are full of backslashes: do not treat them as the shell's escapes.
         lexer = shlex.shlex(text, posix=True, punctuation_chars=False)
         lexer.whitespace_split, lexer.escape, lexer.commenters = True, "", ""
         name, *words = list(lexer)
@@ -56,14 +56,14 @@ def parse_operation(text: str) -> Operation:
 
 
 class Renaming(NamedTuple):
-    """New names by old ones, in the order of the checkpoint, and the keys that are removed."""
+    """New keys by old ones, in the checkpoint's order, and the removed keys."""
 
     kept: dict[str, str]
     removed: list[str]
 
 
 def rename(keys: Sequence[str], operations: Sequence[Operation]) -> Renaming:
-    """Apply operations to keys, one after the other.
+    """Apply operations to keys, in order.
 
     Raises:
         ValueError: Two keys would get one name, or nothing would be left.
@@ -85,14 +85,14 @@ def rename(keys: Sequence[str], operations: Sequence[Operation]) -> Renaming:
 
 
 class Modification:
-    """A copy of a checkpoint, ready to be made.
+    """A planned copy of a checkpoint.
 
     Args:
         source: The checkpoint.
-        operations: What is done to its keys.
+        operations: The changes of its keys.
 
     Attributes:
-        renaming: What becomes of each key.
+        renaming: The new keys and the removed ones.
 
     Raises:
         ValueError: Two keys would get one name, or nothing would be left.
@@ -110,12 +110,12 @@ class Modification:
     def write(
         self, path: Path, worker: tuple[int, int] = (0, 1), progress: Callable[[int], None] = lambda _: None
     ) -> None:
-        """Make the copy.
+        """Write the copy.
 
         Args:
-            path: The folder to be.
-            worker: Number of this process, and how many share the work.
-            progress: Called with the number of bytes that have been written since.
+            path: The folder to create.
+            worker: The rank of this process and the number of processes.
+            progress: Called with the number of bytes written since the last call.
 
         Raises:
             FileExistsError: The folder is there already.
@@ -130,7 +130,7 @@ class Modification:
         writer.finish(self._planner_data(), self._files() if first else {}, self._attributes())
 
     def _planner_data(self) -> dict[str, tuple[Any, ...]] | None:
-        """The nesting of the keys. Of other planners there is nothing that loading needs."""
+        """The nesting of the keys; None if the planner stored something else, which loading does not need."""
         found = self._source.metadata.planner_data
         if not isinstance(found, dict):
             return None
@@ -149,7 +149,7 @@ class Modification:
         return {"mcore_data": {kept[key]: entry for key, entry in data.items() if key in kept}}
 
     def _files(self) -> dict[str, bytes]:
-        """What lies beside the data."""
+        """The other files in the folder."""
         taken = {METADATA, NAME, *self._source.files()}
         paths = [
             p for p in self._source.path.iterdir() if p.is_file() and p.name not in taken and p.suffix != ".distcp"
@@ -158,7 +158,7 @@ class Modification:
 
 
 def _renamed_path(path: tuple[Any, ...], key: str, name: str) -> tuple[Any, ...]:
-    """The nesting of a key's new name: as of the old one at both ends, as far as they are the same."""
+    """The path of a renamed key: it keeps the steps that both names have at the beginning and at the end."""
     if key == name or ".".join(map(str, path)) != key:
         return path if key == name else (name,)
     before, after, rest = 0, 0, name

@@ -1,4 +1,4 @@
-"""What a user can say about a conversion, all of it optional."""
+"""The options of a conversion."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,16 +6,16 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """What is known of a checkpoint besides what is in it. What contradicts the checkpoint is an error.
+    """Facts about a checkpoint that it may not record. Options that contradict the checkpoint raise an error.
 
     Attributes:
-        swiglu: The model has SwiGLU layers.
-        swiglu_modules: Beginnings of the names under which alone there are SwiGLU layers; empty: anywhere.
+        swiglu: Require SwiGLU layers.
+        swiglu_modules: Prefixes of the names of all modules with SwiGLU layers; empty: any.
         group_map: A JSON file with the optimizer group of each parameter, dumped by a training script.
-        transformer_impl: How layers name their norms: ``local`` or ``transformer_engine``. None: as the checkpoint
-            says.
-        moe_grouped_gemm: Whether a layer's experts are one grouped module. None: as the checkpoint says.
-        optimizer: Read optimizer state and main weights too, not the model alone.
+        transformer_impl: Whose layers the model has, which decides how norms are named: ``local`` or
+            ``transformer_engine``. None: read it from the checkpoint.
+        moe_grouped_gemm: Whether the experts of a layer are one grouped module. None: read it from the checkpoint.
+        optimizer: Read optimizer state and main weights, not only the model.
         verify: Compare files with the checkpoint's checksums.
     """
 
@@ -36,17 +36,17 @@ class ReadOptions:
 
 @dataclass(frozen=True)
 class WriteOptions:
-    """How a checkpoint is written.
+    """How to write a checkpoint.
 
     Attributes:
-        weight_prefix: Of model keys, for ``fsdp_dtensor``.
-        optimizer_prefix: Of the keys of optimizer state, for ``fsdp_dtensor``. None: by the model's precision.
-        rename_mtp_keys: Name multi-token prediction's layer as it is named in the model, for ``fsdp_dtensor``.
-        like: A ``torch_dist`` checkpoint whose layout to write, for ``torch_dist``. None: as the checkpoint was that
-            this one was converted from, else as Megatron-Core writes.
-        process: Index of this process among those that share the work.
-        processes: Number of processes that share the work.
-        block: Bytes that are read and written at once.
+        weight_prefix: Prefix of model keys, for ``fsdp_dtensor``.
+        optimizer_prefix: Prefix of optimizer state keys, for ``fsdp_dtensor``. None: by the model's precision.
+        rename_mtp_keys: Give the layer of multi-token prediction its name in the model, for ``fsdp_dtensor``.
+        like: A ``torch_dist`` checkpoint whose layout to copy, for ``torch_dist``. None: the layout before an earlier
+            conversion, else that of Megatron-Core.
+        process: The rank of this process.
+        processes: The number of processes among which the work is divided.
+        block: The number of bytes to read and write at once.
     """
 
     weight_prefix: str = "model.module"

@@ -1,8 +1,9 @@
-"""How names and shapes differ between the formats: one registry of rewrites, each with its inverse.
+"""Rewrites between the names and shapes of a format and the canonical ones, each with its inverse.
 
-A rewrite takes all tensors of one kind (weights, or one optimizer state) and changes those that it knows. Reading a
-format applies its rewrites in their order; writing applies the inverses in reverse order. In between stands the
-canonical view, see :class:`megatron.fsdp.convert.canonical.TrainingState`.
+A rewrite takes all weights, or all tensors of one optimizer state, and changes those that it applies to. Reading a
+format applies its rewrites in order and gives the canonical view, a
+:class:`~megatron.fsdp.convert.canonical.TrainingState`. Writing applies the inverses in reverse order.
+:mod:`megatron.fsdp.naming` has the names and kinds of parameters.
 """
 
 import re
@@ -33,27 +34,27 @@ FSDP_DTENSOR = "fsdp_dtensor"
 
 _QKV = "self_attention.linear_qkv.weight"
 _FC1 = re.compile(r"linear_fc1\.(?:weight|bias)(\d*)$")
-# The tensors that torch_dist stores apart, and those that the canonical view has apart.
+# Kinds that torch_dist stores in parts, and the kind that the canonical view has in parts.
 _SECTIONS = {kind: kind.torch_dist for kind in KINDS if kind.torch_dist}
 _HALVES = {HALVES: HALVES.fsdp_dtensor}
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What the rewrites cannot tell from a tensor's name.
+    """Facts about a checkpoint that a tensor's name does not tell.
 
     Attributes:
-        stacked: Beginnings of keys whose layers are stored in one tensor, such as ``decoder.layers.``.
-        separate_norms: Layer norms before linear layers are modules of their own, as in Megatron's local layers, though
-            ``torch_dist`` names them as parts of the linear layers.
-        grouped_experts: A layer's experts are parameters of one grouped linear layer: ``linear_fc1.weight3``.
-        single_experts: Each expert is stored in a tensor of its own.
-        stored_halves: Gate and up projections are stored apart.
-        gated: Parameters made of gate and up projections, by canonical name without halves.
-        sections: Parameters that are stored in several parts: rows of each part, by canonical name.
-        q_lora_rank: Rows of a fused MLA down projection that belong to the queries.
-        tensor_parallel: Ranks that each wrote a part of a layer.
-        live_mtp: Multi-token prediction's layer has the name that it has in the model.
+        stacked: Prefixes of keys that store all layers in one tensor, such as ``decoder.layers.``.
+        separate_norms: Norms before linear layers are separate modules, as in Megatron's local layers, although
+            ``torch_dist`` names them as parameters of the linear layers.
+        grouped_experts: The experts of a layer are parameters of one grouped linear layer: ``linear_fc1.weight3``.
+        single_experts: Each expert is stored in a separate tensor.
+        stored_halves: Gate and up projections are stored in separate tensors.
+        gated: Canonical names, without halves, of the parameters that consist of gate and up projections.
+        sections: The number of rows of each part of the parameters that are stored in parts, by canonical name.
+        q_lora_rank: The number of rows of a fused MLA down projection that belong to the queries.
+        tensor_parallel: The number of tensor-parallel ranks that wrote the checkpoint.
+        live_mtp: Give the layer of multi-token prediction its name in the model.
     """
 
     stacked: frozenset[str] = frozenset()
@@ -118,7 +119,7 @@ def _stack_layers(tensors: Tensors, facts: Facts) -> Tensors:
 
 
 def _stacked(parts: Tensors, key: str) -> lazy.LazyTensor:
-    """Tensors by index, from 0 on, in one."""
+    """Stack tensors by index."""
     wanted = [str(index) for index in range(len(parts))]
     if set(wanted) != set(parts) or len({tensor.shape for tensor in parts.values()}) != 1:
         raise ValueError(
@@ -146,7 +147,7 @@ def _with_style(key: str, style: str) -> str:
 
 
 def gated_parameters(tensors: Tensors) -> frozenset[str]:
-    """The first layers of gated MLPs, by name without halves: they have twice the rows that the second has columns.
+    """Names, without halves, of the first layers of gated MLPs: they have twice as many rows as the second has columns.
 
     Args:
         tensors: By canonical name.
@@ -163,7 +164,7 @@ def gated_parameters(tensors: Tensors) -> frozenset[str]:
 
 
 def _split_gates(tensors: Tensors, facts: Facts) -> Tensors:
-    # Halves that are stored apart, but are one tensor in the other format: their gate is no SwiGLU.
+    # The canonical view splits SwiGLU only: join the stored halves of other gates.
     joined = _join(tensors, _HALVES, lambda whole: whole not in facts.gated)
     return _split(joined, _HALVES, {name: [joined[name].shape[0] // 2] * 2 for name in facts.gated & joined.keys()})
 
@@ -240,7 +241,7 @@ def _separate_norms(tensors: Tensors, facts: Facts) -> Tensors:
 
 
 def layers_with_own_norms(names: Iterable[str]) -> set[str]:
-    """Beginnings of the layers whose norms are modules, though torch_dist names them as parts of the linear layers.
+    """Prefixes of layers whose norms are modules, although torch_dist names them as parameters of linear layers.
 
     Layers with other attention than a fused QKV projection, such as MLA, keep their norms' names.
 
@@ -256,7 +257,7 @@ def _layers_with(norm: str, names: Collection[str]) -> set[str]:
 
 
 def has_own_layers(names: Iterable[str]) -> bool | None:
-    """Whether layers are Megatron's own, by what their norms are called; None if nothing tells.
+    """Whether layers are Megatron's local ones, by the names of their norms; None if that is not clear.
 
     Args:
         names: Canonical names.
@@ -286,9 +287,8 @@ def _unfuse_down_projection(tensors: Tensors, facts: Facts) -> Tensors:
             continue
         if facts.tensor_parallel > 1:
             raise ValueError(
-                f"{name}: it is stored fused, and was written with tensor parallelism: whether each rank's rows of "
-                "queries, keys and values follow each other is not said. Load it with the version that wrote it, "
-                "with tensor_model_parallel_size 1, and save it."
+                f"{name}: it is stored fused and was written with tensor parallelism: the order of its rows is unknown."
+                " Load it with the version that wrote it, with tensor_model_parallel_size 1, and save it again."
             )
         queries = facts.q_lora_rank
         if not 0 < queries < tensor.shape[0]:
@@ -302,7 +302,7 @@ def _live_mtp(tensors: Tensors, facts: Facts) -> Tensors:
     return {live_prediction_name(name): tensor for name, tensor in tensors.items()} if facts.live_mtp else tensors
 
 
-# In the order in which reading applies them. MLA's projections stay apart when written: every version reads that.
+# Reading applies them in this order. MLA's projections are always written separately, which every version reads.
 REWRITES = (
     Rewrite("layers", TORCH_DIST, _unstack_layers, _stack_layers),
     Rewrite("experts", TORCH_DIST, _unstack_experts, _stack_experts),
@@ -325,10 +325,10 @@ REWRITES = (
 
 
 def to_canonical(tensors: Tensors, format: str, facts: Facts) -> Tensors:
-    """A format's tensors under canonical names.
+    """Convert a format's tensors to canonical names and shapes.
 
     Raises:
-        ValueError: A tensor does not have the shape that its name promises.
+        ValueError: A tensor has the wrong shape for its name.
     """
     for rewrite in REWRITES:
         if rewrite.format == format:
@@ -337,10 +337,10 @@ def to_canonical(tensors: Tensors, format: str, facts: Facts) -> Tensors:
 
 
 def from_canonical(tensors: Tensors, format: str, facts: Facts) -> Tensors:
-    """Tensors under canonical names as a format stores them.
+    """Convert tensors with canonical names to those that a format stores.
 
     Raises:
-        ValueError: Tensors that are to be stored in one differ in shape, or one is missing.
+        ValueError: Tensors that the format stacks differ in shape, or one is missing.
     """
     for rewrite in reversed(REWRITES):
         if rewrite.format == format:

@@ -20,7 +20,7 @@ _WRITERS = {TORCH_DIST: writing.lay_out, FSDP_DTENSOR: fsdp_dtensor.lay_out}
 
 
 class Written(NamedTuple):
-    """What was written: numbers of tensors and objects, and bytes of the tensors."""
+    """The numbers of tensors and objects that were written, and the bytes of the tensors."""
 
     tensors: int
     objects: int
@@ -32,24 +32,24 @@ def format_of(path: Path) -> str:
 
     Raises:
         FileNotFoundError: There is no checkpoint.
-        DamagedCheckpoint: It is not what it should be.
+        DamagedCheckpoint: A file is damaged.
     """
     return CheckpointReader(checkpoint_folder(path)).format
 
 
 def read_state(path: Path, options: ReadOptions | None = None) -> TrainingState:
-    """The canonical view of a checkpoint; its format is found.
+    """Read a checkpoint of either format into the canonical view.
 
     Args:
-        path: The checkpoint, or the folder above it with a tracker file.
-        options: What is known besides what is in it.
+        path: The checkpoint, or its parent folder with a tracker file.
+        options: Facts that the checkpoint may not record.
 
     Raises:
         FileNotFoundError: There is no checkpoint.
-        DamagedCheckpoint: It is not what it should be.
-        UnsafePickle: It names what is not on the allow-list.
-        ValueError: It does not tell enough, or contradicts itself or the options.
-        NotImplementedError: It is of a kind that cannot be read.
+        DamagedCheckpoint: A file is damaged.
+        UnsafePickle: An object needs a name that is not on the allow-list.
+        ValueError: The checkpoint lacks information, or contradicts itself or the options.
+        NotImplementedError: The checkpoint is of a kind that cannot be read.
     """
     options = options or ReadOptions()
     reader = CheckpointReader(checkpoint_folder(path), verify=options.verify)
@@ -58,7 +58,7 @@ def read_state(path: Path, options: ReadOptions | None = None) -> TrainingState:
 
 
 def lay_out(state: TrainingState, format: str, options: WriteOptions | None = None) -> Output:
-    """What a checkpoint of a format holds; nothing is read yet.
+    """Plan a checkpoint of a format, without reading any tensor.
 
     Raises:
         ValueError: There is no such format, or the state cannot be stored in it.
@@ -75,20 +75,21 @@ def write_state(
     options: WriteOptions | None = None,
     progress: Callable[[int], None] = lambda nbytes: None,
 ) -> Written:
-    """Write a checkpoint as a stream. It is there when it is whole; writing that was cut short goes on.
+    """Write a checkpoint as a stream. The folder appears once it is complete; an interrupted conversion resumes.
 
-    A tracker file beside a folder that is named as an iteration is brought up to it.
+    If the folder is named like an iteration, the tracker file beside it is updated.
 
     Args:
-        state: What to write.
-        path: The folder to be.
+        state: The contents.
+        path: The folder to create.
         format: ``torch_dist`` or ``fsdp_dtensor``.
-        options: How to write it. Several processes each call this with the same arguments, but for ``process``.
-        progress: Called with the bytes of each block once it is written.
+        options: How to write it. If several processes divide the work, all call this with the same arguments except for
+            ``process``.
+        progress: Called with the number of bytes of each written block.
 
     Raises:
         FileExistsError: The folder is there already.
-        ValueError: The state cannot be stored in the format, or main weights are not what they should be.
+        ValueError: The format cannot store the state, or main weights do not round to the model's weights.
     """
     options = options or WriteOptions()
     output = lay_out(state, format, options)
@@ -109,7 +110,7 @@ def write_state(
 
 
 def _update_tracker(path: Path) -> None:
-    """Let the tracker file name a checkpoint that was written, unless it names a later one."""
+    """Write the new checkpoint into the tracker file, unless the file names a later one."""
     match = re.fullmatch(rf"iter_(\d+)|{RELEASE}", path.name)
     if match is None:
         return

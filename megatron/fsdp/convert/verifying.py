@@ -1,4 +1,4 @@
-"""Whether a checkpoint is whole: its files, what lies in them, and the keys that belong together."""
+"""Checks that a checkpoint is complete: its files, their contents, and keys that belong together."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -18,25 +18,25 @@ from megatron.fsdp.naming.names import without_half
 WEIGHTS = "model.module."
 _STATE = "optimizer.state."
 _GROUPS = f"optimizer.{GROUP_META}."
-# What an fsdp_dtensor checkpoint of Megatron is loaded with.
+# Keys that Megatron needs to load an fsdp_dtensor checkpoint.
 _NEEDED = ("args", "checkpoint_version", "iteration")
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-# Of fused layers and of multi-token prediction: the optimizer may know them by another name.
+# Parameters of fused layers and of multi-token prediction, which optimizer groups may list under another name.
 _STORED_OTHERWISE = re.compile(r"linear_(?:q|kv)_down_proj|layer_?norm|mtp\.")
 
 _PROBLEMS = (DamagedCheckpoint, UnsafePickle, FileNotFoundError, NotImplementedError, KeyError)
 
 
 class Report(NamedTuple):
-    """What was found.
+    """The result of a check.
 
     Attributes:
-        files: For each file what is wrong with it; "" if nothing is.
+        files: The problem of each file; "" if it has none.
         checked_by: ``checksums.json``, or ``chunk headers`` if the checkpoint has none.
         tensors: Number of tensors.
         objects: Number of objects.
-        problems: Everything that is wrong.
-        unused: Data files that the metadata does not name.
+        problems: All problems.
+        unused: Data files that the metadata does not mention.
     """
 
     files: dict[str, str]
@@ -48,20 +48,20 @@ class Report(NamedTuple):
 
 
 def bytes_to_verify(path: Path) -> int:
-    """What ``verify`` reports as progress in the end: the size of all files."""
+    """The total that ``verify`` reports as progress: the size of all files."""
     return sum(p.stat().st_size for p in path.iterdir() if p.is_file())
 
 
 def verify(path: Path, progress: Callable[[int], None] = lambda _: None) -> Report:
-    """Check all of a checkpoint and report everything that is wrong.
+    """Check a checkpoint and report all problems.
 
-    Files are compared with ``checksums.json``; without it, what lies in them with the checksums that torch.save put
-    beside each item. Chunks have to tile their tensors and to be what the metadata says, objects to be readable
-    without running anything, and a parameter's optimizer state to be complete.
+    Files are compared with ``checksums.json``, or, without it, their items with the checksums that torch.save stores.
+    Chunks must tile their tensors and agree with the metadata, objects must be readable without running code, and the
+    optimizer state of each parameter must be complete.
 
     Args:
         path: The folder.
-        progress: Called with the number of bytes that have been checked since.
+        progress: Called with the number of bytes checked since the last call.
     """
     files: dict[str, str] = {}
     try:
@@ -114,12 +114,12 @@ def _read_common(path: Path) -> None:
 def _contents(
     reader: CheckpointReader, damaged: set[str], with_bytes: bool, progress: Callable[[int], None]
 ) -> Iterator[tuple[str, str]]:
-    """The items of the files that are not known to be damaged: a file, and what is wrong with an item in it."""
+    """Check the items in files that are not damaged: yields the file and the problem of each bad item."""
     items: list[tuple[str, Box | None]] = [(key, None) for key in reader.objects]
     items += [(key, chunk) for key in reader.tensors for chunk in reader.chunks(key)]
     for key, chunk in items:
         if _problem(partial(reader.place, key, chunk)) or reader.place(key, chunk).file in damaged:
-            continue  # is reported already
+            continue  # reported already
         found = _problem(partial(_check_item, reader, key, chunk, with_bytes))
         if found:
             yield reader.place(key, chunk).file, found
@@ -137,13 +137,13 @@ def _check_item(reader: CheckpointReader, key: str, chunk: Box | None, with_byte
 
 
 def incomplete(reader: CheckpointReader) -> list[str]:
-    """Keys that a checkpoint of Megatron lacks, or that do not fit to each other."""
+    """Problems of a Megatron checkpoint's keys: missing keys, and keys that do not fit together."""
     if reader.format == "torch_dist":
         found = [] if _has_common(reader) else [f"{reader.path}: expected {COMMON} or {COMMON_KEY}; got neither."]
         return found + _unlike_states(reader)
     if not any(key.startswith(WEIGHTS) for key in reader.tensors):
-        return []  # somebody else's
-    found = [f"{reader.path}: expected {key}; it is not there." for key in _NEEDED if key not in reader.objects]
+        return []  # not written by Megatron
+    found = [f"{reader.path}: expected {key}; got none." for key in _NEEDED if key not in reader.objects]
     return found + _unlike_moments(reader)
 
 
@@ -152,7 +152,7 @@ def _has_common(reader: CheckpointReader) -> bool:
 
 
 def _unlike_states(reader: CheckpointReader) -> list[str]:
-    """Of ``torch_dist``: ``optimizer.state.<state>.<model key>``; each state is there for the same keys."""
+    """Problems of ``torch_dist`` keys ``optimizer.state.<state>.<model key>``: all states must have the same keys."""
     states: dict[str, set[str]] = {}
     for key in reader.tensors:
         state, _, name = key.removeprefix(_STATE).partition(".") if key.startswith(_STATE) else ("", "", "")
@@ -169,7 +169,7 @@ def _unlike_states(reader: CheckpointReader) -> list[str]:
 
 
 def _unlike_moments(reader: CheckpointReader) -> list[str]:
-    """Of ``fsdp_dtensor``: ``optimizer.state.<prefix><name>.<state>`` and ``model.module.<name>`` fit together."""
+    """In ``fsdp_dtensor``: ``optimizer.state.<prefix><name>.<state>`` must fit ``model.module.<name>``."""
     weights = {
         key.removeprefix(WEIGHTS): tensor.shape for key, tensor in reader.tensors.items() if key.startswith(WEIGHTS)
     }

@@ -61,16 +61,10 @@ class Name:
         whole = without_half(text)
         found = _NAME.fullmatch(whole)
         assert found is not None
-        part = {key: value or "" for key, value in found.groupdict().items()}
-        return Name(
-            part["block"],
-            part["layer"],
-            part["experts"],
-            part["style"],
-            part["expert"] or part["last"],
-            part["listed"] or part["grouped"] or part["rest"],
-            text.removeprefix(whole),
-        )
+        part = found.groupdict(default="")
+        part["expert"] += part.pop("last")
+        part["rest"] += part.pop("listed") + part.pop("grouped")
+        return Name(**part, half=text.removeprefix(whole))
 
     def __str__(self) -> str:
         expert = f"{self.expert}." if self.expert else ""

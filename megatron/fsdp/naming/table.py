@@ -1,17 +1,18 @@
-"""The kinds of parameters whose rows compute several things: one row of :data:`KINDS` each.
+"""The kinds of fused parameters, whose rows belong to several projections: one entry of :data:`KINDS` each.
 
-A row says which names a kind has, what its rows are, and which tensors a checkpoint stores in its place.
+An entry gives the names of a kind, its rows in a model, and the tensors that checkpoints store in its place. To support
+another kind of fused parameter, add an entry: training, checkpoints and conversion all use the table.
 """
 
 import functools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megatron.fsdp.naming.names import DOWN, FUSED_DOWN, without_indices
 
-# What rows compute, and how many of them do, in their order.
+# The name of each section of rows and its number of rows, in order.
 Sections = tuple[tuple[str, int], ...]
 
 
@@ -19,9 +20,9 @@ class Part(NamedTuple):
     """A tensor of a checkpoint that stores some of a parameter's sections.
 
     Attributes:
-        suffix: What the tensor's name has at its end.
-        renamed: What in the parameter's name differs, and what it is in the tensor's.
-        sections: The number of sections.
+        suffix: The end of the tensor's name.
+        renamed: A word of the parameter's name, and the word of the tensor's name in its place.
+        sections: The number of sections that the tensor stores.
     """
 
     suffix: str = ""
@@ -29,11 +30,11 @@ class Part(NamedTuple):
     sections: int = 1
 
     def of(self, name: str) -> str:
-        """The tensor's name, or key, for that of the parameter."""
+        """The name, or key, of the tensor for that of the parameter."""
         return name.replace(*self.renamed) + self.suffix
 
     def whole(self, name: str) -> str:
-        """The parameter's name for that of the tensor."""
+        """The name of the parameter for that of the tensor."""
         return name.removesuffix(self.suffix).replace(*self.renamed[::-1])
 
 
@@ -44,9 +45,9 @@ class RowLayout:
     Attributes:
         sections: The sections of a group, in their order.
         groups: How often the sections follow each other. Tensor-parallel ranks have whole groups.
-        apart: Tensors that an ``fsdp_dtensor`` checkpoint has instead of the parameter, and the number of rows of each;
-            tensor-parallel ranks have a shard of each.
-        spread: Tensor-parallel ranks have a shard of each section instead.
+        apart: The tensors that an ``fsdp_dtensor`` checkpoint stores instead of it, with their sections.
+            Tensor-parallel ranks have a shard of each.
+        spread: Tensor-parallel ranks have a shard of each section, not whole groups.
     """
 
     sections: Sections
@@ -61,16 +62,16 @@ class RowLayout:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a checkpoint says about the rows."""
+        """The description of the rows that a checkpoint stores."""
         return {"sections": dict(self.sections), "groups": self.groups, "stored apart": bool(self.apart)}
 
 
 class Owner(NamedTuple):
-    """What the rows of a parameter depend on.
+    """The facts about a model that the rows of a parameter depend on.
 
     Attributes:
-        module: The module that the parameter's kind belongs to, such as the attention of a projection.
-        gated: Whether a module around the parameter has a configuration with gated linear units.
+        module: The module that contains the parameter's layer, such as the attention of a projection.
+        gated: Whether the configuration of a module around the parameter asks for gated linear units.
         parameter: The parameter itself.
         rows: The number of rows of the whole parameter.
     """
@@ -86,7 +87,7 @@ class Owner(NamedTuple):
         return getattr(self.module, "config", None)
 
 
-# Sections and groups; None if the parameter is not of the kind, whatever its name.
+# Returns sections and groups; None if the parameter is of another kind despite its name.
 Rows = Callable[[Owner], tuple[Sections, int] | None]
 
 
@@ -101,14 +102,19 @@ def _attention(owner: Owner) -> tuple[Sections, int] | None:
     return (("query", queries), *gate, ("key", size), ("value", size)), groups
 
 
-def _latent(by_head: bool = False, **settings: str) -> Rows:
-    """Rows whose numbers are settings of DeepSeek's attention, https://arxiv.org/abs/2405.04434."""
+def _latent(settings: Mapping[str, str], by_head: bool = False) -> Rows:
+    """Rows of DeepSeek's latent attention, https://arxiv.org/abs/2405.04434.
+
+    Args:
+        settings: For each section, the setting that gives its number of rows.
+        by_head: Every head has these sections.
+    """
 
     def rows(owner: Owner) -> tuple[Sections, int] | None:
         config = owner.config
         if not getattr(config, "multi_latent_attention", False):
             return None
-        sections = tuple((name.replace("_", " "), getattr(config, setting)) for name, setting in settings.items())
+        sections = tuple((name, getattr(config, setting)) for name, setting in settings.items())
         return sections, config.num_attention_heads if by_head else 1
 
     return rows
@@ -120,7 +126,7 @@ def _halves(owner: Owner) -> tuple[Sections, int] | None:
 
 
 def _mamba(names: tuple[str, ...]) -> Rows:
-    """Rows of Mamba-2, https://arxiv.org/abs/2405.21060; Megatron-Core notes on the parameter how many a rank has."""
+    """Rows of Mamba-2, https://arxiv.org/abs/2405.21060: an attribute of the parameter gives those of a rank."""
 
     def rows(owner: Owner) -> tuple[Sections, int] | None:
         sizes = getattr(owner.parameter, "partition_sizes", ())
@@ -152,11 +158,12 @@ class Kind:
 
     Attributes:
         name: The end of its canonical name: a regular expression.
-        rows: What its rows are, in a model.
-        owner: The path before ``name``, as far as that decides: a regular expression.
+        rows: Computes the sections of its rows in a model.
+        owner: The end of the path before ``name``, if it matters: a regular expression.
         spread: Tensor-parallel ranks have a shard of each section, not whole groups of sections.
-        fsdp_dtensor: The tensors that the canonical view and an ``fsdp_dtensor`` checkpoint have in its place.
-        torch_dist: The tensors that a ``torch_dist`` checkpoint has in its place.
+        fsdp_dtensor: The tensors that an ``fsdp_dtensor`` checkpoint and the canonical view of conversions have in its
+            place. Empty: they store it whole.
+        torch_dist: The tensors that a ``torch_dist`` checkpoint has in its place. Empty: it stores it whole.
     """
 
     name: str
@@ -168,7 +175,7 @@ class Kind:
 
     @functools.cached_property
     def pattern(self) -> re.Pattern[str]:
-        """Matches the canonical name; the group is the path of the owner."""
+        """Matches canonical names. Its group is the path of the owner."""
         return re.compile(rf"((?:.*\.)?{self.owner}){self.name}")
 
     def owner_of(self, name: str) -> str:
@@ -178,7 +185,7 @@ class Kind:
         return found[1].rstrip(".")
 
     def layout(self, owner: Owner) -> RowLayout | None:
-        """The rows of one parameter; None if it only has a name like this kind's."""
+        """The rows of one parameter; None if only its name is like this kind's."""
         found = self.rows(owner)
         if found is None:
             return None
@@ -191,42 +198,38 @@ class Kind:
         return layout if layout.rows == owner.rows else None
 
 
+def _linear(name: str) -> str:
+    return rf"{name}\.(?:weight|bias)"
+
+
 def _each(names: Iterable[str], renamed: tuple[str, str] = ("", "")) -> tuple[Part, ...]:
     return tuple(Part(f".{name}", renamed) for name in names)
 
 
 _ZXBC, _QKV = ("z", "x", "B", "C", "dt"), ("query", "key", "value")
 _XBC, _QKVZ = _ZXBC[1:4], (*_QKV, "z", "beta", "alpha")
-# The model holds the weights of a Mamba layer's convolution itself.
+# A Mamba layer's module holds the weights of its convolution directly.
 _CONVOLUTION = ("conv1d_", "conv1d.")
 
 HALVES = Kind(
-    r"linear_fc1\.(?:weight|bias)\d*",
+    _linear("linear_fc1") + r"\d*",
     _halves,
     owner=r"mlp\.(?:shared_experts\.|experts\.(?:local_experts\.\d+\.)?)?",
     fsdp_dtensor=(Part("_w"), Part("_v")),
 )
+_DOWN_PARTS = Part(renamed=(FUSED_DOWN, DOWN[0])), Part(renamed=(FUSED_DOWN, DOWN[1]), sections=2)
+_KEY_AND_VALUE = {"key and value": "kv_lora_rank", "rope": "qk_pos_emb_head_dim"}
 KINDS: tuple[Kind, ...] = (
     HALVES,
-    Kind(r"linear_qkv\.(?:weight|bias)", _attention),
-    Kind(
-        rf"{FUSED_DOWN}\.(?:weight|bias)",
-        _latent(query="q_lora_rank", key_and_value="kv_lora_rank", rope="qk_pos_emb_head_dim"),
-        fsdp_dtensor=(Part(renamed=(FUSED_DOWN, DOWN[0])), Part(renamed=(FUSED_DOWN, DOWN[1]), sections=2)),
-    ),
-    Kind(
-        rf"{DOWN[1]}\.(?:weight|bias)",
-        _latent(key_and_value="kv_lora_rank", rope="qk_pos_emb_head_dim"),
-    ),
-    Kind(
-        r"linear_q_(?:up_)?proj\.(?:weight|bias)",
-        _latent(by_head=True, query="qk_head_dim", rope="qk_pos_emb_head_dim"),
-    ),
-    Kind(r"linear_kv_up_proj\.(?:weight|bias)", _latent(by_head=True, key="qk_head_dim", value="v_head_dim")),
-    Kind(r"in_proj\.weight", _mamba(_ZXBC), owner=r"mixer\.", spread=True, torch_dist=_each(_ZXBC)),
-    Kind(r"conv1d_(?:weight|bias)", _mamba(_XBC), owner=r"mixer\.", spread=True, torch_dist=_each(_XBC, _CONVOLUTION)),
+    Kind(_linear("linear_qkv"), _attention),
+    Kind(_linear(FUSED_DOWN), _latent({"query": "q_lora_rank", **_KEY_AND_VALUE}), fsdp_dtensor=_DOWN_PARTS),
+    Kind(_linear(DOWN[1]), _latent(_KEY_AND_VALUE)),
+    Kind(_linear("linear_q_(?:up_)?proj"), _latent({"query": "qk_head_dim", "rope": "qk_pos_emb_head_dim"}, True)),
+    Kind(_linear("linear_kv_up_proj"), _latent({"key": "qk_head_dim", "value": "v_head_dim"}, True)),
+    Kind(r"in_proj\.weight", _mamba(_ZXBC), r"mixer\.", spread=True, torch_dist=_each(_ZXBC)),
+    Kind(r"conv1d_(?:weight|bias)", _mamba(_XBC), r"mixer\.", spread=True, torch_dist=_each(_XBC, _CONVOLUTION)),
     Kind(r"in_proj\.weight", _gated_delta, spread=True, torch_dist=_each(_QKVZ)),
-    Kind(r"conv1d\.(?:weight|bias)", _gated_delta_convolution, spread=True, torch_dist=_each(_QKV)),
+    Kind(_linear("conv1d"), _gated_delta_convolution, spread=True, torch_dist=_each(_QKV)),
 )
 
 

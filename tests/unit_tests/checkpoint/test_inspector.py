@@ -480,8 +480,8 @@ def test_verify_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_verify_detects_missing_keys(tmp_path: Path) -> None:
     for name, pattern, message in (
-        (FSDP_DTENSOR[0], r"^args$", "expected args; it is not there"),
-        (FSDP_DTENSOR[0], r"^iteration$", "expected iteration; it is not there"),
+        (FSDP_DTENSOR[0], r"^args$", "expected args; got none"),
+        (FSDP_DTENSOR[0], r"^iteration$", "expected iteration; got none"),
         (FSDP_DTENSOR[0], r"^model\.module\.output_layer.weight$", "expected the weight of an optimizer state"),
         (FSDP_DTENSOR[0], r"layers.0.*qkv.weight.exp_avg_sq$", "qkv.weight: expected exp_avg_sq in the optimizer"),
         (FSDP_DTENSOR[0], r"param_to_group_meta.*output_layer", "output_layer.weight: expected the settings"),
@@ -533,7 +533,7 @@ def test_the_multi_storage_client_must_be_installed(small: Path, monkeypatch: py
         assert "--enable-msc: expected the package multistorageclient to be installed" in error
     monkeypatch.setitem(sys.modules, "multistorageclient", pytest)
     assert as_json("inspect", small, "--enable-msc") == as_json("inspect", small)
-    assert "expected a folder of a file system" in error_of("inspect", "msc://profile/path", "--enable-msc")
+    assert "expected a folder in a file system" in error_of("inspect", "msc://profile/path", "--enable-msc")
 
 
 def test_only_the_first_process_prints(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,8 +94,8 @@ def test_prefixes_of_keys_can_be_chosen(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "source", "options", "message"),
     [
-        (TO_FSDP, "fsdp_dtensor_dp2", (), "expected a checkpoint to convert to fsdp_dtensor; it is one"),
-        (TO_TORCH_DIST, "torch_dist_dp2", (), "expected a checkpoint to convert to torch_dist; it is one"),
+        (TO_FSDP, "fsdp_dtensor_dp2", (), "expected a checkpoint to convert to fsdp_dtensor; it already"),
+        (TO_TORCH_DIST, "torch_dist_dp2", (), "expected a checkpoint to convert to torch_dist; it already"),
         (TO_FSDP, "torch_dist_dp2", ("--swiglu-modules", "language_model"), "--swiglu-modules"),
         (TO_FSDP, "torch_dist_dp2", ("--transformer-impl", "transformer_engine"), "--transformer-impl"),
         (TO_FSDP, "torch_dist_moe_ep2", ("--moe-grouped-gemm",), "--moe-grouped-gemm"),

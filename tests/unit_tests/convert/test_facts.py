@@ -1,4 +1,4 @@
-"""What a torch_dist checkpoint tells of its layers by itself, and what a user may say of them."""
+"""Facts about layers that a torch_dist checkpoint records, and the options for those that it does not."""
 
 import argparse
 from pathlib import Path
@@ -43,7 +43,7 @@ def names(
 
 
 @pytest.mark.parametrize(("implementation", "expected"), [("local", OWN), ("transformer_engine", FUSED)])
-def test_the_arguments_tell_whose_layers_they_are(tmp_path: Path, implementation: str, expected: str) -> None:
+def test_arguments_tell_the_implementation_of_layers(tmp_path: Path, implementation: str, expected: str) -> None:
     found = names(tmp_path, DENSE, transformer_impl=implementation)
     assert len(found & {OWN, FUSED}) == 1 and expected in found
     norm = {OWN: "pre_mlp_layernorm", FUSED: "mlp.linear_fc1.layer_norm"}[expected]
@@ -53,33 +53,33 @@ def test_the_arguments_tell_whose_layers_they_are(tmp_path: Path, implementation
 @pytest.mark.parametrize(
     ("state", "expected"), [([None], OWN), ([torch.empty(0, dtype=torch.uint8)], FUSED), ([b"state"], FUSED)]
 )
-def test_extra_states_tell_it_whatever_the_arguments_say(tmp_path: Path, state: Any, expected: str) -> None:
+def test_extra_states_override_the_arguments(tmp_path: Path, state: Any, expected: str) -> None:
     other = "transformer_engine" if expected == OWN else "local"
     assert expected in names(tmp_path, DENSE, {STATE: state}, transformer_impl=other)
 
 
-def test_a_norm_of_a_layer_that_is_not_there_tells_it_too(tmp_path: Path) -> None:
+def test_a_norm_of_a_missing_linear_layer_shows_local_layers(tmp_path: Path) -> None:
     found = names(tmp_path, MOE, transformer_impl="transformer_engine")
     assert {OWN, "decoder.layers.0.pre_mlp_layernorm.weight"} <= found
     assert "decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight_v" in found
 
 
-def test_what_tells_nothing_is_refused_with_the_option_that_does(tmp_path: Path) -> None:
+def test_an_unknown_implementation_raises_and_names_the_option(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--transformer-impl"):
         names(tmp_path, DENSE)
 
 
-def test_the_option_tells_it(tmp_path: Path) -> None:
+def test_the_option_gives_the_implementation(tmp_path: Path) -> None:
     assert OWN in names(tmp_path, DENSE, options=ReadOptions(transformer_impl="local"))
 
 
-def test_an_option_that_contradicts_the_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_an_option_that_contradicts_the_checkpoint_raises(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--transformer-impl transformer_engine"):
         names(tmp_path, DENSE, {STATE: [None]}, ReadOptions(transformer_impl="transformer_engine"))
 
 
 @pytest.mark.parametrize("grouped", [True, False])
-def test_the_arguments_tell_whether_experts_are_grouped(tmp_path: Path, grouped: bool) -> None:
+def test_arguments_tell_whether_experts_are_grouped(tmp_path: Path, grouped: bool) -> None:
     experts = {key: shape for key, shape in MOE.items() if "experts" in key}
     found = names(tmp_path, experts, transformer_impl="transformer_engine", moe_grouped_gemm=grouped)
     prefix = "decoder.layers.0.mlp.experts."
@@ -87,7 +87,7 @@ def test_the_arguments_tell_whether_experts_are_grouped(tmp_path: Path, grouped:
     assert expected in found and len(found) == 6
 
 
-def test_experts_that_nothing_tells_of_are_refused_with_the_option_that_does(tmp_path: Path) -> None:
+def test_experts_of_unknown_grouping_raise_and_name_the_option(tmp_path: Path) -> None:
     experts = {key: shape for key, shape in MOE.items() if "experts" in key}
     with pytest.raises(ValueError, match="--moe-grouped-gemm"):
         names(tmp_path / "a", experts, transformer_impl="transformer_engine")
@@ -96,11 +96,11 @@ def test_experts_that_nothing_tells_of_are_refused_with_the_option_that_does(tmp
     assert "decoder.layers.0.mlp.experts.linear_fc1.weight0_w" in found
 
 
-def test_names_that_do_not_depend_on_it_need_no_answer(tmp_path: Path) -> None:
+def test_names_that_do_not_depend_on_the_implementation_need_no_option(tmp_path: Path) -> None:
     assert names(tmp_path, {"decoder.layers.self_attention.linear_proj.weight": (1, 4, 4)})
 
 
-def test_norms_that_stand_alone_in_both_keep_their_names(tmp_path: Path) -> None:
+def test_norms_that_are_modules_in_both_implementations_keep_their_names(tmp_path: Path) -> None:
     shapes = {
         "decoder.layers.input_layernorm.weight": (1, 4),
         "decoder.layers.self_attention.linear_q_proj.weight": (1, 4, 4),
@@ -118,20 +118,20 @@ def test_norms_that_stand_alone_in_both_keep_their_names(tmp_path: Path) -> None
         (ReadOptions(swiglu_modules=("decoder",)), "--swiglu-modules.*decoder"),
     ],
 )
-def test_gates_that_a_user_names_must_be_there(tmp_path: Path, options: ReadOptions, message: str) -> None:
+def test_swiglu_layers_of_an_option_must_exist(tmp_path: Path, options: ReadOptions, message: str) -> None:
     shapes = {"decoder.layers.mlp.linear_fc1.weight": (1, 8, 4), "decoder.layers.mlp.linear_fc2.weight": (1, 4, 8)}
     with pytest.raises(ValueError, match=message):
         names(tmp_path, shapes, options=options)
 
 
-def test_gates_outside_the_modules_that_a_user_names_are_refused() -> None:
+def test_swiglu_layers_outside_the_modules_of_an_option_raise() -> None:
     path = sample("torch_dist_dp2") / ITERATION
     assert read_state(path, ReadOptions(swiglu=True, swiglu_modules=("decoder.layers",))).weights
     with pytest.raises(ValueError, match="linear_fc1"):
         read_state(path, ReadOptions(swiglu_modules=("language_model",)))
 
 
-def test_gates_of_the_other_format_are_checked_alike() -> None:
+def test_swiglu_options_are_checked_for_fsdp_dtensor() -> None:
     path = sample("fsdp_dtensor_dp2") / ITERATION
     assert read_state(path, ReadOptions(swiglu=True)).weights
     with pytest.raises(ValueError, match="linear_fc1"):

@@ -1,4 +1,4 @@
-"""Which group a parameter is in: Megatron's rules, the map that a training script dumped, and their contradictions."""
+"""The optimizer group of each parameter: Megatron's rules, maps dumped by training scripts, and contradictions."""
 
 import argparse
 import json
@@ -48,7 +48,7 @@ def test_norms_of_queries_and_keys_decay_if_the_arguments_say_so() -> None:
     assert found["decoder.layers.0.self_attention.linear_qkv.bias"] == PLAIN
 
 
-def test_spread_experts_have_groups_of_their_own() -> None:
+def test_experts_spread_over_ranks_have_separate_groups() -> None:
     plain = EXPERTS | {"wd_mult": 0.0, "weight_decay": 0.0}
     found = assign(WEIGHTS, [DECAYED, PLAIN, EXPERTS, plain], NONE)
     assert found["decoder.layers.0.mlp.experts.linear_fc1.weight0"] == EXPERTS
@@ -63,7 +63,7 @@ def test_spread_experts_have_groups_of_their_own() -> None:
         (FAST | {"is_decoupled_lr": False}, argparse.Namespace(decoupled_lr=0.5)),
     ],
 )
-def test_the_ends_of_the_model_may_have_a_learning_rate_of_their_own(
+def test_embedding_and_output_may_have_a_decoupled_learning_rate(
     group: dict[str, Any], args: argparse.Namespace
 ) -> None:
     found = assign(WEIGHTS, [DECAYED, PLAIN, group], args)
@@ -81,16 +81,16 @@ def test_a_setting_that_older_versions_lack_is_added() -> None:
 
 
 @pytest.mark.parametrize("groups", [[], [DECAYED], [DECAYED, DECAYED | {"lr": 1.0}, PLAIN]])
-def test_what_the_rules_do_not_tell_is_refused_with_the_option_that_tells(groups: list[dict[str, Any]]) -> None:
+def test_ambiguous_rules_raise_and_name_the_option(groups: list[dict[str, Any]]) -> None:
     with pytest.raises(ValueError, match=OPTION):
         assign(WEIGHTS, groups, NONE)
 
 
-def test_equal_groups_are_no_ambiguity() -> None:
+def test_equal_groups_are_not_ambiguous() -> None:
     assert assign(WEIGHTS, [DECAYED, PLAIN, dict(PLAIN)], NONE)
 
 
-def test_the_map_tells_what_the_rules_do_not() -> None:
+def test_the_map_resolves_ambiguous_rules() -> None:
     slow = DECAYED | {"lr": 1.0, "lr_mult": 0.1}
     mapping = dict.fromkeys(assign(WEIGHTS, [DECAYED, PLAIN], NONE), 0)
     mapping |= {name: 2 for name in mapping if "bias" in name or "norm" in name}
@@ -100,14 +100,14 @@ def test_the_map_tells_what_the_rules_do_not() -> None:
     assert found["embedding.word_embeddings.weight"] == DECAYED
 
 
-def test_a_map_that_contradicts_the_rules_is_refused() -> None:
+def test_a_map_that_contradicts_the_rules_raises() -> None:
     mapping = dict.fromkeys(assign(WEIGHTS, [DECAYED, PLAIN], NONE), 0)
     with pytest.raises(ValueError, match="linear_qkv.bias is in group 0.*not decayed"):
         assign(WEIGHTS, [DECAYED, PLAIN], NONE, mapping)
 
 
 @pytest.mark.parametrize("change", [{"output_layer.weight": None}, {"output_layer.weight": 7}])
-def test_a_map_of_another_model_is_refused(change: dict[str, int | None]) -> None:
+def test_a_map_of_another_model_raises(change: dict[str, int | None]) -> None:
     mapping = {n: int("bias" in n or "norm" in n) for n in assign(WEIGHTS, [DECAYED, PLAIN], NONE)}
     changed = {k: v for k, v in (mapping | change).items() if v is not None}
     with pytest.raises(ValueError, match="output_layer.weight"):
@@ -126,14 +126,14 @@ def test_a_map_is_read_with_any_wrappers(tmp_path: Path, prefix: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["[]", '{"a": "b"}'])
-def test_a_file_that_is_no_map_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_file_without_a_map_raises(tmp_path: Path, text: str) -> None:
     (tmp_path / "map.json").write_text(text)
     with pytest.raises(ValueError, match=r"map\.json: expected"):
         read_map(tmp_path / "map.json")
 
 
 @pytest.mark.parametrize("name", ["torch_dist_dp2", "torch_dist_moe_ep2", "torch_dist_dp2_dp_reshardable"])
-def test_the_rules_agree_with_what_training_dumped(tmp_path: Path, name: str) -> None:
+def test_the_rules_agree_with_dumped_maps(tmp_path: Path, name: str) -> None:
     folder = sample(name)
     path = tmp_path / "map.json"
     path.write_text(json.dumps(plain_objects(folder / "param_to_param_group_map")))
@@ -146,7 +146,7 @@ def test_the_rules_agree_with_what_training_dumped(tmp_path: Path, name: str) ->
         read_state(folder / ITERATION, ReadOptions(group_map=path))
 
 
-def test_the_shared_step_of_a_plain_optimizer_is_every_groups() -> None:
+def test_all_groups_get_the_shared_step_of_a_plain_optimizer() -> None:
     group = {k: v for k, v in DECAYED.items() if k != "step"} | {"params": [0, 1]}
     optimizer = {"optimizer": {"param_groups": [group], "state": {"common_step": 9}}}
     ((found,),) = chains(optimizer)

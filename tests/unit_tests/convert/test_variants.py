@@ -1,4 +1,4 @@
-"""Made-up torch_dist checkpoints of every way to store a model, each of which the converter must tell by itself."""
+"""Synthetic torch_dist checkpoints that store models in every way; the converter must recognize each."""
 
 import argparse
 import re
@@ -46,7 +46,7 @@ def converted(tmp_path: Path, model: Mapping[str, torch.Tensor], common: Mapping
 
 
 def assert_returns(tmp_path: Path) -> None:
-    """The way back from ``target`` gives what ``source`` is."""
+    """Converting ``target`` back gives ``source``."""
     write_state(read_state(tmp_path / "target"), tmp_path / "back", "torch_dist")
     found, expected = plain_tensors(tmp_path / "back"), plain_tensors(tmp_path / "source")
     assert set(found) == set(expected)
@@ -109,8 +109,8 @@ def test_experts_and_halves_stored_one_by_one(tmp_path: Path, grouped: bool) -> 
     assert_returns(tmp_path)
 
 
-def test_expert_state_is_not_taken_for_tensor_parallel_parts(tmp_path: Path) -> None:
-    # Rows and columns whose ratio a converter once took for the number of tensor-parallel ranks.
+def test_expert_state_is_not_mistaken_for_tensor_parallel_shards(tmp_path: Path) -> None:
+    # The ratio of rows and columns looks like a number of tensor-parallel ranks.
     model = random_tensors(
         {
             "decoder.layers.mlp.experts.experts.linear_fc1.weight": (2, 2, 16, 4),
@@ -141,7 +141,7 @@ def test_weights_only(tmp_path: Path) -> None:
     assert_returns(tmp_path)
 
 
-def test_gates_that_are_no_swiglu_stay_whole(tmp_path: Path) -> None:
+def test_gates_other_than_swiglu_stay_whole(tmp_path: Path) -> None:
     model = random_tensors(
         {"decoder.layers.mlp.linear_fc1.weight": (1, 8, 4), "decoder.layers.mlp.linear_fc2.weight": (1, 4, 4)}
     )
@@ -189,7 +189,7 @@ def test_multi_token_prediction_keeps_its_name_unless_asked(tmp_path: Path) -> N
     stored, live = (set(plain_metadata(tmp_path / name).state_dict_metadata) for name in ("target", "live"))
     groups = {key for key in stored if "param_to_group_meta" in key}
     assert groups == {key for key in live if "param_to_group_meta" in key}
-    # Groups have the model's own names, which were others once.
+    # Groups have the names in the model, of which older versions had others.
     assert {key for key in groups if "mtp_model_layer" in key} == {
         key.replace(".transformer_layer.", ".mtp_model_layer.") for key in groups if "mtp.layers.0.eh" not in key
     }
@@ -202,7 +202,7 @@ def test_multi_token_prediction_keeps_its_name_unless_asked(tmp_path: Path) -> N
     assert set(plain_tensors(tmp_path / "live_back")) == set(plain_tensors(source))
 
 
-def test_parts_of_state_space_projections_are_fused_as_the_model_has_them(tmp_path: Path) -> None:
+def test_parts_of_state_space_projections_are_fused_as_in_the_model(tmp_path: Path) -> None:
     mixer, attention = "decoder.layers.0.mixer.", "decoder.layers.1.self_attention."
     rows = {"z": 6, "x": 6, "B": 4, "C": 4, "dt": 3}
     shapes: dict[str, tuple[int, ...]] = {f"{mixer}in_proj.weight.{k}": (n, 5) for k, n in rows.items()}
@@ -225,7 +225,7 @@ def test_parts_of_state_space_projections_are_fused_as_the_model_has_them(tmp_pa
     assert_returns(tmp_path)
 
 
-def test_a_model_in_float32_has_a_wrapper_less_in_its_optimizer_keys(tmp_path: Path) -> None:
+def test_optimizer_keys_of_a_float32_model_have_one_wrapper_less(tmp_path: Path) -> None:
     model = random_tensors({"decoder.final_layernorm.weight": (4,)})
     stored = {**with_optimizer(model), **model}
     common = {"args": args(TE, bf16=False), "optimizer": optimizer_of(DECAYED, PLAIN)}
@@ -237,7 +237,7 @@ def test_a_model_in_float32_has_a_wrapper_less_in_its_optimizer_keys(tmp_path: P
     assert_returns(tmp_path)
 
 
-def test_weights_that_the_model_has_in_another_dtype_return_in_it(tmp_path: Path) -> None:
+def test_weights_in_another_dtype_keep_it(tmp_path: Path) -> None:
     model = random_tensors({"decoder.layers.0.mixer.D": (4,), "decoder.layers.0.mlp.linear_fc2.weight": (4, 4)})
     stored = {**with_optimizer(model), "decoder.layers.0.mixer.D": model["decoder.layers.0.mixer.D"]}
     converted(tmp_path, stored, {"args": TE, "optimizer": optimizer_of(DECAYED, PLAIN)})
@@ -271,7 +271,7 @@ def test_main_weights_of_an_optimizer_that_is_not_distributed(tmp_path: Path) ->
     assert plain_objects(target)[meta] == 11
 
 
-def test_prefixes_of_chained_optimizers_are_no_part_of_names(tmp_path: Path) -> None:
+def test_names_do_not_contain_the_prefixes_of_chained_optimizers(tmp_path: Path) -> None:
     model = random_tensors(
         {"decoder.layers.mlp.experts.experts.linear_fc2.weight": (1, 2, 4, 8), "output_layer.weight": (4, 4)}
     )
@@ -287,7 +287,7 @@ def test_prefixes_of_chained_optimizers_are_no_part_of_names(tmp_path: Path) -> 
     assert not [key for key in found if "chained" in key]
 
 
-def test_torchs_own_adam_finds_its_steps(tmp_path: Path) -> None:
+def test_torch_adam_gets_its_step_counts(tmp_path: Path) -> None:
     model = random_tensors({"output_layer.weight": (4, 4)})
     group = {**DECAYED, "amsgrad": False, "step": 5.0}
     target = converted(tmp_path, with_optimizer(model), {"args": TE, "optimizer": optimizer_of(group)})
@@ -296,7 +296,7 @@ def test_torchs_own_adam_finds_its_steps(tmp_path: Path) -> None:
     assert_returns(tmp_path)
 
 
-def test_optimizer_state_in_one_pickle_per_rank_is_refused(tmp_path: Path) -> None:
+def test_optimizer_state_in_one_pickle_per_rank_raises(tmp_path: Path) -> None:
     model = random_tensors({"output_layer.weight": (4, 4)})
     key = "optimizer.distributed.dp_group_idx_0.param_state/shard_0_1"
     source = write_torch_dist(tmp_path / "source", model, {"args": TE}, {key: ["state"]})
@@ -309,11 +309,14 @@ def test_optimizer_state_in_one_pickle_per_rank_is_refused(tmp_path: Path) -> No
     [
         ({"optimizer.state.param.output_layer.weight": torch.zeros(4, 4, dtype=torch.int16)}, "stores remainders"),
         ({"optimizer.state.exp_avg.other.weight": torch.zeros(4, 4)}, "does not have"),
-        ({"optimizer.state.momentum.final.weight": torch.zeros(2), "final.weight": torch.zeros(2)}, "is not there"),
+        (
+            {"optimizer.state.momentum.final.weight": torch.zeros(2), "final.weight": torch.zeros(2)},
+            "which has other optimizer state",
+        ),
         ({"optimizer.state.exp_avg.output_layer.weight": torch.zeros(3, 4)}, "expected a grid"),
     ],
 )
-def test_optimizer_state_that_does_not_fit_is_refused(
+def test_optimizer_state_that_does_not_fit_raises(
     tmp_path: Path, changes: dict[str, torch.Tensor], message: str
 ) -> None:
     model = with_optimizer(random_tensors({"output_layer.weight": (4, 4)})) | changes
@@ -330,7 +333,7 @@ def mismatched(tmp_path: Path, **changes: Any) -> Path:
     return write_torch_dist(tmp_path / "source", stored, common)
 
 
-def test_main_weights_that_are_not_the_models_are_refused(tmp_path: Path) -> None:
+def test_main_weights_that_do_not_round_to_the_weights_raise(tmp_path: Path) -> None:
     source = mismatched(tmp_path)
     with pytest.raises(ValueError, match="output_layer.weight: the optimizer's main weights do not round"):
         write_state(read_state(source), tmp_path / "target", "fsdp_dtensor")
@@ -349,7 +352,7 @@ def test_the_model_alone_can_be_converted(tmp_path: Path) -> None:
     assert "optimizer" not in plain_common(tmp_path / "back")
 
 
-def test_weights_in_float8_are_no_measure_of_main_weights(tmp_path: Path) -> None:
+def test_main_weights_are_not_compared_with_float8_weights(tmp_path: Path) -> None:
     source = mismatched(tmp_path, fp8_param_gather=True)
     write_state(read_state(source), tmp_path / "target", "fsdp_dtensor")
     expected = plain_tensors(source)["optimizer.state.param.output_layer.weight"]
@@ -411,7 +414,7 @@ def test_fused_down_projections_stored_as_two(tmp_path: Path) -> None:
     assert stored == set(tensors)
 
 
-def test_fused_down_projections_of_tensor_parallel_ranks_are_refused(tmp_path: Path) -> None:
+def test_fused_down_projections_of_tensor_parallel_ranks_raise(tmp_path: Path) -> None:
     name = "model.module.decoder.layers.0.self_attention.linear_qkv_down_proj.weight"
     said = {"args": args(TE, q_lora_rank=6, tensor_model_parallel_size=2), "iteration": 7}
     source = write_torch_dist(tmp_path / "source", random_tensors({name: (10, 4)}), {}, said)
@@ -420,7 +423,7 @@ def test_fused_down_projections_of_tensor_parallel_ranks_are_refused(tmp_path: P
         read_state(source)
 
 
-def test_empty_extra_states_are_those_of_the_layers_that_there_are(tmp_path: Path) -> None:
+def test_empty_extra_states_match_the_implementation_of_layers(tmp_path: Path) -> None:
     attention = {
         "decoder.layers.self_attention.linear_qkv.weight": (2, 12, 4),
         "decoder.layers.self_attention.linear_proj.weight": (2, 4, 4),
@@ -447,7 +450,7 @@ def test_empty_extra_states_are_those_of_the_layers_that_there_are(tmp_path: Pat
     }
 
 
-def test_nothing_of_a_conversion_is_kept_in_what_is_not_converted(tmp_path: Path) -> None:
+def test_without_kept_data_the_layout_is_megatron_cores(tmp_path: Path) -> None:
     model = random_tensors(
         {"decoder.layers.0.mlp.linear_fc2.weight": (4, 8), "decoder.layers.1.mlp.linear_fc2.weight": (4, 8)}
     )
@@ -456,7 +459,7 @@ def test_nothing_of_a_conversion_is_kept_in_what_is_not_converted(tmp_path: Path
     state.torch_dist.clear()
     write_state(state, tmp_path / "fresh", "torch_dist")
     keys = {key for key in plain_tensors(tmp_path / "fresh") if not key.startswith("optimizer.")}
-    # Stored one by one before; equal layers lie in one tensor where Megatron itself writes.
+    # The source stores layers one by one, but Megatron-Core stacks equal layers.
     assert keys == {"decoder.layers.mlp.linear_fc2.weight"}
     content = plain_common(tmp_path / "fresh")["content_metadata"]
     assert content["distrib_optim_sharding_type"] == "fully_reshardable" and not content["singleton_local_shards"]

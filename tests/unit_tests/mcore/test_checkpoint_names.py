@@ -1,4 +1,4 @@
-"""Names in a checkpoint are those of the whole model, and values are found under other names that they may have."""
+"""Names in a checkpoint are those of the whole model, and values are found under the names of other runs."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,7 @@
 """Latent attention with a fused down projection, and layers that predict further tokens, in checkpoints.
 
-They are stored as Megatron-Core stores them, so that runs with and without the fusion load each other's, and what was
-stored fused, under the model's own names, is still read.
+They are stored as Megatron-Core stores them, so runs with and without the fusion load each other's checkpoints.
+Checkpoints that store them fused, under the names in the model, still load.
 """
 
 from pathlib import Path
@@ -60,7 +60,7 @@ class Predicting(nn.Module):
 
 
 class Model(nn.Module):
-    """A decoder's layer and two that predict further tokens; the last is a hybrid model's."""
+    """One decoder layer and two prediction layers, the last one that of a hybrid model."""
 
     def __init__(self, fused: bool) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Model(nn.Module):
         self.decoder.layers = nn.ModuleList([Layer(fused)])
         self.mtp.layers = nn.ModuleList([Predicting(fused, None), Predicting(fused, "M*")])
 
-    # What Megatron's schedule asks of a model.
+    # Megatron's schedule needs this attribute and method.
     model_type = 1
 
     def set_input_tensor(self, unused: Any) -> None:
@@ -114,7 +114,7 @@ def _state(model: Any, optimizer: Any, saving: bool) -> Any:
 
 
 def _contents(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
-    """Weights and moments, whole, under the names of a model that is not fused."""
+    """Whole weights and moments, under the names of a model without the fusion."""
     from megatron.fsdp.helpers.spelling import bare_name
     from tests.models import whole
 
@@ -141,7 +141,7 @@ def _save(folder: str, fused: bool) -> dict[str, torch.Tensor]:
 
 
 def _as_before(folder: str) -> dict[str, torch.Tensor]:
-    """What a run with the fusion once stored: everything under the model's own names."""
+    """Save as a run with the fusion used to: everything under the names in the model."""
     from megatron.fsdp.helpers.spelling import bare_name
     from tests.megatron_models import megatron
     from tests.models import whole
@@ -172,7 +172,7 @@ def _load(folder: str, fused: bool) -> dict[str, torch.Tensor]:
         return _contents(model, optimizer)
 
 
-def test_what_is_on_disk(ranks: RankPool, tmp_path: Path) -> None:
+def test_both_store_the_same_keys(ranks: RankPool, tmp_path: Path) -> None:
     whole = ranks.run(3, _save, str(tmp_path / "fused"), True)[0]
     ranks.run(3, _save, str(tmp_path / "apart"), False)
     keys = []
@@ -180,7 +180,7 @@ def test_what_is_on_disk(ranks: RankPool, tmp_path: Path) -> None:
         metadata = dcp.FileSystemReader(tmp_path / name).read_metadata().state_dict_metadata
         keys.append({key for key in metadata if "param_to_group_meta" not in key})
         groups = {key for key in metadata if "param_to_group_meta" in key}
-        # As in Megatron-Core, groups have the model's own names.
+        # As in Megatron-Core, groups have the names in the model.
         assert any("mtp.layers.0.mtp_model_layer" in key for key in groups)
         assert any("linear_qkv_down_proj" in key for key in groups) == (name == "fused")
     assert keys[0] == keys[1]
@@ -233,7 +233,7 @@ def _narrower(folder: str) -> str:
     return str(error.value)
 
 
-def test_another_rank_of_queries_is_no_other_place(ranks: RankPool, tmp_path: Path) -> None:
+def test_another_q_lora_rank_raises(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(1, _as_before, str(tmp_path))
     (message,) = ranks.run(1, _narrower, str(tmp_path))
     assert "expected (13, 4); the checkpoint has (14, 4)" in message

@@ -1,4 +1,4 @@
-"""A checkpoint says what the rows of fused parameters are, and has them in one order at any tensor-parallel size."""
+"""A checkpoint describes the rows of fused parameters and stores them in the same order at any tensor-parallel size."""
 
 import json
 from pathlib import Path
@@ -56,7 +56,7 @@ def test_a_checkpoint_describes_itself(ranks: RankPool) -> None:
         }
 
 
-def test_nothing_is_said_of_what_is_of_one_kind(ranks: RankPool) -> None:
+def test_parameters_with_rows_of_one_kind_are_not_described(ranks: RankPool) -> None:
     with TemporaryDirectory() as folder:
         ranks.run(2, _save, folder, False, {})
         assert set(_described(folder)) == {
@@ -103,11 +103,11 @@ def test_latent_attention() -> None:
     }
 
 
-def test_another_number_of_rows_is_of_something_else() -> None:
+def test_parameters_with_another_number_of_rows_have_no_layout() -> None:
     assert not _layouts(LATENT, linear_kv_down_proj=(23, 3))
 
 
-def test_descriptions_that_differ_have_numbers() -> None:
+def test_descriptions_that_differ_keep_their_indices() -> None:
     from megatron.fsdp.mcore.parameter_names import described
 
     facts = {"layers.0.a.weight": {"x": 1}, "layers.1.a.weight": {"x": 2}, "layers.0.b.weight3": {}}
@@ -115,7 +115,7 @@ def test_descriptions_that_differ_have_numbers() -> None:
     assert set(described(facts, by_number=True)) == set(facts)
 
 
-# Local rows of two sections; a tensor-parallel rank has a part of each.
+# Local rows of two sections. A tensor-parallel rank has a shard of each.
 SECTIONS = (3, 2)
 COLUMNS = 5
 
@@ -125,7 +125,7 @@ def _whole() -> torch.Tensor:
 
 
 def _part(rank: int, ranks: int) -> torch.Tensor:
-    """What a rank of so many has of both sections."""
+    """The shard of both sections on one of several tensor-parallel ranks."""
     first, second = _whole().split([2 * rows for rows in SECTIONS])
     return torch.cat([first.chunk(ranks)[rank], second.chunk(ranks)[rank]])
 
@@ -163,7 +163,7 @@ def _read(folder: str, tensor_parallel: int) -> None:
 
 
 @pytest.mark.parametrize(("tensor_parallel", "world_size"), [(1, 1), (2, 2), (2, 4)])
-def test_sections_are_in_the_same_place_at_any_tensor_parallel_size(
+def test_sections_have_the_same_position_at_any_tensor_parallel_size(
     ranks: RankPool, tensor_parallel: int, world_size: int
 ) -> None:
     with TemporaryDirectory() as folder:
@@ -184,7 +184,7 @@ def test_sections_are_in_the_same_place_at_any_tensor_parallel_size(
         (["args", "torch_dist"], 2, False),
     ],
 )
-def test_rows_in_an_unknown_order_are_refused(
+def test_rows_in_an_unknown_order_raise(
     keys: list[str], ranks: int, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from megatron.fsdp.mcore import load
@@ -201,7 +201,7 @@ def test_rows_in_an_unknown_order_are_refused(
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_fused_projection_of_tensor_parallel_ranks_is_refused(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fused_projection_of_tensor_parallel_ranks_raises(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.fsdp.mcore import load
 
     state: Any = SimpleNamespace(chunks=[])

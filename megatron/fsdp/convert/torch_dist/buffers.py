@@ -1,7 +1,7 @@
-"""Reads optimizer state that lies in nameless flat buffers (``dp_reshardable``).
+"""Reads optimizer state that is stored in flat buffers without names (``dp_reshardable``).
 
-Where a parameter lies is worked out from the model's parameters and the buffers' sizes. Whoever reads the state
-compares the main weights among it with the model's weights.
+The position of each parameter is derived from the model's parameters and the sizes of the buffers. The caller compares
+the main weights in them with the model's weights, which detects a wrong position.
 """
 
 import argparse
@@ -26,24 +26,24 @@ _KEY = re.compile(
 
 
 def is_buffer_key(key: str) -> bool:
-    """Whether a tensor of a torch_dist checkpoint is a part of such a buffer."""
+    """Whether a tensor of a torch_dist checkpoint belongs to such a buffer, by its key."""
     return _KEY.match(key) is not None
 
 
 def read_buffers(
     reader: CheckpointReader, model: Tensors, facts: Facts, args: argparse.Namespace
 ) -> dict[str, Tensors]:
-    """Optimizer state by kind (``param`` are the main weights) and canonical name.
+    """Read optimizer state, by kind (``param`` for the main weights) and canonical name.
 
     Args:
         reader: The checkpoint.
-        model: Its model's tensors, by stored key.
+        model: The tensors of its model, by stored key.
         facts: How they are stored.
-        args: Its training arguments; tells the numbers of ranks.
+        args: Its training arguments, with the numbers of ranks.
 
     Raises:
         ValueError: The parameters do not fill the buffers exactly.
-        NotImplementedError: The order of the model's parameters is not known, or they are in float8.
+        NotImplementedError: The order of the model's parameters is unknown, or they are in float8.
     """
     if getattr(args, "mla_down_proj_fusion", False):
         raise NotImplementedError(f"{reader.path}: dp_reshardable optimizer state of fused MLA down projections.")
@@ -75,7 +75,7 @@ def _parallelism(args: argparse.Namespace) -> Parallelism:
 def _assembled(
     reader: CheckpointReader, homes: Homes, parameter: Parameter, index: int, kind: str, ranks: int
 ) -> LazyTensor:
-    """One atom of a parameter, from those of the ranks sharing it that have parts of it."""
+    """One atom of a parameter, put together from the shards of its tensor-parallel ranks."""
     atom = parameter.atoms[index]
     before = sum(math.prod(other.local(ranks)) for other in parameter.atoms[:index])
     parts = []
@@ -87,7 +87,7 @@ def _assembled(
 
 
 def _chains(reader: CheckpointReader) -> list[Ranks]:
-    """Every optimizer's buffers. Another model chunk of a rank begins with a dtype that was there already."""
+    """The buffers of every optimizer. On a rank, a dtype that occurs again begins the next model chunk."""
     keys: dict[tuple[int, int, int], dict[int, dict[str, str]]] = {}
     dtypes: dict[tuple[int, int, int], str] = {}
     for key in reader.tensors:
@@ -123,7 +123,7 @@ def _check_ranks(reader: CheckpointReader, chains: list[Ranks], ranks: Paralleli
 
 
 def _parameters(reader: CheckpointReader, model: Tensors, facts: Facts, ranks: Parallelism) -> list[Parameter]:
-    """The model's parameters in the order in which it registers them."""
+    """The model's parameters, in the order in which the model registers them."""
     atoms: dict[str, list[Atom]] = {}
     dtypes: dict[str, str] = {}
     for key, tensor in model.items():
@@ -135,13 +135,13 @@ def _parameters(reader: CheckpointReader, model: Tensors, facts: Facts, ranks: P
             cut = _cut(name, part.shape, sizes[len(sizes) - len(part.shape) :], shared)
             atoms.setdefault(without_half(name), []).append(Atom(name, part.shape, cut))
             dtypes[without_half(name)] = str(part.dtype).removeprefix("torch.")
-    # Of a gated layer's halves, the gate (_w) comes first.
+    # The gate (_w) comes before the up projection (_v).
     found = [Parameter(name, dtypes[name], tuple(sorted(parts, reverse=True))) for name, parts in atoms.items()]
     return sorted(found, key=lambda parameter: order.place(parameter.name))
 
 
 def _cut(name: str, shape: tuple[int, ...], chunk: tuple[int, ...], ranks: int) -> int | None:
-    """The dimension along which ranks share a tensor: the one in which a chunk of the checkpoint is a part of it."""
+    """The dimension in which ranks shard a tensor: the one in which a chunk of the checkpoint is smaller."""
     cuts = [d for d, size in enumerate(chunk) if size < shape[d]]
     if not cuts:
         return None

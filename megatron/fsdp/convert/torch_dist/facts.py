@@ -1,4 +1,4 @@
-"""Finds out how a torch_dist checkpoint stores its model: what is stacked, and what its layers are made of."""
+"""Determines how a torch_dist checkpoint stores its model: which tensors are stacked, and whose layers it has."""
 
 import argparse
 import re
@@ -18,16 +18,16 @@ _LINEAR_STATE = re.compile(r"layers\..*linear_(?:qkv|proj|fc1|fc2)\._extra_state
 
 
 def read_facts(reader: CheckpointReader, model: Tensors, args: argparse.Namespace, options: ReadOptions) -> Facts:
-    """How the model's tensors are stored.
+    """Determine how the model's tensors are stored.
 
     Args:
         reader: The checkpoint.
-        model: Its model's tensors, by stored key.
+        model: The tensors of its model, by stored key.
         args: Its training arguments.
-        options: What the user says.
+        options: Facts that the checkpoint may not record.
 
     Raises:
-        ValueError: The checkpoint does not tell what the names depend on, or contradicts the options.
+        ValueError: The checkpoint does not record facts that names depend on, or contradicts the options.
     """
     names = [Name.parse(key) for key in model]
     experts = [name for name in names if name.style == STORED]
@@ -44,15 +44,15 @@ def read_facts(reader: CheckpointReader, model: Tensors, args: argparse.Namespac
 
 
 def checked_gates(gated: frozenset[str], args: argparse.Namespace, options: ReadOptions) -> frozenset[str]:
-    """The parameters that are stored as two halves, if that agrees with the arguments and the options.
+    """The parameters that the canonical view splits into halves.
 
     Args:
-        gated: First layers of gated MLPs, by name.
-        args: Training arguments: only SwiGLU's halves are stored apart, not those of other gates.
-        options: What the user says.
+        gated: Names of the first layers of gated MLPs.
+        args: Training arguments: only SwiGLU is split, not other gates.
+        options: Modules that must have SwiGLU layers.
 
     Raises:
-        ValueError: It does not.
+        ValueError: The layers contradict the options.
     """
     found = gated if getattr(args, "swiglu", True) else frozenset()
     if options.swiglu and not found:
@@ -72,11 +72,11 @@ def checked_gates(gated: frozenset[str], args: argparse.Namespace, options: Read
 def _is_local(
     reader: CheckpointReader, model: Tensors, args: argparse.Namespace, options: ReadOptions, experts: bool
 ) -> bool | None:
-    """Whether layers are Megatron's own and not Transformer Engine's; None if no name depends on it."""
+    """Whether layers are Megatron's local ones, not Transformer Engine's; None if no name depends on it."""
     norms = [match[1] for match in map(_NORM.match, model) if match]
     if not norms and not experts:
         return None
-    # A norm of a linear layer that is not there is a module of its own: Transformer Engine would not name it so.
+    # A norm that is named after a linear layer which does not exist is a module: Transformer Engine has no such name.
     shown = any(
         f"{layer}mlp.linear_fc1.layer_norm_weight" in model and f"{layer}mlp.linear_fc1.weight" not in model
         for layer in norms
@@ -85,7 +85,7 @@ def _is_local(
     found = {"local": True, "transformer_engine": False, "inference_optimized": False}.get(
         str(getattr(args, "transformer_impl", None))
     )
-    # A conversion knows no extra states, and writes None for those of either.
+    # A conversion writes None for the extra states of either implementation, so these show nothing.
     converted = reader.checksums is not None and bool(reader.checksums.fingerprint)
     if shown:
         found = True
@@ -95,29 +95,31 @@ def _is_local(
         return asked(options, found) == "local"
     if found is None:
         raise ValueError(
-            f"{reader.path}: expected to find whether its layers are Megatron's own or Transformer Engine's, which "
-            "decides how they are named; neither its arguments nor its extra states tell. Give --transformer-impl."
+            f"{reader.path}: neither its arguments nor its extra states tell whether its layers are Megatron's "
+            "local ones or Transformer Engine's, which decides how norms are named. Give --transformer-impl."
         )
     return found
 
 
 def asked(options: ReadOptions, local: bool | None) -> str | None:
-    """Whose layers the user says that a model has.
+    """The implementation of layers that the user gives.
 
     Args:
-        options: What the user says.
-        local: Whether the checkpoint says that they are Megatron's own; None: it does not tell.
+        options: Facts that the checkpoint may not record.
+        local: Whether the checkpoint has Megatron's local layers; None if it does not record it.
 
     Raises:
-        ValueError: The checkpoint says otherwise.
+        ValueError: The checkpoint contradicts the options.
     """
     if options.transformer_impl is not None and local not in (None, options.transformer_impl == "local"):
-        raise ValueError(f"--transformer-impl {options.transformer_impl}: the checkpoint's layers are of the other.")
+        raise ValueError(
+            f"--transformer-impl {options.transformer_impl}: the checkpoint has layers of the other implementation."
+        )
     return options.transformer_impl
 
 
 def _is_none(reader: CheckpointReader, key: str) -> bool:
-    """Whether an extra state is None, as that of Megatron's own linear layers; Transformer Engine's is a value."""
+    """Whether an extra state is None, as for Megatron's local linear layers. Transformer Engine's has a value."""
     try:
         return reader.read_object(key) in ([None], None)
     except UnsafePickle:
@@ -125,9 +127,11 @@ def _is_none(reader: CheckpointReader, key: str) -> bool:
 
 
 def _is_grouped(args: argparse.Namespace, options: ReadOptions, local: bool | None) -> bool:
-    """Whether a layer's experts are one grouped module."""
+    """Whether the experts of a layer are one grouped module."""
     if getattr(args, "moe_use_legacy_grouped_gemm", False):
-        raise NotImplementedError("experts of --moe-use-legacy-grouped-gemm, which no present version of Megatron has.")
+        raise NotImplementedError(
+            "experts of --moe-use-legacy-grouped-gemm, which current versions of Megatron no longer have."
+        )
     found = False if local else getattr(args, "moe_grouped_gemm", None)
     if options.moe_grouped_gemm is not None:
         if found not in (None, options.moe_grouped_gemm):
@@ -135,20 +139,20 @@ def _is_grouped(args: argparse.Namespace, options: ReadOptions, local: bool | No
         return options.moe_grouped_gemm
     if found is None:
         raise ValueError(
-            "expected to find whether experts are grouped, which decides how they are named; the checkpoint's "
-            "arguments do not tell. Give --moe-grouped-gemm or --no-moe-grouped-gemm."
+            "the checkpoint's arguments do not tell whether experts are grouped, which decides how they are named. "
+            "Give --moe-grouped-gemm or --no-moe-grouped-gemm."
         )
     return bool(found)
 
 
 def written_facts(weights: Tensors, args: argparse.Namespace, layout: Mapping[str, Any]) -> Facts:
-    """How to store a model.
+    """Determine how to store a model.
 
     Args:
-        weights: By canonical name.
+        weights: The weights, by canonical name.
         args: Training arguments.
-        layout: What :func:`layout_of` returned of a checkpoint to be alike; empty: as Megatron-Core would store it,
-            equal layers in one tensor and the experts of a layer in one.
+        layout: The layout to copy, from :func:`layout_of`. Empty: as Megatron-Core stores a model, with equal layers
+            stacked in one tensor, and the experts of a layer too.
     """
     stacked = frozenset(layout["stacked"]) if layout else _stackable(weights, args)
     return Facts(
@@ -160,7 +164,7 @@ def written_facts(weights: Tensors, args: argparse.Namespace, layout: Mapping[st
 
 
 def layout_of(facts: Facts) -> dict[str, Any]:
-    """What :func:`written_facts` needs to store another model alike: plain data."""
+    """The layout that :func:`written_facts` needs to store another model in the same way, as plain data."""
     return {
         "stacked": sorted(facts.stacked),
         "single_experts": facts.single_experts,
@@ -169,7 +173,7 @@ def layout_of(facts: Facts) -> dict[str, Any]:
 
 
 def _stackable(weights: Tensors, args: argparse.Namespace) -> frozenset[str]:
-    """Beginnings of the names of equal layers. What the arguments say may differ does not count as equal."""
+    """Prefixes of layers that are equal. Layers that the arguments allow to differ do not count as equal."""
     if _layers_may_differ(args) or any(".mixer." in name for name in weights):
         return frozenset()
     shapes: dict[str, dict[str, dict[str, tuple[int, ...]]]] = {}
@@ -191,13 +195,13 @@ def _layers_may_differ(args: argparse.Namespace) -> bool:
         frequency = getattr(args, name, None)
         if isinstance(frequency, list) or (isinstance(frequency, int) and frequency > 1):
             return True
-    # The second name is spelled as the option is.
+    # The second name is misspelled in Megatron.
     options = ("heterogeneous_layers_config_path", "hetereogenous_dist_checkpoint", "heterogeneous_block_specs")
     return any(getattr(args, name, None) for name in options)
 
 
 def _sections(weights: Tensors) -> dict[str, tuple[int, ...]]:
-    """The rows of each part of the fused projections of state-space layers: the shapes tell all of them."""
+    """The number of rows of each part of the fused projections of state-space layers, derived from shapes."""
     sections: dict[str, tuple[int, ...]] = {}
     for name in weights:
         layer = name.removesuffix("in_proj.weight")

@@ -1,4 +1,4 @@
-"""Tensors that are stored flat: parts of buffers, and grids of flattened local parts."""
+"""Tensors that are stored flat: slices of buffers, and grids of flattened shards."""
 
 import math
 from collections.abc import Iterator
@@ -10,10 +10,10 @@ from megatron.fsdp.checkpoint.lazy import Box, LazyTensor
 
 
 def unflatten(flat: LazyTensor, start: int, shape: tuple[int, ...]) -> LazyTensor:
-    """A row-major tensor that lies in a flat one from an element on.
+    """View elements of a flat tensor, from ``start`` on, as a row-major tensor.
 
     Raises:
-        ValueError: It is not inside.
+        ValueError: The flat tensor is too short.
     """
     numel = math.prod(shape)
     if len(flat.shape) != 1 or not 0 <= start <= start + numel <= flat.shape[0]:
@@ -26,11 +26,11 @@ def unflatten(flat: LazyTensor, start: int, shape: tuple[int, ...]) -> LazyTenso
 
 
 def ungrid(stored: LazyTensor, shape: tuple[int, ...]) -> LazyTensor:
-    """A tensor that is stored as a grid of equal parts, each of them flat: shape (*grid, elements of a part).
+    """View a grid of flattened shards of equal size, of shape (*grid, elements of a shard), as the whole tensor.
 
     Args:
-        stored: The grid; as many dimensions as the tensor, and one for the elements.
-        shape: Of the tensor.
+        stored: The grid: one dimension for each of the tensor, and one for the elements.
+        shape: The shape of the tensor.
 
     Raises:
         ValueError: The grid does not divide the shape.
@@ -57,18 +57,18 @@ def ungrid(stored: LazyTensor, shape: tuple[int, ...]) -> LazyTensor:
 
 
 def _cells(part: tuple[int, ...], box: Box) -> Iterator[tuple[int, ...]]:
-    """The parts that a box meets."""
+    """The indices of the shards that overlap with a box."""
     ranges = [range(o // n, -(-(o + s) // n)) for o, s, n in zip(box.offsets, box.sizes, part, strict=True)]
     yield from product(*ranges)
 
 
 def _read_flat(flat: LazyTensor, before: tuple[int, ...], start: int, shape: tuple[int, ...], box: Box) -> torch.Tensor:
-    """A box of a row-major tensor of a shape; ``flat`` holds it in its last dimension, at an index of the others."""
+    """Read a box of a row-major tensor, which is stored in the last dimension of ``flat`` at the index ``before``."""
     if math.prod(box.sizes) == 0:
         return torch.empty(box.sizes, dtype=flat.dtype)
     strides = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
     first = sum(o * s for o, s in zip(box.offsets, strides, strict=True))
     last = first + sum((n - 1) * s for n, s in zip(box.sizes, strides, strict=True))
-    # From the first element to the last: whole rows but for the edges, as boxes that are asked for are rows.
+    # Read everything from the box's first element to its last. Callers ask for whole rows, so little is read in vain.
     span = Box((*before, start + first), (*(1 for _ in before), last - first + 1))
     return flat.read(span).reshape(-1).as_strided(box.sizes, strides)

@@ -1,10 +1,10 @@
-"""The order in which Megatron's models register their parameters; gradient buffers have them in reverse."""
+"""The order in which Megatron's models register parameters. Gradient buffers store them in reverse order."""
 
 from typing import NamedTuple
 
 from megatron.fsdp.naming.names import LOCAL, Name
 
-# Modules of a transformer layer. A module stands before those that come after it; those of one layer never conflict.
+# Modules of a transformer layer, in order of registration. No layer has all of them.
 _LAYER = (
     "input_layernorm",
     "self_attention.core_attention",
@@ -29,26 +29,26 @@ _LAYER = (
 )
 _PREDICTION = ("enorm", "hnorm", "eh_proj", "transformer_layer", "final_layernorm")
 _EMBEDDING = ("word_embeddings", "position_embeddings", "tokentype_embeddings")
-# Parameters of one module. A shared expert's gate is its own, so it stands before its linear layers'.
+# Parameters of one module. A shared expert's gate belongs to the module itself, so it precedes those of its layers.
 _PARAMETERS = ("softmax_offset", "gate_weight", "layer_norm_weight", "layer_norm_bias", "weight", "bias")
 _MLP = ("linear_fc1", "linear_fc2")
 
 
 class Place(NamedTuple):
-    """Where a parameter stands: ``unit`` is what a pipeline stage has whole or not at all."""
+    """The position of a parameter in the model. Pipeline stages hold whole units."""
 
     unit: tuple[int, ...]
     inside: tuple[int, ...]
 
 
 def place(name: str) -> Place:
-    """Where a parameter stands in a GPT model.
+    """The position of a parameter in a GPT model.
 
     Args:
-        name: Canonical, without halves.
+        name: Its canonical name, without halves.
 
     Raises:
-        NotImplementedError: It is none of the known modules'.
+        NotImplementedError: The parameter belongs to no known module.
     """
     parts = name.split(".")
     try:
@@ -65,8 +65,9 @@ def place(name: str) -> Place:
     except ValueError:
         pass
     raise NotImplementedError(
-        f"{name}: optimizer state of the kind dp_reshardable has no names, and where this parameter lies in Megatron's "
-        "buffers is not known. Load the checkpoint with Megatron and save it with --dist-ckpt-optim-fully-reshardable."
+        f"{name}: optimizer state of the kind dp_reshardable has no names, and the position of this parameter "
+        "in Megatron's buffers is unknown. Load the checkpoint with Megatron and save it with "
+        "--dist-ckpt-optim-fully-reshardable."
     )
 
 
@@ -92,7 +93,7 @@ def _in_layer(rest: str) -> tuple[int, ...]:
         inside = rest.removeprefix(f"{module}.")
         *path, parameter = inside.split(".")
         if module == "mlp.shared_experts":
-            # The module's own parameter comes before those of the modules in it.
+            # The parameter of the module itself precedes those of its child modules.
             return (index, 1 + _MLP.index(path[0]) if path else 0, *_parameter([parameter]))
         if not path:
             return (index, *_parameter([parameter]))
@@ -106,10 +107,10 @@ def _in_experts(name: Name) -> tuple[int, ...]:
 
 
 def expert_index(name: str) -> int:
-    """The index of the expert, among all of its layer, that a parameter belongs to.
+    """The index, in the whole layer, of the expert that a parameter belongs to.
 
     Raises:
-        ValueError: It is no expert's.
+        ValueError: The parameter belongs to no expert.
     """
     expert = Name.parse(name).expert
     if not expert:

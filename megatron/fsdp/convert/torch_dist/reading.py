@@ -19,16 +19,16 @@ from megatron.fsdp.convert.torch_dist.buffers import is_buffer_key, read_buffers
 from megatron.fsdp.convert.torch_dist.facts import layout_of, read_facts
 from megatron.fsdp.convert.torch_dist.flat import ungrid
 
-# Names of the main weights among an optimizer's states.
+# Names under which optimizer state contains the main weights.
 MAIN_WEIGHTS = ("param", "fp32_param", "master_param")
-# Common state that every format has; the rest of it is kept for the way back.
+# Common state that every format has. The rest is kept for a conversion back.
 COMMON_KEYS = ("args", "checkpoint_version", "iteration", "opt_param_scheduler", "num_floating_point_operations_so_far")
 
 _STATE = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.(?P<kind>\w+)\.(?P<key>.+)$")
 _OPTIMIZER = re.compile(r"^(?:chained_\d+\.)?optimizer\.")
 _GROUPS = re.compile(r"^(?:chained_(?P<chain>\d+)\.)?optimizer\.distributed\.dp_group_idx_\d+\.optimizer/shard_0_1$")
 _RNG = re.compile(r"^rng_state/shard_(\d+)\.(\d+)_\d+\.\d+$")
-# Arguments that say that the model's weights are rounded further than to their dtype.
+# Arguments of models whose weights are quantized beyond their dtype.
 _QUANTIZED = ("fp8_param", "fp8_param_gather", "fp4_param", "fp4_param_gather")
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -41,18 +41,18 @@ class _Optimizer(NamedTuple):
 
 
 def read(reader: CheckpointReader, options: ReadOptions) -> TrainingState:
-    """The canonical view of a torch_dist checkpoint.
+    """Read a torch_dist checkpoint into the canonical view.
 
-    Main weights become the weights. Each block of them is compared with the model's own weights when it is read, and
-    reading raises ValueError if they are not these in higher precision: their place was worked out wrongly, or they
-    were written wrongly. Only a model that computes in float8 or float4 has no weights to compare with.
+    Main weights become the weights. Each block is compared with the model's weights when it is read, and reading raises
+    ValueError if the main weights do not round to them: their position was derived wrongly, or they were saved wrongly.
+    Models that compute in float8 or float4 have no weights to compare with.
 
     Args:
         reader: The checkpoint.
-        options: What the user says.
+        options: Facts that the checkpoint may not record.
 
     Raises:
-        ValueError: The checkpoint does not tell enough, or contradicts itself or the options.
+        ValueError: The checkpoint lacks information, or contradicts itself or the options.
         NotImplementedError: Its optimizer state is of a kind that cannot be read.
     """
     common = common_state(reader.path)
@@ -111,7 +111,7 @@ def _optimizer(reader: CheckpointReader, model: Tensors, facts: Facts, common: M
 
 
 def _groups_in_objects(reader: CheckpointReader) -> list[groups.Group]:
-    """The groups of every optimizer of the chain, which each model-parallel rank lists; they must agree."""
+    """The groups of every optimizer of the chain. Each model-parallel rank lists them, and all must agree."""
     found: dict[int, list[groups.Group]] = {}
     for key in reader.objects:
         match = _GROUPS.match(key)
@@ -128,19 +128,21 @@ def _groups_in_objects(reader: CheckpointReader) -> list[groups.Group]:
 
 
 def _check_states(reader: CheckpointReader, states: Mapping[str, Tensors], weights: Tensors) -> None:
-    """Whether all kinds of state are there for the same parameters, as numbers."""
+    """Check that all kinds of state exist for the same parameters, and are floating-point numbers."""
     names = {name for tensors in states.values() for name in tensors}
     for kind, tensors in states.items():
-        # A parameter that the model has in float32 is its own main weight.
+        # A float32 parameter of the model is also the main weight, and so is not stored twice.
         own = {n for n in names & set(weights) if kind in MAIN_WEIGHTS and weights[n].dtype == torch.float32}
         missing = sorted(names - set(tensors) - own)
         if missing:
-            raise ValueError(f"{reader.path}: {kind} of {missing[0]} is not there, though other state of it is.")
+            raise ValueError(
+                f"{reader.path}: expected {kind} of {missing[0]}, which has other optimizer state; got none."
+            )
         odd = sorted(name for name, tensor in tensors.items() if not tensor.dtype.is_floating_point)
         if odd:
             raise NotImplementedError(
-                f"{reader.path}: {kind} of {odd[0]} is {tensors[odd[0]].dtype}, as a precision-aware optimizer that "
-                "stores remainders has it; save it without."
+                f"{reader.path}: {kind} of {odd[0]} is {tensors[odd[0]].dtype}, as in a precision-aware optimizer that "
+                "stores remainders; save the checkpoint without it."
             )
     unknown = sorted(names - set(weights))
     if unknown:
@@ -148,12 +150,12 @@ def _check_states(reader: CheckpointReader, states: Mapping[str, Tensors], weigh
 
 
 def checked(main: LazyTensor, weight: LazyTensor, name: str) -> LazyTensor:
-    """Main weights that are compared, block by block when they are read, with the weights that were cast from them.
+    """Compare main weights with the model's weights, block by block, when they are read.
 
     Args:
-        main: In higher precision.
-        weight: As the model has it.
-        name: For the message of the ValueError that reading raises if they differ.
+        main: The main weights.
+        weight: The model's weights, which were cast from them.
+        name: The parameter's name, for the ValueError that reading raises if they differ.
     """
 
     def read(box: Box) -> torch.Tensor:
@@ -161,10 +163,10 @@ def checked(main: LazyTensor, weight: LazyTensor, name: str) -> LazyTensor:
         bits = _INTEGERS[weight.dtype.itemsize]
         if not torch.equal(found.to(weight.dtype).view(bits), weight.read(box).contiguous().view(bits)):
             raise ValueError(
-                f"{name}: the optimizer's main weights do not round to the model's weights. Either their place in the "
-                "checkpoint is another than expected, or they were saved wrongly, as Megatron-Core saves "
+                f"{name}: the optimizer's main weights do not round to the model's weights. Either they are not where "
+                "they were expected in the checkpoint, or they were saved wrongly, as Megatron-Core does for "
                 "fully_reshardable state of gradient buffers with padding between buckets. --no-optimizer converts "
-                "the model's weights alone."
+                "only the model's weights."
             )
         return found
 
@@ -183,17 +185,17 @@ def _common(reader: CheckpointReader, common: Mapping[str, Any]) -> dict[str, An
 
 
 def layout_and_format(path: Path) -> dict[str, Any]:
-    """What tells how to write another checkpoint alike, as :attr:`TrainingState.torch_dist` has it.
+    """The layout of a checkpoint, in the form of :attr:`TrainingState.torch_dist`, for writing another one alike.
 
     Args:
-        path: A torch_dist checkpoint; of its data, nothing is read but a module's extra state.
+        path: A torch_dist checkpoint. Of its data, only the extra state of a module is read.
 
     Raises:
-        ValueError: It is none.
+        ValueError: The checkpoint has another format.
     """
     reader = CheckpointReader(path)
     if reader.format != TORCH_DIST:
-        raise ValueError(f"{path}: expected a torch_dist checkpoint to be alike; got {reader.format}.")
+        raise ValueError(f"{path}: expected a torch_dist checkpoint to copy the layout of; got {reader.format}.")
     common = common_state(path)
     model = {key: tensor for key, tensor in reader.tensors.items() if not _OPTIMIZER.match(key)}
     facts = read_facts(reader, model, common.get("args") or argparse.Namespace(), ReadOptions())
@@ -202,8 +204,8 @@ def layout_and_format(path: Path) -> dict[str, Any]:
 
 
 def _kept(reader: CheckpointReader, common: Mapping[str, Any], facts: Facts) -> dict[str, Any]:
-    """What only the way back needs. Random states and groups are in the canonical view, and so are not kept here."""
-    # Bytes: extra states are nobody's business but the modules' that made them.
+    """Data that only a conversion back needs. Random states and groups are in the canonical view already."""
+    # Copy extra states as bytes: only the modules that made them can interpret them.
     objects = {
         key: reader.object_bytes(key)
         for key in reader.objects

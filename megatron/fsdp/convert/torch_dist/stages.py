@@ -1,8 +1,8 @@
-"""Which parameters lie where in Megatron-Core's flat buffers: arithmetic on sizes, no tensors.
+"""Positions of parameters in Megatron-Core's flat buffers: arithmetic on sizes, without tensors.
 
-Each model-parallel rank has buffers of its own, one per model chunk and dtype, cut into buckets. In them lie the rank's
-parameters in reverse order of registration, each from a multiple of 64 elements of its bucket on. Which parameters a
-pipeline stage has follows from the sizes: stages hold successive parts of the model that fill their buffers exactly.
+Each model-parallel rank has one buffer per model chunk and dtype, divided into buckets. A buffer stores the rank's
+parameters in reverse order of registration, each aligned to 64 elements of its bucket. The sizes determine the
+parameters of each pipeline stage: stages hold successive parts of the model that fill their buffers exactly.
 """
 
 import math
@@ -13,40 +13,40 @@ from typing import NamedTuple
 from megatron.fsdp.convert.groups import is_expert
 from megatron.fsdp.convert.torch_dist import order
 
-# A parameter begins at a multiple of this many elements.
+# Parameters begin at multiples of this number of elements.
 ALIGNMENT = 64
 
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 class Spot(NamedTuple):
-    """Where a parameter lies: in which bucket, from which element on."""
+    """The position of a parameter: its bucket, and its first element in it."""
 
     bucket: int
     start: int
 
 
 class Atom(NamedTuple):
-    """A tensor that a parameter is made of, and the dimension that tensor parallelism cuts."""
+    """A tensor that is part of a parameter, and the dimension that tensor parallelism shards."""
 
     name: str
     shape: tuple[int, ...]
     cut: int | None
 
     def local(self, ranks: int) -> tuple[int, ...]:
-        """Its shape on one of the ranks that share it."""
+        """The shape of one shard."""
         return tuple(n // ranks if d == self.cut else n for d, n in enumerate(self.shape))
 
 
 class Parameter(NamedTuple):
-    """A parameter of the model; its atoms lie one after the other in it. The dtype is named as torch names it."""
+    """A parameter of the model: its atoms follow each other. The dtype is torch's name."""
 
     name: str
     dtype: str
     atoms: tuple[Atom, ...]
 
     def numel(self, ranks: int) -> int:
-        """Elements on one of the ranks that share it."""
+        """The number of elements of one shard."""
         return sum(math.prod(atom.local(ranks)) for atom in self.atoms)
 
 
@@ -55,9 +55,9 @@ class Buffer:
     """One flat buffer of one rank.
 
     Attributes:
-        dtype: Of its parameters, as torch names it.
-        keys: Of its tensors in the checkpoint: of each bucket, by kind of state.
-        sizes: Elements of each bucket, without the padding at its end.
+        dtype: Torch's name for the dtype of its parameters.
+        keys: For each bucket, the checkpoint's keys of its tensors, by kind of state.
+        sizes: The number of elements of each bucket, without the padding at its end.
     """
 
     dtype: str
@@ -66,20 +66,20 @@ class Buffer:
 
 
 class Home(NamedTuple):
-    """The buffer that a parameter lies in, and where."""
+    """The buffer that stores a parameter, and the position in it."""
 
     buffer: Buffer
     spot: Spot
 
 
-# By name and number of the rank among those that share the parameter.
+# By name, and rank among those that shard the parameter.
 Homes = dict[tuple[str, int], Home]
-# Of one optimizer: for each model-parallel rank the buffers of each of its model chunks.
+# For each model-parallel rank of one optimizer, the buffers of each of its model chunks.
 Ranks = list[list[list[Buffer]]]
 
 
 class Parallelism(NamedTuple):
-    """Numbers of ranks, as training arguments say."""
+    """Numbers of ranks, from the training arguments."""
 
     tensor: int
     pipeline: int
@@ -88,17 +88,17 @@ class Parallelism(NamedTuple):
 
 
 def lay_out(numels: Iterable[int], buckets: Sequence[int]) -> list[Spot] | None:
-    """Where parameters lie in a buffer's buckets; None if they do not fill them exactly.
+    """The positions of parameters in a buffer's buckets; None if they do not fill the buckets exactly.
 
     Args:
-        numels: Elements of each parameter, in the buffer's order.
-        buckets: Elements of each bucket, without the padding at its end.
+        numels: The number of elements of each parameter, in the buffer's order.
+        buckets: The number of elements of each bucket, without the padding at its end.
     """
     spots: list[Spot] = []
     bucket, end = 0, 0
     for numel in numels:
         start = _aligned(end)
-        # A bucket that ends because the next parameter needs one of its own ends where that would have begun.
+        # If the next parameter needs a separate bucket, this one may be padded to the parameter's aligned start.
         if spots and bucket < len(buckets) and buckets[bucket] in (end, start):
             bucket, start = bucket + 1, 0
         if bucket >= len(buckets) or start + numel > buckets[bucket]:
@@ -110,12 +110,12 @@ def lay_out(numels: Iterable[int], buckets: Sequence[int]) -> list[Spot] | None:
 
 
 def find_homes(dense: Ranks, experts: Ranks | None, parameters: Sequence[Parameter], ranks: Parallelism) -> Homes:
-    """Where each parameter lies.
+    """Find the position of each parameter.
 
     Args:
-        dense: Buffers of the optimizer that holds all parameters, or all but the experts.
-        experts: Buffers of the experts' own optimizer; None if there is none.
-        parameters: Of the whole model, in the order in which it registers them.
+        dense: The buffers of the optimizer of all parameters, or of all except the experts.
+        experts: The buffers of a separate optimizer of the experts; None if there is none.
+        parameters: The parameters of the whole model, in the order of registration.
         ranks: Numbers of ranks.
 
     Raises:
@@ -141,13 +141,13 @@ def _aligned(element: int) -> int:
 
 
 def _chunk(buffers: Ranks, stage: int, rank: int, pipeline: int) -> list[Buffer]:
-    """A stage's buffers on one rank. Interleaved stages go round the pipeline; ranks of one stage are neighbors."""
+    """The buffers of a stage on one rank. Interleaved stages go round the pipeline; a stage's ranks are consecutive."""
     width = len(buffers) // pipeline
     return buffers[stage % pipeline * width + rank][stage // pipeline]
 
 
 def _experts_of(experts: list[Parameter], group: int, groups: int) -> list[Parameter]:
-    """The experts of one expert-parallel rank: the same run of every layer's."""
+    """The experts of one expert-parallel rank: the same range of indices in every layer."""
     total = 1 + max(order.expert_index(p.name) for p in experts)
     return [p for p in experts if order.expert_index(p.name) * groups // total == group]
 
@@ -163,10 +163,10 @@ def _settled(run: list[Parameter], chunk: list[Buffer], rank: int, ranks: int) -
 
 
 def _fill(run: list[Parameter], chunk: list[Buffer], ranks: int) -> dict[str, Home] | None:
-    """Where the parameters of a stage lie on one rank; None if they do not fill its buffers exactly."""
+    """The positions of a stage's parameters on one rank; None if they do not fill its buffers exactly."""
     homes: dict[str, Home] = {}
     for buffer in chunk:
-        # The last that is registered is the first whose gradient is there.
+        # Reverse order of registration: gradients of the last parameters are ready first.
         inside = [p for p in reversed(run) if p.dtype == buffer.dtype]
         spots = lay_out([p.numel(ranks) for p in inside], buffer.sizes)
         if spots is None:
@@ -179,7 +179,7 @@ def _stages(buffers: Ranks, parameters: list[Parameter], ranks: Parallelism) -> 
     """The parameters of each pipeline stage, in the order of stages.
 
     Raises:
-        ValueError: There is no way to part them that fills the buffers.
+        ValueError: No division into stages fills the buffers.
     """
     units: dict[tuple[int, ...], list[Parameter]] = {}
     for parameter in parameters:
@@ -200,7 +200,7 @@ def _stages(buffers: Ranks, parameters: list[Parameter], ranks: Parallelism) -> 
 def _part(
     units: list[list[Parameter]], chunks: list[list[Buffer]], ranks: int, model: list[Parameter]
 ) -> list[list[Parameter]] | None:
-    """Part successive units among stages so that each fills its buffers."""
+    """Divide successive units among stages so that each stage fills its buffers."""
     if not chunks:
         return [] if not units else None
     total = sum(sum(buffer.sizes) for buffer in chunks[0])
@@ -221,7 +221,7 @@ def _part(
 
 
 def _copies(run: list[Parameter], model: list[Parameter]) -> list[list[Parameter]]:
-    """A stage's parameters without and with copies of the embedding that later stages may hold."""
+    """Alternatives for a stage's parameters: without and with copies of the embedding, which later stages may hold."""
     embedding = next((p for p in model if p.name == _EMBEDDING), None)
     if embedding is None or any(p.name == _EMBEDDING for p in run):
         return [run]

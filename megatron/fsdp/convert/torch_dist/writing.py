@@ -1,4 +1,4 @@
-"""Lays out a torch_dist checkpoint, with optimizer state by parameter (``fully_reshardable``)."""
+"""Plans a torch_dist checkpoint, with optimizer state by parameter (``fully_reshardable``)."""
 
 import io
 import json
@@ -19,7 +19,7 @@ from megatron.fsdp.convert.torch_dist.reading import COMMON_KEYS, layout_and_for
 
 SHARDING = "fully_reshardable"
 _SHARDING_KEY = "distrib_optim_sharding_type"
-# Where the main weights are among the optimizer's states.
+# The name of the main weights among the optimizer's states.
 _MAIN = "param"
 
 _LINEAR = re.compile(r"^(.*\.(?:linear_\w+|eh_proj))\.weight(?:_[wv])?$")
@@ -27,21 +27,21 @@ _NORM = re.compile(r"^(.*layers\..*(?:layernorm|norm)|.*final_layernorm)\.weight
 
 
 def lay_out(state: TrainingState, options: WriteOptions) -> Output:
-    """What to write.
+    """Plan a checkpoint.
 
-    The model's weights are cast to the dtype that it computes in; the weights as they are become the optimizer's main
-    weights. Common state, random states and whatever an earlier conversion kept for the way back are written too.
+    The weights become the optimizer's main weights, and, cast to the dtype that the model computes in, the model's
+    weights. Common state, random states and data that an earlier conversion kept are written as well.
 
     Args:
         state: The checkpoint.
-        options: ``like`` tells the layout.
+        options: ``like`` gives the layout.
 
     Raises:
-        ValueError: Layers that are to be stored in one tensor differ.
+        ValueError: Layers to be stacked in one tensor differ.
     """
     kept = state.torch_dist
     if options.like is not None:
-        # What was kept of modules is under the names of the earlier layout.
+        # The kept objects of modules have the names of the earlier layout.
         kept = {k: v for k, v in kept.items() if k != "objects"} | layout_and_format(options.like)
     facts = written_facts(state.weights, state.args, kept.get("layout") or {})
     model = {name: tensor.to(state.model_dtype(name)) for name, tensor in state.weights.items()} | state.buffers
@@ -65,12 +65,12 @@ def lay_out(state: TrainingState, options: WriteOptions) -> Output:
 
 
 def extra_states(model: Tensors, own_layers: bool) -> dict[str, Any]:
-    """Empty extra states for the modules that may have some: Megatron asks for them when it loads.
+    """Empty extra states for the modules that may have them, because Megatron requires them when it loads.
 
     Args:
-        model: By stored key.
-        own_layers: Layers are Megatron's own, where only linear layers have extra states, and not Transformer
-            Engine's, where norms and attention have some too.
+        model: The model's tensors, by stored key.
+        own_layers: Layers are Megatron's local ones, in which only linear layers have extra states. In Transformer
+            Engine's, norms and attention also have them.
     """
     objects: dict[str, Any] = {}
     for key, tensor in model.items():
@@ -99,7 +99,7 @@ def _by_kind(state: TrainingState) -> dict[str, Tensors]:
 
 
 def _random_states(states: Mapping[tuple[int, int], Any]) -> dict[str, Any]:
-    """One object for each pipeline and tensor rank."""
+    """The random states: one object for each pipeline and tensor rank."""
     if not states:
         return {}
     ranks = tuple(1 + max(place[d] for place in states) for d in range(2))
@@ -130,11 +130,11 @@ def _optimizer(state: TrainingState, earlier: Any) -> dict[Any, Any]:
 
     Args:
         state: The checkpoint.
-        earlier: The same part of the checkpoint that this one was converted from, if there was one: groups stay in
-            their order, and those without parameters stay.
+        earlier: The same part of the torch_dist checkpoint that the state was converted from, if any. Its groups keep
+            their order, including those without parameters.
     """
     before = [group for chain in chains(earlier) for group in chain]
-    # Experts have an optimizer of their own where they are spread over ranks. FSDP has one optimizer for all.
+    # In torch_dist, experts that are spread over ranks have a separate optimizer. FSDP has one for all parameters.
     known = before or list(state.group_of.values())
     spread = any(group.get(EXPERTS) for group in known)
     if not before:
@@ -147,7 +147,7 @@ def _optimizer(state: TrainingState, earlier: Any) -> dict[Any, Any]:
     kinds = [_identity(group) for group in before]
     if before and len(set(kinds)) == len(kinds) and {_identity(group) for group in groups} <= set(kinds):
         now = {_identity(group): group for group in groups}
-        # What reading added, as older versions do not write it, is not written back.
+        # Do not write a setting that reading added because an older version lacked it.
         ordered = [
             {k: v for k, v in now.get(kind, group).items() if k in group or k != "default_config"}
             for kind, group in zip(kinds, before, strict=True)
@@ -163,13 +163,13 @@ def _optimizer(state: TrainingState, earlier: Any) -> dict[Any, Any]:
 
 
 def _rest(earlier: Any, index: int) -> dict[str, Any]:
-    """What else an optimizer had in the common state, such as a gradient scaler."""
+    """Other entries of an optimizer in the common state, such as a gradient scaler."""
     part = earlier.get(index, earlier) if isinstance(earlier, Mapping) else {}
     return {key: value for key, value in part.items() if isinstance(key, str) and key == "grad_scaler"}
 
 
 def _identity(group: Group) -> tuple[Any, ...]:
-    """What Megatron tells groups apart by; sorts those first that no setting was changed for."""
+    """The key by which Megatron distinguishes groups; groups with default settings sort first."""
     numbers = [float(group.get(key, group.get(f"pre_{key}")) or 0.0) for key in ("wd_mult", "lr_mult")]
     limits = [str(group.get(key)) for key in ("max_lr", "min_lr")]
     return (
