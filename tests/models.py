@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.fsdp.buffers.parameter import ShardedParameter
+from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
 from tests.ranks import DEVICE
 
@@ -76,7 +77,7 @@ def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 def whole(entry: ShardedParameter, tensor: torch.Tensor) -> torch.Tensor:
     """The whole of a main weight, or of a tensor like it, gathered by what each rank says it holds, on every rank."""
-    local = tensor._local_tensor.detach().cpu().flatten()  # type: ignore[attr-defined]
+    local = local_shard(tensor).detach().cpu().flatten()
     parts: list[tuple[int, torch.Tensor]] = [(0, local)] * dist.get_world_size()
     dist.all_gather_object(parts, (entry.shard_slice.start, local))
     result = torch.full((tensor.numel(),), torch.nan, dtype=local.dtype)

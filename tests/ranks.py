@@ -121,7 +121,7 @@ class RankPool:
         output = [rank.lines() for rank in ranks]
         for number, lines in enumerate(output):
             # pytest shows it if the test fails.
-            print("".join(f"[rank {number}] {line}\n" for line in lines), end="")
+            print("".join(f"[rank {number}] {line}\n" for line in lines[-LINES_OF_OUTPUT:]), end="")
         errors = [(error, number) for number, (_, error) in enumerate(replies) if error is not None]
         if errors:
             # Processes are lost, or keep what the function changed: later tests get new ones.

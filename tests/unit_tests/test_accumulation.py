@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron_fsdp import fully_shard_model
 from tests.exchanges import both_exchanges
 from tests.models import FP32_GRADS, STRATEGIES, TinyModel, adamw, assert_same_training, batches, loss_of
@@ -80,13 +81,13 @@ def _gradients_accumulate_until_they_are_zeroed(set_to_none: bool) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     tokens = batches(steps=1, per_step=1)[0, 0]
     loss_of(model, tokens).backward()
-    once = [p.grad._local_tensor.clone() for p in model.parameters()]
+    once = [local_shard(p.grad).clone() for p in model.parameters()]
     loss_of(model, tokens).backward()
-    twice = [p.grad._local_tensor.clone() for p in model.parameters()]
+    twice = [local_shard(p.grad).clone() for p in model.parameters()]
     torch.testing.assert_close(twice, [2 * grad for grad in once])
     optimizer.zero_grad(set_to_none=set_to_none)
     loss_of(model, tokens).backward()
-    torch.testing.assert_close([p.grad._local_tensor for p in model.parameters()], once)
+    torch.testing.assert_close([local_shard(p.grad) for p in model.parameters()], once)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])

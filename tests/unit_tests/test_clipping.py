@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from megatron.fsdp import fsdp2
+from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
 from tests.models import (
     STRATEGIES,
@@ -165,7 +166,7 @@ def _not_finite(strategy: str) -> None:
     """One rank's part of one gradient is infinite: every rank sees that the norm is, and may skip its step."""
     _, sharded = _gradients(strategy)
     if dist.get_rank() == dist.get_world_size() - 1:
-        parts = [e.main.grad._local_tensor for e in sharded.engine.params() if e.main.grad is not None and e.main.dim()]
+        parts = [local_shard(e.main.grad) for e in sharded.engine.params() if e.main.grad is not None and e.main.dim()]
         next(part for part in parts if part.numel()).fill_(math.inf)
     with pytest.raises(RuntimeError, match="non-finite"):
         clip_grad_norm_(sharded.parameters(), 1.0, error_if_nonfinite=True)

@@ -51,12 +51,12 @@ class Graphs:
 def _fresh_compiler() -> Iterator[None]:
     import torch._dynamo
 
-    torch._dynamo.reset()
+    torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
     try:
         yield
     finally:
-        torch._dynamo.reset()
+        torch.compiler.reset()
 
 
 def _wrap_blocks(model: TinyModel, graphs: Graphs) -> None:

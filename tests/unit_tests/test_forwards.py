@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron_fsdp import fully_shard, fully_shard_model
 from tests.models import (
     STRATEGIES,
@@ -150,7 +151,7 @@ def _exception(strategy: str, where: str) -> None:
     for entry in sharded.engine.params():
         expected = dict(reference.named_parameters())[entry.name].grad.reshape(-1)
         expected = expected[entry.shard_slice.start : entry.shard_slice.stop].view(entry.shard_slice.shape)
-        torch.testing.assert_close(entry.main.grad._local_tensor, expected)
+        torch.testing.assert_close(local_shard(entry.main.grad), expected)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from tests.models import STRATEGIES, TinyModel, adamw, assert_same_training, batches
 from tests.ranks import RankPool
 
@@ -25,7 +26,7 @@ def _train(strategy: str, what: str) -> None:
                 .reshape(-1)[entry.shard_slice.start : entry.shard_slice.stop]
                 .view(entry.shard_slice.shape)
             )
-            assert torch.equal(entry.main._local_tensor.cpu(), part)
+            assert torch.equal(local_shard(entry.main).cpu(), part)
             assert entry.main.grad is None and not entry.main.requires_grad
 
 

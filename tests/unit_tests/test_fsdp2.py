@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from megatron.fsdp import fsdp2
+from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.fsdp2.marked import model_of
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy as EnginePolicy
 from megatron_fsdp import fully_shard
@@ -173,8 +174,8 @@ def _replicas_agree() -> None:
     model = build(fsdp2, TinyModel().to(device()), mesh=mesh)
     train(model, batches(2, 2))
     for value in model.state_dict().values():
-        everyone = [torch.zeros_like(value._local_tensor) for _ in range(2)]
-        dist.all_gather(everyone, value._local_tensor)
+        everyone = [torch.zeros_like(local_shard(value)) for _ in range(2)]
+        dist.all_gather(everyone, local_shard(value))
         assert torch.equal(*everyone)
 
 

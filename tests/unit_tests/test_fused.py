@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron_fsdp import FSDPConfig, MegatronFSDP, MixedPrecisionPolicy
 from tests.models import STRATEGIES, Block, TinyModel, batches, device, loss_of
 from tests.ranks import RankPool
@@ -62,7 +63,7 @@ def _gradients(strategy: str, fused: bool, tied: bool, micro_batches: int) -> di
     for entry in sharded.engine.params():
         assert getattr(entry.compute, "main_grad", None) is None
         assert not getattr(entry.compute, "grad_added_to_main_grad", False)
-    return {e.name: e.main.grad._local_tensor.clone() for e in sharded.engine.params()}
+    return {e.name: local_shard(e.main.grad).clone() for e in sharded.engine.params()}
 
 
 def _same_gradients(strategy: str, tied: bool, micro_batches: int) -> None:

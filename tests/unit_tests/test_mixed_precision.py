@@ -10,6 +10,7 @@ from torch import nn
 
 from megatron.fsdp.comm import gloo
 from megatron.fsdp.comm.backends import Backend
+from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.state.consistency import inconsistent_weights
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from tests.exchanges import both_exchanges
@@ -187,7 +188,7 @@ def _reduced_in(comm: torch.dtype) -> None:
     for entry in sharded.engine.params():
         expected = dict(reference.named_parameters())[entry.name].grad.reshape(-1)
         expected = expected[entry.shard_slice.start : entry.shard_slice.stop].view(entry.shard_slice.shape)
-        torch.testing.assert_close(entry.main.grad._local_tensor, expected, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(local_shard(entry.main.grad), expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("comm", [FP32, BF16, torch.float16])

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.fsdp.comm.streams import CpuStream
+from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron_fsdp import fully_shard
 from tests.exchanges import both_exchanges
 from tests.models import FP32_GRADS, STRATEGIES, Block, TinyModel, adamw, batches, device, loss_of
@@ -58,7 +59,7 @@ def _train(strategy: str, dtype: torch.dtype, seed: int | None) -> list[bytes]:
             optimizer.zero_grad()
     finally:
         CpuStream.run = run  # type: ignore[method-assign]
-    return [e.main._local_tensor.detach().cpu().numpy().tobytes() for e in sharded.engine.params()]
+    return [local_shard(e.main).detach().cpu().numpy().tobytes() for e in sharded.engine.params()]
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="these delays are those of the CPU's stream")

@@ -18,13 +18,13 @@ from tests.ranks import RankPool
 class Quantized(torch.Tensor):
     """8 bits and a scale that look like another dtype, and quantize what is assigned to ``.data``."""
 
-    _codes: torch.Tensor
-    _scale: torch.Tensor
+    codes: torch.Tensor
+    scale: torch.Tensor
 
     @staticmethod
     def __new__(cls: type, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> "Quantized":
         made: Any = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=dtype)
-        made._codes, made._scale = codes, scale
+        made.codes, made.scale = codes, scale
         return made
 
     @classmethod
@@ -37,7 +37,7 @@ class Quantized(torch.Tensor):
 
     def _set(self, value: torch.Tensor) -> None:
         made = value if isinstance(value, Quantized) else Quantized.of(value)
-        self._codes, self._scale = made._codes, made._scale
+        self.codes, self.scale = made.codes, made.scale
 
     data = property(_get, _set)  # type: ignore[assignment]
 
@@ -46,10 +46,10 @@ class Quantized(torch.Tensor):
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if function is torch.ops.aten.detach.default:
-            return cls(args[0]._codes, args[0]._scale, args[0].dtype)
+            return cls(args[0].codes, args[0].scale, args[0].dtype)
 
         def plain(value: Any) -> Any:
-            return (value._codes * value._scale).to(value.dtype) if isinstance(value, Quantized) else value
+            return (value.codes * value.scale).to(value.dtype) if isinstance(value, Quantized) else value
 
         return function(*tree_map(plain, args), **tree_map(plain, kwargs or {}))
 
@@ -110,7 +110,7 @@ def _refused(kind: str) -> None:
         model = TinyModel()
         weight = model.blocks[1].up.weight = make(model.blocks[1].up.weight.detach())
         before = [id(p) for p in model.parameters()]
-        match = rf"Parameter blocks.1.up.weight is a tests.unit_tests.test_parameter_classes.{cls}, a tensor whose"
+        match = rf"Parameter blocks.1.up.weight is a tests.unit_tests.test_parameter_classes.{cls}, a tensor subclass that keeps"
         with pytest.raises(NotImplementedError, match=match):
             if shard == "engine":
                 fully_shard(model, sgd(model.parameters()), fsdp_unit_modules=[Block])

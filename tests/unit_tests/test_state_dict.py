@@ -9,7 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import DTensor
 
+from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
 from tests.models import STRATEGIES, Block, TinyModel, adamw, batches, device, loss_of, main_weights, whole
 from tests.ranks import RankPool
@@ -55,9 +57,9 @@ def _load(folder: str, strategy: str, expected: dict[str, torch.Tensor]) -> None
     """Load into a model that has trained differently, from zeroed state; everything must be equal, and go on equal."""
     model, optimizer = _trained(strategy, steps=1)
     for entry in model.engine.params():
-        entry.main._local_tensor.zero_()
+        local_shard(entry.main).zero_()
         for value in optimizer.state[entry.main].values():
-            (value._local_tensor if hasattr(value, "_local_tensor") else value).zero_()
+            (local_shard(value) if isinstance(value, DTensor) else value).zero_()
     state = _state(model, optimizer)
     dcp.load(state, checkpoint_id=folder)
     model.load_state_dict(state["model"])

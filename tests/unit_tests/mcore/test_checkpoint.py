@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
+from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from tests.ranks import DEVICE, RankPool
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here")
@@ -99,7 +100,7 @@ def _load(folder: str, strategy: str, changes: dict[str, Any], expected: dict[st
     with megatron():
         model, optimizer = _trained(strategy, changes)
         for entry in model.module.engine.params():
-            entry.main._local_tensor.data.zero_()
+            local_shard(entry.main).data.zero_()
         state = _state(model, optimizer)
         dcp.load(state, checkpoint_id=folder)
         compared = 0
@@ -132,10 +133,10 @@ def _halves_are_views_and_cover_the_whole() -> int:
             for suffix in ("_w", "_v"):
                 half = state["model"][f"module.{entry.name}{suffix}"]
                 assert isinstance(half, DTensor) and half.shape[0] * 2 == entry.main.shape[0]
-                local = half._local_tensor
+                local = local_shard(half)
                 rows += len(local)
                 if len(local):
-                    assert local.untyped_storage().data_ptr() == entry.main._local_tensor.untyped_storage().data_ptr()
+                    assert local.untyped_storage().data_ptr() == local_shard(entry.main).untyped_storage().data_ptr()
                     (chunk,) = half.__create_chunk_list__()
                     assert chunk.sizes == local.shape
         return rows

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from tests.ranks import DEVICE, RankPool
 from tests.slow import all_but_slow
 
@@ -173,13 +174,13 @@ def no_sync_can_be_entered_again() -> None:
     with model.no_sync():
         pass
     forward_backward(model, data[1:])
-    twice = {name: p.grad._local_tensor.clone() for name, p in model.named_parameters()}
+    twice = {name: local_shard(p.grad).clone() for name, p in model.named_parameters()}
     model.zero_grad_buffer()
     model.config.no_sync_func = None
     forward_backward(model, data)
     for name, parameter in model.named_parameters():
         # The schedule divides the loss by the number of micro-batches, which was one in each of the runs above.
-        torch.testing.assert_close(2 * parameter.grad._local_tensor, twice[name])
+        torch.testing.assert_close(2 * local_shard(parameter.grad), twice[name])
 
 
 def forward_backward_without_finalizing(model: torch.nn.Module, data: torch.Tensor) -> None:
@@ -206,7 +207,7 @@ def finish_grad_sync_attaches_gradients() -> None:
             assert grad.dtype == parameter.dtype == torch.float32
             assert (grad.device_mesh, grad.placements) == (parameter.device_mesh, parameter.placements)
             assert (grad.shape, grad.stride()) == (parameter.shape, parameter.stride())
-            assert grad._local_tensor.shape == parameter._local_tensor.shape
+            assert local_shard(grad).shape == local_shard(parameter).shape
         with pytest.raises(NotImplementedError, match="force_all_reduce"):
             model.finish_grad_sync(force_all_reduce=True)
 
@@ -223,7 +224,7 @@ def trainable_parameter_without_gradient_gets_zeros() -> None:
     model.finish_grad_sync()
     spare = {name: p for name, p in model.named_parameters() if "spare" in name}
     assert len(spare) == 2
-    assert all(not p.grad._local_tensor.any() for p in spare.values())
+    assert all(not local_shard(p.grad).any() for p in spare.values())
 
 
 def scale_gradients_acts_once_and_in_place() -> None:
@@ -233,13 +234,13 @@ def scale_gradients_acts_once_and_in_place() -> None:
         model = wrapped(strategy)
         forward_backward(model, tokens(0, 1))
         grads = [p.grad for p in model.parameters()]
-        before = [grad._local_tensor.clone() for grad in grads]
-        pointers = [grad._local_tensor.data_ptr() for grad in grads]
+        before = [local_shard(grad).clone() for grad in grads]
+        pointers = [local_shard(grad).data_ptr() for grad in grads]
         model.scale_gradients(torch.tensor(0.25))
         model.scale_gradients(torch.tensor([2.0]))
         assert [p.grad for p in model.parameters()] == grads
-        assert [grad._local_tensor.data_ptr() for grad in grads] == pointers
-        torch.testing.assert_close([grad._local_tensor for grad in grads], [0.5 * value for value in before])
+        assert [local_shard(grad).data_ptr() for grad in grads] == pointers
+        torch.testing.assert_close([local_shard(grad) for grad in grads], [0.5 * value for value in before])
 
 
 def zero_grad_buffer_may_be_called_twice() -> None:
@@ -248,13 +249,13 @@ def zero_grad_buffer_may_be_called_twice() -> None:
     for strategy in STRATEGIES:
         model = wrapped(strategy)
         forward_backward(model, tokens(0, 1))
-        expected = [p.grad._local_tensor.clone() for p in model.parameters()]
+        expected = [local_shard(p.grad).clone() for p in model.parameters()]
         forward_backward_without_finalizing(model, tokens(1, 1))
         model.zero_grad_buffer()
         model.zero_grad_buffer()
         assert all(p.grad is None for p in model.parameters())
         forward_backward(model, tokens(0, 1))
-        torch.testing.assert_close([p.grad._local_tensor for p in model.parameters()], expected)
+        torch.testing.assert_close([local_shard(p.grad) for p in model.parameters()], expected)
 
 
 def start_param_sync_takes_megatrons_arguments() -> None:
@@ -297,7 +298,7 @@ def optimizer_step_reaches_compute_weights() -> None:
         before = seen["weight"]
         with torch.no_grad():
             for entry in model.module.engine.params():
-                entry.main._local_tensor.mul_(2.0)
+                local_shard(entry.main).mul_(2.0)
         model.param_and_grad_buffer.copy_main_weights_to_model_weights()
         model.start_param_sync()
         _forward(model)
@@ -326,7 +327,7 @@ def state_dict_has_main_weights_and_loads_back() -> None:
         saved = {k: v.clone() for k, v in weights.items()}
         with torch.no_grad():
             for entry in model.module.engine.params():
-                entry.main._local_tensor.zero_()
+                local_shard(entry.main).zero_()
         assert not torch.equal(_forward(model), output) or not bf16
         model.load_state_dict(saved, strict=True)
         assert torch.equal(_forward(model), output)
@@ -341,7 +342,7 @@ def stop_communication_leaves_main_weights() -> None:
     model = wrapped("optim_grads_params")
     model.start_param_sync()
     model.stop_communication()
-    assert all(hasattr(p, "_local_tensor") for p in model.parameters())
+    assert all(isinstance(p, DTensor) for p in model.parameters())
     assert all(unit.state.value == "sharded" for unit in model.module.engine.units)
     model.start_param_sync()
     model.free_overlap_buffers()
@@ -414,7 +415,7 @@ def slices_and_mesh_are_on_main_weights() -> None:
     model = wrapped("optim_grads_params")
     for name, parameter in model.named_parameters():
         expected = whole[name.removeprefix("module.module.")].detach().reshape(-1)[parameter.megatron_fsdp_slice]
-        assert torch.equal(parameter._local_tensor.detach().reshape(-1), expected)
+        assert torch.equal(local_shard(parameter).detach().reshape(-1), expected)
         index = parameter.megatron_fsdp_dist_index
         assert index.get_submesh([index.tp_dim]).mesh.numel() == 1
         assert index.get_submesh(index.dp_shard_dim).size() == dist.get_world_size()
@@ -438,7 +439,7 @@ def optimizer_state_has_equal_keys_on_all_ranks() -> None:
     optimizer = optimizer_of(model)
     forward_backward(model, tokens(0, 1))
     optimizer.step()
-    assert any(p._local_tensor.numel() == 0 for p in model.parameters()), "no rank owns nothing: the test shows nothing"
+    assert any(local_shard(p).numel() == 0 for p in model.parameters()), "no rank owns nothing: the test shows nothing"
     states = {name: sorted(optimizer.optimizer.state[p]) for name, p in model.named_parameters()}
     everyone: list[dict] = [{}] * dist.get_world_size()
     dist.all_gather_object(everyone, states)

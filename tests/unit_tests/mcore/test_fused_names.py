@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from megatron.fsdp.checkpoint.matching import Rows
+from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from tests.ranks import DEVICE, RankPool
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here")
@@ -95,7 +96,7 @@ def _build(fused: bool, seed: int) -> tuple[Any, Any]:
     torch.manual_seed(seed)
     model = wrapped("optim_grads_params", lambda config: Model(fused))
     for entry in model.module.engine.params():
-        entry.main._local_tensor.data.normal_()
+        local_shard(entry.main).data.normal_()
     optimizer = optimizer_of(model)
     model.zero_grad_buffer()
     forward_backward(model, tokens(0, 1), lambda module, rows: module(rows).reshape(1, 1))

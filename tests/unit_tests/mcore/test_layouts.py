@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from megatron.fsdp.checkpoint.reader import CheckpointReader
+from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron_fsdp import fully_shard_model
 from tests.ranks import DEVICE, RankPool
 
@@ -155,7 +156,7 @@ def _write(folder: str, tensor_parallel: int) -> None:
 
 def _read(folder: str, tensor_parallel: int) -> None:
     model, main, value = _model(tensor_parallel)
-    local = main._local_tensor  # type: ignore[attr-defined]
+    local = local_shard(main)
     expected = local.detach().clone()
     local.data.fill_(-1)
     dcp.load(model.state_dict(), checkpoint_id=folder)
