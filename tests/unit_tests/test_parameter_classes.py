@@ -110,7 +110,7 @@ def _refused(kind: str) -> None:
         model = TinyModel()
         weight = model.blocks[1].up.weight = make(model.blocks[1].up.weight.detach())
         before = [id(p) for p in model.parameters()]
-        match = rf"Parameter blocks.1.up.weight is a tests.unit_tests.test_parameter_classes.{cls}, a tensor subclass that keeps"
+        match = rf"test_parameter_classes.{cls}, a tensor subclass that keeps"
         with pytest.raises(NotImplementedError, match=match):
             if shard == "engine":
                 fully_shard(model, sgd(model.parameters()), fsdp_unit_modules=[Block])

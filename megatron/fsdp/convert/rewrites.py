@@ -182,6 +182,9 @@ def _join(
         tensors: By name.
         parts: The tensors that parameters of a kind are stored as.
         is_joined: Whether to put a parameter together, by its name.
+
+    Raises:
+        ValueError: One half of a parameter is missing.
     """
     found: Tensors = {}
     kinds: dict[str, Kind] = {}
@@ -194,6 +197,10 @@ def _join(
             found[whole] = tensor  # keeps the place of the first part
     for whole, kind in kinds.items():
         names = [part.of(whole) for part in parts[kind]]
+        missing = [name for name in names if name not in tensors]
+        # Layers may lack sections, such as the convolution of a gated delta network, but never half of a projection.
+        if missing and kind is HALVES:
+            raise ValueError(f"{whole}: expected {' and '.join(names)}; {missing[0]} is missing.")
         found[whole] = lazy.cat([tensors[name] for name in names if name in tensors])
     return found
 

@@ -1,11 +1,13 @@
 """There and back again: what comes out is what went in, to the last bit."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatron.fsdp.convert.options import WriteOptions
+from megatron.fsdp.convert.rewrites import Facts, Tensors, from_canonical, to_canonical
 from megatron.fsdp.convert.run import read_state, write_state
 from tests.checkpoints import (
     FSDP_DTENSOR,
@@ -121,3 +123,13 @@ def test_other_optimizer_state_comes_back_by_parameter(tmp_path: Path, name: str
     assert common["optimizer"]["param_state_sharding_type"] == "fully_reshardable"
     again = through(back, ("fsdp_dtensor",), tmp_path / "c")
     assert_equal_tensors(plain_tensors(again), first)
+
+
+@pytest.mark.parametrize(
+    ("convert", "gated"), [(from_canonical, True), (to_canonical, False)], ids=["SwiGLU", "another gate"]
+)
+def test_half_of_a_gated_projection_is_an_error(convert: Callable[..., Tensors], gated: bool) -> None:
+    whole = "decoder.layers.0.mlp.linear_fc1.weight"
+    facts = Facts(gated=frozenset([whole] if gated else []))
+    with pytest.raises(ValueError, match="linear_fc1.weight_v is missing"):
+        convert({f"{whole}_w": torch.zeros(4, 2)}, "torch_dist", facts)
