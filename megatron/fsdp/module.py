@@ -19,6 +19,7 @@ from megatron.fsdp.runtime.partition import UnitClasses, is_wrapped, root_module
 from megatron.fsdp.runtime.unit import WeightState
 from megatron.fsdp.sharding.mesh import FSDPDistributedIndex
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
+from megatron.fsdp.sharding.strategy import resolve_strategy
 from megatron.fsdp.state.export import save_safetensors
 from megatron.fsdp.state.loading import (
     NO_COPY,
@@ -407,7 +408,7 @@ _SETTINGS = _DEFAULTS.keys() - {"self", "module", "dist_index", "fsdp_unit_modul
 def _config_from(arguments: dict[str, Any]) -> FSDPConfig:
     """The engine's settings for the constructor's arguments."""
     given = arguments["ddp_config"]
-    ddp_config = given or DistributedDataParallelConfig(data_parallel_sharding_strategy="optim_grads_params")
+    ddp_config = given or DistributedDataParallelConfig(data_parallel_sharding_strategy=resolve_strategy(3))
     for name in ("keep_fp8_transpose_cache", "fp8_param_gather"):
         if arguments.get(name) or getattr(ddp_config, name, False):
             raise NotImplementedError(f"{name}: weights in FP8 are not supported yet. Leave it off.")

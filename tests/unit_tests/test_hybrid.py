@@ -141,7 +141,7 @@ def test_reduces_over_the_outer_axis_after_the_last_micro_batch_only(
 
 
 def _undefined() -> str:
-    with pytest.raises(ValueError, match="inner strategy 'no_shard' there is none") as error:
+    with pytest.raises(ValueError, match="inner strategy 'no_shard' does not shard it") as error:
         fully_shard_model(TinyModel(), zero_dp_strategy="no_shard", outer_dp_sharding_strategy="optim", **_mesh(1, 2))
     return str(error.value)
 
@@ -167,7 +167,7 @@ def _wrong_group() -> None:
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     with pytest.raises(ValueError, match=r"hybrid_fsdp_group: expected a group of ranks \[0, 1\]"):
         fully_shard_model(TinyModel(), hybrid_fsdp_group=alone, **mesh)
-    with pytest.raises(ValueError, match="give dp_outer_dim"):
+    with pytest.raises(ValueError, match="so it needs dp_outer_dim"):
         fully_shard_model(TinyModel(), mesh["device_mesh"], "dp_shard", hybrid_fsdp_group=dist.group.WORLD)
 
 

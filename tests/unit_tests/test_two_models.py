@@ -82,8 +82,8 @@ def _journal() -> dict[tuple[int, ...], set[str]]:
         dp_shard_dim="dp",
     )
     Pair(student, teacher).step()
-    channels = json.loads(JOURNAL.as_json())["channels"]
-    return {tuple(channel["peers"]): set(channel["issued"].values()) for channel in channels}
+    logs = json.loads(JOURNAL.as_json())["logs"]
+    return {tuple(log["peers"]): set(log["issued"]) for log in logs}
 
 
 def test_waits_are_recorded_by_the_ranks_that_share_a_model(ranks: RankPool) -> None:

@@ -68,7 +68,8 @@ PLANTED: dict[str, Callable[[Path], Planted]] = {
     "importlib.import_module": lambda m: Planted(importlib.import_module, "os"),
     "pickle.loads": lambda m: Planted(pickle.loads, pickle.dumps(Planted(os.system, f"touch {m}"))),
     "torch.serialization.load": lambda m: Planted(torch.load, str(m)),
-    "torch.storage._load_from_bytes": lambda m: Planted(torch.storage._load_from_bytes, b""),
+    # Megatron-Core replaces this function: the name is written, which pickle does not do for a lambda.
+    "torch.storage._load_from_bytes": lambda m: Planted(lambda: None),
     "shutil.rmtree": lambda m: Planted(shutil.rmtree, str(m)),
     "signal.signal": lambda m: Planted(signal.signal, 10, 1),
     "types.FunctionType": lambda m: Planted(types.FunctionType, 1),
@@ -82,7 +83,7 @@ PLANTED: dict[str, Callable[[Path], Planted]] = {
 def planted(name: str, marker: Path, protocol: int) -> bytes:
     try:
         return pickle.dumps({"args": [1, PLANTED[name](marker)]}, protocol=protocol)
-    except pickle.PicklingError:
+    except (pickle.PicklingError, AttributeError):
         # pickle refuses to write these names.
         module, _, function = name.rpartition(".")
         return b"\x80\x02c" + f"{module}\n{function}\n".encode() + b")R."
