@@ -71,7 +71,7 @@ def test_a_script_that_is_too_short(tmp_path: Path) -> None:
     [
         (["--steps", "1"], "--steps: expected at least 2"),
         (["--script", "nowhere.py"], "no such script: nowhere.py"),
-        (["--", "4"], "give --script too"),
+        (["--", "4"], "so --script is needed"),
     ],
 )
 def test_invalid_command_lines(tmp_path: Path, arguments: list[str], message: str) -> None:

@@ -91,7 +91,10 @@ class Checksums:
         size = size_of(path)
         if size != wanted.bytes:
             raise DamagedCheckpoint(f"{path}: expected {wanted.bytes} bytes; got {size}.")
-        found = crc32_of(path)
+        try:
+            found = crc32_of(path)
+        except OSError as error:  # another job may have removed the file since its size was read
+            raise DamagedCheckpoint(f"{path}: expected {wanted.bytes} bytes; got an error: {error}.") from error
         if found != wanted.crc32:
             raise DamagedCheckpoint(f"{path}: expected the CRC-32 {wanted.crc32}; got {found}.")
 
