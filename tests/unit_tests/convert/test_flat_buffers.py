@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.fsdp.checkpoint import lazy
-from megatron.fsdp.checkpoint.lazy import Box
+from megatron.fsdp.checkpoint.lazy import Region
 from megatron.fsdp.convert.rewrites import Facts, gated_parameters, to_canonical
 from megatron.fsdp.convert.run import read_state, write_state
 from megatron.fsdp.convert.torch_dist.buffers import read_buffers
@@ -164,13 +164,13 @@ def stages(parameters: list[Trained], case: Case) -> list[list[Trained]]:
 def stored(parameters: list[Trained], case: Case) -> SimpleNamespace:
     """A checkpoint of these parameters, as far as reading its buffers looks at it."""
     tensors: dict[str, lazy.LazyTensor] = {}
-    chunks: dict[str, Box] = {}
+    chunks: dict[str, Region] = {}
     for p in parameters:
         key = p.name.replace("local_experts.", "experts.")
         tensors[key] = lazy.of(p.value.bfloat16())
         ranks = case.etp if ".experts." in key else case.tp
         sizes = [n // (ranks * (2 if p.gated else 1)) if d == p.cut else n for d, n in enumerate(p.value.shape)]
-        chunks[key] = Box((0,) * len(sizes), tuple(sizes))
+        chunks[key] = Region((0,) * len(sizes), tuple(sizes))
     spread = case.moe and case.ep > 1
     runs = stages(parameters, case)
     for pp, chunk in itertools.product(range(case.pp), range(case.chunks)):
@@ -235,9 +235,9 @@ def test_every_parameter_is_found_bit_for_bit(case: Case) -> None:
 def test_parts_are_read_as_the_whole(case: Case) -> None:
     parameters = model(case.layers, case.moe, case.tied)
     for name, tensor in read(stored(parameters, case), case)["param"].items():
-        for box in tensor.blocks(40):
-            where = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
-            assert torch.equal(tensor.read(box), tensor.whole()[where]), (name, box)
+        for region in tensor.blocks(40):
+            where = tuple(slice(o, o + n) for o, n in zip(region.offsets, region.sizes, strict=True))
+            assert torch.equal(tensor.read(region), tensor.whole()[where]), (name, region)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.fsdp.checkpoint.lazy import Box, LazyTensor, of
+from megatron.fsdp.checkpoint.lazy import LazyTensor, Region, of
 from megatron.fsdp.convert.huggingface.safetensors_file import DTYPES, read_tensors, write_tensors
 
 
@@ -63,16 +63,16 @@ def test_any_part_is_read_exactly(
     safetensors.torch.save_file({"before": torch.zeros(3, dtype=torch.uint8), "a": tensor}, path)
     offsets = tuple(data.draw(st.integers(0, size)) for size in shape)
     sizes = tuple(data.draw(st.integers(0, size - offset)) for size, offset in zip(shape, offsets, strict=True))
-    part = read_tensors(path)["a"].read(Box(offsets, sizes))
+    part = read_tensors(path)["a"].read(Region(offsets, sizes))
     assert torch.equal(part, tensor[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))])
 
 
 def test_writing_holds_one_block(tmp_path: Path) -> None:
     largest = 0
 
-    def read(box: Box) -> torch.Tensor:
+    def read(region: Region) -> torch.Tensor:
         nonlocal largest
-        part = torch.zeros(box.sizes)
+        part = torch.zeros(region.sizes)
         largest = max(largest, part.nbytes)
         return part
 
