@@ -457,7 +457,10 @@ def _refused_arguments() -> None:
     parameter = model.head.weight
     for arguments, message in [
         ({"ignored_params": {parameter}}, "ignored_params: every parameter"),
-        ({"shard_placement_fn": lambda p: Shard(p.dim() - 1)}, r"shard_placement_fn: .* got S\(1\) for Embedding.weight"),
+        (
+            {"shard_placement_fn": lambda p: Shard(p.dim() - 1)},
+            r"shard_placement_fn: .* S\(1\) for Embedding.weight",
+        ),
         ({"dp_mesh_dims": fsdp2.DataParallelMeshDims(shard="dp")}, "dp_mesh_dims: give the data-parallel axes"),
     ]:
         with pytest.raises(NotImplementedError, match=message):
