@@ -1,4 +1,4 @@
-"""MegatronFSDP: the module that wraps a sharded model, under the names that users of Megatron-FSDP know."""
+"""MegatronFSDP: the wrapper module of a sharded model. Its methods have the names that Megatron-FSDP gave them."""
 
 import functools
 import inspect
@@ -199,11 +199,11 @@ class MegatronFSDP(nn.Module):
             NotImplementedError: ``grad_comm_dtype`` means another dtype than the present one, for which the
                 communication buffers are laid out.
         """
-        asked = mixed_precision_policy.grad_comm_dtype
-        if any((asked or group.dtypes.main_grads) != group.dtypes.grad_comm for group in self.engine.groups):
+        wanted = mixed_precision_policy.grad_comm_dtype
+        if any((wanted or group.dtypes.main_grads) != group.dtypes.grad_comm for group in self.engine.groups):
             raise NotImplementedError(
-                f"The communication buffers were laid out for {self.mp_policy}; got grad_comm_dtype={asked}. Shard the "
-                "model with the dtype that it needs: fully_shard_model(mixed_precision_policy=...)."
+                f"The communication buffers were laid out for {self.mp_policy}; got grad_comm_dtype={wanted}. "
+                "Shard the model with the dtype that it needs: fully_shard_model(mixed_precision_policy=...)."
             )
 
     # Micro-batches ---------------------------------------------------------------------------------------------
@@ -249,7 +249,7 @@ class MegatronFSDP(nn.Module):
     # Weights ---------------------------------------------------------------------------------------------------
 
     def install_optimized_model_weights(self) -> None:
-        """Make compute weights follow main weights that were changed by a step or a load, before their next use."""
+        """Mark compute weights as out of date after a step or a load has changed main weights."""
         self.engine.invalidate_weights()
 
     def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
@@ -304,7 +304,7 @@ class MegatronFSDP(nn.Module):
                 unit.use(WeightState.UNSHARDED)
 
     def _replace_param_with_distributed_if_needed(self) -> None:
-        # The original's documentation tells users to call this before they create an optimizer.
+        # Part of the original's documented use: scripts call it before they create an optimizer.
         self.synchronize_param_gather()
 
     # Gradients -------------------------------------------------------------------------------------------------
@@ -344,7 +344,7 @@ class MegatronFSDP(nn.Module):
     # State -----------------------------------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load main weights and buffers; compute weights follow.
+        """Load main weights and buffers, and mark compute weights as out of date.
 
         Args:
             state_dict: Whole tensors or DTensors, by the names that ``state_dict()`` uses or by those of the model
@@ -358,7 +358,7 @@ class MegatronFSDP(nn.Module):
         """
         if assign:
             raise ValueError("load_state_dict: assign=True would replace the main weights; expected assign=False.")
-        # A model with a submodule called "module" may have such names itself.
+        # A model with a submodule called "module" has such names without the wrapper.
         if not any(name.startswith("module.") for param in self.engine.params() for name in param.names):
             state_dict = with_prefix(state_dict, "module.", self.engine.params())
         return load(self.engine, self, "module.", state_dict, strict)
@@ -405,7 +405,7 @@ _SETTINGS = _DEFAULTS.keys() - {"self", "module", "dist_index", "fsdp_unit_modul
 
 
 def _config_from(arguments: dict[str, Any]) -> FSDPConfig:
-    """The engine's settings for the constructor's arguments."""
+    """Translate the constructor's arguments to the engine's settings."""
     given = arguments["ddp_config"]
     ddp_config = given or DistributedDataParallelConfig(data_parallel_sharding_strategy="optim_grads_params")
     for name in ("keep_fp8_transpose_cache", "fp8_param_gather"):

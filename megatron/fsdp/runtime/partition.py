@@ -235,7 +235,7 @@ def _is_unit(
     module: nn.Module, path: tuple[UnitPart, ...], classes: tuple[type[nn.Module], ...], every_module: bool
 ) -> bool:
     if compiled_module(path[-1].module) is module:
-        return False  # torch.compile's wrapper is the unit already
+        return False  # torch.compile's wrapper around it is the unit already
     if isinstance(module, classes) or isinstance(compiled_module(module), classes):
         return True
     inside_unit = len(path) > 1
@@ -258,7 +258,8 @@ def _find_units(
 ) -> None:
     for child_name, child in module.named_children():
         if id(child) in path_of:
-            # The module is registered twice: if the two places belong to different units, their common one holds it.
+            # The module is registered in two places. If these belong to different units, the innermost unit around
+            # both owns it, so that its parameters are unsharded during both.
             path_of[id(child)] = (
                 _common(path_of[id(child)], path) if path_of[id(child)][-1].module is not child else path_of[id(child)]
             )
@@ -283,7 +284,7 @@ def _drop_empty(part: UnitPart) -> bool:
 
 
 def root_modules(module: nn.Module) -> list[nn.Module]:
-    """The outermost modules that each hold all parameters: nested wrappers, any of which the user may call."""
+    """Return the outermost modules that each contain all parameters: nested wrappers, any of which the user may run."""
     chain = [module]
     total = len(list(module.parameters()))
     while True:
