@@ -13,8 +13,8 @@ from torch import nn
 from megatron.fsdp.comm.process_groups import require_process_group
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.ddp_config import DistributedDataParallelConfig, from_megatron, to_megatron
-from megatron.fsdp.runtime.builder import build_engine, examine
-from megatron.fsdp.runtime.other_engines import refuse_others
+from megatron.fsdp.runtime.builder import build_engine, make_blueprint
+from megatron.fsdp.runtime.other_engines import reject_other_engines
 from megatron.fsdp.runtime.partition import UnitClasses, is_wrapped, root_modules
 from megatron.fsdp.runtime.unit import WeightState
 from megatron.fsdp.sharding.mesh import FSDPDistributedIndex
@@ -25,7 +25,7 @@ from megatron.fsdp.state.loading import (
     NO_PICKLE,
     hook_state_dict,
     load,
-    refuse_conversion,
+    reject_conversion,
     with_prefix,
 )
 
@@ -124,12 +124,12 @@ class MegatronFSDP(nn.Module):
         elif given := sorted(name for name in _SETTINGS if arguments[name] != _DEFAULTS[name]):
             raise ValueError(f"config has all settings; got {', '.join(given)} besides it.")
         super().__init__()
-        blueprint = examine(module, config, dist_index, fsdp_unit_modules, device)
+        blueprint = make_blueprint(module, config, dist_index, fsdp_unit_modules, device)
         # All ranks raise here if one of them has another model, before anything is allocated or communicated.
         blueprint.agreement.wait(blueprint.channel)
         self.module = module
         self.engine = build_engine(blueprint)
-        refuse_others(self, is_wrapped)
+        reject_other_engines(self, is_wrapped)
         hook_state_dict(self.engine, (self, *root_modules(module)))
         self.engine.broadcast_weights()
         self.ddp_config = to_megatron(config) if ddp_config is None else ddp_config
@@ -384,7 +384,7 @@ class MegatronFSDP(nn.Module):
         return getattr(module, name)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "MegatronFSDP":
-        refuse_conversion(self.engine.params(), fn)
+        reject_conversion(self.engine.params(), fn)
         return self
 
     def __deepcopy__(self, memo: dict) -> "MegatronFSDP":

@@ -22,8 +22,8 @@ from megatron.fsdp.comm.streams import communication_stream
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.dtensor.ragged_dtensor import is_sharded
 from megatron.fsdp.optim.hooks import attach_at_first_use, attach_optimizer
-from megatron.fsdp.runtime.builder import UnitSettings, build_engine, examine, preorder
-from megatron.fsdp.runtime.other_engines import check_no_other_engine, refuse_others
+from megatron.fsdp.runtime.builder import UnitSettings, build_engine, make_blueprint, preorder
+from megatron.fsdp.runtime.other_engines import check_no_other_engine, reject_other_engines
 from megatron.fsdp.runtime.partition import UnitPart, is_wrapped, partition, root_modules
 from megatron.fsdp.runtime.unit import Unit
 from megatron.fsdp.sharding.mesh import FSDPDistributedIndex, default_index
@@ -132,7 +132,7 @@ class InPlaceModel:
     """
 
     def __init__(self, root: MarkedModule, config: FSDPConfig, index: FSDPDistributedIndex) -> None:
-        blueprint = examine(root, config, index, [MarkedModule], mark_of(root).device, _settings_of)
+        blueprint = make_blueprint(root, config, index, [MarkedModule], mark_of(root).device, _settings_of)
         self.engine = engine = build_engine(blueprint)
         self._agreed = False
         modules = [module for module in root.modules() if isinstance(module, MarkedModule)]
@@ -148,7 +148,7 @@ class InPlaceModel:
         stand_in.__dict__["_parameters"] = root._parameters
         for param in engine.params():
             param.sites = [(stand_in if owner is root else owner, name) for owner, name in param.sites]
-        refuse_others(root, is_wrapped)
+        reject_other_engines(root, is_wrapped)
         hook_state_dict(engine, root_modules(root))
         attach_at_first_use(engine, _attach)
         self.update_sync()

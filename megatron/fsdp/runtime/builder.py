@@ -19,7 +19,7 @@ from megatron.fsdp.comm.process_groups import require_process_group
 from megatron.fsdp.comm.registered_memory import NcclMemory
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.dtensor import torch_patches
-from megatron.fsdp.init.deferred import forget
+from megatron.fsdp.init.deferred import drop_recipes
 from megatron.fsdp.init.materialize import check_can_materialize, comes_last, initialize, materialize_buffers
 from megatron.fsdp.runtime.agreement import Agreement, fingerprint, propagate_errors
 from megatron.fsdp.runtime.engine import Engine, Resources
@@ -35,7 +35,7 @@ from megatron.fsdp.runtime.partition import (
     root_modules,
     tensor_parallel_mesh,
 )
-from megatron.fsdp.runtime.structure import keep_structure
+from megatron.fsdp.runtime.structure import reject_structural_changes
 from megatron.fsdp.runtime.unit import Unit
 from megatron.fsdp.sharding.mesh import FSDPDistributedIndex, default_index
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
@@ -85,7 +85,7 @@ class Blueprint:
     agreement: Agreement
 
 
-def examine(
+def make_blueprint(
     module: nn.Module,
     config: FSDPConfig,
     index: FSDPDistributedIndex | None = None,
@@ -177,13 +177,13 @@ def build_engine(blueprint: Blueprint) -> Engine:
         for group in unit.groups:
             group.show(compute=False)
             if config.fused_weight_gradients and group.requires_grad:
-                group.let_kernels_write()
+                group.enable_fused_gradients()
     for param in engine.params():
         for parameter in (param.original, param.compute, param.main):
             mark_owner(parameter, engine)
     if config.init_model_with_meta_device:
-        forget(module)
-    keep_structure(module, engine)
+        drop_recipes(module)
+    reject_structural_changes(module, engine)
     return engine
 
 

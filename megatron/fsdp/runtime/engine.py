@@ -309,7 +309,7 @@ class Engine:
         self._sync.pending = False
         # Last, because a user's gradient hook may run the optimizer's step, which needs the final state.
         for param in arrived:
-            param.tell_gradient()
+            param.run_gradient_hooks()
 
     def finish_pending_gradients(self) -> None:
         """Call :meth:`finish_gradients` if a backward has ended since the last call."""

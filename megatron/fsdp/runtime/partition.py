@@ -219,7 +219,7 @@ def partition(module: nn.Module, unit_classes: tuple[type[nn.Module], ...], ever
             else:
                 param.sites.append((owner, attribute))
                 param.names.append(full_name)
-                homes[id(parameter)] = _common(homes[id(parameter)], path)
+                homes[id(parameter)] = _common_path(homes[id(parameter)], path)
     for key, param in params.items():
         homes[key][-1].params.append(param)
     _drop_empty(root)
@@ -261,7 +261,9 @@ def _find_units(
             # The module is registered in two places. If these belong to different units, the innermost unit around
             # both owns it, so that its parameters are unsharded during both.
             path_of[id(child)] = (
-                _common(path_of[id(child)], path) if path_of[id(child)][-1].module is not child else path_of[id(child)]
+                _common_path(path_of[id(child)], path)
+                if path_of[id(child)][-1].module is not child
+                else path_of[id(child)]
             )
             continue
         full_name = f"{name}.{child_name}" if name else child_name
@@ -274,7 +276,7 @@ def _find_units(
         _find_units(child, full_name, child_path, is_unit, path_of)
 
 
-def _common(a: tuple[UnitPart, ...], b: tuple[UnitPart, ...]) -> tuple[UnitPart, ...]:
+def _common_path(a: tuple[UnitPart, ...], b: tuple[UnitPart, ...]) -> tuple[UnitPart, ...]:
     return tuple(x for x, y in zip(a, b, strict=False) if x is y)
 
 

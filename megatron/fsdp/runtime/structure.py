@@ -15,7 +15,7 @@ from megatron.fsdp.runtime.partition import OWNER
 _sharded: weakref.WeakKeyDictionary[nn.Module, weakref.ref[object]] = weakref.WeakKeyDictionary()
 
 
-def keep_structure(root: nn.Module, owner: object) -> None:
+def reject_structural_changes(root: nn.Module, owner: object) -> None:
     """Raise an error from now on if parameters in ``root`` are replaced or added. The checks end with ``owner``."""
     for module in root.modules():
         _sharded[module] = weakref.ref(owner)

@@ -143,7 +143,7 @@ def load(engine: Engine, module: nn.Module, prefix: str, state_dict: Mapping[str
     return _IncompatibleKeys([k for k in wanted if k not in keys], [k for k in state_dict if k not in keys])
 
 
-def refuse_conversion(params: Iterable[ShardedParameter], fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def reject_conversion(params: Iterable[ShardedParameter], fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Raise NotImplementedError if ``fn``, the function that ``nn.Module._apply`` gets, changes dtype or device."""
     # Applied to an empty tensor of each dtype and device that main weights have: nothing is converted for the check.
     for dtype, device in {(local_shard(e.main).dtype, local_shard(e.main).device): None for e in params}:
