@@ -38,7 +38,7 @@ def test_a_bucket_may_end_where_the_next_parameter_would_have_begun() -> None:
 @pytest.mark.parametrize(
     ("numels", "buckets"), [([10, 64], [127]), ([10, 64], [129]), ([10], [10, 10]), ([10, 10], [10]), ([], [10])]
 )
-def test_what_does_not_fill_buckets_exactly_has_no_place(numels: list[int], buckets: list[int]) -> None:
+def test_buffers_of_the_wrong_size_raise(numels: list[int], buckets: list[int]) -> None:
     assert lay_out(numels, buckets) is None
 
 
@@ -232,7 +232,7 @@ def test_every_parameter_is_found_bit_for_bit(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", [Case(), Case(tp=2, pp=2, chunks=2), Case(moe=True, ep=2)], ids=str)
-def test_parts_are_read_as_the_whole(case: Case) -> None:
+def test_reading_slices_equals_reading_the_whole(case: Case) -> None:
     parameters = model(case.layers, case.moe, case.tied)
     for name, tensor in read(stored(parameters, case), case)["param"].items():
         for region in tensor.blocks(40):
@@ -249,13 +249,13 @@ def test_parts_are_read_as_the_whole(case: Case) -> None:
     ],
     ids=str,
 )
-def test_other_numbers_of_ranks_than_the_buffers_are_of_are_refused(case: Case, changes: dict[str, int]) -> None:
+def test_mismatched_rank_counts_raise(case: Case, changes: dict[str, int]) -> None:
     reader = stored(model(case.layers, case.moe, case.tied), case)
     with pytest.raises(ValueError, match="model-parallel ranks"):
         read(reader, case._replace(**changes))
 
 
-def test_a_parameter_too_many_is_refused() -> None:
+def test_an_extra_parameter_raises() -> None:
     parameters = model(4, False, False)
     reader = stored(parameters, Case())
     reader.tensors["decoder.layers.0.mlp.linear_fc1.bias"] = lazy.of(torch.zeros(2 * FFN, dtype=torch.bfloat16))
@@ -263,7 +263,7 @@ def test_a_parameter_too_many_is_refused() -> None:
         read(reader, Case())
 
 
-def test_parameters_of_unknown_modules_are_refused() -> None:
+def test_parameters_of_unknown_modules_raise() -> None:
     parameters = model(4, False, False)
     reader = stored(parameters, Case())
     reader.tensors["decoder.layers.0.mlp.mystery.weight"] = lazy.of(torch.zeros(3, dtype=torch.bfloat16))
@@ -271,7 +271,7 @@ def test_parameters_of_unknown_modules_are_refused() -> None:
         read(reader, Case())
 
 
-def test_float8_parameters_are_refused() -> None:
+def test_float8_parameters_raise() -> None:
     reader = stored(model(1, False, False), Case(layers=1))
     key = next(key for key in reader.tensors if "gbuf_idx" in key)
     reader.tensors[key.replace("dtype_(torch.bfloat16,", "dtype_(torch.uint8,")] = reader.tensors.pop(key)
@@ -285,7 +285,7 @@ def test_names_are_in_the_order_of_registration() -> None:
         assert sorted(reversed(names), key=place) == names
 
 
-def test_weights_that_are_not_in_the_buffers_stop_the_conversion(tmp_path: Path) -> None:
+def test_weights_missing_from_the_buffers_raise(tmp_path: Path) -> None:
     source = sample("torch_dist_dp2_dp_reshardable") / ITERATION
     tensors = plain_tensors(source)
     # Two parameters of equal size change places: every size still fits.
