@@ -1,7 +1,7 @@
-"""Import paths that modules had before they were grouped into packages: they are the same modules under both names.
+"""Old import paths, from before modules were grouped into packages. Old and new paths name the same module object.
 
-A finder answers for them, so that an old name costs nothing until it is used: ``import megatron.fsdp.compat``,
-``python -m megatron.fsdp.doctor``, and a pickle that names a class by its old path.
+They work for ``import megatron.fsdp.compat``, for ``python -m megatron.fsdp.doctor``, and for pickles that name a class
+by its old path. An import finder was chosen over stub modules, because it imports nothing until an old path is used.
 """
 
 import importlib
@@ -36,7 +36,7 @@ MOVED = {
 
 
 def current(name: str) -> str | None:
-    """The path that the module has now; None if ``name`` is no old path."""
+    """Return the current path of a module; None if ``name`` is not an old path."""
     if not name.startswith(PACKAGE):
         return None
     old, inside = name.removeprefix(PACKAGE), ""
@@ -47,7 +47,7 @@ def current(name: str) -> str | None:
 
 
 class OldPaths(MetaPathFinder, Loader):
-    """Finds the module of today for an old path. ``sys.modules`` then has it under both names."""
+    """Finder and loader that resolves old paths. ``sys.modules`` then has the module under both names."""
 
     def __init__(self) -> None:
         self._specs: dict[str, ModuleSpec | None] = {}
@@ -64,29 +64,30 @@ class OldPaths(MetaPathFinder, Loader):
         return ModuleSpec(fullname, self, origin=spec.origin, is_package=is_package)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return the module of today, imported under its own name."""
+        """Import the module under its current path."""
         module = importlib.import_module(str(current(spec.name)))
-        # The import system is about to write the old path's spec into it.
+        # The import system will overwrite the module's __spec__ with the old path's; exec_module() restores it.
         self._specs[spec.name] = module.__spec__
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """The module has been executed under its own name: give it its own spec back."""
+        """Restore the module's spec. The module has already been executed under its current path."""
         old = next(name for name in self._specs if current(name) == module.__name__)
         module.__spec__ = self._specs.pop(old)
 
     def get_code(self, fullname: str) -> CodeType | None:
-        """What ``python -m`` runs."""
+        """Return the code that ``python -m`` runs."""
         spec = importlib.util.find_spec(str(current(fullname)))
         code: CodeType | None = spec.loader.get_code(spec.name) if spec is not None else None  # type: ignore[union-attr]
         return code
 
 
 def install() -> None:
-    """Let old paths be found."""
+    """Add the finder for old paths to ``sys.meta_path``."""
     if not any(isinstance(finder, OldPaths) for finder in sys.meta_path):
-        # First: a moved package's own path would otherwise load its modules a second time, under old names.
+        # First in the list: the __path__ of a moved package would otherwise load its modules again under old names.
         sys.meta_path.insert(0, OldPaths())
-    # The package has functions of these names, which an import of a module of that name would replace.
+    # The package has a function of this name. Importing a submodule of the same name would set the package's attribute
+    # to the module, so the module is entered in sys.modules right away.
     for name in ("fully_shard",):
         sys.modules[PACKAGE + name] = sys.modules[PACKAGE + MOVED[name]]

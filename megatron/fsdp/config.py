@@ -54,7 +54,7 @@ class FSDPConfig:
         offload_optimizer: Keep main weights, their gradients and the optimizer's state in host memory. With
             ``overlap_param_gather``, the units that forward needs first are updated first and unsharded during the
             step.
-        shard_granularity: Smallest piece of a parameter that is never divided between ranks: ``"row"`` (of dimension
+        shard_granularity: Smallest unit of a parameter that is never divided between ranks: ``"row"`` (of dimension
             0, unless padding would waste too much memory), ``"whole_row"``, ``"block(N)"`` (N rows), ``"element"``,
             ``"tensor"`` (a whole matrix, for optimizers such as Muon) or ``"parameter"`` (for Adafactor or 8-bit Adam).
         exchange_gradients: Send sharded gradients with an all-to-all in the dtype they were computed in, and sum them

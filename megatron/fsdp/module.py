@@ -1,4 +1,4 @@
-"""MegatronFSDP: the module that wraps a sharded model, under the names that users of Megatron-FSDP know."""
+"""MegatronFSDP: the wrapper module of a sharded model. Its methods have the names that Megatron-FSDP gave them."""
 
 import functools
 import inspect
@@ -13,8 +13,8 @@ from torch import nn
 from megatron.fsdp.comm.process_groups import require_process_group
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.ddp_config import DistributedDataParallelConfig, from_megatron, to_megatron
-from megatron.fsdp.runtime.builder import build_engine, examine
-from megatron.fsdp.runtime.other_engines import refuse_others
+from megatron.fsdp.runtime.builder import build_engine, make_blueprint
+from megatron.fsdp.runtime.other_engines import reject_other_engines
 from megatron.fsdp.runtime.partition import UnitClasses, is_wrapped, root_modules
 from megatron.fsdp.runtime.unit import WeightState
 from megatron.fsdp.sharding.mesh import FSDPDistributedIndex
@@ -26,7 +26,7 @@ from megatron.fsdp.state.loading import (
     NO_PICKLE,
     hook_state_dict,
     load,
-    refuse_conversion,
+    reject_conversion,
     with_prefix,
 )
 
@@ -125,12 +125,12 @@ class MegatronFSDP(nn.Module):
         elif given := sorted(name for name in _SETTINGS if arguments[name] != _DEFAULTS[name]):
             raise ValueError(f"config has all settings; got {', '.join(given)} besides it.")
         super().__init__()
-        blueprint = examine(module, config, dist_index, fsdp_unit_modules, device)
+        blueprint = make_blueprint(module, config, dist_index, fsdp_unit_modules, device)
         # All ranks raise here if one of them has another model, before anything is allocated or communicated.
         blueprint.agreement.wait(blueprint.channel)
         self.module = module
         self.engine = build_engine(blueprint)
-        refuse_others(self, is_wrapped)
+        reject_other_engines(self, is_wrapped)
         hook_state_dict(self.engine, (self, *root_modules(module)))
         self.engine.broadcast_weights()
         self.ddp_config = to_megatron(config) if ddp_config is None else ddp_config
@@ -200,11 +200,11 @@ class MegatronFSDP(nn.Module):
             NotImplementedError: ``grad_comm_dtype`` means another dtype than the present one, for which the
                 communication buffers are laid out.
         """
-        asked = mixed_precision_policy.grad_comm_dtype
-        if any((asked or group.dtypes.main_grads) != group.dtypes.grad_comm for group in self.engine.groups):
+        wanted = mixed_precision_policy.grad_comm_dtype
+        if any((wanted or group.dtypes.main_grads) != group.dtypes.grad_comm for group in self.engine.groups):
             raise NotImplementedError(
-                f"The communication buffers were laid out for {self.mp_policy}; got grad_comm_dtype={asked}. Shard the "
-                "model with the dtype that it needs: fully_shard_model(mixed_precision_policy=...)."
+                f"The communication buffers were laid out for {self.mp_policy}; got grad_comm_dtype={wanted}. "
+                "Shard the model with the dtype that it needs: fully_shard_model(mixed_precision_policy=...)."
             )
 
     # Micro-batches ---------------------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ class MegatronFSDP(nn.Module):
     # Weights ---------------------------------------------------------------------------------------------------
 
     def install_optimized_model_weights(self) -> None:
-        """Make compute weights follow main weights that were changed by a step or a load, before their next use."""
+        """Mark compute weights as out of date after a step or a load has changed main weights."""
         self.engine.invalidate_weights()
 
     def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
@@ -305,7 +305,7 @@ class MegatronFSDP(nn.Module):
                 unit.use(WeightState.UNSHARDED)
 
     def _replace_param_with_distributed_if_needed(self) -> None:
-        # The original's documentation tells users to call this before they create an optimizer.
+        # Part of the original's documented use: scripts call it before they create an optimizer.
         self.synchronize_param_gather()
 
     # Gradients -------------------------------------------------------------------------------------------------
@@ -345,7 +345,7 @@ class MegatronFSDP(nn.Module):
     # State -----------------------------------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load main weights and buffers; compute weights follow.
+        """Load main weights and buffers, and mark compute weights as out of date.
 
         Args:
             state_dict: Whole tensors or DTensors, by the names that ``state_dict()`` uses or by those of the model
@@ -359,7 +359,7 @@ class MegatronFSDP(nn.Module):
         """
         if assign:
             raise ValueError("load_state_dict: assign=True would replace the main weights; expected assign=False.")
-        # A model with a submodule called "module" may have such names itself.
+        # A model with a submodule called "module" has such names without the wrapper.
         if not any(name.startswith("module.") for param in self.engine.params() for name in param.names):
             state_dict = with_prefix(state_dict, "module.", self.engine.params())
         return load(self.engine, self, "module.", state_dict, strict)
@@ -385,7 +385,7 @@ class MegatronFSDP(nn.Module):
         return getattr(module, name)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "MegatronFSDP":
-        refuse_conversion(self.engine.params(), fn)
+        reject_conversion(self.engine.params(), fn)
         return self
 
     def __deepcopy__(self, memo: dict) -> "MegatronFSDP":
@@ -406,7 +406,7 @@ _SETTINGS = _DEFAULTS.keys() - {"self", "module", "dist_index", "fsdp_unit_modul
 
 
 def _config_from(arguments: dict[str, Any]) -> FSDPConfig:
-    """The engine's settings for the constructor's arguments."""
+    """Translate the constructor's arguments to the engine's settings."""
     given = arguments["ddp_config"]
     ddp_config = given or DistributedDataParallelConfig(data_parallel_sharding_strategy=resolve_strategy(3))
     for name in ("keep_fp8_transpose_cache", "fp8_param_gather"):

@@ -24,7 +24,7 @@ from megatron.fsdp.checkpoint import backend, loading
 from megatron.fsdp.checkpoint.backend import Planner, Writer
 from megatron.fsdp.checkpoint.checksums import DamagedCheckpoint
 from megatron.fsdp.checkpoint.loading import load
-from megatron.fsdp.checkpoint.newest import folder_of, newest_whole
+from megatron.fsdp.checkpoint.newest import folder_of, newest_complete
 from megatron.fsdp.checkpoint.reader import CheckpointReader
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,7 +81,9 @@ def test_killed_at_any_point(tmp_path: Path, again: bool) -> None:
         done = int(text or last)
         # The next checkpoint may have been completed just before the kill.
         found = (
-            next((i for i in (done + 1, done) if holds(tmp_path, i)), None) if again else newest_whole(tmp_path, None)
+            next((i for i in (done + 1, done) if holds(tmp_path, i)), None)
+            if again
+            else newest_complete(tmp_path, None)
         )
         assert found is not None and found >= done, f"iteration {done} was saved; found {found}"
         assert again or holds(folder_of(tmp_path, found), found)
@@ -103,19 +105,19 @@ def save_until(folder: Path, iteration: int, stop: str) -> None:
 
 
 @pytest.mark.parametrize("sums", ["none", "damaged", "there"])
-@pytest.mark.parametrize("stop", ["os.fsync", "Checksums.save", "write_file", "Finishing._remove_earlier"])
+@pytest.mark.parametrize("stop", ["os.fsync", "Checksums.save", "write_file", "AtomicSaveMixin._remove_earlier"])
 def test_killed_over_a_checkpoint_without_checksums(tmp_path: Path, sums: str, stop: str) -> None:
     """torch and Megatron-Core write ``.metadata``, which defines a checkpoint, but no checksums."""
     save(tmp_path, state(1))
     if sums != "there":
         (tmp_path / "checksums.json").unlink()
-    if sums == "damaged" and stop in ("write_file", "Finishing._remove_earlier"):
+    if sums == "damaged" and stop in ("write_file", "AtomicSaveMixin._remove_earlier"):
         (tmp_path / "checksums.json").write_text("[" * 100_000)
     child = CHILDREN.Process(target=save_until, args=(tmp_path, 2, stop))
     child.start()
     child.join()
     assert child.exitcode == -signal.SIGKILL
-    assert holds(tmp_path, 2 if stop == "Finishing._remove_earlier" else 1)
+    assert holds(tmp_path, 2 if stop == "AtomicSaveMixin._remove_earlier" else 1)
     save(tmp_path, state(3))
     assert holds(tmp_path, 3) and len(list(tmp_path.glob("*.distcp"))) == 1
 
@@ -173,7 +175,7 @@ def test_pruning_while_a_checkpoint_is_read(tmp_path: Path, monkeypatch: pytest.
 
     with monkeypatch.context() as patch:
         patch.setattr(CheckpointReader, "files", pruned)
-        assert newest_whole(tmp_path, None) == 1
+        assert newest_complete(tmp_path, None) == 1
 
     def prune(opened: CheckpointReader) -> None:
         shutil.rmtree(opened.path)
@@ -189,7 +191,7 @@ def in_a_read_only_folder(folder: Path) -> None:
     assert value_of(folder.parent / "another") == 2
     if os.geteuid() == 0:
         os.seteuid(65534)
-    assert value_of(folder) == 1 and newest_whole(folder, None) is None
+    assert value_of(folder) == 1 and newest_complete(folder, None) is None
     for target in (folder, folder / "new"):
         try:
             save(target, state(2))
@@ -228,7 +230,7 @@ def test_no_space(tmp_path: Path) -> None:
     child.join()
     assert child.exitcode == 1, "a save without space reported no error"
     assert not list(folder_of(tmp_path, 2).glob("*")), "the failed save left files"
-    assert newest_whole(tmp_path, None) == 1 and holds(folder_of(tmp_path, 1), 1)
+    assert newest_complete(tmp_path, None) == 1 and holds(folder_of(tmp_path, 1), 1)
 
 
 @pytest.mark.slow

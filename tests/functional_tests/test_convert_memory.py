@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.fsdp.checkpoint.lazy import Box, LazyTensor
+from megatron.fsdp.checkpoint.lazy import LazyTensor, Region
 from megatron.fsdp.convert.canonical import TrainingState
 from megatron.fsdp.convert.options import WriteOptions
 from megatron.fsdp.convert.run import read_state, write_state
@@ -41,9 +41,9 @@ print(json.dumps({"before": before, "after": peak(), "bytes": written.nbytes}))
 def pattern(shape: tuple[int, ...], seed: float) -> LazyTensor:
     """A tensor that takes no memory, whose elements are a function of their row."""
 
-    def read(box: Box) -> torch.Tensor:
-        rows = torch.arange(box.offsets[0], box.offsets[0] + box.sizes[0], dtype=torch.float32)
-        return (rows * 0.5 + seed).view(-1, *(1 for _ in shape[1:])).expand(box.sizes)
+    def read(region: Region) -> torch.Tensor:
+        rows = torch.arange(region.offsets[0], region.offsets[0] + region.sizes[0], dtype=torch.float32)
+        return (rows * 0.5 + seed).view(-1, *(1 for _ in shape[1:])).expand(region.sizes)
 
     return LazyTensor(shape, torch.float32, read)
 

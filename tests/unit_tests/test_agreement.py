@@ -94,7 +94,7 @@ def _shard(case: str) -> tuple[str, float, bool]:
 
 
 @pytest.mark.parametrize("case", DIFFERENT)
-def test_every_rank_raises_the_first_difference_and_nothing_is_changed(ranks: RankPool, case: str) -> None:
+def test_every_rank_raises_the_first_difference_and_no_model_changes(ranks: RankPool, case: str) -> None:
     results = ranks.run(3 if case == "width" else 2, _shard, case)
     for text, seconds, untouched in results:
         assert text.startswith("ValueError") and seconds < 10 and untouched, results
@@ -115,7 +115,7 @@ def _shard_again() -> str:
     return _raised(lambda: fully_shard_model(Net(depth=rank + 1), device="cpu"))[0]
 
 
-def test_ranks_that_agree_after_a_difference_go_on(ranks: RankPool) -> None:
+def test_ranks_can_continue_after_an_error(ranks: RankPool) -> None:
     assert all("layers.1.weight" in text for text in ranks.run(2, _shard_again))
 
 
@@ -132,7 +132,7 @@ def _shard_marked(rank_differs: bool) -> list[str]:
     return found
 
 
-def test_modules_that_are_marked_are_compared_before_their_first_forward(ranks: RankPool) -> None:
+def test_marked_modules_are_compared_before_the_first_forward(ranks: RankPool) -> None:
     first, second = ranks.run(2, _shard_marked, True)
     assert first[0] == str(sum(parameter.numel() for parameter in Net().parameters()))
     assert all("parameter first.weight" in texts[-1] for texts in (first, second))
@@ -153,7 +153,7 @@ def _shard_over_other_groups() -> tuple[str, str]:
     return good, bad
 
 
-def test_only_ranks_that_shard_the_same_model_compare(ranks: RankPool) -> None:
+def test_only_ranks_of_one_model_are_compared(ranks: RankPool) -> None:
     results = ranks.run(4, _shard_over_other_groups)
     assert [good for good, _ in results] == ["nothing"] * 4
     assert [bad == "nothing" for _, bad in results] == [True, True, False, False]
@@ -180,7 +180,7 @@ def _shard_experts(widths: list[int]) -> str:
     )[0]
 
 
-def test_experts_are_compared_by_ranks_that_shard_them(ranks: RankPool) -> None:
+def test_experts_are_compared_by_the_ranks_that_shard_them(ranks: RankPool) -> None:
     assert ranks.run(4, _shard_experts, [8, 12, 8, 12]) == ["nothing"] * 4
     found = ranks.run(4, _shard_experts, [8, 12, 8, 16])
     assert all("parameter expert.weight: rank 1: shape (12, 4)" in text for text in found), found
@@ -211,5 +211,5 @@ def _count_messages() -> tuple[int, int]:
     return sent, messages[0]
 
 
-def test_agreeing_takes_a_few_short_messages_whatever_the_number_of_ranks(ranks: RankPool) -> None:
+def test_comparison_takes_few_messages_for_any_number_of_ranks(ranks: RankPool) -> None:
     assert ranks.run(4, _count_messages) == [(2, 4)] * 4

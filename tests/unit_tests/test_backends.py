@@ -24,7 +24,7 @@ def _literals(file: Path) -> list[str]:
     return [f"{file.name}: {text}" for text in texts if isinstance(text, str) and text.partition(":")[0] in NAMES]
 
 
-def test_no_other_package_names_a_device_or_a_backend() -> None:
+def test_device_and_backend_names_occur_in_comm_only() -> None:
     paths = {file.relative_to(ENGINE): file for file in ENGINE.rglob("*.py")}
     engine = [f for path, f in paths.items() if path.parts[0] not in OUTSIDE and path.as_posix() not in EXCEPTIONS]
     assert len(engine) > 40
@@ -50,5 +50,5 @@ def _of_real_groups() -> list[tuple[str, bool]]:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="groups over gloo on the CPU")
-def test_gloo_is_recognized_however_the_group_was_made(ranks: RankPool) -> None:
+def test_gloo_is_recognized_in_every_kind_of_group(ranks: RankPool) -> None:
     assert ranks.run(2, _of_real_groups) == [[("gloo", True)] * 3] * 2

@@ -44,7 +44,7 @@ def _points(heap_per_point: float) -> list[dict[str, float]]:
     ]
 
 
-def test_growth_is_seen() -> None:
+def test_growth_is_detected() -> None:
     assert growth.judged(_points(0.0), 50)["memory_grows"] == 0.0
     leaking = growth.judged(_points(5000.0), 50)
     assert leaking["memory_grows"] == 1.0
@@ -67,7 +67,7 @@ def test_hidden_communication() -> None:
     assert "hidden" not in sample["alone"]
 
 
-def test_host_time_is_what_the_plain_model_does_not_take() -> None:
+def test_host_time_excludes_that_of_the_plain_model() -> None:
     parts = {"forward": 100.0, "backward": 200.0, "optimizer": 50.0}
     rounds = Rounds(kept=[{"alone": dict(parts), "ours-3": {name: 2 * value for name, value in parts.items()}}])
     host_time.per_unit(rounds, units=10)

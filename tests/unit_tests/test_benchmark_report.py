@@ -43,13 +43,13 @@ def test_a_target_within_the_spread() -> None:
     assert _outcomes(Target("step", "ours-3", "step", 1.0, "fsdp2", within_spread=True), case) == ["met"]
 
 
-def test_targets_of_what_did_not_run() -> None:
+def test_targets_of_cases_that_did_not_run() -> None:
     verdicts = judge_all({"network": Result("network", skipped="needs root")})
     assert {verdict.outcome for verdict in verdicts} == {"not measured"}
     assert {verdict.case for verdict in verdicts if verdict.benchmark == "network"} == {"needs root"}
 
 
-def test_the_tables_name_what_there_is() -> None:
+def test_tables_refer_to_existing_benchmarks_and_peers() -> None:
     assert set(COLUMNS) == set(BENCHMARKS)
     assert set(plots.PLOTS) <= set(BENCHMARKS)
     assert set(LOOP_PEERS) <= set(PEERS)
@@ -63,7 +63,7 @@ def test_the_tables_name_what_there_is() -> None:
         assert (FOLDER.parent / "peers" / f"{peer.module}.py").exists()
 
 
-def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_a_record_survives_writing_and_reading(tmp_path: Path) -> None:
     case = _case(ours_3=[8.0, 7.9], fsdp2=[10.0, 11.0])
     case.notes.append("noisy")
     result = Result("step", [case], about={"date": "2026-11-21"})
@@ -92,11 +92,11 @@ def test_the_page_has_a_section_for_every_benchmark() -> None:
     assert "*Not measured: `python -m benchmarks --only memory`.*" in made
 
 
-def test_a_quick_run_says_so() -> None:
+def test_a_quick_run_is_marked() -> None:
     assert "A quick run" in report.block("step", {"step": Result("step", [_case(ours_3=[1.0])], quick=True)})
 
 
-def test_the_page_is_what_the_results_make_it() -> None:
+def test_the_page_matches_the_results() -> None:
     assert report.PAGE.read_text() == report.page(load_all(FOLDER)), "run: make bench-report"
 
 
@@ -117,7 +117,7 @@ def test_the_command_line() -> None:
         parse(["--only", "unheard-of"])
 
 
-def test_copies_are_told_apart() -> None:
+def test_copies_are_classified() -> None:
     weights, shard, gradients, other = 1, 2, 3, 4
     events: list = [
         _Write(50, {shard}, {other}, casts=True, adds=False),
@@ -140,7 +140,7 @@ def test_copies_are_told_apart() -> None:
     assert found["other_copied_bytes"] == 500
 
 
-def test_the_copy_of_the_original_is_changed_where_it_has_to_be() -> None:
+def test_the_copy_of_the_original_is_patched() -> None:
     source = 'import torch\nfrom megatron.core.x import y\nd = torch.device(f"cuda:{torch.cuda.current_device()}")\n'
     changed = original_package.for_cpu(source + 'm = mesh("cuda")\ns = torch.cuda.Stream()\n', "x.py")
     assert "megatron.core" not in changed

@@ -58,24 +58,24 @@ def test_quiet_rounds() -> None:
     assert (len(result.kept), result.thrown_away, result.noisy, result.retaken) == (3, [], False, 0)
 
 
-def test_a_noisy_turn_is_taken_again() -> None:
+def test_a_noisy_turn_is_repeated() -> None:
     peer = _Peer()
     result = measure({"a": peer}, 1, _Watch(0.5, 0.1))
     assert (peer.turns, result.retaken, len(result.kept), result.thrown_away) == (2, 1, 1, [])
 
 
-def test_a_noisy_round_is_thrown_away() -> None:
+def test_a_noisy_round_is_discarded() -> None:
     result = measure({"a": _Peer()}, 2, _Watch(0.5, 0.5, 0.5, 0.0))
     assert (len(result.kept), len(result.thrown_away), result.noisy) == (2, 1, False)
 
 
-def test_there_is_an_end_to_waiting() -> None:
+def test_waiting_for_quiet_ends() -> None:
     result = measure({"a": _Peer()}, 2, _Watch(0.9))
     assert result.noisy
     assert len(result.kept) == 6
 
 
-def test_a_peer_that_dies_is_started_again() -> None:
+def test_a_peer_that_dies_is_restarted() -> None:
     dying = _Peer(dies_in=(2,))
     result = measure({"a": dying, "b": _Peer()}, 3, _Watch(0.0))
     assert dying.restarts == 1
@@ -84,19 +84,19 @@ def test_a_peer_that_dies_is_started_again() -> None:
 
 
 @pytest.mark.parametrize("dying", [_Peer(dies_in=tuple(range(2, 99))), _Peer(dies_in=(2,), stays_dead=True)])
-def test_a_peer_that_dies_too_often_is_reported_and_the_others_go_on(dying: _Peer) -> None:
+def test_a_peer_that_keeps_dying_is_reported_and_the_others_continue(dying: _Peer) -> None:
     result = measure({"a": dying, "b": _Peer()}, 4, _Watch(0.0))
     assert dying.restarts == RESTARTS
     assert list(result.crashed) == ["a"]
     assert len(result.of("b", "step")) == 4
 
 
-def test_cores_of_others() -> None:
+def test_cores_used_by_other_processes() -> None:
     assert quiet.cores_of_others((0.0, 10.0, 5.0), (10.0, 25.0, 15.0)) == 0.5
     assert quiet.cores_of_others((0.0, 0.0, 0.0), (1.0, 0.5, 0.6)) == 0.0
 
 
-def test_a_step_counts_by_its_slowest_rank() -> None:
+def test_a_step_takes_as_long_as_its_slowest_rank() -> None:
     quick = {"forward": [0.1, 0.1], "backward": [0.2, 0.2], "optimizer": [0.1, 0.1], "step": [0.4, 0.4]}
     late = {"forward": [0.1, 0.3], "backward": [0.2, 0.2], "optimizer": [0.1, 0.1], "step": [0.4, 0.6]}
     sample = slowest([quick, late])

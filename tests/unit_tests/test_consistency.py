@@ -32,17 +32,17 @@ def _found(strategy: str, bf16: bool, spoiled: str) -> list[str]:
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
-def test_consistent(ranks: RankPool, strategy: str, bf16: bool) -> None:
+def test_consistent_weights(ranks: RankPool, strategy: str, bf16: bool) -> None:
     assert ranks.run(2, _found, strategy, bf16, "") == [[], []]
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
-def test_one_wrong_element_on_one_rank_is_seen_on_all(ranks: RankPool, strategy: str, bf16: bool) -> None:
+def test_one_wrong_element_is_reported_on_all_ranks(ranks: RankPool, strategy: str, bf16: bool) -> None:
     assert ranks.run(2, _found, strategy, bf16, "1.weight") == [["1.weight"], ["1.weight"]]
 
 
-def test_hash_sees_values_and_places() -> None:
+def test_hash_depends_on_values_and_order() -> None:
     a = torch.tensor([1.0, 2.0, 3.0])
     swapped = torch.tensor([2.0, 1.0, 3.0])
     assert hash_of(a) == hash_of(a.clone()) != hash_of(swapped)

@@ -304,13 +304,13 @@ def _gathers_again(strategy: str, outer: str | None, owner: type, name: str) -> 
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_gather_after_one_that_failed(ranks: RankPool, strategy: str) -> None:
+def test_unshard_after_a_failed_unshard(ranks: RankPool, strategy: str) -> None:
     ranks.run(2, _gathers_again, strategy, None, weights.WeightBuffer, "_cast_into")
 
 
 @pytest.mark.parametrize("outer", ["no_shard", "optim"])
 @pytest.mark.parametrize("where", [(weights.WeightBuffer, "_cast_into"), (weights.FlatBuffer, "allocate")])
-def test_gather_after_one_that_failed_over_two_axes(ranks: RankPool, outer: str, where: tuple[type, str]) -> None:
+def test_unshard_after_a_failed_unshard_over_two_axes(ranks: RankPool, outer: str, where: tuple[type, str]) -> None:
     ranks.run(4, _gathers_again, "optim_grads_params", outer, *where)
 
 

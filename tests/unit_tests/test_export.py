@@ -49,7 +49,7 @@ def _write(folder: str, strategy: str, tied: bool, dtype: torch.dtype | None, la
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("dtype", [None, torch.float32], ids=["compute dtype", "fp32"])
 @pytest.mark.parametrize(("strategy", "largest"), [("optim_grads_params", 5000), ("no_shard", 1 << 30)])
-def test_from_pretrained_loads_it(
+def test_from_pretrained_loads_the_export(
     ranks: RankPool, strategy: str, largest: int, dtype: torch.dtype | None, tied: bool
 ) -> None:
     with TemporaryDirectory() as folder:

@@ -505,12 +505,12 @@ def _no_divisor() -> None:
         fsdp2.fully_shard(nn.Linear(3, 3), reshard_after_forward="2")
 
 
-def test_resharding_to_a_number_that_is_no_divisor_is_refused(ranks: RankPool) -> None:
+def test_resharding_to_a_number_that_is_not_a_divisor_raises(ranks: RankPool) -> None:
     ranks.run(3, _no_divisor)
 
 
 @pytest.mark.parametrize(("number", "expected"), [(1, 3), (2, 5)])
-def test_resharding_to_a_number_of_ranks_releases_weights(ranks: RankPool, number: int, expected: int) -> None:
+def test_resharding_to_a_number_of_ranks_frees_weights(ranks: RankPool, number: int, expected: int) -> None:
     for counts in ranks.run(2, _count_gathers, number, False):
         assert counts[1:] == [expected, expected]
 

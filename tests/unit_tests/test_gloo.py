@@ -47,6 +47,6 @@ def _compare(numel: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_equal_to_the_definition(ranks: RankPool, size: int, dtype: torch.dtype) -> None:
+def test_all_gather_and_reduce_scatter(ranks: RankPool, size: int, dtype: torch.dtype) -> None:
     for numel in (64, 0):
         ranks.run(size, _compare, numel, dtype)

@@ -137,7 +137,7 @@ def _wrong_replacement() -> None:
         loss_of(sharded, batches(1, 1)[0, 0]).backward()
 
 
-def test_replacement_of_another_kind_is_refused(ranks: RankPool) -> None:
+def test_replacing_a_gradient_by_another_type_raises(ranks: RankPool) -> None:
     ranks.run(1, _wrong_replacement)
 
 

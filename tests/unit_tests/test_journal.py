@@ -29,7 +29,7 @@ def _lines(answers: dict[int, dict], size: int) -> list[str]:
     return describe(answers, size)[0].splitlines()
 
 
-def test_a_log_keeps_what_was_issued_last() -> None:
+def test_a_log_keeps_the_latest_operations() -> None:
     log, tasks = Log([0, 1]), [Task(), Task()]
     for number in range(MAX_KEPT + 2):
         log.add(f"gather {number}", [tasks[number % 2]])
@@ -41,13 +41,13 @@ def test_a_log_keeps_what_was_issued_last() -> None:
     assert log.answer()["open"] == []
 
 
-def test_the_first_difference_is_named() -> None:
+def test_the_first_difference_is_reported() -> None:
     text, proven = describe({0: _answer("gather a", "gather b"), 1: _answer("gather a", "reduce a", "gather b")}, 2)
     assert proven
     assert text.splitlines()[-1].startswith("They first differ at number 1: rank 0: gather b; rank 1: reduce a.")
 
 
-def test_ranks_of_other_groups_may_do_other_things() -> None:
+def test_ranks_of_different_groups_may_differ() -> None:
     answers = {
         rank: _answer("gather a" if rank < 2 else "gather b", peers=(0, 1) if rank < 2 else (2, 3)) for rank in range(4)
     }
@@ -56,14 +56,14 @@ def test_ranks_of_other_groups_may_do_other_things() -> None:
     assert _lines(answers, 4)[-1] == "As far as they went, they issued the same."
 
 
-def test_who_does_not_answer_what_has_not_ended_and_who_is_behind() -> None:
+def test_silent_ranks_unfinished_operations_and_late_ranks_are_reported() -> None:
     lines = _lines({0: _answer("gather a", "reduce a", unfinished=(1,)), 2: _answer("gather a", peers=(0, 1))}, 3)
     assert lines[1] == "  rank 0: last issued reduce a (number 1); at train.py:3 in main; waits for: reduce a"
     assert lines[2] == "  rank 1: no answer; it has ended, or computes"
     assert "rank 2 went less far. Every rank must run the same" in lines[-1]
 
 
-def test_a_rank_that_has_ended_says_how() -> None:
+def test_the_error_that_ended_a_rank_is_reported() -> None:
     answers = {
         0: _answer("gather a"),
         1: {**_answer("gather a"), "at": None, "ended": "it has ended with ValueError: no"},
@@ -71,11 +71,11 @@ def test_a_rank_that_has_ended_says_how() -> None:
     assert "  rank 1: last issued gather a (number 0); it has ended with ValueError: no" in _lines(answers, 2)
 
 
-def test_ranks_in_words() -> None:
+def test_ranks_are_formatted_as_ranges() -> None:
     assert name_ranks([5, 0, 1, 2]) == "ranks 0-2, 5" and name_ranks([7]) == "rank 7"
 
 
-def test_where_the_main_thread_is_is_said_by_the_users_line() -> None:
+def test_position_of_the_main_thread_is_the_users_line() -> None:
     # Between here and the wait lie frames of threading, which nobody asks for.
     found: list[str] = []
     asker = threading.Timer(0.2, lambda: found.append(whereabouts()))
@@ -84,7 +84,7 @@ def test_where_the_main_thread_is_is_said_by_the_users_line() -> None:
     assert "test_journal.py" in found[0] and found[0].endswith("which has called wait"), found
 
 
-def test_it_is_stuck_if_nothing_is_issued_and_something_has_not_ended() -> None:
+def test_stuck_means_nothing_issued_and_something_unfinished() -> None:
     journal, first, second = Journal(), Task(), Task()
     assert journal.stuck_for() == 0.0
     channel = journal.channel([0, 1])
@@ -101,7 +101,7 @@ def test_it_is_stuck_if_nothing_is_issued_and_something_has_not_ended() -> None:
     assert journal.stuck_for() == 0.0
 
 
-def test_the_device_is_asked_only_where_nothing_is_issued() -> None:
+def test_the_device_is_queried_only_if_nothing_is_issued() -> None:
     asked: list[bool] = []
 
     class Asked(Task):
@@ -118,7 +118,7 @@ def test_the_device_is_asked_only_where_nothing_is_issued() -> None:
     assert asked
 
 
-def test_models_of_the_same_ranks_are_told_apart_and_have_one_order() -> None:
+def test_models_of_the_same_ranks_are_distinguished_and_have_one_order() -> None:
     journals = Journal(), Journal()
     for rank, journal in enumerate(journals):
         models = [journal.channel([0, 1]), journal.channel([0, 1])]
@@ -136,7 +136,7 @@ def _two_models() -> str:
     return JOURNAL.as_json()
 
 
-def test_two_sharded_models_of_one_process_are_told_apart(ranks: RankPool) -> None:
+def test_two_sharded_models_of_one_process_are_distinguished(ranks: RankPool) -> None:
     for text in ranks.run(2, _two_models):
         (log,) = json.loads(text)["logs"]
         whats = [what.partition(",")[0] for _, what in log["issued"]]
@@ -167,7 +167,7 @@ def _wait_for_ever() -> tuple[list[str], str]:
     return told, raised
 
 
-def test_a_wait_in_vain_ends_with_one_report(ranks: RankPool) -> None:
+def test_a_wait_that_cannot_end_raises_with_one_report(ranks: RankPool) -> None:
     results = ranks.run(2, _wait_for_ever)
     for told, raised in results:
         assert raised.startswith("The ranks do different things"), results
@@ -176,7 +176,7 @@ def test_a_wait_in_vain_ends_with_one_report(ranks: RankPool) -> None:
         assert len(told) <= 1
 
 
-def test_nothing_is_said_while_something_is_issued() -> None:
+def test_nothing_is_reported_while_operations_are_issued() -> None:
     told: list[str] = []
     journal, task = Journal(), Task()
     channel = journal.channel([0, 1])

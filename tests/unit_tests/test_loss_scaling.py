@@ -154,7 +154,9 @@ def _agree(interface: str, first: type[nn.Module], holder: int) -> None:
 @pytest.mark.parametrize("interface", ["row", "parameter", "compat"])
 @pytest.mark.parametrize("first", [Probed, OfOneRow])
 @pytest.mark.parametrize("holder", range(4))
-def test_what_one_rank_finds_all_know(ranks: RankPool, interface: str, first: type[nn.Module], holder: int) -> None:
+def test_infinity_on_one_rank_is_found_on_all_ranks(
+    ranks: RankPool, interface: str, first: type[nn.Module], holder: int
+) -> None:
     ranks.run(4, _agree, interface, first, holder)
 
 

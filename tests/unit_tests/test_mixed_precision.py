@@ -93,7 +93,7 @@ def _over_gloo(strategy: str) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for tensors in host memory")
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
-def test_over_gloo_they_always_are(ranks: RankPool, strategy: str) -> None:
+def test_gradients_are_always_summed_in_fp32_over_gloo(ranks: RankPool, strategy: str) -> None:
     ranks.run(2, _over_gloo, strategy)
 
 

@@ -91,7 +91,7 @@ def _settings_arrive() -> None:
     assert fully_shard_model(TinyModel(), maxpool_double_buffer=True).fsdp_config.fsdp_double_buffer
 
 
-def test_every_setting_arrives_in_the_config(ranks: RankPool) -> None:
+def test_every_setting_reaches_the_config(ranks: RankPool) -> None:
     ranks.run(1, _settings_arrive)
 
 

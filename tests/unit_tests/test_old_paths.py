@@ -14,7 +14,7 @@ from tests.slow import all_but_slow
 NEED_MEGATRON = ("doctor", "verify", "launch", "mcore")
 
 
-def test_old_paths_are_the_modules_of_today() -> None:
+def test_old_paths_are_the_current_modules() -> None:
     for old, new in MOVED.items():
         if not old.startswith(NEED_MEGATRON):
             module = importlib.import_module(PACKAGE + old)
@@ -40,7 +40,7 @@ def test_pickles_that_name_an_old_path_can_be_read() -> None:
     assert pickle.loads(old) is megatron.fsdp.MixedPrecisionPolicy
 
 
-def test_what_does_not_exist_is_not_found() -> None:
+def test_unknown_paths_raise() -> None:
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("megatron.fsdp.trace.nothing")
 

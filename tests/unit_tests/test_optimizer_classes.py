@@ -127,7 +127,7 @@ class Prepared(torch.optim.SGD):
         return super()._init_group(*args)
 
 
-def test_which_classes_are_known() -> None:
+def test_known_optimizer_classes() -> None:
     parameters = [nn.Parameter(torch.ones(2, 2))]
     for _ in range(2):  # torch changes a class when its first object is made
         assert looks_at(torch.optim.AdamW(parameters)) == looks_at(Renamed(parameters)) == "element"

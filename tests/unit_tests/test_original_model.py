@@ -61,7 +61,7 @@ def _constructor() -> None:
     assert model.dist_index is index and model.data_parallel_sharding_strategy == "optim"
 
 
-def test_constructor_takes_the_originals_arguments(ranks: RankPool) -> None:
+def test_constructor_accepts_the_originals_arguments(ranks: RankPool) -> None:
     ranks.run(1, _constructor)
 
 
@@ -82,11 +82,11 @@ def _rejected() -> None:
     MegatronFSDP(model, index)  # nothing was changed
 
 
-def test_what_cannot_be_offered_raises(ranks: RankPool) -> None:
+def test_unsupported_arguments_raise(ranks: RankPool) -> None:
     ranks.run(1, _rejected)
 
 
-def test_settings_survive_the_way_to_megatrons_names_and_back() -> None:
+def test_settings_survive_a_round_trip_through_megatrons_names() -> None:
     config = FSDPConfig(
         zero_dp_strategy="optim",
         mixed_precision_policy=MixedPrecisionPolicy(None, torch.float32, torch.bfloat16),
@@ -141,7 +141,7 @@ def _same_training() -> None:
         torch.testing.assert_close(main_weights(model)[name], weight)
 
 
-def test_training_with_the_constructor_is_training_with_fully_shard(ranks: RankPool) -> None:
+def test_constructor_trains_like_fully_shard(ranks: RankPool) -> None:
     ranks.run(2, _same_training)
 
 
@@ -174,7 +174,7 @@ def _mixed_precision() -> None:
             pass
 
 
-def test_the_dtype_of_communication_is_fixed(ranks: RankPool) -> None:
+def test_changing_the_dtype_of_communication_raises(ranks: RankPool) -> None:
     ranks.run(1, _mixed_precision)
 
 

@@ -122,7 +122,7 @@ def _refused(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_class_that_may_keep_its_values_otherwise_is_refused(ranks: RankPool, kind: str) -> None:
+def test_classes_that_store_values_differently_raise(ranks: RankPool, kind: str) -> None:
     ranks.run(1, _refused, kind)
 
 
@@ -136,7 +136,7 @@ def _without_shape() -> None:
         fully_shard_model(sparse)
 
 
-def test_parameters_without_shape_or_strides_are_refused(ranks: RankPool) -> None:
+def test_parameters_without_shape_or_strides_raise(ranks: RankPool) -> None:
     ranks.run(1, _without_shape)
 
 
@@ -165,5 +165,5 @@ def _harmless(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_class_that_only_adds_something_is_trained(ranks: RankPool, strategy: str) -> None:
+def test_classes_that_only_add_attributes_are_trained(ranks: RankPool, strategy: str) -> None:
     ranks.run(2, _harmless, strategy)

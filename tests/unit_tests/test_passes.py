@@ -70,7 +70,7 @@ def test_a_backward_that_raises_has_failed_until_it_is_reset(at_end: bool) -> No
     assert _state(passes) is PassState.NO_BACKWARD and not passes.has_failed
 
 
-def test_a_traceback_that_is_kept_does_not_fail_a_later_backward() -> None:
+def test_a_kept_traceback_does_not_fail_a_later_backward() -> None:
     passes, first = Pass(), 1
     passes.state, passes.number = PassState.BACKWARD, 2
     passes.fail(first)
@@ -79,13 +79,13 @@ def test_a_traceback_that_is_kept_does_not_fail_a_later_backward() -> None:
     assert _state(passes) is PassState.FAILED
 
 
-def test_what_ends_is_not_failed_afterwards() -> None:
+def test_a_backward_that_has_ended_cannot_fail() -> None:
     passes = Pass()
     passes.fail(passes.number)
     assert _state(passes) is PassState.NO_BACKWARD
 
 
-def test_a_reset_forgets_what_was_prefetched_and_the_end_of_a_backward_does_not() -> None:
+def test_reset_discards_prefetches_and_the_end_of_backward_does_not() -> None:
     passes = Pass()
     passes.prefetched = [[1]]
     passes.end_backward()

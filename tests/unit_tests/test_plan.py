@@ -28,22 +28,22 @@ def test_gathers_keep_their_order_when_they_move_further() -> None:
 
 def test_what_is_asked_in_order_leaves_nothing_out() -> None:
     plan = Plan(_ops("G0 G1 R1 R0"), distance=1)
-    assert [list(plan.ask(op) or ()) for op in plan.asked] == [[0], [1], [2], [3]]
-    assert list(plan.rest()) == []
+    assert [list(plan.request(op) or ()) for op in plan.requested] == [[0], [1], [2], [3]]
+    assert list(plan.finish()) == []
 
 
 def test_what_was_not_asked_for_comes_before_what_is() -> None:
     plan = Plan(_ops("G0 G1 R1 G2 R2 R0"), distance=1)
-    assert list(plan.ask(Op(OpKind.UNSHARD, 0)) or ()) == [0]
-    assert list(plan.ask(Op(OpKind.UNSHARD, 2)) or ()) == [1, 2, 3]
-    assert list(plan.rest()) == [4, 5]
+    assert list(plan.request(Op(OpKind.UNSHARD, 0)) or ()) == [0]
+    assert list(plan.request(Op(OpKind.UNSHARD, 2)) or ()) == [1, 2, 3]
+    assert list(plan.finish()) == [4, 5]
 
 
 def test_what_the_plan_does_not_have_ahead_changes_nothing() -> None:
     plan = Plan(_ops("G0 G1"), distance=1)
-    plan.ask(Op(OpKind.UNSHARD, 1))
-    assert plan.ask(Op(OpKind.UNSHARD, 0)) is None
-    assert list(plan.rest()) == []
+    plan.request(Op(OpKind.UNSHARD, 1))
+    assert plan.request(Op(OpKind.UNSHARD, 0)) is None
+    assert list(plan.finish()) == []
     assert _text(plan.recorded) == "G1 G0"
 
 

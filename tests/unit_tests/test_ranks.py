@@ -78,7 +78,7 @@ def _see_the_change() -> str | None:
     return os.environ.get("LEFT_BEHIND")
 
 
-def test_what_a_failed_test_leaves_in_a_process_does_not_reach_the_next(ranks: RankPool) -> None:
+def test_state_left_by_a_failed_test_does_not_reach_the_next(ranks: RankPool) -> None:
     with pytest.raises(RankFailure, match="ValueError"):
         ranks.run(1, _change_the_process)
     assert ranks.run(1, _see_the_change) == [None]

@@ -90,7 +90,7 @@ def _traced_with(strategy: str) -> Timeline:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_strategies_differ_in_what_they_gather(ranks: RankPool, strategy: str) -> None:
+def test_strategies_differ_in_their_all_gathers(ranks: RankPool, strategy: str) -> None:
     in_forward = [] if strategy == "no_shard" else UNITS
     in_backward = ["blocks.1", "blocks.0"] if strategy == "optim_grads_params" else []
     for trace in _recorded(ranks, _traced_with, strategy).ranks:
@@ -143,7 +143,7 @@ def _ends_with_a_unit() -> dict[str, float]:
 
 
 @on_cpu
-def test_backward_is_the_inner_unit_s_where_two_have_one_output(ranks: RankPool) -> None:
+def test_backward_of_a_shared_output_belongs_to_the_inner_unit(ranks: RankPool) -> None:
     for backward in ranks.run(2, _ends_with_a_unit):
         assert backward["0"] >= 50 <= backward["1"] > backward["<root>"]
 
@@ -232,7 +232,7 @@ def test_compute_spans_do_not_overlap(ranks: RankPool) -> None:
         assert sum(trace.of_computation().values()) == pytest.approx((trace.end - trace.start) / 1e6)
 
 
-def test_exposed_is_the_sum_of_waits(ranks: RankPool) -> None:
+def test_exposed_time_is_the_sum_of_waits(ranks: RankPool) -> None:
     timeline = _recorded(ranks)
     for trace in timeline.ranks:
         for unit, exposed in timeline.exposed()[trace.rank].items():
@@ -263,7 +263,7 @@ def _slow_gather(seconds: float) -> Timeline:
 
 
 @on_cpu
-def test_a_slow_gather_is_exposed_at_its_unit(ranks: RankPool) -> None:
+def test_a_slow_all_gather_is_exposed_at_its_unit(ranks: RankPool) -> None:
     timeline = _recorded(ranks, _slow_gather, 0.1)
     for trace in timeline.ranks:
         times = trace.per_unit()
@@ -343,7 +343,7 @@ def _losses(traced: bool) -> list[float]:
     return losses
 
 
-def test_tracing_changes_no_bit_and_leaves_nothing(ranks: RankPool) -> None:
+def test_tracing_is_bit_identical_and_leaves_no_hooks(ranks: RankPool) -> None:
     assert ranks.run(2, _losses, True) == ranks.run(2, _losses, False)
 
 
@@ -448,7 +448,7 @@ def test_ranks_without_a_recording_write_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [] and empty.table() == "" and empty.exposed() == {}
 
 
-def test_short_names_stay_apart() -> None:
+def test_shortened_names_stay_distinct() -> None:
     units = ["<root>", "encoder.0", "decoder.0", "decoder.1"]
     assert list(short_names(units).values()) == ["root", "encoder.0", "decoder.0", "1"]
 

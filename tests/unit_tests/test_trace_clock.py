@@ -12,7 +12,7 @@ from tests.models import device
 from tests.ranks import RankPool
 
 
-def test_offset_is_in_the_middle_of_what_all_meetings_allow() -> None:
+def test_offset_is_the_middle_of_the_interval_that_all_meetings_allow() -> None:
     # The other clock is ahead by 1000. At the first meeting the first rank waits, at the second the other does.
     first = [Meeting(0, 110), Meeting(250, 260)]
     other = [Meeting(1100, 1112), Meeting(1200, 1262)]
@@ -81,7 +81,7 @@ def test_events_become_times(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 <= clock.error <= after - before
 
 
-def test_on_the_host_a_mark_is_a_time() -> None:
+def test_marks_on_the_host_are_times() -> None:
     clock = clock_of(torch.device("cpu"))
     assert isinstance(clock, HostClock)
     before, mark, after = time.perf_counter_ns(), clock.mark(), time.perf_counter_ns()

@@ -141,7 +141,7 @@ def _report_of_nan() -> tuple[str, bool]:
     return str(caught.value), all(same)
 
 
-def test_a_nan_is_reported_for_the_model_that_has_it(ranks: RankPool) -> None:
+def test_a_nan_is_reported_with_its_model(ranks: RankPool) -> None:
     ((message, same),) = ranks.run(1, _report_of_nan)
     assert message.startswith("The gradient of ") and "NaN" in message
     assert same
@@ -188,5 +188,5 @@ def _whole_tensors() -> None:
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here")
-def test_verify_reads_each_model_by_itself(ranks: RankPool) -> None:
+def test_verify_reads_each_model_separately(ranks: RankPool) -> None:
     ranks.run(2, _whole_tensors)

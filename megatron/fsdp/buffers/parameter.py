@@ -250,7 +250,7 @@ class ShardedParameter:
             grad = make_like(local_shard(returned), self.main)
         return grad
 
-    def tell_gradient(self) -> None:
+    def run_gradient_hooks(self) -> None:
         """Call the main weight's post-accumulate hooks: its gradient is complete."""
         for hook in tuple((self.main._post_accumulate_grad_hooks or {}).values()):
             with torch.no_grad():

@@ -211,7 +211,7 @@ class ParameterGroup:
         """True if a gradient of this micro-batch has not been collected."""
         return any(param.has_gradient for param in self.params)
 
-    def let_kernels_write(self) -> None:
+    def enable_fused_gradients(self) -> None:
         """Let fused kernels write weight gradients into this group's buffers, instead of returning them to autograd.
 
         Transformer Engine and Megatron-Core's tensor-parallel layers request from a parameter with ``__fsdp_param__``

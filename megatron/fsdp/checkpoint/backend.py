@@ -57,7 +57,7 @@ def file_result(name: str, size: int, crc32: int) -> WriteResult:
     return WriteResult(index=MetadataIndex(_FILE + name), size_in_bytes=size, storage_data=as_hex(crc32))
 
 
-class Finishing:
+class AtomicSaveMixin:
     """Mixin for a ``FileSystemWriter`` that replaces a checkpoint atomically. Inherit from it first.
 
     Every save into a folder uses new file names. The files of the earlier save stay until the new ``.metadata`` is in
@@ -208,7 +208,7 @@ def _is_torch_dist(folder: Path) -> bool:
         return False
 
 
-class Writer(Finishing, FileSystemWriter):
+class Writer(AtomicSaveMixin, FileSystemWriter):
     """Writes one file per rank straight from the tensors' memory, and computes its checksum meanwhile.
 
     If a rank fails, for example because the disk is full, it removes the files of all ranks; see :func:`save`.

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 
-class Box(NamedTuple):
+class Region(NamedTuple):
     """An axis-aligned region of a tensor.
 
     Attributes:
@@ -28,9 +28,9 @@ class Box(NamedTuple):
         first = self.offsets if origin is None else self.relative_to(origin).offsets
         return tuple(slice(o, o + n) for o, n in zip(first, self.sizes, strict=True))
 
-    def relative_to(self, origin: tuple[int, ...]) -> "Box":
+    def relative_to(self, origin: tuple[int, ...]) -> "Region":
         """Return the region with offsets that count from ``origin``."""
-        return Box(tuple(o - q for o, q in zip(self.offsets, origin, strict=True)), self.sizes)
+        return Region(tuple(o - q for o, q in zip(self.offsets, origin, strict=True)), self.sizes)
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,12 @@ class LazyTensor:
     Attributes:
         shape: Of the whole tensor.
         dtype: Of the tensors that ``read`` returns.
-        read: Returns a region as a CPU tensor of shape ``box.sizes``. The caller may keep it but must not modify it.
+        read: Returns a region as a CPU tensor of shape ``region.sizes``. The caller may keep it but must not modify it.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    read: Callable[[Box], torch.Tensor]
+    read: Callable[[Region], torch.Tensor]
 
     @property
     def nbytes(self) -> int:
@@ -54,11 +54,11 @@ class LazyTensor:
 
     def whole(self) -> torch.Tensor:
         """Read the whole tensor."""
-        return self.read(Box((0,) * len(self.shape), self.shape))
+        return self.read(Region((0,) * len(self.shape), self.shape))
 
-    def blocks(self, limit: int) -> Iterator[Box]:
-        """Tile the tensor in row-major order with boxes of at most ``limit`` bytes, or of a single element."""
-        yield from blocks_of(Box((0,) * len(self.shape), self.shape), self.dtype.itemsize, limit)
+    def blocks(self, limit: int) -> Iterator[Region]:
+        """Tile the tensor in row-major order with regions of at most ``limit`` bytes, or of a single element."""
+        yield from blocks_of(Region((0,) * len(self.shape), self.shape), self.dtype.itemsize, limit)
 
     def read_into(self, target: torch.Tensor, origin: tuple[int, ...], limit: int) -> None:
         """Copy the region of the target's shape at ``origin`` into a tensor.
@@ -68,14 +68,14 @@ class LazyTensor:
             origin: Index of the region's first element, per dimension.
             limit: Largest number of bytes to read at a time.
         """
-        for box in blocks_of(Box(origin, tuple(target.shape)), self.dtype.itemsize, limit):
-            target[box.slices(origin)].copy_(self.read(box))
+        for region in blocks_of(Region(origin, tuple(target.shape)), self.dtype.itemsize, limit):
+            target[region.slices(origin)].copy_(self.read(region))
 
     def to(self, dtype: torch.dtype) -> "LazyTensor":
         """The same values in another dtype."""
         if dtype == self.dtype:
             return self
-        return LazyTensor(self.shape, dtype, lambda box: self.read(box).to(dtype))
+        return LazyTensor(self.shape, dtype, lambda region: self.read(region).to(dtype))
 
     def narrow(self, dim: int, start: int, length: int) -> "LazyTensor":
         """Restrict one dimension to a range, as ``torch.narrow`` does.
@@ -86,8 +86,8 @@ class LazyTensor:
         if not 0 <= start <= start + length <= self.shape[dim]:
             raise ValueError(f"expected a range of dimension {dim} of {self.shape}; got {start} to {start + length}.")
 
-        def read(box: Box) -> torch.Tensor:
-            return self.read(Box(_with(box.offsets, dim, box.offsets[dim] + start), box.sizes))
+        def read(region: Region) -> torch.Tensor:
+            return self.read(Region(_with(region.offsets, dim, region.offsets[dim] + start), region.sizes))
 
         return LazyTensor(_with(self.shape, dim, length), self.dtype, read)
 
@@ -95,16 +95,16 @@ class LazyTensor:
         """Remove a dimension by picking one index of it, as ``torch.select`` does."""
         part = self.narrow(dim, index, 1)
 
-        def read(box: Box) -> torch.Tensor:
-            return part.read(Box(_inserted(box.offsets, dim, 0), _inserted(box.sizes, dim, 1))).squeeze(dim)
+        def read(region: Region) -> torch.Tensor:
+            return part.read(Region(_inserted(region.offsets, dim, 0), _inserted(region.sizes, dim, 1))).squeeze(dim)
 
         return LazyTensor(self.shape[:dim] + self.shape[dim + 1 :], self.dtype, read)
 
     def unsqueeze(self, dim: int) -> "LazyTensor":
         """Insert a dimension of size 1, as ``torch.unsqueeze`` does."""
 
-        def read(box: Box) -> torch.Tensor:
-            return self.read(Box(_without(box.offsets, dim), _without(box.sizes, dim))).unsqueeze(dim)
+        def read(region: Region) -> torch.Tensor:
+            return self.read(Region(_without(region.offsets, dim), _without(region.sizes, dim))).unsqueeze(dim)
 
         return LazyTensor(_inserted(self.shape, dim, 1), self.dtype, read)
 
@@ -122,7 +122,7 @@ class LazyTensor:
 
 def of(tensor: torch.Tensor) -> LazyTensor:
     """Wrap a tensor that is already in memory."""
-    return LazyTensor(tuple(tensor.shape), tensor.dtype, lambda box: tensor[box.slices()])
+    return LazyTensor(tuple(tensor.shape), tensor.dtype, lambda region: tensor[region.slices()])
 
 
 def cat(parts: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
@@ -139,15 +139,17 @@ def cat(parts: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
     for part in parts:
         starts.append(starts[-1] + part.shape[dim])
 
-    def read(box: Box) -> torch.Tensor:
-        begin, end = box.offsets[dim], box.offsets[dim] + box.sizes[dim]
+    def read(region: Region) -> torch.Tensor:
+        begin, end = region.offsets[dim], region.offsets[dim] + region.sizes[dim]
         found = []
         for part, first in zip(parts, starts, strict=False):
             low, high = max(begin, first), min(end, first + part.shape[dim])
             if low < high:
-                found.append(part.read(Box(_with(box.offsets, dim, low - first), _with(box.sizes, dim, high - low))))
+                found.append(
+                    part.read(Region(_with(region.offsets, dim, low - first), _with(region.sizes, dim, high - low)))
+                )
         if not found:
-            return torch.empty(box.sizes, dtype=parts[0].dtype)
+            return torch.empty(region.sizes, dtype=parts[0].dtype)
         return found[0] if len(found) == 1 else torch.cat(found, dim)
 
     return LazyTensor(_with(parts[0].shape, dim, starts[-1]), parts[0].dtype, read)
@@ -158,26 +160,26 @@ def stack(parts: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
     return cat([part.unsqueeze(dim) for part in parts], dim)
 
 
-def blocks_of(box: Box, itemsize: int, limit: int) -> Iterator[Box]:
-    """Tile a box in row-major order with boxes of at most ``limit`` bytes, or of a single element.
+def blocks_of(region: Region, itemsize: int, limit: int) -> Iterator[Region]:
+    """Tile a region in row-major order with regions of at most ``limit`` bytes, or of a single element.
 
     Args:
-        box: The region to tile.
+        region: The region to tile.
         itemsize: Bytes per element.
         limit: Largest size of a tile in bytes.
     """
     # The first dimension that can be cut. Those before it have size 1, so every tile is a run of rows.
-    dim = next((d for d, size in enumerate(box.sizes) if size > 1), None)
-    total = torch.Size(box.sizes).numel() * itemsize
+    dim = next((d for d, size in enumerate(region.sizes) if size > 1), None)
+    total = torch.Size(region.sizes).numel() * itemsize
     if dim is None or total <= limit:
-        yield box
+        yield region
         return
-    row = total // box.sizes[dim]
+    row = total // region.sizes[dim]
     length = max(limit // row, 1)
-    for start in range(0, box.sizes[dim], length):
-        part = Box(
-            _with(box.offsets, dim, box.offsets[dim] + start),
-            _with(box.sizes, dim, min(length, box.sizes[dim] - start)),
+    for start in range(0, region.sizes[dim], length):
+        part = Region(
+            _with(region.offsets, dim, region.offsets[dim] + start),
+            _with(region.sizes, dim, min(length, region.sizes[dim] - start)),
         )
         yield from blocks_of(part, itemsize, limit)
 

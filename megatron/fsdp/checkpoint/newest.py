@@ -24,7 +24,7 @@ def folder_of(folder: Path, iteration: int) -> Path:
     return folder / f"iter_{iteration:07d}"
 
 
-def newest_whole(folder: Path, wanted: int | None, check: bool = True, checked: Collection[Path] = ()) -> int | None:
+def newest_complete(folder: Path, wanted: int | None, check: bool = True, checked: Collection[Path] = ()) -> int | None:
     """Choose the iteration to load: ``wanted``, or the newest complete one before it. A collective.
 
     Args:

@@ -27,8 +27,8 @@ from megatron.fsdp.checkpoint.checksums import (
     read_json,
     size_of,
 )
-from megatron.fsdp.checkpoint.lazy import Box, LazyTensor
-from megatron.fsdp.checkpoint.strided import read_box
+from megatron.fsdp.checkpoint.lazy import LazyTensor, Region
+from megatron.fsdp.checkpoint.strided import read_region
 
 TRACKER = "latest_checkpointed_iteration.txt"
 # The tracker file's contents and the folder's name for a checkpoint without an iteration.
@@ -56,28 +56,28 @@ class _Index(NamedTuple):
     """The chunks of a tensor, sorted, so that those at given rows are found quickly among tens of thousands.
 
     Attributes:
-        boxes: The chunks, in the order of their offsets.
+        regions: The chunks, in the order of their offsets.
         starts: The first row of each chunk.
         longest: The largest number of rows of a chunk.
     """
 
-    boxes: list[Box]
+    regions: list[Region]
     starts: list[int]
     longest: int
 
     @staticmethod
     def of(entry: TensorStorageMetadata) -> "_Index":
-        ordered = sorted(Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks)
+        ordered = sorted(Region(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks)
         if not ordered or not ordered[0].offsets:
             return _Index(ordered, [], 0)
-        return _Index(ordered, [box.offsets[0] for box in ordered], max(box.sizes[0] for box in ordered))
+        return _Index(ordered, [region.offsets[0] for region in ordered], max(region.sizes[0] for region in ordered))
 
-    def near(self, box: Box) -> list[Box]:
-        """Return the chunks that may overlap with a box."""
+    def near(self, region: Region) -> list[Region]:
+        """Return the chunks that may overlap with a region."""
         if not self.starts:
-            return self.boxes
-        first = bisect.bisect_left(self.starts, box.offsets[0] - self.longest + 1)
-        return self.boxes[first : bisect.bisect_left(self.starts, box.offsets[0] + box.sizes[0])]
+            return self.regions
+        first = bisect.bisect_left(self.starts, region.offsets[0] - self.longest + 1)
+        return self.regions[first : bisect.bisect_left(self.starts, region.offsets[0] + region.sizes[0])]
 
 
 class StoredChunk(NamedTuple):
@@ -143,7 +143,7 @@ class CheckpointReader:
         self.path = path
         self.checksums = Checksums.load(path)
         self._verify = verify
-        self._sound: set[str | tuple[str, Box | None]] = set()
+        self._sound: set[str | tuple[str, Region | None]] = set()
         data = (path / METADATA).read_bytes()
         self.metadata_crc32 = as_hex(zlib.crc32(data))
         if verify and self.checksums:
@@ -162,13 +162,13 @@ class CheckpointReader:
         """Identifies this checkpoint and its current state: changes whenever one of its files does."""
         return f"{self.metadata_crc32} {fingerprint(self.path)}"
 
-    def unlisted(self) -> list[tuple[str, Box | None]]:
+    def unlisted(self) -> list[tuple[str, Region | None]]:
         """List the items in files that ``checksums.json`` does not list: keys with a chunk, or with None for objects.
 
         Raises:
             DamagedCheckpoint: The metadata lacks the place of an item.
         """
-        items: list[tuple[str, Box | None]] = [(key, None) for key in self.objects]
+        items: list[tuple[str, Region | None]] = [(key, None) for key in self.objects]
         items += [(key, chunk) for key in self.tensors for chunk in self.chunks(key)]
         return [(key, chunk) for key, chunk in items if not self._is_listed(self.place(key, chunk).file)]
 
@@ -180,7 +180,7 @@ class CheckpointReader:
             sizes[place.file] = max(sizes.get(place.file, 0), place.offset + place.length)
         return sizes
 
-    def chunks(self, key: str) -> list[Box]:
+    def chunks(self, key: str) -> list[Region]:
         """Return the chunks that a tensor is stored in, in the order of their offsets.
 
         Raises:
@@ -188,9 +188,9 @@ class CheckpointReader:
         """
         if key not in self.tensors:
             raise KeyError(key)
-        return self._index(key).boxes
+        return self._index(key).regions
 
-    def stored(self, key: str, chunk: Box) -> StoredChunk:
+    def stored(self, key: str, chunk: Region) -> StoredChunk:
         """Locate the elements of one chunk of a tensor.
 
         Args:
@@ -214,7 +214,7 @@ class CheckpointReader:
         with self._open(place.file) as file:
             return safe_pickle.load_torch(_window(file, place.offset, place.length), self._source(key, place))
 
-    def place(self, key: str, chunk: Box | None = None) -> Place:
+    def place(self, key: str, chunk: Region | None = None) -> Place:
         """Locate the archive of an object or of a tensor's chunk.
 
         Args:
@@ -256,15 +256,15 @@ class CheckpointReader:
         for key in self.objects:
             self.place(key)
         for key, tensor in self.tensors.items():
-            boxes = self.chunks(key)
-            problem = untiled(tensor.shape, boxes)
+            regions = self.chunks(key)
+            problem = untiled(tensor.shape, regions)
             if problem:
                 raise DamagedCheckpoint(f"{self.path / METADATA}: expected the chunks of {key} to tile it; {problem}.")
-            for box in boxes:
-                have, need = self.place(key, box).length, math.prod(box.sizes) * tensor.dtype.itemsize
+            for region in regions:
+                have, need = self.place(key, region).length, math.prod(region.sizes) * tensor.dtype.itemsize
                 if have < need:
                     raise DamagedCheckpoint(
-                        f"{self.path / METADATA}: {key}: expected at least {need} bytes of {box}; got {have}."
+                        f"{self.path / METADATA}: {key}: expected at least {need} bytes of {region}; got {have}."
                     )
         self.check_sizes()
 
@@ -279,7 +279,7 @@ class CheckpointReader:
             if found < size:
                 raise DamagedCheckpoint(f"{self.path / name}: expected at least {size} bytes; got {found}.")
 
-    def check_contents(self, key: str, chunk: Box | None = None) -> None:
+    def check_contents(self, key: str, chunk: Region | None = None) -> None:
         """Compare an object or a tensor's chunk with the checksums that ``torch.save`` stored with it.
 
         Args:
@@ -295,28 +295,28 @@ class CheckpointReader:
 
     def _tensor(self, key: str, entry: TensorStorageMetadata) -> LazyTensor:
         shape, dtype = tuple(entry.size), entry.properties.dtype
-        return LazyTensor(shape, dtype, lambda box: self._read(key, box))
+        return LazyTensor(shape, dtype, lambda region: self._read(key, region))
 
-    def _read(self, key: str, box: Box) -> torch.Tensor:
+    def _read(self, key: str, region: Region) -> torch.Tensor:
         """Read a region of a tensor from the chunks that it overlaps with."""
         tensor = self.tensors[key]
-        if len(box.offsets) != len(tensor.shape) or not _inside(box, tensor.shape):
-            raise ValueError(f"{key}: expected a region of a tensor of shape {tensor.shape}; got {box}.")
-        result = torch.empty(box.sizes, dtype=tensor.dtype)
+        if len(region.offsets) != len(tensor.shape) or not _inside(region, tensor.shape):
+            raise ValueError(f"{key}: expected a region of a tensor of shape {tensor.shape}; got {region}.")
+        result = torch.empty(region.sizes, dtype=tensor.dtype)
         missing = result.numel()
-        for chunk in self._index(key).near(box) if missing else []:
-            common = intersection(chunk, box)
+        for chunk in self._index(key).near(region) if missing else []:
+            common = intersection(chunk, region)
             if common is None:
                 continue
             stored = self._stored(key, chunk)
-            target = result[common.slices(box.offsets)]
+            target = result[common.slices(region.offsets)]
             with self._open(stored.file) as file:
-                read_box(file, stored.start, stored.stride, common.relative_to(chunk.offsets), target)
+                read_region(file, stored.start, stored.stride, common.relative_to(chunk.offsets), target)
             missing -= math.prod(common.sizes)
         if missing:
             raise DamagedCheckpoint(
-                f"{self.path / METADATA}: expected the chunks of {key} to tile it; {missing} elements of {box} are not "
-                "covered exactly once."
+                f"{self.path / METADATA}: expected the chunks of {key} to tile it; {missing} elements of {region} are "
+                "not covered exactly once."
             )
         return result
 
@@ -325,7 +325,7 @@ class CheckpointReader:
         assert isinstance(entry, TensorStorageMetadata)
         return _Index.of(entry)
 
-    def _find_chunk(self, key: str, chunk: Box) -> StoredChunk:
+    def _find_chunk(self, key: str, chunk: Region) -> StoredChunk:
         tensor = self.tensors[key]
         place = self.place(key, chunk)
         self._check_item(key, chunk, place)
@@ -371,7 +371,7 @@ class CheckpointReader:
         size_of(self.path / name)
         return open(self.path / name, "rb", buffering=0)
 
-    def _check_item(self, key: str, chunk: Box | None, place: Place) -> None:
+    def _check_item(self, key: str, chunk: Region | None, place: Place) -> None:
         """Before the first read of an item whose file has no checksum, compare it with the item's own checksums."""
         if self._verify and (key, chunk) not in self._sound and not self._is_listed(place.file):
             self.check_contents(key, chunk)
@@ -453,32 +453,32 @@ def _is_tensor(entry: Any) -> bool:
     return all(isinstance(s, tuple) and len(s) == len(entry.size) and min(s, default=0) >= 0 for s in sizes)
 
 
-def _inside(box: Box, shape: tuple[int, ...]) -> bool:
-    return all(0 <= o <= o + n <= size for o, n, size in zip(box.offsets, box.sizes, shape, strict=True))
+def _inside(region: Region, shape: tuple[int, ...]) -> bool:
+    return all(0 <= o <= o + n <= size for o, n, size in zip(region.offsets, region.sizes, shape, strict=True))
 
 
-def intersection(a: Box, b: Box) -> Box | None:
-    """Return the overlap of two boxes of one tensor; None if they do not overlap."""
+def intersection(a: Region, b: Region) -> Region | None:
+    """Return the overlap of two regions of one tensor; None if they do not overlap."""
     low = tuple(map(max, a.offsets, b.offsets))
     high = tuple(min(p + n, q + m) for p, n, q, m in zip(*a, *b, strict=True)) if a.offsets else ()
     sizes = tuple(h - o for o, h in zip(low, high, strict=True))
-    return Box(low, sizes) if min(sizes, default=1) > 0 else None
+    return Region(low, sizes) if min(sizes, default=1) > 0 else None
 
 
-def untiled(shape: tuple[int, ...], boxes: list[Box]) -> str:
-    """Describe how boxes fail to cover a tensor exactly once; empty if they cover it."""
-    boxes = [box for box in boxes if 0 not in box.sizes]
-    for box in boxes:
-        if not _inside(box, shape):
-            return f"one, {box}, is not inside {shape}"
-    # Sweep along the first dimension: only boxes that have not ended yet can overlap with the next one.
-    open_boxes: list[Box] = []
-    for box in sorted(boxes):
-        open_boxes = [o for o in open_boxes if not o.offsets or o.offsets[0] + o.sizes[0] > box.offsets[0]]
-        if any(intersection(o, box) for o in open_boxes):
-            return f"one, {box}, overlaps with another"
-        open_boxes.append(box)
-    covered, wanted = sum(math.prod(box.sizes) for box in boxes), math.prod(shape)
+def untiled(shape: tuple[int, ...], regions: list[Region]) -> str:
+    """Describe how regions fail to cover a tensor exactly once; empty if they cover it."""
+    regions = [region for region in regions if 0 not in region.sizes]
+    for region in regions:
+        if not _inside(region, shape):
+            return f"one, {region}, is not inside {shape}"
+    # Sweep along the first dimension: only regions that have not ended yet can overlap with the next one.
+    open_regions: list[Region] = []
+    for region in sorted(regions):
+        open_regions = [o for o in open_regions if not o.offsets or o.offsets[0] + o.sizes[0] > region.offsets[0]]
+        if any(intersection(o, region) for o in open_regions):
+            return f"one, {region}, overlaps with another"
+        open_regions.append(region)
+    covered, wanted = sum(math.prod(region.sizes) for region in regions), math.prod(shape)
     return "" if covered == wanted else f"they have {covered} of {wanted} elements"
 
 

@@ -1,4 +1,4 @@
-"""Reads a box of a strided tensor straight from a file, without reading the whole tensor."""
+"""Reads a region of a strided tensor straight from a file, without reading the whole tensor."""
 
 import os
 from typing import IO
@@ -7,7 +7,7 @@ import torch
 
 from megatron.fsdp.checkpoint.archive import memory
 from megatron.fsdp.checkpoint.checksums import DamagedCheckpoint
-from megatron.fsdp.checkpoint.lazy import Box
+from megatron.fsdp.checkpoint.lazy import Region
 
 # Elements that are not contiguous in the file are read through a buffer of at most this many bytes.
 SCRATCH = 4 << 20
@@ -17,22 +17,22 @@ GAP = 64 << 10
 _COPY_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
-def read_box(file: IO[bytes], start: int, stride: tuple[int, ...], box: Box, target: torch.Tensor) -> None:
-    """Read a box of a tensor that is stored in a file.
+def read_region(file: IO[bytes], start: int, stride: tuple[int, ...], region: Region, target: torch.Tensor) -> None:
+    """Read a region of a tensor that is stored in a file.
 
     Args:
         file: Open for reading, unbuffered.
         start: Byte in the file at which the tensor's first element begins.
         stride: Of the stored tensor, in elements.
-        box: The elements to read; not empty.
-        target: CPU tensor of shape ``box.sizes`` and the stored dtype; overwritten.
+        region: The elements to read; not empty.
+        target: CPU tensor of shape ``region.sizes`` and the stored dtype; overwritten.
 
     Raises:
-        DamagedCheckpoint: The file ends before the box does.
+        DamagedCheckpoint: The file ends before the region does.
     """
-    first = start + target.itemsize * sum(o * s for o, s in zip(box.offsets, stride, strict=True))
+    first = start + target.itemsize * sum(o * s for o, s in zip(region.offsets, stride, strict=True))
     # Dimensions of size 1 say nothing about the order in memory.
-    kept = tuple(stride[dim] for dim, size in enumerate(box.sizes) if size > 1)
+    kept = tuple(stride[dim] for dim, size in enumerate(region.sizes) if size > 1)
     _read(file, first, kept, target.view(_COPY_DTYPES[target.itemsize]).squeeze())
 
 

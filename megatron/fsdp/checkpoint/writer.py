@@ -39,7 +39,7 @@ from megatron.fsdp.checkpoint.checksums import (
     write_files,
 )
 from megatron.fsdp.checkpoint.coordination import wait_until
-from megatron.fsdp.checkpoint.lazy import Box, LazyTensor
+from megatron.fsdp.checkpoint.lazy import LazyTensor, Region
 
 PROGRESS = ".progress"
 
@@ -55,7 +55,7 @@ class _Item(NamedTuple):
     """A block of a tensor."""
 
     key: str
-    box: Box
+    region: Region
     nbytes: int
 
 
@@ -132,9 +132,9 @@ class CheckpointWriter:
             raise RuntimeError(f"{self._path}: expected one call of write; got another.")
         self._tensors = tensors
         self._items = [
-            _Item(key, box, math.prod(box.sizes) * tensor.dtype.itemsize)
+            _Item(key, region, math.prod(region.sizes) * tensor.dtype.itemsize)
             for key, tensor in tensors.items()
-            for box in tensor.blocks(self._block)
+            for region in tensor.blocks(self._block)
         ]
         self._fingerprint = self._identity(objects)
         if self._is_complete():
@@ -146,7 +146,7 @@ class CheckpointWriter:
             for number in self._share():
                 item = self._items[number]
                 if number not in file.done:
-                    file.append(number, tensors[item.key].read(item.box).contiguous())
+                    file.append(number, tensors[item.key].read(item.region).contiguous())
                 progress(item.nbytes)
             file.sync()
         if self._process == 0:
@@ -274,8 +274,8 @@ class CheckpointWriter:
         storage = {}
         for number, item in enumerate(self._items):
             chunks = entries[item.key].chunks
-            storage[MetadataIndex(item.key, item.box.offsets, len(chunks))] = places[number]
-            chunks.append(ChunkStorageMetadata(torch.Size(item.box.offsets), torch.Size(item.box.sizes)))
+            storage[MetadataIndex(item.key, item.region.offsets, len(chunks))] = places[number]
+            chunks.append(ChunkStorageMetadata(torch.Size(item.region.offsets), torch.Size(item.region.sizes)))
         for key, place in self._objects.items():
             entries[key] = BytesStorageMetadata()
             storage[MetadataIndex(key)] = place

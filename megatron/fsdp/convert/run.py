@@ -19,7 +19,7 @@ _READERS = {TORCH_DIST: reading.read, FSDP_DTENSOR: fsdp_dtensor.read}
 _WRITERS = {TORCH_DIST: writing.lay_out, FSDP_DTENSOR: fsdp_dtensor.lay_out}
 
 
-class Written(NamedTuple):
+class ConversionTotals(NamedTuple):
     """The numbers of tensors and objects that were written, and the bytes of the tensors."""
 
     tensors: int
@@ -74,7 +74,7 @@ def write_state(
     format: str,
     options: WriteOptions | None = None,
     progress: Callable[[int], None] = lambda nbytes: None,
-) -> Written:
+) -> ConversionTotals:
     """Write a checkpoint as a stream. The folder appears once it is complete; an interrupted conversion resumes.
 
     If the folder is named like an iteration, the tracker file beside it is updated.
@@ -106,7 +106,7 @@ def write_state(
     writer.finish(output.planner_data, output.files)
     if options.process == 0:
         _update_tracker(path)
-    return Written(len(output.tensors), len(output.objects), sum(t.nbytes for t in output.tensors.values()))
+    return ConversionTotals(len(output.tensors), len(output.objects), sum(t.nbytes for t in output.tensors.values()))
 
 
 def _update_tracker(path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from megatron.fsdp.checkpoint import safe_pickle
 from megatron.fsdp.checkpoint.checksums import METADATA, NAME, Checksums, DamagedCheckpoint
-from megatron.fsdp.checkpoint.lazy import Box
+from megatron.fsdp.checkpoint.lazy import Region
 from megatron.fsdp.checkpoint.reader import COMMON, COMMON_KEY, CheckpointReader
 from megatron.fsdp.checkpoint.safe_pickle import UnsafePickle
 from megatron.fsdp.convert.inspecting import GROUP_META
@@ -115,7 +115,7 @@ def _contents(
     reader: CheckpointReader, damaged: set[str], with_bytes: bool, progress: Callable[[int], None]
 ) -> Iterator[tuple[str, str]]:
     """Check the items in files that are not damaged: yields the file and the problem of each bad item."""
-    items: list[tuple[str, Box | None]] = [(key, None) for key in reader.objects]
+    items: list[tuple[str, Region | None]] = [(key, None) for key in reader.objects]
     items += [(key, chunk) for key in reader.tensors for chunk in reader.chunks(key)]
     for key, chunk in items:
         if _problem(partial(reader.place, key, chunk)) or reader.place(key, chunk).file in damaged:
@@ -127,7 +127,7 @@ def _contents(
             progress(reader.place(key, chunk).length)
 
 
-def _check_item(reader: CheckpointReader, key: str, chunk: Box | None, with_bytes: bool) -> None:
+def _check_item(reader: CheckpointReader, key: str, chunk: Region | None, with_bytes: bool) -> None:
     if with_bytes:
         reader.check_contents(key, chunk)
     if chunk is None:

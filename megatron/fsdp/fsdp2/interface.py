@@ -1,4 +1,4 @@
-"""``torch.distributed.fsdp.fully_shard`` (FSDP2) on this engine: code that is written for it changes its import only.
+"""PyTorch's FSDP2 interface on this engine. Code written for torch's ``fully_shard`` only changes its import.
 
     from megatron.fsdp.fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -7,24 +7,27 @@
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters())
 
-**When a model is sharded.** A call of :func:`fully_shard` marks a module and changes no parameter. The outermost
-marked module, with everything in it, is sharded when something first asks for what sharding changes: ``parameters()``,
-``named_parameters()``, ``state_dict()`` or ``load_state_dict()`` of a marked module, its forward, or a method of
-:class:`FSDPModule` that needs weights. Marked modules inside are its units. So calls may be nested as deep as one
-likes, a module that nothing marked is around is sharded by itself, and nobody has to say which call is the last.
-Sharding waits for no other rank (process groups are made by the calls), so one rank may ask earlier than another, or
-alone; whether all have the same model is compared before the first forward. Asking for the parameters of a part before
-the call on the whole makes the part a model of its own; the whole is then refused.
+**Sharding is deferred.** :func:`fully_shard` marks a module and changes no parameter. The outermost marked module is
+sharded, with everything in it, on first need: ``parameters()``, ``named_parameters()``, ``state_dict()`` or
+``load_state_dict()`` of a marked module, its forward, or a method of :class:`FSDPModule` that reads weights. The marked
+modules inside it become its units. Deferral is necessary because a call on a submodule cannot tell whether a call on
+its parent will follow, and the engine shards a whole model at once. A marked module without a marked parent is a model
+of its own. Reading the parameters of a submodule before the call on its parent therefore makes the submodule a model,
+and sharding the parent then raises an error.
 
-**What the model is then.** The same object, also an instance of its own class and of :class:`FSDPModule`. At rest its
-parameters are main weights: DTensors in the dtype that the model was built in, under their own names. The engine
-(:class:`megatron.fsdp.runtime.engine.Engine`) belongs to the outermost module and refers to it weakly.
+**Sharding communicates nothing.** The process groups are created by :func:`fully_shard`, so one rank may shard earlier
+than the others, or alone. The ranks compare their models before the first forward.
 
-**The optimizer** needs no call either. At its first step, a hook that torch runs before every optimizer's step finds
-parameters of such a model in it and does what :func:`megatron.fsdp.fully_shard_optimizer` does, also for parameters
-that it got before the model was sharded.
+**The sharded model** is the same object, and an instance of both its original class and :class:`FSDPModule`. While it
+is sharded, its parameters are main weights: DTensors in the dtype of the original parameters, under the same names.
+The outermost module owns the engine (:class:`megatron.fsdp.runtime.engine.Engine`), which does not hold the module: a
+deleted model frees its memory at once, without waiting for the garbage collector.
 
-``docs/fsdp2.md`` lists every argument and method: what works, what is accepted without effect, what is refused.
+**The optimizer** needs no call. A hook that torch runs before every optimizer's step looks for parameters of a sharded
+model and attaches the optimizer as :func:`megatron.fsdp.fully_shard_optimizer` does. The optimizer may have been built
+before the model was sharded.
+
+``docs/fsdp2.md`` lists all arguments and methods: those that work, those without effect, and those that raise.
 """
 
 import functools
@@ -57,7 +60,7 @@ from megatron.fsdp.fsdp2.marked import (
 from megatron.fsdp.runtime.unit import Unit, WeightState
 from megatron.fsdp.sharding.layout import parse_granularity
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy as EnginePolicy
-from megatron.fsdp.state.loading import NO_COPY, NO_PICKLE, refuse_conversion
+from megatron.fsdp.state.loading import NO_COPY, NO_PICKLE, reject_conversion
 
 logger = logging.getLogger(__name__)
 
@@ -79,12 +82,12 @@ class MixedPrecisionPolicy:
     """Dtypes of one module's computation.
 
     Attributes:
-        param_dtype: What forward and backward compute with. None: the dtype that the parameters have. Main weights
-            keep the parameters' own dtype and values.
-        reduce_dtype: What gradients are reduced in. None: ``param_dtype``. They are accumulated in the parameters'
-            own dtype.
-        output_dtype: What floating-point outputs of the forward are cast to. None: nothing is cast.
-        cast_forward_inputs: Cast floating-point inputs of the forward to ``param_dtype``.
+        param_dtype: Dtype of compute weights. None: that of the original parameters. Main weights keep the dtype and
+            values of the original parameters.
+        reduce_dtype: Dtype in which gradients are reduced. None: ``param_dtype``. Gradients are accumulated in the
+            dtype of the original parameters.
+        output_dtype: Dtype of the forward's floating-point outputs. None: outputs are not cast.
+        cast_forward_inputs: Whether to cast floating-point inputs of the forward to ``param_dtype``.
     """
 
     param_dtype: torch.dtype | None = None
@@ -95,15 +98,15 @@ class MixedPrecisionPolicy:
 
 @dataclass(frozen=True)
 class OffloadPolicy:
-    """Nothing is offloaded."""
+    """Keeps everything on the device of the computation."""
 
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Main weights, their gradients and so the optimizer's state are in host memory.
+    """Keeps main weights and their gradients, and therefore the optimizer's state, in host memory.
 
     Attributes:
-        pin_memory: Accepted. The memory is pinned if the model computes on CUDA.
+        pin_memory: No effect. The memory is pinned if the model computes on CUDA.
     """
 
     pin_memory: bool = True
@@ -111,14 +114,14 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 @dataclass(frozen=True)
 class DataParallelMeshDims:
-    """Which axes of a mesh are data-parallel. Can be imported; :func:`fully_shard` refuses it."""
+    """Names the data-parallel axes of a mesh. It can be imported, but :func:`fully_shard` raises if it is given."""
 
     shard: str | tuple[str, ...] | None = None
     replicate: str | tuple[str, ...] | None = None
 
 
 def _before_forward(module: "FSDPModule", args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Shard the model if it is not; cast the inputs of a forward, and move those of the outermost module."""
+    """Shard the model if it is not sharded yet. Cast the forward's inputs, and move those of the outermost module."""
     model, dtype, device = model_of(module), mark_of(module).input_dtype, None
     if owned_model(module) is model:
         model.before_forward()
@@ -132,7 +135,7 @@ def _after_forward(module: "FSDPModule", output: Any) -> Any:
 
 
 def _cast(value: Any, dtype: torch.dtype | None, device: torch.device | None = None) -> Any:
-    """Floating-point tensors in nested containers in another dtype, and all of them on another device."""
+    """Cast floating-point tensors in nested containers to ``dtype``, and move all tensors to ``device``."""
 
     def convert(item: Any) -> Any:
         if isinstance(item, torch.Tensor) and device is not None:
@@ -145,13 +148,13 @@ def _cast(value: Any, dtype: torch.dtype | None, device: torch.device | None = N
 
 
 class UnshardHandle:
-    """A gather that was started by ``unshard``."""
+    """The all-gathers that ``unshard(async_op=True)`` has started."""
 
     def __init__(self, unit: Unit | None) -> None:
         self._unit = unit
 
     def wait(self) -> None:
-        """Wait for it, and make the whole weights the module's parameters."""
+        """Wait for the all-gathers, and make compute weights the module's parameters."""
         unit, self._unit = self._unit, None
         if unit is not None and unit.state is WeightState.UNSHARDING:
             unit.use(WeightState.UNSHARDED)
@@ -159,21 +162,21 @@ class UnshardHandle:
             unit.show(compute=True)
 
 
-def _accepted(name: str) -> Callable[..., None]:
-    """A method without effect on what is computed."""
+def _method_without_effect(name: str) -> Callable[..., None]:
+    """Create a method that does nothing, for a setting of torch's that this engine does not need."""
 
     def method(self: "FSDPModule", *args: Any, **kwargs: Any) -> None:
-        """Accepted without effect; docs/fsdp2.md says why."""
+        """No effect; docs/fsdp2.md gives the reason."""
 
     method.__name__ = name
     return method
 
 
-def _refused(name: str, reason: str) -> Callable[..., NoReturn]:
-    """A method that is not supported."""
+def _unsupported_method(name: str, reason: str) -> Callable[..., NoReturn]:
+    """Create a method that raises NotImplementedError with ``reason``."""
 
     def method(self: "FSDPModule", *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise NotImplementedError; docs/fsdp2.md says why."""
+        """Raise NotImplementedError; docs/fsdp2.md gives the reason."""
         raise NotImplementedError(f"{name}: {reason}")
 
     method.__name__ = name
@@ -181,10 +184,10 @@ def _refused(name: str, reason: str) -> Callable[..., NoReturn]:
 
 
 class FSDPModule(MarkedModule):
-    """What :func:`fully_shard` makes of a module: a class of its own that inherits from this and the module's class."""
+    """Base of the classes that :func:`fully_shard` gives to modules, which also inherit from the module's own class."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """A new module of the original class: containers make one of their own class when they are sliced."""
+        """Create a module of the original class. A sliced container calls its class, and the slice is not marked."""
         original: Any = cls.__bases__[1]
         return original(*args, **kwargs)
 
@@ -195,19 +198,20 @@ class FSDPModule(MarkedModule):
         raise NotImplementedError(NO_PICKLE)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module; before the first time, shard the model."""
+        """Run the module. The first call shards the model."""
         args, kwargs = _before_forward(self, args, kwargs)
         return _after_forward(self, super().__call__(*args, **kwargs))
 
     # Parameters ------------------------------------------------------------------------------------------------
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Main weights, by their names."""
+        """Yield the names and parameters. The first call shards the model."""
         shard_if_pending(self)
         return super().named_parameters(*args, **kwargs)
 
     def requires_grad_(self, requires_grad: bool = True) -> "FSDPModule":
-        """Freeze or unfreeze all parameters. Those that were frozen when the model was sharded remain so."""
+        """Freeze or unfreeze all parameters."""
+        # Not through parameters(), which would shard the model: freezing is common before the last fully_shard call.
         for module in self.modules():
             for parameter in module._parameters.values():
                 if parameter is not None:
@@ -215,12 +219,13 @@ class FSDPModule(MarkedModule):
         return self
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "FSDPModule":
-        """Apply ``to()``, ``to_empty()`` and the like: to everything before the model is sharded, then to buffers."""
+        """Apply ``to()`` or ``to_empty()``: to parameters and buffers before sharding, to buffers only afterwards."""
+        # A model on the meta device is sharded first: each rank then allocates its shards instead of whole parameters.
         if is_pending(self) and not any(
             p.is_meta for m in self.modules() for p in m._parameters.values() if p is not None
         ):
             return super()._apply(fn, recurse)
-        refuse_conversion(model_of(self).engine.params(), fn)
+        reject_conversion(model_of(self).engine.params(), fn)
         for module in self.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
@@ -230,33 +235,33 @@ class FSDPModule(MarkedModule):
     # State -----------------------------------------------------------------------------------------------------
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Main weights as DTensors, and buffers, under the names that the model has without sharding."""
+        """Return main weights as DTensors, and buffers, under the names of the unsharded model."""
         model_of(self).engine.show_main()
         return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Copy whole tensors, or DTensors that are sharded as here or evenly, into the main weights.
+        """Copy whole tensors, DTensors of this model, or evenly sharded DTensors into the main weights.
 
         Args:
-            state_dict: By the names that ``state_dict()`` uses.
-            strict: Every parameter and buffer must be there, and nothing else.
-            assign: Accepted. The values are copied all the same.
+            state_dict: Tensors by the names that ``state_dict()`` uses.
+            strict: Every parameter and buffer must be present, and nothing else.
+            assign: No effect: values are always copied.
 
         Raises:
             RuntimeError: ``strict``, and keys are missing or unexpected.
             ValueError: A shape differs.
-            NotImplementedError: This is a part of a sharded model.
+            NotImplementedError: This is a submodule of a sharded model.
         """
         model = model_of(self)
         if owned_model(self) is not model:
-            raise NotImplementedError("load_state_dict of a part of a sharded model: load into the whole model.")
+            raise NotImplementedError("load_state_dict of a submodule of a sharded model: load into the whole model.")
         return model.load(self, state_dict, strict)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather the parameters of this module that belong to no marked module inside it, until its next forward.
+        """Unshard this module's unit, until its next forward. Marked modules inside it are units of their own.
 
         Args:
-            async_op: Return a handle to wait for instead of waiting.
+            async_op: Return a handle to wait on, instead of waiting.
         """
         model_of(self).engine.agree()
         unit = mark_of(self).unit()
@@ -269,7 +274,7 @@ class FSDPModule(MarkedModule):
         return None
 
     def reshard(self) -> None:
-        """Release what :meth:`unshard`, or a forward, has left gathered of this module's own parameters."""
+        """Reshard this module's unit, if :meth:`unshard` or a forward has left it unsharded."""
         unit = mark_of(self).unit()
         if unit is not None and unit.state is WeightState.UNSHARDING:
             unit.reshard_unused()
@@ -277,10 +282,10 @@ class FSDPModule(MarkedModule):
             unit.reshard()
 
     def reset_iter_state(self) -> None:
-        """Forget a forward or backward that raised, and gradients that are not in ``.grad`` yet.
+        """Reset the model after a forward or backward that raised, and drop gradients that are not in ``.grad`` yet.
 
         Raises:
-            RuntimeError: This is a part of a sharded model.
+            RuntimeError: This is a submodule of a sharded model.
         """
         model = model_of(self)
         if owned_model(self) is not model:
@@ -299,24 +304,24 @@ class FSDPModule(MarkedModule):
             model.update_sync()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Choose whether gradients are synchronized in backward, or accumulated for a later one that does it."""
+        """Set whether backward synchronizes gradients, or accumulates them for a later backward that does."""
         for mark in self._marks(recurse):
             mark.requires_gradient_sync = mark.requires_all_reduce = requires_gradient_sync
         self._update_sync()
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Choose whether gradients are reduced over the outer axis, or accumulated for a later backward."""
+        """Set whether backward reduces gradients over the outer axis, or accumulates them for a later backward."""
         for mark in self._marks(recurse):
             mark.requires_all_reduce = requires_all_reduce
         self._update_sync()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Choose whether backward ends with gradients in ``.grad``, or leaves that to a later backward."""
+        """Set whether the next backward ends with gradients in ``.grad``."""
         mark_of(self).is_last_backward = is_last_backward
         self._update_sync()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Choose whether weights are released after forward. Those of the outermost module never are."""
+        """Set whether units are resharded after forward. The outermost module's unit stays unsharded in any case."""
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"reshard_after_forward: expected a bool; got {reshard_after_forward!r}.")
         for mark in self._marks(recurse):
@@ -325,7 +330,7 @@ class FSDPModule(MarkedModule):
                 unit.keeps_weights = mark.keeps_weights
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide the sum of the gradients of this module's own parameters by ``factor``."""
+        """Divide the summed gradients of this module's unit by ``factor``, instead of by the number of ranks."""
         mark = mark_of(self)
         before, mark.divisor = mark.divisor, factor
         unit, model = mark.unit(), mark.model()
@@ -335,34 +340,37 @@ class FSDPModule(MarkedModule):
     set_reduce_scatter_divide_factor = set_gradient_divide_factor
 
     def set_modules_to_forward_prefetch(self, modules: Sequence["FSDPModule"]) -> None:
-        """Accepted: the engine records in which order modules run, and gathers ahead in that order."""
+        """No effect: the engine records the order in which modules run, and prefetches in that order."""
         for module in modules:
             if not isinstance(module, FSDPModule):
                 raise ValueError(f"Expected modules that fully_shard was called on; got {type(module).__name__}.")
 
     set_modules_to_backward_prefetch = set_modules_to_forward_prefetch
-    set_reshard_after_backward = _accepted("set_reshard_after_backward")
-    set_unshard_in_backward = _accepted("set_unshard_in_backward")
-    set_post_optim_event = _accepted("set_post_optim_event")
-    set_force_sum_reduction_for_comms = _accepted("set_force_sum_reduction_for_comms")
-    set_reduce_scatter_unused_params = _accepted("set_reduce_scatter_unused_params")
-    set_reduce_scatter_max_input_buffers = _accepted("set_reduce_scatter_max_input_buffers")
-    set_separate_reduce_scatter_group = _accepted("set_separate_reduce_scatter_group")
-    _OWN = "the engine has collectives of its own. "
-    set_custom_all_gather = _refused("set_custom_all_gather", _OWN + "Leave it out.")
-    set_custom_reduce_scatter = _refused("set_custom_reduce_scatter", _OWN + "Leave it out.")
-    set_all_reduce_hook = _refused("set_all_reduce_hook", _OWN + "Change .grad of the parameters after backward.")
+    set_reshard_after_backward = _method_without_effect("set_reshard_after_backward")
+    set_unshard_in_backward = _method_without_effect("set_unshard_in_backward")
+    set_post_optim_event = _method_without_effect("set_post_optim_event")
+    set_force_sum_reduction_for_comms = _method_without_effect("set_force_sum_reduction_for_comms")
+    set_reduce_scatter_unused_params = _method_without_effect("set_reduce_scatter_unused_params")
+    set_reduce_scatter_max_input_buffers = _method_without_effect("set_reduce_scatter_max_input_buffers")
+    set_separate_reduce_scatter_group = _method_without_effect("set_separate_reduce_scatter_group")
+    _COLLECTIVES = "the engine's collectives cannot be replaced. "
+    set_custom_all_gather = _unsupported_method("set_custom_all_gather", _COLLECTIVES + "Leave it out.")
+    set_custom_reduce_scatter = _unsupported_method("set_custom_reduce_scatter", _COLLECTIVES + "Leave it out.")
+    set_all_reduce_hook = _unsupported_method(
+        "set_all_reduce_hook", _COLLECTIVES + "Change .grad of the parameters after backward."
+    )
     _BUFFERS = "buffers are registered with NCCL by megatron.fsdp.fully_shard_model(nccl_ub=True)."
-    set_allocate_memory_from_process_group_for_comm = _refused(
+    set_allocate_memory_from_process_group_for_comm = _unsupported_method(
         "set_allocate_memory_from_process_group_for_comm", _BUFFERS
     )
-    set_symm_mem_for_comm = _refused("set_symm_mem_for_comm", _BUFFERS)
+    set_symm_mem_for_comm = _unsupported_method("set_symm_mem_for_comm", _BUFFERS)
 
 
 _classes: dict[type[nn.Module], type[FSDPModule]] = {}
 
 
 def _marked_class(cls: type[nn.Module]) -> type[FSDPModule]:
+    # The metaclass of the original class makes the new one, since modules may have a metaclass other than ``type``.
     if cls not in _classes:
         metaclass: Any = type(cls)
         named = {"__module__": cls.__module__, "__doc__": cls.__doc__}
@@ -382,44 +390,46 @@ def fully_shard[T: nn.Module | list[nn.Module]](
     dp_mesh_dims: DataParallelMeshDims | None = None,
     shard_granularity: str = "row",
 ) -> T:
-    """Mark a module as one whose parameters are gathered and released together; see the head of this file.
+    """Mark a module as a unit: its parameters are unsharded and resharded together.
 
-    All ranks must call this alike.
+    The model is sharded later, on first need; the docstring of this file says when. All ranks must make the same calls.
 
     Args:
-        module: The module, or a list of them, each of which is marked.
-        mesh: One data-parallel axis, or two with names: parameters are sharded over the second, and the first repeats
-            that (HSDP). None: one axis over all ranks. The same for all modules of a model.
-        reshard_after_forward: Release weights after forward, and gather them again for backward. None: True. Those of
-            the outermost module stay until backward in any case. A number of ranks, which divides the mesh's: 1 is
-            False, and any other True. (torch leaves weights divided between as many, which are gathered faster.)
+        module: The module, or a list of modules, each of which becomes a unit.
+        mesh: One data-parallel axis, or two named ones: parameters are sharded over the second and replicated over the
+            first (HSDP). None: one axis over all ranks. It must be the same for all modules of a model.
+        reshard_after_forward: Whether to reshard the unit after forward and unshard it again for backward. None: True.
+            The outermost module's unit stays unsharded until backward in any case. A number of ranks must divide the
+            size of the mesh; 1 means False, and any other number means True. (torch reshards to that many ranks, which
+            takes more memory and makes the second all-gather faster.)
         shard_placement_fn: Must return None or ``Shard(0)`` for every parameter.
-        mp_policy: Dtypes; may differ between the modules of a model.
-        offload_policy: ``CPUOffloadPolicy()`` for main weights in host memory. The same for all modules of a model.
+        mp_policy: Dtypes. They may differ between the modules of a model.
+        offload_policy: ``CPUOffloadPolicy()`` keeps main weights in host memory. It must be the same for all modules
+            of a model.
         ignored_params: Must be empty.
         dp_mesh_dims: Must be None.
-        shard_granularity: What is not divided between ranks, as :func:`megatron.fsdp.fully_shard_model` has it:
-            ``"tensor"`` for Muon, ``"parameter"`` for Adafactor or 8-bit Adam. May differ between modules. torch's
-            function has no such argument.
+        shard_granularity: Smallest unit of a parameter that is never divided between ranks, as in
+            :func:`megatron.fsdp.fully_shard_model`: ``"tensor"`` for Muon, ``"parameter"`` for Adafactor or 8-bit Adam.
+            It may differ between modules. torch's function has no such argument.
 
     Returns:
-        ``module`` itself, which is also an :class:`FSDPModule` from now on.
+        ``module`` itself, which is now also an :class:`FSDPModule`.
 
     Raises:
         RuntimeError: torch.distributed is not initialized.
-        ValueError: An argument is not fit, or the module is marked already.
-        NotImplementedError: An argument asks for what is not supported.
+        ValueError: An argument is invalid, or the module is already marked.
+        NotImplementedError: An argument requests a feature that is not supported.
     """
     require_process_group()
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     if ignored_params:
-        raise NotImplementedError("ignored_params: every parameter inside is sharded. Leave it empty.")
+        raise NotImplementedError("ignored_params: every parameter of the module is sharded. Leave it empty.")
     if dp_mesh_dims is not None:
         raise NotImplementedError("dp_mesh_dims: give the data-parallel axes as mesh, for instance mesh['dp'].")
     parse_granularity(shard_granularity)
     for each in modules:
         _check_module(each, shard_placement_fn)
-    # torch's own policies, which have the same attributes, will do as well.
+    # torch's policy classes are accepted too: only attributes are read, and theirs have the same names.
     policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
     engine_policy = EnginePolicy(
         main_params_dtype=None,
@@ -428,7 +438,7 @@ def fully_shard[T: nn.Module | list[nn.Module]](
     )
     for each in modules:
         index, device = axes_of(mesh, each)
-        reshard = _reshard_after_forward(reshard_after_forward, index.dense.inner.size())
+        reshard = _resolve_reshard_after_forward(reshard_after_forward, index.dense.inner.size())
         each.__class__ = _marked_class(type(each))
         assert isinstance(each, FSDPModule)
         mark = Mark(
@@ -447,11 +457,11 @@ def fully_shard[T: nn.Module | list[nn.Module]](
     return module
 
 
-def _reshard_after_forward(value: bool | int | None, ranks: int) -> bool | None:
-    """Whether weights are released after forward, also where a number of ranks says among how many they are to stay.
+def _resolve_reshard_after_forward(value: bool | int | None, ranks: int) -> bool | None:
+    """Turn a number of ranks into a bool: 1 means False, and others mean True. Other values are returned as they are.
 
     Raises:
-        ValueError: It is nothing of that, or not a divisor of ``ranks``.
+        ValueError: ``value`` has another type, or is a number that does not divide ``ranks``.
     """
     if value is None or isinstance(value, bool):
         return value
@@ -460,15 +470,15 @@ def _reshard_after_forward(value: bool | int | None, ranks: int) -> bool | None:
     if value < 1 or ranks % value:
         raise ValueError(f"reshard_after_forward: expected a divisor of the mesh's {ranks} ranks; got {value}.")
     if 1 < value < ranks:
-        _log_resharding(value, ranks)
+        _log_full_reshard(value, ranks)
     return value > 1
 
 
 @functools.cache
-def _log_resharding(value: int, ranks: int) -> None:
+def _log_full_reshard(value: int, ranks: int) -> None:
     logger.info(
-        "reshard_after_forward=%d: weights are resharded to all %d ranks. Training is the same, with less memory than "
-        "%d ranks would need, and with gathers from all ranks before backward.",
+        "reshard_after_forward=%d: weights are resharded to all %d ranks. Training is the same; it takes less memory "
+        "than resharding to %d ranks, and the all-gather before backward spans all ranks.",
         value,
         ranks,
         value,
@@ -482,36 +492,36 @@ def _check_module(module: nn.Module, placement: Callable[[nn.Parameter], object]
         raise ValueError(f"fully_shard: expected a module that has a forward; got {type(module).__name__}.")
     if placement is None:
         return
-    for part in module.modules():
-        for name, parameter in part._parameters.items():
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
             if parameter is not None and placement(parameter) not in (None, Shard(0)):
                 raise NotImplementedError(
-                    f"shard_placement_fn: {type(part).__name__}.{name} is to be {placement(parameter)}. Only Shard(0) "
-                    "on the mesh of fully_shard is supported."
+                    f"shard_placement_fn: expected None or Shard(0), which is all that is supported; got "
+                    f"{placement(parameter)} for {type(owner).__name__}.{name}."
                 )
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let a method of a marked module do what its forward does: gather the weights before, release them after.
+    """Make a method of a marked module unshard and reshard its unit as forward does.
 
     Args:
-        module: The module. One that is not marked is left as it is.
+        module: The module. A module that is not marked is not changed.
         method_name: Name of the method.
 
     Raises:
-        ValueError: It has no such method.
+        ValueError: The module has no such method.
     """
     if not isinstance(module, FSDPModule):
         return
     method = getattr(module, method_name, None)
     if not callable(method):
         raise ValueError(f"register_fsdp_forward_method: {type(module).__name__} has no method {method_name!r}.")
-    # What is stored on the module must not keep it: a bound method does.
+    # The wrapper is stored on the module. A bound method would hold the module, and the cycle would keep it alive.
     bound, function, reference = hasattr(method, "__func__"), getattr(method, "__func__", method), weakref.ref(module)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         target = reference()
-        assert target is not None, "it is called through the module"
+        assert target is not None, "the method was called after its module had been deleted"
         args, kwargs = _before_forward(target, args, kwargs)
         unit, output = mark_of(target).unit(), None
         if unit is not None:
@@ -527,7 +537,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
-    """Accepted: all models of a process share one communication stream per device."""
+    """No effect: all models of a process already share one communication stream per device."""
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise ValueError(f"Expected modules that fully_shard was called on; got {type(module).__name__}.")

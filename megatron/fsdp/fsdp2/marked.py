@@ -1,8 +1,8 @@
-"""Models that are sharded in place, when that is first needed: what was said about each module, and their engine.
+"""Models that are sharded in place on first need: the settings of each marked module, and the engine of the model.
 
-A module is *marked* by :class:`MarkedModule` being among its classes and a :class:`Mark`. Marking changes no parameter.
-The outermost marked module is sharded with everything in it by :func:`shard_if_pending`; marked modules inside are its
-units. It then owns an :class:`InPlaceModel`.
+A *marked* module inherits from :class:`MarkedModule` and has a :class:`Mark` with its settings. Marking changes no
+parameter. :func:`shard_if_pending` shards the outermost marked module with everything in it; the marked modules inside
+become its units. The outermost module then owns an :class:`InPlaceModel`.
 """
 
 import weakref
@@ -22,8 +22,8 @@ from megatron.fsdp.comm.streams import communication_stream
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.dtensor.ragged_dtensor import is_sharded
 from megatron.fsdp.optim.hooks import attach_at_first_use, attach_optimizer
-from megatron.fsdp.runtime.builder import UnitSettings, build_engine, examine, preorder
-from megatron.fsdp.runtime.other_engines import check_no_other_engine, refuse_others
+from megatron.fsdp.runtime.builder import UnitSettings, build_engine, make_blueprint, preorder
+from megatron.fsdp.runtime.other_engines import check_no_other_engine, reject_other_engines
 from megatron.fsdp.runtime.partition import UnitPart, is_wrapped, partition, root_modules
 from megatron.fsdp.runtime.unit import Unit
 from megatron.fsdp.sharding.mesh import FSDPDistributedIndex, default_index
@@ -37,25 +37,28 @@ class MarkedModule(nn.Module):
 
 @dataclass(eq=False)
 class Mark:
-    """What was said about one marked module.
+    """The settings of one marked module.
+
+    ``model`` and ``unit`` are weak references, since the outermost module owns both: a strong reference from a module
+    inside would keep them alive after the model has been deleted.
 
     Attributes:
-        mesh: Mesh that was given.
-        index: Its axes; the same object for all modules marked for one mesh, until they are sharded.
-        world: Default process group at that time.
-        device: Where the module will compute.
+        mesh: The mesh given by the caller.
+        index: Its axes. Modules marked for the same mesh share one object until they are sharded.
+        world: The default process group when the module was marked.
+        device: Device of the computation.
         policy: Dtypes.
-        input_dtype: What inputs of the forward are cast to; None for nothing.
-        output_dtype: What its outputs are cast to; None for nothing.
-        offload: Main weights are in host memory.
-        reshard_after_forward: Release weights after forward. None: all but the outermost module's.
-        shard_granularity: What is not divided between ranks.
-        requires_gradient_sync: Gradients are reduced.
-        requires_all_reduce: Gradients are reduced over the outer axis too.
-        is_last_backward: The next backward is the last before the step.
-        divisor: What the sum of gradients is divided by. None: the number of ranks.
-        model: The model that the module is sharded with; None until then.
-        unit: Its unit there; None if it has no parameters.
+        input_dtype: Dtype that inputs of the forward are cast to. None: no cast.
+        output_dtype: Dtype that outputs of the forward are cast to. None: no cast.
+        offload: Whether main weights are in host memory.
+        reshard_after_forward: Whether the unit is resharded after forward. None: True, except for the outermost unit.
+        shard_granularity: Smallest unit of a parameter that is never divided between ranks.
+        requires_gradient_sync: Whether gradients are reduced.
+        requires_all_reduce: Whether gradients are reduced over the outer axis.
+        is_last_backward: Whether the next backward is the last one before the optimizer's step.
+        divisor: Divides the sum of gradients. None: the number of ranks.
+        model: Returns the model that the module belongs to; None before it is sharded or after it is deleted.
+        unit: Returns the module's unit in that model; None also if the module has no parameters.
     """
 
     mesh: DeviceMesh | None
@@ -77,44 +80,46 @@ class Mark:
 
     @property
     def keeps_weights(self) -> bool:
-        """Weights stay gathered from forward to backward."""
+        """Whether the unit stays unsharded from forward to backward."""
         return self.reshard_after_forward is False
 
 
-# Kept in a module's __dict__ themselves: they are none of its parameters, buffers and modules.
+# Keys in the __dict__ of modules. Marks and models are stored there directly, without nn.Module.__setattr__.
 _MARK = "_fsdp_mark"
 _MODEL = "_fsdp_model"
 
+# Marked modules that are not sharded yet.
 _pending: weakref.WeakSet[MarkedModule] = weakref.WeakSet()
 
 
 def mark_of(module: nn.Module) -> Mark:
-    """What was said about a marked module."""
+    """Return the settings of a marked module."""
     mark: Mark = module.__dict__[_MARK]
     return mark
 
 
 def set_mark(module: MarkedModule, mark: Mark) -> None:
-    """Mark a module; its class is that of a marked one already."""
+    """Store the settings of a module whose class has already been replaced by a marked one."""
     module.__dict__[_MARK] = mark
     _pending.add(module)
 
 
 def is_pending(module: MarkedModule) -> bool:
-    """True until the module is sharded."""
+    """Whether the module is marked but not sharded yet."""
     return module in _pending
 
 
 def owned_model(module: MarkedModule) -> "InPlaceModel | None":
-    """The model whose outermost module this is; None for modules inside it."""
+    """The model that the module owns as its outermost module; None for the modules inside."""
     model: InPlaceModel | None = module.__dict__.get(_MODEL)
     return model
 
 
 class InPlaceModel:
-    """A model that is sharded in place: its engine, and what was said about its modules.
+    """A model that is sharded in place: its engine, and the settings of its marked modules.
 
-    The outermost module owns this object, which does not hold that module.
+    The outermost module owns this object. The object must not hold that module: the cycle would keep the model's memory
+    until the garbage collector ran.
 
     Args:
         root: The outermost module.
@@ -123,11 +128,11 @@ class InPlaceModel:
 
     Attributes:
         engine: The engine.
-        marks: The marks of all marked modules.
+        marks: The settings of all marked modules.
     """
 
     def __init__(self, root: MarkedModule, config: FSDPConfig, index: FSDPDistributedIndex) -> None:
-        blueprint = examine(root, config, index, [MarkedModule], mark_of(root).device, _settings_of)
+        blueprint = make_blueprint(root, config, index, [MarkedModule], mark_of(root).device, _settings_of)
         self.engine = engine = build_engine(blueprint)
         self._agreed = False
         modules = [module for module in root.modules() if isinstance(module, MarkedModule)]
@@ -136,39 +141,43 @@ class InPlaceModel:
             mark.model = weakref.ref(self)
         for unit, (part, _) in zip(engine.units, preorder(blueprint.root), strict=True):
             mark_of(part.module).unit = weakref.ref(unit)
-        # Parameters know the modules that they are registered with. The outermost one owns the engine and must not be
-        # held by it: a module with the same dict of parameters takes its place.
-        place = nn.Module()
-        place.__dict__["_parameters"] = root._parameters
+        # A parameter's sites name the modules that it is registered with, so that main and compute weights can be
+        # swapped there. The outermost module owns the engine and must not be held by it, so a stand-in that shares its
+        # dict of parameters replaces it.
+        stand_in = nn.Module()
+        stand_in.__dict__["_parameters"] = root._parameters
         for param in engine.params():
-            param.sites = [(place if owner is root else owner, name) for owner, name in param.sites]
-        refuse_others(root, is_wrapped)
+            param.sites = [(stand_in if owner is root else owner, name) for owner, name in param.sites]
+        reject_other_engines(root, is_wrapped)
         hook_state_dict(engine, root_modules(root))
         attach_at_first_use(engine, _attach)
         self.update_sync()
 
     def before_forward(self) -> None:
-        """Prepare a forward of the outermost module. The first one waits for all ranks."""
+        """Prepare a forward of the outermost module. The first call waits for all ranks."""
         if not self._agreed:
-            # Sharding itself waits for no other rank, so ranks are compared, and given equal weights, only now.
+            # Sharding waits for no other rank, so this is the first point where ranks can compare their models and
+            # receive equal weights.
             self.engine.agree()
             self._agreed = True
             self.engine.broadcast_weights()
         for group in self.engine.groups:
-            # Main weights may have been changed without an optimizer. Weights that are resharded follow anyway.
+            # Main weights may have been changed without an optimizer. Units that are resharded need no invalidation:
+            # their next unshard reads the main weights again.
             if not group.weights.temporary:
                 group.weights.invalidate()
 
     def update_sync(self) -> None:
-        """Synchronize gradients if every marked module says so."""
+        """Apply the synchronization settings of the marked modules: the model synchronizes if all of them do."""
         sync = all(mark.requires_gradient_sync and mark.requires_all_reduce for mark in self.marks)
         self.engine.is_last_microbatch = sync
         self.engine.model_auto_sync = sync and all(mark.is_last_backward for mark in self.marks)
 
     def load(self, root: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> Any:
-        """Load whole tensors, tensors that are sharded as the model is, and tensors that are sharded evenly."""
+        """Load whole tensors, DTensors of this model, or evenly sharded DTensors into the main weights."""
         if any(is_sharded(value) for value in state_dict.values()):
-            self.engine.agree()  # a tensor that is sharded in another way is gathered
+            # A DTensor with another layout is all-gathered, and all ranks must have the same model for that.
+            self.engine.agree()
         return load(self.engine, root, "", state_dict, strict)
 
 
@@ -178,10 +187,10 @@ def _settings_of(part: UnitPart) -> UnitSettings:
 
 
 def model_of(module: MarkedModule) -> InPlaceModel:
-    """The model that the module is sharded with. Shards it if it is not sharded yet.
+    """Return the model that the module belongs to. Shard it if it is not sharded yet.
 
     Raises:
-        RuntimeError: The model that the module was a part of is gone.
+        RuntimeError: The model has been deleted, and this module inside it has survived.
     """
     shard_if_pending(module)
     model = mark_of(module).model()
@@ -191,9 +200,9 @@ def model_of(module: MarkedModule) -> InPlaceModel:
 
 
 def shard_if_pending(module: MarkedModule) -> None:
-    """Shard the outermost marked module around ``module``, unless it is sharded or about to be."""
+    """Shard the outermost marked module around ``module``, unless that is done or in progress."""
     if module in _pending:
-        around = [m for m in _pending if any(part is module for part in m.modules())]
+        around = [m for m in _pending if any(inner is module for inner in m.modules())]
         _shard(max(around, key=lambda m: sum(1 for _ in m.modules())))
 
 
@@ -203,27 +212,28 @@ def _shard(root: MarkedModule) -> None:
     for name, module in marked.items():
         if module not in _pending:
             raise RuntimeError(
-                f"{name} is sharded by itself already, because its parameters were asked for, or it was run, before "
+                f"{name} is already sharded as a separate model, because it was run or its parameters were read before "
                 "fully_shard was called on a module around it. Call fully_shard on the whole model first."
             )
         if _ranks(mark_of(module).index) != _ranks(mark.index):
             raise NotImplementedError(f"mesh: {name} and the modules around it must have the same mesh.")
         if mark_of(module).offload != mark.offload:
-            raise NotImplementedError(f"offload_policy: {name} and the modules around it must have the same.")
+            raise NotImplementedError(f"offload_policy: {name} and the modules around it must have the same policy.")
     check_no_other_engine(root)
     tensors = [t for m in root.modules() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
     _check_dtypes(partition(root, (MarkedModule,)))
     config = FSDPConfig(
-        mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=None),  # each unit has its own
+        mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=None),  # each unit has its policy
         init_model_with_meta_device=any(tensor.is_meta for tensor in tensors),
         offload_optimizer=mark.offload,
     )
+    # Not pending from here on: building the engine reads parameters(), which must not shard the model again.
     for module in marked.values():
         _pending.discard(module)
     try:
         root.__dict__[_MODEL] = InPlaceModel(root, config, _with_tensor_parallel(mark.index, tensors))
     except BaseException:
-        # Whoever asks next must be told the same.
+        # Pending again, so that the next access raises the same error instead of using an unsharded model.
         for module in marked.values():
             _pending.add(module)
         raise
@@ -242,26 +252,27 @@ def _check_dtypes(part: UnitPart) -> None:
 
 
 def _with_tensor_parallel(index: FSDPDistributedIndex, tensors: Sequence[torch.Tensor]) -> FSDPDistributedIndex:
-    """The axes, and the tensor-parallel one if parameters are DTensors."""
+    """The index, extended by the tensor-parallel axis if parameters are DTensors."""
     mesh = next((t.data.device_mesh for t in tensors if isinstance(t.data, DTensor)), None)
     if mesh is None:
         return index
     names, whole = mesh.mesh_dim_names, index.device_mesh._get_root_mesh()
     if not names or len(names) != 1 or mesh._get_root_mesh() != whole:
         raise ValueError(
-            f"Parameters are DTensors over {mesh}: expected one named axis of the mesh that fully_shard's mesh is "
-            "a part of."
+            f"Parameters are DTensors over {mesh}: expected a mesh with one named axis and with the same root mesh as "
+            "the mesh given to fully_shard."
         )
     both = None if index.dense.outer is None else index.dense.dp_group
     return FSDPDistributedIndex(whole, index.dp_shard_dim, index.dp_outer_dim, names[0], both)
 
 
 def axes_of(mesh: DeviceMesh | None, module: nn.Module) -> tuple[FSDPDistributedIndex, torch.device]:
-    """Data-parallel axes and device for ``mesh``. Makes the process groups that are needed: all ranks must call it.
+    """Return the data-parallel axes and the device for ``mesh``. Creates process groups: all ranks must call this.
 
     Raises:
-        ValueError: The mesh has neither one nor two axes, or two without names.
+        ValueError: The mesh has more than two axes, or two without names.
     """
+    # Marked modules of one model share the groups. New groups for every call would cost memory and time on each rank.
     for other in _pending:
         mark = mark_of(other)
         if mark.world is dist.group.WORLD and mark.mesh == mesh:
@@ -276,6 +287,8 @@ def axes_of(mesh: DeviceMesh | None, module: nn.Module) -> tuple[FSDPDistributed
         device = local_device(mesh.device_type)
         outer = names[0] if names and mesh.ndim == 2 else None
         index = FSDPDistributedIndex(mesh, names[-1] if names else None, outer)
+    # The stream's own process groups must be created here, in a call that all ranks make together: sharding later
+    # communicates nothing, and one rank may do it before the others.
     stream = communication_stream(device, index.dense.dp_group)
     for group in (*index.dense.groups, index.dense.dp_group):
         stream.group(group)

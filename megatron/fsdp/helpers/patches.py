@@ -42,7 +42,7 @@ class Versions:
     """The versions of a distribution with which a patch was checked.
 
     Attributes:
-        distribution: Name of the distribution, as pip knows it.
+        distribution: Name of the distribution on PyPI.
         checked: Versions or leading components of versions: "2.13" covers 2.13.1. Empty: none could be checked.
     """
 

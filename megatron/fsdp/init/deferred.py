@@ -367,7 +367,7 @@ def recipes(module: nn.Module) -> dict[str, Recipe | None]:
     return found
 
 
-def forget(module: nn.Module) -> None:
+def drop_recipes(module: nn.Module) -> None:
     """Drop the recipes of a module and its submodules once all of them are initialized."""
     for submodule in module.modules():
         submodule.__dict__.pop(_RECIPES, None)

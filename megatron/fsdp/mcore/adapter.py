@@ -1,4 +1,4 @@
-"""FullyShardedDataParallel: our engine behind the interface of Megatron-Core's data-parallel wrappers."""
+"""FullyShardedDataParallel: this engine behind the interface of Megatron-Core's data-parallel wrappers."""
 
 import functools
 import logging
@@ -39,20 +39,23 @@ from megatron.fsdp.state.loading import unsharded_state
 
 logger = logging.getLogger(__name__)
 
-# Subclasses of these count too (MoETransformerLayer is one).
+# Modules of these classes and their subclasses, such as MoETransformerLayer, are units by default.
 DEFAULT_UNITS: tuple[type[nn.Module], ...] = (TransformerLayer, MambaLayer)
 
 
 class ShardedModule(MegatronFSDP):
-    """What a :class:`FullyShardedDataParallel` holds as ``module``: checkpointing takes only the wrapper off."""
+    """The ``module`` of a :class:`FullyShardedDataParallel`.
+
+    Megatron's checkpointing removes only the outer wrapper, so this class needs the method that checkpointing calls.
+    """
 
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
-        """Main weights and buffers; Megatron calls this to save a checkpoint."""
+        """Return main weights and buffers."""
         return self.state_dict(prefix=prefix, keep_vars=keep_vars)
 
 
 def _attach(optimizer: torch.optim.Optimizer) -> None:
-    """Give torch's optimizers local shards instead of DTensors. Fused ones of other libraries handle DTensors."""
+    """Make torch's optimizers update local shards. Fused optimizers of other libraries handle DTensors themselves."""
     if type(optimizer) in ELEMENTWISE:
         engines = engines_of(p for group in optimizer.param_groups for p in group["params"])
         attach_local_step(optimizer, [group for engine in engines for group in engine.groups])
@@ -69,7 +72,7 @@ class WeightInstaller:
         self._module = module
 
     def copy_main_weights_to_model_weights(self) -> None:
-        """The optimizer has stepped."""
+        """Mark compute weights as out of date. Megatron-Core's optimizer calls this after its step."""
         self._module.install_optimized_model_weights()
 
 
@@ -77,17 +80,17 @@ class FullyShardedDataParallel(_BaseDataParallel):
     """Wraps a Megatron model for training with ``use_megatron_fsdp``.
 
     Args:
-        config: The model's own TransformerConfig.
-        ddp_config: Settings of data parallelism; adjusted in place where ``limits.ADJUSTMENTS`` says so.
-        module: The model, or a Float16Module of it.
-        fsdp_unit_modules: Classes of the modules that are gathered one by one. None: transformer and Mamba layers.
-        disable_bucketing: Accepted as Megatron-Core's wrappers do; units are what is communicated together.
-        device: Where to compute. None: the current CUDA device, or the CPU where there is none.
+        config: The TransformerConfig of the model.
+        ddp_config: Settings of data parallelism. They are changed in place according to ``limits.ADJUSTMENTS``.
+        module: The model, or a Float16Module around it.
+        fsdp_unit_modules: Classes of the modules that become units. None: transformer and Mamba layers.
+        disable_bucketing: No effect: a unit is one bucket per dtype.
+        device: Device of the computation. None: the current CUDA device, or the CPU if there is none.
         pg_collection: Process groups. None: those of ``megatron.core.parallel_state``.
 
     Raises:
-        ValueError: Settings do not fit together.
-        NotImplementedError: A setting is not supported yet.
+        ValueError: Settings contradict each other.
+        NotImplementedError: A setting is not supported.
     """
 
     def __init__(
@@ -110,7 +113,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
         if ddp_config.num_distributed_optimizer_instances > 1 and not index.use_hybrid_fsdp:
             raise ValueError(
                 f"num_distributed_optimizer_instances is {ddp_config.num_distributed_optimizer_instances}: expected a "
-                "group inter_dist_opt of that many ranks in pg_collection, or in parallel_state; got none."
+                "group inter_dist_opt of that many ranks in pg_collection or in parallel_state; got none."
             )
         mark_tensor_parallel(module, index)
         units = units_of(module) if fsdp_unit_modules is None else fsdp_unit_modules
@@ -128,9 +131,10 @@ class FullyShardedDataParallel(_BaseDataParallel):
         self.ddp_config = sharded.ddp_config = ddp_config
         self.fsdp_unit_modules = units
         self.param_and_grad_buffer = WeightInstaller(sharded)
-        # Set by the training loop, which asks for whole gradients with it; see limits.LIMITS.
+        # The training loop sets this to request whole gradients, which are not supported; see limits.LIMITS.
         self.force_all_reduce = False
         for param in sharded.engine.params():
+            # Attributes that Megatron-Core reads from the parameters of its FSDP.
             marks = {
                 "__fsdp_param__": True,
                 "megatron_fsdp_slice": slice(param.shard_slice.start, param.shard_slice.stop),
@@ -156,14 +160,14 @@ class FullyShardedDataParallel(_BaseDataParallel):
 
     @property
     def tp_group(self) -> dist.ProcessGroup:
-        """Process group of tensor parallelism; of one rank where there is none."""
+        """Process group of tensor parallelism. It has one rank if the model is not tensor-parallel."""
         return self.module.index.tensor_parallel_mesh().get_group()
 
     def sync_rng_states_across_tp_group(self) -> None:
-        """Give all tensor-parallel ranks the random number generators' states of the first one. A collective.
+        """Copy the states of all random number generators from the first tensor-parallel rank to the others.
 
-        Python's, NumPy's and torch's generators, and Megatron's tracker of CUDA generators, whose states differ
-        between these ranks on purpose: call this only where they shall be the same.
+        These are the generators of Python, NumPy and torch, and Megatron's tracker of CUDA generators. The tracker's
+        states differ between tensor-parallel ranks on purpose: call this only where they must be equal. A collective.
         """
         states: list[Any] = [_random_states() if self.tp_group.rank() == 0 else None]
         dist.broadcast_object_list(states, group=self.tp_group, group_src=0)
@@ -171,10 +175,14 @@ class FullyShardedDataParallel(_BaseDataParallel):
 
     @torch.no_grad()
     def _share_embedding(self, groups: ProcessGroupCollection | None) -> None:
-        """Give the first pipeline stage's embedding to the last, which has zeros: Megatron does not on meta."""
+        """Copy the first pipeline stage's embedding to the last stage, whose tied copy is initialized with zeros.
+
+        Megatron does this when it builds the model, except for models on the meta device.
+        """
         shared = [param.main for param in self.module.engine.params() if getattr(param.main, "shared_embedding", False)]
         for main in shared:
-            # Such a parameter is a group of its own, which is divided in the same way everywhere.
+            # A shared embedding has a parameter group for itself, so both stages divide it in the same way, and the
+            # sum over the two stages' shards, one of which is zero, is a copy.
             embd = (groups or ProcessGroupCollection.use_mpu_process_groups(["embd"])).embd
             dist.all_reduce(local_shard(main), group=embd)
         if shared:
@@ -187,14 +195,14 @@ class FullyShardedDataParallel(_BaseDataParallel):
         return self.module.no_sync()
 
     def start_grad_sync(self, *unused: Any) -> None:
-        """Start reducing gradients that wait for a reduction."""
+        """Start to reduce gradients that earlier micro-batches have only accumulated."""
         self.module.start_grad_sync()
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
-        """Finish all reductions and put the gradients into ``.grad`` of the main weights.
+        """Finish all reductions, and put gradients into ``.grad`` of the main weights.
 
         Args:
-            force_all_reduce: Must be False: no rank can be given whole gradients.
+            force_all_reduce: Must be False: gradients are sharded, and no rank has memory for whole ones.
         """
         if force_all_reduce:
             raise NotImplementedError("finish_grad_sync(force_all_reduce=True): gradients stay sharded.")
@@ -204,11 +212,12 @@ class FullyShardedDataParallel(_BaseDataParallel):
         gradient = self.module.fsdp_config.grad_attribute
         for param in self.module.engine.params():
             if getattr(param.main, "shared_embedding", False):
-                # Megatron-Core sums the gradients of tied embeddings on two pipeline stages, and sets the attribute
-                # to the local part of the sum, which .grad of a DTensor cannot be: it prefers main_grad.
+                # Megatron-Core sums the gradients of tied embeddings on two pipeline stages and assigns this rank's
+                # shard of the sum, a plain tensor. A DTensor's .grad must be a DTensor; main_grad, which Megatron-Core
+                # prefers, may be anything.
                 param.main.main_grad = getattr(param.main, gradient)
         if not USING_PYTORCH_OPTIMIZER:
-            # Fused optimizers of Apex and Transformer Engine skip updates behind an empty tensor.
+            # Fused optimizers of Apex and Transformer Engine skip the tensors that follow an empty one.
             for param in self.module.engine.params():
                 if local_shard(param.main).numel() == 0:
                     setattr(param.main, gradient, None)
@@ -226,18 +235,18 @@ class FullyShardedDataParallel(_BaseDataParallel):
             bad = [name for name, grad in named if not torch.isfinite(grad).all()]
             message += f"; not finite in {', '.join(bad[:8])}{' and others' if len(bad) > 8 else ''}"
         machine = get_rerun_state_machine()
-        # What is found, how, and whether that ends the run.
+        # For each check: the name of the finding, the test, and whether a finding ends the run.
         rejected: list[tuple[str, Callable[..., Any], bool]] = []
         if self.ddp_config.check_for_nan_in_grad:
             rejected += [("NaN", torch.isnan, True), ("Inf", torch.isinf, True)]
         if self.ddp_config.check_for_large_grads:
             large = functools.partial(machine.is_unexpectedly_large, threshold=10, context="grads")
             rejected.append(("an unexpectedly large value", large, False))
-        for what, rejects, fatal in rejected:
+        for finding, rejects, fatal in rejected:
             machine.validate_result(
                 result=total,
                 rejection_func=rejects,
-                message=f"found {what} in {message}",
+                message=f"found {finding} in {message}",
                 tolerance=0.001,
                 fatal=fatal,
             )
@@ -256,40 +265,40 @@ class FullyShardedDataParallel(_BaseDataParallel):
     # Parameters ------------------------------------------------------------------------------------------------
 
     def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
-        """Start gathering what the next forward needs first."""
+        """Start to unshard the units that the next forward needs first."""
         if self.ddp_config.fsdp_all_gather_in_start_param_sync or force_sync:
             self.module.start_param_sync(force_sync=force_sync)
 
     def synchronize_param_gather(self) -> None:
-        """Bring all units to rest."""
+        """Reshard all units: main weights are then the model's parameters."""
         self.module.synchronize_param_gather()
 
     def stop_communication(self) -> None:
-        """Wait for everything in flight; the parameters are main weights then."""
+        """Wait for all communication in flight, and reshard all units."""
         self.module.synchronize_gradient_reduce()
         self.module.synchronize_param_gather()
 
     def free_overlap_buffers(self) -> None:
-        """Release what was gathered ahead of the next forward, before a checkpoint is saved."""
+        """Free the weights that were prefetched for the next forward. Megatron calls this before it saves."""
         self.module.synchronize_param_gather()
 
     def broadcast_params(self) -> None:
-        """Make ranks agree on weights that they initialized differently."""
+        """Make ranks agree on weights that they may have initialized differently. A collective."""
         self.module.broadcast_params()
 
     # State -----------------------------------------------------------------------------------------------------
 
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
-        """Main weights and buffers."""
+        """Return main weights and buffers; Megatron calls this to save a checkpoint."""
         return self.module.state_dict_for_save_checkpoint(prefix=prefix, keep_vars=keep_vars)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
         """Load main weights and buffers.
 
         Args:
-            state_dict: Whole or sharded tensors, by names with any number of leading ``module.``: wrappers put one
-                in front, but not all of them do so in their state dicts.
-            strict: Every parameter and buffer must be there, and nothing else.
+            state_dict: Whole or sharded tensors. Names may have any number of leading ``module.``: every wrapper adds
+                one, but not all wrappers keep it in their state dicts.
+            strict: Every parameter and buffer must be present, and nothing else.
         """
         names = {bare_name(name): f"module.{name}" for param in self.module.engine.params() for name in param.names}
         names |= {bare_name(name): name for name in unsharded_state(self.module)}
@@ -298,14 +307,14 @@ class FullyShardedDataParallel(_BaseDataParallel):
 
 
 def fsdp_config(config: TransformerConfig, ddp_config: DistributedDataParallelConfig) -> FSDPConfig:
-    """The engine's settings for Megatron's."""
-    # The optimizer's step, not each backward, ends the synchronization of gradients, and Megatron's optimizer reads the
+    """Translate Megatron's settings to the engine's."""
+    # Megatron's training loop finishes gradients once per step, not after each backward, and its optimizer reads the
     # gradient of every trainable parameter.
     return from_megatron(ddp_config, config, sync_model_each_microbatch=False, zero_unused_gradients=True)
 
 
 def _random_states() -> dict[str, Any]:
-    """States of all random number generators that a Megatron model draws from."""
+    """Return the states of all random number generators that a Megatron model draws from."""
     return {
         "python": random.getstate(),
         "numpy": numpy.random.get_state(),
@@ -316,7 +325,7 @@ def _random_states() -> dict[str, Any]:
 
 
 def _set_random_states(states: dict[str, Any]) -> None:
-    """Set what :func:`_random_states` returned."""
+    """Set states returned by :func:`_random_states`."""
     random.setstate(states["python"])
     numpy.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
@@ -326,12 +335,12 @@ def _set_random_states(states: dict[str, Any]) -> None:
 
 
 def units_of(module: nn.Module) -> list[type[nn.Module]]:
-    """Classes of the modules that are gathered one by one, unless the caller names others."""
+    """Return the classes of the modules that become units by default."""
     return [unit for unit in DEFAULT_UNITS if any(isinstance(m, unit) for m in module.modules())]
 
 
 def _stop_fusing(module: nn.Module) -> None:
-    """Layers remember the setting from when they were built."""
+    """Disable fused gradient accumulation in layers, which have copied the setting when they were built."""
     for layer in module.modules():
         if getattr(layer, "gradient_accumulation_fusion", False):
             setattr(layer, "gradient_accumulation_fusion", False)  # noqa: B010 - nn.Module declares tensors only

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron.fsdp.checkpoint.backend import Finishing, file_result, remove_save
+from megatron.fsdp.checkpoint.backend import AtomicSaveMixin, file_result, remove_save
 from megatron.fsdp.checkpoint.checksums import crc32_of
 
 
@@ -24,7 +24,7 @@ def get_async_strategy(original: Callable[..., Any], *args: Any, **kwargs: Any) 
 def _background_writer(base: type) -> type:
     """A subclass of Megatron-Core's or nvidia-resiliency-ext's background writer that finishes as ours does."""
 
-    class BackgroundWriter(Finishing, base):
+    class BackgroundWriter(AtomicSaveMixin, base):
         """Writes files and computes their checksums in another process."""
 
         def get_save_function_and_args(self) -> Any:

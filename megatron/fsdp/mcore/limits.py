@@ -138,7 +138,7 @@ LIMITS: tuple[Limit, ...] = (
     ),
     _never(
         "reuse_grad_buf_for_mxfp8_param_ag",
-        "reuse_grad_buf_for_mxfp8_param_ag gathers weights into DDP's gradient buffer, which FSDP does not have.",
+        "reuse_grad_buf_for_mxfp8_param_ag all-gathers weights into DDP's gradient buffer, which FSDP does not have.",
     ),
     _never(
         "ckpt_format other than fsdp_dtensor",
@@ -159,21 +159,21 @@ LIMITS: tuple[Limit, ...] = (
         lambda s: (s["gtp_weight_remat_size"] or 1) > 1,
     ),
     _not_yet("nccl_ub", "registering buffers with NCCL"),
-    _not_yet("fp8_param_gather", "gathering weights in FP8"),
-    _not_yet("fp4_param_gather", "gathering weights in FP4"),
+    _not_yet("fp8_param_gather", "all-gathering weights in FP8"),
+    _not_yet("fp4_param_gather", "all-gathering weights in FP4"),
     _not_yet("keep_fp8_transpose_cache", "an FP8 transpose cache"),
     _not_yet("optimizer_cpu_offload", "offloading the optimizer to the CPU"),
     _not_yet("delay_wgrad_compute", "delaying weight gradients"),
     _not_yet("defer_embedding_wgrad_compute", "deferring the embedding's weight gradient"),
     _not_yet("overlap_moe_expert_parallel_comm", "the 1F1B overlap of expert communication"),
-    _not_yet("overlap_param_gather_with_optimizer_step", "gathering weights during the optimizer's step"),
+    _not_yet("overlap_param_gather_with_optimizer_step", "all-gathering weights during the optimizer's step"),
     _not_yet("param_name_patterns_for_fp32_local_accumulation", "fp32 accumulation of selected parameters"),
     _not_yet("save_wgrads_interval", "saving whole weight gradients"),
     _not_yet("optimizer_cuda_graph", "capturing the optimizer's step in a CUDA graph"),
     _not_yet("megatron_fsdp_cuda_graph_mode", "capturing FSDP in CUDA graphs"),
     _not_yet(
         "create_all_gather_group with several optimizer instances",
-        "a group for gathers of all data-parallel ranks, since weights are gathered within one optimizer instance",
+        "a second group for all-gathers, since weights are all-gathered within one optimizer instance",
         "Leave create_all_gather_group off.",
         lambda s: bool(s["create_all_gather_group"]) and (s["num_distributed_optimizer_instances"] or 1) > 1,
     ),
@@ -235,11 +235,11 @@ ADJUSTMENTS: tuple[Adjustment, ...] = (
         "overlap_param_gather",
         _is_false("overlap_param_gather", _shards("parameters")),
         True,
-        "sharded weights are gathered for each unit, and starting late has no advantage",
+        "sharded weights are unsharded unit by unit, and starting late has no advantage",
     ),
 )
 
-_UNITS = "all parameters of a unit are gathered or reduced together, and the next unit is gathered ahead"
+_UNITS = "all parameters of a unit are unsharded or reduced together, and the next unit is prefetched"
 _REGISTERED = "it selects how nccl_ub registers buffers, and nccl_ub is off"
 # Without a bucket size on the command line, Megatron's loop sets at least this many parameters, in such steps.
 _DEFAULT_BUCKET, _BUCKET_STEP = 40_000_000, 1_000_000

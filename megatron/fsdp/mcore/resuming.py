@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.fsdp.checkpoint.checksums import METADATA
-from megatron.fsdp.checkpoint.newest import folder_of, iterations_in, newest_whole
+from megatron.fsdp.checkpoint.newest import folder_of, iterations_in, newest_complete
 from megatron.fsdp.checkpoint.reader import FORMAT_FILE, RELEASE, TRACKER
 
 logger = logging.getLogger(__name__)
@@ -141,9 +141,9 @@ def _untracked(folder: Path) -> int | None:
 
 
 def _newest(folder: Path, wanted: int | None) -> int | None:
-    """The newest whole checkpoint, as :func:`newest_whole` says; remembers that its checksums have been compared."""
+    """The checkpoint that :func:`newest_complete` chooses. Records that its checksums have been compared."""
     check = _verifies() and dist.is_initialized()
-    found = newest_whole(folder, wanted, check, _compared)
+    found = newest_complete(folder, wanted, check, _compared)
     if found is not None and check:
         _compared.add(folder_of(folder, found))
     return found

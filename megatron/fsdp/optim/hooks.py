@@ -1,4 +1,19 @@
-"""Makes a torch optimizer update main weights: parameters out, DTensors in, and hooks around the step."""
+"""Makes a torch optimizer update main weights: replaces its parameters by DTensors, and adds hooks around its step.
+
+The order of the hooks matters, and :func:`attach_optimizer` registers them in this order. Before the step:
+
+1. :class:`_StepArguments` removes keyword arguments that the optimizer's own ``step`` does not have.
+2. :class:`_FinishGradients` synchronizes gradients and puts them into ``.grad`` of the DTensors.
+3. ``FreshState`` discards state that was created for a load and not loaded into: it must compare DTensors.
+4. :class:`LocalStep` swaps DTensors, their final ``.grad`` and their state for local tensors.
+5. :class:`_UpdateFirstUnits` updates the first units with these local tensors.
+
+After the step, :class:`LocalStep` restores the DTensors before :class:`_InvalidateWeights` marks compute weights as out
+of date.
+
+All hooks refer to engines and models weakly. The optimizer owns its hooks, and scripts often keep an optimizer longer
+than the model: a strong reference would keep the memory of a deleted model.
+"""
 
 import functools
 import inspect
@@ -22,102 +37,106 @@ from megatron.fsdp.optim.local_step import LocalStep, closure_of
 from megatron.fsdp.runtime.engine import Engine, engines_of
 from megatron.fsdp.state.loading import own_shard
 
-# What to do with an optimizer that has parameters of an engine, before it steps or its state is saved or loaded.
+# Attaches an optimizer that has parameters of an engine, before its step or before its state is saved or loaded.
 Attach = Callable[[torch.optim.Optimizer], None]
 
 _attach_of: weakref.WeakKeyDictionary[Engine, Attach] = weakref.WeakKeyDictionary()
 _generations = itertools.count(1)
 _generation = 0
-# For each optimizer that was looked at: the generation then, and its number of parameters.
-_examined: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
+# For each optimizer that has been attached: the generation at that time, and its number of parameters. Comparing these
+# two numbers makes the hook cheap, which torch runs before every step of every optimizer in the process.
+_attached: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
 
 
 def attach_at_first_use(engine: Engine, attach: Attach) -> None:
-    """Have ``attach`` called with every optimizer that has parameters of ``engine``.
+    """Call ``attach`` with every optimizer that has parameters of ``engine``.
 
-    It is called before the optimizer's first step and before its state is saved or loaded, and once more when the
-    optimizer has got parameters, or models were sharded, since. Hooks that it registers run in the same step.
+    It is called before the optimizer's first step and before its state is saved or loaded. It is called again if the
+    optimizer has received parameters, or another model has been sharded, since then. Hooks that it registers already
+    run in the same step.
     """
     global _generation
     _generation = next(_generations)
     _attach_of[engine] = attach
     _watch_steps()
-    attach_with(_examine)
+    attach_with(_attach_if_needed)
 
 
 @functools.cache
 def _watch_steps() -> None:
-    register_optimizer_step_pre_hook(_examine)
+    register_optimizer_step_pre_hook(_attach_if_needed)
 
 
-def _examine(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
+def _attach_if_needed(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
     now = _generation, sum(len(options["params"]) for options in optimizer.param_groups)
-    if _examined.get(optimizer) == now:
+    if _attached.get(optimizer) == now:
         return
     engines = engines_of(p for options in optimizer.param_groups for p in options["params"])
     for attach in dict.fromkeys(_attach_of[engine] for engine in engines if engine in _attach_of):
         attach(optimizer)
-    _examined[optimizer] = now
+    _attached[optimizer] = now
 
 
 def attach_optimizer(optimizer: torch.optim.Optimizer, needs_gradient: bool = True) -> None:
-    """Replace the optimizer's parameters by the main weights of the models they belong to, and hook its step.
+    """Replace the optimizer's parameters by main weights, and add hooks around its step.
 
-    Parameter groups and their options stay as they are; state for whole parameters (some optimizers create it when
-    they are built) becomes state for this rank's parts. A step first finishes the gradients' synchronization, and
-    ends with the compute weights out of date, so that they are made of the new main weights before their next use.
-    A second call also takes parameters over that have been added, or sharded, since the first.
+    Parameter groups and their options are kept. State of whole parameters, which some optimizers create when they are
+    built, is sharded. The step first synchronizes gradients. After it, compute weights are out of date, and the next
+    unshard reads the new main weights. A second call attaches parameters that have been added or sharded since the
+    first.
 
     Args:
         optimizer: The optimizer.
-        needs_gradient: A step that finds no gradient at all is an error, and not nothing.
+        needs_gradient: Whether a step without any gradient raises an error instead of doing nothing.
 
     Raises:
-        ValueError: No parameter belongs to a sharded model, there is state that cannot be sharded, or the optimizer
-            looks at whole matrices or parameters that are divided between ranks.
-        NotImplementedError: It is not known whether the optimizer works on parts of parameters.
+        ValueError: No parameter belongs to a sharded model, state cannot be sharded, or the optimizer needs whole
+            matrices or parameters, and some are divided between ranks.
+        NotImplementedError: It is unknown whether the optimizer can update shards.
     """
     engines = engines_of(p for group in optimizer.param_groups for p in group["params"])
     if not engines:
         raise ValueError(
             "fully_shard_optimizer: none of the optimizer's parameters belongs to a sharded model. Shard the model "
-            "first, and give the optimizer parameters of the model before or after that."
+            "first. The optimizer may be built from the model's parameters before or after that."
         )
     groups = [group for engine in engines for group in engine.groups]
     check_optimizer(optimizer, groups)
     places = {id(param.original): (group, i) for group in groups for i, param in enumerate(group.params)}
     for options in optimizer.param_groups:
         options["params"] = [_main_weight(optimizer, p, places) for p in options["params"]]
-    _detach(optimizer, (_StepArguments, _Before, _FirstUnits, _After, LocalStep, _Reshard))
+    # A second call replaces the hooks of the first, so that the order described above is kept.
+    _detach(
+        optimizer, (_StepArguments, _FinishGradients, _UpdateFirstUnits, _InvalidateWeights, LocalStep, _ShardState)
+    )
     local = LocalStep(groups)
     arguments = _StepArguments()
     optimizer.register_step_pre_hook(arguments)
     for engine in engines:
-        optimizer.register_step_pre_hook(_Before(engine, needs_gradient, arguments))
-    # The optimizer keeps what these need, and they do not keep the optimizer or a model. State is made before it is
-    # shared between ranks.
+        optimizer.register_step_pre_hook(_FinishGradients(engine, needs_gradient, arguments))
+    # Before LocalStep, also for state dicts: state has to be added before LocalStep sends it to the other ranks.
     attach_fresh_state(optimizer)
     prepare_with(initialize_state)
     local.attach(optimizer)
     for engine in engines:
-        first = _FirstUnits(engine, local, arguments) if engine.config.gather_during_step else None
+        first = _UpdateFirstUnits(engine, local, arguments) if engine.config.gather_during_step else None
         if first is not None:
             optimizer.register_step_pre_hook(first)
-        optimizer.register_step_post_hook(_After(engine, first, arguments))
+        optimizer.register_step_post_hook(_InvalidateWeights(engine, first, arguments))
     for engine in engines:
-        reshard = _Reshard(engine)
-        reshard(optimizer)
-        optimizer.register_load_state_dict_post_hook(reshard)
+        shard_state = _ShardState(engine)
+        shard_state(optimizer)
+        optimizer.register_load_state_dict_post_hook(shard_state)
 
 
 class ZeroGrad:
-    """``zero_grad`` of an optimizer of a sharded model, which also drops gradients that are not in ``.grad`` yet.
+    """An optimizer's ``zero_grad`` that also drops the model's gradients that are not in ``.grad`` yet.
 
-    These belong to the model. An optimizer drops them if it updates all of the model's trainable parameters; one of
-    several optimizers must not drop gradients that the others need.
+    It drops them only if the optimizer updates all trainable parameters of the model. One of several optimizers must
+    not drop gradients that the others need.
 
     Args:
-        optimizer: The optimizer. It is not kept alive.
+        optimizer: The optimizer, which is referred to weakly: this object becomes one of its attributes.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -130,7 +149,7 @@ class ZeroGrad:
 
         Args:
             set_to_none: Set ``.grad`` to None. If False, fill it with zeros.
-            zero_grad_buffer: Also drop gradients that are not synchronized yet.
+            zero_grad_buffer: Whether to drop gradients that are not synchronized yet as well.
         """
         optimizer = self._optimizer()
         if optimizer is None:
@@ -138,8 +157,8 @@ class ZeroGrad:
         type(optimizer).zero_grad(optimizer, set_to_none)
         parameters = {p for options in optimizer.param_groups for p in options["params"]}
         for engine in engines_of(parameters):
-            apart = any(param.main.requires_grad and param.main not in parameters for param in engine.params())
-            if apart or not zero_grad_buffer:
+            shared = any(param.main.requires_grad and param.main not in parameters for param in engine.params())
+            if shared or not zero_grad_buffer:
                 continue
             if set_to_none:
                 engine.clear_gradients()
@@ -149,38 +168,38 @@ class ZeroGrad:
 
 
 def require_attachment(optimizer: torch.optim.Optimizer) -> None:
-    """Attach an optimizer of main weights; raise if it has parameters as they were before the model was sharded.
+    """Attach an optimizer of main weights; raise if it has parameters from before the model was sharded.
 
     Raises:
-        RuntimeError: It has such parameters, and its step would train nothing of the model.
+        RuntimeError: The optimizer has such parameters, which forward does not use any more.
     """
     parameters = {p for options in optimizer.param_groups for p in options["params"]}
     engines = [engine for engine in engines_of(parameters) if _attach_of.get(engine) is require_attachment]
     for param in (param for engine in engines for param in engine.params()):
         if not parameters.isdisjoint({param.original, param.compute}):
             raise RuntimeError(
-                f"The optimizer ({type(optimizer).__name__}) has {param.name} as it was before the model was sharded, "
-                "which nothing trains any more: its step would change nothing. Call fully_shard_optimizer(optimizer) "
-                "after fully_shard_model, or once more for parameters that were added since."
+                f"The optimizer ({type(optimizer).__name__}) has {param.name} from before the model was sharded, which "
+                "forward does not use any more: a step would not train it. Call fully_shard_optimizer(optimizer) after "
+                "fully_shard_model, and again after adding parameters."
             )
     if any(not is_attached(optimizer, engine) for engine in engines):
         attach_optimizer(optimizer, needs_gradient=False)
 
 
 def is_attached(optimizer: torch.optim.Optimizer, engine: Engine) -> bool:
-    """Whether the optimizer's step is hooked for the engine."""
+    """Whether :func:`attach_optimizer` has added hooks for the engine to the optimizer's step."""
     hooks = optimizer._optimizer_step_post_hooks.values()
-    return any(isinstance(hook, _After) and hook.engine() is engine for hook in hooks)
+    return any(isinstance(hook, _InvalidateWeights) and hook.engine() is engine for hook in hooks)
 
 
 def attach_local_step(optimizer: torch.optim.Optimizer, groups: list[ParameterGroup]) -> None:
-    """Give the optimizer's step local shards instead of DTensors. The caller finishes the gradients."""
+    """Make the optimizer's step update local shards instead of DTensors. The caller synchronizes gradients."""
     _detach(optimizer, (LocalStep,))
     LocalStep(groups).attach(optimizer)
 
 
 def _detach(optimizer: torch.optim.Optimizer, kinds: tuple[type, ...]) -> None:
-    """Remove the hooks of an earlier :func:`attach_optimizer` that are of one of the kinds."""
+    """Remove the hooks of the given classes that an earlier call has added."""
     for hooks in (
         optimizer._optimizer_step_pre_hooks,
         optimizer._optimizer_step_post_hooks,
@@ -195,7 +214,7 @@ def _detach(optimizer: torch.optim.Optimizer, kinds: tuple[type, ...]) -> None:
 def _main_weight(
     optimizer: torch.optim.Optimizer, parameter: nn.Parameter, places: dict[int, tuple[ParameterGroup, int]]
 ) -> nn.Parameter:
-    """What the optimizer is to update in place of ``parameter``, whose state it gets."""
+    """Return the main weight of ``parameter``, and move the parameter's optimizer state to it, sharded."""
     if id(parameter) not in places:
         return parameter
     group, i = places[id(parameter)]
@@ -207,8 +226,8 @@ def _main_weight(
             if isinstance(value, torch.Tensor) and value.numel() > 1:
                 if value.shape != param.main.shape:
                     raise ValueError(
-                        f"fully_shard_optimizer: state {key!r} of {param.name} has shape {tuple(value.shape)}, which "
-                        f"is not the parameter's {tuple(param.main.shape)}: it cannot be sharded along with it."
+                        f"fully_shard_optimizer: cannot shard state {key!r} of {param.name}: expected the parameter's "
+                        f"shape {tuple(param.main.shape)}; got {tuple(value.shape)}."
                     )
                 value = group.shard(i, value)
             sharded[key] = value
@@ -217,11 +236,11 @@ def _main_weight(
 
 
 class _StepArguments:
-    """Step pre-hook: takes the keyword arguments that only a sharded model's ``step`` has.
+    """Step pre-hook that removes the keyword arguments that only sharded models have, and stores their values.
 
     Attributes:
-        sync: Finish the synchronization of gradients before the step (``sync_grad_before_optimizer_step``).
-        install: Update the compute weights after the step (``install_optimized_model_weights``).
+        sync: Whether to synchronize gradients before the step (``sync_grad_before_optimizer_step``).
+        install: Whether to update compute weights after the step (``install_optimized_model_weights``).
     """
 
     def __init__(self) -> None:
@@ -232,8 +251,8 @@ class _StepArguments:
         self.install = kwargs.pop("install_optimized_model_weights", True)
 
 
-class _Before:
-    """Step pre-hook: finish the model's gradients; refuse a step that would do nothing if ``needs_gradient``."""
+class _FinishGradients:
+    """Step pre-hook that synchronizes the model's gradients. If ``needs_gradient``, it raises if there are none."""
 
     def __init__(self, engine: Engine, needs_gradient: bool, arguments: _StepArguments) -> None:
         self._finish = weak_method(engine.finish_pending_gradients)
@@ -243,7 +262,7 @@ class _Before:
     def __call__(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         if self._arguments.sync:
             self._finish()
-        # A closure computes the gradients.
+        # With a closure, gradients are computed later, in the step.
         if not self._needs_gradient or closure_of(args, kwargs) is not None:
             return
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -254,10 +273,10 @@ class _Before:
             )
 
 
-class _After:
-    """Step post-hook: compute weights are made of the new main weights before their next use."""
+class _InvalidateWeights:
+    """Step post-hook that marks compute weights as out of date, so that the next unshard reads the new main weights."""
 
-    def __init__(self, engine: Engine, first: "_FirstUnits | None", arguments: _StepArguments) -> None:
+    def __init__(self, engine: Engine, first: "_UpdateFirstUnits | None", arguments: _StepArguments) -> None:
         self.engine = weakref.ref(engine)
         self._first = first
         self._arguments = arguments
@@ -266,15 +285,16 @@ class _After:
         engine = self.engine()
         if engine is None or not self._arguments.install:
             return
-        if self._first is not None and self._first.gathering:
-            # What nobody waits for would be on its way still when a script ends and destroys the process group.
+        if self._first is not None and self._first.prefetching:
+            # _UpdateFirstUnits has invalidated weights already, before the all-gathers that it started. Wait for these:
+            # after the last step of a script, they would be in flight when the process group is destroyed.
             engine.wait_for_prefetched()
         else:
             engine.invalidate_weights()
 
 
-class _Reshard:
-    """Load-state-dict post-hook: state that is whole, or sharded evenly, becomes state for this rank's parts."""
+class _ShardState:
+    """Load-state-dict post-hook that replaces whole or evenly sharded state by this rank's shards."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = weakref.ref(engine)
@@ -292,44 +312,48 @@ class _Reshard:
                     state[key] = make_like(own_shard(param, value).clone(), param.main)
 
 
-class _FirstUnits:
-    """Step pre-hook: update the units that forward needs first one by one, and gather each while the next is updated.
+class _UpdateFirstUnits:
+    """Step pre-hook that updates the first units of the next forward one by one, and unshards each during the next.
 
-    The step itself then updates what is left. Optimizers of torch are known to allow that; others take their step as a
-    whole.
+    It calls the optimizer's step once per unit, with the parameters of that unit only. The step proper then updates the
+    remaining parameters. This is valid for optimizers that update every parameter independently; for all others the
+    hook does nothing.
 
     Args:
-        engine: Of the model.
-        local: What the optimizer is shown in place of DTensors.
-        arguments: What the step was called with.
+        engine: The engine of the model.
+        local: Maps main weights to the local tensors in the optimizer's parameter groups.
+        arguments: The arguments of the current step.
 
     Attributes:
-        gathering: The latest step has been taken so.
+        prefetching: Whether the latest step was split in this way.
     """
 
     def __init__(self, engine: Engine, local: LocalStep, arguments: _StepArguments) -> None:
         self._engine = weakref.ref(engine)
         self._local = local
         self._arguments = arguments
-        self.gathering = False
+        self.prefetching = False
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         engine = self._engine()
         units = [] if engine is None or not self._arguments.install else engine.units_to_prefetch_first
-        self.gathering = bool(units) and type(optimizer) in BY_PARAMETER and closure_of(args, kwargs) is None
-        if engine is None or not self.gathering:
+        self.prefetching = bool(units) and type(optimizer) in BY_PARAMETER and closure_of(args, kwargs) is None
+        if engine is None or not self.prefetching:
             return
+        # Before any all-gather starts: invalidating afterwards would drop the weights that it has gathered.
         engine.invalidate_weights()
-        parts = {self._local.shown(e.main): i for i, u in enumerate(units) for g in u.groups for e in g.params}
+        unit_of = {self._local.shown(e.main): i for i, u in enumerate(units) for g in u.groups for e in g.params}
+        # For each unit, and finally for the remaining parameters: the parameters in each of the optimizer's groups.
         split: list[list[list[nn.Parameter]]] = [[[] for _ in optimizer.param_groups] for _ in [*units, None]]
         for number, options in enumerate(optimizer.param_groups):
             for parameter in options["params"]:
-                split[parts.get(id(parameter), len(units))][number].append(parameter)
+                split[unit_of.get(id(parameter), len(units))][number].append(parameter)
         for unit, parameters in zip([*units, None], split, strict=True):
-            for options, part in zip(optimizer.param_groups, parameters, strict=True):
-                options["params"] = part
+            for options, of_unit in zip(optimizer.param_groups, parameters, strict=True):
+                options["params"] = of_unit
             if unit is None:
-                return
+                return  # the step proper updates the remaining parameters, and LocalStep restores all of them
             if any(parameters):
+                # __wrapped__ is the step without hooks, which would start this one again.
                 type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]
             engine.prefetch_first(until=unit)

@@ -1,1 +1,1 @@
-"""When: which modules are units, when a unit is gathered and reduced, and in which order."""
+"""Decides which modules are units, and when and in which order units are unsharded and reduced."""

@@ -19,7 +19,7 @@ from megatron.fsdp.comm.process_groups import require_process_group
 from megatron.fsdp.comm.registered_memory import NcclMemory
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.dtensor import torch_patches
-from megatron.fsdp.init.deferred import forget
+from megatron.fsdp.init.deferred import drop_recipes
 from megatron.fsdp.init.materialize import check_can_materialize, comes_last, initialize, materialize_buffers
 from megatron.fsdp.runtime.agreement import Agreement, fingerprint, propagate_errors
 from megatron.fsdp.runtime.engine import Engine, Resources
@@ -35,7 +35,7 @@ from megatron.fsdp.runtime.partition import (
     root_modules,
     tensor_parallel_mesh,
 )
-from megatron.fsdp.runtime.structure import keep_structure
+from megatron.fsdp.runtime.structure import reject_structural_changes
 from megatron.fsdp.runtime.unit import Unit
 from megatron.fsdp.sharding.mesh import FSDPDistributedIndex, default_index
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
@@ -47,7 +47,7 @@ class UnitSettings:
 
     Attributes:
         policy: Dtypes.
-        shard_granularity: The smallest piece of a parameter that is not divided between ranks.
+        shard_granularity: The smallest unit of a parameter that is not divided between ranks.
         keeps_weights: Weights stay unsharded from a forward until its backward.
         divisor: Divides the sum of gradients. None: the number of ranks.
     """
@@ -85,7 +85,7 @@ class Blueprint:
     agreement: Agreement
 
 
-def examine(
+def make_blueprint(
     module: nn.Module,
     config: FSDPConfig,
     index: FSDPDistributedIndex | None = None,
@@ -168,22 +168,22 @@ def build_engine(blueprint: Blueprint) -> Engine:
     resources = Resources(context, pool, nccl_memory, blueprint.agreement)
     unit_of: weakref.WeakKeyDictionary[nn.Module, Unit] = weakref.WeakKeyDictionary()
     for unit, (part, _) in zip(units, preorder(blueprint.root), strict=True):
-        # Units inside this one come later and overwrite what belongs to them.
+        # preorder() yields inner units later, so each module ends up with the innermost unit around it.
         unit_of.update((each, unit) for each in part.module.modules())
     engine = Engine(units, config, blueprint.index, resources, unit_of)
     for unit, (part, _) in zip(units, preorder(blueprint.root), strict=True):
-        unit.channel = blueprint.channel
+        unit.channel = blueprint.channel  # records the unit's collectives for reports about ranks that hang
         unit.install_hooks(root_modules(part.module) if unit.is_root else [part.module], engine.schedule)
         for group in unit.groups:
             group.show(compute=False)
             if config.fused_weight_gradients and group.requires_grad:
-                group.let_kernels_write()
+                group.enable_fused_gradients()
     for param in engine.params():
         for parameter in (param.original, param.compute, param.main):
             mark_owner(parameter, engine)
     if config.init_model_with_meta_device:
-        forget(module)
-    keep_structure(module, engine)
+        drop_recipes(module)
+    reject_structural_changes(module, engine)
     return engine
 
 
@@ -206,14 +206,15 @@ def preorder(part: UnitPart, depth: int = 0) -> Iterator[tuple[UnitPart, int]]:
 
 
 def creation_order(part: UnitPart, follow_recording: bool) -> list[UnitPart]:
-    """The order in which units get their values: as in :func:`preorder`, unless the model was built otherwise.
+    """Return units in the order in which their parameters are initialized.
 
-    Random numbers must be drawn in the order in which they were drawn when the model was built: where a unit's own
-    parameters were made after those of the units inside it, the unit comes last.
+    It is that of :func:`preorder`, except where the model was built in another order. Random numbers must be drawn in
+    the order in which the model was built: if a unit's direct parameters were created after those of the units inside
+    it, the unit comes after them.
 
     Args:
         part: The root of the units to order.
-        follow_recording: Look at the recorded order of initialization (:mod:`megatron.fsdp.init.deferred`).
+        follow_recording: Whether to use the recorded order of initialization (:mod:`megatron.fsdp.init.deferred`).
     """
     inside = [unit for child in part.children for unit in creation_order(child, follow_recording)]
     last = follow_recording and comes_last(part.params, part.params_inside)
@@ -264,7 +265,7 @@ def _pool_of_unit(fixed: FixedPool | None, number: int, depth: int, config: FSDP
     """
     if fixed is None:
         return AllocatorPool(), None
-    # A unit inside another one may find the slot that they would share taken by the outer unit.
+    # The outer unit is unsharded while the inner one runs, so the slot that they would share may be in use.
     own = depth == 0 or (depth > 1 and config.fsdp_db_use_persist_buf_on_alloc_fail)
     pool = fixed.for_unit(number, depth, shared=not own)
     return pool, pool.slot

@@ -66,9 +66,10 @@ class Resources:
 class Engine:
     """Shards one model: owns its units and their buffers, and decides when they communicate.
 
-    It does not hold the model's outermost module, so that deleting the model frees its memory at once. The wrapper
-    :class:`megatron.fsdp.MegatronFSDP` and the modules that :mod:`megatron.fsdp.fsdp2` shards in place each own one.
-    :func:`megatron.fsdp.runtime.builder.build_engine` makes it.
+    The outermost module owns the engine: it is a :class:`megatron.fsdp.MegatronFSDP` wrapper or a module that
+    :mod:`megatron.fsdp.fsdp2` shards in place. The engine must not hold that module. Otherwise the two would form a
+    cycle, and a deleted model would keep its memory until the garbage collector ran.
+    :func:`megatron.fsdp.runtime.builder.build_engine` creates engines.
 
     Args:
         units: All units of the model; the root first, then in the order of registration.
@@ -228,7 +229,7 @@ class Engine:
             unit.invalidate()
 
     def show_main(self) -> None:
-        """Make main weights the parameters of all modules, also of units that are unsharded."""
+        """Make main weights the parameters of all modules, including those of unsharded units."""
         self.schedule.show_main()
 
     def reshard(self) -> None:
@@ -273,7 +274,7 @@ class Engine:
         self.invalidate_weights()
 
     def _broadcast(self, weights: WeightBuffer, axis: dist.ProcessGroup) -> None:
-        # Main weights may be in host memory, and the backend of the axis sends from the computing device only.
+        # Main weights may be in host memory, and the backend of the axis sends from the device of the computation only.
         sent = weights.main.to(self.device)
         broadcast(sent, 0, self.context.stream.group(axis))
         weights.main.copy_(sent)
@@ -306,9 +307,9 @@ class Engine:
             raise
         self._sync.microbatch_count = 0
         self._sync.pending = False
-        # Last, because hooks of a gradient may take the optimizer's step.
+        # Last, because a user's gradient hook may run the optimizer's step, which needs the final state.
         for param in arrived:
-            param.tell_gradient()
+            param.run_gradient_hooks()
 
     def finish_pending_gradients(self) -> None:
         """Call :meth:`finish_gradients` if a backward has ended since the last call."""
@@ -331,7 +332,8 @@ class Engine:
         if self.config.zero_unused_gradients or not used_here:
             return used_here
         flags, handle = self.context.any_rank(used_here)
-        # Reading the flags makes the host wait. A rank that used every parameter knows the result without reading.
+        # Reading the flags makes the host wait for the device. If this rank has used every parameter, the result is
+        # clear without reading it.
         if all(used for used, needed in zip(used_here, trained, strict=True) if needed):
             return used_here
         with report_on_failure():

@@ -50,7 +50,7 @@ def check_no_other_engine(module: nn.Module) -> None:
             raise ValueError(f"The model cannot be sharded: {where} is already synchronized by {found[0]}. {found[1]}")
 
 
-class _Claim(dict[str, Any]):
+class _GuardedRegistry(dict[str, Any]):
     """The registry of torch's composable functions in a sharded module. It raises an error for ``fully_shard``.
 
     torch stores the registry in the module's ``__dict__`` under a private key, and looks a function up in it before
@@ -69,7 +69,7 @@ class _Claim(dict[str, Any]):
 _hooks: list[object] = []
 
 
-def refuse_others(module: nn.Module, is_sharded: Callable[[nn.Module], bool]) -> None:
+def reject_other_engines(module: nn.Module, is_sharded: Callable[[nn.Module], bool]) -> None:
     """Raise ValueError from now on if another engine wraps a sharded model or one of its modules.
 
     Args:
@@ -77,9 +77,9 @@ def refuse_others(module: nn.Module, is_sharded: Callable[[nn.Module], bool]) ->
         is_sharded: Returns whether a module has parameters of a sharded model. It must be the same in every call.
     """
     for part in module.modules():
-        part.__dict__[REGISTRY_KEY] = _Claim(part.__dict__.get(REGISTRY_KEY) or {})
+        part.__dict__[REGISTRY_KEY] = _GuardedRegistry(part.__dict__.get(REGISTRY_KEY) or {})
 
-    def refuse(outer: nn.Module, name: str, inner: nn.Module) -> None:
+    def check(outer: nn.Module, name: str, inner: nn.Module) -> None:
         found = _wrapper(type(outer))
         if found is not None and is_sharded(inner):
             raise ValueError(
@@ -88,4 +88,4 @@ def refuse_others(module: nn.Module, is_sharded: Callable[[nn.Module], bool]) ->
             )
 
     if not _hooks:
-        _hooks.append(register_module_module_registration_hook(refuse))
+        _hooks.append(register_module_module_registration_hook(check))

@@ -219,7 +219,7 @@ def partition(module: nn.Module, unit_classes: tuple[type[nn.Module], ...], ever
             else:
                 param.sites.append((owner, attribute))
                 param.names.append(full_name)
-                homes[id(parameter)] = _common(homes[id(parameter)], path)
+                homes[id(parameter)] = _common_path(homes[id(parameter)], path)
     for key, param in params.items():
         homes[key][-1].params.append(param)
     _drop_empty(root)
@@ -235,7 +235,7 @@ def _is_unit(
     module: nn.Module, path: tuple[UnitPart, ...], classes: tuple[type[nn.Module], ...], every_module: bool
 ) -> bool:
     if compiled_module(path[-1].module) is module:
-        return False  # torch.compile's wrapper is the unit already
+        return False  # torch.compile's wrapper around it is the unit already
     if isinstance(module, classes) or isinstance(compiled_module(module), classes):
         return True
     inside_unit = len(path) > 1
@@ -258,9 +258,12 @@ def _find_units(
 ) -> None:
     for child_name, child in module.named_children():
         if id(child) in path_of:
-            # The module is registered twice: if the two places belong to different units, their common one holds it.
+            # The module is registered in two places. If these belong to different units, the innermost unit around
+            # both owns it, so that its parameters are unsharded during both.
             path_of[id(child)] = (
-                _common(path_of[id(child)], path) if path_of[id(child)][-1].module is not child else path_of[id(child)]
+                _common_path(path_of[id(child)], path)
+                if path_of[id(child)][-1].module is not child
+                else path_of[id(child)]
             )
             continue
         full_name = f"{name}.{child_name}" if name else child_name
@@ -273,7 +276,7 @@ def _find_units(
         _find_units(child, full_name, child_path, is_unit, path_of)
 
 
-def _common(a: tuple[UnitPart, ...], b: tuple[UnitPart, ...]) -> tuple[UnitPart, ...]:
+def _common_path(a: tuple[UnitPart, ...], b: tuple[UnitPart, ...]) -> tuple[UnitPart, ...]:
     return tuple(x for x, y in zip(a, b, strict=False) if x is y)
 
 
@@ -283,7 +286,7 @@ def _drop_empty(part: UnitPart) -> bool:
 
 
 def root_modules(module: nn.Module) -> list[nn.Module]:
-    """The outermost modules that each hold all parameters: nested wrappers, any of which the user may call."""
+    """Return the outermost modules that each contain all parameters: nested wrappers, any of which the user may run."""
     chain = [module]
     total = len(list(module.parameters()))
     while True:

@@ -1,8 +1,8 @@
-"""The order of communication in one pass, which all ranks follow, and how far this rank is.
+"""The order of communication in one pass, which all ranks follow, and the position of this rank in it.
 
-Collectives of different ranks match by their order alone. So every rank issues them in the order of one plan, whatever
-its own model does. An operation that this rank's data did not ask for is still issued, before the next one that it did
-ask for.
+Collectives of different ranks match by their order alone. Every rank therefore issues them in the order of one plan,
+independently of the units that its data passes through. An operation of a unit that this rank skips is still issued,
+before the next operation that its computation requests.
 """
 
 from enum import IntEnum
@@ -24,77 +24,77 @@ class Op(NamedTuple):
 
 
 class Plan:
-    """The operations of one pass (forward or backward), and how far this rank is.
+    """The operations of one pass (forward or backward), and this rank's position in them.
 
     Args:
-        asked: The operations in the order in which the computation asks for them.
-        distance: How many reductions an unshard may be issued ahead of.
+        requested: The operations in the order in which the computation requests them.
+        distance: How many reductions an unshard may overtake.
 
     Attributes:
-        asked: The operations.
-        order: Indices into ``asked`` in the order in which operations are issued.
+        requested: The operations.
+        order: Indices into ``requested`` in the order in which operations are issued.
         issued: How many operations of ``order`` have been issued.
-        done: How many operations of ``asked`` the computation is past.
-        recorded: What the computation asked for in this pass, in order.
+        done: How many operations of ``requested`` the computation has passed.
+        recorded: The operations that this rank's computation has requested in this pass, in order.
     """
 
-    def __init__(self, asked: list[Op], distance: int) -> None:
-        self.asked = asked
-        self.order = hoist_unshards(asked, distance)
+    def __init__(self, requested: list[Op], distance: int) -> None:
+        self.requested = requested
+        self.order = hoist_unshards(requested, distance)
         self._position = {index: position for position, index in enumerate(self.order)}
         self.issued = 0
         self.done = 0
         self.recorded: list[Op] = []
 
     def restart(self) -> None:
-        """A pass begins."""
+        """Begin a pass."""
         self.issued = self.done = 0
         self.recorded = []
 
-    def ask(self, op: Op) -> range | None:
-        """The computation asks for ``op``.
+    def request(self, op: Op) -> range | None:
+        """Record that the computation requests ``op``, and advance to it.
 
         Returns:
-            The indices in ``asked`` of the operations that it left out since the last call, followed by that of ``op``.
-            None if ``op`` is not ahead in the plan. The caller then issues it at once, as do all ranks that run the
-            same code.
+            Indices in ``requested``: the operations that the computation has skipped since the last call, and then
+            ``op``. None if ``op`` does not lie ahead in the plan. The caller then issues it at once, as do all other
+            ranks that run the same code.
         """
         self.recorded.append(op)
         try:
-            target = self.asked.index(op, self.done)
+            target = self.requested.index(op, self.done)
         except ValueError:
             return None
         first, self.done = self.done, target + 1
         return range(first, target + 1)
 
-    def rest(self) -> range:
-        """End the pass: the indices in ``asked`` of the operations that were left out at its end."""
-        first, self.done = self.done, len(self.asked)
-        return range(first, len(self.asked))
+    def finish(self) -> range:
+        """End the pass. Returns the indices in ``requested`` of the operations that were skipped at its end."""
+        first, self.done = self.done, len(self.requested)
+        return range(first, len(self.requested))
 
     def ahead(self) -> Op | None:
         """The next operation to issue."""
-        return self.asked[self.order[self.issued]] if self.issued < len(self.order) else None
+        return self.requested[self.order[self.issued]] if self.issued < len(self.order) else None
 
     def is_issued(self, index: int) -> bool:
-        """Whether the operation at ``index`` in ``asked`` has been issued."""
+        """Whether the operation at ``index`` in ``requested`` has been issued."""
         return self._position[index] < self.issued
 
 
-def hoist_unshards(asked: list[Op], distance: int) -> list[int]:
-    """The order in which to issue operations: every unshard ahead of up to ``distance`` reductions before it.
+def hoist_unshards(requested: list[Op], distance: int) -> list[int]:
+    """Return the order in which to issue operations: every unshard overtakes up to ``distance`` reductions.
 
-    A backward asks for: unshard 3, reduce 3, unshard 2, reduce 2, unshard 1, reduce 1. With a distance of 1 it issues:
+    A backward requests: unshard 3, reduce 3, unshard 2, reduce 2, unshard 1, reduce 1. With a distance of 1 it issues:
     unshard 3, unshard 2, reduce 3, unshard 1, reduce 2, reduce 1. So unit 2 is unsharded while unit 3 computes.
 
     Returns:
-        Indices into ``asked``. Unshards keep their order, and so do reductions.
+        Indices into ``requested``. Unshards keep their order, and so do reductions.
     """
     order: list[int] = []
-    for index, op in enumerate(asked):
+    for index, op in enumerate(requested):
         position, crossed = len(order), 0
         if op.kind is OpKind.UNSHARD:
-            while position and asked[order[position - 1]].kind is OpKind.REDUCE and crossed < distance:
+            while position and requested[order[position - 1]].kind is OpKind.REDUCE and crossed < distance:
                 position -= 1
                 crossed += 1
         order.insert(position, index)

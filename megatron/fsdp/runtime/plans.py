@@ -17,7 +17,7 @@ class Plans:
 
     Args:
         units: All units; the root first, then in the order of registration.
-        distance: How many reductions an unshard may be issued ahead of.
+        distance: How many reductions an unshard may overtake.
         exchange: Gathers a list of integers from every rank.
 
     Attributes:
@@ -35,22 +35,22 @@ class Plans:
         self.recording = True
         self._known: dict[tuple[bool, ...], Plan] = {}
 
-    def _plan(self, asked: list[Op]) -> Plan:
-        return Plan(asked, self._distance)
+    def _plan(self, requested: list[Op]) -> Plan:
+        return Plan(requested, self._distance)
 
     def _guessed_backward(self) -> Plan:
         # The root, and the unit that forward ends with, are still unsharded when backward begins.
-        kept = [Op(OpKind.UNSHARD, 0), self.forward.asked[-1]]
+        kept = [Op(OpKind.UNSHARD, 0), self.forward.requested[-1]]
         kept += [Op(OpKind.UNSHARD, i) for i, unit in enumerate(self._units) if unit.keeps_weights]
         index = {id(unit): i for i, unit in enumerate(self._units)}
 
-        def asked(unit: Unit) -> list[Op]:
+        def requested(unit: Unit) -> list[Op]:
             ops = [Op(OpKind.UNSHARD, index[id(unit)])]
             for child in reversed(unit.children):
-                ops += asked(child)
+                ops += requested(child)
             return [*ops, Op(OpKind.REDUCE, index[id(unit)])] if unit.trainable else ops
 
-        return self._plan([op for op in asked(self._units[0]) if op not in kept])
+        return self._plan([op for op in requested(self._units[0]) if op not in kept])
 
     def _trainable(self) -> tuple[bool, ...]:
         return tuple(unit.trainable for unit in self._units)
@@ -80,6 +80,6 @@ class Plans:
         return merge_recorded([[Op(OpKind(row[i]), row[i + 1]) for i in range(0, len(row), 2)] for row in rows])
 
     def next_forward_units(self) -> list[Unit]:
-        """The units that the next forward asks for, in its order."""
-        indices = dict.fromkeys(op.unit_index for op in self.forward.asked if op.kind is OpKind.UNSHARD)
+        """The units that the next forward will unshard, in order."""
+        indices = dict.fromkeys(op.unit_index for op in self.forward.requested if op.kind is OpKind.UNSHARD)
         return [self._units[index] for index in indices]

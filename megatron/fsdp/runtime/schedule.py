@@ -101,7 +101,7 @@ class Schedule:
         return first
 
     def reset(self) -> None:
-        """Reshard every unit, whatever was going on."""
+        """Reshard every unit, in any state."""
         if self.passes.state is not PassState.NO_BACKWARD:
             logger.warning(
                 "FSDP: the last backward did not end. Its gradients are dropped, and with them those of earlier "
@@ -164,7 +164,7 @@ class Schedule:
                 unit.reshard_unused()
             elif unit.state is not WeightState.SHARDED:
                 unit.reshard()
-        self._leave_out(self.plans.backward, self.plans.backward.rest())
+        self._issue_skipped(self.plans.backward, self.plans.backward.finish())
         # Where no input needs gradients, no hook runs when the unit's backward ends: its gradients are still there.
         for unit in reversed(self.units):
             if unit.trainable and (unit.has_gradients() or (unit.took_part and not unit.reduced)):
@@ -203,13 +203,13 @@ class Schedule:
         """See :class:`megatron.fsdp.runtime.unit.UnitListener`."""
         forward = self.plans.forward
         if unit.is_root and not self._in_backward:
-            self._leave_out(forward, forward.rest())
+            self._issue_skipped(forward, forward.finish())
         if unit.state is not WeightState.FORWARD:
             return False
         grad = torch.is_grad_enabled()
         if grad and (unit.is_root or unit.keeps_weights):
             unit.to(WeightState.UNSHARDED)
-        elif grad and (self._in_backward or forward.asked[-1].unit_index == self._index[id(unit)]):
+        elif grad and (self._in_backward or forward.requested[-1].unit_index == self._index[id(unit)]):
             # Backward begins with the unit that forward ends with.
             unit.to(WeightState.UNSHARDED)
             self.passes.kept = unit
@@ -245,35 +245,36 @@ class Schedule:
     def _ask(self, plan: Plan, unit: Unit, state: WeightState) -> None:
         """Unshard a unit whose weights the computation needs now, and prefetch."""
         if unit.state in (WeightState.SHARDED, WeightState.UNSHARDING):
-            self._reach(plan, Op(OpKind.UNSHARD, self._index[id(unit)]))
+            self._advance_to(plan, Op(OpKind.UNSHARD, self._index[id(unit)]))
             if unit.state is WeightState.SHARDED:
                 unit.unshard()
         unit.use(state)
         self._prefetch(plan)
 
     def _reduce(self, unit: Unit) -> None:
-        """Reduce a unit whose gradients are complete, unless :meth:`_reach` has issued that already."""
+        """Reduce a unit whose gradients are complete, unless :meth:`_advance_to` has issued that already."""
         unit.reduced = False
-        self._reach(self.plans.backward, Op(OpKind.REDUCE, self._index[id(unit)]))
+        self._advance_to(self.plans.backward, Op(OpKind.REDUCE, self._index[id(unit)]))
         if not unit.reduced:
             self._issue_reduction(unit)
 
-    def _reach(self, plan: Plan, op: Op) -> None:
-        indices = plan.ask(op)
+    def _advance_to(self, plan: Plan, op: Op) -> None:
+        """Issue all operations of the plan up to ``op``, which the computation requests."""
+        indices = plan.request(op)
         if indices is not None:
-            self._leave_out(plan, indices[:-1])
+            self._issue_skipped(plan, indices[:-1])
             self._issue_until(plan, indices[-1])
 
-    def _leave_out(self, plan: Plan, indices: range) -> None:
-        """Issue operations that this rank's computation did not ask for, because those of other ranks did."""
+    def _issue_skipped(self, plan: Plan, indices: range) -> None:
+        """Issue operations that this rank's computation has skipped: those of other ranks may have requested them."""
         for index in indices:
             self._issue_until(plan, index)
-            unit = self.units[plan.asked[index].unit_index]
-            if plan.asked[index].kind is OpKind.UNSHARD and unit.state is WeightState.UNSHARDING:
+            unit = self.units[plan.requested[index].unit_index]
+            if plan.requested[index].kind is OpKind.UNSHARD and unit.state is WeightState.UNSHARDING:
                 unit.reshard_unused()
 
     def _issue_until(self, plan: Plan, index: int) -> None:
-        """Issue operations in the order of the plan, up to the one at ``index`` in ``plan.asked``."""
+        """Issue operations in the order of the plan, up to the one at ``index`` in ``plan.requested``."""
         while not plan.is_issued(index):
             op = plan.ahead()
             assert op is not None, "an operation that is not issued is ahead"

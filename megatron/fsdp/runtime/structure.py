@@ -15,8 +15,8 @@ from megatron.fsdp.runtime.partition import OWNER
 _sharded: weakref.WeakKeyDictionary[nn.Module, weakref.ref[object]] = weakref.WeakKeyDictionary()
 
 
-def keep_structure(root: nn.Module, owner: object) -> None:
-    """While ``owner`` exists, raise an error if parameters in ``root`` are replaced, or parameters or modules added."""
+def reject_structural_changes(root: nn.Module, owner: object) -> None:
+    """Raise an error from now on if parameters in ``root`` are replaced or added. The checks end with ``owner``."""
     for module in root.modules():
         _sharded[module] = weakref.ref(owner)
     _watch()
@@ -29,6 +29,7 @@ def _is_sharded(module: nn.Module) -> bool:
 
 @functools.cache
 def _watch() -> None:
+    # torch's registration hooks are global, so they are registered once for all models.
     register_module_parameter_registration_hook(_parameter_registered)
     register_module_module_registration_hook(_module_registered)
 

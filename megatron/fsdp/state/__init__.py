@@ -1,1 +1,1 @@
-"""State dicts, exports, and whether ranks agree on weights."""
+"""Loading of state dicts, exports, and checks that ranks have the same weights."""

@@ -1,4 +1,4 @@
-"""Whether the weights that forward reads are those that the optimizer has: on every rank, and equal among ranks."""
+"""Checks that compute weights match the main weights on every rank, and that they are equal on all ranks."""
 
 import torch
 
@@ -9,16 +9,16 @@ from megatron.fsdp.runtime.engine import Engine
 from megatron.fsdp.sharding.ownership import within
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Odd, so that no bit of an element is lost when it is multiplied.
+# Odd: multiplication by an odd number modulo 2^64 is invertible, so no bit of an element is lost.
 _FACTOR = 0x9E3779B97F4A7C1 | 1
 
 
 def inconsistent_weights(engine: Engine) -> list[str]:
-    """Names of parameters whose compute weights are not their main weights in another dtype, on any rank.
+    """Return the names of parameters whose compute weights do not equal their main weights, or differ between ranks.
 
-    Looked at are compute weights that stay, as with ZeRO-0, 1 and 2; where they come and go, each gather makes them of
-    the main weights anew. Ranks compare a 64-bit hash of each parameter, so what is sent is 8 bytes per parameter.
-    All ranks of the model must call this.
+    Only compute weights that stay allocated are checked, as with ZeRO-0, 1 and 2. Those that are resharded are copied
+    from the main weights at every unshard. Ranks compare a 64-bit hash of each parameter, so each rank sends 8 bytes
+    per parameter. A collective: all ranks of the model must call this.
     """
     flags, names = [], []
     for group in engine.groups:
@@ -31,24 +31,25 @@ def inconsistent_weights(engine: Engine) -> list[str]:
 
 
 def _inconsistent(group: ParameterGroup) -> torch.Tensor:
-    """For each parameter of a group, whether this rank has found something wrong with it."""
+    """For each parameter of a group, whether compute weights differ from this rank's main weights or between ranks."""
     weights = group.weights
     weights.unshard()
     weights.wait()
     flat = weights.compute.flat
+    # Overwrite this rank's shard with its main weights: elements of other ranks are compared by the hashes below.
     expected = flat.clone()
     expected[within(weights.owned.main, slice(0, flat.numel()))] = weights.main.to(flat.device, flat.dtype)
     views = [slot_view(expected, weights.layout, i) for i in range(len(group.params))]
     differs = [not torch.equal(a, b) for a, b in zip(views, weights.compute.views, strict=True)]
     hashes = torch.stack([hash_of(view) for view in weights.compute.views])
-    everyone = hashes.new_empty(group.axes.dp_group.size() * hashes.numel())
-    all_gather(everyone, hashes, group.axes.dp_group)
-    unequal = (everyone.view(-1, hashes.numel()) != hashes).any(0)
+    of_all_ranks = hashes.new_empty(group.axes.dp_group.size() * hashes.numel())
+    all_gather(of_all_ranks, hashes, group.axes.dp_group)
+    unequal = (of_all_ranks.view(-1, hashes.numel()) != hashes).any(0)
     return unequal | torch.tensor(differs, device=unequal.device)
 
 
 def hash_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A hash of a tensor's bits and their places, made where the tensor is: an int64 scalar."""
+    """Hash the bits and the order of a tensor's elements, on the tensor's device. Returns an int64 scalar."""
     bits = tensor.detach().reshape(-1).view(_INTEGERS[tensor.element_size()]).long()
     places = torch.arange(1, bits.numel() + 1, device=bits.device) * _FACTOR
     mixed = (bits ^ places) * _FACTOR

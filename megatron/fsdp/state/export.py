@@ -1,4 +1,4 @@
-"""Writes a sharded model as safetensors files with the model's own names, as Hugging Face's ``save_pretrained``."""
+"""Writes a sharded model as safetensors files under the names of the original model, as ``save_pretrained`` does."""
 
 from __future__ import annotations
 
@@ -26,17 +26,19 @@ GIB = 1 << 30
 def save_safetensors(
     model: MegatronFSDP, folder: str | os.PathLike, dtype: torch.dtype | None = None, max_shard_size: int = 5 * GIB
 ) -> None:
-    """Write the main weights and buffers; the first rank does, and all ranks must call this.
+    """Write the main weights and buffers. A collective: all ranks must call this, and rank 0 writes.
 
-    A tied parameter is written once, by the first of its names, as Hugging Face's models expect. If the model has a
-    ``config`` with ``save_pretrained()``, that is written too, so that ``from_pretrained(folder)`` loads the model.
+    A tied parameter is written once, under its first name, as Hugging Face's models expect. If the model has a
+    ``config`` with ``save_pretrained()``, the configuration is written as well, so that ``from_pretrained(folder)``
+    loads the model.
 
     Args:
         model: The sharded model.
-        folder: Where to; is created. A file is there whole or not at all; the index comes last.
-        dtype: Of the files; None: that of the compute weights.
-        max_shard_size: Bytes of a file at most, unless one tensor has more. The first rank holds as much of it in
-            memory; the others never hold more than one whole parameter.
+        folder: The folder to write to. It is created if it does not exist. A file is either complete or absent, and the
+            index is written last.
+        dtype: Dtype of the files. None: that of the compute weights.
+        max_shard_size: Largest size of a file in bytes; a larger tensor gets a file alone. Rank 0 holds up to this many
+            bytes in memory. Other ranks hold at most one whole parameter.
 
     Raises:
         ImportError: safetensors is not installed.
@@ -74,7 +76,7 @@ def save_safetensors(
 
 
 def _whole_tensors(model: MegatronFSDP, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter and buffer, whole and on the CPU, in an order that all ranks share."""
+    """Yield every parameter and buffer, whole and on the CPU, in the same order on all ranks. A collective."""
     model.engine.reshard()
     seen: set[int] = set()
     param: ShardedParameter
@@ -91,7 +93,7 @@ def _whole_tensors(model: MegatronFSDP, dtype: torch.dtype | None) -> Iterator[t
 
 
 def _name_files(folder: Path, files: list[list[str]], total: int) -> None:
-    """Give the files their names, now that their number is known, and write the index if there are several."""
+    """Rename the files, whose names contain their number, and write the index if there are several."""
     count = len(files)
     names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
     if count == 1:

@@ -39,7 +39,7 @@ class Bytes:
         main: Main weights, if they are not the compute weights.
         optimizer: Adam's moments.
         gradients: Reduced gradients, until the optimizer's step.
-        gathered: Compute weights while the unit is unsharded.
+        unsharded: Compute weights while the unit is unsharded.
         reducing: Gradients while they are reduced.
     """
 
@@ -49,7 +49,7 @@ class Bytes:
     main: int = 0
     optimizer: int = 0
     gradients: int = 0
-    gathered: int = 0
+    unsharded: int = 0
     reducing: int = 0
 
     def add(self, other: "Bytes") -> None:
@@ -108,10 +108,10 @@ class Estimate:
     def peak(self, config: FSDPConfig) -> int:
         """Peak bytes during a step, without activations, by the formula of docs/memory.md."""
         root, others = self.units[0].bytes, [unit.bytes for unit in self.units[1:]]
-        gathered = max((b.gathered for b in others), default=0) * config.max_unsharded_units
+        unsharded = max((b.unsharded for b in others), default=0) * config.max_unsharded_units
         reducing = max((b.reducing for b in others), default=0) * config.max_reducing_units
         total = self.total
-        return total.resting + total.gradients + root.gathered + root.reducing + gathered + reducing
+        return total.resting + total.gradients + root.unsharded + root.reducing + unsharded + reducing
 
 
 def estimate(
@@ -157,7 +157,7 @@ def _group(params: list[ShardedParameter], config: FSDPConfig, axes: AxisSizes) 
         main=owned * dtypes.main_params.itemsize if apart else 0,
         optimizer=owned * ADAM if key.requires_grad else 0,
         gradients=owned * dtypes.main_params.itemsize if key.requires_grad else 0,
-        gathered=whole if temporary else 0,
+        unsharded=whole if temporary else 0,
         reducing=layout.numel * dtypes.grad_comm.itemsize if key.requires_grad else 0,
     ), f"{_name(dtypes.compute)} compute, {_name(dtypes.main_params)} main weights, {_name(dtypes.grad_comm)} reduction"
 

@@ -18,7 +18,7 @@ from megatron.fsdp.checkpoint.backend import Planner, Reader, Writer
 from megatron.fsdp.checkpoint.checksums import NAME, Checksums, DamagedCheckpoint, crc32_of
 from megatron.fsdp.checkpoint.loading import load, load_objects
 from megatron.fsdp.checkpoint.matching import Reaction, Strictness
-from megatron.fsdp.checkpoint.newest import newest_whole
+from megatron.fsdp.checkpoint.newest import newest_complete
 from megatron.fsdp.checkpoint.safe_pickle import UnsafePickle
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -162,15 +162,15 @@ def flip_in(folder: Path, tensor: torch.Tensor) -> Path:
     return path
 
 
-@pytest.mark.parametrize("way", ["load", "Reader", "newest_whole"])
+@pytest.mark.parametrize("way", ["load", "Reader", "newest_complete"])
 def test_damage_is_detected_without_checksums_of_files(tmp_path: Path, way: str) -> None:
     """The archives that torch and Megatron-Core write contain checksums."""
     folder = tmp_path / "iter_0000003"
     dcp.save(state(3), checkpoint_id=folder)
     path = flip_in(folder, state(3)["model"]["a.b"])
-    if way == "newest_whole":
-        assert newest_whole(tmp_path, 3) is None
-        assert newest_whole(tmp_path, 3, check=False) == 3
+    if way == "newest_complete":
+        assert newest_complete(tmp_path, 3) is None
+        assert newest_complete(tmp_path, 3, check=False) == 3
         return
     into = state(0)
     with pytest.raises((DamagedCheckpoint, CheckpointException), match=rf"{path.name} \(model.a.b\): .*CRC-32"):
@@ -203,19 +203,19 @@ def test_checking_can_be_disabled(tmp_path: Path) -> None:
 def test_the_newest_complete_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for iteration in (10, 20, 30, 40):
         save(tmp_path / f"iter_{iteration:07d}", iteration)
-    assert newest_whole(tmp_path, 40) == 40
-    assert newest_whole(tmp_path, 30) == 30, "checkpoints that are newer than the tracker file's are ignored"
-    assert newest_whole(tmp_path, None) == 40
+    assert newest_complete(tmp_path, 40) == 40
+    assert newest_complete(tmp_path, 30) == 30, "checkpoints that are newer than the tracker file's are ignored"
+    assert newest_complete(tmp_path, None) == 40
     (tmp_path / "iter_0000040" / ".metadata").unlink()
-    assert newest_whole(tmp_path, 40) == 30
+    assert newest_complete(tmp_path, 40) == 30
     flip(next((tmp_path / "iter_0000030").glob("*.distcp")), 700)
-    assert newest_whole(tmp_path, 40) == 20
-    assert newest_whole(tmp_path, 40, check=False) == 30, "without checking, a flipped bit is not detected"
+    assert newest_complete(tmp_path, 40) == 20
+    assert newest_complete(tmp_path, 40, check=False) == 30, "without checking, a flipped bit is not detected"
     assert "iter_0000030" in caplog.text and "CRC-32" in caplog.text
     truncate(next((tmp_path / "iter_0000020").glob("*.distcp")))
-    assert newest_whole(tmp_path, 40, check=False) == 30
+    assert newest_complete(tmp_path, 40, check=False) == 30
     flip(tmp_path / "iter_0000010" / ".metadata", 50)
-    assert newest_whole(tmp_path, 40) is None
+    assert newest_complete(tmp_path, 40) is None
 
 
 class Evil:

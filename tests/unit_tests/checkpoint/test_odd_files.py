@@ -19,7 +19,7 @@ from megatron.fsdp.checkpoint import safe_pickle
 from megatron.fsdp.checkpoint.backend import save
 from megatron.fsdp.checkpoint.checksums import NAME, DamagedCheckpoint
 from megatron.fsdp.checkpoint.loading import load
-from megatron.fsdp.checkpoint.newest import newest_whole
+from megatron.fsdp.checkpoint.newest import newest_complete
 from megatron.fsdp.checkpoint.reader import TRACKER, CheckpointReader, checkpoint_folder
 from megatron.fsdp.convert.huggingface.folder import read_config, read_weights
 from tests.checkpoints import ROOT
@@ -70,7 +70,7 @@ def test_falling_back(tmp_path: Path, odd: str, sums: bool) -> None:
         (newest / NAME).unlink()
     ODD[odd](newest)
     begun = time.monotonic()
-    assert newest_whole(tmp_path, 2) == 1
+    assert newest_complete(tmp_path, 2) == 1
     into = {"w": torch.zeros(5)}
     with pytest.raises((DamagedCheckpoint, FileNotFoundError), match="iter_0000002"):
         load(into, newest)

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from megatron.fsdp.checkpoint import archive, strided
 from megatron.fsdp.checkpoint.checksums import DamagedCheckpoint
-from megatron.fsdp.checkpoint.lazy import Box
+from megatron.fsdp.checkpoint.lazy import Region
 from megatron.fsdp.checkpoint.reader import CheckpointReader, checkpoint_folder, common_state, intersection, untiled
 from tests.checkpoints import TORCH_DIST, meta, sha256
 from tests.small_checkpoints import (
@@ -71,7 +71,7 @@ def test_common_state_of_the_samples(name: str) -> None:
 class Cut(torch.Tensor):
     """A tensor that torch.distributed.checkpoint writes in several chunks."""
 
-    chunks: list[Box]
+    chunks: list[Region]
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
         return [
@@ -89,7 +89,7 @@ class Cut(torch.Tensor):
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         sizes = next(chunk.sizes for chunk in self.chunks if chunk.offsets == tuple(index.offset))
-        return self.as_subclass(torch.Tensor)[Box(tuple(index.offset), sizes).slices()]
+        return self.as_subclass(torch.Tensor)[Region(tuple(index.offset), sizes).slices()]
 
 
 def cut(tensor: torch.Tensor, *cuts: tuple[int, ...]) -> Cut:
@@ -97,17 +97,17 @@ def cut(tensor: torch.Tensor, *cuts: tuple[int, ...]) -> Cut:
     made = tensor.as_subclass(Cut)
     ends = [[0, *cuts[d], n] for d, n in enumerate(tensor.shape)]
     ranges = [[(a, b - a) for a, b in itertools.pairwise(e)] for e in ends]
-    made.chunks = [Box(tuple(o for o, _ in p), tuple(n for _, n in p)) for p in itertools.product(*ranges)]
+    made.chunks = [Region(tuple(o for o, _ in p), tuple(n for _, n in p)) for p in itertools.product(*ranges)]
     return made
 
 
-def boxes(shape: tuple[int, ...], count: int) -> list[Box]:
+def regions(shape: tuple[int, ...], count: int) -> list[Region]:
     generator = random.Random(0)
-    whole = Box((0,) * len(shape), shape)
-    found = [whole, Box(shape, (0,) * len(shape))]
+    whole = Region((0,) * len(shape), shape)
+    found = [whole, Region(shape, (0,) * len(shape))]
     for _ in range(count):
         low = [generator.randrange(n + 1) for n in shape]
-        found.append(Box(tuple(low), tuple(generator.randrange(n - o + 1) for o, n in zip(low, shape, strict=True))))
+        found.append(Region(tuple(low), tuple(generator.randrange(n - o + 1) for o, n in zip(low, shape, strict=True))))
     return found
 
 
@@ -133,8 +133,8 @@ def test_any_region_of_any_tensor(plain: tuple[Path, dict[str, torch.Tensor]]) -
     assert {len(found.chunks(key)) for key in tensors} == {6, 4, 12, 1, 2}
     for key, tensor in tensors.items():
         assert found.tensors[key].dtype == tensor.dtype and found.tensors[key].shape == tensor.shape
-        for box in boxes(tuple(tensor.shape), 30):
-            assert same_bits(found.tensors[key].read(box), tensor[box.slices()]), (key, box)
+        for region in regions(tuple(tensor.shape), 30):
+            assert same_bits(found.tensors[key].read(region), tensor[region.slices()]), (key, region)
 
 
 def test_regions_that_are_read_in_several_steps(
@@ -146,8 +146,8 @@ def test_regions_that_are_read_in_several_steps(
         monkeypatch.setattr(strided, "GAP", gap)
         found = CheckpointReader(folder)
         for key, tensor in tensors.items():
-            for box in boxes(tuple(tensor.shape), 5):
-                assert same_bits(found.tensors[key].read(box), tensor[box.slices()]), (key, box)
+            for region in regions(tuple(tensor.shape), 5):
+                assert same_bits(found.tensors[key].read(region), tensor[region.slices()]), (key, region)
 
 
 def test_a_tensor_stored_with_other_strides(tmp_path: Path) -> None:
@@ -166,8 +166,8 @@ def test_a_tensor_stored_with_other_strides(tmp_path: Path) -> None:
             storage = archive.Archive(file, name).entry("data/0").offset
         assert stored.stride == tensor.stride()
         assert stored.start == storage + tensor.storage_offset() * tensor.itemsize
-        for box in boxes(tuple(tensor.shape), 20):
-            assert same_bits(found.tensors["a"].read(box), tensor[box.slices()])
+        for region in regions(tuple(tensor.shape), 20):
+            assert same_bits(found.tensors["a"].read(region), tensor[region.slices()])
 
 
 class Sparse(io.RawIOBase):
@@ -203,18 +203,18 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("box", "limit"),
+    ("region", "limit"),
     [
-        (Box((77, 0), (1, 1 << 20)), 16 << 20),  # a row
-        (Box((0, 12345), (128, 1)), 12 << 20),  # a column
-        (Box((5, 100), (100, 1 << 12)), 16 << 20),
+        (Region((77, 0), (1, 1 << 20)), 16 << 20),  # a row
+        (Region((0, 12345), (128, 1)), 12 << 20),  # a column
+        (Region((5, 100), (100, 1 << 12)), 16 << 20),
     ],
 )
-def test_a_region_of_a_large_chunk_takes_little_memory(large: Path, box: Box, limit: int) -> None:
+def test_a_region_of_a_large_chunk_takes_little_memory(large: Path, region: Region, limit: int) -> None:
     found = CheckpointReader(large)
     with PeakMemory() as memory:
-        part = found.tensors["a"].read(box)
-    assert part.shape == box.sizes and not part.any()
+        part = found.tensors["a"].read(region)
+    assert part.shape == region.sizes and not part.any()
     assert memory.growth < limit
 
 
@@ -222,27 +222,27 @@ def test_few_elements_take_few_reads(tmp_path: Path, monkeypatch: pytest.MonkeyP
     tensor = numbers((64, 1 << 15))
     found, counts, preadv = CheckpointReader(write_checkpoint(tmp_path / "c", {"a": tensor}), False), [], os.preadv
     monkeypatch.setattr(os, "preadv", lambda *arguments: counts.append(preadv(*arguments)) or counts[-1])
-    column = found.tensors["a"].read(Box((0, 5), (64, 2)))
+    column = found.tensors["a"].read(Region((0, 5), (64, 2)))
     assert torch.equal(column, tensor[:, 5:7])
     assert 64 * 8 < sum(counts) < 64 << 10 < tensor.nbytes
     counts.clear()
     # Contiguous rows are read at once.
-    assert torch.equal(found.tensors["a"].read(Box((3, 0), (9, 1 << 15))), tensor[3:12])
+    assert torch.equal(found.tensors["a"].read(Region((3, 0), (9, 1 << 15))), tensor[3:12])
     assert counts == [9 << 17]
 
 
 def test_a_region_without_a_chunk_is_damage(small: Path) -> None:
     found = changed(small, lambda m: m.state_dict_metadata["a"].chunks.pop(1))
-    assert same_bits(found.tensors["a"].read(Box((0, 0), (3, 3))), numbers((8, 3))[:3])
-    with pytest.raises(DamagedCheckpoint, match="the chunks of a to tile it; 9 elements of Box"):
+    assert same_bits(found.tensors["a"].read(Region((0, 0), (3, 3))), numbers((8, 3))[:3])
+    with pytest.raises(DamagedCheckpoint, match="the chunks of a to tile it; 9 elements of Region"):
         found.tensors["a"].whole()
 
 
 def test_a_region_outside_of_a_tensor_raises_an_error(plain: tuple[Path, dict[str, torch.Tensor]]) -> None:
     found = CheckpointReader(plain[0])
-    for box in (Box((20,), (10,)), Box((-1,), (1,)), Box((0, 0), (1, 1))):
+    for region in (Region((20,), (10,)), Region((-1,), (1,)), Region((0, 0), (1, 1))):
         with pytest.raises(ValueError, match=r"line: expected a region of a tensor of shape \(29,\)"):
-            found.tensors["line"].read(box)
+            found.tensors["line"].read(region)
 
 
 def test_unknown_keys(plain: tuple[Path, dict[str, torch.Tensor]]) -> None:
@@ -445,15 +445,15 @@ def test_the_fingerprint_changes_with_the_checkpoint(small: Path) -> None:
 
 
 def test_intersections_of_boxes() -> None:
-    assert intersection(Box((0, 2), (3, 4)), Box((2, 0), (5, 3))) == Box((2, 2), (1, 1))
-    assert intersection(Box((0,), (3,)), Box((3,), (2,))) is None
-    assert intersection(Box((), ()), Box((), ())) == Box((), ())
+    assert intersection(Region((0, 2), (3, 4)), Region((2, 0), (5, 3))) == Region((2, 2), (1, 1))
+    assert intersection(Region((0,), (3,)), Region((3,), (2,))) is None
+    assert intersection(Region((), ()), Region((), ())) == Region((), ())
 
 
 def test_boxes_that_tile() -> None:
-    assert untiled((4, 2), [Box((0, 0), (1, 2)), Box((1, 0), (3, 1)), Box((1, 1), (3, 1))]) == ""
-    assert untiled((), [Box((), ())]) == untiled((0, 3), []) == untiled((0, 3), [Box((0, 0), (0, 3))]) == ""
-    assert "overlaps" in untiled((), [Box((), ()), Box((), ())])
+    assert untiled((4, 2), [Region((0, 0), (1, 2)), Region((1, 0), (3, 1)), Region((1, 1), (3, 1))]) == ""
+    assert untiled((), [Region((), ())]) == untiled((0, 3), []) == untiled((0, 3), [Region((0, 0), (0, 3))]) == ""
+    assert "overlaps" in untiled((), [Region((), ()), Region((), ())])
     assert "0 of 1 elements" in untiled((), [])
-    assert "overlaps" in untiled((4, 2), [Box((0, 0), (4, 1)), Box((3, 0), (1, 2))])
-    assert "is not inside" in untiled((4,), [Box((3,), (2,))])
+    assert "overlaps" in untiled((4, 2), [Region((0, 0), (4, 1)), Region((3, 0), (1, 2))])
+    assert "is not inside" in untiled((4,), [Region((3,), (2,))])

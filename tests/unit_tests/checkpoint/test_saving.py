@@ -148,7 +148,7 @@ def test_no_space_for_metadata(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 def test_a_failure_after_the_metadata_keeps_the_new_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save({"w": torch.ones(5)}, tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(backend.Finishing, "_remove_earlier", no_space)
+        patch.setattr(backend.AtomicSaveMixin, "_remove_earlier", no_space)
         with pytest.raises(CheckpointException, match="No space left"):
             save({"w": torch.zeros(5)}, tmp_path)
     found = {"w": torch.full((5,), 7.0)}

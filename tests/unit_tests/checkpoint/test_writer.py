@@ -21,7 +21,7 @@ import torch.distributed.checkpoint as dcp
 
 from megatron.fsdp.checkpoint import archive, coordination, writer
 from megatron.fsdp.checkpoint.checksums import NAME, Checksums, crc32_of
-from megatron.fsdp.checkpoint.lazy import Box, LazyTensor
+from megatron.fsdp.checkpoint.lazy import LazyTensor, Region
 from megatron.fsdp.checkpoint.reader import CheckpointReader
 from megatron.fsdp.checkpoint.writer import CheckpointWriter, RawObject
 from tests.small_checkpoints import DTYPES, PeakMemory, lazily, numbers, same_bits, write_checkpoint
@@ -186,16 +186,16 @@ def test_processes_without_anything_to_write(tmp_path: Path) -> None:
 
 
 def counted(tensors: Mapping[str, torch.Tensor], after: Callable[[int], None] = lambda n: None) -> Any:
-    """Lazy tensors that record which boxes are read, and call a function with the number of reads before each read."""
-    read: list[tuple[str, Box]] = []
+    """Lazy tensors that record the regions read, and call ``after`` with the number of reads before each read."""
+    read: list[tuple[str, Region]] = []
 
     def lazy(key: str, tensor: torch.Tensor) -> LazyTensor:
-        def of_box(box: Box) -> torch.Tensor:
+        def of_region(region: Region) -> torch.Tensor:
             after(len(read))
-            read.append((key, box))
-            return tensor[box.slices()]
+            read.append((key, region))
+            return tensor[region.slices()]
 
-        return LazyTensor(tuple(tensor.shape), tensor.dtype, of_box)
+        return LazyTensor(tuple(tensor.shape), tensor.dtype, of_region)
 
     return {key: lazy(key, tensor) for key, tensor in tensors.items()}, read
 
@@ -467,8 +467,8 @@ def test_invalid_calls(tmp_path: Path) -> None:
 
 
 def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
-    def rows(box: Box) -> torch.Tensor:
-        return torch.full(box.sizes, float(box.offsets[0]))
+    def rows(region: Region) -> torch.Tensor:
+        return torch.full(region.sizes, float(region.offsets[0]))
 
     tensor = LazyTensor((128, 1 << 18), torch.float32, rows)
     made = CheckpointWriter(tmp_path / "c", block=4 << 20)
@@ -477,4 +477,4 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
         made.finish()
     assert memory.growth < 24 << 20 < tensor.nbytes
     found = CheckpointReader(tmp_path / "c", verify=False).tensors["a"]
-    assert found.read(Box((77, 5), (1, 2))).tolist() == [[76.0, 76.0]]
+    assert found.read(Region((77, 5), (1, 2))).tolist() == [[76.0, 76.0]]

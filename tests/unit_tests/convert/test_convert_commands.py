@@ -39,7 +39,7 @@ def run(command: Any, *arguments: object) -> Result:
     return CliRunner().invoke(command, [str(argument) for argument in arguments])
 
 
-def test_names_and_options_are_those_of_the_original_and_some_more() -> None:
+def test_command_has_all_options_of_the_original() -> None:
     options = {option for parameter in TO_FSDP.params for option in parameter.opts if option.startswith("--")}
     assert TO_FSDP.name == "convert-torch-dist-to-fsdp-dtensor"
     assert options >= {
@@ -56,7 +56,7 @@ def test_names_and_options_are_those_of_the_original_and_some_more() -> None:
     assert TO_TORCH_DIST.name == "convert-fsdp-dtensor-to-torch-dist"
 
 
-def test_the_report_is_one_json_object(tmp_path: Path) -> None:
+def test_report_as_json(tmp_path: Path) -> None:
     source = sample("torch_dist_moe_ep2")
     # The folder with the tracker file will do.
     result = run(TO_FSDP, source, tmp_path / ITERATION, "--swiglu", "--json")
@@ -70,7 +70,7 @@ def test_the_report_is_one_json_object(tmp_path: Path) -> None:
     assert report["bytes"] == sum(t.nbytes for t in plain_tensors(tmp_path / ITERATION).values())
 
 
-def test_the_report_can_be_read_by_a_person(tmp_path: Path) -> None:
+def test_report_as_text(tmp_path: Path) -> None:
     result = run(TO_FSDP, sample("torch_dist_dp2") / ITERATION, tmp_path / "a")
     assert result.exit_code == 0, result.output
     assert "GiB" in result.stdout and "optimizer groups" in result.stdout
@@ -103,7 +103,7 @@ def test_prefixes_of_keys_can_be_chosen(tmp_path: Path) -> None:
         (TO_FSDP, "nothing", (), "expected a folder"),
     ],
 )
-def test_what_a_user_can_cause_is_one_line(
+def test_user_errors_are_one_line(
     tmp_path: Path, command: Any, source: str, options: tuple[str, ...], message: str
 ) -> None:
     folder = tmp_path if source == "nothing" else sample(source)
@@ -114,13 +114,13 @@ def test_what_a_user_can_cause_is_one_line(
     assert not (tmp_path / "out").exists()
 
 
-def test_what_is_there_is_not_replaced(tmp_path: Path) -> None:
+def test_existing_output_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     result = run(TO_FSDP, sample("torch_dist_dp2") / ITERATION, tmp_path / "out")
     assert result.exit_code == 1 and "expected no such folder" in result.stderr
 
 
-def test_the_tracker_file_is_not_set_back(tmp_path: Path) -> None:
+def test_tracker_file_never_moves_to_an_earlier_iteration(tmp_path: Path) -> None:
     tracker = tmp_path / "latest_checkpointed_iteration.txt"
     tracker.write_text("5")
     assert run(TO_FSDP, sample("torch_dist_dp2") / ITERATION, tmp_path / ITERATION).exit_code == 0
@@ -191,7 +191,7 @@ def test_damaged_data_gets_no_fresh_checksums(tmp_path: Path, kind: str) -> None
     assert run(TO_FSDP, source, tmp_path / "asked", "--no-verify", "--no-optimizer").exit_code == 0
 
 
-def test_the_way_back_checks_too(tmp_path: Path) -> None:
+def test_converting_back_verifies_checksums(tmp_path: Path) -> None:
     weights = random_tensors({"decoder.final_layernorm.weight": (500,)})
     state: dict[str, Any] = {"model": {f"module.{name}": tensor for name, tensor in weights.items()}}
     state |= {"args": argparse.Namespace(), "iteration": 3, "checkpoint_version": 3.0}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.fsdp.checkpoint import lazy
-from megatron.fsdp.checkpoint.lazy import Box
+from megatron.fsdp.checkpoint.lazy import Region
 from megatron.fsdp.convert.rewrites import Facts, gated_parameters, to_canonical
 from megatron.fsdp.convert.run import read_state, write_state
 from megatron.fsdp.convert.torch_dist.buffers import read_buffers
@@ -38,7 +38,7 @@ def test_a_bucket_may_end_where_the_next_parameter_would_have_begun() -> None:
 @pytest.mark.parametrize(
     ("numels", "buckets"), [([10, 64], [127]), ([10, 64], [129]), ([10], [10, 10]), ([10, 10], [10]), ([], [10])]
 )
-def test_what_does_not_fill_buckets_exactly_has_no_place(numels: list[int], buckets: list[int]) -> None:
+def test_buffers_of_the_wrong_size_raise(numels: list[int], buckets: list[int]) -> None:
     assert lay_out(numels, buckets) is None
 
 
@@ -164,13 +164,13 @@ def stages(parameters: list[Trained], case: Case) -> list[list[Trained]]:
 def stored(parameters: list[Trained], case: Case) -> SimpleNamespace:
     """A checkpoint of these parameters, as far as reading its buffers looks at it."""
     tensors: dict[str, lazy.LazyTensor] = {}
-    chunks: dict[str, Box] = {}
+    chunks: dict[str, Region] = {}
     for p in parameters:
         key = p.name.replace("local_experts.", "experts.")
         tensors[key] = lazy.of(p.value.bfloat16())
         ranks = case.etp if ".experts." in key else case.tp
         sizes = [n // (ranks * (2 if p.gated else 1)) if d == p.cut else n for d, n in enumerate(p.value.shape)]
-        chunks[key] = Box((0,) * len(sizes), tuple(sizes))
+        chunks[key] = Region((0,) * len(sizes), tuple(sizes))
     spread = case.moe and case.ep > 1
     runs = stages(parameters, case)
     for pp, chunk in itertools.product(range(case.pp), range(case.chunks)):
@@ -232,12 +232,12 @@ def test_every_parameter_is_found_bit_for_bit(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", [Case(), Case(tp=2, pp=2, chunks=2), Case(moe=True, ep=2)], ids=str)
-def test_parts_are_read_as_the_whole(case: Case) -> None:
+def test_reading_slices_equals_reading_the_whole(case: Case) -> None:
     parameters = model(case.layers, case.moe, case.tied)
     for name, tensor in read(stored(parameters, case), case)["param"].items():
-        for box in tensor.blocks(40):
-            where = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
-            assert torch.equal(tensor.read(box), tensor.whole()[where]), (name, box)
+        for region in tensor.blocks(40):
+            where = tuple(slice(o, o + n) for o, n in zip(region.offsets, region.sizes, strict=True))
+            assert torch.equal(tensor.read(region), tensor.whole()[where]), (name, region)
 
 
 @pytest.mark.parametrize(
@@ -249,13 +249,13 @@ def test_parts_are_read_as_the_whole(case: Case) -> None:
     ],
     ids=str,
 )
-def test_other_numbers_of_ranks_than_the_buffers_are_of_are_refused(case: Case, changes: dict[str, int]) -> None:
+def test_mismatched_rank_counts_raise(case: Case, changes: dict[str, int]) -> None:
     reader = stored(model(case.layers, case.moe, case.tied), case)
     with pytest.raises(ValueError, match="model-parallel ranks"):
         read(reader, case._replace(**changes))
 
 
-def test_a_parameter_too_many_is_refused() -> None:
+def test_an_extra_parameter_raises() -> None:
     parameters = model(4, False, False)
     reader = stored(parameters, Case())
     reader.tensors["decoder.layers.0.mlp.linear_fc1.bias"] = lazy.of(torch.zeros(2 * FFN, dtype=torch.bfloat16))
@@ -263,7 +263,7 @@ def test_a_parameter_too_many_is_refused() -> None:
         read(reader, Case())
 
 
-def test_parameters_of_unknown_modules_are_refused() -> None:
+def test_parameters_of_unknown_modules_raise() -> None:
     parameters = model(4, False, False)
     reader = stored(parameters, Case())
     reader.tensors["decoder.layers.0.mlp.mystery.weight"] = lazy.of(torch.zeros(3, dtype=torch.bfloat16))
@@ -271,7 +271,7 @@ def test_parameters_of_unknown_modules_are_refused() -> None:
         read(reader, Case())
 
 
-def test_float8_parameters_are_refused() -> None:
+def test_float8_parameters_raise() -> None:
     reader = stored(model(1, False, False), Case(layers=1))
     key = next(key for key in reader.tensors if "gbuf_idx" in key)
     reader.tensors[key.replace("dtype_(torch.bfloat16,", "dtype_(torch.uint8,")] = reader.tensors.pop(key)
@@ -285,7 +285,7 @@ def test_names_are_in_the_order_of_registration() -> None:
         assert sorted(reversed(names), key=place) == names
 
 
-def test_weights_that_are_not_in_the_buffers_stop_the_conversion(tmp_path: Path) -> None:
+def test_weights_missing_from_the_buffers_raise(tmp_path: Path) -> None:
     source = sample("torch_dist_dp2_dp_reshardable") / ITERATION
     tensors = plain_tensors(source)
     # Two parameters of equal size change places: every size still fits.

@@ -47,7 +47,7 @@ def assert_equal(found: dict[str, LazyTensor], expected: dict[str, torch.Tensor]
 
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("case", CASES)
-def test_there_and_back_is_bit_identical(case: str, spec: str, tmp_path: Path) -> None:
+def test_round_trip_is_bit_identical(case: str, spec: str, tmp_path: Path) -> None:
     save(case, tmp_path)
     tensors, model = imported(tmp_path, spec)
     assert tensors["embedding.word_embeddings.weight"].shape[0] == PADDED
@@ -245,7 +245,7 @@ def test_a_tied_output_layer_may_be_stored_but_must_not_differ(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_multi_token_prediction_there_and_back(spec: str, tmp_path: Path) -> None:
+def test_multi_token_prediction_round_trip(spec: str, tmp_path: Path) -> None:
     save("deepseek_v3", tmp_path)
     expected, model = with_further_layer(files_of(tmp_path)), from_config(read_config(tmp_path))
     assert model.mtp_layers == 1

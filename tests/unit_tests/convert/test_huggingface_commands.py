@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 from click.testing import CliRunner, Result
 
-from megatron.fsdp.checkpoint.lazy import Box, LazyTensor
+from megatron.fsdp.checkpoint.lazy import LazyTensor, Region
 from megatron.fsdp.convert.huggingface import transfer
 from megatron.fsdp.convert.huggingface_commands import COMMANDS, Size
 from megatron.fsdp.convert.options import WriteOptions
@@ -220,8 +220,8 @@ def recording(tensors: dict[str, LazyTensor], largest: list[int]) -> dict[str, L
     """Tensors that record the size of each read in bytes."""
 
     def noting(tensor: LazyTensor) -> LazyTensor:
-        def read(box: Box) -> torch.Tensor:
-            part = tensor.read(box)
+        def read(region: Region) -> torch.Tensor:
+            part = tensor.read(region)
             largest.append(part.nbytes)
             return part
 

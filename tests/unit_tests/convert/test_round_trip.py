@@ -67,7 +67,7 @@ def test_fsdp_dtensor_comes_back_bit_equal(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "like"), [("fsdp_dtensor_dp2", "torch_dist_dp2_main"), ("fsdp_dtensor_moe_ep2", "torch_dist_moe_ep2")]
 )
-def test_what_training_wrote_gets_the_layout_of_megatron(tmp_path: Path, name: str, like: str) -> None:
+def test_trained_checkpoints_get_the_layout_of_megatron(tmp_path: Path, name: str, like: str) -> None:
     back = through(sample(name) / ITERATION, ("torch_dist",), tmp_path)
     expected = plain_tensors(sample(like) / ITERATION)
     found = plain_tensors(back)
@@ -97,7 +97,7 @@ def test_a_layout_can_be_taken_from_another_checkpoint(tmp_path: Path) -> None:
     assert same(plain_common(back)["content_metadata"], plain_common(like)["content_metadata"])
 
 
-def test_a_layout_of_another_checkpoint_goes_before_that_of_an_earlier_conversion(tmp_path: Path) -> None:
+def test_an_explicit_layout_takes_precedence_over_that_of_an_earlier_conversion(tmp_path: Path) -> None:
     single = tmp_path / "single"
     model = {f"decoder.layers.{i}.mlp.linear_fc2.weight": torch.ones(2, 2) for i in range(2)}
     write_torch_dist(single, model, {})
@@ -128,7 +128,7 @@ def test_other_optimizer_state_comes_back_by_parameter(tmp_path: Path, name: str
 @pytest.mark.parametrize(
     ("convert", "gated"), [(from_canonical, True), (to_canonical, False)], ids=["SwiGLU", "another gate"]
 )
-def test_half_of_a_gated_projection_is_an_error(convert: Callable[..., Tensors], gated: bool) -> None:
+def test_half_of_a_gated_projection_raises(convert: Callable[..., Tensors], gated: bool) -> None:
     whole = "decoder.layers.0.mlp.linear_fc1.weight"
     facts = Facts(gated=frozenset([whole] if gated else []))
     with pytest.raises(ValueError, match="linear_fc1.weight_v is missing"):

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.fsdp.checkpoint.lazy import Box, LazyTensor, of
+from megatron.fsdp.checkpoint.lazy import LazyTensor, Region, of
 from megatron.fsdp.convert.huggingface.safetensors_file import DTYPES, read_tensors, write_tensors
 
 
@@ -55,7 +55,7 @@ def test_the_library_reads_what_is_written(tmp_path: Path, block: int) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(shape=st.lists(st.integers(1, 5), min_size=0, max_size=4), data=st.data())
-def test_any_part_is_read_exactly(
+def test_any_region_is_read_exactly(
     tmp_path_factory: pytest.TempPathFactory, shape: list[int], data: st.DataObject
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "part.safetensors"
@@ -63,16 +63,16 @@ def test_any_part_is_read_exactly(
     safetensors.torch.save_file({"before": torch.zeros(3, dtype=torch.uint8), "a": tensor}, path)
     offsets = tuple(data.draw(st.integers(0, size)) for size in shape)
     sizes = tuple(data.draw(st.integers(0, size - offset)) for size, offset in zip(shape, offsets, strict=True))
-    part = read_tensors(path)["a"].read(Box(offsets, sizes))
+    part = read_tensors(path)["a"].read(Region(offsets, sizes))
     assert torch.equal(part, tensor[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))])
 
 
 def test_writing_holds_one_block(tmp_path: Path) -> None:
     largest = 0
 
-    def read(box: Box) -> torch.Tensor:
+    def read(region: Region) -> torch.Tensor:
         nonlocal largest
-        part = torch.zeros(box.sizes)
+        part = torch.zeros(region.sizes)
         largest = max(largest, part.nbytes)
         return part
 
@@ -106,19 +106,19 @@ ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         ([1, 2], b""),
     ],
 )
-def test_a_damaged_file_is_refused_by_name(tmp_path: Path, header: object, data: bytes) -> None:
+def test_a_damaged_file_raises_with_its_path(tmp_path: Path, header: object, data: bytes) -> None:
     with pytest.raises(ValueError, match=r"broken\.safetensors: .*expected"):
         read_tensors(file_with(tmp_path / "broken.safetensors", header, data))
 
 
 @pytest.mark.parametrize("content", [b"", b"12345", (1 << 60).to_bytes(8, "little") + b"{}", b"\x02\0\0\0\0\0\0\0{"])
-def test_what_is_no_such_file_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_files_of_another_format_raise(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "broken.safetensors").write_bytes(content)
     with pytest.raises(ValueError, match=r"broken\.safetensors: expected a safetensors file"):
         read_tensors(tmp_path / "broken.safetensors")
 
 
-def test_a_file_that_shrinks_while_it_is_read_is_noticed(tmp_path: Path) -> None:
+def test_a_file_that_shrinks_while_being_read_raises(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     safetensors.torch.save_file({"a": torch.arange(1000)}, path)
     tensor = read_tensors(path)["a"]
@@ -128,6 +128,6 @@ def test_a_file_that_shrinks_while_it_is_read_is_noticed(tmp_path: Path) -> None
         tensor.whole()
 
 
-def test_a_dtype_without_a_name_is_refused(tmp_path: Path) -> None:
+def test_unsupported_dtypes_raise(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"a: expected a dtype of F64.*got torch\.complex64"):
         write_tensors(tmp_path / "a.safetensors", {"a": of(torch.zeros(1, dtype=torch.complex64))}, 16)

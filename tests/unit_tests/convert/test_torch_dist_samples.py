@@ -86,7 +86,7 @@ def of_first_rank(weight: torch.Tensor, shape: list[int], gated: bool) -> torch.
 
 
 @pytest.mark.parametrize("name", TORCH_DIST)
-def test_weights_round_to_what_the_model_had(converted: dict[str, Path], name: str) -> None:
+def test_weights_round_to_those_of_the_model(converted: dict[str, Path], name: str) -> None:
     tensors = plain_tensors(converted[name])
     live = meta(name)["live_params"]
     rounded = 0
@@ -147,7 +147,7 @@ def test_flat_buffers_are_read_at_known_offsets(converted: dict[str, Path]) -> N
         assert torch.equal(found.reshape(-1), source[f"{buffer}.param"][start : start + found.numel()]), live
 
 
-def test_a_grid_of_tensor_parallel_parts_is_put_together(converted: dict[str, Path]) -> None:
+def test_a_grid_of_tensor_parallel_shards_is_assembled(converted: dict[str, Path]) -> None:
     name = "torch_dist_tp2dp2_legacy_fsms_mcore013"
     source, tensors = plain_tensors(sample(name) / ITERATION), plain_tensors(converted[name])
     for live in live_names(name):
@@ -196,7 +196,7 @@ def listed_groups(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", sorted(EQUAL_MODEL))
-def test_everything_that_a_strict_load_asks_for_is_there(converted: dict[str, Path], name: str) -> None:
+def test_a_strict_load_finds_every_key(converted: dict[str, Path], name: str) -> None:
     asked = plain_metadata(sample(EQUAL_MODEL[name]) / ITERATION)
     found = plain_metadata(converted[name])
     missing = set(asked.state_dict_metadata) - set(found.state_dict_metadata)
@@ -229,7 +229,7 @@ def test_common_and_random_states_are_kept(converted: dict[str, Path], name: str
 
 
 @pytest.mark.parametrize("name", TORCH_DIST)
-def test_keys_are_whole_names(converted: dict[str, Path], name: str) -> None:
+def test_keys_are_full_names(converted: dict[str, Path], name: str) -> None:
     keys = set(plain_metadata(converted[name]).state_dict_metadata)
     assert not [key for key in keys if ".." in key]
     assert not [key for key in keys if key.endswith((".param", ".fp32_param")) or "dp_group_idx" in key]
@@ -254,6 +254,6 @@ def test_the_tracker_file_names_the_checkpoint_and_no_file_says_torch_dist(
 
 
 @pytest.mark.parametrize("name", FSDP_DTENSOR)
-def test_the_other_format_is_told_apart(name: str) -> None:
+def test_formats_are_distinguished(name: str) -> None:
     state = read_state(sample(name) / ITERATION)
     assert state.torch_dist == {} and state.common["iteration"] == 3

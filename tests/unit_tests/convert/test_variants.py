@@ -55,7 +55,7 @@ def assert_returns(tmp_path: Path) -> None:
     assert same(plain_common(tmp_path / "back").get("optimizer"), plain_common(tmp_path / "source").get("optimizer"))
 
 
-def test_layers_stored_one_by_one(tmp_path: Path) -> None:
+def test_layers_stored_separately(tmp_path: Path) -> None:
     layers = {f"decoder.layers.{i}.mlp.linear_fc1.weight": (8, 4) for i in range(3)}
     layers |= {f"decoder.layers.{i}.mlp.linear_fc2.weight": (4, 4) for i in range(3)}
     model = random_tensors(layers)
@@ -69,7 +69,7 @@ def test_layers_stored_one_by_one(tmp_path: Path) -> None:
     assert_returns(tmp_path)
 
 
-def test_layers_one_by_one_of_stacked_experts_in_grouped_modules(tmp_path: Path) -> None:
+def test_separate_layers_of_stacked_experts_in_grouped_modules(tmp_path: Path) -> None:
     model = random_tensors(
         {
             "decoder.layers.1.mlp.experts.experts.linear_fc1.weight": (3, 8, 6),
@@ -92,7 +92,7 @@ def test_layers_one_by_one_of_stacked_experts_in_grouped_modules(tmp_path: Path)
 
 
 @pytest.mark.parametrize("grouped", [True, False])
-def test_experts_and_halves_stored_one_by_one(tmp_path: Path, grouped: bool) -> None:
+def test_experts_and_gate_halves_stored_separately(tmp_path: Path, grouped: bool) -> None:
     shapes: dict[str, tuple[int, ...]] = {"decoder.layers.0.mlp.router.weight": (2, 6)}
     for expert in range(2):
         prefix = f"decoder.layers.0.mlp.experts.experts.{expert}."
@@ -141,7 +141,7 @@ def test_weights_only(tmp_path: Path) -> None:
     assert_returns(tmp_path)
 
 
-def test_gates_other_than_swiglu_stay_whole(tmp_path: Path) -> None:
+def test_gates_other_than_swiglu_are_not_split(tmp_path: Path) -> None:
     model = random_tensors(
         {"decoder.layers.mlp.linear_fc1.weight": (1, 8, 4), "decoder.layers.mlp.linear_fc2.weight": (1, 4, 4)}
     )
@@ -153,7 +153,7 @@ def test_gates_other_than_swiglu_stay_whole(tmp_path: Path) -> None:
     assert_returns(tmp_path)
 
 
-def test_layers_without_gates_stay_whole_beside_those_with(tmp_path: Path) -> None:
+def test_only_gated_layers_are_split(tmp_path: Path) -> None:
     model = random_tensors(
         {
             "vision_model.decoder.layers.mlp.linear_fc1.weight": (2, 8, 4),
@@ -244,7 +244,7 @@ def test_weights_in_another_dtype_keep_it(tmp_path: Path) -> None:
     assert_returns(tmp_path)
 
 
-def test_buffers_of_the_model_are_kept_as_they_are(tmp_path: Path) -> None:
+def test_buffers_are_kept_unchanged(tmp_path: Path) -> None:
     model = random_tensors({"decoder.layers.mlp.router.weight": (2, 3, 4)})
     bias = random_tensors({"decoder.layers.mlp.router.expert_bias": (2, 3)})
     common = {"args": LOCAL, "optimizer": optimizer_of(DECAYED)}
@@ -466,7 +466,7 @@ def test_without_kept_data_the_layout_is_megatron_cores(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("setting", [{"moe_layer_freq": [1, 1]}, {"moe_layer_freq": 2}, {"linear_attention_freq": 4}])
-def test_layers_that_may_differ_are_written_one_by_one(tmp_path: Path, setting: dict[str, Any]) -> None:
+def test_heterogeneous_layers_are_written_separately(tmp_path: Path, setting: dict[str, Any]) -> None:
     model = random_tensors({"decoder.layers.mlp.linear_fc2.weight": (2, 4, 8)})
     target = converted(
         tmp_path, with_optimizer(model), {"args": args(TE, **setting), "optimizer": optimizer_of(DECAYED)}

@@ -37,5 +37,5 @@ def _compare(strategy: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_bytes_are_those_of_the_engine(ranks: RankPool, strategy: str, dtype: torch.dtype) -> None:
+def test_estimated_bytes_equal_those_of_the_engine(ranks: RankPool, strategy: str, dtype: torch.dtype) -> None:
     ranks.run(3, _compare, strategy, dtype)

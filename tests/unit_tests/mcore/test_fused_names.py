@@ -173,7 +173,7 @@ def _load(folder: str, fused: bool) -> dict[str, torch.Tensor]:
         return _contents(model, optimizer)
 
 
-def test_both_store_the_same_keys(ranks: RankPool, tmp_path: Path) -> None:
+def test_both_models_store_the_same_keys(ranks: RankPool, tmp_path: Path) -> None:
     whole = ranks.run(3, _save, str(tmp_path / "fused"), True)[0]
     ranks.run(3, _save, str(tmp_path / "apart"), False)
     keys = []
@@ -199,7 +199,7 @@ def test_both_store_the_same_keys(ranks: RankPool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("after", [True, False], ids=["into fused", "into apart"])
 @pytest.mark.parametrize("before", ["fused", "apart", "fused, as once stored"])
-def test_each_loads_each(ranks: RankPool, tmp_path: Path, before: str, after: bool) -> None:
+def test_each_model_loads_checkpoints_of_the_other(ranks: RankPool, tmp_path: Path, before: str, after: bool) -> None:
     folder = str(tmp_path / "c")
     if before == "fused, as once stored":
         expected = ranks.run(3, _as_before, folder)[0]

@@ -62,7 +62,7 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
     assert len(str(caught.value).splitlines()) == 3
 
 
-def test_other_parallelism_fits() -> None:
+def test_supported_parallelism_passes() -> None:
     for axis in ("tensor_model", "pipeline_model", "context", "expert_model"):
         check(Settings(SimpleNamespace(**{f"{axis}_parallel_size": 2})))
 
@@ -122,7 +122,7 @@ ASKED_FOR: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("ignored", IGNORED, ids=lambda ignored: ignored.setting)
-def test_what_has_no_effect_is_logged_once(
+def test_settings_without_effect_are_logged_once(
     ignored: limits.Ignored, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits._log_once.cache_clear()
@@ -136,7 +136,7 @@ def test_what_has_no_effect_is_logged_once(
     ]
 
 
-def test_defaults_of_megatrons_command_line_are_not_called_ignored(caplog: pytest.LogCaptureFixture) -> None:
+def test_megatrons_default_arguments_are_not_reported_as_ignored(caplog: pytest.LogCaptureFixture) -> None:
     from megatron.core.distributed import DistributedDataParallelConfig
 
     limits._log_once.cache_clear()
@@ -186,7 +186,7 @@ def _command_line() -> argparse.ArgumentParser:
     return parser
 
 
-def test_every_setting_of_megatrons_data_parallelism_has_an_effect_or_is_named() -> None:
+def test_every_ddp_setting_has_an_effect_or_is_listed() -> None:
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.fsdp.mcore.adapter import fsdp_config
     from tests.megatron_models import transformer_config
@@ -207,7 +207,7 @@ def test_every_setting_of_megatrons_data_parallelism_has_an_effect_or_is_named()
     assert not ELSEWHERE.keys() & (read | {row.setting for row in IGNORED})
 
 
-def test_flags_lead_from_megatrons_settings_to_ours() -> None:
+def test_megatrons_settings_map_to_the_engines() -> None:
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.fsdp.mcore.adapter import fsdp_config
@@ -230,7 +230,7 @@ def test_flags_lead_from_megatrons_settings_to_ours() -> None:
             assert getattr(fsdp_config(transformer_config(), ddp_config), name) is True, name
 
 
-def test_every_argument_about_the_ranks_has_an_effect_or_is_named() -> None:
+def test_every_parallelism_argument_has_an_effect_or_is_listed() -> None:
     from megatron.core.distributed import DistributedDataParallelConfig
 
     (group,) = [group for group in _command_line()._action_groups if group.title == "distributed init"]

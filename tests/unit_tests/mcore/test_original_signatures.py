@@ -54,7 +54,7 @@ def _same_default(ours: inspect.Parameter, theirs: inspect.Parameter) -> bool:
 
 
 @pytest.mark.parametrize("name", ["fully_shard", "fully_shard_model", "fully_shard_optimizer"])
-def test_signature_is_the_originals(name: str) -> None:
+def test_signature_matches_the_original(name: str) -> None:
     theirs, ours = _parameters(_original(name)), _parameters(getattr(megatron_fsdp, name))
     # Parameters that the original does not have come last, and by keyword only.
     assert list(ours)[: len(theirs)] == list(theirs)
@@ -64,7 +64,7 @@ def test_signature_is_the_originals(name: str) -> None:
         assert _same_default(parameter, expected), parameter.name
 
 
-def test_constructor_is_the_originals() -> None:
+def test_constructor_matches_the_original() -> None:
     theirs, ours = _parameters(_original("MegatronFSDP")), _parameters(megatron_fsdp.MegatronFSDP)
     assert list(ours) == [*theirs, "config"]
     assert ours["config"].kind is inspect.Parameter.KEYWORD_ONLY
@@ -75,7 +75,7 @@ def test_constructor_is_the_originals() -> None:
 
 
 @pytest.mark.parametrize("name", ["MegatronFSDP", "FSDPDistributedIndex"])
-def test_methods_take_the_originals_arguments(name: str) -> None:
+def test_methods_match_the_original(name: str) -> None:
     theirs, ours = _original(name), getattr(megatron_fsdp, name)
     for method, function in vars(theirs).items():
         if method.startswith("_") or not inspect.isfunction(function):
@@ -88,18 +88,18 @@ def test_methods_take_the_originals_arguments(name: str) -> None:
         assert required <= expected.keys(), method
 
 
-def test_index_is_constructed_as_the_originals() -> None:
+def test_index_constructor_matches_the_original() -> None:
     theirs, ours = _parameters(_original("FSDPDistributedIndex")), _parameters(megatron_fsdp.FSDPDistributedIndex)
     assert [(n, p.default, p.kind) for n, p in ours.items()] == [(n, p.default, p.kind) for n, p in theirs.items()]
 
 
-def test_settings_of_data_parallelism_are_the_originals() -> None:
+def test_ddp_settings_match_the_original() -> None:
     theirs = dataclasses.fields(_original("DistributedDataParallelConfig"))
     ours = dataclasses.fields(megatron_fsdp.DistributedDataParallelConfig)
     assert [(field.name, field.default) for field in ours] == [(field.name, field.default) for field in theirs]
 
 
-def test_submodules_have_the_originals_names_or_say_why_not() -> None:
+def test_submodules_match_the_original_or_have_a_reason() -> None:
     _original("fully_shard")
     prefix = "megatron.core.distributed.fsdp.src.megatron_fsdp"
     for submodule in ("fully_shard", "megatron_fsdp", "mixed_precision", "package_info", "uneven_dtensor", "utils"):

@@ -64,18 +64,18 @@ def test_every_name_is_replaced_and_put_back(table: Patches, row: Patch) -> None
 
 
 @pytest.mark.parametrize(("table", "row"), ROWS, ids=IDS)
-def test_every_row_says_why_and_was_checked(table: Patches, row: Patch) -> None:
+def test_every_patch_has_a_reason_and_checked_versions(table: Patches, row: Patch) -> None:
     assert len(row.reason) > 10 and not row.reason.endswith(".")
     assert callable(pkgutil.resolve_name(row.replacement))
     version = row.versions.installed
     assert version is None or row.versions.cover(version), f"{row.target} was checked with {row.versions}"
 
 
-def test_the_table_finds_nothing_wrong() -> None:
+def test_all_patches_apply_to_the_installed_versions() -> None:
     assert [problem for table in TABLES for problem in table.check()] == []
 
 
-def test_a_table_names_no_place_twice() -> None:
+def test_a_table_patches_no_name_twice() -> None:
     for table in TABLES:
         targets = [row.target for row in table.rows]
         assert len(set(targets)) == len(targets)
@@ -98,7 +98,7 @@ def test_the_page_prints_the_tables() -> None:
     assert page == patch_table.as_markdown(), "run: python tools/patch_table.py > docs/patches.md"
 
 
-def test_everything_can_be_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uninstalling_restores_all_originals(monkeypatch: pytest.MonkeyPatch) -> None:
     # Not those of the CPU, which later tests need.
     names = ("megatron.fsdp.dtensor.torch_patches:TORCH", "megatron.fsdp.mcore.patches:MEGATRON")
     monkeypatch.setattr(helper, "TABLES", names)
@@ -206,7 +206,7 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, __name__, sys.modules.get(__name__) or inspect.getmodule(Base))
 
 
-def test_an_inherited_method_is_not_left_in_the_class(importable: None) -> None:
+def test_uninstalling_an_inherited_method_removes_it_from_the_class(importable: None) -> None:
     table = Patches("example", [_row("Derived.inherited", "louder")])
     with table.installed():
         assert Derived().inherited() == "BASE" and Base().inherited() == "base"
@@ -216,7 +216,7 @@ def test_an_inherited_method_is_not_left_in_the_class(importable: None) -> None:
     assert "inherited" not in vars(Derived)
 
 
-def test_a_static_method_stays_one(importable: None) -> None:
+def test_a_static_method_stays_static(importable: None) -> None:
     before = vars(Base)["static"]
     table = Patches("example", [_row("Base.static", "doubled")])
     table.install()

@@ -147,5 +147,5 @@ def _state_to_load_into() -> None:
         assert all(torch.equal(after[name], weight) for name, weight in before.items())
 
 
-def test_state_to_load_into_is_made_without_a_step(ranks: RankPool) -> None:
+def test_state_to_load_into_is_created_without_a_step(ranks: RankPool) -> None:
     ranks.run(2, _state_to_load_into)

@@ -60,7 +60,7 @@ def _load(model: Any, optimizer: Any, scheduler: Any, folder: Path) -> int:
 @pytest.mark.parametrize(
     "name", ["fsdp_dtensor_dp2", "fsdp_dtensor_moe_ep2", "converted_repaired_strict_loadable_from_tp2dp2"]
 )
-def test_training_goes_on(ranks: RankPool, name: str, strategy: str) -> None:
+def test_training_resumes(ranks: RankPool, name: str, strategy: str) -> None:
     meta = meta_of(sample(name))
     for evaluated, losses, iteration in ranks.run(2, go_on_with_fsdp, sample(name), strategy):
         assert iteration == 3

@@ -44,7 +44,7 @@ def _module(name: str, base: type[nn.Module] = nn.Module, **marks: dict[str, Any
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else str(value),
 )
-def test_the_class_says_what_is_divided_and_then_the_attributes(
+def test_tensor_parallel_parameters_are_found_by_class_and_then_by_attribute(
     module: nn.Module, parameter: str, dim: int | None
 ) -> None:
     from megatron.fsdp.mcore.topology import divided_dim
@@ -93,13 +93,13 @@ def _replicas(change: str, forget: bool) -> list[str]:
     return [*warnings, str(params[OFFSETS.format(0)].shape)]
 
 
-def test_offsets_of_the_softmax_are_divided_as_the_heads_are(ranks: RankPool) -> None:
+def test_softmax_offsets_are_sharded_like_heads(ranks: RankPool) -> None:
     found = ranks.run(2, _replicas, f"{OFFSETS.format(1)}*2", False)
     assert found == [["(2,)"]] * 2
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_a_parameter_that_differs_and_is_not_marked_is_not_saved(ranks: RankPool, world_size: int) -> None:
+def test_unmarked_parameters_that_differ_raise_when_saving(ranks: RankPool, world_size: int) -> None:
     with pytest.raises(RankFailure) as caught:
         ranks.run(world_size, _replicas, f"{OFFSETS.format(1)}*2", True)
     message = str(caught.value)
@@ -165,14 +165,14 @@ def _expected_losses(world_size: int) -> list[float]:
 
 
 @pytest.mark.parametrize("more", [(), ("expt_dp",), ("dp_cp_ag",)], ids=" ".join)
-def test_groups_without_tensor_parallelism_have_none(ranks: RankPool, more: tuple[str, ...]) -> None:
+def test_groups_without_tensor_parallelism(ranks: RankPool, more: tuple[str, ...]) -> None:
     for losses, sizes, apart in ranks.run(3, _train_with_groups, ("dp", "dp_cp", *more)):
         assert losses == pytest.approx(_expected_losses(3), rel=1e-5)
         assert sizes == ["3"]
         assert apart == ("dp_cp_ag" in more)
 
 
-def test_groups_without_data_parallelism_are_refused(ranks: RankPool) -> None:
+def test_missing_data_parallel_group_raises(ranks: RankPool) -> None:
     with pytest.raises(RankFailure, match="ValueError: pg_collection: expected dp_cp"):
         ranks.run(2, _train_with_groups, ("dp",))
 
@@ -184,6 +184,6 @@ def _instances_without_groups() -> None:
         wrapped("optim_grads_params", num_distributed_optimizer_instances=2)
 
 
-def test_instances_without_their_groups_are_refused(ranks: RankPool) -> None:
+def test_missing_group_of_optimizer_instances_raises(ranks: RankPool) -> None:
     with pytest.raises(RankFailure, match="num_distributed_optimizer_instances is 2: expected a group inter_dist_opt"):
         ranks.run(2, _instances_without_groups)

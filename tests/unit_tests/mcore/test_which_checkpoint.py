@@ -50,39 +50,39 @@ def read(monkeypatch: pytest.MonkeyPatch, folder: Path, tracker: str, **argument
 
 
 @pytest.mark.parametrize("tracker", ["30", "", "garbage", "99", "\xff\0g", "-5", "9" * 5000, "\xb2", "3" * 19])
-def test_the_newest_whole_one(monkeypatch: pytest.MonkeyPatch, checkpoints: Path, tracker: str) -> None:
+def test_newest_complete_checkpoint_is_loaded(monkeypatch: pytest.MonkeyPatch, checkpoints: Path, tracker: str) -> None:
     assert read(monkeypatch, checkpoints, tracker, **OURS) == (20, False)
 
 
-def test_the_one_that_the_tracker_names(monkeypatch: pytest.MonkeyPatch, checkpoints: Path) -> None:
+def test_iteration_of_the_tracker_file_is_loaded(monkeypatch: pytest.MonkeyPatch, checkpoints: Path) -> None:
     assert read(monkeypatch, checkpoints, "10", **OURS) == (10, False)
     assert read(monkeypatch, checkpoints, "10") == (10, False), "arguments are not parsed yet"
 
 
-def test_who_asks_for_one_gets_that_one(monkeypatch: pytest.MonkeyPatch, checkpoints: Path) -> None:
+def test_explicit_iteration_is_loaded(monkeypatch: pytest.MonkeyPatch, checkpoints: Path) -> None:
     assert read(monkeypatch, checkpoints, "10", **OURS, ckpt_step=30) == (30, False)
 
 
-def test_none_is_whole(monkeypatch: pytest.MonkeyPatch, checkpoints: Path) -> None:
+def test_no_complete_checkpoint_raises(monkeypatch: pytest.MonkeyPatch, checkpoints: Path) -> None:
     for iteration in (10, 20):
         (checkpoints / f"iter_{iteration:07d}" / ".metadata").unlink()
     with pytest.raises(RuntimeError, match="no whole checkpoint"):
         read(monkeypatch, checkpoints, "30", **OURS)
 
 
-def test_a_checkpoint_of_ddp_is_to_be_converted(monkeypatch: pytest.MonkeyPatch, checkpoints: Path) -> None:
+def test_ddp_checkpoint_raises_with_the_conversion_command(monkeypatch: pytest.MonkeyPatch, checkpoints: Path) -> None:
     (checkpoints / "iter_0000020" / "metadata.json").write_text("{}")
     with pytest.raises(RuntimeError, match="convert-torch-dist-to-fsdp-dtensor"):
         read(monkeypatch, checkpoints, "20", **OURS)
 
 
 @pytest.mark.parametrize("format", ["torch_dist", "torch"])
-def test_others_are_megatrons_matter(monkeypatch: pytest.MonkeyPatch, checkpoints: Path, format: str) -> None:
+def test_other_formats_are_left_to_megatron(monkeypatch: pytest.MonkeyPatch, checkpoints: Path, format: str) -> None:
     assert read(monkeypatch, checkpoints, "30", use_megatron_fsdp=False, ckpt_format=format) == (-7, False)
     assert read(monkeypatch, checkpoints, "release", **OURS) == (-7, False)
 
 
-def test_without_a_tracker_too(monkeypatch: pytest.MonkeyPatch, checkpoints: Path) -> None:
+def test_newest_complete_checkpoint_without_a_tracker_file(monkeypatch: pytest.MonkeyPatch, checkpoints: Path) -> None:
     assert at_base(monkeypatch, checkpoints, **OURS, ckpt_step=None) == (20, None)
     assert at_base(monkeypatch, checkpoints, **OURS, ckpt_step=10) == (10, 10), "who asks for one gets that one"
     others = {"use_megatron_fsdp": False, "ckpt_format": "torch_dist"}
@@ -91,7 +91,7 @@ def test_without_a_tracker_too(monkeypatch: pytest.MonkeyPatch, checkpoints: Pat
     assert at_base(monkeypatch, checkpoints, **OURS, ckpt_step=None) == (20, None)
 
 
-def test_a_first_start_is_one(monkeypatch: pytest.MonkeyPatch, checkpoints: Path, tmp_path: Path) -> None:
+def test_empty_folder_is_a_first_start(monkeypatch: pytest.MonkeyPatch, checkpoints: Path, tmp_path: Path) -> None:
     assert at_base(monkeypatch, tmp_path / "nothing", **OURS, ckpt_step=None) == (None, None)
     for iteration in (10, 20):
         (checkpoints / f"iter_{iteration:07d}" / ".metadata").unlink()
@@ -101,7 +101,7 @@ def test_a_first_start_is_one(monkeypatch: pytest.MonkeyPatch, checkpoints: Path
     assert at_base(monkeypatch, checkpoints, **OURS, ckpt_step=None) == (None, None), "that is read elsewhere"
 
 
-def test_checkpoints_that_nothing_can_go_on_from(monkeypatch: pytest.MonkeyPatch, checkpoints: Path) -> None:
+def test_unusable_checkpoints_raise(monkeypatch: pytest.MonkeyPatch, checkpoints: Path) -> None:
     for iteration in (10, 20):
         (checkpoints / f"iter_{iteration:07d}" / ".metadata").write_bytes(b"?")
     with pytest.raises(RuntimeError, match=f"expected {TRACKER}"):
@@ -116,7 +116,9 @@ def test_checkpoints_that_nothing_can_go_on_from(monkeypatch: pytest.MonkeyPatch
         at_base(monkeypatch, checkpoints, **OURS, ckpt_step=None)
 
 
-def test_pretrained_weights_are_for_a_first_start(monkeypatch: pytest.MonkeyPatch, checkpoints: Path) -> None:
+def test_pretrained_weights_are_loaded_only_at_the_first_start(
+    monkeypatch: pytest.MonkeyPatch, checkpoints: Path
+) -> None:
     from megatron.fsdp.mcore import resuming
 
     def exists(path: str | None) -> bool:

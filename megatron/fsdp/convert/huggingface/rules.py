@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron.fsdp.checkpoint.lazy import Box, LazyTensor, cat
+from megatron.fsdp.checkpoint.lazy import LazyTensor, Region, cat
 from megatron.fsdp.convert.huggingface.model import Model
 
 
@@ -89,7 +89,7 @@ RULES = {
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> LazyTensor:
     """A lazy tensor of zeros."""
-    return LazyTensor(shape, dtype, lambda box: torch.zeros(box.sizes, dtype=dtype))
+    return LazyTensor(shape, dtype, lambda region: torch.zeros(region.sizes, dtype=dtype))
 
 
 def dequantized(tensor: LazyTensor, scales: LazyTensor, block: tuple[int, int]) -> LazyTensor:
@@ -107,14 +107,16 @@ def dequantized(tensor: LazyTensor, scales: LazyTensor, block: tuple[int, int]) 
     if len(tensor.shape) != 2 or scales.shape != expected:
         raise ValueError(f"expected scales of shape {expected} for blocks of {block}; got {scales.shape}")
 
-    def read(box: Box) -> torch.Tensor:
-        # Read the scales of the blocks that the box overlaps with, repeat them, and cut off what is outside of the box.
-        first = tuple(o // b for o, b in zip(box.offsets, block, strict=True))
-        sizes = tuple(-(-(o + n) // b) - f for o, n, b, f in zip(box.offsets, box.sizes, block, first, strict=True))
-        part = scales.read(Box(first, sizes)).to(torch.float32)
+    def read(region: Region) -> torch.Tensor:
+        # Read the scales of the blocks that the region overlaps with, repeat them, and crop the result to the region.
+        first = tuple(o // b for o, b in zip(region.offsets, block, strict=True))
+        sizes = tuple(
+            -(-(o + n) // b) - f for o, n, b, f in zip(region.offsets, region.sizes, block, first, strict=True)
+        )
+        part = scales.read(Region(first, sizes)).to(torch.float32)
         for dim, length in enumerate(block):
-            start = box.offsets[dim] - first[dim] * length
-            part = part.repeat_interleave(length, dim).narrow(dim, start, box.sizes[dim])
-        return tensor.read(box).to(torch.float32) * part
+            start = region.offsets[dim] - first[dim] * length
+            part = part.repeat_interleave(length, dim).narrow(dim, start, region.sizes[dim])
+        return tensor.read(region).to(torch.float32) * part
 
     return LazyTensor(tensor.shape, torch.float32, read)

@@ -16,8 +16,8 @@ import torch
 
 from megatron.fsdp.checkpoint.archive import memory
 from megatron.fsdp.checkpoint.checksums import size_of
-from megatron.fsdp.checkpoint.lazy import Box, LazyTensor
-from megatron.fsdp.checkpoint.strided import read_box
+from megatron.fsdp.checkpoint.lazy import LazyTensor, Region
+from megatron.fsdp.checkpoint.strided import read_region
 
 DTYPES = {
     "F64": torch.float64,
@@ -89,11 +89,11 @@ def _entry(value: Any) -> _Entry:
 def _lazy(path: Path, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> LazyTensor:
     stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
-    def read(box: Box) -> torch.Tensor:
-        result = torch.empty(box.sizes, dtype=dtype)
+    def read(region: Region) -> torch.Tensor:
+        result = torch.empty(region.sizes, dtype=dtype)
         if result.numel():
             with path.open("rb", buffering=0) as file:
-                read_box(file, start, stride, box, result)
+                read_region(file, start, stride, region, result)
         return result
 
     return LazyTensor(shape, dtype, read)
@@ -117,8 +117,8 @@ def write_tensors(
     with path.open("wb") as file:
         file.write(_header(ordered))
         for tensor in ordered.values():
-            for box in tensor.blocks(block):
-                file.write(memory(part := tensor.read(box).contiguous()))
+            for region in tensor.blocks(block):
+                file.write(memory(part := tensor.read(region).contiguous()))
                 progress(part.nbytes)
         file.flush()
         os.fsync(file.fileno())

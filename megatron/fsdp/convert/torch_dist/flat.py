@@ -6,7 +6,7 @@ from itertools import product
 
 import torch
 
-from megatron.fsdp.checkpoint.lazy import Box, LazyTensor
+from megatron.fsdp.checkpoint.lazy import LazyTensor, Region
 
 
 def unflatten(flat: LazyTensor, start: int, shape: tuple[int, ...]) -> LazyTensor:
@@ -19,8 +19,8 @@ def unflatten(flat: LazyTensor, start: int, shape: tuple[int, ...]) -> LazyTenso
     if len(flat.shape) != 1 or not 0 <= start <= start + numel <= flat.shape[0]:
         raise ValueError(f"expected {numel} elements from {start} on inside a flat tensor; got shape {flat.shape}.")
 
-    def read(box: Box) -> torch.Tensor:
-        return _read_flat(flat, (), start, shape, box)
+    def read(region: Region) -> torch.Tensor:
+        return _read_flat(flat, (), start, shape, region)
 
     return LazyTensor(shape, flat.dtype, read)
 
@@ -42,33 +42,37 @@ def ungrid(stored: LazyTensor, shape: tuple[int, ...]) -> LazyTensor:
     if math.prod(part) != stored.shape[-1]:
         raise ValueError(f"expected {grid} parts of {math.prod(part)} elements each; got shape {stored.shape}.")
 
-    def read(box: Box) -> torch.Tensor:
-        result = torch.empty(box.sizes, dtype=stored.dtype)
-        for cell in _cells(part, box):
-            low = tuple(max(o, c * n) for o, c, n in zip(box.offsets, cell, part, strict=True))
-            high = tuple(min(o + s, (c + 1) * n) for o, s, c, n in zip(box.offsets, box.sizes, cell, part, strict=True))
+    def read(region: Region) -> torch.Tensor:
+        result = torch.empty(region.sizes, dtype=stored.dtype)
+        for cell in _cells(part, region):
+            low = tuple(max(o, c * n) for o, c, n in zip(region.offsets, cell, part, strict=True))
+            high = tuple(
+                min(o + s, (c + 1) * n) for o, s, c, n in zip(region.offsets, region.sizes, cell, part, strict=True)
+            )
             sizes = tuple(h - b for h, b in zip(high, low, strict=True))
-            inside = Box(tuple(b - c * n for b, c, n in zip(low, cell, part, strict=True)), sizes)
-            where = tuple(slice(b - o, b - o + n) for b, o, n in zip(low, box.offsets, sizes, strict=True))
+            inside = Region(tuple(b - c * n for b, c, n in zip(low, cell, part, strict=True)), sizes)
+            where = tuple(slice(b - o, b - o + n) for b, o, n in zip(low, region.offsets, sizes, strict=True))
             result[where] = _read_flat(stored, cell, 0, part, inside)
         return result
 
     return LazyTensor(shape, stored.dtype, read)
 
 
-def _cells(part: tuple[int, ...], box: Box) -> Iterator[tuple[int, ...]]:
-    """The indices of the shards that overlap with a box."""
-    ranges = [range(o // n, -(-(o + s) // n)) for o, s, n in zip(box.offsets, box.sizes, part, strict=True)]
+def _cells(part: tuple[int, ...], region: Region) -> Iterator[tuple[int, ...]]:
+    """The indices of the shards that overlap with a region."""
+    ranges = [range(o // n, -(-(o + s) // n)) for o, s, n in zip(region.offsets, region.sizes, part, strict=True)]
     yield from product(*ranges)
 
 
-def _read_flat(flat: LazyTensor, before: tuple[int, ...], start: int, shape: tuple[int, ...], box: Box) -> torch.Tensor:
-    """Read a box of a row-major tensor, which is stored in the last dimension of ``flat`` at the index ``before``."""
-    if math.prod(box.sizes) == 0:
-        return torch.empty(box.sizes, dtype=flat.dtype)
+def _read_flat(
+    flat: LazyTensor, before: tuple[int, ...], start: int, shape: tuple[int, ...], region: Region
+) -> torch.Tensor:
+    """Read a region of a row-major tensor, which is stored in the last dimension of ``flat`` at index ``before``."""
+    if math.prod(region.sizes) == 0:
+        return torch.empty(region.sizes, dtype=flat.dtype)
     strides = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
-    first = sum(o * s for o, s in zip(box.offsets, strides, strict=True))
-    last = first + sum((n - 1) * s for n, s in zip(box.sizes, strides, strict=True))
-    # Read everything from the box's first element to its last. Callers ask for whole rows, so little is read in vain.
-    span = Box((*before, start + first), (*(1 for _ in before), last - first + 1))
-    return flat.read(span).reshape(-1).as_strided(box.sizes, strides)
+    first = sum(o * s for o, s in zip(region.offsets, strides, strict=True))
+    last = first + sum((n - 1) * s for n, s in zip(region.sizes, strides, strict=True))
+    # Read everything from the region's first element to its last. Callers read whole rows, so little is wasted.
+    span = Region((*before, start + first), (*(1 for _ in before), last - first + 1))
+    return flat.read(span).reshape(-1).as_strided(region.sizes, strides)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.fsdp.checkpoint.checksums import read_json
-from megatron.fsdp.checkpoint.lazy import Box, LazyTensor
+from megatron.fsdp.checkpoint.lazy import LazyTensor, Region
 from megatron.fsdp.checkpoint.reader import COMMON, COMMON_KEY, FORMAT_FILE, CheckpointReader, common_state
 from megatron.fsdp.convert import groups
 from megatron.fsdp.convert.canonical import Tensors, TrainingState, compute_dtype, is_buffer
@@ -158,10 +158,10 @@ def checked(main: LazyTensor, weight: LazyTensor, name: str) -> LazyTensor:
         name: The parameter's name, for the ValueError that reading raises if they differ.
     """
 
-    def read(box: Box) -> torch.Tensor:
-        found = main.read(box)
+    def read(region: Region) -> torch.Tensor:
+        found = main.read(region)
         bits = _INTEGERS[weight.dtype.itemsize]
-        if not torch.equal(found.to(weight.dtype).view(bits), weight.read(box).contiguous().view(bits)):
+        if not torch.equal(found.to(weight.dtype).view(bits), weight.read(region).contiguous().view(bits)):
             raise ValueError(
                 f"{name}: the optimizer's main weights do not round to the model's weights. Either they are not where "
                 "they were expected in the checkpoint, or they were saved wrongly, as Megatron-Core does for "
