@@ -9,6 +9,7 @@ import pytest
 
 from tests.exchanges import COLLECTIVES
 from tests.ranks import DEVICE, RankPool
+from tests.slow import LATER_STRATEGIES
 
 RESULTS = pytest.StashKey[dict[str, dict[str, list[str]]]]()
 WORST_LAST = ("skipped", "passed", "failed")
@@ -40,6 +41,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Begin the record."""
     config.stash[RESULTS] = {}
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by marker
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave ZeRO-0 and ZeRO-2 to ``make test-slow``, except in tests marked ``every_strategy``."""
+    for item in items:
+        parameters = getattr(getattr(item, "callspec", None), "params", {})
+        strategy = parameters.get("strategy", parameters.get("kind"))
+        if strategy in LATER_STRATEGIES and item.get_closest_marker("every_strategy") is None:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.hookimpl(wrapper=True)

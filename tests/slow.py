@@ -5,6 +5,9 @@ from typing import Any
 
 import pytest
 
+# ZeRO-1 (whole gradients, sharded main weights) and ZeRO-3 (everything sharded) take the code paths of these as well.
+LATER_STRATEGIES = ("no_shard", "optim_grads")
+
 
 def all_but_slow(values: Iterable[str], *quick: str) -> list[Any]:
     """Parameters of a test, of which ``make test`` takes only ``quick`` ones."""

@@ -92,6 +92,7 @@ def test_a_lost_rank_is_reported(mode: str, tmp_path: Path) -> None:
     assert "train.py:" in output and output.index("Where the ranks are:") < output.index("The error was:"), output
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="several ranks over gloo on the CPU")
 def test_the_first_difference_is_reported(tmp_path: Path) -> None:
     results = run("other", tmp_path)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.launch import torchrun
+from tests.slow import all_but_slow
 
 SCRIPT = """
 import sys
@@ -81,7 +82,7 @@ if how == "destroy":
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="gloo, in host memory")
-@pytest.mark.parametrize("how", ["destroy", "exit"])
+@pytest.mark.parametrize("how", all_but_slow(["destroy", "exit"], "destroy"))
 def test_pending_communication_is_finished_at_exit(how: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SKIPPING)
@@ -89,6 +90,7 @@ def test_pending_communication_is_finished_at_exit(how: str, tmp_path: Path) -> 
     assert run.returncode == 0 and "Error" not in run.stderr, run.stdout + run.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="gloo, in host memory")
 def test_an_error_on_one_rank_ends_all_ranks_soon(tmp_path: Path) -> None:
     script = tmp_path / "train.py"

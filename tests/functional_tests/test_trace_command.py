@@ -50,6 +50,7 @@ def test_the_built_in_model(tmp_path: Path) -> None:
     assert "layers.1" in result.stdout and "wrote timeline.json" in result.stdout
 
 
+@pytest.mark.slow
 def test_a_script(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     result = run(tmp_path, "--script", "train.py", "--steps", "2", "--", "4")

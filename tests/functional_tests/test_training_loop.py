@@ -73,6 +73,7 @@ def numbers(run: Run) -> list[float]:
     return [float(value) for value in steps + run.validation]
 
 
+@pytest.mark.slow
 def test_prints_what_ddp_prints_to_six_digits(folder: Path) -> None:
     ddp, ours = uninterrupted("ddp", folder), uninterrupted("ours", folder)
     assert list(ours.iterations) == list(ddp.iterations) == [1, 2, 3, 4]

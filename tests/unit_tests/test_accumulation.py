@@ -10,6 +10,8 @@ from tests.exchanges import both_exchanges
 from tests.models import FP32_GRADS, STRATEGIES, TinyModel, adamw, assert_same_training, batches, loss_of
 from tests.ranks import RankPool
 
+pytestmark = pytest.mark.every_strategy
+
 
 def _train(strategy: str, micro_batches: int, use_no_sync: bool, sync_each: bool, overlap: bool) -> None:
     assert_same_training(

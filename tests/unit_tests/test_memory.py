@@ -14,6 +14,8 @@ import pytest
 from tests.ranks import DEVICE
 from tests.tensor_bytes import TensorBytes, build, call_counted
 
+pytestmark = pytest.mark.every_strategy
+
 WIDTH = 160
 DEPTH = 6
 DTYPES = {"fp32": (4, 4), "bf16": (2, 4)}  # bytes of a compute weight and of a gradient on its way

@@ -17,6 +17,8 @@ from tests.exchanges import both_exchanges
 from tests.models import STRATEGIES, Block, TinyModel, adamw, batches, device, loss_of, main_weights
 from tests.ranks import RankPool
 
+pytestmark = pytest.mark.every_strategy
+
 FP32, BF16 = torch.float32, torch.bfloat16
 
 

@@ -8,6 +8,8 @@ from tests.exchanges import both_exchanges
 from tests.models import DEVICE, STRATEGIES, TinyModel, adamw, assert_same_training, batches
 from tests.ranks import RankPool
 
+pytestmark = pytest.mark.every_strategy
+
 
 def _train(strategy: str, unit_modules: list | None) -> None:
     assert_same_training(
