@@ -1,4 +1,4 @@
-"""What is said of ranks that stopped agreeing."""
+"""Reports about ranks that have issued different collectives."""
 
 import json
 import threading
@@ -51,7 +51,7 @@ def test_ranks_of_different_groups_may_differ() -> None:
     answers = {
         rank: _answer("gather a" if rank < 2 else "gather b", peers=(0, 1) if rank < 2 else (2, 3)) for rank in range(4)
     }
-    # A model of its own, on one of the ranks, is numbered by itself.
+    # Another model, on one of the ranks only, has separate numbers.
     answers[0]["logs"].append(_answer("gather teacher", peers=(0,))["logs"][0])
     assert _lines(answers, 4)[-1] == "As far as they went, they issued the same."
 
@@ -76,7 +76,7 @@ def test_ranks_are_formatted_as_ranges() -> None:
 
 
 def test_position_of_the_main_thread_is_the_users_line() -> None:
-    # Between here and the wait lie frames of threading, which nobody asks for.
+    # The innermost frames belong to the threading module; the report skips them.
     found: list[str] = []
     asker = threading.Timer(0.2, lambda: found.append(whereabouts()))
     asker.start()
@@ -93,7 +93,7 @@ def test_stuck_means_nothing_issued_and_something_unfinished() -> None:
     assert journal.stuck_for() == 0.0
     time.sleep(0.1)
     assert 60.0 > journal.stuck_for() >= 0.1
-    first.ended = True  # it goes on, if slowly
+    first.ended = True  # slow progress
     assert journal.stuck_for() < 0.1
     time.sleep(0.1)
     assert journal.stuck_for() >= 0.1
@@ -145,9 +145,9 @@ def test_two_sharded_models_of_one_process_are_distinguished(ranks: RankPool) ->
 
 
 def _wait_for_ever() -> tuple[list[str], str]:
-    """Rank 1 issues something else than rank 0, and neither ever ends."""
+    """Rank 1 issues another operation than rank 0, and neither ends."""
     JOURNAL.clear()
-    watch_end()  # the end of this process group ends the despair
+    watch_end()  # so that destroying this process group clears the recorded disagreement
     channel, task, told = JOURNAL.channel([0, 1]), Task(), list[str]()
     channel.note("gather a, 12 bytes", [task])
     channel.note("gather b" if dist.get_rank() else "reduce a", [task])
@@ -159,7 +159,7 @@ def _wait_for_ever() -> tuple[list[str], str]:
         handle.wait()
     except Disagreement as error:
         raised = str(error)
-    time.sleep(0.5)  # it does not repeat itself
+    time.sleep(0.5)  # time in which a second report could appear
     gate.set()
     stream.finish()
     watchdog.stop()

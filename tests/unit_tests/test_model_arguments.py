@@ -1,4 +1,4 @@
-"""Arguments of fully_shard_model that have no file of their own: each does what its description says."""
+"""Arguments of fully_shard_model that have no separate test file: each has the effect that its description states."""
 
 import copy
 import dataclasses

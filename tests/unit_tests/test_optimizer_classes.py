@@ -450,7 +450,7 @@ def _never_attached(strategy: str) -> None:
     fully_shard_optimizer(optimizer).step()
     assert all(not torch.equal(value, before[name]) for name, value in main_weights(sharded).items())
     late = nn.Parameter(torch.ones(2))
-    optimizer.add_param_group({"params": [late]})  # of no model: nobody's business
+    optimizer.add_param_group({"params": [late]})  # belongs to no model
     optimizer.step()
     # An optimizer without sharded parameters.
     torch.optim.SGD([late], lr=0.1).step()

@@ -1,4 +1,4 @@
-"""Parameters of classes of their own: refused by name where they may keep their values in a way of their own."""
+"""Subclasses of Parameter and Tensor: they raise by name if they may store values in another way."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from tests.ranks import RankPool
 
 
 class Quantized(torch.Tensor):
-    """8 bits and a scale that look like another dtype, and quantize what is assigned to ``.data``."""
+    """8-bit values and a scale that appear as another dtype. Values assigned to ``.data`` are quantized."""
 
     codes: torch.Tensor
     scale: torch.Tensor
@@ -70,7 +70,7 @@ class Packed(nn.Parameter):
 
 
 class Named(nn.Parameter):
-    """A subclass that only adds something."""
+    """A subclass that only adds attributes."""
 
     def __new__(cls, data: torch.Tensor, label: str = "") -> "Named":
         made = super().__new__(cls, data)
@@ -141,7 +141,7 @@ def test_parameters_without_shape_or_strides_raise(ranks: RankPool) -> None:
 
 
 class Labelled(TinyModel):
-    """Has parameters of classes that only add something."""
+    """A model with parameters of classes that only add attributes."""
 
     def __init__(self) -> None:
         super().__init__()

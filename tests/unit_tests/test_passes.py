@@ -1,4 +1,4 @@
-"""The state of a model's passes: which changes are legal, and how a backward that fails is noticed."""
+"""The state of a model's passes: legal transitions, and detection of a failed backward."""
 
 import gc
 from collections.abc import Callable

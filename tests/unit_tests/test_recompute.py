@@ -1,4 +1,4 @@
-"""Activation recomputation, both ways, around units, inside them and around several."""
+"""Activation recomputation in both implementations: around a unit, inside units and around several."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from tests.ranks import RankPool
 
 
 class Recomputing(TinyModel):
-    """Recomputes its blocks one by one, two by two, or what is inside them."""
+    """Recomputes its blocks one by one, two by two, or the modules inside them."""
 
     def __init__(self, reentrant: bool, what: str) -> None:
         super().__init__(depth=4)
@@ -92,7 +92,7 @@ def test_recompute_of_a_unit_that_is_called_twice(ranks: RankPool, reentrant: bo
 
 
 def _count_gathers(what: str) -> int:
-    """Gathers of one step after the first."""
+    """Number of unshards in one step after the first."""
     import megatron.fsdp.buffers.weights as weights
     from megatron_fsdp import fully_shard_model
     from tests.models import loss_of

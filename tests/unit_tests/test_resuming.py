@@ -146,7 +146,7 @@ def test_reading_state_changes_nothing(ranks: RankPool, name: str, how: str) -> 
 
 
 def _files_of_ranks(kind: str, folder: str, weights_only: bool) -> None:
-    """Every rank saves its own state with torch.save, and a fresh model goes on from it."""
+    """Every rank saves its state with torch.save, and a new model resumes from it."""
     model, optimizer = _model(kind, adamw, seed=3)
     _train(model, optimizer, 0, 2)
     file = f"{folder}/{dist.get_rank()}.pt"
@@ -288,7 +288,7 @@ def test_structural_changes_of_a_sharded_model_raise(ranks: RankPool, kind: str)
 
 
 class WithConfig(TinyModel):
-    """Has an attribute and a method of its own, as models of frameworks have."""
+    """A model with an attribute and a method, as models of frameworks have."""
 
     def __init__(self) -> None:
         super().__init__()

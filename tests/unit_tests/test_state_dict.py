@@ -54,7 +54,7 @@ def _save(folder: str, strategy: str) -> dict[str, torch.Tensor]:
 
 
 def _load(folder: str, strategy: str, expected: dict[str, torch.Tensor]) -> None:
-    """Load into a model that has trained differently, from zeroed state; everything must be equal, and go on equal."""
+    """Load into a model that has trained differently, from zeroed state. State and further training must be equal."""
     model, optimizer = _trained(strategy, steps=1)
     for entry in model.engine.params():
         local_shard(entry.main).zero_()
@@ -181,7 +181,7 @@ def test_buffers_stay_whole(ranks: RankPool) -> None:
 
 
 def _while_gathered() -> None:
-    """A state dict taken between forward and backward has main weights, and backward goes on."""
+    """A state dict taken between forward and backward contains main weights, and backward still works."""
     sharded, optimizer = _trained("optim_grads_params", steps=1)
     loss = loss_of(sharded, batches(1, 1)[0, 0])
     state = sharded.state_dict()

@@ -62,7 +62,7 @@ def _shard(model: Model, mesh: DeviceMesh, strategy: str) -> tuple[MegatronFSDP,
 
 
 def _whole(model: MegatronFSDP) -> dict[str, torch.Tensor]:
-    """All weights, put together by what every rank says it holds."""
+    """All weights, assembled from the shards and slices that the ranks report."""
     mine = {
         e.name: (e.shard_slice, e.offset, local_shard(e.main).detach().cpu(), e.local_shape)
         for e in model.engine.params()
