@@ -174,9 +174,9 @@ def _replicas_agree() -> None:
     model = build(fsdp2, TinyModel().to(device()), mesh=mesh)
     train(model, batches(2, 2))
     for value in model.state_dict().values():
-        everyone = [torch.zeros_like(local_shard(value)) for _ in range(2)]
-        dist.all_gather(everyone, local_shard(value))
-        assert torch.equal(*everyone)
+        of_all_ranks = [torch.zeros_like(local_shard(value)) for _ in range(2)]
+        dist.all_gather(of_all_ranks, local_shard(value))
+        assert torch.equal(*of_all_ranks)
 
 
 def test_replicas_of_a_hybrid_mesh_agree(ranks: RankPool) -> None:

@@ -452,7 +452,7 @@ def test_offloading(ranks: RankPool) -> None:
 # Errors ---------------------------------------------------------------------------------------------------------------
 
 
-def _refused_arguments() -> None:
+def _invalid_arguments() -> None:
     model = TinyModel()
     parameter = model.head.weight
     for arguments, message in [
@@ -482,10 +482,10 @@ def _refused_arguments() -> None:
 
 
 def test_arguments(ranks: RankPool) -> None:
-    ranks.run(2, _refused_arguments)
+    ranks.run(2, _invalid_arguments)
 
 
-def _refused_models() -> None:
+def _invalid_models() -> None:
     half = fsdp2.MixedPrecisionPolicy(param_dtype=torch.float16)
     model: Any = build(fsdp2, TinyModel().bfloat16().to(device()), {})
     fsdp2.fully_shard(model.head, mp_policy=half)
@@ -507,10 +507,10 @@ def _refused_models() -> None:
 
 
 def test_models(ranks: RankPool) -> None:
-    ranks.run(2, _refused_models)
+    ranks.run(2, _invalid_models)
 
 
-def _refused_methods() -> None:
+def _unsupported_methods() -> None:
     model = build(fsdp2, TinyModel().to(device()))
     with pytest.raises(NotImplementedError, match="cannot be copied"):
         copy.deepcopy(model)
@@ -544,7 +544,7 @@ def _refused_methods() -> None:
 
 
 def test_methods(ranks: RankPool) -> None:
-    ranks.run(2, _refused_methods)
+    ranks.run(2, _unsupported_methods)
 
 
 def _exception(library: Any, start: nn.Module, accumulated: bool) -> dict[str, torch.Tensor]:

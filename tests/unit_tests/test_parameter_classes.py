@@ -104,7 +104,7 @@ REFUSED = {
 }
 
 
-def _refused(kind: str) -> None:
+def _raises(kind: str) -> None:
     make, cls = REFUSED[kind]
     for shard in ("engine", "compat"):
         model = TinyModel()
@@ -123,7 +123,7 @@ def _refused(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_classes_that_store_values_differently_raise(ranks: RankPool, kind: str) -> None:
-    ranks.run(1, _refused, kind)
+    ranks.run(1, _raises, kind)
 
 
 def _without_shape() -> None:

@@ -124,7 +124,7 @@ def test_operations(ranks: RankPool, case: str) -> None:
     ranks.run(3, _operations, case)
 
 
-def _refused() -> None:
+def _unsupported_operations() -> None:
     whole, ragged = _ragged("rows")
     _, other = _ragged("cut rows")
     for operation in (
@@ -145,7 +145,7 @@ def _refused() -> None:
 
 
 def test_other_operations_raise(ranks: RankPool) -> None:
-    ranks.run(3, _refused)
+    ranks.run(3, _unsupported_operations)
 
 
 def _copies_between_layouts() -> None:

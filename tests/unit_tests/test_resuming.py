@@ -319,11 +319,11 @@ def _averaged_buffers() -> None:
     loss_of(sharded, batches(1, 3)[0, dist.get_rank()])
     name = "module.blocks.0.norm.running_mean"
     own = sharded.state_dict()[name].clone()
-    everyone = [torch.empty_like(own) for _ in range(3)]
-    dist.all_gather(everyone, own)
-    assert not torch.equal(everyone[0], everyone[1])
+    of_all_ranks = [torch.empty_like(own) for _ in range(3)]
+    dist.all_gather(of_all_ranks, own)
+    assert not torch.equal(of_all_ranks[0], of_all_ranks[1])
     sharded.average_buffers()
-    torch.testing.assert_close(sharded.state_dict()[name], sum(everyone) / 3)
+    torch.testing.assert_close(sharded.state_dict()[name], sum(of_all_ranks) / 3)
     assert sharded.state_dict()["module.blocks.0.norm.num_batches_tracked"].item() == 1
 
 

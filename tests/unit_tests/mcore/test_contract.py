@@ -441,9 +441,9 @@ def optimizer_state_has_equal_keys_on_all_ranks() -> None:
     optimizer.step()
     assert any(local_shard(p).numel() == 0 for p in model.parameters()), "no rank owns nothing: the test shows nothing"
     states = {name: sorted(optimizer.optimizer.state[p]) for name, p in model.named_parameters()}
-    everyone: list[dict] = [{}] * dist.get_world_size()
-    dist.all_gather_object(everyone, states)
-    assert all(each == states for each in everyone)
+    of_all_ranks: list[dict] = [{}] * dist.get_world_size()
+    dist.all_gather_object(of_all_ranks, states)
+    assert all(each == states for each in of_all_ranks)
 
 
 def nan_in_a_gradient_is_reported_with_the_parameters_name() -> None:
