@@ -78,7 +78,7 @@ def _failing(model: nn.Module, which: int, where: str, error: type[BaseException
         setattr(block, f"{where}_error", None)
 
 
-def _assert_at_rest(sharded: MegatronFSDP) -> None:
+def _assert_sharded(sharded: MegatronFSDP) -> None:
     """All units are sharded, no handle is kept, and no temporary buffer has memory once the stream is empty."""
     assert [unit.label for unit in sharded.engine.units if unit.state.value != "sharded" or unit._depth] == []
     assert not sharded.engine.schedule.reducing and sharded.engine.schedule.passes.kept is None
@@ -135,10 +135,10 @@ def _train(strategy: str, which: int, where: str, error: type[BaseException], di
             with _failing(pair.model, which, where, error):
                 loss_of(pair.model if direct else pair.sharded, step[0]).backward()
             if where == "forward" and not direct:
-                _assert_at_rest(pair.sharded)
+                _assert_sharded(pair.sharded)
             pair.zero_grad()
         pair.backward(step, direct)
-        _assert_at_rest(pair.sharded)
+        _assert_sharded(pair.sharded)
         _assert_no_gradients(pair.sharded)
         pair.step()
     assert_same_weights(pair.sharded, pair.reference)
@@ -165,7 +165,7 @@ def _recomputed(strategy: str) -> None:
             loss.backward()
         pair.zero_grad()
         pair.backward(step)
-        _assert_at_rest(pair.sharded)
+        _assert_sharded(pair.sharded)
         pair.step()
     assert_same_weights(pair.sharded, pair.reference)
 
@@ -204,7 +204,7 @@ def _backward_after_backward(strategy: str) -> None:
         pair.zero_grad()
         kept.backward()
         sum(losses).backward()
-        _assert_at_rest(pair.sharded)
+        _assert_sharded(pair.sharded)
         pair.step()
     assert_same_weights(pair.sharded, pair.reference)
 
@@ -243,7 +243,7 @@ def _collective_fails(strategy: str, name: str, direct: bool) -> None:
             loss_of(pair.model if direct else pair.sharded, step[0]).backward()
         pair.zero_grad()
         pair.backward(step, direct)
-        _assert_at_rest(pair.sharded)
+        _assert_sharded(pair.sharded)
         _assert_no_gradients(pair.sharded)
         pair.step()
     assert_same_weights(pair.sharded, pair.reference)
@@ -342,7 +342,7 @@ def _interrupted(strategy: str, last: int) -> None:
             loss_of(pair.sharded, step[0]).backward()
         pair.zero_grad()
         pair.backward(step)
-        _assert_at_rest(pair.sharded)
+        _assert_sharded(pair.sharded)
         _assert_no_gradients(pair.sharded)
         pair.step()
     assert_same_weights(pair.sharded, pair.reference)

@@ -437,7 +437,7 @@ def test_several_backwards_of_one_forward(ranks: RankPool) -> None:
     ranks.run(2, _backward_several_times)
 
 
-def _count_gathers(reshard: bool | int | None, later: bool) -> list[int]:
+def _count_unshards(reshard: bool | int | None, later: bool) -> list[int]:
     """Number of unshards of a block in each of three steps."""
     from megatron.fsdp.buffers import weights
 
@@ -471,7 +471,7 @@ def test_weights_are_gathered_again_for_backward_or_kept(
     ranks: RankPool, reshard: bool, expected: int, later: bool
 ) -> None:
     # Three blocks; the last one is kept for backward in any case.
-    for counts in ranks.run(2, _count_gathers, reshard, later):
+    for counts in ranks.run(2, _count_unshards, reshard, later):
         assert counts[1:] == [expected, expected]
 
 
@@ -511,7 +511,7 @@ def test_resharding_to_a_number_that_is_not_a_divisor_raises(ranks: RankPool) ->
 
 @pytest.mark.parametrize(("number", "expected"), [(1, 3), (2, 5)])
 def test_resharding_to_a_number_of_ranks_frees_weights(ranks: RankPool, number: int, expected: int) -> None:
-    for counts in ranks.run(2, _count_gathers, number, False):
+    for counts in ranks.run(2, _count_unshards, number, False):
         assert counts[1:] == [expected, expected]
 
 

@@ -209,7 +209,7 @@ def _optimizer_from_before() -> None:
         assert all(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
         hooks = len(optimizer._optimizer_step_pre_hooks)
         fully_shard_optimizer(optimizer)
-        assert len(optimizer._optimizer_step_pre_hooks) == hooks == 3
+        assert len(optimizer._optimizer_step_pre_hooks) == hooks == 4
         weights.append(full_weights(model))
     assert all(torch.equal(weights[0][k], other[k]) for other in weights[1:] for k in weights[0])
 
