@@ -86,10 +86,10 @@ def run(mode: str, folder: Path, **variables: str) -> list[tuple[int, str]]:
 def test_a_lost_rank_is_reported(mode: str, tmp_path: Path) -> None:
     (code, output), _ = run(mode, tmp_path)
     assert code not in (0, 9) and "trained" not in output, output
-    assert "Where the ranks are:" in output, output
+    assert "Positions of the ranks:" in output, output
     other = "rank 1: last issued" if mode == "late" else "rank 1: no answer"
     assert "rank 0: last issued" in output and other in output, output
-    assert "train.py:" in output and output.index("Where the ranks are:") < output.index("The error was:"), output
+    assert "train.py:" in output and output.index("Positions of the ranks:") < output.index("The error was:"), output
 
 
 @pytest.mark.slow
@@ -98,7 +98,9 @@ def test_the_first_difference_is_reported(tmp_path: Path) -> None:
     results = run("other", tmp_path)
     assert all(code for code, _ in results), results
     for _, output in results:
-        assert "The ranks do different things" in output and "They first differ at number" in output, output
+        assert "The ranks have issued different operations" in output and "They first differ at number" in output, (
+            output
+        )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="several ranks over gloo on the CPU")
@@ -107,6 +109,6 @@ def test_a_long_wait_is_reported_meanwhile(tmp_path: Path) -> None:
     results = run("slow", tmp_path, MEGATRON_FSDP_REPORT_AFTER="3")
     assert [code for code, _ in results] == [0, 0], results
     assert all("trained" in output for _, output in results)
-    (report,) = [output for _, output in results if "nothing has ended for 3 s" in output]
+    (report,) = [output for _, output in results if "no communication has ended for 3 s" in output]
     assert "in evaluate, which" not in report.split("rank 1:")[0] and "in evaluate" in report, report
     assert "waits for: unshard" in report and "bytes" in report, report

@@ -1,4 +1,4 @@
-"""Ranks that are about to shard a model compare it, and all of them raise the same error if it differs."""
+"""Ranks compare their models before sharding, and all of them raise the same error if the models differ."""
 
 import re
 import time
@@ -106,7 +106,7 @@ def test_every_rank_raises_the_first_difference_and_no_model_changes(ranks: Rank
 
 
 def _shard_again() -> str:
-    """After an error, ranks that then have the same model can go on."""
+    """After an error, ranks can shard a model that is the same on all of them."""
     rank = dist.get_rank()
     with suppress(ValueError):
         fully_shard_model(Net(width=8 + 4 * rank), device="cpu")
@@ -141,7 +141,7 @@ def test_marked_modules_are_compared_before_the_first_forward(ranks: RankPool) -
 
 
 def _shard_over_other_groups() -> tuple[str, str]:
-    """Disjoint process groups shard different models, and so does each rank alone."""
+    """Disjoint process groups, and single ranks, shard different models."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     stage = mesh.get_local_rank("pp")
     alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("each", "one"))
@@ -188,7 +188,7 @@ def test_experts_are_compared_by_the_ranks_that_shard_them(ranks: RankPool) -> N
 
 
 def _count_messages() -> tuple[int, int]:
-    """The number of messages that the last rank sends if nothing differs: on arrival, and in all."""
+    """The number of messages that the last rank sends if nothing differs: before it waits, and in total."""
     messages = [0]
 
     class Counting(dist.PrefixStore):

@@ -1,4 +1,4 @@
-"""What neither ruff nor the import contract (both in pyproject.toml) can say about the sources."""
+"""Rules for the sources that neither ruff nor the import contract in pyproject.toml can express."""
 
 import ast
 import subprocess
@@ -8,9 +8,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 ENGINE = ROOT / "megatron" / "fsdp"
 FOLDERS = ("megatron", "megatron_fsdp", "tools", "examples", "tests", "benchmarks")
-# Packages that may import more than torch, and what.
+# Packages that may import more than torch, and the distributions that they may import.
 NEED_MORE = {"mcore": None, "convert": None, "tools": None, "checkpoint": {"numpy"}}
-# Imported when it is asked for, and not before.
+# Distributions that are imported on first use.
 OPTIONAL = {"state/export.py": {"safetensors"}}
 
 
@@ -26,7 +26,7 @@ def _imports(path: Path) -> set[str]:
 
 
 def _distribution(module: str) -> str:
-    """What a module is installed with: several packages share the namespace ``megatron``."""
+    """The distribution that contains a module: several share the namespace ``megatron``."""
     parts = module.split(".")
     return ".".join(parts[:2]) if parts[0] == "megatron" else parts[0]
 

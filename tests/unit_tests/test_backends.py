@@ -13,9 +13,9 @@ from tests.ranks import RankPool
 
 ENGINE = Path(megatron.fsdp.__file__).parent
 NAMES = {"nccl", "gloo", "fake", "cuda", "cpu"}
-# These start programs and read files of other programs, and so have devices and process groups of their own.
+# Packages that start programs or read files of other programs, and choose devices and process groups for them.
 OUTSIDE = ("comm", "mcore", "checkpoint", "convert", "tools")
-# It replays the calls of a model's constructor, whose arguments are devices. It needs nothing else of the engine.
+# Replays the calls of a model's constructor, whose arguments contain devices.
 EXCEPTIONS = ("init/deferred.py",)
 
 

@@ -32,7 +32,7 @@ def test_slope() -> None:
     assert not line.is_flat(tolerance=0.2)
     assert line.is_flat(tolerance=0.3)
     assert Slope.of([0, 10, 20, 30], [100.0, 103.0, 99.0, 101.0]).is_flat(tolerance=0.0)
-    assert Slope.of([0, 10, 20], [3.0, 2.0, 1.0]).is_flat(tolerance=0.0)  # what shrinks does not grow
+    assert Slope.of([0, 10, 20], [3.0, 2.0, 1.0]).is_flat(tolerance=0.0)  # decreasing figures are flat
     with pytest.raises(ValueError, match="three points"):
         Slope.of([0, 1], [1.0, 1.0])
 

@@ -9,7 +9,7 @@ from benchmarks.workers import WorkerFailure
 
 
 class _Peer:
-    """Takes as long as it is told, and dies in the turns it is told."""
+    """A mocked peer whose turns take a given time, and which dies in given turns."""
 
     def __init__(self, milliseconds: float = 1.0, dies_in: tuple[int, ...] = (), stays_dead: bool = False) -> None:
         self.milliseconds = milliseconds
@@ -31,7 +31,7 @@ class _Peer:
 
 
 class _Watch:
-    """Says one after another what others used."""
+    """A mocked watch that returns given numbers of cores used by other processes."""
 
     def __init__(self, *cores: float) -> None:
         self._cores = list(cores)

@@ -1,4 +1,4 @@
-"""torch's own gradient clipping on the parameters of a sharded model: norms and training of the unsharded one."""
+"""torch's gradient clipping of a sharded model's parameters: norms and training equal those of the unsharded model."""
 
 import copy
 import math
@@ -163,7 +163,7 @@ def test_training_with_clipping(ranks: RankPool, strategy: str, how: str) -> Non
 
 
 def _not_finite(strategy: str) -> None:
-    """One rank's part of one gradient is infinite: every rank sees that the norm is, and may skip its step."""
+    """One rank's shard of one gradient is infinite. Every rank computes an infinite norm, and may skip its step."""
     _, sharded = _gradients(strategy)
     if dist.get_rank() == dist.get_world_size() - 1:
         parts = [local_shard(e.main.grad) for e in sharded.engine.params() if e.main.grad is not None and e.main.dim()]

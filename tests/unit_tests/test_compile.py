@@ -1,4 +1,4 @@
-"""torch.compile beside sharding: equal results, graphs without the engine, and none made anew in each step."""
+"""torch.compile with sharding: equal results, graphs without the engine, and no recompilation in later steps."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -41,7 +41,7 @@ class Graphs:
             self.called += 1
             return function(*args)
 
-        # What autograd has compiled takes its arguments in one list.
+        # Compiled autograd passes its arguments in one list.
         if getattr(function, "_boxed_call", False):
             call._boxed_call = True
         return call

@@ -1,4 +1,4 @@
-"""Compute weights that are not the main weights, or differ among ranks, are found and named."""
+"""Compute weights that differ from main weights, or between ranks, are reported by name."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What only a CUDA device can show: streams, the allocator's own figures, graphs, memory that NCCL knows."""
+"""Tests that need a CUDA device: streams, the allocator's statistics, graphs, memory registered with NCCL."""
 
 import copy
 from collections.abc import Callable
@@ -66,7 +66,7 @@ def test_delays_on_either_stream_change_no_bit(ranks: RankPool, strategy: str) -
 
 
 def _memory() -> None:
-    """At rest the allocator holds what docs/memory.md says; within a step no more than its bound."""
+    """Allocated memory equals the formula of docs/memory.md between steps, and stays below its bound within a step."""
     width, depth = 512, 6
     model = TinyModel(width=width, depth=depth).cuda().bfloat16()
     tokens = batches(1, 1)[0, 0].cuda()

@@ -1,4 +1,4 @@
-"""Fixed buffers: equal results, nothing allocated after the first iteration, and units never in each other's way."""
+"""Fixed buffers: equal results, no allocation after the first iteration, and no conflicts between units."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def _step(model: MegatronFSDP, optimizer: torch.optim.Optimizer, tokens: torch.T
 
 
 def _allocations(strategy: str, bf16: bool) -> tuple[list[int], bool]:
-    """Buffers made by the end of each step, and whether gathered weights have stayed where they were."""
+    """Number of buffers at the end of each step, and whether unsharded weights have kept their addresses."""
     model = Unequal().to(device(), torch.bfloat16 if bf16 else torch.float32)
     sharded, optimizer = fully_shard(
         model,

@@ -1,4 +1,4 @@
-"""One unit with parameters of several dtypes, some of them frozen: each group computes and updates in its own."""
+"""A unit with parameters of several dtypes, some of them frozen: each group computes and updates in its dtype."""
 
 import copy
 

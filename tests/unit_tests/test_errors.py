@@ -1,4 +1,4 @@
-"""Bad input gets a clear error before anything is allocated or changed."""
+"""Invalid input raises a clear error before anything is allocated or changed."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Evaluation between training steps, first of all, or only: with dropout and running statistics, as unsharded."""
+"""Evaluation before, between and without training steps, with dropout and running statistics, equals unsharded."""
 
 import copy
 from contextlib import AbstractContextManager
@@ -99,7 +99,7 @@ def test_dropout_and_evaluation_between_steps(ranks: RankPool, strategy: str, mo
 
 
 def _only_evaluate(strategy: str, mode: str) -> None:
-    """No optimizer and no backward ever; nothing stays gathered from one forward to the next."""
+    """Forward passes only, without an optimizer or a backward: no unit stays unsharded between them."""
     torch.manual_seed(3)
     model = NoisyModel().to(device(), torch.bfloat16).requires_grad_(False)
     reference = copy.deepcopy(model).eval()
@@ -117,7 +117,7 @@ def test_model_that_is_only_evaluated(ranks: RankPool, strategy: str, mode: str)
 
 
 def _built_in_inference_mode() -> None:
-    """A model that is loaded and evaluated in inference mode, by who never trains it."""
+    """A model that is loaded and evaluated in inference mode and never trained."""
     torch.manual_seed(3)
     model = TinyModel().to(device())
     reference = copy.deepcopy(model)

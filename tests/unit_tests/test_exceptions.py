@@ -1,4 +1,4 @@
-"""After an exception, wherever it was raised, nothing stays gathered or on its way, and training goes on."""
+"""After an exception in any place, all units are resharded, no communication is in flight, and training continues."""
 
 import copy
 import gc
@@ -34,7 +34,7 @@ from tests.ranks import DEVICE, RankPool
 
 
 class Fragile(Block):
-    """A block that raises when it is told to."""
+    """A block that raises in forward or backward on request."""
 
     forward_error: type[BaseException] | None = None
     backward_error: type[BaseException] | None = None
@@ -78,8 +78,8 @@ def _failing(model: nn.Module, which: int, where: str, error: type[BaseException
         setattr(block, f"{where}_error", None)
 
 
-def _assert_at_rest(sharded: MegatronFSDP) -> None:
-    """Nothing is gathered, no handle is kept, and no temporary buffer has memory once the stream has done its tasks."""
+def _assert_sharded(sharded: MegatronFSDP) -> None:
+    """All units are sharded, no handle is kept, and no temporary buffer has memory once the stream is empty."""
     assert [unit.label for unit in sharded.engine.units if unit.state.value != "sharded" or unit._depth] == []
     assert not sharded.engine.schedule.reducing and sharded.engine.schedule.passes.kept is None
     sharded.engine.context.stream.run(lambda: None).wait()
@@ -100,7 +100,7 @@ def _assert_no_gradients(sharded: MegatronFSDP) -> None:
 
 
 class Pair:
-    """A model sharded, and unsharded, that live through the same."""
+    """A sharded model and its unsharded reference, which run the same steps."""
 
     def __init__(self, strategy: str, recompute: bool = False) -> None:
         torch.manual_seed(3)
@@ -135,10 +135,10 @@ def _train(strategy: str, which: int, where: str, error: type[BaseException], di
             with _failing(pair.model, which, where, error):
                 loss_of(pair.model if direct else pair.sharded, step[0]).backward()
             if where == "forward" and not direct:
-                _assert_at_rest(pair.sharded)
+                _assert_sharded(pair.sharded)
             pair.zero_grad()
         pair.backward(step, direct)
-        _assert_at_rest(pair.sharded)
+        _assert_sharded(pair.sharded)
         _assert_no_gradients(pair.sharded)
         pair.step()
     assert_same_weights(pair.sharded, pair.reference)
@@ -153,7 +153,7 @@ def _train(strategy: str, which: int, where: str, error: type[BaseException], di
 def test_exception_in_a_unit(
     ranks: RankPool, strategy: str, where: str, error: type[BaseException], which: int, direct: bool
 ) -> None:
-    """``direct``: the wrapped model is called, which is not the wrapper that sees the exception."""
+    """``direct``: the test calls the wrapped model, so the wrapper does not see the exception."""
     ranks.run(2, _train, strategy, which, where, error, direct)
 
 
@@ -165,7 +165,7 @@ def _recomputed(strategy: str) -> None:
             loss.backward()
         pair.zero_grad()
         pair.backward(step)
-        _assert_at_rest(pair.sharded)
+        _assert_sharded(pair.sharded)
         pair.step()
     assert_same_weights(pair.sharded, pair.reference)
 
@@ -176,7 +176,7 @@ def test_exception_in_a_recomputed_forward(ranks: RankPool, strategy: str) -> No
 
 
 def _accumulate(strategy: str) -> None:
-    """A micro-batch whose forward raises is as if it had not been: those before and after it count."""
+    """A micro-batch whose forward raises has no effect on the micro-batches before and after it."""
     pair = Pair(strategy)
     for step in batches(steps=3, per_step=2 * dist.get_world_size()):
         with pair.sharded.no_sync():
@@ -194,7 +194,7 @@ def test_gradients_of_other_micro_batches_outlive_an_exception_in_forward(ranks:
 
 
 def _backward_after_backward(strategy: str) -> None:
-    """The backward that follows a failed one belongs to a forward from before: no forward begins in between."""
+    """The backward after a failed one belongs to an earlier forward: no forward begins in between."""
     pair = Pair(strategy)
     for step in batches(steps=3, per_step=dist.get_world_size()):
         losses = [loss_of(pair.reference, tokens) / len(step) for tokens in step]
@@ -204,7 +204,7 @@ def _backward_after_backward(strategy: str) -> None:
         pair.zero_grad()
         kept.backward()
         sum(losses).backward()
-        _assert_at_rest(pair.sharded)
+        _assert_sharded(pair.sharded)
         pair.step()
     assert_same_weights(pair.sharded, pair.reference)
 
@@ -216,7 +216,7 @@ def test_backward_after_a_failed_backward(ranks: RankPool, strategy: str) -> Non
 
 @contextmanager
 def _failing_collective(name: str, number: int) -> Iterator[None]:
-    """The collective raises when it is called for the ``number``-th time, on every rank."""
+    """The collective raises in its ``number``-th call on every rank."""
     owner = weights if name == "all_gather" else reduction
     original, calls = getattr(owner, name), 0
 
@@ -243,7 +243,7 @@ def _collective_fails(strategy: str, name: str, direct: bool) -> None:
             loss_of(pair.model if direct else pair.sharded, step[0]).backward()
         pair.zero_grad()
         pair.backward(step, direct)
-        _assert_at_rest(pair.sharded)
+        _assert_sharded(pair.sharded)
         _assert_no_gradients(pair.sharded)
         pair.step()
     assert_same_weights(pair.sharded, pair.reference)
@@ -263,7 +263,7 @@ def test_failed_gather_reaches_the_caller(ranks: RankPool, strategy: str, direct
 
 @contextmanager
 def _failing_method(owner: type, name: str) -> Iterator[None]:
-    """The method raises when it is called for the first time, as at an allocation for which there is no memory."""
+    """The method raises in its first call, as an allocation does that runs out of memory."""
     original = getattr(owner, name)
 
     def call(*args: Any) -> None:
@@ -279,7 +279,7 @@ def _failing_method(owner: type, name: str) -> Iterator[None]:
 
 
 def _gathers_again(strategy: str, outer: str | None, owner: type, name: str) -> None:
-    """What a caught error has kept from being gathered is gathered anew, from the weights that there are by then."""
+    """A unit whose unshard failed is unsharded again after the error, from the main weights at that time."""
     arguments: dict[str, Any] = {"fsdp_unit_modules": [Block], "zero_dp_strategy": strategy}
     if outer is not None:
         mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("outer", "inner"))
@@ -316,7 +316,7 @@ def test_unshard_after_a_failed_unshard_over_two_axes(ranks: RankPool, outer: st
 
 @contextmanager
 def _interrupted_wait(number: int) -> Iterator[None]:
-    """Ctrl-C reaches the main thread where it waits for the ``number``-th time; the task goes on, and takes a while."""
+    """Ctrl-C interrupts the ``number``-th wait of the main thread, while the task continues for some time."""
     wait, run, waits = CpuHandle.wait, CpuStream.run, 0
 
     def interrupted(self: CpuHandle) -> None:
@@ -342,7 +342,7 @@ def _interrupted(strategy: str, last: int) -> None:
             loss_of(pair.sharded, step[0]).backward()
         pair.zero_grad()
         pair.backward(step)
-        _assert_at_rest(pair.sharded)
+        _assert_sharded(pair.sharded)
         _assert_no_gradients(pair.sharded)
         pair.step()
     assert_same_weights(pair.sharded, pair.reference)
@@ -351,7 +351,7 @@ def _interrupted(strategy: str, last: int) -> None:
 @pytest.mark.skipif(DEVICE == "cuda", reason="the host does not wait for a CUDA stream")
 @pytest.mark.parametrize(("strategy", "last"), [("no_shard", 5), ("optim_grads", 10), ("optim_grads_params", 13)])
 def test_interrupt_while_waiting_for_communication(ranks: RankPool, strategy: str, last: int) -> None:
-    """Five units are gathered in forward, three again in backward, and five are reduced, where the strategy does so."""
+    """The numbers of unshards and reductions: 5 in forward, 3 in backward, and 5, if the strategy has them."""
     ranks.run(2, _interrupted, strategy, last)
 
 
@@ -360,7 +360,7 @@ def _raise(*args: Any) -> None:
 
 
 def _freed_after(strategy: str, what: str) -> None:
-    """Nothing but the garbage collector, which is off, could free what an error and its traceback kept in a cycle."""
+    """A cycle through an error and its traceback would not be freed, because the garbage collector is off."""
     adamw([nn.Parameter(torch.zeros(1))])  # torch's own first optimizer is kept by an import that it tries
     originals = weights.all_gather, reduction.all_reduce
     gc.collect()

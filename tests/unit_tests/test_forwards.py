@@ -1,4 +1,4 @@
-"""Forwards that are not followed by their backward at once: several before one, evaluation, none at all."""
+"""Forward passes without an immediate backward: several before one backward, evaluation, no backward at all."""
 
 import copy
 
@@ -115,7 +115,7 @@ def test_step_after_a_forward_that_keeps_weights(ranks: RankPool, strategy: str)
 
 
 class Failing(TinyModel):
-    """Raises in forward or backward when it is told to."""
+    """A module that raises in forward or backward on request."""
 
     fail = ""
 

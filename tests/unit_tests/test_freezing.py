@@ -1,4 +1,4 @@
-"""Parameters that are frozen, and unfrozen, between steps: the training is that of the unsharded model."""
+"""Parameters are frozen and unfrozen between steps: training equals that of the unsharded model."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ from megatron_fsdp import FSDPConfig, MegatronFSDP, fully_shard
 from tests.models import STRATEGIES, Block, TinyModel, adamw, batches, device, loss_of, main_weights, whole
 from tests.ranks import RankPool
 
-# What is frozen in each step.
+# The modules that are frozen in each step.
 PHASES = {
     "part_of_a_unit": ["", "blocks.1.up", "", "blocks.1.up"],
     "a_unit": ["", "blocks.1", "blocks.1", ""],
@@ -110,7 +110,7 @@ def test_what_began_frozen_is_unfrozen_and_given_to_the_optimizer(ranks: RankPoo
 
 
 def _freeze_at_odd_times(strategy: str) -> None:
-    """While a forward that has no backward keeps weights gathered, and between a forward and its backward."""
+    """Freeze while a unit is unsharded after a forward without backward, and between forward and backward."""
     torch.manual_seed(3)
     model = TinyModel().to(device())
     reference = copy.deepcopy(model)

@@ -1,4 +1,4 @@
-"""Frozen parameters: gathered like others, never reduced, never changed."""
+"""Frozen parameters are unsharded like others, and never reduced or changed."""
 
 import pytest
 import torch

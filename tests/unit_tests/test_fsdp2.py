@@ -1,4 +1,4 @@
-"""Code written for torch's fully_shard: it trains as with torch's, and as without sharding."""
+"""Code written for torch's fully_shard trains as with torch's fully_shard, and as without sharding."""
 
 import copy
 import types
@@ -41,7 +41,7 @@ BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
 @dataclass
 class Run:
-    """What a training run has shown on this rank."""
+    """The results of a training run on this rank."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -57,7 +57,7 @@ def assert_same(a: Run, b: Run, tolerance: float = 1e-5) -> None:
 
 
 def build(library: types.ModuleType, start: nn.Module, policy: dict | None = None, **arguments: Any) -> nn.Module:
-    """A copy of ``start``, sharded block by block as one writes it for FSDP2."""
+    """A copy of ``start``, sharded block by block as in code for FSDP2."""
     model = copy.deepcopy(start)
     for block in model.blocks:
         library.fully_shard(block, mp_policy=library.MixedPrecisionPolicy(**policy or {}), **arguments)
@@ -67,7 +67,7 @@ def build(library: types.ModuleType, start: nn.Module, policy: dict | None = Non
 
 
 def full_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """All weights, gathered, as code for FSDP2 does it."""
+    """All weights as whole tensors, gathered as in code for FSDP2."""
     return {name: value.full_tensor().cpu() for name, value in model.state_dict().items()}
 
 
@@ -78,7 +78,7 @@ def train(
     clip: bool = True,
     make_optimizer: Callable[..., torch.optim.Optimizer] = adamw,
 ) -> Run:
-    """Train a sharded model: of a step's micro-batches, rank r takes r, r + ranks, ..."""
+    """Train a sharded model. Rank r takes the micro-batches r, r + ranks, ... of each step."""
     optimizer, run = make_optimizer(model.parameters()), Run()
     for step in data:
         mine = step[dist.get_rank() :: dist.get_world_size()]
@@ -168,15 +168,15 @@ def test_hybrid_mesh(ranks: RankPool, setting: str) -> None:
 
 
 def _replicas_agree() -> None:
-    """Ranks that built the model differently train one model: each part has one owner."""
+    """Ranks that have built the model with different values train one model: each shard has one owner."""
     torch.manual_seed(dist.get_rank())
     mesh = init_device_mesh(DEVICE, (2, 1), mesh_dim_names=("replicate", "shard"))
     model = build(fsdp2, TinyModel().to(device()), mesh=mesh)
     train(model, batches(2, 2))
     for value in model.state_dict().values():
-        everyone = [torch.zeros_like(local_shard(value)) for _ in range(2)]
-        dist.all_gather(everyone, local_shard(value))
-        assert torch.equal(*everyone)
+        of_all_ranks = [torch.zeros_like(local_shard(value)) for _ in range(2)]
+        dist.all_gather(of_all_ranks, local_shard(value))
+        assert torch.equal(*of_all_ranks)
 
 
 def test_replicas_of_a_hybrid_mesh_agree(ranks: RankPool) -> None:
@@ -200,7 +200,7 @@ def test_main_weights_keep_the_values_of_the_model(ranks: RankPool) -> None:
 
 
 def _compute_dtype(strategy: str, on_meta: bool) -> None:
-    """The engine's own setting behind it, with every strategy."""
+    """The engine's setting ``compute_dtype``, with every strategy."""
     policy = EnginePolicy(main_params_dtype=None, compute_dtype=torch.bfloat16)
     torch.manual_seed(3)
     start = TinyModel().to(device())
@@ -215,7 +215,7 @@ def _compute_dtype(strategy: str, on_meta: bool) -> None:
         mixed_precision_policy=policy,
         init_model_with_meta_device=on_meta,
     )
-    if on_meta:  # values of their own, which no rounding to bfloat16 has touched
+    if on_meta:  # new fp32 values, which were never rounded to bfloat16
         assert any(not torch.equal(w.bfloat16().float(), w) for w in main_weights(model).values())
         model.load_state_dict({f"module.{name}": value for name, value in start.state_dict().items()})
     for name, weight in main_weights(model).items():
@@ -307,7 +307,7 @@ def test_activation_checkpointing(ranks: RankPool, reshard: bool) -> None:
 
 
 class Parallel(nn.Module):
-    """Layers that are tensor-parallel."""
+    """Tensor-parallel layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -372,7 +372,7 @@ def test_gradient_divide_factor(ranks: RankPool) -> None:
 
 
 class TwoHeads(TinyModel):
-    """A model with another method that computes."""
+    """A model with a second method that reads parameters."""
 
     def features(self, tokens: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         x = self.embedding(tokens) * scale
@@ -437,8 +437,8 @@ def test_several_backwards_of_one_forward(ranks: RankPool) -> None:
     ranks.run(2, _backward_several_times)
 
 
-def _count_gathers(reshard: bool | int | None, later: bool) -> list[int]:
-    """Gathers of a block's weights in each of three steps, between which nothing changes."""
+def _count_unshards(reshard: bool | int | None, later: bool) -> list[int]:
+    """Number of unshards of a block in each of three steps."""
     from megatron.fsdp.buffers import weights
 
     model = build(fsdp2, TinyModel().to(device()), reshard_after_forward=None if later else reshard)
@@ -457,7 +457,7 @@ def _count_gathers(reshard: bool | int | None, later: bool) -> list[int]:
     try:
         for tokens in batches(1, 3)[0]:
             loss_of(model, tokens).backward()
-            model.unshard(async_op=True).wait()  # whatever was started before has ended then
+            model.unshard(async_op=True).wait()  # wait for all-gathers in flight before counting
             counts.append(count)
             count = 0
     finally:
@@ -471,7 +471,7 @@ def test_weights_are_gathered_again_for_backward_or_kept(
     ranks: RankPool, reshard: bool, expected: int, later: bool
 ) -> None:
     # Three blocks; the last one is kept for backward in any case.
-    for counts in ranks.run(2, _count_gathers, reshard, later):
+    for counts in ranks.run(2, _count_unshards, reshard, later):
         assert counts[1:] == [expected, expected]
 
 
@@ -511,7 +511,7 @@ def test_resharding_to_a_number_that_is_not_a_divisor_raises(ranks: RankPool) ->
 
 @pytest.mark.parametrize(("number", "expected"), [(1, 3), (2, 5)])
 def test_resharding_to_a_number_of_ranks_frees_weights(ranks: RankPool, number: int, expected: int) -> None:
-    for counts in ranks.run(2, _count_gathers, number, False):
+    for counts in ranks.run(2, _count_unshards, number, False):
         assert counts[1:] == [expected, expected]
 
 
@@ -527,7 +527,7 @@ def _every_setting() -> None:
         model.set_reshard_after_backward(True)
         model.set_reduce_scatter_unused_params(True)
         model.set_force_sum_reduction_for_comms(True)
-        # What a forward that is prefetched by hand does.
+        # The calls of code that prefetches by hand.
         model.unshard(async_op=True)
         blocks[0].unshard(async_op=True)
         blocks[2].unshard()

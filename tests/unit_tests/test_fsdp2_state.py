@@ -1,4 +1,4 @@
-"""Code written for torch's fully_shard: when a model is sharded, its state, its optimizers, and what is refused."""
+"""Code written for torch's fully_shard: when it shards a model, its state, its optimizers, and its errors."""
 
 import copy
 import gc
@@ -219,7 +219,7 @@ def test_optimizer_made_before_or_after(ranks: RankPool) -> None:
 
 
 def _weights_changed_in_place() -> None:
-    """Main weights may change without an optimizer: the next forward computes with what they are."""
+    """Main weights may change without an optimizer: the next forward uses the new values."""
     model = TinyModel()
     model.scale = nn.Parameter(torch.ones(()))
     model.head.register_forward_hook(lambda module, args, output: output * model.scale)
@@ -324,7 +324,7 @@ def test_checkpoint_resumes_on_other_ranks(ranks: RankPool) -> None:
 
 
 def _whole_state() -> None:
-    """Whole state dicts, by torch's functions: model and optimizer go on as those that were saved."""
+    """Whole state dicts by torch's functions: model and optimizer continue like the saved ones."""
     options = StateDictOptions(full_state_dict=True)
     model, optimizer = _trained(1)
     weights = copy.deepcopy(get_model_state_dict(model, options=options))
@@ -354,7 +354,7 @@ def test_whole_state(ranks: RankPool, world: int) -> None:
 
 
 def _evenly_sharded() -> None:
-    """What a model of torch's has, or what distribute_tensor makes, loads into a model on the meta device."""
+    """State of torch's FSDP2, or from distribute_tensor, loads into a model on the meta device."""
     start = TinyModel().to(device())
     with torch.device("meta"):
         empty = TinyModel()
@@ -449,10 +449,10 @@ def test_offloading(ranks: RankPool) -> None:
     ranks.run(2, _offload)
 
 
-# What is refused ------------------------------------------------------------------------------------------------------
+# Errors ---------------------------------------------------------------------------------------------------------------
 
 
-def _refused_arguments() -> None:
+def _invalid_arguments() -> None:
     model = TinyModel()
     parameter = model.head.weight
     for arguments, message in [
@@ -482,10 +482,10 @@ def _refused_arguments() -> None:
 
 
 def test_arguments(ranks: RankPool) -> None:
-    ranks.run(2, _refused_arguments)
+    ranks.run(2, _invalid_arguments)
 
 
-def _refused_models() -> None:
+def _invalid_models() -> None:
     half = fsdp2.MixedPrecisionPolicy(param_dtype=torch.float16)
     model: Any = build(fsdp2, TinyModel().bfloat16().to(device()), {})
     fsdp2.fully_shard(model.head, mp_policy=half)
@@ -507,10 +507,10 @@ def _refused_models() -> None:
 
 
 def test_models(ranks: RankPool) -> None:
-    ranks.run(2, _refused_models)
+    ranks.run(2, _invalid_models)
 
 
-def _refused_methods() -> None:
+def _unsupported_methods() -> None:
     model = build(fsdp2, TinyModel().to(device()))
     with pytest.raises(NotImplementedError, match="cannot be copied"):
         copy.deepcopy(model)
@@ -544,7 +544,7 @@ def _refused_methods() -> None:
 
 
 def test_methods(ranks: RankPool) -> None:
-    ranks.run(2, _refused_methods)
+    ranks.run(2, _unsupported_methods)
 
 
 def _exception(library: Any, start: nn.Module, accumulated: bool) -> dict[str, torch.Tensor]:

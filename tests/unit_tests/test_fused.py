@@ -1,4 +1,4 @@
-"""Kernels that write weight gradients by themselves: Transformer Engine's and Megatron-Core's protocol."""
+"""Kernels that write weight gradients into buffers: the protocol of Transformer Engine and Megatron-Core."""
 
 from typing import Any
 

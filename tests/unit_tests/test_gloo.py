@@ -1,4 +1,4 @@
-"""Gathers and reductions made of sends and receives are those of gloo."""
+"""All-gather and reduce-scatter built from sends and receives equal gloo's collectives."""
 
 import pytest
 import torch

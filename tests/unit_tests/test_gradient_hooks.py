@@ -1,4 +1,4 @@
-"""Hooks of parameters are called with reduced gradients, whenever they were registered, or registering them raises."""
+"""Hooks of parameters get reduced gradients, no matter when they were registered; otherwise registering raises."""
 
 import copy
 import types
@@ -42,7 +42,7 @@ def _reference_backward(reference: nn.Module, step: torch.Tensor) -> None:
 
 
 class Seen:
-    """Keeps what hooks were called with: for each parameter, its gradient at that time, of which a rank has a part."""
+    """Records the arguments of hooks: for each parameter, this rank's shard of its gradient at that time."""
 
     def __init__(self) -> None:
         self.gradients: dict[int, list[torch.Tensor]] = {}
@@ -88,7 +88,7 @@ def test_hooks_after_accumulation_see_reduced_gradients(ranks: RankPool, strateg
 
 
 def _replaced(strategy: str, when: str) -> None:
-    """What a hook returns is the gradient, of every micro-batch."""
+    """The value that a hook returns replaces the gradient of every micro-batch."""
     model, reference = _both()
     calls: list[float] = []
 
@@ -142,7 +142,7 @@ def test_replacing_a_gradient_by_another_type_raises(ranks: RankPool) -> None:
 
 
 def _steps_in_hooks(library: types.ModuleType | None, start: nn.Module, data: torch.Tensor) -> list[float]:
-    """Each parameter has an optimizer of its own, which steps as soon as there is a gradient."""
+    """Each parameter has a separate optimizer, which steps in the hook of its gradient."""
     model: Any = copy.deepcopy(start)
     if library is not None:
         for block in model.blocks:
@@ -209,7 +209,7 @@ def test_hooks_of_frozen_parameters(ranks: RankPool) -> None:
 
 
 def _kept_parameters(strategy: str) -> None:
-    """Registering with what is not trained any more raises, and says with what instead."""
+    """Registering a hook on a parameter that is no longer trained raises, and the message names the alternative."""
     model, _ = _both()
     weight = model.head.weight
     sharded = fully_shard_model(model, fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
@@ -218,7 +218,7 @@ def _kept_parameters(strategy: str) -> None:
             RuntimeError, match=r"head.weight is a compute weight.* Register hooks with .*parameters\(\)"
         ):
             register(lambda value: None)
-    # A layer may watch what it computes with.
+    # A layer may register hooks on its compute weights in forward.
     seen: list[torch.Size] = []
 
     def watch(module: nn.Module, args: Any) -> None:

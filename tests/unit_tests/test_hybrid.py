@@ -1,4 +1,4 @@
-"""HSDP and hybrid FSDP: two data-parallel axes train as one, and each holds what its strategy says."""
+"""HSDP and hybrid FSDP: two data-parallel axes train like one, and each is sharded according to its strategy."""
 
 import pytest
 import torch
@@ -59,7 +59,7 @@ def test_axes_of_one_rank(ranks: RankPool, shape: tuple[int, int], outer: str) -
 
 
 def _kept(strategy: str, outer_strategy: str) -> dict[str, int]:
-    """Elements of the largest unit that a rank holds at rest: main weights, and memory of compute weights."""
+    """Elements of the largest unit that a rank holds while sharded: main weights, and memory of compute weights."""
     policy = MixedPrecisionPolicy(main_params_dtype=torch.float32)
     model = fully_shard_model(
         TinyModel().bfloat16(),
@@ -91,7 +91,7 @@ def test_each_axis_divides_what_its_strategy_says(ranks: RankPool, strategy: str
 
 
 def _count_outer(strategy: str, outer_strategy: str) -> list[int]:
-    """Elements reduced over the outer axis in each of three micro-batches, of which the last synchronizes."""
+    """Elements reduced over the outer axis in each of three micro-batches, the last of which synchronizes."""
     from megatron.fsdp.buffers import reduction
 
     seen: list[int] = []

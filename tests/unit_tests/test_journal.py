@@ -1,4 +1,4 @@
-"""What is said of ranks that stopped agreeing."""
+"""Reports about ranks that have issued different collectives."""
 
 import json
 import threading
@@ -51,16 +51,16 @@ def test_ranks_of_different_groups_may_differ() -> None:
     answers = {
         rank: _answer("gather a" if rank < 2 else "gather b", peers=(0, 1) if rank < 2 else (2, 3)) for rank in range(4)
     }
-    # A model of its own, on one of the ranks, is numbered by itself.
+    # Another model, on one of the ranks only, has separate numbers.
     answers[0]["logs"].append(_answer("gather teacher", peers=(0,))["logs"][0])
-    assert _lines(answers, 4)[-1] == "As far as they went, they issued the same."
+    assert _lines(answers, 4)[-1] == "The operations issued so far agree."
 
 
 def test_silent_ranks_unfinished_operations_and_late_ranks_are_reported() -> None:
     lines = _lines({0: _answer("gather a", "reduce a", unfinished=(1,)), 2: _answer("gather a", peers=(0, 1))}, 3)
     assert lines[1] == "  rank 0: last issued reduce a (number 1); at train.py:3 in main; waits for: reduce a"
-    assert lines[2] == "  rank 1: no answer; it has ended, or computes"
-    assert "rank 2 went less far. Every rank must run the same" in lines[-1]
+    assert lines[2] == "  rank 1: no answer; it has ended or is busy"
+    assert "rank 2 issued fewer. Every rank must run the same" in lines[-1]
 
 
 def test_the_error_that_ended_a_rank_is_reported() -> None:
@@ -76,7 +76,7 @@ def test_ranks_are_formatted_as_ranges() -> None:
 
 
 def test_position_of_the_main_thread_is_the_users_line() -> None:
-    # Between here and the wait lie frames of threading, which nobody asks for.
+    # The innermost frames belong to the threading module; the report skips them.
     found: list[str] = []
     asker = threading.Timer(0.2, lambda: found.append(whereabouts()))
     asker.start()
@@ -93,7 +93,7 @@ def test_stuck_means_nothing_issued_and_something_unfinished() -> None:
     assert journal.stuck_for() == 0.0
     time.sleep(0.1)
     assert 60.0 > journal.stuck_for() >= 0.1
-    first.ended = True  # it goes on, if slowly
+    first.ended = True  # slow progress
     assert journal.stuck_for() < 0.1
     time.sleep(0.1)
     assert journal.stuck_for() >= 0.1
@@ -145,13 +145,13 @@ def test_two_sharded_models_of_one_process_are_distinguished(ranks: RankPool) ->
 
 
 def _wait_for_ever() -> tuple[list[str], str]:
-    """Rank 1 issues something else than rank 0, and neither ever ends."""
+    """Rank 1 issues another operation than rank 0, and neither ends."""
     JOURNAL.clear()
-    watch_end()  # the end of this process group ends the despair
+    watch_end()  # so that destroying this process group clears the recorded disagreement
     channel, task, told = JOURNAL.channel([0, 1]), Task(), list[str]()
     channel.note("gather a, 12 bytes", [task])
     channel.note("gather b" if dist.get_rank() else "reduce a", [task])
-    watchdog = Watchdog(JOURNAL, 0.2, told.append, look_every=0.05, doubt_after=0.1)
+    watchdog = Watchdog(JOURNAL, 0.2, told.append, interval=0.05, compare_after=0.1)
     watchdog.start()
     stream, gate = CpuStream(), threading.Event()
     handle, raised = stream.run(lambda: gate.wait(30)), ""
@@ -159,7 +159,7 @@ def _wait_for_ever() -> tuple[list[str], str]:
         handle.wait()
     except Disagreement as error:
         raised = str(error)
-    time.sleep(0.5)  # it does not repeat itself
+    time.sleep(0.5)  # time in which a second report could appear
     gate.set()
     stream.finish()
     watchdog.stop()
@@ -170,7 +170,7 @@ def _wait_for_ever() -> tuple[list[str], str]:
 def test_a_wait_that_cannot_end_raises_with_one_report(ranks: RankPool) -> None:
     results = ranks.run(2, _wait_for_ever)
     for told, raised in results:
-        assert raised.startswith("The ranks do different things"), results
+        assert raised.startswith("The ranks have issued different operations"), results
         assert raised.count("waits for: gather a, 12 bytes") == 2
         assert "rank 0: reduce a; rank 1: gather b" in raised and "test_journal.py" in raised
         assert len(told) <= 1
@@ -180,7 +180,7 @@ def test_nothing_is_reported_while_operations_are_issued() -> None:
     told: list[str] = []
     journal, task = Journal(), Task()
     channel = journal.channel([0, 1])
-    watchdog = Watchdog(journal, 5.0, told.append, look_every=0.01)
+    watchdog = Watchdog(journal, 5.0, told.append, interval=0.01)
     watchdog.start()
     for number in range(10):
         channel.note(f"gather {number}", [task])

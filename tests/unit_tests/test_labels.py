@@ -1,4 +1,4 @@
-"""A profiler sees what the engine does with which unit, and without one nothing is labelled."""
+"""A profiler sees the engine's operations with their units; without a profiler, no label is created."""
 
 import pytest
 import torch

@@ -52,7 +52,7 @@ def test_literal_offsets_of_a_small_group() -> None:
 def test_a_matrix_is_shifted_until_a_boundary_meets_its_rows_and_a_vector_fills_the_gap() -> None:
     layout = plan_layout([(5, 4), (3, 7), (1,)], num_shards=2, alignment=1)
     # 42 elements, 21 each. (3, 7) from 20 on would be cut at 21, inside its first row; from 21 on it is not cut.
-    # The vector of one element fills what that leaves.
+    # The vector of one element fills the gap.
     assert offsets(layout) == [0, 21, 20]
     assert (layout.shard_numel, layout.padding) == (21, 0)
 
@@ -229,7 +229,7 @@ def check_pieces(layout: Layout, shapes: list[tuple[int, ...]]) -> None:
             elements = set(range(place, place + shard_slice.stop - shard_slice.start))
             assert not elements & used
             used |= elements
-            # A piece and its boxes say the same.
+            # A shard slice and its boxes cover the same elements.
             parts = boxes(shape, shard_slice.start, shard_slice.stop)
             if shard_slice.whole_rows:
                 assert parts == [

@@ -32,7 +32,7 @@ SCALERS = {"GradScaler": GradScaler, "ShardedGradScaler": ShardedGradScaler}
 
 
 class Probed(TinyModel):
-    """One element of one parameter gets the gradient that it is told to; a scalar may come first."""
+    """One element of one parameter gets a given gradient; a scalar parameter may come first."""
 
     def __init__(self, scalar_first: bool) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ def _train(strategy: str, kind: str, scalar_first: bool, fused: bool) -> None:
     scalers = SCALERS[kind](DEVICE, **options), GradScaler(DEVICE, **options)
     skipped = []
     for coefficient, step in zip((0.0, math.inf, 1.0, math.nan, 0.0), batches(5, dist.get_world_size()), strict=True):
-        # On one rank's micro-batch only, and only in the part of the gradient that the last rank holds.
+        # In one rank's micro-batch only, and only in the last rank's shard of the gradient.
         for number, tokens in enumerate(step):
             reference.coefficient = coefficient if number == 0 else 0.0
             scalers[1].scale(loss_of(reference, tokens) / len(step)).backward()
@@ -113,7 +113,7 @@ def test_all_ranks_skip_the_same_steps(ranks: RankPool, strategy: str, kind: str
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("kind", SCALERS)
 def test_scalar_that_comes_first(ranks: RankPool, strategy: str, kind: str) -> None:
-    """Every rank has all of it, and parts of what comes after it."""
+    """A scalar of which every rank has the whole, before parameters of which ranks have shards."""
     ranks.run(2, _train, strategy, kind, True, False)
 
 
@@ -129,7 +129,7 @@ class OfOneRow(TinyModel):
 
 
 def _agree(interface: str, first: type[nn.Module], holder: int) -> None:
-    """One rank's part of a gradient is infinite: every rank skips the step, and the scale is halved on every rank."""
+    """One rank's shard of a gradient is infinite: every rank skips the step and halves the scale."""
     torch.manual_seed(3)
     model = first(True) if first is Probed else first()
     if interface == "compat":

@@ -1,4 +1,4 @@
-"""Memory of a rank, counted byte by byte: what it holds at rest, and the most it holds in a step.
+"""Memory of a rank, counted byte by byte: between steps, and the peak within a step.
 
 The counter sees every CPU tensor of the process (tests/tensor_bytes.c). One process stands for rank 0 of 8 to 4,096, on
 the fake process group, whose collectives need no memory of their own; gloo's do. Delays make the communication slow,
@@ -142,7 +142,7 @@ def fewest_and_most(cases: list[tuple]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[tuple, dict[str, int]]:
-    """What the selected cases need; measured in one process."""
+    """The measurements of the selected cases, made in one process."""
     selected = [item.callspec.params["case"] for item in request.session.items if item.path == request.path]
     cases = list(dict.fromkeys(selected))
     library = build(tmp_path_factory.mktemp("tensor_bytes"))
@@ -164,10 +164,10 @@ def test_resting_memory(measured: dict[tuple, dict[str, int]], case: tuple) -> N
 
 
 def _bound(found: dict[str, int], dtype: str) -> int:
-    """Resting shards, those of the gradients, the root and two units gathered, the gradients of one, activations."""
+    """Peak: shards and their gradients, the root and two units unsharded, the gradients of one unit, activations."""
     compute, gradient = DTYPES[dtype]
     shards = found["resting"] + gradient * found["shard"]
-    root = (compute + gradient) * found["root"]  # gathered throughout, and reduced at the end
+    root = (compute + gradient) * found["root"]  # unsharded throughout, and reduced at the end
     return shards + root + (2 * compute + gradient) * found["unit"] + found["activations"]
 
 
@@ -192,7 +192,7 @@ def test_peak_of_a_step_at_scale(measured: dict[tuple, dict[str, int]], case: tu
 def test_gradients_in_flight_are_limited_where_weights_are_whole(
     measured: dict[tuple, dict[str, int]], case: tuple
 ) -> None:
-    """With slow reductions and nothing to gather, backward waits rather than let gradients pile up."""
+    """With slow reductions and no unshards, backward waits instead of accumulating unreduced gradients."""
     found, (_, dtype, *_) = measured[case], case
     compute, gradient = DTYPES[dtype]
     shards = found["resting"] + gradient * found["shard"]

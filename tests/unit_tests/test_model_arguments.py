@@ -1,4 +1,4 @@
-"""Arguments of fully_shard_model that have no file of their own: each does what its description says."""
+"""Arguments of fully_shard_model that have no separate test file: each has the effect that its description states."""
 
 import copy
 import dataclasses
@@ -227,7 +227,7 @@ def test_fine_grained_gather_makes_every_module_a_unit(ranks: RankPool) -> None:
     ranks.run(2, _fine_grained)
 
 
-def _group_for_gathers() -> None:
+def _all_gather_group() -> None:
     size = dist.get_world_size()
     mesh = init_device_mesh(DEVICE, (size,), mesh_dim_names=("dp",))
     apart = dist.new_group(list(range(size)))
@@ -240,7 +240,7 @@ def _group_for_gathers() -> None:
 
 
 def test_gathers_may_have_a_group_of_their_own(ranks: RankPool) -> None:
-    ranks.run(2, _group_for_gathers)
+    ranks.run(2, _all_gather_group)
 
 
 class Expert(nn.Linear):

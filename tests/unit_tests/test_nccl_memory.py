@@ -11,7 +11,7 @@ from megatron.fsdp.comm.registered_memory import NcclMemory
 
 
 class Backend:
-    """Notes what is registered."""
+    """A mocked backend that records registrations."""
 
     mem_allocator = "the allocator"
 

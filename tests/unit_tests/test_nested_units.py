@@ -1,4 +1,4 @@
-"""Units inside units: the innermost owns a parameter, and each is gathered and reduced by itself."""
+"""Units inside units: the innermost unit owns a parameter, and each is unsharded and reduced separately."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ class Gate(nn.Module):
 
 
 class Middle(Block):
-    """A unit with parameters of its own before and after it calls the unit inside."""
+    """A unit that uses direct parameters before and after it calls the unit inside."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width)
@@ -34,7 +34,7 @@ class Middle(Block):
 
 
 class Outer(nn.Module):
-    """A unit around two units, with parameters of its own; its inner units are recomputed if it is told to."""
+    """A unit around two units, with direct parameters. Its inner units may be recomputed."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Outer(nn.Module):
 
 
 class Levels(nn.Module):
-    """Outer units, which are recomputed if it is told to: ``None``, or ``use_reentrant``."""
+    """Outer units, which may be recomputed: ``None``, or ``use_reentrant``."""
 
     def __init__(self, outer: bool | None = None, inner: bool | None = None) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Main weights, gradients of the step and optimizer state in host memory: equal training, compute stays where it is."""
+"""Main weights, reduced gradients and optimizer state in host memory: equal training, compute on the device."""
 
 import copy
 from collections.abc import Callable
@@ -66,7 +66,7 @@ def test_where_everything_is(ranks: RankPool, strategy: str) -> None:
     ranks.run(2, _where, strategy)
 
 
-# The step and the gathers that follow it --------------------------------------------------------------------------
+# The step and the all-gathers after it ----------------------------------------------------------------------------
 
 
 class Another(torch.optim.AdamW):
@@ -77,7 +77,7 @@ EVERY_OPTIMIZER: dict[str, Callable[..., torch.optim.Optimizer]] = {
     **OPTIMIZERS,
     "SGD_plain_momentum": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
     "AdamW_fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
-    # Whose step cannot be taken in parts:
+    # Optimizers whose step cannot be split:
     "another": lambda p: Another(p, lr=1e-2),
 }
 
@@ -97,7 +97,7 @@ def test_optimizers_train_as_unsharded(ranks: RankPool) -> None:
 
 
 def _order(strategy: str, gathered: list[str]) -> None:
-    """A unit that forward needs early is gathered before those that come after it are updated."""
+    """A unit that forward needs early is unsharded before later units are updated."""
     model = TinyModel().to(device(), torch.bfloat16)
     sharded, optimizer = fully_shard(
         model,

@@ -1,4 +1,4 @@
-"""Modules can be imported, started and unpickled by the paths that they had before they were grouped into packages."""
+"""Modules can be imported, run and unpickled by their old paths, from before they were grouped into packages."""
 
 import importlib
 import pickle

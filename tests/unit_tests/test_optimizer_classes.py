@@ -174,7 +174,7 @@ REFUSED: dict[str, tuple[Make, str]] = {
 }
 
 
-def _refused(name: str) -> None:
+def _unsupported(name: str) -> None:
     make, message = REFUSED[name]
     model = TinyModel()
     optimizer = make(model.parameters())
@@ -190,7 +190,7 @@ def _refused(name: str) -> None:
         fully_shard_optimizer(make(sharded.parameters()))
 
 
-def _refused_by_compat(name: str) -> None:
+def _unsupported_in_fsdp2(name: str) -> None:
     make, message = REFUSED[name]
     model = TinyModel()
     fsdp2.fully_shard(model)
@@ -206,12 +206,12 @@ def _refused_by_compat(name: str) -> None:
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_unsupported_optimizers_raise(ranks: RankPool, world_size: int, name: str) -> None:
-    ranks.run(world_size, _refused, name)
+    ranks.run(world_size, _unsupported, name)
 
 
 @pytest.mark.parametrize("name", ["LBFGS", "Lion", "Changed"])
 def test_unsupported_optimizers_raise_in_fsdp2(ranks: RankPool, name: str) -> None:
-    ranks.run(2, _refused_by_compat, name)
+    ranks.run(2, _unsupported_in_fsdp2, name)
 
 
 WHOLE: dict[str, Make] = {
@@ -417,9 +417,9 @@ def _resume(name: str, folder: str) -> dict[str, torch.Tensor]:
         {key: value for key, value in values.items() if isinstance(value, torch.Tensor) and type(value) is torch.Tensor}
         for values in optimizer.state_dict()["state"].values()
     ]
-    everyone: list[list[dict[str, torch.Tensor]]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(everyone, plain)
-    for other in everyone:
+    of_all_ranks: list[list[dict[str, torch.Tensor]]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(of_all_ranks, plain)
+    for other in of_all_ranks:
         for mine, theirs in zip(plain, other, strict=True):
             assert mine and mine.keys() == theirs.keys()
             assert all(torch.equal(value, theirs[key]) for key, value in mine.items())
@@ -450,7 +450,7 @@ def _never_attached(strategy: str) -> None:
     fully_shard_optimizer(optimizer).step()
     assert all(not torch.equal(value, before[name]) for name, value in main_weights(sharded).items())
     late = nn.Parameter(torch.ones(2))
-    optimizer.add_param_group({"params": [late]})  # of no model: nobody's business
+    optimizer.add_param_group({"params": [late]})  # belongs to no model
     optimizer.step()
     # An optimizer without sharded parameters.
     torch.optim.SGD([late], lr=0.1).step()

@@ -155,7 +155,7 @@ def test_step_after_one_that_raised(ranks: RankPool) -> None:
 
 
 def _state_from_before() -> None:
-    """An optimizer that has stepped on the whole model goes on as if nothing had happened."""
+    """An optimizer that has stepped on the unsharded model continues after sharding."""
     model = TinyModel()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     first, second = batches(2, 1)[:, 0]

@@ -95,7 +95,7 @@ def test_settings_survive_a_round_trip_through_megatrons_names() -> None:
         disable_symmetric_registration=True,
     )
     assert from_megatron(to_megatron(config)) == config
-    # Overlap that sharding needs is on, whatever the config says.
+    # Overlap that sharding needs is on, even if the config disables it.
     defaults = DistributedDataParallelConfig(data_parallel_sharding_strategy="optim_grads_params")
     assert from_megatron(defaults) == FSDPConfig()
     assert from_megatron(defaults, shard_granularity="tensor").shard_granularity == "tensor"

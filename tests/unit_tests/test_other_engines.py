@@ -45,7 +45,7 @@ def _shard(model: Callable[[], nn.Module]) -> Callable[[], Any]:
     return lambda: fully_shard_model(model(), device="cpu")
 
 
-# What is done, and what the error says.
+# A way to wrap the model, and a pattern for the error.
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "ddp before": (
         _shard(lambda: DistributedDataParallel(_model())),

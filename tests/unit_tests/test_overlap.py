@@ -1,4 +1,4 @@
-"""Communication runs beside the compute: gathers before they are needed, reductions while backward goes on."""
+"""Communication overlaps with compute: unshards are prefetched, and reductions run while backward continues."""
 
 import threading
 import time
@@ -118,7 +118,7 @@ def _order_of_reductions() -> list[int]:
     reduction.reduce_scatter = recording
     try:
         model = TinyModel()
-        for number, block in enumerate(model.blocks):  # blocks that can be told apart by their size
+        for number, block in enumerate(model.blocks):  # blocks that can be distinguished by their sizes
             block.up, block.down = torch.nn.Linear(13, 40 + 9 * number), torch.nn.Linear(40 + 9 * number, 13)
         sharded = fully_shard_model(model, fsdp_unit_modules=[Block])
         loss_of(sharded, batches(1, 1)[0, 0]).backward()

@@ -1,4 +1,4 @@
-"""Pages of the documentation that are printed by a tool are what it prints."""
+"""Generated pages of the documentation match the output of their tools."""
 
 import inspect
 import json

@@ -1,4 +1,4 @@
-"""Parameters of classes of their own: refused by name where they may keep their values in a way of their own."""
+"""Subclasses of Parameter and Tensor: they raise by name if they may store values in another way."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from tests.ranks import RankPool
 
 
 class Quantized(torch.Tensor):
-    """8 bits and a scale that look like another dtype, and quantize what is assigned to ``.data``."""
+    """8-bit values and a scale that appear as another dtype. Values assigned to ``.data`` are quantized."""
 
     codes: torch.Tensor
     scale: torch.Tensor
@@ -70,7 +70,7 @@ class Packed(nn.Parameter):
 
 
 class Named(nn.Parameter):
-    """A subclass that only adds something."""
+    """A subclass that only adds attributes."""
 
     def __new__(cls, data: torch.Tensor, label: str = "") -> "Named":
         made = super().__new__(cls, data)
@@ -104,7 +104,7 @@ REFUSED = {
 }
 
 
-def _refused(kind: str) -> None:
+def _raises(kind: str) -> None:
     make, cls = REFUSED[kind]
     for shard in ("engine", "compat"):
         model = TinyModel()
@@ -123,7 +123,7 @@ def _refused(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_classes_that_store_values_differently_raise(ranks: RankPool, kind: str) -> None:
-    ranks.run(1, _refused, kind)
+    ranks.run(1, _raises, kind)
 
 
 def _without_shape() -> None:
@@ -141,7 +141,7 @@ def test_parameters_without_shape_or_strides_raise(ranks: RankPool) -> None:
 
 
 class Labelled(TinyModel):
-    """Has parameters of classes that only add something."""
+    """A model with parameters of classes that only add attributes."""
 
     def __init__(self) -> None:
         super().__init__()

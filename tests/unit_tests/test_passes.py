@@ -1,4 +1,4 @@
-"""The state of a model's passes: which changes are legal, and how a backward that fails is noticed."""
+"""The state of a model's passes: legal transitions, and detection of a failed backward."""
 
 import gc
 from collections.abc import Callable
@@ -43,7 +43,7 @@ def test_a_backward_cannot_begin_twice() -> None:
 
     def during() -> None:
         passes.begin_backward(passes.end_backward)
-        with pytest.raises(RuntimeError, match="cannot begin where a backward runs"):
+        with pytest.raises(RuntimeError, match="Cannot begin a backward: a backward is running"):
             passes.begin_backward(passes.end_backward)
 
     _backward(during)
@@ -64,7 +64,7 @@ def test_a_backward_that_raises_has_failed_until_it_is_reset(at_end: bool) -> No
     assert passes.has_failed
     gc.collect()  # the traceback
     assert _state(passes) is PassState.FAILED
-    with pytest.raises(RuntimeError, match="cannot begin where an exception ended a backward"):
+    with pytest.raises(RuntimeError, match="Cannot begin a backward: an exception ended the last one"):
         passes.begin_backward(passes.end_backward)
     passes.reset()
     assert _state(passes) is PassState.NO_BACKWARD and not passes.has_failed

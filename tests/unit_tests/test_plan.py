@@ -1,4 +1,4 @@
-"""The order of communication: literal plans, and what a rank does that falls behind or runs ahead."""
+"""The order of communication: literal plans, and ranks that skip operations or request others."""
 
 from megatron.fsdp.runtime.plan import Op, OpKind, Plan, hoist_unshards, merge_recorded
 

@@ -113,7 +113,7 @@ def _operations(case: str) -> None:
     for name, operation in REDUCTIONS.items():
         expected, found = operation(whole), operation(ragged)
         _same(found, expected)
-        # Reading it as a number does not read what this rank alone has.
+        # item() returns the reduced number, not this rank's summand.
         assert operation(ragged).item() == pytest.approx(expected.item(), rel=1e-5, abs=1e-6), name
     assert torch.equal(ragged, ragged.clone()) and not torch.equal(ragged, ragged + (ragged > 2.9))
     assert torch.allclose(ragged, ragged * (1 + 1e-9))
@@ -124,7 +124,7 @@ def test_operations(ranks: RankPool, case: str) -> None:
     ranks.run(3, _operations, case)
 
 
-def _refused() -> None:
+def _unsupported_operations() -> None:
     whole, ragged = _ragged("rows")
     _, other = _ragged("cut rows")
     for operation in (
@@ -145,7 +145,7 @@ def _refused() -> None:
 
 
 def test_other_operations_raise(ranks: RankPool) -> None:
-    ranks.run(3, _refused)
+    ranks.run(3, _unsupported_operations)
 
 
 def _copies_between_layouts() -> None:
@@ -195,7 +195,7 @@ def _checkpoints(folder: str, asynchronous: bool) -> dict[str, torch.Tensor]:
     if asynchronous:
         future = dcp.async_save(state, checkpoint_id=folder)
         for value in state.values():
-            value.zero_()  # what is written is what was staged
+            value.zero_()  # the file must contain the staged value
         future.result()  # type: ignore[union-attr]
     else:
         dcp.save(state, checkpoint_id=folder)

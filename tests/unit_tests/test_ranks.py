@@ -1,4 +1,4 @@
-"""The tests' own rank processes: what a failure reports, what later tests see of it, and how ranks exchange buffers."""
+"""The rank processes of the tests: reports of failures, isolation of later tests, and exchange of buffers."""
 
 import os
 import sys

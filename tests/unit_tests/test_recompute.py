@@ -1,4 +1,4 @@
-"""Activation recomputation, both ways, around units, inside them and around several."""
+"""Activation recomputation in both implementations: around a unit, inside units and around several."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from tests.ranks import RankPool
 
 
 class Recomputing(TinyModel):
-    """Recomputes its blocks one by one, two by two, or what is inside them."""
+    """Recomputes its blocks one by one, two by two, or the modules inside them."""
 
     def __init__(self, reentrant: bool, what: str) -> None:
         super().__init__(depth=4)
@@ -91,8 +91,8 @@ def test_recompute_of_a_unit_that_is_called_twice(ranks: RankPool, reentrant: bo
     ranks.run(2, _shared, reentrant)
 
 
-def _count_gathers(what: str) -> int:
-    """Gathers of one step after the first."""
+def _count_unshards(what: str) -> int:
+    """Number of unshards in one step after the first."""
     import megatron.fsdp.buffers.weights as weights
     from megatron_fsdp import fully_shard_model
     from tests.models import loss_of
@@ -118,6 +118,6 @@ def _count_gathers(what: str) -> int:
 
 def test_recompute_and_backward_of_a_unit_share_one_gather(ranks: RankPool) -> None:
     # The root; four blocks in forward, which saves nothing; four in backward, for recomputation and backward at once.
-    assert ranks.run(2, _count_gathers, "units") == [9, 9]
+    assert ranks.run(2, _count_unshards, "units") == [9, 9]
     # Two blocks at a time: to recompute the first of two again, the second's weights have to go and come back.
-    assert ranks.run(2, _count_gathers, "pairs") == [11, 11]
+    assert ranks.run(2, _count_unshards, "pairs") == [11, 11]

@@ -146,7 +146,7 @@ def test_reading_state_changes_nothing(ranks: RankPool, name: str, how: str) -> 
 
 
 def _files_of_ranks(kind: str, folder: str, weights_only: bool) -> None:
-    """Every rank saves its own state with torch.save, and a fresh model goes on from it."""
+    """Every rank saves its state with torch.save, and a new model resumes from it."""
     model, optimizer = _model(kind, adamw, seed=3)
     _train(model, optimizer, 0, 2)
     file = f"{folder}/{dist.get_rank()}.pt"
@@ -289,7 +289,7 @@ def test_structural_changes_of_a_sharded_model_raise(ranks: RankPool, kind: str)
 
 
 class WithConfig(TinyModel):
-    """Has an attribute and a method of its own, as models of frameworks have."""
+    """A model with an attribute and a method, as models of frameworks have."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -320,11 +320,11 @@ def _averaged_buffers() -> None:
     loss_of(sharded, batches(1, 3)[0, dist.get_rank()])
     name = "module.blocks.0.norm.running_mean"
     own = sharded.state_dict()[name].clone()
-    everyone = [torch.empty_like(own) for _ in range(3)]
-    dist.all_gather(everyone, own)
-    assert not torch.equal(everyone[0], everyone[1])
+    of_all_ranks = [torch.empty_like(own) for _ in range(3)]
+    dist.all_gather(of_all_ranks, own)
+    assert not torch.equal(of_all_ranks[0], of_all_ranks[1])
     sharded.average_buffers()
-    torch.testing.assert_close(sharded.state_dict()[name], sum(everyone) / 3)
+    torch.testing.assert_close(sharded.state_dict()[name], sum(of_all_ranks) / 3)
     assert sharded.state_dict()["module.blocks.0.norm.num_batches_tracked"].item() == 1
 
 

@@ -22,7 +22,7 @@ class SkipsBias(nn.Linear):
 
 
 class Model(nn.Module):
-    """Uses what its layers return after they have returned it, also by multiplication."""
+    """Uses the parameters that its layers have returned, including in a multiplication."""
 
     def __init__(self, recompute: bool = False) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def test_what_the_root_returns_without_gradients_stays(ranks: RankPool) -> None:
 
 @dataclasses.dataclass
 class Output:
-    """A container that torch does not know."""
+    """A container that is not registered with torch's pytree."""
 
     bias: torch.Tensor
 

@@ -1,4 +1,4 @@
-"""Learning-rate schedulers, made before or after sharding: they change what the step uses, as without sharding."""
+"""Learning-rate schedulers, created before or after sharding, affect the step as without sharding."""
 
 import copy
 import warnings
@@ -79,7 +79,7 @@ def test_scheduler(ranks: RankPool, name: str, before: bool) -> None:
 
 
 def _resumed() -> None:
-    """A scheduler's state dict has nothing of the sharding in it, and goes on where it was."""
+    """A scheduler's state dict does not depend on sharding, and a loaded scheduler continues."""
     model = TinyModel().to(device())
     sharded, optimizer = fully_shard(model, SGD(model.parameters()), fsdp_unit_modules=[Block])
     scheduler = SCHEDULERS["one_cycle_momentum"][1](optimizer)

@@ -34,7 +34,7 @@ def _train(model: MegatronFSDP, optimizer: torch.optim.Optimizer, first: int, la
         optimizer.zero_grad()
 
 
-def _gathered(model: MegatronFSDP, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def _whole_state(model: MegatronFSDP, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     state = {f"weight {name}": weight for name, weight in main_weights(model).items()}
     for entry in model.engine.params():
         for key in ("exp_avg", "exp_avg_sq"):
@@ -50,11 +50,11 @@ def _state(model: MegatronFSDP, optimizer: torch.optim.Optimizer) -> dict[str, A
 def _save(folder: str, strategy: str) -> dict[str, torch.Tensor]:
     model, optimizer = _trained(strategy, steps=3)
     dcp.save(_state(model, optimizer), checkpoint_id=folder)
-    return _gathered(model, optimizer)
+    return _whole_state(model, optimizer)
 
 
 def _load(folder: str, strategy: str, expected: dict[str, torch.Tensor]) -> None:
-    """Load into a model that has trained differently, from zeroed state; everything must be equal, and go on equal."""
+    """Load into a model that has trained differently, from zeroed state. State and further training must be equal."""
     model, optimizer = _trained(strategy, steps=1)
     for entry in model.engine.params():
         local_shard(entry.main).zero_()
@@ -64,7 +64,7 @@ def _load(folder: str, strategy: str, expected: dict[str, torch.Tensor]) -> None
     dcp.load(state, checkpoint_id=folder)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
-    found = _gathered(model, optimizer)
+    found = _whole_state(model, optimizer)
     assert found.keys() == expected.keys() and len(found) > 50
     for key, value in expected.items():
         assert torch.equal(found[key], value), key
@@ -180,8 +180,8 @@ def test_buffers_stay_whole(ranks: RankPool) -> None:
     ranks.run(2, _buffers)
 
 
-def _while_gathered() -> None:
-    """A state dict taken between forward and backward has main weights, and backward goes on."""
+def _while_unsharded() -> None:
+    """A state dict taken between forward and backward contains main weights, and backward still works."""
     sharded, optimizer = _trained("optim_grads_params", steps=1)
     loss = loss_of(sharded, batches(1, 1)[0, 0])
     state = sharded.state_dict()
@@ -192,4 +192,4 @@ def _while_gathered() -> None:
 
 
 def test_state_dict_between_forward_and_backward(ranks: RankPool) -> None:
-    ranks.run(2, _while_gathered)
+    ranks.run(2, _while_unsharded)

@@ -62,17 +62,17 @@ def _shard(model: Model, mesh: DeviceMesh, strategy: str) -> tuple[MegatronFSDP,
 
 
 def _whole(model: MegatronFSDP) -> dict[str, torch.Tensor]:
-    """All weights, put together by what every rank says it holds."""
+    """All weights, assembled from the shards and slices that the ranks report."""
     mine = {
         e.name: (e.shard_slice, e.offset, local_shard(e.main).detach().cpu(), e.local_shape)
         for e in model.engine.params()
     }
-    everyone: list[dict] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, mine)
+    of_all_ranks: list[dict] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(of_all_ranks, mine)
     result = {}
     for entry in model.engine.params():
         whole = torch.full(tuple(entry.main.shape), torch.nan)
-        for other in everyone:
+        for other in of_all_ranks:
             shard_slice, offset, local, local_shape = other[entry.name]
             part = torch.full(local_shape, torch.nan)
             part.view(-1)[shard_slice.start : shard_slice.stop] = local.flatten()

@@ -1,4 +1,4 @@
-"""Tied parameters: one place in the layout, however often they are registered."""
+"""Tied parameters have one slot in the layout, for any number of registrations."""
 
 import pytest
 import torch

@@ -68,7 +68,7 @@ def _units(trace: RankTrace, row: Row, kind: Kind, backward: bool | None = None)
     return [s.unit for s in trace.spans if (s.row, s.kind) == (row, kind) and backward in (None, s.backward)]
 
 
-# What is in it -------------------------------------------------------------------------------------------------
+# Contents of a trace -------------------------------------------------------------------------------------------
 
 
 def test_every_unit_computes_and_communicates(ranks: RankPool) -> None:
@@ -197,7 +197,7 @@ def test_two_axes(ranks: RankPool) -> None:
     assert not any(timeline.ranks for timeline in others)
     for trace in first.ranks:
         assert _units(trace, Row.GATHERS, Kind.GATHER, backward=False) == UNITS
-        # Not every rank takes part in every gather: who is late cannot be told.
+        # Not every rank takes part in every all-gather, so late ranks cannot be identified.
         assert not any(span.late for span in trace.spans)
 
 
@@ -315,7 +315,7 @@ def test_communication_without_other_ranks_is_never_late(all_meet: bool) -> None
     assert all(span.late == 0 for trace in traces for span in trace.spans)
 
 
-# What it leaves ------------------------------------------------------------------------------------------------
+# Side effects --------------------------------------------------------------------------------------------------
 
 
 def _attributes(model: MegatronFSDP) -> list[set[str]]:

@@ -1,4 +1,4 @@
-"""Every report about a model is about that model alone, when a process trains two."""
+"""In a process that trains two models, every report is about one of them only."""
 
 import copy
 import json
@@ -72,7 +72,7 @@ def test_a_trace_shows_the_units_of_its_model(ranks: RankPool) -> None:
 
 
 def _journal() -> dict[tuple[int, ...], set[str]]:
-    """What was issued with which ranks: the student is sharded over all ranks, the teacher on each rank alone."""
+    """The operations issued, by ranks: the student is sharded over all ranks, the teacher on each rank alone."""
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     student = fully_shard_model(TinyModel(depth=2).to(device()), fsdp_unit_modules=[Block])
     teacher = fully_shard_model(

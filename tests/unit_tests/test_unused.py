@@ -45,7 +45,7 @@ def test_unused_on_all_ranks_gets_no_gradient_and_no_weight_decay(ranks: RankPoo
 
 
 class Skipping(nn.Module):
-    """Runs of its blocks only those that its input asks for: the first token of a row says which is left out."""
+    """Skips the block whose number is the first token modulo 5, if there is such a block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,12 @@ def _skipping(strategy: str, rows: list[list[int]]) -> None:
     "rows",
     [
         [[1, 4, 4]] * 3,  # one rank leaves one block out, from the first step on
-        [[4, 4, 4], [0, 1, 2], [3, 3, 3], [3, 4, 0]],  # all run all at first, then each what it likes
+        [
+            [4, 4, 4],
+            [0, 1, 2],
+            [3, 3, 3],
+            [3, 4, 0],
+        ],  # all ranks run all blocks in the first step, and different ones later
         [[3, 0, 3], [0, 0, 0]],  # the last block is missing on some ranks, the first on another
     ],
 )

@@ -1,4 +1,4 @@
-"""No copies around communication: what is gathered is what is read, and a gradient is copied once."""
+"""No copies around communication: forward reads the all-gathered buffer, and a gradient is copied once."""
 
 import pytest
 import torch
@@ -73,11 +73,11 @@ def test_a_rank_holds_one_copy_of_its_weights(ranks: RankPool, strategy: str) ->
 
 
 def _copied(dtype: torch.dtype, strategy: str) -> tuple[dict[str, int], int, int]:
-    """Elements that one gather and one reduction of a group copy, with the group's and the shard's size."""
+    """Elements that one unshard and one reduction of a group copy, and the sizes of the group and the shard."""
     from megatron.fsdp.buffers import reduction, weights
     from megatron.fsdp.comm import collectives
 
-    # What counts is what surrounds a collective; what gloo does inside of one is its own.
+    # Only copies around a collective count, not those that gloo makes inside it.
     weights.all_gather = reduction.reduce_scatter = lambda *args: None
     policy = MixedPrecisionPolicy(main_grads_dtype=torch.float32)
     config = FSDPConfig(zero_dp_strategy=strategy, mixed_precision_policy=policy)

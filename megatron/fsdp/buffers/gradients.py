@@ -1,4 +1,4 @@
-"""Gradients of one parameter group on their way from autograd to the optimizer."""
+"""Accumulates and reduces the gradients of one parameter group, from autograd's gradients to the optimizer's."""
 
 from enum import Flag, auto
 
@@ -9,7 +9,7 @@ from megatron.fsdp.comm.streams import Handle
 
 
 class Owed(Flag):
-    """The axes over which gradients are still to be reduced, even if only other ranks have any."""
+    """The axes over which gradients must still be reduced, even if only other ranks have gradients."""
 
     NOTHING = 0
     INNER = auto()
@@ -17,10 +17,10 @@ class Owed(Flag):
 
 
 class InFlight:
-    """Reductions that were started and not waited for, and the buffers of the computation that they read.
+    """The reductions in flight, and the buffers that they read.
 
     Attributes:
-        handles: One per task of the stream, oldest first.
+        handles: Handles of the stream's tasks, oldest first.
     """
 
     def __init__(self, reduction: Reduction) -> None:
@@ -29,23 +29,23 @@ class InFlight:
         self._read: list[torch.Tensor] = []
 
     def hold(self, placed: torch.Tensor) -> None:
-        """Give ``placed`` back to the pool at the next :meth:`wait`; called by the task that has read it.
+        """Return ``placed`` to the pool at the next :meth:`wait`. Called by the task that reads it.
 
-        The computation wrote this buffer and will write it again. If the task gave it back, the computation could
-        overwrite it while the collective still reads it, so the computation waits for the task first. Memory of
-        torch's allocator needs no such care: the task has recorded its stream, and the allocator waits for that.
+        Compute has written this buffer and will reuse it. If the task returned it, compute could overwrite it while the
+        collective still reads it. Compute therefore waits for the task first. Memory of torch's allocator needs no
+        such care: the task has recorded its stream (``record_stream``), and the allocator waits for that.
         """
         if self._pool.recycles:
             self._read.append(placed)
 
     def wait(self) -> None:
-        """Make the compute wait for all of them."""
+        """Make compute wait for all reductions in flight."""
         while self.handles:
             handle = self.handles[0]
             try:
                 handle.wait()
             finally:
-                # A wait that was interrupted leaves a reduction that goes on.
+                # After an interrupted wait, the reduction continues and must be waited for again.
                 if handle.done:
                     del self.handles[0]
         while self._read:
@@ -53,21 +53,21 @@ class InFlight:
 
 
 class GradientBuffer:
-    """Sums of a group's gradients; ``reduction`` says how they are reduced, and this what is kept between reductions.
+    """Holds the sums of a group's gradients between reductions, which ``reduction`` performs.
 
-    A micro-batch's gradients are copied once, into the buffer that is reduced. Between micro-batches a rank keeps
-    the sum of what was reduced over the inner axis (its shard) or, if gradients are not sharded, the sum of what was
-    not reduced yet. Over the outer axis, if there is one, that sum is reduced once, after the last micro-batch.
+    A micro-batch's gradients are copied once, into the buffer that is reduced. Between micro-batches, a rank keeps its
+    shard of the gradients reduced over the inner axis or, if gradients are not sharded, the sum of unreduced gradients.
+    If there is an outer axis, that sum is reduced over it once, after the last micro-batch.
 
     Args:
         reduction: How gradients are reduced.
 
     Attributes:
-        unreduced: Sum of gradients that were not reduced; None if there are none. Of the computation.
-        inner_sum: Sum of gradients that were reduced over the inner axis only. Of tasks of the stream.
-        reduced: Sum of gradients that were reduced over both axes. Of tasks, and of the computation after a wait.
+        unreduced: Sum of unreduced gradients; None if there are none. Only compute uses it.
+        inner_sum: Sum of gradients reduced over the inner axis only. Only tasks of the stream use it.
+        reduced: Sum of gradients reduced over both axes. Tasks use it, and compute after a wait.
         owed: The axes to reduce over before the optimizer's step.
-        in_flight: Reductions that were started.
+        in_flight: The reductions in flight.
     """
 
     def __init__(self, reduction: Reduction) -> None:
@@ -79,13 +79,13 @@ class GradientBuffer:
         self.in_flight = InFlight(reduction)
 
     def rescale(self, ratio: float) -> None:
-        """Multiply gradients by ``ratio``, besides the factor that the settings say. Those on their way are left."""
+        """Multiply the factor of later reductions by ``ratio``. Reductions in flight are not affected."""
         of_placed = self.reduction.rescale(ratio)
         if self.unreduced is not None:
             self.unreduced.mul_(of_placed)
 
     def accumulate(self, grads: list[torch.Tensor | None]) -> None:
-        """Add a micro-batch's gradients to those that are not reduced yet.
+        """Add a micro-batch's gradients to the unreduced sum.
 
         Args:
             grads: Gradient of each parameter, in its shape and any dtype, or None.
@@ -97,10 +97,10 @@ class GradientBuffer:
             self.unreduced = self.reduction.place(grads, self.reduction.dtypes.main_grads)
 
     def reduce(self, grads: list[torch.Tensor | None], last: bool) -> Handle:
-        """Start reducing a micro-batch's gradients, together with those that are not reduced yet.
+        """Start to reduce a micro-batch's gradients together with the unreduced sum.
 
-        The computation places them in the buffer that is reduced. Autograd's own tensors are therefore free when it
-        goes on. If the stream placed them, they would pile up whenever the stream is late.
+        Compute copies the gradients into the buffer to reduce, so autograd's tensors are freed at once. If the stream
+        copied them, they would accumulate whenever the stream is late.
 
         Args:
             grads: Gradient of each parameter, or None for zeros; empty for zeros only. The list is cleared.
@@ -113,13 +113,13 @@ class GradientBuffer:
             placed = self.reduction.place(grads, self.reduction.sent_dtype)
         grads.clear()
         self.owed = Owed.OUTER if self.reduction.outer is not None and not last else Owed.NOTHING
-        # The stream waits for the compute issued so far before it runs the task, and so for the copies into ``placed``.
+        # The stream waits for the compute issued so far, which includes the copies into ``placed``.
         handle = self.reduction.stream.run(lambda: self._reduce(placed, last))
         self.in_flight.handles.append(handle)
         return handle
 
     def reduce_waiting(self) -> None:
-        """Start reducing gradients of earlier micro-batches over the axes that are owed."""
+        """Start to reduce gradients of earlier micro-batches over the axes in ``owed``."""
         if Owed.INNER in self.owed:
             self.reduce([], last=True)
         elif self.owed:
@@ -127,7 +127,7 @@ class GradientBuffer:
             self.in_flight.handles.append(self.reduction.stream.run(self._reduce_over_outer))
 
     def _reduce(self, placed: torch.Tensor, last: bool) -> None:
-        """Task. Tasks run one after the other, so sums need no lock."""
+        """Runs in the stream. Its tasks run one after another, so the sums need no lock."""
         if self.reduction.outer is None:
             total = self.reduced = self.reduction.over_inner(placed, self.reduced)
         else:
@@ -138,25 +138,25 @@ class GradientBuffer:
             self._reduce_over_outer()
 
     def _reduce_over_outer(self) -> None:
-        """Task, or the end of one."""
+        """Runs in the stream, as a task or as the end of one."""
         assert self.inner_sum is not None, "every rank has reduced over the inner axis"
         inner_sum, self.inner_sum = self.inner_sum, None
         self.reduced = self.reduction.over_outer(inner_sum, self.reduced)
 
     def wait(self) -> None:
-        """Make the compute wait for the reductions that were started."""
+        """Make compute wait for the reductions in flight."""
         self.in_flight.wait()
 
     def take(self, dtype: torch.dtype) -> torch.Tensor | None:
-        """The reduced gradients since the last call, flat like the main weights; None if nothing was reduced.
+        """Return the gradients reduced since the last call, flat like the main weights; None if there are none.
 
-        They are on the main weights' device. Give them back when nothing reads them any more (:meth:`give_back`).
+        They are on the main weights' device. The caller returns the memory with :meth:`give_back` after the last read.
 
         Args:
-            dtype: Of the result.
+            dtype: Dtype of the result.
         """
-        # A task allocated this memory. The compute may read it after this wait. After the compute has dropped it, the
-        # tasks that get the memory wait for the compute first (see CudaStream).
+        # A task has allocated this memory, and compute may read it after this wait. Once compute has dropped it, only
+        # tasks reuse the memory, and they wait for compute first (see CudaStream).
         self.wait()
         reduced, self.reduced = self.reduced, None
         if reduced is None:
@@ -166,23 +166,23 @@ class GradientBuffer:
         else:
             taken = reduced.to(self.reduction.main_device, dtype)
         if taken is not reduced:
-            # The compute may still read it. Only a task gets this memory again, and it waits for the compute first.
+            # Compute may still read it: only a task can reuse this memory, and it waits for compute first.
             self.give_back(reduced)
         return taken
 
     def give_back(self, taken: torch.Tensor) -> None:
-        """Give what :meth:`take` returned back to the pool: nothing reads it any more."""
+        """Return the memory of a result of :meth:`take` to the pool."""
         self.reduction.pool.give_back(taken)
 
     def clear(self) -> None:
-        """Drop all sums, also those of reductions in flight, which may fail."""
+        """Drop all sums, including those of reductions in flight, and the errors of these."""
         self.owed = Owed.NOTHING
         if self.unreduced is not None:
             self.give_back(self.unreduced)
             self.unreduced = None
         if self.in_flight.handles:
-            # Reductions in flight still write to the sums: drop them behind those, in the stream's order. Their
-            # handles are dropped here, and with them their errors, which concern dropped gradients only.
+            # Reductions in flight still write to the sums, so a later task of the same stream drops them. The handles
+            # are dropped here together with their errors, which concern dropped gradients only.
             self.in_flight.handles = [self.reduction.stream.run(self._drop_sums)]
         else:
             self._drop_sums()

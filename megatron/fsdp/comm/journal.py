@@ -1,13 +1,13 @@
-"""A record of what this rank communicated last, and one report about all ranks when they stop agreeing.
+"""A log of the latest operations of this rank, and one report about all ranks when communication fails or hangs.
 
-Every unshard and reduction is numbered when it is issued, and all ranks of a model issue the same ones in the same
-order. When one of them fails, because a rank died or did not come in time, the first rank that notices collects the
-records of the others through the store of the process group. Its error begins with where they are and where they
-first differ. torch's flight recorder does not do this: it has no names of units, and every rank writes a file.
+Every unshard and reduction is numbered when it is issued, and all ranks of a model issue them in the same order. If one
+fails, because a rank has died or is late, the first rank that notices collects the logs of all ranks through the store
+of the process group. Its error begins with the positions of the ranks and the first operation in which they differ.
+torch's flight recorder is no alternative: it has no names of units, and every rank writes a file.
 
-A thread of every rank answers such a request, whatever its rank does, and watches for waits. A long wait is reported
-while it goes on. If ranks have issued different things, it can never end, so it raises an error at once. With NCCL,
-where the host goes on until it needs a result, there is only the report.
+A thread of every rank answers such requests at any time, and watches for long waits. A long wait is reported while it
+lasts. If ranks have issued different operations, the wait can never end, and the thread makes it raise an error. With
+NCCL the host does not wait for collectives, so there is only the report.
 """
 
 import json
@@ -32,34 +32,34 @@ import torch.distributed as dist
 
 from megatron.fsdp.comm.backends import backend_of, is_communication_error, moves_data, runs_ahead
 from megatron.fsdp.comm.process_groups import timeout_of
-from megatron.fsdp.comm.streams import Disagreement, Handle, at_end, error_at_end, give_up, watch_end
+from megatron.fsdp.comm.streams import Disagreement, Handle, at_end, error_at_end, fail_all_waits, watch_end
 
 MAX_KEPT = 256
-# How long ranks have to answer. Their threads do it, unless their process has ended or runs no Python.
+# The time that ranks have to answer. Their threads answer, unless the process has ended or does not release the GIL.
 SECONDS_FOR_ANSWERS = 5.0
-# How long a rank waits before it finds out whether the wait can end.
-SECONDS_TO_DOUBT = 5.0
+# The length of a wait after which the ranks compare their logs, to find out whether the wait can end.
+SECONDS_TO_COMPARE = 5.0
 SECONDS_TO_REPORT = 60.0
 # Environment variable: seconds instead of SECONDS_TO_REPORT; 0 for no report.
 REPORT_AFTER = "MEGATRON_FSDP_REPORT_AFTER"
 
 _PREFIX = "journal"
 _REMEDY = (
-    "Every rank must run the same forwards, backwards and steps: also in evaluation, when it saves, after an exception "
-    "that it catches, and when its data end."
+    "Every rank must run the same forwards, backwards and steps, including in evaluation, when saving, after an "
+    "exception that is caught, and at the end of the data."
 )
 
 
 class Log:
-    """The operations that this process has issued together with certain ranks, in one order for all their models.
+    """The operations that this process has issued with a set of ranks, in one order for all models of these ranks.
 
     Args:
-        peers: The ranks, this one among them.
+        peers: The ranks, including this one.
 
     Attributes:
-        count: How much was issued.
-        last: When something was issued last, in seconds.
-        models: How many models these ranks have had.
+        count: Number of operations issued.
+        last: Time of the latest operation, in seconds.
+        models: Number of models that these ranks have had.
     """
 
     def __init__(self, peers: Sequence[int]) -> None:
@@ -70,28 +70,28 @@ class Log:
         self._issued: deque[tuple[int, str, list[Callable[[], bool]]]] = deque(maxlen=MAX_KEPT)
 
     def add(self, what: str, handles: Sequence[Handle]) -> None:
-        """Record what was issued."""
+        """Record an operation."""
         self._issued.append((self.count, what, [handle.watcher() for handle in handles]))
         self.count += 1
         self.last = time.monotonic()
 
     @property
     def unfinished(self) -> list[int]:
-        """Numbers of what has not ended."""
+        """Numbers of the operations that have not ended."""
         return [number for number, _, watchers in list(self._issued) if not all(ended() for ended in watchers)]
 
     def answer(self) -> dict[str, Any]:
-        """The log as other ranks read it."""
+        """The log in the form that is sent to other ranks."""
         issued = [(number, what) for number, what, _ in list(self._issued)]
         return {"peers": self.peers, "issued": issued, "open": self.unfinished}
 
 
 @dataclass
 class Channel:
-    """Records what one model issues.
+    """Records the operations of one model.
 
     Attributes:
-        log: The record, which other models of the same ranks share.
+        log: The log, which all models of the same ranks share.
         model: Prefix that distinguishes models of the same ranks; empty for the first.
     """
 
@@ -99,11 +99,11 @@ class Channel:
     model: str = ""
 
     def note(self, what: str, handles: Sequence[Handle]) -> None:
-        """Record what was issued.
+        """Record an operation.
 
         Args:
-            what: Such as ``"unshard blocks.0"``; the same on all ranks of the model.
-            handles: The tasks that do it.
+            what: Its name, such as ``"unshard blocks.0"``, which must be the same on all ranks of the model.
+            handles: Its tasks.
         """
         self.log.add(self.model + what, handles)
 
@@ -116,25 +116,25 @@ class Journal:
         self._count, self._unfinished, self._since = 0, 0, 0.0
 
     def channel(self, peers: Sequence[int]) -> Channel:
-        """The channel of a new model. All ranks make their models in the same order, and so number them alike."""
+        """Create the channel of a new model. All ranks shard their models in the same order, so the numbers agree."""
         log = self._logs.setdefault(tuple(peers), Log(peers))
         log.models += 1
         return Channel(log, f"model {log.models}: " if log.models > 1 else "")
 
     def clear(self) -> None:
-        """Forget everything: numbers begin anew with the next process group."""
+        """Drop all logs. Numbers start at 0 in the next process group."""
         self._logs.clear()
 
     @property
     def count(self) -> int:
-        """How much was issued."""
+        """Number of operations issued."""
         return sum(log.count for log in list(self._logs.values()))
 
     def stuck_for(self) -> float:
-        """Seconds for which nothing was issued and nothing was seen to end; 0 if everything has ended."""
+        """Seconds without an operation that was issued or that ended; 0 if all operations have ended."""
         logs, now = list(self._logs.values()), time.monotonic()
         if (count := self.count) != self._count:
-            # The device is asked only when nothing is issued: the compute may be captured in a CUDA graph.
+            # Query the device only while nothing is issued: compute may be under capture in a CUDA graph.
             self._count, self._unfinished, self._since = count, -1, max((log.last for log in logs), default=now)
             return 0.0
         unfinished = sum(len(log.unfinished) for log in logs)
@@ -144,10 +144,10 @@ class Journal:
         return now - self._since if unfinished else 0.0
 
     def as_json(self, ended: str | None = None) -> str:
-        """The logs, and where the main thread is, for other ranks.
+        """The logs and the position of the main thread, for other ranks.
 
         Args:
-            ended: How this process has ended, if it has.
+            ended: How this process ends. None: it is running.
         """
         logs = [log.answer() for log in sorted(self._logs.values(), key=lambda log: log.last)]
         return json.dumps({"logs": logs, "at": None if ended else whereabouts(), "ended": ended})
@@ -157,13 +157,13 @@ JOURNAL = Journal()
 
 
 def whereabouts() -> str:
-    """Where the main thread of this process is: a line of the user's code, and the function that it has called."""
+    """The position of the main thread: a line of the user's code, and the function that it has called."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     inside = None
     while frame is not None and _is_library(frame):
         inside, frame = frame, frame.f_back
     if frame is None:
-        return "outside of the script"
+        return "outside the script"
     code = frame.f_code
     called = "" if inside is None else f", which has called {inside.f_code.co_name}"
     return f"{code.co_filename}:{frame.f_lineno} in {code.co_name}{called}"
@@ -181,10 +181,10 @@ def _is_library(frame: FrameType) -> bool:
 
 @contextmanager
 def report_on_failure(what: str = "Communication with other ranks has failed.") -> Iterator[None]:
-    """Context for waits: an error of the communication, or that time is over, is raised with the report of all ranks.
+    """Context for waits: communication errors and timeouts are raised with the report about all ranks.
 
     Args:
-        what: The first sentence of that error.
+        what: The first sentence of the error.
     """
     try:
         yield
@@ -197,15 +197,15 @@ def report_on_failure(what: str = "Communication with other ranks has failed.") 
 
 
 def _without_frames(error: BaseException) -> str:
-    """The text of an error of torch's, without the frames of its C++ code."""
+    """The text of one of torch's errors, without its C++ stack."""
     return str(error).partition("\nException raised from")[0]
 
 
 class ReportDesk:
     """Rounds of requests and answers between ranks, through the store of the process group.
 
-    A round begins when a rank that waits, or whose communication has failed, requests a report. The first of these
-    ranks collects the answers and writes the report; the others read it.
+    A round begins when a rank requests a report, because it waits or its communication has failed. The first such rank
+    collects the answers and writes the report, and the others read it.
     """
 
     def __init__(self) -> None:
@@ -213,50 +213,50 @@ class ReportDesk:
         self._lock = threading.RLock()
 
     def clear(self) -> None:
-        """A new process group begins."""
+        """Start again with a new process group."""
         self._round = 0
 
     def report(self) -> tuple[str, bool]:
-        """The text of a report about all ranks, and whether they are proven to have issued different things."""
+        """Return a report about all ranks, and whether it proves that they have issued different operations."""
         if not dist.is_initialized():
             return "The process group is gone.", False
         with self._lock:
             try:
                 store = open_store()
                 here = self._join(store)
-                if store.add(f"{here}/asked", 1) > 1:
-                    return _written(store, here)
-                answers = _answers(store, here, dist.get_world_size())
+                if store.add(f"{here}/requested", 1) > 1:
+                    return _read_report(store, here)
+                answers = _collect_answers(store, here, dist.get_world_size())
                 text, proven = describe(answers, dist.get_world_size())
                 store.set(f"{here}/report", json.dumps([text, proven]))
                 return text, proven
             except RuntimeError as error:
                 reason = _without_frames(error)
-                return f"Other ranks cannot be asked where they are; maybe rank 0 has ended ({reason}).", False
+                return f"Cannot collect the positions of other ranks; rank 0 may have ended ({reason}).", False
 
     def answer(self) -> tuple[str, bool] | None:
-        """Answer if a rank has requested a report, and wait for the report; None if none has."""
+        """Answer if a rank has requested a report, and return that report; None if no rank has."""
         if not dist.is_initialized():
             return None
         with self._lock:
             store = open_store()
-            if not store.check([f"{_PREFIX}/{self._round}/asked"]):
+            if not store.check([f"{_PREFIX}/{self._round}/requested"]):
                 return None
             here = self._join(store)
-        return _written(store, here)
+        return _read_report(store, here)
 
     def _join(self, store: dist.Store) -> str:
-        """Answer in this round, and go on to the next; returns where the round's keys are."""
+        """Answer in this round, and advance to the next one. Returns the prefix of the round's keys."""
         here = f"{_PREFIX}/{self._round}"
         self._round += 1
         store.set(f"{here}/{dist.get_rank()}", JOURNAL.as_json())
         return here
 
-    def say_goodbye(self) -> None:
-        """Leave an answer for the time after this process has ended."""
+    def leave_last_answer(self) -> None:
+        """Store an answer for requests after this process has ended."""
         rank, error = dist.get_rank(), error_at_end()
         how = "it has ended" if error is None else f"it has ended with {type(error).__name__}: {str(error)[:200]}"
-        # A store that another rank's process holds may be gone, and torch says so at length.
+        # Another rank's process may hold the store and be gone already; torch would log that at length.
         if rank == 0 or error is not None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             open_store().set(f"{_PREFIX}/ended/{rank}", JOURNAL.as_json(how))
 
@@ -264,12 +264,12 @@ class ReportDesk:
 _desk = ReportDesk()
 
 
-# The store of the process group that there is now.
+# The store of the current default process group.
 _stores: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.Store] = weakref.WeakKeyDictionary()
 
 
 def open_store() -> dist.Store:
-    """The store of the default process group, for this engine's own keys, which begin anew with each such group."""
+    """The store of the default process group, with a new prefix for each such group, so that old keys are not read."""
     world = dist.group.WORLD
     if world is None:
         raise RuntimeError("The process group is gone.")
@@ -281,7 +281,7 @@ def open_store() -> dist.Store:
 
 
 def wait_for_key(store: dist.Store, key: str, end: float) -> bool:
-    """Wait until a key is in the store, or until ``end``; whether it is. Does not block other users of the store."""
+    """Wait until ``end`` for a key in the store; return whether it exists. Does not block other users of the store."""
     while not store.check([key]):
         if time.monotonic() > end:
             return False
@@ -289,15 +289,15 @@ def wait_for_key(store: dist.Store, key: str, end: float) -> bool:
     return True
 
 
-def _written(store: dist.Store, here: str) -> tuple[str, bool]:
-    """The report that another rank writes."""
+def _read_report(store: dist.Store, here: str) -> tuple[str, bool]:
+    """Wait for the report that another rank writes."""
     if not wait_for_key(store, f"{here}/report", time.monotonic() + SECONDS_FOR_ANSWERS + 2.0):
-        return "Another rank has been asked for a report, and has not given it.", False
+        return "Another rank was to write the report, but has not done so in time.", False
     text, proven = json.loads(store.get(f"{here}/report"))
     return text, proven
 
 
-def _answers(store: dist.Store, here: str, size: int) -> dict[int, dict]:
+def _collect_answers(store: dist.Store, here: str, size: int) -> dict[int, dict]:
     found: dict[int, dict] = {}
     end = time.monotonic() + SECONDS_FOR_ANSWERS
     while len(found) < size and time.monotonic() < end:
@@ -310,15 +310,15 @@ def _answers(store: dist.Store, here: str, size: int) -> dict[int, dict]:
 
 
 def describe(answers: dict[int, dict], size: int) -> tuple[str, bool]:
-    """The report, and whether the ranks are proven to have issued different things.
+    """Write the report. Returns it, and whether it proves that ranks have issued different operations.
 
     Args:
-        answers: By rank, the answers as :meth:`Journal.as_json` returns them. Some may be missing.
+        answers: The answers of :meth:`Journal.as_json` by rank. Some may be missing.
         size: Number of ranks.
     """
-    lines = ["Where the ranks are:"]
+    lines = ["Positions of the ranks:"]
     for rank in range(size):
-        text = _describe_rank(answers[rank]) if rank in answers else "no answer; it has ended, or computes"
+        text = _describe_rank(answers[rank]) if rank in answers else "no answer; it has ended or is busy"
         lines.append(f"  rank {rank}: {text}")
     conclusion, proven = _compare(answers)
     return "\n".join([*lines, conclusion]), proven
@@ -338,7 +338,7 @@ def _describe_rank(answer: dict) -> str:
 
 
 def _compare(answers: dict[int, dict]) -> tuple[str, bool]:
-    """Where ranks that should issue the same first differ, or which of them are behind; whether they differ."""
+    """Describe the first difference between ranks, or the ranks that are behind. Returns whether they differ."""
     logs: dict[tuple[int, ...], dict[int, dict[int, str]]] = {}
     for rank, answer in sorted(answers.items()):
         for log in answer["logs"]:
@@ -354,70 +354,71 @@ def _compare(answers: dict[int, dict]) -> tuple[str, bool]:
     for of_rank in logs.values():
         reached = {rank: max(issued, default=-1) for rank, issued in of_rank.items()}
         if behind := [rank for rank, number in reached.items() if number < max(reached.values())]:
-            return f"As far as they went, they issued the same; {name_ranks(behind)} went less far. {_REMEDY}", False
-    return "As far as they went, they issued the same.", False
+            return f"The operations issued so far agree, but {name_ranks(behind)} issued fewer. {_REMEDY}", False
+    return "The operations issued so far agree.", False
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Ranks in words, such as ``"rank 3"`` or ``"ranks 0-2, 7"``."""
+    """Format rank numbers, such as ``"rank 3"`` or ``"ranks 0-2, 7"``."""
     runs = [[rank for _, rank in run] for _, run in groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0])]
     text = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
     return f"rank{'s' if len(ranks) > 1 else ''} {text}"
 
 
 class Watchdog(threading.Thread):
-    """Answers requests of other ranks, and reports when this rank's communication is stuck.
+    """A thread that answers requests of other ranks, and reports if this rank's communication is stuck.
 
     Args:
-        journal: Of this process.
-        seconds: How long it must be stuck; infinite for no report.
-        tell: Is given the report, on the rank that writes it.
-        look_every: Seconds.
-        doubt_after: Seconds after which the ranks find out whether the wait can end.
+        journal: The journal of this process.
+        seconds: Length of a wait after which it is reported. Infinite: no report.
+        on_report: Called with the report, on the rank that writes it. None: print it.
+        interval: Seconds between two checks.
+        compare_after: Length of a wait after which the ranks compare their logs.
     """
 
     def __init__(
         self,
         journal: Journal,
         seconds: float,
-        tell: Callable[[str], object] | None = None,
-        look_every: float = 2.0,
-        doubt_after: float = SECONDS_TO_DOUBT,
+        on_report: Callable[[str], object] | None = None,
+        interval: float = 2.0,
+        compare_after: float = SECONDS_TO_COMPARE,
     ) -> None:
         super().__init__(name="megatron-fsdp-watchdog", daemon=True)
         self._journal = journal
         self._seconds = seconds
-        self._tell = tell or _print
-        self._look_every = look_every
-        self._doubt_after = doubt_after
-        # How much had been issued when the ranks were last asked, and when a report was last given.
-        self._doubted = self._told = -1
+        self._on_report = on_report or _print
+        self._interval = interval
+        self._compare_after = compare_after
+        # Number of operations issued at the last comparison and at the last report: neither is repeated for one wait.
+        self._compared = self._reported = -1
         self._ended = threading.Event()
 
     def run(self) -> None:
-        """Look, until the thread is stopped or the store is gone."""
-        while not self._ended.wait(self._look_every):
+        """Check at every interval, until the thread is stopped or the store is gone."""
+        while not self._ended.wait(self._interval):
             try:
-                self._look()
+                self._check()
             except RuntimeError:
                 return
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         count, stuck = self._journal.count, self._journal.stuck_for()
         if (written := _desk.answer()) is None:
-            tells = stuck >= self._seconds and self._told != count
-            if not tells and not (stuck >= self._doubt_after and self._doubted != count):
+            reports = stuck >= self._seconds and self._reported != count
+            if not reports and not (stuck >= self._compare_after and self._compared != count):
                 return
-            written, self._doubted = _desk.report(), count
-            if tells:
-                self._told = count
-                self._tell(f"Megatron-FSDP: nothing has ended for {self._seconds:.0f} s.\n{written[0]}")
+            written, self._compared = _desk.report(), count
+            if reports:
+                self._reported = count
+                self._on_report(f"Megatron-FSDP: no communication has ended for {self._seconds:.0f} s.\n{written[0]}")
         text, proven = written
-        if proven and self._journal.stuck_for() >= 0.5 * self._doubt_after:
-            give_up(f"The ranks do different things, and would wait for each other without end.\n{text}")
+        # Logs may differ for a moment while ranks make progress, so a proof counts only if this rank is stuck as well.
+        if proven and self._journal.stuck_for() >= 0.5 * self._compare_after:
+            fail_all_waits(f"The ranks have issued different operations and would wait for each other forever.\n{text}")
 
     def stop(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         self._ended.set()
         self.join(SECONDS_FOR_ANSWERS)
 
@@ -426,36 +427,36 @@ _watchdogs: list[Watchdog] = []
 
 
 def watch(group: dist.ProcessGroup, device: torch.device) -> Channel:
-    """Start the watchdog of this process, unless there is one or nothing to wait for.
+    """Start the watchdog of this process, unless it is running or there are no other ranks to wait for.
 
     Args:
-        group: Ranks that shard a model.
-        device: Where it computes.
+        group: The ranks that shard a model.
+        device: Device of the model's computation.
 
     Returns:
-        Where to record what the model issues.
+        The channel that records the model's operations.
     """
     if not _watchdogs and moves_data(group) and dist.get_world_size() > 1:
         seconds = float(os.environ.get(REPORT_AFTER, SECONDS_TO_REPORT)) or float("inf")
         if backend_of(group, device).ends_process:
-            # Early enough for all ranks to answer before the backend ends the first.
+            # Early enough for all ranks to answer before the backend ends the first process.
             limit = (timeout_of(group) or timedelta(seconds=600)).total_seconds()
             seconds = min(seconds, max(limit - 6 * SECONDS_FOR_ANSWERS, 0.8 * limit))
-        # The host does not wait for a CUDA device, so there is no wait that could be ended.
-        doubt_after = float("inf") if runs_ahead(device) else SECONDS_TO_DOUBT
-        _watchdogs.append(Watchdog(JOURNAL, seconds, doubt_after=doubt_after))
+        # The host does not wait for a CUDA device, so there is no wait that could raise an error.
+        compare_after = float("inf") if runs_ahead(device) else SECONDS_TO_COMPARE
+        _watchdogs.append(Watchdog(JOURNAL, seconds, compare_after=compare_after))
         _watchdogs[0].start()
-        at_end(end)
+        at_end(stop_watchdog)
         watch_end()
     return JOURNAL.channel(dist.get_process_group_ranks(group))
 
 
-def end() -> None:
-    """The process groups, or the process, are about to end."""
+def stop_watchdog() -> None:
+    """Stop the watchdog. Called before the process groups or the process end."""
     if not _watchdogs:
         return
     if dist.is_initialized():
-        _desk.say_goodbye()
+        _desk.leave_last_answer()
     _watchdogs.pop().stop()
     JOURNAL.clear()
     _desk.clear()

@@ -1,12 +1,12 @@
-"""Asynchronous execution, alike on CUDA and on CPU: a stream runs tasks in order, beside the compute.
+"""Asynchronous execution with one interface for CUDA and CPU: a stream runs tasks in order, in parallel with compute.
 
-On CUDA a stream is a CUDA stream and a handle is an event on it. On CPU a stream is a thread with a queue, and a
-handle is set when the thread has run the task. Both keep one order: a task starts after those given before it. So the
-next task may use memory that one task frees, and collectives leave in the order in which they were issued.
+On CUDA, a stream is a CUDA stream, and a handle is an event on it. On CPU, a stream is a thread with a queue, and a
+handle is set when the thread has run the task. Both keep one order: a task starts after all earlier tasks. A task may
+therefore use memory that an earlier task frees, and collectives are sent in the order in which they were issued.
 
 A thread was chosen over the ``Work`` of an asynchronous collective for two reasons. A ``Work`` cannot delay the
-allocation of the next buffer until the previous one is free, and with a thread the casts, copies and sums around a
-collective leave the computing thread as well.
+allocation of the next buffer until the previous one is free, and a thread also moves the casts, copies and sums around
+a collective off the computing thread.
 """
 
 import atexit
@@ -30,59 +30,59 @@ logger = logging.getLogger(__name__)
 
 Task = Callable[[], None]
 
-# The longest that the end of a process, or of its process groups, waits for communication that may never end.
+# Time limits for communication in flight, which may never end, when the process or its process groups end.
 SECONDS_TO_END = 10.0
 SECONDS_TO_END_AFTER_ERRORS = 1.0
 
 
 class Handle(ABC):
-    """A task that was given to a stream."""
+    """A task of a stream."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Make the compute that follows wait for the task. On CPU, raise the task's exception if it raised one."""
+        """Make later compute wait for the task. On CPU, raise the task's exception if it raised one."""
 
     @property
     def done(self) -> bool:
-        """False if an exception interrupted the wait before the task ended. It can be waited for again."""
+        """False if an exception interrupted the wait before the task ended. The caller can then wait again."""
         return True
 
     @property
     @abstractmethod
     def ended(self) -> bool:
-        """Whether the task has ended, with an exception or without. Does not wait."""
+        """Whether the task has ended, with or without an exception. Does not wait."""
 
     def watcher(self) -> Callable[[], bool]:
-        """A function that returns whether the task has ended, or the handle was dropped. It does not keep the handle.
+        """Return a function that returns whether the task has ended or the handle has been dropped.
 
-        A handle with an exception that was never raised would keep alive what the task used.
+        The function does not hold the handle: a handle with an unraised exception keeps the task's tensors alive.
         """
         reference = weakref.ref(self)
         return lambda: (handle := reference()) is None or handle.ended
 
 
 class Stream(ABC):
-    """Runs tasks in order, beside the compute."""
+    """Runs tasks in order, in parallel with compute."""
 
     @abstractmethod
     def run(self, task: Task) -> Handle:
-        """Run ``task`` after the compute issued so far and after the tasks given before it."""
+        """Run ``task`` after the compute issued so far and after all earlier tasks."""
 
     @abstractmethod
     def group(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        """The process group with the ranks of ``group`` that tasks of this stream may use."""
+        """Return the process group, with the ranks of ``group``, that tasks of this stream must use."""
 
     @abstractmethod
     def keep(self, tensors: list[torch.Tensor]) -> None:
-        """Called in a task: keep the memory of ``tensors`` until the task has run, although the compute allocated it.
+        """Keep the memory of ``tensors``, allocated by compute, until the task has run. Called in the task.
 
-        The compute may drop such a tensor at once. Without this the allocator would lend its memory to the compute that
-        follows, while the task still uses it.
+        Compute may drop such a tensor at once. Without this call, the allocator would give its memory to later compute
+        while the task still uses it.
         """
 
     @abstractmethod
     def finish(self) -> bool:
-        """Wait for all tasks, but not longer than the end of a process may take; whether they have ended."""
+        """Wait for all tasks for a limited time, and return whether they have ended."""
 
 
 class _Done(Handle):
@@ -95,7 +95,7 @@ class _Done(Handle):
 
 
 class InlineStream(Stream):
-    """Runs a task at once. For the fake backend, which moves no data, so there is nothing to overlap."""
+    """Runs tasks synchronously. For the fake backend, which moves no data, so there is nothing to overlap."""
 
     def run(self, task: Task) -> Handle:
         """See :meth:`Stream.run`."""
@@ -116,16 +116,16 @@ class InlineStream(Stream):
 
 
 class Disagreement(RuntimeError):
-    """Ranks have issued different collectives, so those that this rank waits for never end."""
+    """Ranks have issued different collectives, so this rank would wait forever."""
 
 
-# Why no collective will end any more; empty unless that is proven. The watchdog's thread sets it and all waits read it.
-_hopeless: list[str] = []
+# The proof that ranks disagree, so that no collective can end; else empty. Set by the watchdog, read by all waits.
+_disagreement: list[str] = []
 
 
-def give_up(reason: str) -> None:
-    """Make every wait on the host, present or later, raise :class:`Disagreement`."""
-    _hopeless[:] = [reason]
+def fail_all_waits(reason: str) -> None:
+    """Make every wait on the host, in progress or later, raise :class:`Disagreement` with ``reason``."""
+    _disagreement[:] = [reason]
 
 
 class _CpuHandle(Handle):
@@ -140,7 +140,7 @@ class _CpuHandle(Handle):
         self._done.set()
 
     def wait_for_end(self, timeout: float) -> bool:
-        """Whether the task ends within ``timeout`` seconds, with an exception or without."""
+        """Wait up to ``timeout`` seconds, and return whether the task has ended."""
         return self._done.wait(timeout)
 
     @property
@@ -157,15 +157,15 @@ class _CpuHandle(Handle):
 
     def wait(self) -> None:
         while not self._done.wait(1.0):
-            if _hopeless:
-                raise Disagreement(_hopeless[0])
+            if _disagreement:
+                raise Disagreement(_disagreement[0])
         error, self._error = self._error, None
         if error is not None:
             try:
                 raise error
             finally:
-                # The error's traceback refers to this frame. If the frame referred to the error, that cycle would keep
-                # alive what the task used until the garbage collector runs.
+                # The error's traceback refers to this frame. A reference from the frame to the error would be a cycle,
+                # which would keep the task's tensors alive until the garbage collector ran.
                 del error
 
 
@@ -175,8 +175,8 @@ class CpuStream(Stream):
     Its collectives use separate process groups. On the caller's groups, their order relative to the collectives that
     the main thread issues there would differ between ranks.
 
-    The host computes, so the compute issued before a task has run when the task is given. The compute that follows
-    waits on the host.
+    On the host, compute is synchronous: all earlier compute has run when a task is queued, and later compute waits by
+    blocking the main thread.
     """
 
     def __init__(self) -> None:
@@ -210,15 +210,15 @@ class CpuStream(Stream):
             try:
                 with torch.no_grad():
                     task()
-            except BaseException as e:  # noqa: BLE001 - the thread that waits raises it, whatever it is
+            except BaseException as e:  # noqa: BLE001 - raised in the waiting thread
                 error = e
-            # The thread sleeps with its local variables. A task among them would keep the model alive.
+            # While the thread sleeps, its local variables stay alive. A task among them would keep the model alive.
             del task
             handle.finish(error)
             del handle, error
 
     def close(self) -> None:
-        """Run the tasks that were given and end the thread, unless a collective does not end in time."""
+        """Run the remaining tasks and end the thread, unless a collective does not end in time."""
         if self._thread is not None:
             self._tasks.put(None)
             self._thread.join(_seconds_to_end())
@@ -238,8 +238,8 @@ class CpuStream(Stream):
     def group(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
         """See :meth:`Stream.group`. The first call for a group is a collective of its ranks."""
         if group.size() == 1:
-            # Nothing is sent. And a new group would not be safe: torch names it by how many groups this rank has made,
-            # which must be equal on the ranks of later groups.
+            # Nothing is sent, so the caller's group will do. A new group would be harmful: torch names groups by the
+            # number of groups that a rank has created, which must be equal on the ranks of later groups.
             return group
         if group not in self._groups:
             ranks = dist.get_process_group_ranks(group)
@@ -310,11 +310,11 @@ _STREAMS: dict[tuple[str, int | None] | tuple[str, int | None, str], Stream] = {
 
 
 def communication_stream(device: torch.device, group: dist.ProcessGroup, second: bool = False) -> Stream:
-    """The stream that all models of this process on ``device`` share, so that their collectives have one order.
+    """Return the stream that all models of this process on ``device`` share, so that their collectives have one order.
 
     Args:
-        device: Where the collectives run.
-        group: One of the groups that they use.
+        device: Device of the collectives.
+        group: One of their process groups.
         second: Return another stream, for collectives on groups that the first stream does not use.
     """
     if is_on_host(device) and not moves_data(group):
@@ -328,7 +328,7 @@ def communication_stream(device: torch.device, group: dist.ProcessGroup, second:
 
 def finish_tasks() -> None:
     """Wait for the tasks of all streams, for a limited time. Called when the process groups or the process end."""
-    if not all([stream.finish() for stream in _STREAMS.values()]) and not _hopeless:
+    if not all([stream.finish() for stream in _STREAMS.values()]) and not _disagreement:
         logger.warning(
             "FSDP: communication did not end within %.0f s and is abandoned. Another rank has failed, or it runs other "
             "units.",
@@ -337,7 +337,7 @@ def finish_tasks() -> None:
 
 
 def _seconds_to_end() -> float:
-    if _hopeless:
+    if _disagreement:
         return 0.0
     return SECONDS_TO_END if error_at_end() is None else SECONDS_TO_END_AFTER_ERRORS
 
@@ -363,15 +363,15 @@ def at_end(function: Callable[[], None]) -> None:
 
 
 def watch_end() -> None:
-    """Make the end of the process groups call the functions that :func:`at_end` was given, and finish all tasks first.
+    """Finish all tasks, and call the functions of :func:`at_end`, before torch destroys the process groups.
 
-    Other ranks may need tasks that nothing here waits for, such as unshards of layers that only this rank has left out.
-    Such a task fails as soon as torch has destroyed its group.
+    Other ranks may need tasks that this rank does not wait for, such as unshards of layers that only this rank has
+    skipped. Such a task would fail once torch had destroyed its group.
     """
     world = dist.distributed_c10d._world
     communicators = getattr(world, "comms", None)
     if isinstance(communicators, list):
-        # torch finalizes these first, whichever way the user has imported destroy_process_group.
+        # torch finalizes these first. A patch would miss scripts that imported destroy_process_group by name.
         if _END not in communicators:
             communicators.append(_END)
     else:
@@ -393,7 +393,7 @@ GROUP_END = Patches(
 
 
 def finish_and_destroy(destroy: Callable[..., None], group: dist.ProcessGroup | None = None) -> None:
-    """Finish what streams still have to do, then destroy the process group."""
+    """Finish the tasks of all streams, and then destroy the process group."""
     if group is None or group is dist.group.WORLD:
         _END.finalize()
     destroy(group)
@@ -403,13 +403,13 @@ class _End:
     """Calls the functions of :func:`at_end` when the process groups end."""
 
     def finalize(self) -> None:
-        """Call them. An exception must not keep the groups from being destroyed."""
+        """Call the functions. An exception must not prevent the groups from being destroyed."""
         for function in _at_end:
             try:
                 function()
             except Exception as error:  # noqa: BLE001 - see above
                 logger.warning("FSDP: while the process groups ended: %s", error)
-        _hopeless.clear()
+        _disagreement.clear()
 
 
 _END = _End()

@@ -1,4 +1,4 @@
-"""Whether a backward runs, has ended, or has failed."""
+"""Tracks whether a backward is running, has ended, or has failed."""
 
 import weakref
 from collections.abc import Callable
@@ -9,22 +9,22 @@ from megatron.fsdp.runtime.unit import Unit
 
 
 class PassState(Enum):
-    """Where the model is. A forward has no state, since any unit may be called, with gradients or without."""
+    """State of the model's backward. A forward has no state, since any unit may be called at any time."""
 
-    NO_BACKWARD = "no backward runs"
-    BACKWARD = "a backward runs"
-    FAILED = "an exception ended a backward"
+    NO_BACKWARD = "no backward is running"
+    BACKWARD = "a backward is running"
+    FAILED = "an exception ended the last one"
 
 
 class Pass:
-    """The state of the passes through one model: every change is a call of a method here.
+    """State of the forward and backward passes of one model. Only methods change it.
 
     Attributes:
-        state: Where the model is.
+        state: State of the backward.
         kept: A unit that stays unsharded after its forward because its backward is expected next.
         prefetched: Versions of all main weights when the first unshards of the next forward were started; None if none
             were started.
-        number: How many backwards have begun.
+        number: Number of backward passes so far.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Pass:
         return self.state is PassState.FAILED or (self.state is PassState.BACKWARD and not in_backward())
 
     def begin_backward(self, at_end: Callable[[], None]) -> None:
-        """A backward has begun.
+        """Record that a backward has begun.
 
         Args:
             at_end: Called by autograd when it has ended, unless it fails. It must call :meth:`end_backward`.
@@ -52,17 +52,17 @@ class Pass:
             RuntimeError: The last backward has not ended, and was not reset.
         """
         if self.state is not PassState.NO_BACKWARD:
-            raise RuntimeError(f"A backward cannot begin where {self.state.value}.")
+            raise RuntimeError(f"Cannot begin a backward: {self.state.value}.")
         self.state = PassState.BACKWARD
         self.number += 1
         at_end_of_backward(_EndOfBackward(self, at_end))
 
     def end_backward(self) -> None:
-        """The backward has ended."""
+        """Record that the backward has ended."""
         self.state, self.kept = PassState.NO_BACKWARD, None
 
     def fail(self, number: int) -> None:
-        """The backward of this number has failed, if it has not ended. Only the state changes.
+        """Record that the backward with this number has failed, unless it has ended. Only the state changes.
 
         This may run in any thread and while an exception unwinds, so it does not communicate. The next event resets
         the schedule.
@@ -71,15 +71,15 @@ class Pass:
             self.state = PassState.FAILED
 
     def reset(self) -> None:
-        """Forget everything that was going on."""
+        """Return to the initial state, without prefetched units."""
         self.end_backward()
         self.prefetched = None
 
 
 class _EndOfBackward:
-    """The callback at the end of one backward. Autograd drops it either after it has called it, or uncalled.
+    """The callback at the end of one backward. Autograd drops it after calling it, or without if backward fails.
 
-    It does not keep the pass alive: a traceback that keeps autograd's task would keep the model with it.
+    It refers to the pass weakly: a kept traceback may hold autograd's task, and would otherwise hold the model.
     """
 
     def __init__(self, of: Pass, at_end: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""Decides what to unshard next and what to reduce when, and limits how much is in flight."""
+"""Decides which unit to unshard or reduce next, and limits the communication in flight."""
 
 import logging
 from collections import deque
@@ -18,13 +18,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Limits:
-    """How much may be in flight.
+    """Limits of the communication in flight.
 
     Attributes:
-        unsharded: Units, besides the root, with unsharded weights at a time.
-        reducing: Units whose gradients are being reduced at a time.
-        prefetch: Unshard ahead of the computation.
-        wait_for_reduction: Wait for every reduction where it is issued.
+        unsharded: Maximum number of unsharded units besides the root.
+        reducing: Maximum number of units whose gradients are being reduced.
+        prefetch: Whether to unshard units ahead of the computation.
+        wait_for_reduction: Whether to wait for every reduction right after issuing it.
     """
 
     unsharded: int
@@ -36,18 +36,18 @@ class Limits:
 class Schedule:
     """Drives the units of one model through forward and backward passes.
 
-    It follows ``plans``, and so issues the same collectives in the same order on every rank.
+    It follows ``plans``, so every rank issues the same collectives in the same order.
 
     Args:
         units: All units; the root first, then in the order of registration.
-        limits: How much may be in flight.
+        limits: Limits of the communication in flight.
         exchange: Gathers a list of integers from every rank.
-        on_backward_end: Called when a backward has ended; a method, held weakly.
+        on_backward_end: A method to call when a backward has ended. It is referred to weakly: the engine owns this.
 
     Attributes:
         plans: The order of communication.
         passes: Whether a backward runs or has failed.
-        reducing: Units whose reductions were issued and not waited for, oldest first.
+        reducing: Units whose reductions have been issued and not waited for, oldest first.
         reduce_now: Whether gradients that are not sharded are reduced in this backward, or wait for a later one.
     """
 
@@ -70,9 +70,9 @@ class Schedule:
     # Passes ----------------------------------------------------------------------------------------------------
 
     def prefetch_first(self, until: Unit | None = None) -> None:
-        """Start unshards that the next forward needs first, up to a unit; None: as far as the limits allow.
+        """Start the first unshards of the next forward, up to a unit. None: up to the limits.
 
-        To be called again, with a later unit.
+        It may be called repeatedly, with a later unit each time.
         """
         if self.passes.state is not PassState.NO_BACKWARD:
             return
@@ -82,7 +82,7 @@ class Schedule:
         self._prefetch(self.plans.forward, until)
 
     def _main_versions(self) -> list[list[int]]:
-        """Of all main weights. In-place changes count, but for those by the optimizer, and by way of ``.data``."""
+        """Version counters of all main weights. In-place changes increment them, except by optimizers and ``.data``."""
         return [[e.main._version for group in unit.groups for e in group.params] for unit in self.units]
 
     def units_to_prefetch_first(self) -> list[Unit]:
@@ -115,12 +115,12 @@ class Schedule:
         self.reducing.clear()
 
     def forward_failed(self) -> None:
-        """Reshard every unit, unless a backward recomputes: it goes on, or fails itself."""
+        """Reshard every unit, unless the forward is a recomputation: its backward then continues or fails."""
         if self.passes.has_failed or not self._in_backward:
             self.reset()
 
     def show_main(self) -> None:
-        """Make main weights the model's parameters, also of units that are unsharded."""
+        """Make main weights the model's parameters, including those of unsharded units."""
         for unit in self.units:
             unit.show(compute=False)
 
@@ -129,16 +129,16 @@ class Schedule:
         return self.passes.state is PassState.BACKWARD
 
     def _begin_forward(self) -> None:
-        """The model is about to run."""
+        """Prepare a forward of the model."""
         for unit in self.units:
             unit.new_pass()
-            # An exception that nothing here has seen ended the last forward.
+            # The last forward ended with an exception outside of all hooks.
             if unit.state in (WeightState.FORWARD, WeightState.BACKWARD):
                 unit.abandon()
         self._reshard_kept()
         self.plans.follow_freezing()
         if self.passes.prefetched not in (None, self._main_versions()):
-            # Main weights were changed after their unshards were started, which have read the old ones or both.
+            # Main weights have changed since their unshards were started, which may have read a mixture of values.
             self.reset()
             for unit in self.units:
                 unit.invalidate()
@@ -147,7 +147,7 @@ class Schedule:
         self.passes.prefetched = None
 
     def _begin_backward(self) -> None:
-        """A gradient has arrived."""
+        """Prepare a backward, if none is running. Called with the first gradient."""
         if self.passes.has_failed:
             self.reset()
         if self._in_backward:
@@ -158,14 +158,14 @@ class Schedule:
             unit.new_backward()
 
     def finish_backward(self) -> None:
-        """Backward has ended: reshard and reduce what is left, in the order of the plan."""
+        """End a backward: reshard the remaining units and reduce the remaining gradients, in the order of the plan."""
         for unit in self.units:
             if unit.state is WeightState.UNSHARDING:
                 unit.reshard_unused()
             elif unit.state is not WeightState.SHARDED:
                 unit.reshard()
         self._issue_skipped(self.plans.backward, self.plans.backward.finish())
-        # Where no input needs gradients, no hook runs when the unit's backward ends: its gradients are still there.
+        # If no input of a unit needs gradients, no hook runs at the end of its backward, so it is reduced here.
         for unit in reversed(self.units):
             if unit.trainable and (unit.has_gradients() or (unit.took_part and not unit.reduced)):
                 self._reduce(unit)
@@ -191,12 +191,12 @@ class Schedule:
         if self._in_backward and unit.state is WeightState.BACKWARD:
             unit.show(compute=True)
             return False
-        # In a forward, a kept unit was the last of another one. In a backward, what is unsharded for a recomputation
-        # stays for the unit's backward, which follows at once, unless another unit is recomputed first.
+        # In forward, the kept unit is the last one of an earlier forward. In backward, a unit that was unsharded for a
+        # recomputation is kept for its backward, which follows at once unless another unit is recomputed first.
         if self.passes.kept is not unit:
             self._reshard_kept()
-        self._ask(self.plans.backward if self._in_backward else self.plans.forward, unit, WeightState.FORWARD)
-        # Outputs of a recomputation that only restores saved tensors are thrown away, and its inputs with them.
+        self._use(self.plans.backward if self._in_backward else self.plans.forward, unit, WeightState.FORWARD)
+        # A recomputation that only restores saved tensors discards its outputs, so no backward reaches its inputs.
         return grad and not unit.is_root and (not self._in_backward or unit.calls_done >= unit.calls)
 
     def after_forward(self, unit: Unit) -> bool:
@@ -210,7 +210,7 @@ class Schedule:
         if grad and (unit.is_root or unit.keeps_weights):
             unit.to(WeightState.UNSHARDED)
         elif grad and (self._in_backward or forward.requested[-1].unit_index == self._index[id(unit)]):
-            # Backward begins with the unit that forward ends with.
+            # Backward begins with the last unit of forward: keep it instead of unsharding it again.
             unit.to(WeightState.UNSHARDED)
             self.passes.kept = unit
         else:
@@ -225,7 +225,7 @@ class Schedule:
             return
         if self.passes.kept is unit:
             self.passes.kept = None
-        self._ask(self.plans.backward, unit, WeightState.BACKWARD)
+        self._use(self.plans.backward, unit, WeightState.BACKWARD)
 
     def after_backward(self, unit: Unit) -> None:
         """See :class:`megatron.fsdp.runtime.unit.UnitListener`."""
@@ -242,8 +242,8 @@ class Schedule:
 
     # Communication ---------------------------------------------------------------------------------------------
 
-    def _ask(self, plan: Plan, unit: Unit, state: WeightState) -> None:
-        """Unshard a unit whose weights the computation needs now, and prefetch."""
+    def _use(self, plan: Plan, unit: Unit, state: WeightState) -> None:
+        """Unshard a unit whose weights the computation needs, and prefetch the next units."""
         if unit.state in (WeightState.SHARDED, WeightState.UNSHARDING):
             self._advance_to(plan, Op(OpKind.UNSHARD, self._index[id(unit)]))
             if unit.state is WeightState.SHARDED:
@@ -252,7 +252,7 @@ class Schedule:
         self._prefetch(plan)
 
     def _reduce(self, unit: Unit) -> None:
-        """Reduce a unit whose gradients are complete, unless :meth:`_advance_to` has issued that already."""
+        """Reduce a unit's complete gradients, unless :meth:`_advance_to` has already issued the reduction."""
         unit.reduced = False
         self._advance_to(self.plans.backward, Op(OpKind.REDUCE, self._index[id(unit)]))
         if not unit.reduced:

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class WeightState(Enum):
-    """State of a unit's weights. Gradients are independent of it: a sharded unit's may still be reduced."""
+    """State of a unit's weights. It says nothing about gradients: a sharded unit's may be in reduction."""
 
     SHARDED = "sharded"
     UNSHARDING = "unsharding"
@@ -35,34 +35,34 @@ class WeightState(Enum):
 
 
 _W = WeightState
-# From each state on the left to those on the right. SHARDED may follow every state, since a pass may be abandoned.
+# The states that may follow each state. SHARDED may follow every state, since an exception may end a pass.
 TRANSITIONS: dict[WeightState, tuple[WeightState, ...]] = {
     _W.SHARDED: (_W.UNSHARDING, _W.SHARDED),
     _W.UNSHARDING: (_W.FORWARD, _W.BACKWARD, _W.UNSHARDED, _W.SHARDED),
     _W.UNSHARDED: (_W.FORWARD, _W.BACKWARD, _W.SHARDED),
-    # Backward may begin before forward has ended: a recomputation stops as soon as it has the tensors that are needed.
+    # Backward may follow FORWARD directly: a recomputation stops as soon as it has restored all saved tensors.
     _W.FORWARD: (_W.UNSHARDED, _W.BACKWARD, _W.SHARDED),
     _W.BACKWARD: (_W.SHARDED,),
 }
 
 
 class UnitListener(Protocol):
-    """Is called by a unit's hooks (the schedule)."""
+    """The interface through which the hooks of units call the schedule."""
 
     def before_forward(self, unit: "Unit") -> bool:
-        """The module is about to run. Returns whether to watch its inputs for the end of its backward."""
+        """Handle the start of the module's forward. Returns whether to watch its inputs for the end of its backward."""
 
     def after_forward(self, unit: "Unit") -> bool:
-        """The module has run. Returns whether to watch its outputs for the beginning of its backward."""
+        """Handle the end of the module's forward. Returns whether to watch its outputs for the start of backward."""
 
     def forward_failed(self) -> None:
-        """The root's forward has raised."""
+        """Handle an exception in the root's forward."""
 
     def before_backward(self, unit: "Unit") -> None:
-        """The gradient of an output has arrived."""
+        """Handle the gradient of an output: the unit's backward starts."""
 
     def after_backward(self, unit: "Unit") -> None:
-        """The gradients of the inputs of one call are complete."""
+        """Handle complete gradients of the inputs of one call: this call's backward has ended."""
 
 
 class Unit:
@@ -70,18 +70,18 @@ class Unit:
 
     Args:
         name: Name of the module in the wrapped model; empty for the root.
-        groups: Its parameters. May be empty.
+        groups: Its parameter groups; may be empty.
         children: Units inside this one, in the order of registration.
-        slot: Memory for unsharded weights that it shares with other units; None if it shares none.
+        slot: Memory for unsharded weights that several units share; None if the unit has separate memory.
 
     Attributes:
-        temporary: An unshard allocates memory that a reshard frees.
-        calls: Forward calls of the latest pass whose inputs are watched for the end of their backward.
-        calls_done: How many of those have ended their backward.
-        took_part: The gradient of an output has arrived in this backward.
-        reduced: The reduction of this backward's gradients was issued.
-        keeps_weights: The weights stay unsharded from a forward until its backward, as the root's do.
-        channel: Records what the unit communicates.
+        temporary: Whether an unshard allocates memory that a reshard frees.
+        calls: Number of forward calls of the latest pass whose inputs are watched for the end of their backward.
+        calls_done: Number of these calls whose backward has ended.
+        took_part: Whether the gradient of an output has arrived in this backward.
+        reduced: Whether the reduction of this backward's gradients has been issued.
+        keeps_weights: Whether the weights stay unsharded from a forward until its backward, like the root's.
+        channel: Records the unit's collectives.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Unit:
 
     @property
     def is_root(self) -> bool:
-        """True for the unit of all parameters that are in no other unit."""
+        """True for the unit of the outermost module, which owns all parameters outside other units."""
         return self.name == ""
 
     @property
@@ -119,7 +119,7 @@ class Unit:
         return self.name or "<root>"
 
     @functools.cached_property
-    def _unsharding(self) -> str:
+    def _unshard_name(self) -> str:
         size = sum(group.unshard_bytes for group in self.groups)
         return f"unshard {self.label}, {size:,} bytes"
 
@@ -153,7 +153,7 @@ class Unit:
         return any(group.sharding.inner.shards_optimizer for group in self.groups)
 
     def invalidate(self) -> None:
-        """The main weights have changed: unshard before the next use."""
+        """Mark compute weights as out of date after main weights have changed; the next use unshards again."""
         for group in self.groups:
             group.weights.invalidate()
 
@@ -168,24 +168,24 @@ class Unit:
                 self._slot.holder = weakref.ref(self)
             handles = [handle for group in self.groups if (handle := group.weights.unshard()) is not None]
         if handles:
-            self.channel.note(self._unsharding, handles)
+            self.channel.note(self._unshard_name, handles)
 
     @property
     def slot_is_taken(self) -> bool:
-        """True if another unit's weights are in the memory that this unit would be unsharded to."""
+        """True if another unit is unsharded in the slot that this unit needs."""
         rival = self._other_holder()
         return rival is not None and rival.state is not WeightState.SHARDED
 
     def _other_holder(self) -> "Unit | None":
-        """The unit that used this one's slot last; None if that was this unit."""
+        """The other unit that used this one's slot last; None if there is none."""
         holder: Unit | None = None if self._slot is None else self._slot.holder()
         return None if holder is self else holder
 
     def yield_slot(self, other: "Unit") -> None:
-        """Reshard, because ``other`` needs the slot now.
+        """Reshard, because ``other`` needs the slot.
 
-        Its unshard is a task behind those that use the slot for this unit, and waits for the compute issued so far. So
-        it cannot overwrite weights that are still read.
+        The unshard of ``other`` runs after this unit's tasks in the same stream, and waits for the compute issued so
+        far. It therefore cannot overwrite weights that are still being read.
 
         Raises:
             RuntimeError: The weights are in use.
@@ -202,7 +202,7 @@ class Unit:
 
     @profiled("wait for unshard")
     def use(self, state: WeightState) -> None:
-        """Make the compute wait for the unshard, and the compute weights the module's parameters."""
+        """Make compute wait for the unshard, and make compute weights the module's parameters."""
         with report_on_failure(), self._reshard_after_errors():
             for group in self.groups:
                 group.weights.wait()
@@ -211,7 +211,7 @@ class Unit:
 
     @contextmanager
     def _reshard_after_errors(self) -> Iterator[None]:
-        """Context in which an exception leaves the unit sharded: no state must claim that its weights are complete."""
+        """Context that reshards the unit after an exception: its weights may be incomplete."""
         try:
             yield
         except BaseException:
@@ -220,7 +220,7 @@ class Unit:
 
     @profiled("reshard")
     def reshard(self) -> None:
-        """Free the compute weights, which nothing reads after the compute issued so far."""
+        """Free the compute weights once the compute issued so far has read them."""
         for group in self.groups:
             group.weights.reshard()
         self.to(WeightState.SHARDED)
@@ -228,7 +228,7 @@ class Unit:
 
     @profiled("reshard")
     def reshard_unused(self) -> None:
-        """Free weights whose unshard nothing has waited for."""
+        """Free weights that were prefetched and not used."""
         for group in self.groups:
             group.weights.reshard_unused()
         self.to(WeightState.SHARDED)
@@ -241,11 +241,11 @@ class Unit:
                 group.show(compute)
 
     def follow_freezing(self) -> bool:
-        """Freeze and unfreeze parameters as the user has; True if that changes anything."""
+        """Apply changes of ``requires_grad`` since the last call; return whether there were any."""
         return any([group.follow_freezing() for group in self.groups])
 
     def has_gradients(self) -> bool:
-        """True if gradients of this micro-batch wait to be collected."""
+        """True if parameters have gradients of this micro-batch that are not in the gradient buffer yet."""
         return any(group.has_gradients() for group in self.groups if group.requires_grad)
 
     @profiled("reduce")
@@ -275,23 +275,23 @@ class Unit:
 
     @profiled("reduce")
     def reduce_waiting(self) -> None:
-        """Start reducing gradients that earlier micro-batches left unreduced."""
+        """Start to reduce gradients that earlier micro-batches have only accumulated."""
         for group in self.groups:
             group.gradients.reduce_waiting()
 
     @profiled("wait for reduction")
     def wait_for_gradients(self) -> None:
-        """Make the compute wait for the reductions that were started."""
+        """Make compute wait for the reductions in flight."""
         with report_on_failure():
             for group in self.groups:
                 group.gradients.wait()
 
     def new_pass(self) -> None:
-        """A forward pass of the model begins."""
+        """Reset the counters at the start of the model's forward."""
         self.calls = self.calls_done = 0
 
     def new_backward(self) -> None:
-        """A backward begins."""
+        """Reset the counters at the start of a backward."""
         self.calls_done = 0
         self.took_part = self.reduced = False
 
@@ -303,26 +303,26 @@ class Unit:
     # Hooks -----------------------------------------------------------------------------------------------------
 
     def install_hooks(self, modules: list[nn.Module], listener: UnitListener) -> None:
-        """Hook the unit's module.
+        """Register hooks on the unit's module.
 
         Args:
-            listener: Decides what the hooks lead to; held weakly.
-            modules: The module; for the root also the modules directly inside that hold all its parameters, since
-                any of them may be the one that is called.
+            modules: The module. For the root, also the modules inside that contain all parameters, since the user may
+                call any of these nested wrappers.
+            listener: Called by the hooks. It is referred to weakly, because the modules hold the hooks.
         """
         self._listener = weakref.ref(listener)
         self._before, self._after = not_compiled(self._before), not_compiled(self._after)
         for module in modules:
             if module._compiled_call_impl is not None:
-                # The compiled function would trace the hooks into its graph. Run it between them instead.
+                # torch.compile would trace registered hooks into its graph. Call the compiled function between them.
                 module._compiled_call_impl = as_forward(self, module, module._compiled_call_impl)
                 continue
             module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
-            # Called after an exception as well: checkpointing ends a recomputed forward by raising one.
+            # always_call: activation checkpointing ends a recomputed forward by raising an exception.
             module.register_forward_hook(self._after, with_kwargs=True, always_call=True)
 
     def pre_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        """Hook: the module is about to run."""
+        """Forward pre-hook. Calls inside a call of the same unit are ignored."""
         listener = self._listener()
         if listener is None:
             return None
@@ -335,24 +335,24 @@ class Unit:
         return watched
 
     def post_forward(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
-        """Hook: the module has run, or raised (``output`` is then None)."""
+        """Forward hook. ``output`` is None if the module has raised an exception."""
         self._depth = max(self._depth - 1, 0)
         listener = self._listener()
         if listener is None or self._depth:
             return None
-        given_away = self._copy_own_weights(output)
-        output = output if given_away is None else given_away
+        copied = self._copy_own_weights(output)
+        output = output if copied is None else copied
         if listener.after_forward(self):
             for tensor in tensors_in(output):
                 if tensor.grad_fn is not None:
                     tensor.register_hook(weak_method(self.pre_backward))
-        return given_away
+        return copied
 
     def _copy_own_weights(self, output: Any) -> Any:
-        """The output with copies of those of the unit's weights that are in it; None if there are none.
+        """Return the output with copies in place of the unit's weights; None if it contains no weights.
 
-        The memory of the weights is freed after the forward. Megatron-Core's linear layers, for example, return their
-        bias, which the caller adds later.
+        Some modules return parameters, such as Megatron-Core's linear layers, whose bias the caller adds later. By then
+        the memory of the weights has been freed.
         """
         memory = {_storage(group.weights.compute.flat) for group in self.groups if group.weights.temporary}
         if not memory or not any(_storage(tensor) in memory for tensor in tensors_in(output)):
@@ -370,7 +370,7 @@ class Unit:
         return output
 
     def call(self, module: nn.Module, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        """Run another function of the module between the hooks that run around its forward."""
+        """Run another function of the module between the hooks of its forward."""
         try:
             args, kwargs = self._before(module, args, kwargs) or (args, kwargs)
             output = function(*args, **kwargs)
@@ -380,23 +380,23 @@ class Unit:
             if listener is not None and self.is_root and not self._depth:
                 listener.forward_failed()
             raise
-        given_away = self._after(module, args, kwargs, output)
-        return output if given_away is None else given_away
+        copied = self._after(module, args, kwargs, output)
+        return output if copied is None else copied
 
     def pre_backward(self, grad: torch.Tensor) -> None:
-        """Hook: the gradient of an output has arrived."""
+        """Tensor hook of an output."""
         listener = self._listener()
         if listener is not None:
             listener.before_backward(self)
 
     def post_backward(self) -> None:
-        """Hook: the gradients of the inputs of one call are complete."""
+        """Called by :class:`_EndOfBackward` when the gradients of one call's inputs are complete."""
         listener = self._listener()
         if listener is not None:
             listener.after_backward(self)
 
     def abandon(self) -> None:
-        """Reshard in any state, and forget the pass, which did not end."""
+        """Reshard in any state, and reset the counters of a pass that did not end."""
         self._depth = 0
         self.new_pass()
         if self._state is not WeightState.SHARDED:
@@ -407,7 +407,10 @@ class Unit:
 
 
 def as_forward(unit: Unit, module: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` of a module inside the unit, run as a forward of the unit. It keeps neither of them alive."""
+    """Wrap a function of a module inside the unit, so that it runs like a forward of the unit.
+
+    The wrapper is stored on the module, so it refers to the module and the unit weakly.
+    """
     unit_of, module_of = weakref.ref(unit), weakref.ref(module)
 
     @functools.wraps(function)
@@ -421,7 +424,7 @@ def as_forward(unit: Unit, module: nn.Module, function: Callable[..., Any]) -> C
 
 
 class _EndOfBackward(torch.autograd.Function):
-    """Returns its inputs. Its backward runs when their gradients are complete; FSDP2 marks units in the same way."""
+    """An identity whose backward runs when the gradients of its inputs are complete. FSDP2 uses the same technique."""
 
     @staticmethod
     def forward(ctx: Any, notify: Callable[[], None], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -448,13 +451,13 @@ def _watch_inputs(unit: Unit, args: tuple, kwargs: dict) -> tuple[tuple, dict] |
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """Identity of the storage of a tensor, whether it has memory at the moment or not; 0 for sparse tensors."""
+    """Identity of a tensor's storage, which does not depend on its memory being allocated; 0 for sparse tensors."""
     local = local_shard(tensor) if isinstance(tensor, DTensor) else tensor
     return local.untyped_storage()._cdata if local.layout is torch.strided else 0
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in nested containers and dataclasses."""
+    """Yield all tensors in nested containers and dataclasses."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""The commands that convert: what they print, what they refuse, and the work that processes share."""
+"""The conversion commands: their output, their errors, and work shared by several processes."""
 
 import argparse
 import json

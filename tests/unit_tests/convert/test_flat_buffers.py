@@ -1,4 +1,4 @@
-"""Optimizer state in flat buffers: where parameters lie for every parallelism, and refusal of what does not fit."""
+"""Optimizer state in flat buffers: offsets of parameters for every parallelism, and errors for other sizes."""
 
 import argparse
 import itertools
@@ -96,7 +96,7 @@ def local_part(parameter: Trained, rank: int, ranks: int) -> torch.Tensor:
 
 
 def flat_buckets(parts: list[torch.Tensor], bucket_size: int | None, alone: list[bool]) -> list[torch.Tensor]:
-    """What a rank stores: from the last parameter to the first, with gaps of rubbish; ``alone`` need a bucket each."""
+    """A rank's buckets, from the last parameter to the first, with garbage in gaps; ``alone`` take one each."""
     buckets: list[torch.Tensor] = []
     flat = torch.empty(0)
     for part, own in zip(reversed(parts), reversed(alone), strict=True):
@@ -112,7 +112,7 @@ def flat_buckets(parts: list[torch.Tensor], bucket_size: int | None, alone: list
 
 
 class Case(NamedTuple):
-    """Numbers of ranks, model chunks per rank, and what the model is like."""
+    """Numbers of ranks, model chunks per rank, and properties of the model."""
 
     tp: int = 1
     pp: int = 1

@@ -1,4 +1,4 @@
-"""There and back again: what comes out is what went in, to the last bit."""
+"""Conversions in both directions return bit-identical checkpoints."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The safetensors reader and writer: the same files as the safetensors library's, in parts, and never trusted."""
+"""The safetensors reader and writer: files equal those of the library, are read in regions, and are validated."""
 
 import json
 from pathlib import Path

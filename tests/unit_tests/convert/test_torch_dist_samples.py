@@ -70,14 +70,14 @@ def stored_key(name: str) -> tuple[str, tuple[int, ...]]:
 
 
 def live_names(name: str) -> list[str]:
-    """Of all parameters; what is known of the model's own is of the first rank, which has some experts only."""
+    """For all parameters. Known values of model weights are the first rank's, which has some experts only."""
     dumped = sample(name) / "param_to_param_group_map"
     keys = plain_metadata(dumped).state_dict_metadata if dumped.is_dir() else meta(name)["live_params"]
     return [key.removeprefix("module.module.") for key in keys]
 
 
 def of_first_rank(weight: torch.Tensor, shape: list[int], gated: bool) -> torch.Tensor:
-    """The part of a weight that the first tensor-parallel rank has; of gated layers, of each half."""
+    """The first tensor-parallel rank's slice of a weight; for gated layers, of each half."""
     for dim, size in enumerate(shape):
         if weight.shape[dim] != size:
             halves = weight.chunk(2) if gated else (weight,)
@@ -178,7 +178,7 @@ def test_every_parameter_has_the_settings_of_its_group(converted: dict[str, Path
     assert sorted(group_of) == sorted(live_names(name))
     keys = {key for key in objects if key.startswith(META)}
     for live, index in group_of.items():
-        # FSDP has one optimizer, also for experts; Megatron's own writes and asks for the same.
+        # FSDP has one optimizer, including experts; Megatron's FSDP writes and reads the same.
         expected = {"default_config": True, **groups[index], "is_expert_parallel": False}
         assert {field: objects[f"{META}{live}.{field}"] for field in expected} == expected, live
         keys -= {f"{META}{live}.{field}" for field in expected}

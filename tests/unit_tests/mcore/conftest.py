@@ -1,4 +1,4 @@
-"""Lets the tests of the adapter run without CUDA: Megatron's modules must not be imported before."""
+"""Enables the tests of the adapter without CUDA. It must run before any of Megatron's modules is imported."""
 
 from megatron.fsdp.mcore import cpu
 

@@ -1,4 +1,4 @@
-"""Preparing state for an fsdp_dtensor checkpoint: fused projections split, parts described, nothing communicated."""
+"""State for an fsdp_dtensor checkpoint: fused projections are split, shards described, and nothing is sent."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the C
 
 
 class Layer(nn.Module):
-    """A layer with what names are made of: attention, experts one by one, and experts in one module."""
+    """A layer with all kinds of names: attention, separate experts, and experts in one module."""
 
     def __init__(self, number: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What Megatron-Core reads from, calls on and expects of a wrapper: a test per row that data parallelism touches."""
+"""The interface that Megatron-Core expects of a data-parallel wrapper: one test per attribute or method."""
 
 import copy
 import logging
@@ -98,7 +98,7 @@ def class_and_wrapper_chain() -> None:
     for bf16 in (False, True):
         model = wrapped("optim_grads_params", bf16=bf16)
         assert isinstance(model, _BaseDataParallel)
-        # One wrapper is taken off, and what is inside is none: checkpoints' names depend on it.
+        # Unwrapping removes one wrapper only, and names in checkpoints depend on that.
         assert unwrap_model([model])[0] is model.module
         assert isinstance(model.module, MegatronFSDP)
         inner = model.module.module.module if bf16 else model.module.module
@@ -441,9 +441,9 @@ def optimizer_state_has_equal_keys_on_all_ranks() -> None:
     optimizer.step()
     assert any(local_shard(p).numel() == 0 for p in model.parameters()), "no rank owns nothing: the test shows nothing"
     states = {name: sorted(optimizer.optimizer.state[p]) for name, p in model.named_parameters()}
-    everyone: list[dict] = [{}] * dist.get_world_size()
-    dist.all_gather_object(everyone, states)
-    assert all(each == states for each in everyone)
+    of_all_ranks: list[dict] = [{}] * dist.get_world_size()
+    dist.all_gather_object(of_all_ranks, states)
+    assert all(each == states for each in of_all_ranks)
 
 
 def nan_in_a_gradient_is_reported_with_the_parameters_name() -> None:

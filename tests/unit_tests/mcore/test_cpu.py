@@ -1,4 +1,4 @@
-"""Megatron on the CPU: what is changed is in the table, and nobody but Megatron sees it."""
+"""Megatron on the CPU: all changes are listed in the table, and only Megatron sees them."""
 
 import argparse
 import functools
@@ -111,7 +111,7 @@ def test_adjusted_arguments_are_logged_once_by_rank_0(rank: int, caplog: pytest.
     assert all("gloo instead of nccl: NCCL connects GPUs only" in message for message in caplog.messages)
 
 
-# Who sees the changes --------------------------------------------------------------------------------------------
+# Visibility of the changes ---------------------------------------------------------------------------------------
 
 
 def test_torch_is_untouched_for_everyone_else() -> None:
@@ -177,7 +177,7 @@ def test_triton_may_be_absent_where_megatron_insists_on_it(monkeypatch: pytest.M
         importing_as("megatron.core.utils")("triton")
 
 
-# What Megatron sees ----------------------------------------------------------------------------------------------
+# Megatron's view -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:1", 0, torch.device("cuda"), torch.device("cuda", 3)])

@@ -1,4 +1,4 @@
-"""What the doctor computes from shapes is what the engine then has."""
+"""The doctor's estimate from shapes equals the memory of the engine."""
 
 import copy
 

@@ -176,7 +176,7 @@ def test_sections_have_the_same_position_at_any_tensor_parallel_size(
 
 
 @pytest.mark.parametrize(
-    ("keys", "ranks", "refused"),
+    ("keys", "ranks", "raises"),
     [
         (["args", "model.a"], 2, True),
         (["args", "model.a"], 1, False),
@@ -186,7 +186,7 @@ def test_sections_have_the_same_position_at_any_tensor_parallel_size(
     ],
 )
 def test_rows_in_an_unknown_order_raise(
-    keys: list[str], ranks: int, refused: bool, monkeypatch: pytest.MonkeyPatch
+    keys: list[str], ranks: int, raises: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from megatron.fsdp.mcore import load
 
@@ -194,7 +194,7 @@ def test_rows_in_an_unknown_order_raise(
     written = {"args": SimpleNamespace(tensor_model_parallel_size=ranks)}
     monkeypatch.setattr(load, "Names", lambda chunk: SimpleNamespace(spread=["in_proj.weight"]))
     monkeypatch.setattr(load.loading, "load_objects", lambda folder, names: written)
-    if not refused:
+    if not raises:
         load.check_sections(state, keys, Path("x"))
         return
     with pytest.raises(RuntimeError, match=r"x: .* the rows of in_proj.weight .* tensor_model_parallel_size 2"):

@@ -1,4 +1,4 @@
-"""Settings that do not fit, are changed, or change nothing: three tables, and the page that prints them."""
+"""Settings that raise, are adjusted, or have no effect: three tables, and the generated page."""
 
 import argparse
 import dataclasses
@@ -150,7 +150,7 @@ def test_megatrons_default_arguments_are_not_reported_as_ignored(caplog: pytest.
 
 # Every setting of data parallelism -----------------------------------------------------------------------------------
 
-# Read in another place than the adapter's, or by nobody.
+# Arguments that are read outside the adapter, or not at all.
 ELSEWHERE = {
     "use_megatron_fsdp": "asks for the wrapper",
     "use_custom_fsdp": "its older name",

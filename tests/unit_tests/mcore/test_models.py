@@ -1,4 +1,4 @@
-"""Models of Megatron-Core besides GPT train as they do with Megatron's DDP, also with frozen parts."""
+"""Models of Megatron-Core other than GPT train as with Megatron's DDP, including with frozen modules."""
 
 import functools
 from collections.abc import Callable
@@ -46,7 +46,7 @@ def llava(config: object, freeze_vision: bool = False) -> torch.nn.Module:
     vision = transformer_config(hidden_size=12, ffn_hidden_size=20)
     vision.vision_model_type = "clip"
     config.language_model_type = "gpt"
-    # Without Transformer Engine its norms are torch's own, which do not take what Megatron hands over.
+    # Without Transformer Engine, Megatron uses torch's norms, which do not accept its arguments.
     llava_model.CLIPViTModel = functools.partial(
         CLIPViTModel, ln_pre_impl=WrappedTorchNorm, ln_post_impl=WrappedTorchNorm
     )

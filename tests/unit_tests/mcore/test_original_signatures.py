@@ -15,7 +15,7 @@ import megatron_fsdp
 import megatron_fsdp.package_info
 from megatron_fsdp import MixedPrecisionPolicy
 
-# Of the original's own parts: no script can use them without its buffers and streams.
+# Internals of the original, which scripts cannot use without its buffers and streams.
 INTERNAL = {
     "RegisterFSDPBackwardFunction",
     "TrainingState",

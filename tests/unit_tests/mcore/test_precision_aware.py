@@ -17,7 +17,7 @@ STEPS = 3
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Counts steps in the group, keeps moments in dtypes of their own, and reads gradients of any dtype."""
+    """Counts steps in the group, stores moments in separate dtypes, and reads gradients of any dtype."""
 
     def __init__(self, params: Any, **settings: Any) -> None:
         """With the keyword arguments that Megatron-Core gives it."""
@@ -66,7 +66,7 @@ def transformer_engine() -> Iterator[None]:
     from megatron.fsdp.mcore import adapter
 
     def settings(config: Any) -> None:
-        # What Megatron-Core does there, but for looking into Transformer Engine.
+        # As Megatron-Core does, but without inspecting Transformer Engine.
         config.store_param_remainders = False
         config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = config.use_precision_aware_optimizer
 

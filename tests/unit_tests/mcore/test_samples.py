@@ -1,4 +1,4 @@
-"""Checkpoints of Megatron-Core's own FSDP are loaded, and training goes on with the losses that it reached."""
+"""Checkpoints of Megatron-Core's FSDP are loaded, and training continues with the same losses."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the C
 
 
 def meta_of(folder: Path) -> dict[str, Any]:
-    """What is known of a sample; the converted one is of the model of another."""
+    """The known facts about a sample; the converted sample has the model of another one."""
     meta: dict[str, Any] = json.loads((folder / "meta.json").read_text())
     if "model" in meta:
         return meta

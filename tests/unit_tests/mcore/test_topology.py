@@ -1,4 +1,4 @@
-"""Process groups; what tensor-parallel ranks have parts of, by layers' classes, then by attributes; their copies."""
+"""Process groups, detection of tensor-parallel parameters by class and attribute, and checks of their replicas."""
 
 import logging
 from types import SimpleNamespace
@@ -36,7 +36,7 @@ def _module(name: str, base: type[nn.Module] = nn.Module, **marks: dict[str, Any
         (_module("RowParallelLinear", bias={}), "bias", None),
         (_module("TELayerNormColumnParallelLinear", layer_norm_weight={}), "layer_norm_weight", None),
         (_module("Derived", type(_module("RowParallelLinear")), weight={}), "weight", 1),
-        # Mamba-2 marks the weight of a norm over what a rank computes.
+        # Mamba-2 marks the weight of a norm over this rank's slice.
         (_module("RMSNorm", weight={"tensor_model_parallel": True, "partition_dim": 0}), "weight", 0),
         (_module("LayerNorm", weight={}), "weight", None),
         (_module("Unknown", weight={"tensor_model_parallel": True, "partition_dim": 1}), "weight", 1),
@@ -118,7 +118,7 @@ def test_copies_that_drift_by_rounding_are_saved_and_named(ranks: RankPool, monk
 
 
 def _train_with_groups(names: tuple[str, ...]) -> tuple[list[float], list[str], bool]:
-    """Losses of a layer in our wrapper, given these process groups, the axes of a weight, and what gathers use."""
+    """Losses of a layer in the wrapper, axes of a weight, and the all-gather group, for given process groups."""
     from tests.megatron_models import FullyShardedDataParallel, ProcessGroupCollection, ddp_config, transformer_config
 
     groups = ProcessGroupCollection()

@@ -1,4 +1,4 @@
-"""Which checkpoint Megatron's loop is told to load, by the tracker file, the folders, and what is whole."""
+"""The checkpoint that Megatron's loop loads, by the tracker file and by which folders are complete."""
 
 import shutil
 import warnings
@@ -32,7 +32,7 @@ def checkpoints(tmp_path: Path) -> Path:
 
 
 def at_base(monkeypatch: pytest.MonkeyPatch, folder: Path, **arguments: Any) -> tuple[int | None, int | None]:
-    """The iteration that Megatron's loader is told where no tracker file names one, and what is left of that."""
+    """The iteration that Megatron's loader gets without a tracker file, and the arguments left afterwards."""
     from megatron.fsdp.mcore import resuming
 
     args = SimpleNamespace(**arguments)
@@ -84,7 +84,7 @@ def test_other_formats_are_left_to_megatron(monkeypatch: pytest.MonkeyPatch, che
 
 def test_newest_complete_checkpoint_without_a_tracker_file(monkeypatch: pytest.MonkeyPatch, checkpoints: Path) -> None:
     assert at_base(monkeypatch, checkpoints, **OURS, ckpt_step=None) == (20, None)
-    assert at_base(monkeypatch, checkpoints, **OURS, ckpt_step=10) == (10, 10), "who asks for one gets that one"
+    assert at_base(monkeypatch, checkpoints, **OURS, ckpt_step=10) == (10, 10), "an explicit iteration is loaded"
     others = {"use_megatron_fsdp": False, "ckpt_format": "torch_dist"}
     assert at_base(monkeypatch, checkpoints, **others, ckpt_step=None) == (None, None), "Megatron's matter"
     (checkpoints / TRACKER).mkdir()
