@@ -271,7 +271,7 @@ def start_param_sync_takes_megatrons_arguments() -> None:
         assert all(isinstance(p, DTensor) for p in model.parameters())
 
 
-def start_param_sync_gathers_ahead_unless_it_is_told_not_to() -> None:
+def start_param_sync_prefetches_unless_disabled() -> None:
     from tests.megatron_models import wrapped
 
     for wanted in (True, False):
@@ -491,7 +491,7 @@ CASES = [
     scale_gradients_acts_once_and_in_place,
     zero_grad_buffer_may_be_called_twice,
     start_param_sync_takes_megatrons_arguments,
-    start_param_sync_gathers_ahead_unless_it_is_told_not_to,
+    start_param_sync_prefetches_unless_disabled,
     optimizer_step_reaches_compute_weights,
     state_dict_has_main_weights_and_loads_back,
     stop_communication_leaves_main_weights,
