@@ -368,8 +368,12 @@ class CheckpointReader:
         if self._verify and self.checksums is not None and name not in self._sound:
             self.checksums.check_file(self.path, name)
             self._sound.add(name)
-        size_of(self.path / name)
-        return open(self.path / name, "rb", buffering=0)
+        path = self.path / name
+        size_of(path)
+        try:
+            return open(path, "rb", buffering=0)
+        except FileNotFoundError as error:  # removed in between by another job that saves into the folder
+            raise DamagedCheckpoint(f"{path}: expected a file; got none.") from error
 
     def _check_item(self, key: str, chunk: Region | None, place: Place) -> None:
         """Before the first read of an item whose file has no checksum, compare it with the item's own checksums."""
