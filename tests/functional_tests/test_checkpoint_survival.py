@@ -139,6 +139,7 @@ def save_despite_conflicts(folder: Path, first: int) -> None:
             save(folder, state(iteration))
 
 
+@pytest.mark.slow
 def test_loading_while_jobs_save(tmp_path: Path) -> None:
     """While two jobs save into one folder, a third always loads one consistent checkpoint."""
     save(tmp_path, state(1))

@@ -245,6 +245,7 @@ def test_a_damaged_checkpoint_is_skipped(corpus: Path, tmp_path: Path) -> None:
     assert "__1_0.distcp" in resumed.log and "falling back to the checkpoint of iteration 2" in resumed.log
 
 
+@pytest.mark.slow
 def test_training_resumes_without_a_tracker_file(corpus: Path, tmp_path: Path) -> None:
     topology = Topology(2)
     words = ("--save", str(tmp_path), "--save-interval", "1")

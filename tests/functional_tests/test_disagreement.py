@@ -103,6 +103,7 @@ def test_the_first_difference_is_reported(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="several ranks over gloo on the CPU")
 def test_a_long_wait_is_reported_meanwhile(tmp_path: Path) -> None:
     """Rank 1 spends some time in a function that rank 0 does not call."""

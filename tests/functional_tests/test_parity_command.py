@@ -32,6 +32,7 @@ def test_strategies_agree_with_ddp(case: parity.Case, strategies: tuple[str, ...
     assert comparison.failed == 0
 
 
+@pytest.mark.slow
 def test_a_run_with_other_numbers_is_reported_as_different(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parity, "fsdp_arguments", lambda strategy: [*parity.DDP, "--lr", "2.001e-3"])
     comparison = parity.Comparison(corpus, iterations=4, report=lambda line: None)

@@ -10,7 +10,6 @@ import torch
 
 from megatron.fsdp.tools.compare_runs import _distance, compare, launch
 from tests.functional_tests.planted import PLANTED
-from tests.slow import all_but_slow
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tests" / "functional_tests" / "planted.py"
@@ -54,7 +53,8 @@ def ddp(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("planted", all_but_slow([plant.__name__ for plant in PLANTED], "swapped_shard"))
+@pytest.mark.slow
+@pytest.mark.parametrize("planted", [plant.__name__ for plant in PLANTED])
 def test_planted_errors_are_found(planted: str, ddp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FSDP_PLANTED", planted)
     fsdp = tmp_path / "fsdp"

@@ -84,7 +84,10 @@ OTHER = [
 ]
 
 
-@pytest.mark.parametrize(("saver", "loader", "before", "after"), SAME + OTHER)
+@pytest.mark.parametrize(
+    ("saver", "loader", "before", "after"),
+    [OTHER[-1], *(pytest.param(*case, marks=pytest.mark.slow) for case in SAME + OTHER[:-1])],
+)
 def test_torch_checkpoint_resumes_on_other_ranks(
     ranks: RankPool, saver: str, loader: str, before: int, after: int
 ) -> None:

@@ -275,6 +275,7 @@ def test_a_model_without_a_counterpart_raises_an_error(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_several_processes_share_the_work(tmp_path: Path) -> None:
     save("qwen3_moe", tmp_path / "in")
     code = "import sys; from megatron.fsdp.convert.huggingface_commands import COMMANDS as C; C[int(sys.argv.pop(1))]()"
