@@ -81,7 +81,7 @@ def test_an_interrupt_stops_the_training_processes(output: Path) -> None:
             time.sleep(0.5)
         assert len(processes_of(output)) >= 3, "expected the demo, torchrun and at least one rank"
         process.send_signal(signal.SIGINT)
-        printed, _ = process.communicate(timeout=60)
+        printed, _ = process.communicate(timeout=150)
     finally:
         process.kill()
     assert process.returncode == 130
