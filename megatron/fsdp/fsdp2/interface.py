@@ -64,18 +64,6 @@ from megatron.fsdp.state.loading import NO_COPY, NO_PICKLE, reject_conversion
 
 logger = logging.getLogger(__name__)
 
-__all__ = [
-    "CPUOffloadPolicy",
-    "DataParallelMeshDims",
-    "FSDPModule",
-    "MixedPrecisionPolicy",
-    "OffloadPolicy",
-    "UnshardHandle",
-    "fully_shard",
-    "register_fsdp_forward_method",
-    "share_comm_ctx",
-]
-
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:

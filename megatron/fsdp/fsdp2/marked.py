@@ -22,7 +22,7 @@ from megatron.fsdp.comm.streams import communication_stream
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.dtensor.ragged_dtensor import is_sharded
 from megatron.fsdp.optim.hooks import attach_at_first_use, attach_optimizer
-from megatron.fsdp.runtime.builder import UnitSettings, build_engine, make_blueprint, preorder
+from megatron.fsdp.runtime.builder import UnitSettings, build_engine, make_blueprint
 from megatron.fsdp.runtime.other_engines import check_no_other_engine, reject_other_engines
 from megatron.fsdp.runtime.partition import UnitPart, is_wrapped, partition, root_modules
 from megatron.fsdp.runtime.unit import Unit
@@ -139,7 +139,7 @@ class InPlaceModel:
         self.marks = [mark_of(module) for module in modules]
         for mark in self.marks:
             mark.model = weakref.ref(self)
-        for unit, (part, _) in zip(engine.units, preorder(blueprint.root), strict=True):
+        for unit, part in zip(engine.units, blueprint.root.walk(), strict=True):
             mark_of(part.module).unit = weakref.ref(unit)
         # A parameter's sites name the modules that it is registered with, so that main and compute weights can be
         # swapped there. The outermost module owns the engine and must not be held by it, so a stand-in that shares its
@@ -244,11 +244,10 @@ def _ranks(index: FSDPDistributedIndex) -> list[list[int]]:
 
 
 def _check_dtypes(part: UnitPart) -> None:
-    for param in part.params:
-        check_class(param.name, param.compute)
-        mark_of(part.module).policy.resolve(param.compute.dtype, param.name)
-    for child in part.children:
-        _check_dtypes(child)
+    for unit in part.walk():
+        for param in unit.params:
+            check_class(param.name, param.compute)
+            mark_of(unit.module).policy.resolve(param.compute.dtype, param.name)
 
 
 def _with_tensor_parallel(index: FSDPDistributedIndex, tensors: Sequence[torch.Tensor]) -> FSDPDistributedIndex:

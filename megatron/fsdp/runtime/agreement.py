@@ -129,7 +129,6 @@ class Comparison:
 
     def __init__(self, group: dist.ProcessGroup, found: Fingerprint) -> None:
         self._group = group
-        self._found = found
         text = json.dumps(list(found.items()))
         self._hash = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
         self._details = b64encode(zlib.compress(text.encode())).decode()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.fsdp.buffers.parameter_group import ParameterGroup
 from megatron.fsdp.buffers.pool import AllocatorPool, FixedPool, Pool, Slot
@@ -68,6 +69,7 @@ class Blueprint:
         config: Settings.
         index: Mesh and process groups.
         device: Device of the computation.
+        tp_mesh: Tensor-parallel mesh; None if no parameter is divided over one.
         settings_of: Settings of one unit.
         reshards: Weights of units are freed between passes; False if every rank keeps whole compute weights.
         channel: Records the model's collectives.
@@ -79,6 +81,7 @@ class Blueprint:
     config: FSDPConfig
     index: FSDPDistributedIndex
     device: torch.device
+    tp_mesh: DeviceMesh | None
     settings_of: Callable[[UnitPart], UnitSettings]
     reshards: bool
     channel: Channel
@@ -114,7 +117,7 @@ def make_blueprint(
     index = index or default_index(device)
     channel = watch(index.dense.dp_group, device)
     with propagate_errors(index):
-        root = _check_and_divide(module, config, index, unit_modules, device)
+        root, tp_mesh = _check_and_divide(module, config, index, unit_modules, device)
     reshards = unit_modules is not None or bool(root.children)
 
     def settings_to_compare(part: UnitPart) -> str:
@@ -126,9 +129,8 @@ def make_blueprint(
 
     agreement = Agreement(index, *fingerprint(root, config, index, settings_to_compare))
     common = UnitSettings(config.mixed_precision_policy, config.shard_granularity)
-    return Blueprint(
-        module, root, config, index, device, settings_of or (lambda part: common), reshards, channel, agreement
-    )
+    settings_of = settings_of or (lambda part: common)
+    return Blueprint(module, root, config, index, device, tp_mesh, settings_of, reshards, channel, agreement)
 
 
 def _check_and_divide(
@@ -137,16 +139,17 @@ def _check_and_divide(
     index: FSDPDistributedIndex,
     unit_modules: UnitClasses | None,
     device: torch.device,
-) -> UnitPart:
+) -> tuple[UnitPart, DeviceMesh | None]:
+    """Return the model's units, and its tensor-parallel mesh if it has one."""
     check_devices(module, device, config.init_model_with_meta_device)
     if config.init_model_with_meta_device:
         check_can_materialize(module)
     check_dtypes(module, config.mixed_precision_policy)
     classes = resolve_unit_classes(module, unit_modules)
-    tensor_parallel_mesh(module, index)
+    tp_mesh = tensor_parallel_mesh(module, index)
     if config.average_in_collective and not backend_of(index.dense.inner, device).can_average:
         raise ValueError("average_in_collective: gloo can sum only. Leave it off; the result is the same.")
-    return partition(module, classes, config.enable_fine_grained_param_gather)
+    return partition(module, classes, config.enable_fine_grained_param_gather), tp_mesh
 
 
 def build_engine(blueprint: Blueprint) -> Engine:
@@ -167,11 +170,11 @@ def build_engine(blueprint: Blueprint) -> Engine:
     units = _build_units(blueprint, context, pool, modules_without_parameters)
     resources = Resources(context, pool, nccl_memory, blueprint.agreement)
     unit_of: weakref.WeakKeyDictionary[nn.Module, Unit] = weakref.WeakKeyDictionary()
-    for unit, (part, _) in zip(units, preorder(blueprint.root), strict=True):
-        # preorder() yields inner units later, so each module ends up with the innermost unit around it.
+    for unit, part in zip(units, blueprint.root.walk(), strict=True):
+        # walk() yields inner units later, so each module ends up with the innermost unit around it.
         unit_of.update((each, unit) for each in part.module.modules())
     engine = Engine(units, config, blueprint.index, resources, unit_of)
-    for unit, (part, _) in zip(units, preorder(blueprint.root), strict=True):
+    for unit, part in zip(units, blueprint.root.walk(), strict=True):
         unit.channel = blueprint.channel  # records the unit's collectives for reports about ranks that hang
         unit.install_hooks(root_modules(part.module) if unit.is_root else [part.module], engine.schedule)
         for group in unit.groups:
@@ -198,19 +201,12 @@ def _fixed_pool(
     return (FixedPool(config.max_unsharded_units) if config.fsdp_double_buffer else None), None
 
 
-def preorder(part: UnitPart, depth: int = 0) -> Iterator[tuple[UnitPart, int]]:
-    """A unit before the units inside it, each with the number of units around it: the order of ``Engine.units``."""
-    yield part, depth
-    for child in part.children:
-        yield from preorder(child, depth + 1)
-
-
 def creation_order(part: UnitPart, follow_recording: bool) -> list[UnitPart]:
     """Return units in the order in which their parameters are initialized.
 
-    It is that of :func:`preorder`, except where the model was built in another order. Random numbers must be drawn in
-    the order in which the model was built: if a unit's direct parameters were created after those of the units inside
-    it, the unit comes after them.
+    It is that of :meth:`UnitPart.walk`, except where the model was built in another order. Random numbers must be drawn
+    in the order in which the model was built: if a unit's direct parameters were created after those of the units
+    inside it, the unit comes after them.
 
     Args:
         part: The root of the units to order.
@@ -225,10 +221,12 @@ def _build_units(
     blueprint: Blueprint, context: CommContext, fixed: FixedPool | None, modules_without_parameters: list[nn.Module]
 ) -> list[Unit]:
     config, index = blueprint.config, blueprint.index
-    tp_mesh = tensor_parallel_mesh(blueprint.module, index)
-    parts = list(preorder(blueprint.root))
-    pools = [_pool_of_unit(fixed, number, depth, config) for number, (_, depth) in enumerate(parts)]
-    places = {id(part): place for place, (part, _) in enumerate(parts)}
+    parts = list(blueprint.root.walk())
+    places = {id(part): place for place, part in enumerate(parts)}
+    depths = {id(blueprint.root): 0}
+    for part in parts:
+        depths |= {id(child): depths[id(part)] + 1 for child in part.children}
+    pools = [_pool_of_unit(fixed, place, depths[id(part)], config) for place, part in enumerate(parts)]
     units: dict[int, Unit] = {}
     for part in creation_order(blueprint.root, config.init_model_with_meta_device):
         place, settings = places[id(part)], blueprint.settings_of(part)
@@ -237,7 +235,7 @@ def _build_units(
         )
         own = own if blueprint.reshards else own.with_whole_weights()
         pool, slot = pools[place]
-        groups = [ParameterGroup(params, own, index, context, pool, tp_mesh) for params in part.groups]
+        groups = [ParameterGroup(params, own, index, context, pool, blueprint.tp_mesh) for params in part.groups]
         empty = [group for group in groups if not group.initialized]
         if empty or (place == 0 and modules_without_parameters):
             params = [param for group in empty for param in group.params]
@@ -249,7 +247,7 @@ def _build_units(
         unit.keeps_weights = settings.keeps_weights
         if settings.divisor is not None:
             unit.rescale_gradients(index.size / settings.divisor)
-    for part, _ in parts:
+    for part in parts:
         units[places[id(part)]].children += [units[places[id(child)]] for child in part.children]
     return [units[place] for place in range(len(parts))]
 

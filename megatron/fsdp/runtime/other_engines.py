@@ -11,7 +11,7 @@ from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.nn.modules.module import register_module_module_registration_hook
 
 _UNWRAP = "Give fully_shard the model that it wraps (its .module)."
-_COMPOSED = "Leave out torch's {0}; megatron.fsdp.fsdp2.interface.fully_shard takes the same arguments."
+_COMPOSED = "Leave out torch's {0}; megatron.fsdp.fsdp2.fully_shard takes the same arguments."
 # Wrapper classes by module and name, because importing them takes time, and the remedy for each.
 _WRAPPERS = {
     ("torch.nn.parallel.distributed", "DistributedDataParallel"): _UNWRAP,
@@ -61,7 +61,7 @@ class _GuardedRegistry(dict[str, Any]):
         if name == "fully_shard":
             raise ValueError(
                 "torch's fully_shard was called on a model that Megatron-FSDP has sharded. Leave it out. Units are set "
-                "by fsdp_unit_modules, or by megatron.fsdp.fsdp2.interface.fully_shard."
+                "by fsdp_unit_modules, or by megatron.fsdp.fsdp2.fully_shard."
             )
         return super().__contains__(name)
 
