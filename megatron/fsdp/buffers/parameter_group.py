@@ -233,22 +233,34 @@ class ParameterGroup:
         param.fused.append(buffer)
         return buffer
 
-    def attach_gradients(self, used: list[bool], zero_unused: bool) -> list[ShardedParameter]:
-        """Add reduced gradients to the main weights' ``.grad``, and return the parameters that got one.
+    def take_gradients(self) -> torch.Tensor | None:
+        """Remove and return the reduced gradients, flat like the main weights; None if there are none.
 
-        Args:
-            used: For each parameter, whether any rank had a gradient for it.
-            zero_unused: Give the other parameters zeros instead of nothing, unless they are frozen.
+        A copy to the host has only been started.
         """
         self.used = [False] * len(self.params)
         self._recover_lent()
         self.pending = False
+        return self.gradients.take(self._grad_dtype)
+
+    @property
+    def _grad_dtype(self) -> torch.dtype:
         # torch requires that ``.grad`` has the weight's dtype. A decoupled gradient may have another.
         decoupled = self._config.grad_attribute != "grad"
-        dtype = self.dtypes.main_grads if decoupled else self.dtypes.main_params
-        reduced = self.gradients.take(dtype)
+        return self.dtypes.main_grads if decoupled else self.dtypes.main_params
+
+    def attach_gradients(
+        self, reduced: torch.Tensor | None, used: list[bool], zero_unused: bool
+    ) -> list[ShardedParameter]:
+        """Add reduced gradients to the main weights' ``.grad``, and return the parameters that got one.
+
+        Args:
+            reduced: The result of :meth:`take_gradients`.
+            used: For each parameter, whether any rank had a gradient for it.
+            zero_unused: Give the other parameters zeros instead of nothing, unless they are frozen.
+        """
         if reduced is None and zero_unused:
-            reduced = torch.zeros_like(self.weights.main, dtype=dtype)
+            reduced = torch.zeros_like(self.weights.main, dtype=self._grad_dtype)
         if reduced is None:
             return []
         self._lent = reduced if self._pool.recycles else None

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.fsdp.buffers.parameter_group import ParameterGroup
 from megatron.fsdp.buffers.pool import AllocatorPool, FixedPool, Pool, Slot
-from megatron.fsdp.comm.backends import HOST, backend_of, default_device
+from megatron.fsdp.comm.backends import HOST, backend_of, default_device, local_device
 from megatron.fsdp.comm.context import CommContext
 from megatron.fsdp.comm.journal import Channel, watch
 from megatron.fsdp.comm.process_groups import require_process_group
@@ -112,7 +112,7 @@ def make_blueprint(
     """
     require_process_group()
     torch_patches.apply()
-    device = torch.device(device) if device is not None else default_device(module)
+    device = local_device(device) if device is not None else default_device(module)
     check_not_wrapped(module)
     index = index or default_index(device)
     channel = watch(index.dense.dp_group, device)

@@ -155,10 +155,7 @@ class Engine:
 
     def on_any_rank(self, flags: list[bool]) -> list[bool]:
         """For each flag, whether any rank has set it. A collective: all ranks pass the same number of flags."""
-        result, handle = self.context.any_rank(flags)
-        with report_on_failure():
-            handle.wait()
-        return [bool(flag) for flag in result.tolist()]
+        return self.context.any_rank(flags).read()
 
     def average_buffers(self, module: nn.Module) -> None:
         """Replace floating-point buffers of ``module`` by their mean over the data-parallel ranks. A collective."""
@@ -319,10 +316,13 @@ class Engine:
     def _attach_gradients(self) -> list[ShardedParameter]:
         groups = [group for group in self.groups if group.requires_grad or group.pending]
         used = iter(self._used_anywhere(groups))
+        taken = [group.take_gradients() for group in groups]
+        # With offload the host reads the gradients from here on. All copies were started before it waits for them.
+        self.context.finish_offload()
         arrived = []
-        for group in groups:
+        for group, reduced in zip(groups, taken, strict=True):
             flags = [next(used) for _ in group.params]
-            arrived += group.attach_gradients(flags, self.config.zero_unused_gradients)
+            arrived += group.attach_gradients(reduced, flags, self.config.zero_unused_gradients)
         return arrived
 
     def _used_anywhere(self, groups: list[ParameterGroup]) -> list[bool]:
@@ -331,14 +331,12 @@ class Engine:
         trained = [param.trained for group in groups for param in group.params]
         if self.config.zero_unused_gradients or not used_here:
             return used_here
-        flags, handle = self.context.any_rank(used_here)
+        used_anywhere = self.context.any_rank(used_here)
         # Reading the flags makes the host wait for the device. If this rank has used every parameter, the result is
         # clear without reading it.
         if all(used for used, needed in zip(used_here, trained, strict=True) if needed):
             return used_here
-        with report_on_failure():
-            handle.wait()
-        return [bool(flag) for flag in flags.tolist()]
+        return used_anywhere.read()
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
         """Multiply the gradients in ``.grad`` in place by a number, or by a tensor with one element."""
