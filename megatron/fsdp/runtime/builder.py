@@ -115,7 +115,7 @@ def make_blueprint(
     device = local_device(device) if device is not None else default_device(module)
     check_not_wrapped(module)
     index = index or default_index(device)
-    channel = watch(index.dense.dp_group, device)
+    channel = watch(index.dense.dp_group, device, watches=not config.cuda_graph_mode)
     with propagate_errors(index):
         root, tp_mesh = _check_and_divide(module, config, index, unit_modules, device)
     reshards = unit_modules is not None or bool(root.children)
