@@ -7,8 +7,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from megatron.fsdp.comm import backends, streams
@@ -241,16 +242,22 @@ def simulated_device(kernel_time: float = 1.0) -> Iterator[SimulatedDevice]:
         kernel_time: Time of a kernel on the device; a launch takes the host 1.
     """
     device = SimulatedDevice(kernel_time)
-    resize = torch.UntypedStorage.resize_
+    resize, wait = torch.UntypedStorage.resize_, dist.Work.wait
 
     def resize_(storage: torch.UntypedStorage, nbytes: int) -> None:
         resize(storage, nbytes)
         device.memory.resized(storage)
 
+    def wait_for(work: dist.Work, *args: Any) -> bool:
+        # gloo copies some results here. On CUDA this is part of the collective.
+        with _disable_current_modes():
+            return wait(work, *args)
+
     with contextlib.ExitStack() as stack:
         for name, value in _tensor_methods(device).items():
             stack.enter_context(patch.object(torch.Tensor, name, value))
         stack.enter_context(patch.object(torch.UntypedStorage, "resize_", resize_))
+        stack.enter_context(patch.object(dist.Work, "wait", wait_for))
         for name in ("tensor", "as_tensor"):
             stack.enter_context(patch.object(torch, name, _factory(device, getattr(torch, name))))
         for name, value in _names_of_cuda(device).items():
