@@ -207,7 +207,7 @@ def _values(strategy: str, settings: dict[str, Any]) -> None:
     results = []
     for simulate in (False, True):
         torch.manual_seed(3)
-        model, data = TinyModel(), batches(3, 2)[:, dist.get_rank() :]
+        model, data = TinyModel(), batches(3, 4)[:, dist.get_rank() :: 2]
         with simulated_device(2.0) if simulate else contextlib.nullcontext() as sim:
             arguments = {"fsdp_unit_modules": [Block], "zero_dp_strategy": strategy, **settings}
             if simulate:
