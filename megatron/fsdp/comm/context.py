@@ -75,6 +75,10 @@ class CommContext:
         for stream in dict.fromkeys([self.stream, self.unshard_stream]):
             stream.run(lambda: None).wait()
 
+    def join_unshards(self) -> None:
+        """Make compute wait for all unshards that were issued, used or not."""
+        self.unshard_stream.run(lambda: None).wait()
+
     def any_rank(self, flags: list[bool]) -> "SetFlags":
         """Start to find out which flags are set on any data-parallel rank.
 

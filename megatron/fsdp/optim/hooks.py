@@ -259,12 +259,14 @@ class _FinishGradients:
 
     def __init__(self, engine: Engine, needs_gradient: bool, arguments: _StepArguments) -> None:
         self._finish = weak_method(engine.finish_pending_gradients)
+        self._wait = weak_method(engine.wait_before_write)
         self._needs_gradient = needs_gradient
         self._arguments = arguments
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         if self._arguments.sync:
             self._finish()
+        self._wait()
         # With a closure, gradients are computed later, in the step.
         if not self._needs_gradient or closure_of(args, kwargs) is not None:
             return

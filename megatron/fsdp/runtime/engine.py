@@ -16,6 +16,7 @@ from megatron.fsdp.buffers.parameter import ShardedParameter
 from megatron.fsdp.buffers.parameter_group import ParameterGroup
 from megatron.fsdp.buffers.pool import FixedPool
 from megatron.fsdp.buffers.weights import WeightBuffer
+from megatron.fsdp.comm.backends import runs_ahead
 from megatron.fsdp.comm.collectives import all_reduce, broadcast
 from megatron.fsdp.comm.context import CommContext
 from megatron.fsdp.comm.journal import report_on_failure
@@ -106,6 +107,9 @@ class Engine:
         )
         self.schedule.refresh_weights = config.cuda_graph_mode
         self._update_reduce_now()
+        if runs_ahead(self.device):
+            # When the engine is deleted, tasks may still use memory that compute has allocated. Compute would reuse it.
+            weakref.finalize(self, resources.context.join).atexit = False
 
     # Structure -------------------------------------------------------------------------------------------------
 
@@ -233,6 +237,7 @@ class Engine:
     def reshard(self) -> None:
         """Reshard all units and wait for all-gathers in flight; main weights are then the model's parameters."""
         self.schedule.reset()
+        self.wait_before_write()
 
     def unshard_persistent(self) -> None:
         """Unshard, and wait for, all weights that every rank keeps whole."""
@@ -263,12 +268,21 @@ class Engine:
         for group in self.groups:
             group.weights.finish_unshard()
 
+    def wait_before_write(self) -> None:
+        """Make what writes main weights next, compute or with offload the host, wait for unshards that read them.
+
+        Compute has not waited for unshards of weights that it did not use.
+        """
+        self.context.join_unshards()
+        self.context.finish_offload()
+
     def broadcast_weights(self) -> None:
         """Make ranks agree on weights that they may have initialized differently. A collective.
 
         A shard has one owner and needs no broadcast. Weights that are replicated over an axis become those of the
         axis's first rank.
         """
+        self.wait_before_write()
         for group in self.groups:
             for axis, placements in zip(group.axes.groups, group.sharding.axes, strict=False):
                 if not placements.shards_optimizer:
@@ -299,6 +313,8 @@ class Engine:
             with report_on_failure():
                 self.schedule.reset()
                 self.wait_for_reductions()
+                # Not every optimizer calls wait_before_write: Megatron-Core's updates main weights after this.
+                self.context.join_unshards()
             # All buffers of a step exist now; registering is a collective, and its order is the same on all ranks.
             if self.resources.nccl_memory is not None and self.pool is not None:
                 self.resources.nccl_memory.register(self.pool.allocations)
@@ -352,7 +368,7 @@ class Engine:
         grads = [getattr(param.main, self.config.grad_attribute, None) for param in self.params()]
         shards = [local_shard(grad) for grad in grads if grad is not None]
         if isinstance(scaling_factor, torch.Tensor):
-            scaling_factor = scaling_factor.reshape(())
+            scaling_factor = scaling_factor.reshape(()).to(self.context.main_device)
         torch._foreach_mul_(shards, scaling_factor)
 
     def clear_gradients(self) -> None:

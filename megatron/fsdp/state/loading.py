@@ -131,6 +131,7 @@ def load(engine: Engine, module: nn.Module, prefix: str, state_dict: Mapping[str
     for key in keys:
         if isinstance(wanted[key], ShardedParameter):
             check_shape(wanted[key], state_dict[key], key)
+    engine.wait_before_write()
     for key in keys:
         target = wanted[key]
         if isinstance(target, ShardedParameter):
