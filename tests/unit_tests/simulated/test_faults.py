@@ -1,0 +1,428 @@
+"""Mistakes planted in the engine, one per test: the simulated device must find each, and name its place.
+
+Every run is made twice, without the mistake and with it. Only the second may be reported.
+"""
+
+import contextlib
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron.fsdp.buffers import reduction
+from megatron.fsdp.buffers.gradients import GradientBuffer, InFlight
+from megatron.fsdp.buffers.reduction import Reduction
+from megatron.fsdp.buffers.weights import WeightBuffer
+from megatron.fsdp.comm.context import CommContext
+from megatron.fsdp.comm.streams import CudaStream, Handle, Task, communication_stream
+from megatron.fsdp.runtime.engine import Engine
+from megatron.fsdp.runtime.unit import Unit, WeightState
+from megatron_fsdp import fully_shard
+from tests.models import FP32_GRADS, Block, TinyModel, batches, loss_of
+from tests.ranks import DEVICE as REAL_DEVICE
+from tests.ranks import RankPool
+from tests.simulated.device import DEVICE, SimulatedDevice, simulated_device
+from tests.simulated.ranks import fake_ranks
+from tests.simulated.streams import HostWait, Stream
+
+pytestmark = [
+    pytest.mark.every_strategy,
+    pytest.mark.skipif(REAL_DEVICE == "cuda", reason="computes on CPU tensors"),
+]
+Plant = Callable[[pytest.MonkeyPatch], None]
+BF16: dict[str, Any] = {"dtype": torch.bfloat16, "mixed_precision_policy": FP32_GRADS}
+DOUBLE_BUFFER: dict[str, Any] = {"fsdp_double_buffer": True}
+OFFLOAD: dict[str, Any] = {"offload_optimizer": True, **BF16}
+
+
+def _sharded(
+    dtype: torch.dtype = torch.float32, kind: type[TinyModel] = TinyModel, frozen: bool = False, **settings: Any
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = kind(depth=4).to(DEVICE, dtype)
+    model.blocks.requires_grad_(not frozen)
+    settings = {"fsdp_unit_modules": [Block], "device": DEVICE, **settings}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return fully_shard(model, torch.optim.AdamW(trained, foreach=True), **settings)
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: torch.Tensor) -> None:
+    for number, tokens in enumerate(micro_batches):
+        last = number + 1 == len(micro_batches)
+        with contextlib.nullcontext() if last else model.no_sync():
+            loss_of(model, tokens).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _train(sim: SimulatedDevice, settings: dict[str, Any]) -> None:
+    """Three steps of two micro-batches."""
+    model, optimizer = _sharded(**settings)
+    for micro_batches in batches(3, 2).to(DEVICE):
+        _step(model, optimizer, micro_batches)
+
+
+@contextlib.contextmanager
+def _simulation(plant: Plant | None, kernel_time: float = 5.0) -> Iterator[SimulatedDevice]:
+    with fake_ranks(4), simulated_device(kernel_time) as sim, pytest.MonkeyPatch.context() as patch:
+        if plant is not None:
+            plant(patch)
+        yield sim
+
+
+def _replace(owner: Any, name: str, version: Callable[..., Any]) -> Plant:
+    """Replace a method by a function that gets the method as its first argument."""
+    original = getattr(owner, name)
+
+    def method(*args: Any, **kwargs: Any) -> Any:
+        return version(original, *args, **kwargs)
+
+    return lambda patch: patch.setattr(owner, name, method)
+
+
+# Mistakes that races show ------------------------------------------------------------------------------------------
+
+
+class _Ended(Handle):
+    """A handle whose wait has been left out."""
+
+    def wait(self) -> None:
+        pass
+
+    @property
+    def ended(self) -> bool:
+        return True
+
+
+def _no_wait_for_unshard(wait: Callable[..., None], weights: WeightBuffer) -> None:
+    weights.handle = weights.handle and _Ended()
+    wait(weights)
+
+
+def _no_wait_for_reduction(wait: Callable[..., None], in_flight: InFlight) -> None:
+    in_flight.handles = [_Ended() for _ in in_flight.handles]
+    wait(in_flight)
+
+
+def _wait_for_oldest_only(wait: Callable[..., None], in_flight: InFlight) -> None:
+    del in_flight.handles[1:]
+    wait(in_flight)
+
+
+def _event_before_kernels(run: Callable[..., Handle], stream: CudaStream, task: Task) -> Handle:
+    handle = run(stream, lambda: None)
+    run(stream, task)
+    return handle
+
+
+def _task_does_not_wait(run: Callable[..., Handle], stream: CudaStream, task: Task) -> Handle:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Stream, "wait_stream", lambda *unused: None)
+        return run(stream, task)
+
+
+def _placed_given_back_by_task(
+    over_inner: Callable[..., torch.Tensor], self: Reduction, placed: torch.Tensor, total: torch.Tensor | None
+) -> torch.Tensor:
+    total = over_inner(self, placed, total)
+    if reduction.memory_of(total) != reduction.memory_of(placed):
+        self.pool.give_back(placed)
+    return total
+
+
+def _weights_allocated_in_reduce_stream(unshard: Callable[..., Handle | None], weights: WeightBuffer) -> Handle | None:
+    communication_stream(DEVICE, dist.group.WORLD).run(weights.compute.allocate)
+    return unshard(weights)
+
+
+def _slot_taken_from_unit_in_use(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Unit, "slot_is_taken", False)
+    patch.setattr(Unit, "yield_slot", lambda *unused: None)
+
+
+def _resharded_before_backward(use: Callable[..., None], unit: Unit, state: WeightState) -> None:
+    use(unit, state)
+    if state is WeightState.BACKWARD and not unit.is_root:
+        unit.reshard()
+
+
+def _waits_for_unshard_stream(reduce: Callable[..., Handle], self: GradientBuffer, grads: list, last: bool) -> Handle:
+    reduce(self, grads, last)
+    self.in_flight.handles[-1] = self.reduction.context.unshard_stream.run(lambda: None)
+    return self.in_flight.handles[-1]
+
+
+def _unshards_before_update(invalidate: Callable[..., None], engine: Engine) -> None:
+    invalidate(engine)
+    engine.prefetch_first()
+
+
+def _left_out(function: Callable[..., Any], *unused: Any) -> None:
+    """Nothing happens."""
+
+
+class _OutOfOrder(TinyModel):
+    """Units that share a slot of the double buffer follow each other."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for number in (0, 2, 1, 3):
+            x = self.blocks[number](x)
+        return self.head(self.norm(x))
+
+
+class Fault(NamedTuple):
+    """A mistake, the settings with which it matters, and parts of what must be reported of one race."""
+
+    plant: Plant
+    settings: dict[str, Any]
+    report: tuple[str, ...]
+
+
+ZERO_1, ZERO_2, ZERO_3 = ({"zero_dp_strategy": name} for name in ("optim", "optim_grads", "optim_grads_params"))
+GATHER, SCATTER = ("allgather_base_ writes", "weights.py", " _unshard"), ("reduce_scatter", "reduction.py", " _reduce")
+FAULTS: dict[str, Fault] = {
+    "unshard is not waited for": Fault(
+        _replace(WeightBuffer, "wait", _no_wait_for_unshard), ZERO_3, (*GATHER, "layer_norm reads on stream 0")
+    ),
+    "resident weights are not waited for": Fault(
+        _replace(WeightBuffer, "wait", _no_wait_for_unshard), ZERO_1, (*GATHER, "layer_norm reads on stream 0")
+    ),
+    "reduction is not waited for": Fault(
+        _replace(InFlight, "wait", _no_wait_for_reduction), ZERO_3, (*SCATTER, "writes on stream 0")
+    ),
+    "only the oldest reduction is waited for": Fault(
+        _replace(InFlight, "wait", _wait_for_oldest_only),
+        {**ZERO_2, "max_reducing_units": 10},
+        ("add_ writes on stream 1", "reduction.py", " _reduce", "reads on stream 0", " _step"),
+    ),
+    "gradients are taken without a wait": Fault(
+        _replace(GradientBuffer, "wait", _left_out), ZERO_2, ("add_ writes on stream 1", " over_inner", " _step")
+    ),
+    "event is recorded before the kernels": Fault(
+        _replace(CudaStream, "run", _event_before_kernels), ZERO_3, (*GATHER, "reads on stream 0")
+    ),
+    "buffer is dropped while it is reduced": Fault(
+        _replace(InFlight, "hold", _left_out), ZERO_3, (*SCATTER, "addmm writes on stream 0")
+    ),
+    "buffer goes back to the pool while it is reduced": Fault(
+        _replace(Reduction, "over_inner", _placed_given_back_by_task),
+        {**ZERO_3, **DOUBLE_BUFFER, "max_reducing_units": 3},
+        (*SCATTER, "_foreach_copy_ writes on stream 0", " place"),
+    ),
+    "weights have memory of the reduce stream": Fault(
+        _replace(WeightBuffer, "unshard", _weights_allocated_in_reduce_stream),
+        ZERO_3,
+        (*GATHER, "on stream 1", "context.py", " any_rank"),
+    ),
+    "stale main weights are gathered": Fault(
+        _replace(CudaStream, "run", _task_does_not_wait),
+        {**ZERO_3, **BF16},
+        ("aten::copy_ reads on stream 2", " _cast_into", "writes on stream 0", " _step"),
+    ),
+    "slot is gathered into while it is read": Fault(
+        _replace(CudaStream, "run", _task_does_not_wait),
+        {**ZERO_3, **DOUBLE_BUFFER},
+        (*GATHER, "addmm reads on stream 0"),
+    ),
+    "slot of a unit in use is taken": Fault(
+        _slot_taken_from_unit_in_use,
+        {**ZERO_3, **DOUBLE_BUFFER, "kind": _OutOfOrder},
+        (*GATHER, "addmm reads on stream 0", " _prefetch"),
+    ),
+    "resharded before the backward's kernels": Fault(
+        _replace(Unit, "use", _resharded_before_backward),
+        {**ZERO_3, **DOUBLE_BUFFER, "frozen": True},
+        (*GATHER, "reads on stream 0", " before_backward"),
+    ),
+    "another stream is waited for": Fault(
+        _replace(GradientBuffer, "reduce", _waits_for_unshard_stream), ZERO_3, (*SCATTER, "writes on stream 0")
+    ),
+    "host reads gradients too early": Fault(
+        _replace(CommContext, "finish_offload", _left_out),
+        {**ZERO_3, **OFFLOAD},
+        ("aten::copy_ writes on stream 0", "gradients.py", " take", "reads on the host"),
+    ),
+    "main weights are updated while they are unsharded": Fault(
+        _replace(Engine, "invalidate_weights", _unshards_before_update),
+        {**ZERO_3, **OFFLOAD},
+        ("aten::copy_ reads on stream 2", " _cast_into", "writes on the host", "hooks.py"),
+    ),
+}
+
+
+def _find(what: str) -> None:
+    fault = FAULTS[what]
+    with _simulation(None) as sim:
+        _train(sim, fault.settings)
+        assert sim.races == []
+    with _simulation(fault.plant) as sim:
+        _train(sim, fault.settings)
+        reports = [str(race) for race in sim.races]
+        assert any(all(part in report for part in fault.report) for report in reports), "\n".join(reports[:3])
+        if what == "unshard is not waited for":
+            # Seen through a parameter that is a view of the flat buffer: blocks start at multiples of 512 bytes.
+            assert any(race.memory.start % 512 for race in sim.races)
+
+
+@pytest.mark.parametrize("what", FAULTS)
+def test_races_are_found(ranks: RankPool, what: str) -> None:
+    ranks.run(1, _find, what)
+
+
+# Mistakes that something else shows, or that need something special ------------------------------------------------
+
+
+def _copies_from_pageable_memory(any_rank: Callable[..., Any], context: CommContext, flags: list[bool]) -> Any:
+    torch.tensor(flags, dtype=torch.uint8, device=context.device)
+    return any_rank(context, flags)
+
+
+def _blocking_copy() -> None:
+    plant = _replace(CommContext, "any_rank", _copies_from_pageable_memory)
+    for planted in (None, plant):
+        with _simulation(planted) as sim:
+            model, optimizer = _sharded()
+            data = batches(1, 1).to(DEVICE)
+            with sim.no_host_wait():
+                if planted is None:
+                    _step(model, optimizer, data[0])
+                    continue
+                with pytest.raises(HostWait, match="makes the host wait") as raised:
+                    _step(model, optimizer, data[0])
+            assert "_used_anywhere" in [frame.name for frame in traceback.extract_tb(raised.value.__traceback__)]
+
+
+def test_a_blocking_copy_in_a_step_is_found(ranks: RankPool) -> None:
+    ranks.run(1, _blocking_copy)
+
+
+def _records_instead_of_holding(hold: Callable[..., None], in_flight: InFlight, buffer: torch.Tensor) -> None:
+    buffer.record_stream(torch.cuda.current_stream())
+
+
+MEMORY_FAULTS: dict[str, Plant] = {
+    "record_stream instead of holding": _replace(InFlight, "hold", _records_instead_of_holding),
+    "reductions in flight without a limit": _replace(Unit, "wait_for_gradients", _left_out),
+}
+
+
+def _peak(plant: Plant | None) -> int:
+    """Peak memory in bytes with a device that is ten times slower than the host."""
+    with _simulation(plant, kernel_time=10.0) as sim:
+        _train(sim, ZERO_3)
+        assert sim.races == []
+        return sim.peak_bytes
+
+
+def _use_more_memory(what: str) -> None:
+    assert _peak(MEMORY_FAULTS[what]) > 1.2 * _peak(None)
+
+
+@pytest.mark.parametrize("what", MEMORY_FAULTS)
+def test_memory_that_piles_up_is_found(ranks: RankPool, what: str) -> None:
+    ranks.run(1, _use_more_memory, what)
+
+
+def _raises_without_wait(run: Callable[..., Handle], stream: CudaStream, task: Task) -> Handle:
+    errors: list[BaseException] = []
+
+    def guarded() -> None:
+        try:
+            task()
+        except BaseException as error:  # noqa: BLE001 - raised below
+            errors.append(error)
+
+    handle = run(stream, guarded)
+    if errors:
+        raise errors.pop()
+    return handle
+
+
+def _fails_once(reduce_scatter: Callable[..., None]) -> Callable[..., None]:
+    calls: list[None] = []
+
+    def launch(*args: Any) -> None:
+        reduce_scatter(*args)
+        calls.append(None)
+        if len(calls) == 3:
+            raise MemoryError
+
+    return launch
+
+
+def _fail_in_task() -> None:
+    for planted in (None, _replace(CudaStream, "run", _raises_without_wait)):
+        with _simulation(planted) as sim, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(reduction, "reduce_scatter", _fails_once(reduction.reduce_scatter))
+            model, optimizer = _sharded()
+            data = batches(2, 1).to(DEVICE)
+            with pytest.raises(MemoryError):
+                _step(model, optimizer, data[0])
+            _step(model, optimizer, data[1])
+            reports = [str(race) for race in sim.races]
+            if planted is None:
+                assert reports == []
+            else:
+                assert any("reduce_scatter" in r and " _reduce" in r and "on stream 0" in r for r in reports), reports
+
+
+def test_memory_freed_by_an_exception_in_a_task_is_found(ranks: RankPool) -> None:
+    ranks.run(1, _fail_in_task)
+
+
+def _on_current_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A version of a function that asks for the current stream without naming its device."""
+    of_device = torch.cuda.current_stream
+
+    def call(*args: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.cuda, "current_stream", lambda *unused: of_device())
+            return function(*args)
+
+    return call
+
+
+def _beside(here: Callable[..., Any], elsewhere: Any) -> Callable[..., Any]:
+    """``torch.cuda.current_stream`` while another device than the model's is the current one."""
+    return lambda at=None: here() if at == DEVICE else elsewhere
+
+
+def _waits_on_current_device(run: Callable[..., Handle], stream: CudaStream, task: Task) -> Handle:
+    handle = run(stream, task)
+    handle.wait = _on_current_device(handle.wait)  # type: ignore[method-assign]
+    return handle
+
+
+def _train_beside_current_device() -> None:
+    for planted in (None, _replace(CudaStream, "run", _waits_on_current_device)):
+        with _simulation(planted) as sim, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.cuda, "current_stream", _beside(torch.cuda.current_stream, torch.cuda.Stream()))
+            _train(sim, ZERO_3)
+            found = [race for race in sim.races if "_unshard" in str(race) and "reads on stream 0" in str(race)]
+            assert bool(found) == (planted is not None) and bool(sim.races) == bool(found)
+
+
+def test_the_current_stream_of_another_device_is_found(ranks: RankPool) -> None:
+    ranks.run(1, _train_beside_current_device)
+
+
+def _load_after_step() -> None:
+    for planted in (None, _replace(Engine, "wait_before_write", _left_out)):
+        with _simulation(planted) as sim:
+            model, optimizer = _sharded(**ZERO_3, **OFFLOAD)
+            state = {name: value.clone() for name, value in model.state_dict().items()}
+            _step(model, optimizer, batches(1, 1).to(DEVICE)[0])
+            model.load_state_dict(state)
+            reports = [str(race) for race in sim.races]
+            if planted is None:
+                assert reports == []
+            else:
+                assert any("_cast_into" in r and "writes on the host" in r and "copy_shard" in r for r in reports)
+
+
+def test_main_weights_loaded_over_a_copy_in_flight_are_found(ranks: RankPool) -> None:
+    ranks.run(1, _load_after_step)

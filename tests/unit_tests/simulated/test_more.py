@@ -1,0 +1,310 @@
+"""What scripts do between and around steps, on the simulated device: no unordered accesses to memory."""
+
+import gc
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.fsdp.state.consistency import inconsistent_weights
+from megatron.fsdp.state.export import save_safetensors
+from megatron_fsdp import fully_shard, fully_shard_model, fully_shard_optimizer, register_forward_method
+from tests.models import FP32_GRADS, Block, TinyModel, batches, loss_of
+from tests.ranks import DEVICE as REAL_DEVICE
+from tests.ranks import RankPool
+from tests.simulated.device import DEVICE, simulated_device
+from tests.simulated.ranks import fake_ranks
+
+pytestmark = [
+    pytest.mark.every_strategy,
+    pytest.mark.skipif(REAL_DEVICE == "cuda", reason="computes on CPU tensors"),
+]
+Optimizer = torch.optim.Optimizer
+BF16: dict[str, Any] = {"dtype": torch.bfloat16, "mixed_precision_policy": FP32_GRADS}
+ZERO_1, ZERO_3 = {"zero_dp_strategy": "optim"}, {"zero_dp_strategy": "optim_grads_params"}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "ZeRO-3": ZERO_3,
+    "ZeRO-1": ZERO_1,
+    "offload": {**ZERO_3, **BF16, "offload_optimizer": True},
+    "double buffer, bf16": {**ZERO_3, **BF16, "fsdp_double_buffer": True},
+}
+
+
+class Model(TinyModel):
+    """Skips blocks if asked to, has a method besides forward, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(depth=4)
+        self.skipped: tuple[int, ...] = ()
+        self.register_buffer("mean", torch.zeros(13))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        with torch.no_grad():
+            self.mean.lerp_(x.mean((0, 1)), 0.1)
+        for number, block in enumerate(self.blocks):
+            x = x if number in self.skipped else block(x)
+        return self.head(self.norm(x + self.mean))
+
+    def look(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.embedding(tokens)))
+
+
+def _adamw(parameters: Any) -> Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, foreach=True)
+
+
+def _sharded(dtype: torch.dtype = torch.float32, **settings: Any) -> tuple[nn.Module, Optimizer]:
+    model = Model().to(DEVICE, dtype)
+    return fully_shard(model, _adamw(model.parameters()), fsdp_unit_modules=[Block], device=DEVICE, **settings)
+
+
+def _step(model: nn.Module, optimizer: Optimizer, tokens: torch.Tensor) -> None:
+    with model.no_sync():
+        loss_of(model, tokens).backward()
+    loss_of(model, tokens).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _use_memory() -> None:
+    """Compute writes to whatever memory of its own is free."""
+    # Kept until the end, so that every one is other memory.
+    _ = [torch.zeros(100, device=DEVICE) for _ in range(300)]
+
+
+def _whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+# What happens in each step -----------------------------------------------------------------------------------------
+
+
+def _evaluate_between_steps(model: nn.Module, optimizer: Optimizer, tokens: torch.Tensor) -> None:
+    _step(model, optimizer, tokens)
+    with torch.no_grad():
+        model(tokens)
+
+
+def _skip_a_unit_before_the_step(model: nn.Module, optimizer: Optimizer, tokens: torch.Tensor) -> None:
+    loss_of(model, tokens).backward()
+    model.module.skipped = (3,)
+    with torch.no_grad():
+        model(tokens)
+    model.module.skipped = ()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _start_param_sync_before_the_step(model: nn.Module, optimizer: Optimizer, tokens: torch.Tensor) -> None:
+    loss_of(model, tokens).backward()
+    model.start_param_sync()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _step_twice(model: nn.Module, optimizer: Optimizer, tokens: torch.Tensor) -> None:
+    loss_of(model, tokens).backward()
+    optimizer.step()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _load_after_start_param_sync(model: nn.Module, optimizer: Optimizer, tokens: torch.Tensor) -> None:
+    state = _whole_state(model)
+    _step(model, optimizer, tokens)
+    model.start_param_sync()
+    model.load_state_dict(state)
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def _broadcast_after_start_param_sync(model: nn.Module, optimizer: Optimizer, tokens: torch.Tensor) -> None:
+    _step(model, optimizer, tokens)
+    model.start_param_sync()
+    model.broadcast_params()
+
+
+def _state_between_forward_and_backward(model: nn.Module, optimizer: Optimizer, tokens: torch.Tensor) -> None:
+    loss = loss_of(model, tokens)
+    _whole_state(model)
+    loss.backward()
+    _whole_state(model)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _export_after_start_param_sync(model: nn.Module, optimizer: Optimizer, tokens: torch.Tensor) -> None:
+    _step(model, optimizer, tokens)
+    model.start_param_sync()
+    with tempfile.TemporaryDirectory() as folder:
+        save_safetensors(model, folder)
+
+
+def _compare_ranks(model: nn.Module, optimizer: Optimizer, tokens: torch.Tensor) -> None:
+    loss_of(model, tokens).backward()
+    model.engine.on_any_rank([True, False])
+    # Dropped while it is in flight.
+    model.engine.context.any_rank([True])
+    _use_memory()
+    optimizer.step()
+    inconsistent_weights(model.engine)
+    model.average_buffers()
+    optimizer.zero_grad()
+
+
+def _clear_while_reducing(model: nn.Module, optimizer: Optimizer, tokens: torch.Tensor) -> None:
+    for auto_sync in (True, False):
+        model.set_model_auto_sync(auto_sync)
+        with model.no_sync():
+            loss_of(model, tokens).backward()
+        loss_of(model, tokens).backward()
+        optimizer.zero_grad()
+        _use_memory()
+    model.set_model_auto_sync(True)
+    _step(model, optimizer, tokens)
+
+
+def _freeze_and_unfreeze(model: nn.Module, optimizer: Optimizer, tokens: torch.Tensor) -> None:
+    for name, parameter in model.named_parameters():
+        if "blocks.1" in name or "embedding" in name:
+            parameter.requires_grad_(not parameter.requires_grad)
+    _step(model, optimizer, tokens)
+
+
+def _scale(model: nn.Module, optimizer: Optimizer, tokens: torch.Tensor) -> None:
+    loss_of(model, tokens).backward()
+    model.scale_gradients(0.5)
+    model.scale_gradients(torch.ones(1, device=DEVICE))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _unshard_by_hand(model: nn.Module, optimizer: Optimizer, tokens: torch.Tensor) -> None:
+    _step(model, optimizer, tokens)
+    model.all_gather_and_wait_parameters_ready(model.parameters(), wait_bucket_ready=False)
+    model.all_gather_and_wait_parameters_ready(model.parameters())
+    for parameter in model.module.parameters():
+        parameter.sum()
+    model.synchronize_param_gather()
+
+
+def _call_another_method(model: nn.Module, optimizer: Optimizer, tokens: torch.Tensor) -> None:
+    register_forward_method(model, "look")
+    model.look(tokens).float().sum().backward()
+    _step(model, optimizer, tokens)
+
+
+def _hook_gradients(model: nn.Module, optimizer: Optimizer, tokens: torch.Tensor) -> None:
+    handles = [parameter.register_hook(lambda grad: grad * 2.0) for parameter in model.parameters()]
+    _step(model, optimizer, tokens)
+    for handle in handles:
+        handle.remove()
+
+
+IN_EACH_STEP: dict[str, Callable[[nn.Module, Optimizer, torch.Tensor], None]] = {
+    "evaluation between steps": _evaluate_between_steps,
+    "evaluation that skips a unit before the step": _skip_a_unit_before_the_step,
+    "start_param_sync before the step": _start_param_sync_before_the_step,
+    "two steps": _step_twice,
+    "load after start_param_sync": _load_after_start_param_sync,
+    "broadcast after start_param_sync": _broadcast_after_start_param_sync,
+    "state between forward and backward": _state_between_forward_and_backward,
+    "export after start_param_sync": _export_after_start_param_sync,
+    "comparison of ranks": _compare_ranks,
+    "zero_grad while reducing": _clear_while_reducing,
+    "freezing": _freeze_and_unfreeze,
+    "scaling": _scale,
+    "unshard by hand": _unshard_by_hand,
+    "another method": _call_another_method,
+    "gradient hooks": _hook_gradients,
+}
+
+
+def _run(what: str, settings: dict[str, Any]) -> None:
+    with fake_ranks(4), simulated_device(5.0) as sim:
+        model, optimizer = _sharded(**settings)
+        for tokens in batches(3, 1).to(DEVICE).flatten(0, 1):
+            IN_EACH_STEP[what](model, optimizer, tokens)
+        assert not sim.races, "\n".join(map(str, sim.races[:2]))
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("what", IN_EACH_STEP)
+def test_steps(ranks: RankPool, what: str, settings: str) -> None:
+    ranks.run(1, _run, what, SETTINGS[settings])
+
+
+# Several models and optimizers, and the end of one -----------------------------------------------------------------
+
+
+def _two_models(settings: dict[str, Any]) -> None:
+    with fake_ranks(4), simulated_device(5.0) as sim:
+        (first, optimizer), (second, other) = _sharded(**settings), _sharded(**settings)
+        for tokens in batches(3, 1).to(DEVICE).flatten(0, 1):
+            (loss_of(first, tokens) + loss_of(second, tokens)).backward()
+            for each in (optimizer, other):
+                each.step()
+                each.zero_grad()
+        assert not sim.races, "\n".join(map(str, sim.races[:2]))
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_two_models_share_the_streams(ranks: RankPool, settings: str) -> None:
+    ranks.run(1, _two_models, SETTINGS[settings])
+
+
+def _two_optimizers(settings: dict[str, Any]) -> None:
+    with fake_ranks(4), simulated_device(5.0) as sim:
+        settings = dict(settings)
+        module = Model().to(DEVICE, settings.pop("dtype", torch.float32))
+        model = fully_shard_model(module, fsdp_unit_modules=[Block], device=DEVICE, **settings)
+        matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+        vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+        optimizers = [fully_shard_optimizer(_adamw(parameters)) for parameters in (matrices, vectors)]
+        for tokens in batches(3, 1).to(DEVICE).flatten(0, 1):
+            loss_of(model, tokens).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+        assert not sim.races, "\n".join(map(str, sim.races[:2]))
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_two_optimizers(ranks: RankPool, settings: str) -> None:
+    ranks.run(1, _two_optimizers, SETTINGS[settings])
+
+
+def _start_unshards(model: nn.Module, tokens: torch.Tensor) -> None:
+    model.start_param_sync()
+
+
+def _start_reductions(model: nn.Module, tokens: torch.Tensor) -> None:
+    model.set_model_auto_sync(False)
+    loss_of(model, tokens).backward()
+
+
+IN_FLIGHT = {"unshards": _start_unshards, "reductions": _start_reductions}
+
+
+def _delete(what: str, settings: dict[str, Any]) -> None:
+    with fake_ranks(4), simulated_device(5.0) as sim:
+        model, optimizer = _sharded(**settings)
+        tokens = batches(1, 1).to(DEVICE)[0, 0]
+        _step(model, optimizer, tokens)
+        IN_FLIGHT[what](model, tokens)
+        before = sim.memory.allocator.active
+        del model, optimizer
+        gc.collect()
+        assert sim.memory.allocator.active < before / 2
+        _use_memory()
+        assert not sim.races, "\n".join(map(str, sim.races[:2]))
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("what", IN_FLIGHT)
+def test_a_model_is_deleted_while_tasks_are_in_flight(ranks: RankPool, what: str, settings: str) -> None:
+    ranks.run(1, _delete, what, SETTINGS[settings])
