@@ -26,6 +26,7 @@ Rules 1 and 3 to 6 are checked when the call is made, and 2 and 7 by :func:`asse
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -128,7 +129,8 @@ class Recorder:
     def installed(self) -> Iterator["Recorder"]:
         """Context in which models on the CPU behave as if their groups were NCCL's."""
         replaced = {
-            "torch.cuda.is_available": lambda: True,
+            # The settings are accepted. Everything else computes on the CPU.
+            "megatron.fsdp.config.torch": SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: True)),
             "torch.cuda.MemPool": self._make_pool,
             "torch.cuda.use_mem_pool": self._use_pool,
             "torch.cuda.device": lambda device: nullcontext(),

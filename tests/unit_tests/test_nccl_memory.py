@@ -289,17 +289,16 @@ def test_experts_of_other_sizes_are_registered_without_windows(ranks: RankPool) 
         assert not any(event.what == "window" for event in events)
 
 
-def _added_on_one_rank(manual: bool) -> tuple[list[Event], list[int], int]:
+def _added(registration: dict[str, bool]) -> tuple[list[Event], list[int], int]:
     with Recorder().installed() as recorder:
-        settings = {"fsdp_manual_registration": manual, "sync_model_each_microbatch": False}
-        model = _sharded(Model(12), _index(False), **settings)
+        model = _sharded(Model(12), _index(False), sync_model_each_microbatch=False, **registration)
         numbers = []
         for step in range(6):
             _step(model)
             if step == 2 and dist.get_rank() == 3:
                 assert model.engine.pool is not None
                 model.engine.pool.give_back(model.engine.pool.scratch(50_000, torch.float32, CPU, False))
-            if manual and step in (0, 3):
+            if registration.get("fsdp_manual_registration") and step in (0, 3):
                 model.register_buffers()
             numbers.append(len(recorder.pools))
         (pool,) = recorder.registered
@@ -307,14 +306,24 @@ def _added_on_one_rank(manual: bool) -> tuple[list[Event], list[int], int]:
     return recorder.events, numbers, max(storage.nbytes() for storage in pool.storages)
 
 
-@pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
-def test_a_buffer_of_one_rank_makes_all_ranks_register_again(ranks: RankPool, manual: bool) -> None:
-    found = ranks.run(4, _added_on_one_rank, manual)
+@pytest.mark.parametrize(
+    "registration, expected",
+    [
+        # What is asked at the end of one step is answered at the end of the next.
+        ({}, [1, 1, 1, 1, 2, 2]),
+        ({"fsdp_manual_registration": True}, [1, 1, 1, 2, 2, 2]),
+        ({"cuda_graph_mode": True}, [1, 1, 1, 1, 1, 1]),
+    ],
+    ids=["automatic", "manual", "graph"],
+)
+def test_a_buffer_of_one_rank_makes_all_ranks_register_again(
+    ranks: RankPool, registration: dict[str, bool], expected: list[int]
+) -> None:
+    found = ranks.run(4, _added, registration)
     assert_alike([events for events, *_ in found])
-    for _, numbers, largest in found:
-        # A question of one step is answered at the end of the next.
-        assert numbers == ([1, 1, 1, 2, 2, 2] if manual else [1, 1, 1, 1, 2, 2])
-        assert largest == 200_000
+    for _, pools, largest in found:
+        assert pools == expected
+        assert (largest == 200_000) is (expected[-1] == 2)
 
 
 def _too_little_memory() -> str:

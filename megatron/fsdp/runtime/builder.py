@@ -206,7 +206,8 @@ def _registration(
         return None
     sizes = [group.layout.numel for group in groups]
     symmetric = not config.disable_symmetric_registration
-    return BufferRegistration(pool, axes, context, sizes, symmetric, config.fsdp_manual_registration)
+    manual, once = config.fsdp_manual_registration, config.cuda_graph_mode
+    return BufferRegistration(pool, axes, context, sizes, symmetric, manual, once)
 
 
 def creation_order(part: UnitPart, follow_recording: bool) -> list[UnitPart]:

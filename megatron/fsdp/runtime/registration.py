@@ -74,6 +74,7 @@ class BufferRegistration:
         sizes: Elements of each parameter group.
         symmetric: Register symmetric windows if possible.
         manual: Register only when :meth:`register` is called.
+        once: Do not compare after later steps whether a rank has added a buffer: no host reads anything in a CUDA graph.
     """
 
     def __init__(
@@ -84,11 +85,13 @@ class BufferRegistration:
         sizes: list[int],
         symmetric: bool,
         manual: bool,
+        once: bool = False,
     ) -> None:
         self._pool = pool
         self._sizes = sizes
         self._symmetric = symmetric
         self._manual = manual
+        self._once = once
         self._question: _Question | None = None
         groups = groups_of(axes)
         self._memory = NcclMemory(groups, context.device)
@@ -108,6 +111,8 @@ class BufferRegistration:
             return
         if not self._memory.registered:
             self.register()
+            return
+        if self._once:
             return
         question, self._question = self._question, _Question(self._parties, self._pool.grown)
         if question is not None and question.answered():
