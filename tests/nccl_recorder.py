@@ -178,6 +178,7 @@ class Recorder:
                 assert not self.active.registered_with, "torch would register this segment on this rank alone"
                 storage = storage_of(result, *args)
                 if storage.nbytes():
+                    storage.fill_(255)  # NaN in every dtype: the content of new memory must not matter
                     self.active.storages.append(storage)
             return result
 

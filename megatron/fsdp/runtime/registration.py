@@ -74,7 +74,7 @@ class BufferRegistration:
         sizes: Elements of each parameter group.
         symmetric: Register symmetric windows if possible.
         manual: Register only when :meth:`register` is called.
-        once: Do not compare after later steps whether a rank has added a buffer: no host reads anything in a CUDA graph.
+        once: Do not compare after later steps whether a rank has added a buffer, which a CUDA graph could not.
     """
 
     def __init__(
