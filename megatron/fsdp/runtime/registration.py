@@ -35,15 +35,14 @@ class _Question:
     """
 
     def __init__(self, contexts: list[CommContext], answer: bool) -> None:
-        device, stream = contexts[0].device, contexts[0].stream
-        self._read = torch.empty(1, dtype=torch.uint8, pin_memory=runs_ahead(device))
-        # Made by a kernel: copying it from the host would make the host wait.
-        asked = torch.full((1,), int(answer), dtype=torch.uint8, device=device)
-        self._handle: Handle = stream.run(functools.partial(self._ask, contexts, asked))
+        stream = contexts[0].stream
+        self._read = torch.empty(1, dtype=torch.uint8, pin_memory=runs_ahead(contexts[0].device))
+        self._handle: Handle = stream.run(functools.partial(self._ask, contexts, answer))
         contexts[0].channel.note("compare whether buffers were added", [self._handle])
 
-    def _ask(self, contexts: list[CommContext], asked: torch.Tensor) -> None:
-        contexts[0].stream.keep([asked])
+    def _ask(self, contexts: list[CommContext], answer: bool) -> None:
+        # A kernel writes it: copying it from the host would make the host wait.
+        asked = torch.full((1,), int(answer), dtype=torch.uint8, device=contexts[0].device)
         for context in contexts:
             all_reduce(asked, dist.ReduceOp.MAX, context.dp_group)
         self._read.copy_(asked, non_blocking=True)
