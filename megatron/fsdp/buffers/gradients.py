@@ -1,10 +1,13 @@
 """Accumulates and reduces the gradients of one parameter group, from autograd's gradients to the optimizer's."""
 
+import functools
+from collections.abc import Callable
 from enum import Flag, auto
 
 import torch
 
 from megatron.fsdp.buffers.reduction import Reduction, memory_of
+from megatron.fsdp.comm.backends import runs_ahead
 from megatron.fsdp.comm.streams import Handle
 
 
@@ -26,17 +29,18 @@ class InFlight:
     def __init__(self, reduction: Reduction) -> None:
         self.handles: list[Handle] = []
         self._pool = reduction.pool
+        # On a CPU, torch's allocator may free a buffer as soon as the task has ended.
+        self._holds = self._pool.recycles or runs_ahead(reduction.context.device)
         self._read: list[torch.Tensor] = []
 
-    def hold(self, placed: torch.Tensor) -> None:
-        """Return ``placed`` to the pool at the next :meth:`wait`. Called by the task that reads it.
+    def hold(self, buffer: torch.Tensor) -> None:
+        """Return ``buffer`` to the pool at the next :meth:`wait`. Called by the task that reads it.
 
-        Compute has written this buffer and will reuse it. If the task returned it, compute could overwrite it while the
-        collective still reads it. Compute therefore waits for the task first. Memory of torch's allocator needs no
-        such care: the task has recorded its stream (``record_stream``), and the allocator waits for that.
+        Compute has written this buffer and will reuse its memory. If the task returned it, compute could overwrite it
+        while the collective still reads it. Compute therefore waits for the task first.
         """
-        if self._pool.recycles:
-            self._read.append(placed)
+        if self._holds:
+            self._read.append(buffer)
 
     def wait(self) -> None:
         """Make compute wait for all reductions in flight."""
@@ -171,6 +175,8 @@ class GradientBuffer:
         assert self.inner_sum is not None, "every rank has reduced over the inner axis"
         inner_sum, self.inner_sum = self.inner_sum, None
         self.reduced = self.reduction.over_outer(inner_sum, self.reduced)
+        if memory_of(self.reduced) != memory_of(inner_sum):
+            self.in_flight.hold(inner_sum)
 
     def wait(self) -> None:
         """Make compute wait for the reductions in flight."""
@@ -180,6 +186,7 @@ class GradientBuffer:
         """Return the gradients reduced since the last call, flat like the main weights; None if there are none.
 
         They are on the main weights' device. The caller returns the memory with :meth:`give_back` after the last read.
+        A copy to the host has only been started (see :meth:`~megatron.fsdp.comm.context.CommContext.finish_offload`).
 
         Args:
             dtype: Dtype of the result.
@@ -190,10 +197,10 @@ class GradientBuffer:
         reduced, self.reduced = self.reduced, None
         if reduced is None:
             return None
-        if reduced.device == self.reduction.main_device:
-            taken = self.reduction.cast(reduced, dtype, for_compute=True)
+        if self.reduction.context.offloads:
+            taken = self.reduction.context.main_buffer(reduced.numel(), dtype).copy_(reduced, non_blocking=True)
         else:
-            taken = reduced.to(self.reduction.main_device, dtype)
+            taken = self.reduction.cast(reduced, dtype, for_compute=True)
         if taken is not reduced:
             # Compute may still read it: only a task can reuse this memory, and it waits for compute first.
             self.give_back(reduced)
@@ -213,12 +220,13 @@ class GradientBuffer:
         if self.in_flight.handles:
             # Reductions in flight still write to the sums, so a later task of the same stream drops them. The handles
             # are dropped here together with their errors, which concern dropped gradients only.
-            self.in_flight.handles = [self.reduction.stream.run(self._drop_sums)]
+            drop = functools.partial(self._drop_sums, self.in_flight.hold)
+            self.in_flight.handles = [self.reduction.stream.run(drop)]
         else:
-            self._drop_sums()
+            self._drop_sums(self.give_back)
 
-    def _drop_sums(self) -> None:
+    def _drop_sums(self, give_back: Callable[[torch.Tensor], None]) -> None:
         dropped = [total for total in (self.inner_sum, self.reduced) if total is not None]
         self.inner_sum = self.reduced = None
         for total in dropped:
-            self.give_back(total)
+            give_back(total)

@@ -74,6 +74,7 @@ class ParameterGroup:
         self.gradients = GradientBuffer(reduction)
         self.used = [False] * len(params)
         self._lent: torch.Tensor | None = None
+        self._persistent: torch.Tensor | None = None
         self.pending = False
         self._move_into_buffers()
 
@@ -244,22 +245,36 @@ class ParameterGroup:
     def _placeholder(self) -> torch.Tensor:
         return torch.zeros((), dtype=self.dtypes.main_grads, device=self.device)
 
-    def attach_gradients(self, used: list[bool], zero_unused: bool) -> list[ShardedParameter]:
-        """Add reduced gradients to the main weights' ``.grad``, and return the parameters that got one.
+    def take_gradients(self) -> torch.Tensor | None:
+        """Remove and return the reduced gradients, flat like the main weights; None if there are none.
 
-        Args:
-            used: For each parameter, whether any rank had a gradient for it.
-            zero_unused: Give the other parameters zeros instead of nothing, unless they are frozen.
+        A copy to the host has only been started.
         """
         self.used = [False] * len(self.params)
         self._recover_lent()
         self.pending = False
+        return self.gradients.take(self._grad_dtype)
+
+    @property
+    def _grad_dtype(self) -> torch.dtype:
         # torch requires that ``.grad`` has the weight's dtype. A decoupled gradient may have another.
         decoupled = self._config.grad_attribute != "grad"
-        dtype = self.dtypes.main_grads if decoupled else self.dtypes.main_params
-        reduced = self.gradients.take(dtype)
+        return self.dtypes.main_grads if decoupled else self.dtypes.main_params
+
+    def attach_gradients(
+        self, reduced: torch.Tensor | None, used: list[bool], zero_unused: bool
+    ) -> list[ShardedParameter]:
+        """Add reduced gradients to the main weights' ``.grad``, and return the parameters that got one.
+
+        Args:
+            reduced: The result of :meth:`take_gradients`.
+            used: For each parameter, whether any rank had a gradient for it.
+            zero_unused: Give the other parameters zeros instead of nothing, unless they are frozen.
+        """
+        if self._config.cuda_graph_mode:
+            return self._add_to_persistent(reduced)
         if reduced is None and zero_unused:
-            reduced = torch.zeros_like(self.weights.main, dtype=dtype)
+            reduced = torch.zeros_like(self.weights.main, dtype=self._grad_dtype)
         if reduced is None:
             return []
         self._lent = reduced if self._pool.recycles else None
@@ -279,6 +294,29 @@ class ParameterGroup:
             arrived.append(param)
         return arrived
 
+    def _add_to_persistent(self, reduced: torch.Tensor | None) -> list[ShardedParameter]:
+        """Add gradients to ``.grad`` tensors that keep their memory.
+
+        A graph that is replayed runs the addition, but none of this code: ``.grad`` must be the tensor that it adds to.
+        """
+        if self._persistent is None:
+            self._persistent = torch.zeros_like(self.weights.main, dtype=self._grad_dtype)
+        name, trained = self._config.grad_attribute, [param for param in self.params if param.trained]
+        for param in trained:
+            local = self._local(self._persistent, param.shard_slice)
+            grad = getattr(param.main, name, None)
+            if grad is None:
+                setattr(param.main, name, make_like(local.zero_(), param.main))
+            elif local_shard(grad).data_ptr() != local.data_ptr():
+                raise RuntimeError(
+                    f"cuda_graph_mode: {name} of {param.name} was replaced by another tensor, which a graph would not "
+                    "write to. Change gradients in place."
+                )
+        if reduced is not None:
+            self._persistent.add_(reduced)
+            self.gradients.give_back(reduced)
+        return trained
+
     def _recover_lent(self) -> None:
         """Give gradients of an earlier step back to a pool that recycles them, unless a ``.grad`` still has them."""
         lent = self._lent
@@ -291,8 +329,11 @@ class ParameterGroup:
             self.gradients.give_back(lent)
 
     def clear_gradients(self) -> None:
-        """Drop all gradients: collected, reduced, and in ``.grad``."""
+        """Drop all gradients: collected, reduced, and in ``.grad``, or fill that with zeros in ``cuda_graph_mode``."""
         self.abandon_gradients()
+        if self._persistent is not None:
+            self._persistent.zero_()
+            return
         for param in self.params:
             param.main.grad = None
             if hasattr(param.main, self._config.grad_attribute):

@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 import torch
 
+from megatron.fsdp.comm.streams import is_capturing
+
 # Dtype, device, and whether the computation is the first to write it.
 _Kind = tuple[torch.dtype, torch.device, bool]
 
@@ -164,6 +166,11 @@ class FixedPool:
             free = self._free[kind]
             fitting = min((t for t in free if t.numel() >= numel), key=torch.Tensor.numel, default=None)
             if fitting is None:
+                if is_capturing():
+                    raise RuntimeError(
+                        "The CUDA graph that is captured needs a buffer that no iteration before it has needed. It "
+                        "must run the same forwards and backwards as an iteration before it."
+                    )
                 with self._allocation():
                     self.allocations += 1
                     fitting = torch.empty(numel, dtype=dtype, device=device)

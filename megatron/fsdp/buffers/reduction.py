@@ -60,7 +60,7 @@ class Reduction:
 
     Attributes:
         stream: Runs reductions.
-        main_device: Where the gradients go in the end.
+        context: How the model communicates.
         sent_dtype: Dtype in which gradients of a single micro-batch are sent over the inner axis.
         inner: The inner axis.
         outer: The outer axis; None if there is none.
@@ -79,7 +79,7 @@ class Reduction:
         self.dtypes = dtypes
         self.pool = pool
         self.stream = context.stream
-        self.main_device = context.main_device
+        self.context = context
         self._layout = layout
         self._device = context.device
         owned = Ownership.of(layout, sharding, axes)
@@ -168,14 +168,13 @@ class Reduction:
         """Reduce gradients of one or several micro-batches over the inner axis and add this rank's slice to ``total``.
 
         Args:
-            placed: The gradients, which are overwritten. The computation gives this buffer back to the pool.
+            placed: The gradients, which are overwritten. The caller keeps this buffer until compute has waited for the
+                task, because compute allocated it.
             total: The sum so far.
 
         Returns:
             The sum in ``main_grads_dtype``, which may share memory with ``placed`` if ``total`` is None.
         """
-        # The compute allocated this buffer, and may drop it before this task has run.
-        self.stream.keep([placed])
         flat = self.cast(placed, self.sent_dtype)
         if (factor := self._factor_at(Stage.SENT)) != 1.0:
             flat.mul_(factor)
@@ -189,7 +188,8 @@ class Reduction:
         """Reduce the micro-batches' sum over the outer axis and add this rank's slice to ``total``.
 
         Args:
-            inner_sum: The result of :meth:`over_inner`. It is given back to the pool.
+            inner_sum: The result of :meth:`over_inner`. The caller keeps it until compute has waited for the task: it
+                may be what compute has allocated.
             total: The sum so far.
 
         Returns:
@@ -199,7 +199,7 @@ class Reduction:
         flat = self.cast(inner_sum, self.dtypes.grad_comm)
         reduced = self._communicate(flat, self.outer, total is None)
         total = _sum(total, reduced, self._factor_at(Stage.SUMMED))
-        self._give_back([inner_sum, flat, reduced], but=[total])
+        self._give_back([flat, reduced], but=[total, inner_sum])
         return total
 
     def _communicate(self, flat: torch.Tensor, axis: _Axis, kept: bool) -> torch.Tensor:

@@ -154,9 +154,12 @@ class ZeroGrad:
         optimizer = self._optimizer()
         if optimizer is None:
             return
-        type(optimizer).zero_grad(optimizer, set_to_none)
         parameters = {p for options in optimizer.param_groups for p in options["params"]}
-        for engine in engines_of(parameters):
+        engines = engines_of(parameters)
+        # A graph writes to the gradients that it was captured with. Without ``.grad``, the step would ignore them.
+        set_to_none = set_to_none and not any(engine.config.cuda_graph_mode for engine in engines)
+        type(optimizer).zero_grad(optimizer, set_to_none)
+        for engine in engines:
             shared = any(param.main.requires_grad and param.main not in parameters for param in engine.params())
             if shared or not zero_grad_buffer:
                 continue

@@ -104,6 +104,7 @@ class Engine:
             exchange=resources.context.exchange,
             on_backward_end=self._backward_ended,
         )
+        self.schedule.refresh_weights = config.cuda_graph_mode
         self._update_reduce_now()
 
     # Structure -------------------------------------------------------------------------------------------------
@@ -155,10 +156,7 @@ class Engine:
 
     def on_any_rank(self, flags: list[bool]) -> list[bool]:
         """For each flag, whether any rank has set it. A collective: all ranks pass the same number of flags."""
-        result, handle = self.context.any_rank(flags)
-        with report_on_failure():
-            handle.wait()
-        return [bool(flag) for flag in result.tolist()]
+        return self.context.any_rank(flags).read()
 
     def average_buffers(self, module: nn.Module) -> None:
         """Replace floating-point buffers of ``module`` by their mean over the data-parallel ranks. A collective."""
@@ -253,8 +251,12 @@ class Engine:
         return self.schedule.units_to_prefetch_first()
 
     def prefetch_first(self, until: Unit | None = None) -> None:
-        """Start to unshard the units that the next forward needs first, up to ``until`` or to the limit in flight."""
-        self.schedule.prefetch_first(until)
+        """Start to unshard the units that the next forward needs first, up to ``until`` or to the limit in flight.
+
+        Does nothing in ``cuda_graph_mode``: a captured forward must contain its unshards and cannot wait for others.
+        """
+        if not self.config.cuda_graph_mode:
+            self.schedule.prefetch_first(until)
 
     def wait_for_prefetched(self) -> None:
         """Wait for the all-gathers that :meth:`prefetch_first` has started."""
@@ -301,12 +303,16 @@ class Engine:
             if self.resources.nccl_memory is not None and self.pool is not None:
                 self.resources.nccl_memory.register(self.pool.allocations)
             arrived = self._attach_gradients()
+            if self.config.cuda_graph_mode:
+                # A capture ends with an error if a stream that it has forked is not joined.
+                self.context.join()
         except BaseException:
             for group in self.groups:
                 group.abandon_gradients()
             raise
         self._sync.microbatch_count = 0
         self._sync.pending = False
+        self.schedule.refresh_weights = self.config.cuda_graph_mode
         # Last, because a user's gradient hook may run the optimizer's step, which needs the final state.
         for param in arrived:
             param.run_gradient_hooks()
@@ -319,10 +325,13 @@ class Engine:
     def _attach_gradients(self) -> list[ShardedParameter]:
         groups = [group for group in self.groups if group.requires_grad or group.pending]
         used = iter(self._used_anywhere(groups))
+        taken = [group.take_gradients() for group in groups]
+        # With offload the host reads the gradients from here on. All copies were started before it waits for them.
+        self.context.finish_offload()
         arrived = []
-        for group in groups:
+        for group, reduced in zip(groups, taken, strict=True):
             flags = [next(used) for _ in group.params]
-            arrived += group.attach_gradients(flags, self.config.zero_unused_gradients)
+            arrived += group.attach_gradients(reduced, flags, self.config.zero_unused_gradients)
         return arrived
 
     def _used_anywhere(self, groups: list[ParameterGroup]) -> list[bool]:
@@ -331,14 +340,12 @@ class Engine:
         trained = [param.trained for group in groups for param in group.params]
         if self.config.zero_unused_gradients or not used_here:
             return used_here
-        flags, handle = self.context.any_rank(used_here)
+        used_anywhere = self.context.any_rank(used_here)
         # Reading the flags makes the host wait for the device. If this rank has used every parameter, the result is
         # clear without reading it.
         if all(used for used, needed in zip(used_here, trained, strict=True) if needed):
             return used_here
-        with report_on_failure():
-            handle.wait()
-        return [bool(flag) for flag in flags.tolist()]
+        return used_anywhere.read()
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
         """Multiply the gradients in ``.grad`` in place by a number, or by a tensor with one element."""
