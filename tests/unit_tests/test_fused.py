@@ -342,7 +342,8 @@ def _writes(strategy: str, dtype: torch.dtype) -> None:
     new_flat, over_inner = Reduction.new_flat, Reduction.over_inner
 
     def buffer(*args: Any) -> torch.Tensor:
-        flat = new_flat(*args)
+        with _disable_current_modes():
+            flat = new_flat(*args).fill_(NAN)
         writes.buffers[flat.untyped_storage().data_ptr()] = flat.untyped_storage()
         return flat
 
@@ -354,6 +355,7 @@ def _writes(strategy: str, dtype: torch.dtype) -> None:
         assert flat.untyped_storage().data_ptr() in writes.buffers, "it sends the buffer that kernels have written"
         assert shard.numel() * 2 == flat.numel()
         writes.seen.append(("collective", flat.nbytes))
+        assert torch.isfinite(flat).all(), "padding is zero"
         with _disable_current_modes():
             scatter(shard, flat, *args)
 
@@ -383,6 +385,7 @@ def _writes(strategy: str, dtype: torch.dtype) -> None:
                 assert isinstance(group, ParameterGroup)
                 sizes = [4 * slot.numel for slot in group.layout.slots]
                 gaps = 4 * group.layout.numel - sum(sizes)
+                assert gaps > 0
                 assert sum(name == "aten::mm" for name, _ in writes.seen) == 4
                 copied = [size for name, size in writes.seen if name not in ("aten::mm", "collective")]
                 assert sum(copied) <= 2 * gaps, writes.seen
