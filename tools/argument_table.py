@@ -79,7 +79,7 @@ EFFECTS = {
         "bf16: the send buffer is half as large", "bf16 reduced in fp32: half the bytes; no rings between nodes"
     ),
     "zero_unused_gradients": Effect("gradients of zeros for unused parameters", "True: ranks compare no flags"),
-    "fused_weight_gradients": Effect("one unit of gradients in main_grads_dtype", "no cast of weight gradients"),
+    "fused_weight_gradients": Effect("less: autograd makes no weight gradients", "no cast or copy of weight gradients"),
     "max_unsharded_units": Effect("peak: as many of the largest unit", "more: prefetches further ahead"),
     "max_reducing_units": Effect("as many units of gradients more", "more: backward waits less for reductions"),
     "shard_granularity": Effect("tensor: padding up to the largest matrix per rank", SAME),

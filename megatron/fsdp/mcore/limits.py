@@ -193,6 +193,10 @@ def _shards(kind: str) -> Condition:
     return applies
 
 
+def _quantizes(settings: Settings) -> bool:
+    return any(settings[name] for name in ("fp8", "fp4", "quant_recipe"))
+
+
 ADJUSTMENTS: tuple[Adjustment, ...] = (
     Adjustment(
         "average_in_collective",
@@ -205,6 +209,12 @@ ADJUSTMENTS: tuple[Adjustment, ...] = (
         lambda s: bool(s["gradient_accumulation_fusion"]) and not _transformer_engine_fits(),
         False,
         "Transformer Engine writes gradients of another dtype than the weights' from version 2.10 on",
+    ),
+    Adjustment(
+        "disable_parameter_transpose_cache",
+        _is_false("disable_parameter_transpose_cache", lambda s: _quantizes(s) and _shards("parameters")(s)),
+        True,
+        "Transformer Engine would keep quantized copies of whole weights on every rank between micro-batches",
     ),
     Adjustment(
         "fsdp_double_buffer",

@@ -188,7 +188,7 @@ def build_engine(blueprint: Blueprint) -> Engine:
         unit.install_hooks(root_modules(part.module) if unit.is_root else [part.module], engine.schedule)
         for group in unit.groups:
             group.show(compute=False)
-            if config.fused_weight_gradients and group.requires_grad:
+            if config.fused_weight_gradients:  # also for frozen groups, which may be unfrozen later
                 group.enable_fused_gradients()
     for param in engine.params():
         for parameter in (param.original, param.compute, param.main):

@@ -449,6 +449,34 @@ def compute_weights_have_nothing_of_fused_kernels_unless_asked() -> None:
         assert not hasattr(entry.compute, "__fsdp_param__") and not hasattr(entry.compute, "main_grad")
 
 
+def layers_follow_settings_that_were_adjusted_after_they_were_built() -> None:
+    """Megatron's linear layers stand for Transformer Engine's, with the attributes of its modules and operations."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from tests.megatron_models import gpt, wrapped
+
+    def build(config: TransformerConfig) -> torch.nn.Module:
+        module = gpt(config)
+        config.fp8 = "hybrid"
+        for layer in module.decoder.layers:
+            layer.mlp.linear_fc1.fuse_wgrad_accumulation = True
+            layer.mlp.linear_fc1.disable_parameter_transpose_cache = False
+            layer.mlp.linear_fc2._accumulate_into_main_grad = True
+        return module
+
+    for strategy in STRATEGIES:
+        model = wrapped(strategy, build)
+        layers = [layer for layer in model.modules() if hasattr(layer, "linear_fc1")]
+        assert len(layers) > 1
+        # A rank that keeps its weights whole may keep quantized copies, too.
+        disabled = strategy == "optim_grads_params"
+        assert model.config.disable_parameter_transpose_cache == disabled
+        for layer in layers:
+            assert layer.linear_fc1.disable_parameter_transpose_cache == disabled
+            assert not layer.linear_fc1.fuse_wgrad_accumulation
+            assert not layer.linear_fc2._accumulate_into_main_grad
+            assert not hasattr(layer.linear_fc2, "fuse_wgrad_accumulation")
+
+
 def optimizer_state_has_equal_keys_on_all_ranks() -> None:
     """Ranks that own nothing of a parameter have state for it too: otherwise saving would exchange different things."""
     from tests.megatron_models import forward_backward, optimizer_of, tokens, wrapped
@@ -520,6 +548,7 @@ CASES = [
     shapes_are_those_of_the_whole_parameter,
     slices_and_mesh_are_on_main_weights,
     compute_weights_have_nothing_of_fused_kernels_unless_asked,
+    layers_follow_settings_that_were_adjusted_after_they_were_built,
     optimizer_state_has_equal_keys_on_all_ranks,
     nan_in_a_gradient_is_reported_with_the_parameters_name,
     large_gradients_are_reported_and_no_error,

@@ -73,6 +73,11 @@ def test_what_fits_passes() -> None:
 ADJUSTED: dict[str, dict[str, Any]] = {
     "average_in_collective": {"ddp_average_in_collective": True},
     "gradient_accumulation_fusion": {"gradient_accumulation_fusion": True},
+    "disable_parameter_transpose_cache": {
+        "fp8": "hybrid",
+        "disable_parameter_transpose_cache": False,
+        "data_parallel_sharding_strategy": "optim_grads_params",
+    },
     "fsdp_double_buffer": {"nccl_ub": True, "fsdp_double_buffer": False},
     "megatron_fsdp_cuda_graph_mode": {"cuda_graph_impl": "full_iteration", "megatron_fsdp_cuda_graph_mode": False},
     "overlap_grad_reduce": {"overlap_grad_reduce": False, "data_parallel_sharding_strategy": "optim_grads"},
@@ -102,6 +107,8 @@ def test_nothing_is_adjusted_where_there_is_no_reason() -> None:
         data_parallel_sharding_strategy="optim",
         average_in_collective=False,
         gradient_accumulation_fusion=False,
+        fp8="hybrid",  # a rank keeps its weights whole between steps, and may keep quantized ones as well
+        disable_parameter_transpose_cache=False,
         nccl_ub=False,
         fsdp_double_buffer=False,
     )
