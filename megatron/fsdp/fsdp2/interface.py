@@ -352,6 +352,15 @@ class FSDPModule(MarkedModule):
         "set_allocate_memory_from_process_group_for_comm", _BUFFERS
     )
     set_symm_mem_for_comm = _unsupported_method("set_symm_mem_for_comm", _BUFFERS)
+    set_keep_unsharded_storage = _unsupported_method(
+        "set_keep_unsharded_storage",
+        "buffers keep their addresses with megatron.fsdp.fully_shard_model(cuda_graph_mode=True).",
+    )
+    _FINALIZATION = (
+        "call set_is_last_backward(False) before every backward but the last one."
+    )
+    set_manual_backward_finalization = _unsupported_method("set_manual_backward_finalization", _FINALIZATION)
+    finalize_backward = _unsupported_method("finalize_backward", _FINALIZATION)
 
 
 _classes: dict[type[nn.Module], type[FSDPModule]] = {}
