@@ -1,12 +1,16 @@
 """megatron.fsdp.fsdp2 has every name and argument of torch's interface, and docs/fsdp2.md describes them."""
 
+import dataclasses
 import inspect
 import re
+from types import SimpleNamespace
 
+import pytest
 import torch.distributed.fsdp as torch_fsdp
 
 from megatron.fsdp import fsdp2
-from tests.ranks import ROOT
+from tests.models import TinyModel
+from tests.ranks import ROOT, RankPool
 
 # What some supported versions of torch lack.
 LATER_ARGUMENTS, LATER_CLASSES = {"dp_mesh_dims"}, {"DataParallelMeshDims"}
@@ -34,3 +38,20 @@ def test_everything_of_torchs_interface_is_there_and_documented() -> None:
     for name in fsdp2.__all__:
         assert name in LATER_CLASSES or hasattr(torch_fsdp, name)
         assert name in page
+
+
+def test_every_field_of_torchs_policy_is_known() -> None:
+    """An unknown one would be ignored, because torch's class is accepted in place of ours."""
+    known = {field.name for field in dataclasses.fields(fsdp2.MixedPrecisionPolicy)} | {"param_dtype_override_fn"}
+    assert {field.name for field in dataclasses.fields(torch_fsdp.MixedPrecisionPolicy)} <= known
+
+
+def _dtypes_per_parameter() -> None:
+    ours = dataclasses.asdict(fsdp2.MixedPrecisionPolicy())
+    fsdp2.fully_shard(TinyModel(), mp_policy=SimpleNamespace(**ours, param_dtype_override_fn=None))
+    with pytest.raises(NotImplementedError, match="^param_dtype_override_fn: "):
+        fsdp2.fully_shard(TinyModel(), mp_policy=SimpleNamespace(**ours, param_dtype_override_fn=lambda p: p.dtype))
+
+
+def test_dtypes_per_parameter_are_refused(ranks: RankPool) -> None:
+    ranks.run(1, _dtypes_per_parameter)
