@@ -15,8 +15,11 @@ PYTEST := $(PYTHON) -m pytest $(PYTEST_FLAGS)
 # megatron/fsdp/version.py lists all of them.
 TORCH_VERSIONS := 2.11.0 2.15.0
 TORCH_STAMPS := $(TORCH_VERSIONS:%=.venv-torch-%/.installed)
-# What depends on torch's internals: DTensors, state dicts, the FSDP2 interface, optimizers, hooks, graphs, process groups.
-TORCH_TESTS := @@@
+# The tests of what depends on torch's internals. They take about half of the time of all unit tests.
+TORCH_TESTS := $(addprefix tests/unit_tests/,checkpoint mcore/test_patches.py mcore/test_uneven_dtensor.py \
+	$(patsubst %,test_%.py,clipping compile deferred deletion exceptions export fsdp2 fsdp2_interface fsdp2_state \
+	gradient_hooks meta_device mixed_precision offload optimizer_classes optimizers parity ragged_dtensor recompute resuming \
+	state_dict tensor_parallel versions))
 
 # A machine with a GPU may have no registry: these commands use the Python that has torch, and install nothing.
 GPU_PYTHON ?= $(if $(wildcard $(STAMP)),$(PYTHON),python3)
@@ -94,13 +97,13 @@ bench-report: install ## write docs/performance_tables.md from benchmarks/result
 	$(PYTHON) -m benchmarks.report
 
 gpu-test: ## run the unit tests on CUDA: one rank over NCCL, several over gloo; skipped without a device (GPU_PYTHON=python3)
-	FSDP_TEST_DEVICE=cuda PYTHONPATH=. $(GPU_PYTHON) -m pytest $(PYTEST_FLAGS) tests/unit_tests
+	FSDP_TEST_DEVICE=cuda PYTHONPATH=$(CURDIR) $(GPU_PYTHON) -m pytest $(PYTEST_FLAGS) tests/unit_tests
 
 gpu-checks: ## run the scripts of tests/gpu: one verdict each, and details in gpu_checks/ (GPU_CHECKS_FLAGS="--only memory")
-	PYTHONPATH=. $(GPU_PYTHON) -m tests.gpu --out gpu_checks $(GPU_CHECKS_FLAGS)
+	PYTHONPATH=$(CURDIR) $(GPU_PYTHON) -m tests.gpu --out gpu_checks $(GPU_CHECKS_FLAGS)
 
 gpu-bench: ## benchmark step time, memory and kernels on a GPU; skipped without a device (BENCH_FLAGS="--quick")
-	PYTHONPATH=. $(GPU_PYTHON) -W ignore -m benchmarks --only gpu $(BENCH_FLAGS)
+	PYTHONPATH=$(CURDIR) $(GPU_PYTHON) -W ignore -m benchmarks --only gpu $(BENCH_FLAGS)
 
 compatibility: install ## run all tests, and write docs/compatibility.md from their results
 	rm -f docs/compatibility.json
