@@ -136,7 +136,7 @@ def about() -> dict[str, Any]:
         "commit": _commit(),
         "versions": {
             "python": platform.python_version(),
-            **{name: importlib.metadata.version(name) for name in PACKAGES},
+            **{name: version for name in PACKAGES if (version := _installed(name)) is not None},
             "original": original,
         },
         "machine": machine(),
@@ -160,6 +160,13 @@ def machine() -> dict[str, Any]:
         "native_bf16": bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")),
         "gpus": devices,
     }
+
+
+def _installed(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _lines(path: str) -> list[str]:

@@ -14,6 +14,8 @@ NEEDS = {
     "unit_tests/convert": CONVERT,
     "unit_tests/checkpoint/test_inspector.py": CONVERT,
     "unit_tests/checkpoint/test_saving.py": MEGATRON,
+    "unit_tests/test_benchmark_figures.py": ("psutil",),
+    "unit_tests/test_benchmark_report.py": ("psutil",),
 }
 
 
