@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 
 from tests.exchanges import COLLECTIVES
+from tests.needs import left_out
 from tests.ranks import DEVICE, RankPool
 from tests.slow import LATER_STRATEGIES
 
+LEFT_OUT = left_out(Path(__file__).parent)
+collect_ignore = list(LEFT_OUT)
 RESULTS = pytest.StashKey[dict[str, dict[str, list[str]]]]()
 WORST_LAST = ("skipped", "passed", "failed")
 
@@ -41,6 +44,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Begin the record."""
     config.stash[RESULTS] = {}
+
+
+def pytest_report_header() -> list[str]:
+    """Say which tests cannot be collected here."""
+    root = Path(__file__).parents[1]
+    return [f"left out: {path.relative_to(root)}, needs {', '.join(names)}" for path, names in LEFT_OUT.items()]
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marker
