@@ -7,8 +7,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from megatron.fsdp.comm import backends, streams
@@ -247,10 +248,18 @@ def simulated_device(kernel_time: float = 1.0) -> Iterator[SimulatedDevice]:
         resize(storage, nbytes)
         device.memory.resized(storage)
 
+    finish = dist.Work.wait
+
+    def wait(work: dist.Work, *args: Any) -> bool:
+        # gloo composes some collectives of others, and copies results when it is waited for. On CUDA it is one kernel.
+        with _disable_current_modes():
+            return finish(work, *args)
+
     with contextlib.ExitStack() as stack:
         for name, value in _tensor_methods(device).items():
             stack.enter_context(patch.object(torch.Tensor, name, value))
         stack.enter_context(patch.object(torch.UntypedStorage, "resize_", resize_))
+        stack.enter_context(patch.object(dist.Work, "wait", wait))
         for name in ("tensor", "as_tensor"):
             stack.enter_context(patch.object(torch, name, _factory(device, getattr(torch, name))))
         for name, value in _names_of_cuda(device).items():
