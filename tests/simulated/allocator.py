@@ -64,11 +64,13 @@ class Allocator:
         released: Called with a block and its recorded streams when the host has found that these have ended.
 
     Attributes:
+        allocated: Bytes that are allocated.
         active: Bytes in use.
         peak: The most bytes in use so far. Settable.
     """
 
     def __init__(self, released: Callable[[Block], None]) -> None:
+        self.allocated = 0
         self.active = 0
         self.peak = 0
         self._released = released
@@ -85,6 +87,7 @@ class Allocator:
         block = Block(stream, 0, nbytes)
         memory = block.reserved
         block.start = self._addresses.setdefault(stream, _Addresses()).take(memory.end - memory.start)
+        self.allocated += nbytes
         self.active += nbytes
         self.peak = max(self.peak, self.active)
         return block
@@ -96,6 +99,7 @@ class Allocator:
             block: A block.
             end: When the recorded streams have run the kernels that they have now.
         """
+        self.allocated -= block.nbytes
         if block.recorded - {block.stream}:
             self._waiting.append((end, block))
         else:

@@ -242,24 +242,22 @@ def simulated_device(kernel_time: float = 1.0) -> Iterator[SimulatedDevice]:
         kernel_time: Time of a kernel on the device; a launch takes the host 1.
     """
     device = SimulatedDevice(kernel_time)
-    resize = torch.UntypedStorage.resize_
+    resize, wait = torch.UntypedStorage.resize_, dist.Work.wait
 
     def resize_(storage: torch.UntypedStorage, nbytes: int) -> None:
         resize(storage, nbytes)
         device.memory.resized(storage)
 
-    finish = dist.Work.wait
-
-    def wait(work: dist.Work, *args: Any) -> bool:
-        # gloo composes some collectives of others, and copies results when it is waited for. On CUDA it is one kernel.
+    def wait_for(work: dist.Work, *args: Any) -> bool:
+        # gloo copies some results here. On CUDA this is part of the collective.
         with _disable_current_modes():
-            return finish(work, *args)
+            return wait(work, *args)
 
     with contextlib.ExitStack() as stack:
         for name, value in _tensor_methods(device).items():
             stack.enter_context(patch.object(torch.Tensor, name, value))
         stack.enter_context(patch.object(torch.UntypedStorage, "resize_", resize_))
-        stack.enter_context(patch.object(dist.Work, "wait", wait))
+        stack.enter_context(patch.object(dist.Work, "wait", wait_for))
         for name in ("tensor", "as_tensor"):
             stack.enter_context(patch.object(torch, name, _factory(device, getattr(torch, name))))
         for name, value in _names_of_cuda(device).items():

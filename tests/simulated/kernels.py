@@ -70,6 +70,7 @@ class Call:
         )
         if "pin_memory" in kwargs:
             kwargs["pin_memory"] = None
+        masked = False
         factory = FACTORY_FUNCTION_REGEX.match(short) is not None
         for argument, value in zip_arguments(schema, args, kwargs):
             tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
@@ -84,5 +85,7 @@ class Call:
                 call.writes += tensors
             elif argument.alias_info is None and not factory:
                 call.reads += tensors
-                call.waits |= argument.name == "indices" and any(t.dtype == torch.bool for t in tensors)
+                masked |= argument.name == "indices" and any(t.dtype == torch.bool for t in tensors)
+        # torch fills with a single value without asking how many elements there are.
+        call.waits |= masked and not (short.startswith("index_put") and call.inputs[-1].numel() == 1)
         return call
