@@ -129,8 +129,9 @@ def fully_shard_model(
         enable_fine_grained_param_gather: Make every module that directly owns parameters a unit.
         use_decoupled_grad: Put gradients into ``.decoupled_grad`` of the main weights instead of ``.grad``, for
             optimizers that accept gradients of another dtype than the weights.
-        cuda_graph_mode: Keep all buffers at fixed addresses, so that CUDA graphs can be captured. Needs CUDA; implies
-            ``fsdp_double_buffer`` and ``zero_unused_gradients``.
+        cuda_graph_mode: Keep all buffers and gradients at fixed addresses, so that a CUDA graph of a whole iteration
+            can be captured. ``zero_grad`` then fills gradients with zeros. Needs CUDA; implies ``fsdp_double_buffer``
+            and ``zero_unused_gradients``.
         maxpool_double_buffer: The same as ``fsdp_double_buffer``, whose buffers already fit units of any size.
         offload_optimizer: Keep main weights, their gradients and the optimizer's state in host memory. With
             ``overlap_param_gather``, the units that forward needs first are updated first and unsharded during the

@@ -73,6 +73,7 @@ class ParameterGroup:
         self.gradients = GradientBuffer(reduction)
         self.used = [False] * len(params)
         self._lent: tuple[torch.Tensor, int] | None = None
+        self._persistent: torch.Tensor | None = None
         self.pending = False
         self._move_into_buffers()
 
@@ -259,6 +260,8 @@ class ParameterGroup:
             used: For each parameter, whether any rank had a gradient for it.
             zero_unused: Give the other parameters zeros instead of nothing, unless they are frozen.
         """
+        if self._config.cuda_graph_mode:
+            return self._add_to_persistent(reduced)
         if reduced is None and zero_unused:
             reduced = torch.zeros_like(self.weights.main, dtype=self._grad_dtype)
         if reduced is None:
@@ -282,6 +285,29 @@ class ParameterGroup:
         else:
             local_shard(before).add_(local)
 
+    def _add_to_persistent(self, reduced: torch.Tensor | None) -> list[ShardedParameter]:
+        """Add gradients to ``.grad`` tensors that keep their memory.
+
+        A graph that is replayed runs the addition, but none of this code: ``.grad`` must be the tensor that it adds to.
+        """
+        if self._persistent is None:
+            self._persistent = torch.zeros_like(self.weights.main, dtype=self._grad_dtype)
+        name, trained = self._config.grad_attribute, [param for param in self.params if param.trained]
+        for param in trained:
+            local = self._local(self._persistent, param.shard_slice)
+            grad = getattr(param.main, name, None)
+            if grad is None:
+                setattr(param.main, name, make_like(local.zero_(), param.main))
+            elif local_shard(grad).data_ptr() != local.data_ptr():
+                raise RuntimeError(
+                    f"cuda_graph_mode: {name} of {param.name} was replaced by another tensor, which a graph would not "
+                    "write to. Change gradients in place."
+                )
+        if reduced is not None:
+            self._persistent.add_(reduced)
+            self.gradients.give_back(reduced)
+        return trained
+
     def _recover_lent(self) -> None:
         """Give gradients of an earlier step back to a pool that lends them again, unless a tensor still has them."""
         if self._lent is not None:
@@ -291,8 +317,11 @@ class ParameterGroup:
                 self.gradients.give_back(lent)
 
     def clear_gradients(self) -> None:
-        """Drop all gradients: collected, reduced, and in ``.grad``."""
+        """Drop all gradients: collected, reduced, and in ``.grad``, or fill that with zeros in ``cuda_graph_mode``."""
         self.abandon_gradients()
+        if self._persistent is not None:
+            self._persistent.zero_()
+            return
         for param in self.params:
             param.main.grad = None
             if hasattr(param.main, self._config.grad_attribute):

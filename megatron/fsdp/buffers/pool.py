@@ -2,8 +2,8 @@
 
 A buffer of unsharded weights keeps one ``UntypedStorage`` for life. Autograd saves views of weights in forward and
 reads them in backward, so weights that are unsharded again must appear in the storage that those views point to. Either
-the storage stays and only its memory is allocated and freed (:class:`AllocatorPool`, on a CPU :class:`HostPool`), or the
-storage is one of a few that keep their memory and that units use in turn (:class:`FixedPool`).
+the storage stays and only its memory is allocated and freed (:class:`AllocatorPool`, and :class:`HostPool` on a CPU),
+or the storage is one of a few that keep their memory and that units use in turn (:class:`FixedPool`).
 """
 
 import threading
@@ -13,6 +13,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
+
+from megatron.fsdp.comm.streams import is_capturing
 
 # Dtype, device, and whether the computation is the first to write it.
 _Kind = tuple[torch.dtype, torch.device, bool]
@@ -194,7 +196,7 @@ _CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 
 
 def users_of(tensor: torch.Tensor) -> int:
-    """A number that grows with every tensor that shares the memory of this one, to compare with that of another call."""
+    """A number that grows with every tensor that shares the memory of this one; it has no meaning of its own."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
@@ -273,6 +275,11 @@ class FixedPool:
             free = self._free[kind]
             fitting = min((t for t in free if t.numel() >= numel), key=torch.Tensor.numel, default=None)
             if fitting is None:
+                if is_capturing():
+                    raise RuntimeError(
+                        "The CUDA graph that is captured needs a buffer that no iteration before it has needed. It "
+                        "must run the same forwards and backwards as an iteration before it."
+                    )
                 with self._allocation():
                     self.allocations += 1
                     fitting = torch.empty(numel, dtype=dtype, device=device)

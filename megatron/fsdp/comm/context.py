@@ -70,6 +70,11 @@ class CommContext:
         if self.offloads and runs_ahead(self.device):
             torch.cuda.current_stream(self.device).synchronize()
 
+    def join(self) -> None:
+        """Make compute wait for all tasks that were issued."""
+        for stream in dict.fromkeys([self.stream, self.unshard_stream]):
+            stream.run(lambda: None).wait()
+
     def any_rank(self, flags: list[bool]) -> "SetFlags":
         """Start to find out which flags are set on any data-parallel rank.
 

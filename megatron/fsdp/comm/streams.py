@@ -325,6 +325,11 @@ def communication_stream(device: torch.device, group: dist.ProcessGroup, second:
     return _STREAMS[key]
 
 
+def is_capturing() -> bool:
+    """True while a CUDA graph is captured on the current stream."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 def finish_tasks() -> None:
     """Wait for the tasks of all streams, for a limited time. Called when the process groups or the process end."""
     if not all([stream.finish() for stream in _STREAMS.values()]) and not _disagreement:

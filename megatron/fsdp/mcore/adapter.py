@@ -259,7 +259,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
         """Drop all gradients."""
         self.module.zero_grad_buffer()
         for param in self.module.engine.params():
-            if hasattr(param.main, "main_grad"):
+            if hasattr(param.main, "main_grad") and not self.module.fsdp_config.cuda_graph_mode:
                 param.main.main_grad = None
 
     # Parameters ------------------------------------------------------------------------------------------------

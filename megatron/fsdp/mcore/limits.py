@@ -170,7 +170,6 @@ LIMITS: tuple[Limit, ...] = (
     _not_yet("param_name_patterns_for_fp32_local_accumulation", "fp32 accumulation of selected parameters"),
     _not_yet("save_wgrads_interval", "saving whole weight gradients"),
     _not_yet("optimizer_cuda_graph", "capturing the optimizer's step in a CUDA graph"),
-    _not_yet("megatron_fsdp_cuda_graph_mode", "capturing FSDP in CUDA graphs"),
     _not_yet(
         "create_all_gather_group with several optimizer instances",
         "a second group for all-gathers, since weights are all-gathered within one optimizer instance",
@@ -178,10 +177,10 @@ LIMITS: tuple[Limit, ...] = (
         lambda s: bool(s["create_all_gather_group"]) and (s["num_distributed_optimizer_instances"] or 1) > 1,
     ),
     _not_yet(
-        "cuda_graph_impl other than none",
-        "CUDA graphs",
-        "Set cuda_graph_impl (--cuda-graph-impl) to none.",
-        lambda s: s["cuda_graph_impl"] not in (None, "none"),
+        "cuda_graph_impl other than none or full_iteration",
+        "CUDA graphs of single layers, whose replay runs no hooks: neither unshards nor reductions",
+        "Set cuda_graph_impl (--cuda-graph-impl) to full_iteration or none.",
+        lambda s: s["cuda_graph_impl"] not in (None, "none", "full_iteration"),
     ),
 )
 
@@ -224,6 +223,12 @@ ADJUSTMENTS: tuple[Adjustment, ...] = (
         _is_false("fsdp_double_buffer", _is_set("nccl_ub")),
         True,
         "nccl_ub registers buffers with NCCL once, so their addresses must not change",
+    ),
+    Adjustment(
+        "megatron_fsdp_cuda_graph_mode",
+        _is_false("megatron_fsdp_cuda_graph_mode", lambda s: s["cuda_graph_impl"] == "full_iteration"),
+        True,
+        "a graph of a whole iteration needs buffers and gradients at fixed addresses",
     ),
     Adjustment(
         "overlap_grad_reduce",

@@ -153,9 +153,12 @@ class ZeroGrad:
         optimizer = self._optimizer()
         if optimizer is None:
             return
-        type(optimizer).zero_grad(optimizer, set_to_none)
         parameters = {p for options in optimizer.param_groups for p in options["params"]}
-        for engine in engines_of(parameters):
+        engines = engines_of(parameters)
+        # A graph writes to the gradients that it was captured with. Without ``.grad``, the step would ignore them.
+        set_to_none = set_to_none and not any(engine.config.cuda_graph_mode for engine in engines)
+        type(optimizer).zero_grad(optimizer, set_to_none)
+        for engine in engines:
             shared = any(param.main.requires_grad and param.main not in parameters for param in engine.params())
             if shared or not zero_grad_buffer:
                 continue
@@ -316,7 +319,7 @@ class _UpdateByUnit:
 
     It calls the optimizer's step once per unit, with the parameters of that unit only. The step proper then updates the
     remaining parameters. This is valid for optimizers that update every parameter independently; for all others the
-    hook does nothing. Nor if the user has registered a pre-hook after it, which would see the remaining parameters only.
+    hook does nothing. It also does nothing if the user has registered a later pre-hook, which must see all parameters.
 
     Main weights on a CPU are all updated in this way. torch's optimizers compute on lists of all parameters, so their
     temporary tensors have the size of the model: new memory in every step, which does not fit into any cache. On a GPU,

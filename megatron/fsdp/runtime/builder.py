@@ -115,7 +115,7 @@ def make_blueprint(
     device = local_device(device) if device is not None else default_device(module)
     check_not_wrapped(module)
     index = index or default_index(device)
-    channel = watch(index.dense.dp_group, device)
+    channel = watch(index.dense.dp_group, device, watches=not config.cuda_graph_mode)
     with propagate_errors(index):
         root, tp_mesh = _check_and_divide(module, config, index, unit_modules, device)
     reshards = unit_modules is not None or bool(root.children)
@@ -149,6 +149,11 @@ def _check_and_divide(
     tp_mesh = tensor_parallel_mesh(module, index)
     if config.average_in_collective and not backend_of(index.dense.inner, device).can_average:
         raise ValueError("average_in_collective: gloo can sum only. Leave it off; the result is the same.")
+    if config.offload_optimizer and not backend_of(index.dense.inner, HOST).name:
+        raise ValueError(
+            "offload_optimizer: the process group has no backend for tensors in host memory, which clipping and saving "
+            'send. Initialize it with init_process_group("cpu:gloo,cuda:nccl").'
+        )
     return partition(module, classes, config.enable_fine_grained_param_gather), tp_mesh
 
 

@@ -104,6 +104,7 @@ class Engine:
             exchange=resources.context.exchange,
             on_backward_end=self._backward_ended,
         )
+        self.schedule.refresh_weights = config.cuda_graph_mode
         self._update_reduce_now()
 
     # Structure -------------------------------------------------------------------------------------------------
@@ -250,8 +251,12 @@ class Engine:
         return self.schedule.units_to_prefetch_first()
 
     def prefetch_first(self, until: Unit | None = None) -> None:
-        """Start to unshard the units that the next forward needs first, up to ``until`` or to the limit in flight."""
-        self.schedule.prefetch_first(until)
+        """Start to unshard the units that the next forward needs first, up to ``until`` or to the limit in flight.
+
+        Does nothing in ``cuda_graph_mode``: a captured forward must contain its unshards and cannot wait for others.
+        """
+        if not self.config.cuda_graph_mode:
+            self.schedule.prefetch_first(until)
 
     def wait_for_prefetched(self) -> None:
         """Wait for the all-gathers that :meth:`prefetch_first` has started."""
@@ -298,12 +303,16 @@ class Engine:
             if self.resources.nccl_memory is not None and self.pool is not None:
                 self.resources.nccl_memory.register(self.pool.allocations)
             arrived = self._attach_gradients()
+            if self.config.cuda_graph_mode:
+                # A capture ends with an error if a stream that it has forked is not joined.
+                self.context.join()
         except BaseException:
             for group in self.groups:
                 group.abandon_gradients()
             raise
         self._sync.microbatch_count = 0
         self._sync.pending = False
+        self.schedule.refresh_weights = self.config.cuda_graph_mode
         # Last, because a user's gradient hook may run the optimizer's step, which needs the final state.
         for param in arrived:
             param.run_gradient_hooks()

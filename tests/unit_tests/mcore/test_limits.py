@@ -29,7 +29,7 @@ from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
 BROKEN: dict[str, dict[str, Any]] = {
     "ckpt_format other than fsdp_dtensor": {"ckpt_format": "torch_dist"},
     "nccl_ub with expandable segments": {"nccl_ub": True},
-    "cuda_graph_impl other than none": {"cuda_graph_impl": "local"},
+    "cuda_graph_impl other than none or full_iteration": {"cuda_graph_impl": "local"},
     "create_all_gather_group with several optimizer instances": {
         "create_all_gather_group": True,
         "num_distributed_optimizer_instances": 2,
@@ -76,6 +76,7 @@ ADJUSTED: dict[str, dict[str, Any]] = {
     "average_in_collective": {"ddp_average_in_collective": True},
     "gradient_accumulation_fusion": {"gradient_accumulation_fusion": True},
     "fsdp_double_buffer": {"nccl_ub": True, "fsdp_double_buffer": False},
+    "megatron_fsdp_cuda_graph_mode": {"cuda_graph_impl": "full_iteration", "megatron_fsdp_cuda_graph_mode": False},
     "overlap_grad_reduce": {"overlap_grad_reduce": False, "data_parallel_sharding_strategy": "optim_grads"},
     "overlap_param_gather": {"overlap_param_gather": False, "data_parallel_sharding_strategy": "optim_grads_params"},
 }
