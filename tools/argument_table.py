@@ -71,6 +71,7 @@ EFFECTS = {
     "fsdp_double_buffer": Effect("the peak's buffers are never freed", "no allocation after the first step"),
     "fsdp_db_use_persist_buf_on_alloc_fail": Effect("one more buffer per nested unit", SAME),
     "disable_symmetric_registration": Effect(SAME, "with nccl_ub: no symmetric kernels"),
+    "fsdp_manual_registration": Effect(SAME, "with nccl_ub: no comparison between ranks after each step"),
     "enable_fine_grained_param_gather": Effect("peak: two modules instead of two units", "more, smaller collectives"),
     "cuda_graph_mode": Effect("as fsdp_double_buffer", "no launch overhead when a graph is replayed"),
     "offload_optimizer": Effect("main weights and optimizer state on the host", "copies over PCIe; the host steps"),

@@ -68,6 +68,8 @@ class FSDPConfig:
             directly into a buffer of ``main_grads_dtype``.
         max_unsharded_units: Number of units, besides the root, that may be unsharded at the same time.
         max_reducing_units: Number of units whose gradients may be in a reduction at the same time.
+        fsdp_manual_registration: With ``nccl_ub``, register buffers only when ``register_buffers()`` is called, and not
+            at the end of the first step and of later steps that have added buffers.
         sharding: Where parameters, gradients and optimizer state live. Derived from the two strategies.
 
     Raises:
@@ -98,6 +100,7 @@ class FSDPConfig:
     fused_weight_gradients: bool = False
     max_unsharded_units: int = 2
     max_reducing_units: int = 1
+    fsdp_manual_registration: bool = False
     sharding: Sharding = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

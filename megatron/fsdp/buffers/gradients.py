@@ -97,7 +97,9 @@ class GradientBuffer:
         self.owed |= Owed.INNER
         if self.unreduced is not None:
             self.reduction.add(self.unreduced, grads)
-        elif any(grad is not None for grad in grads):
+        elif self.reduction.pool.recycles or any(grad is not None for grad in grads):
+            # A pool that recycles must lend its buffers in the same order on all ranks, also on those whose computation
+            # has skipped the unit: symmetric memory needs the same address everywhere.
             self.unreduced = self.reduction.place(grads, self.reduction.dtypes.main_grads)
 
     def reduce(self, grads: list[torch.Tensor | None], last: bool) -> Handle:

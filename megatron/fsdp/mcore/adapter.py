@@ -62,7 +62,7 @@ def _attach(optimizer: torch.optim.Optimizer) -> None:
 
 
 class WeightInstaller:
-    """The part of the original's ``param_and_grad_buffer`` that Megatron-Core's optimizer uses.
+    """The part of the original's ``param_and_grad_buffer`` that Megatron-Core's optimizer and training loop use.
 
     Args:
         module: The sharded module.
@@ -74,6 +74,10 @@ class WeightInstaller:
     def copy_main_weights_to_model_weights(self) -> None:
         """Mark compute weights as out of date. Megatron-Core's optimizer calls this after its step."""
         self._module.install_optimized_model_weights()
+
+    def manual_buffer_registration(self) -> None:
+        """Register the buffers with NCCL. With ``fsdp_manual_registration`` the loop calls this after one iteration."""
+        self._module.register_buffers()
 
 
 class FullyShardedDataParallel(_BaseDataParallel):

@@ -1,6 +1,7 @@
 """The interface that Megatron-Core expects of a data-parallel wrapper: one test per attribute or method."""
 
 import copy
+import gc
 import logging
 from collections.abc import Callable
 
@@ -225,6 +226,23 @@ def trainable_parameter_without_gradient_gets_zeros() -> None:
     spare = {name: p for name, p in model.named_parameters() if "spare" in name}
     assert len(spare) == 2
     assert all(not local_shard(p.grad).any() for p in spare.values())
+
+
+def buffers_are_registered_when_the_loop_asks_for_it() -> None:
+    from tests.megatron_models import forward_backward, tokens, wrapped
+    from tests.nccl_recorder import Recorder
+
+    for asked_for in (True, False):
+        with Recorder().installed() as recorder:
+            model = wrapped("optim_grads_params", nccl_ub=True, fsdp_manual_registration=asked_for)
+            forward_backward(model, tokens(0, 1))
+            assert bool(recorder.registered) is not asked_for
+            model.param_and_grad_buffer.manual_buffer_registration()
+            assert len(recorder.registered) == 1
+            forward_backward(model, tokens(1, 1))
+            del model
+            gc.collect()
+            assert recorder.registered == []
 
 
 def scale_gradients_acts_once_and_in_place() -> None:
@@ -488,6 +506,7 @@ CASES = [
     no_sync_can_be_entered_again,
     finish_grad_sync_attaches_gradients,
     trainable_parameter_without_gradient_gets_zeros,
+    buffers_are_registered_when_the_loop_asks_for_it,
     scale_gradients_acts_once_and_in_place,
     zero_grad_buffer_may_be_called_twice,
     start_param_sync_takes_megatrons_arguments,
