@@ -35,9 +35,11 @@ class Pool(Protocol):
     Attributes:
         recycles: The pool keeps what is given back and lends it again. If False, dropping the last reference frees it.
         keeps_gradients: The memory of ``.grad`` is used for the next step's gradients. If False, it is freed with them.
+        is_fixed: Buffers keep their addresses, which all ranks must use in the same order.
     """
 
     recycles: bool
+    is_fixed: bool
     keeps_gradients: bool
 
     def reserve(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -79,6 +81,7 @@ class AllocatorPool:
 
     recycles = False
     keeps_gradients = False
+    is_fixed = False
 
     def reserve(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """See :meth:`Pool.reserve`."""
@@ -371,6 +374,7 @@ class UnitPool:
 
     recycles = True
     keeps_gradients = True
+    is_fixed = True
 
     def __init__(self, pool: FixedPool, slot: Slot) -> None:
         self.slot = slot
