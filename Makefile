@@ -107,7 +107,7 @@ gpu-bench: ## benchmark step time, memory and kernels on a GPU; skipped without 
 
 compatibility: install ## run all tests, and write docs/compatibility.md from their results
 	rm -f docs/compatibility.json
-	$(PYTEST) tests --results docs/compatibility.json --deselect tests/unit_tests/test_pages.py::test_compatibility
+	$(PYTEST) tests -n 2 --dist worksteal --results docs/compatibility.json --deselect tests/unit_tests/test_pages.py::test_compatibility
 	$(PYTHON) tools/compatibility_table.py > docs/compatibility.md
 
 wheel: install ## build the wheel into dist/
