@@ -61,6 +61,7 @@ def fully_shard_model(
     fused_weight_gradients: bool = False,
     max_unsharded_units: int = 2,
     max_reducing_units: int = 1,
+    fsdp_manual_registration: bool = False,
     preserve_fp32_weights: bool | None = None,
     grad_reduce_in_fp32: bool | None = None,
     keep_fp8_transpose_cache_when_using_custom_fsdp: bool | None = None,
@@ -129,8 +130,9 @@ def fully_shard_model(
         enable_fine_grained_param_gather: Make every module that directly owns parameters a unit.
         use_decoupled_grad: Put gradients into ``.decoupled_grad`` of the main weights instead of ``.grad``, for
             optimizers that accept gradients of another dtype than the weights.
-        cuda_graph_mode: Keep all buffers at fixed addresses, so that CUDA graphs can be captured. Needs CUDA; implies
-            ``fsdp_double_buffer`` and ``zero_unused_gradients``.
+        cuda_graph_mode: Keep all buffers and gradients at fixed addresses, so that a CUDA graph of a whole iteration
+            can be captured. ``zero_grad`` then fills gradients with zeros. Needs CUDA; implies ``fsdp_double_buffer``
+            and ``zero_unused_gradients``.
         maxpool_double_buffer: The same as ``fsdp_double_buffer``, whose buffers already fit units of any size.
         offload_optimizer: Keep main weights, their gradients and the optimizer's state in host memory. With
             ``overlap_param_gather``, the units that forward needs first are updated first and unsharded during the
@@ -144,10 +146,12 @@ def fully_shard_model(
             links less often. gloo always works this way.
         zero_unused_gradients: Give a parameter that no rank used a gradient of zeros. If False it gets None, as without
             sharding; ranks then compare one flag per parameter at each synchronization.
-        fused_weight_gradients: Let kernels that can (Transformer Engine's, Megatron-Core's) accumulate weight gradients
-            directly into a buffer of ``main_grads_dtype``.
+        fused_weight_gradients: Let kernels that can (Transformer Engine's, Megatron-Core's) write weight gradients
+            directly into the buffer that is reduced, in ``main_grads_dtype``.
         max_unsharded_units: Number of units, besides the root, that may be unsharded at the same time.
         max_reducing_units: Number of units whose gradients may be in a reduction at the same time.
+        fsdp_manual_registration: With ``nccl_ub``, register buffers only when ``register_buffers()`` is called, and not
+            at the end of the first step and of later steps that have added buffers.
         preserve_fp32_weights: Deprecated; use ``MixedPrecisionPolicy(main_params_dtype=torch.float32)``, or None.
         grad_reduce_in_fp32: Deprecated; use ``main_grads_dtype`` and ``grad_comm_dtype`` of the policy.
         keep_fp8_transpose_cache_when_using_custom_fsdp: Deprecated name of ``keep_fp8_transpose_cache``.
@@ -263,6 +267,7 @@ def fully_shard(
     fused_weight_gradients: bool = False,
     max_unsharded_units: int = 2,
     max_reducing_units: int = 1,
+    fsdp_manual_registration: bool = False,
     preserve_fp32_weights: bool | None = None,
     grad_reduce_in_fp32: bool | None = None,
     keep_fp8_transpose_cache_when_using_custom_fsdp: bool | None = None,

@@ -49,8 +49,9 @@ class FSDPConfig:
         enable_fine_grained_param_gather: Make every module that directly owns parameters a unit.
         use_decoupled_grad: Put gradients into ``.decoupled_grad`` of the main weights instead of ``.grad``, for
             optimizers that accept gradients of another dtype than the weights.
-        cuda_graph_mode: Keep all buffers at fixed addresses, so that CUDA graphs can be captured. Needs CUDA; implies
-            ``fsdp_double_buffer`` and ``zero_unused_gradients``.
+        cuda_graph_mode: Keep all buffers and gradients at fixed addresses, so that a CUDA graph of a whole iteration
+            can be captured. ``zero_grad`` then fills gradients with zeros. Needs CUDA; implies ``fsdp_double_buffer``
+            and ``zero_unused_gradients``.
         offload_optimizer: Keep main weights, their gradients and the optimizer's state in host memory. With
             ``overlap_param_gather``, the units that forward needs first are updated first and unsharded during the
             step.
@@ -63,10 +64,12 @@ class FSDPConfig:
             links less often. gloo always works this way.
         zero_unused_gradients: Give a parameter that no rank used a gradient of zeros. If False it gets None, as without
             sharding; ranks then compare one flag per parameter at each synchronization.
-        fused_weight_gradients: Let kernels that can (Transformer Engine's, Megatron-Core's) accumulate weight gradients
-            directly into a buffer of ``main_grads_dtype``.
+        fused_weight_gradients: Let kernels that can (Transformer Engine's, Megatron-Core's) write weight gradients
+            directly into the buffer that is reduced, in ``main_grads_dtype``.
         max_unsharded_units: Number of units, besides the root, that may be unsharded at the same time.
         max_reducing_units: Number of units whose gradients may be in a reduction at the same time.
+        fsdp_manual_registration: With ``nccl_ub``, register buffers only when ``register_buffers()`` is called, and not
+            at the end of the first step and of later steps that have added buffers.
         sharding: Where parameters, gradients and optimizer state live. Derived from the two strategies.
 
     Raises:
@@ -97,6 +100,7 @@ class FSDPConfig:
     fused_weight_gradients: bool = False
     max_unsharded_units: int = 2
     max_reducing_units: int = 1
+    fsdp_manual_registration: bool = False
     sharding: Sharding = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -123,6 +127,9 @@ class FSDPConfig:
         for name in ("max_unsharded_units", "max_reducing_units"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1; got {getattr(self, name)}.")
+        for name in ("offload_optimizer", "report_nan_in_param_grad"):
+            if self.cuda_graph_mode and getattr(self, name):
+                raise ValueError(f"{name}: the host waits for the device, which a CUDA graph (cuda_graph_mode) cannot.")
         for name in ("nccl_ub", "cuda_graph_mode"):
             if getattr(self, name) and not torch.cuda.is_available():
                 raise ValueError(f"{name}: expected a CUDA device; there is none. Leave it off on a CPU.")

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import megatron.fsdp
-from megatron.fsdp.comm.backends import backend_of, moves_data
+from megatron.fsdp.comm.backends import backend_of, local_device, moves_data
 from tests.ranks import RankPool
 
 ENGINE = Path(megatron.fsdp.__file__).parent
@@ -40,6 +40,29 @@ def test_a_group_has_a_backend_for_each_device(monkeypatch: pytest.MonkeyPatch, 
     assert cuda.can_average and cuda.registers_memory and cuda.ends_process
     assert not cuda.prefers_sends and not cuda.holds_tensors
     assert moves_data(group)
+
+
+@pytest.mark.parametrize(
+    ("given", "current", "devices", "expected"),
+    [
+        ("cuda", 0, 4, 2),  # nothing was chosen: by LOCAL_RANK
+        ("cuda", 3, 4, 3),  # torch.cuda.set_device was called
+        ("cuda", 0, 1, 0),  # the launcher shows each process a single device
+        ("cuda:1", 0, 4, 1),
+    ],
+)
+def test_a_process_computes_on_its_own_device(
+    monkeypatch: pytest.MonkeyPatch, given: str, current: int, devices: int, expected: int
+) -> None:
+    chosen: list[int] = []
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: chosen[-1] if chosen else current)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    assert local_device(given) == torch.device("cuda", expected)
+    # Collectives of objects, and tensors that the user makes, go to the current device.
+    assert chosen == ([2] if expected == 2 else [])
+    assert local_device("cpu") == torch.device("cpu")
 
 
 def _of_real_groups() -> list[tuple[str, bool]]:

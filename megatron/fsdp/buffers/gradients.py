@@ -1,10 +1,13 @@
 """Accumulates and reduces the gradients of one parameter group, from autograd's gradients to the optimizer's."""
 
+import functools
+from collections.abc import Callable
 from enum import Flag, auto
 
 import torch
 
 from megatron.fsdp.buffers.reduction import Reduction, memory_of
+from megatron.fsdp.comm.backends import runs_ahead
 from megatron.fsdp.comm.streams import Handle
 
 
@@ -26,17 +29,18 @@ class InFlight:
     def __init__(self, reduction: Reduction) -> None:
         self.handles: list[Handle] = []
         self._pool = reduction.pool
+        # On a CPU, torch's allocator may free a buffer as soon as the task has ended.
+        self._holds = self._pool.recycles or runs_ahead(reduction.context.device)
         self._read: list[torch.Tensor] = []
 
-    def hold(self, placed: torch.Tensor) -> None:
-        """Return ``placed`` to the pool at the next :meth:`wait`. Called by the task that reads it.
+    def hold(self, buffer: torch.Tensor) -> None:
+        """Return ``buffer`` to the pool at the next :meth:`wait`. Called by the task that reads it.
 
-        Compute has written this buffer and will reuse it. If the task returned it, compute could overwrite it while the
-        collective still reads it. Compute therefore waits for the task first. Memory of torch's allocator needs no
-        such care: the task has recorded its stream (``record_stream``), and the allocator waits for that.
+        Compute has written this buffer and will reuse its memory. If the task returned it, compute could overwrite it
+        while the collective still reads it. Compute therefore waits for the task first.
         """
-        if self._pool.recycles:
-            self._read.append(placed)
+        if self._holds:
+            self._read.append(buffer)
 
     def wait(self) -> None:
         """Make compute wait for all reductions in flight."""
@@ -55,15 +59,17 @@ class InFlight:
 class GradientBuffer:
     """Holds the sums of a group's gradients between reductions, which ``reduction`` performs.
 
-    A micro-batch's gradients are copied once, into the buffer that is reduced. Between micro-batches, a rank keeps its
-    shard of the gradients reduced over the inner axis or, if gradients are not sharded, the sum of unreduced gradients.
-    If there is an outer axis, that sum is reduced over it once, after the last micro-batch.
+    A micro-batch's gradients are copied once, into the buffer that is reduced, or not at all where kernels write them
+    there. Between micro-batches, a rank keeps its shard of the gradients reduced over the inner axis or, if gradients
+    are not sharded, the sum of unreduced gradients. If there is an outer axis, that sum is reduced over it once, after
+    the last micro-batch.
 
     Args:
         reduction: How gradients are reduced.
 
     Attributes:
         unreduced: Sum of unreduced gradients; None if there are none. Only compute uses it.
+        lent: The flat buffer that kernels write this micro-batch's gradients into; None unless there are such kernels.
         inner_sum: Sum of gradients reduced over the inner axis only. Only tasks of the stream use it.
         reduced: Sum of gradients reduced over both axes. Tasks use it, and compute after a wait.
         owed: The axes to reduce over before the optimizer's step.
@@ -73,6 +79,7 @@ class GradientBuffer:
     def __init__(self, reduction: Reduction) -> None:
         self.reduction = reduction
         self.unreduced: torch.Tensor | None = None
+        self.lent: torch.Tensor | None = None
         self.inner_sum: torch.Tensor | None = None
         self.reduced: torch.Tensor | None = None
         self.owed = Owed.NOTHING
@@ -84,6 +91,16 @@ class GradientBuffer:
         if self.unreduced is not None:
             self.unreduced.mul_(of_placed)
 
+    def lend(self, i: int) -> torch.Tensor:
+        """Memory of undefined content for this micro-batch's gradient of parameter ``i``, in ``main_grads_dtype``.
+
+        It is the gradient's place in the buffer that is reduced. The caller passes the tensor to :meth:`accumulate` or
+        :meth:`reduce`, or another gradient in its place.
+        """
+        if self.lent is None:
+            self.lent = self.reduction.new_flat(self.reduction.dtypes.main_grads)
+        return self.reduction.slot(self.lent, i)
+
     def accumulate(self, grads: list[torch.Tensor | None]) -> None:
         """Add a micro-batch's gradients to the unreduced sum.
 
@@ -93,8 +110,13 @@ class GradientBuffer:
         self.owed |= Owed.INNER
         if self.unreduced is not None:
             self.reduction.add(self.unreduced, grads)
-        elif any(grad is not None for grad in grads):
-            self.unreduced = self.reduction.place(grads, self.reduction.dtypes.main_grads)
+            self._drop_lent()
+        elif self.reduction.pool.is_fixed or any(grad is not None for grad in grads):
+            # A fixed pool must lend its buffers in the same order on all ranks, also on those whose computation has
+            # skipped the unit: symmetric memory needs the same address everywhere.
+            self.unreduced = self._place(grads, self.reduction.dtypes.main_grads)
+        else:
+            self._drop_lent()
 
     def reduce(self, grads: list[torch.Tensor | None], last: bool) -> Handle:
         """Start to reduce a micro-batch's gradients together with the unreduced sum.
@@ -110,13 +132,26 @@ class GradientBuffer:
             self.accumulate(grads)
             placed, self.unreduced = self.unreduced, None
         else:
-            placed = self.reduction.place(grads, self.reduction.sent_dtype)
+            placed = self._place(grads, self.reduction.sent_dtype)
         grads.clear()
         self.owed = Owed.OUTER if self.reduction.outer is not None and not last else Owed.NOTHING
         # The stream waits for the compute issued so far, which includes the copies into ``placed``.
         handle = self.reduction.stream.run(lambda: self._reduce(placed, last))
         self.in_flight.handles.append(handle)
         return handle
+
+    def _place(self, grads: list[torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
+        """A flat buffer with the gradients: the one that was lent, or else a new one of ``dtype``."""
+        flat, self.lent = self.lent, None
+        if flat is None:
+            flat = self.reduction.new_flat(dtype)
+        self.reduction.place(grads, flat)
+        return flat
+
+    def _drop_lent(self) -> None:
+        if self.lent is not None:
+            self.give_back(self.lent)
+            self.lent = None
 
     def reduce_waiting(self) -> None:
         """Start to reduce gradients of earlier micro-batches over the axes in ``owed``."""
@@ -142,6 +177,8 @@ class GradientBuffer:
         assert self.inner_sum is not None, "every rank has reduced over the inner axis"
         inner_sum, self.inner_sum = self.inner_sum, None
         self.reduced = self.reduction.over_outer(inner_sum, self.reduced)
+        if memory_of(self.reduced) != memory_of(inner_sum):
+            self.in_flight.hold(inner_sum)
 
     def wait(self) -> None:
         """Make compute wait for the reductions in flight."""
@@ -151,6 +188,7 @@ class GradientBuffer:
         """Return the gradients reduced since the last call, flat like the main weights; None if there are none.
 
         They are on the main weights' device. The caller returns the memory with :meth:`give_back` after the last read.
+        A copy to the host has only been started (see :meth:`~megatron.fsdp.comm.context.CommContext.finish_offload`).
 
         Args:
             dtype: Dtype of the result.
@@ -161,10 +199,10 @@ class GradientBuffer:
         reduced, self.reduced = self.reduced, None
         if reduced is None:
             return None
-        if reduced.device == self.reduction.main_device:
-            taken = self.reduction.cast(reduced, dtype, for_compute=True)
+        if self.reduction.context.offloads:
+            taken = self.reduction.context.main_buffer(reduced.numel(), dtype).copy_(reduced, non_blocking=True)
         else:
-            taken = reduced.to(self.reduction.main_device, dtype)
+            taken = self.reduction.cast(reduced, dtype, for_compute=True)
         if taken is not reduced:
             # Compute may still read it: only a task can reuse this memory, and it waits for compute first.
             self.give_back(reduced)
@@ -177,18 +215,20 @@ class GradientBuffer:
     def clear(self) -> None:
         """Drop all sums, including those of reductions in flight, and the errors of these."""
         self.owed = Owed.NOTHING
+        self._drop_lent()
         if self.unreduced is not None:
             self.give_back(self.unreduced)
             self.unreduced = None
         if self.in_flight.handles:
             # Reductions in flight still write to the sums, so a later task of the same stream drops them. The handles
             # are dropped here together with their errors, which concern dropped gradients only.
-            self.in_flight.handles = [self.reduction.stream.run(self._drop_sums)]
+            drop = functools.partial(self._drop_sums, self.in_flight.hold)
+            self.in_flight.handles = [self.reduction.stream.run(drop)]
         else:
-            self._drop_sums()
+            self._drop_sums(self.give_back)
 
-    def _drop_sums(self) -> None:
+    def _drop_sums(self, give_back: Callable[[torch.Tensor], None]) -> None:
         dropped = [total for total in (self.inner_sum, self.reduced) if total is not None]
         self.inner_sum = self.reduced = None
         for total in dropped:
-            self.give_back(total)
+            give_back(total)

@@ -60,7 +60,7 @@ class Reduction:
 
     Attributes:
         stream: Runs reductions.
-        main_device: Where the gradients go in the end.
+        context: How the model communicates.
         sent_dtype: Dtype in which gradients of a single micro-batch are sent over the inner axis.
         inner: The inner axis.
         outer: The outer axis; None if there is none.
@@ -79,7 +79,7 @@ class Reduction:
         self.dtypes = dtypes
         self.pool = pool
         self.stream = context.stream
-        self.main_device = context.main_device
+        self.context = context
         self._layout = layout
         self._device = context.device
         owned = Ownership.of(layout, sharding, axes)
@@ -123,32 +123,41 @@ class Reduction:
 
     # Before the reduction, in the computation ------------------------------------------------------------------
 
-    def place(self, grads: list[torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
-        """Write gradients into a new flat buffer.
+    def new_flat(self, dtype: torch.dtype) -> torch.Tensor:
+        """A flat buffer of undefined content for gradients that the computation writes."""
+        return self.pool.scratch(self._layout.numel, dtype, self._device, for_compute=True)
+
+    def slot(self, flat: torch.Tensor, i: int) -> torch.Tensor:
+        """The gradient of parameter ``i`` as a view of a flat buffer."""
+        return slot_view(flat, self._layout, i)
+
+    def place(self, grads: list[torch.Tensor | None], flat: torch.Tensor) -> None:
+        """Fill a flat buffer with gradients.
 
         Args:
-            grads: Gradient of each parameter in its shape, or None for zeros; an empty list for zeros only.
-            dtype: Of the buffer.
+            grads: Gradient of each parameter in its shape, or None for zeros; an empty list for zeros only. A gradient
+                that is a view of its slot in ``flat`` stays where it is.
+            flat: The result of :meth:`new_flat`.
         """
-        flat = self.pool.scratch(self._layout.numel, dtype, self._device, for_compute=True)
-        views = [slot_view(flat, self._layout, i) for i in range(len(self._layout.slots))]
+        views = [self.slot(flat, i) for i in range(len(self._layout.slots))]
         present = [(view, grad) for view, grad in zip(views, grads, strict=False) if grad is not None]
         absent = [view for i, view in enumerate(views) if i >= len(grads) or grads[i] is None]
         if zeros := gap_views(flat, self._layout) + absent:
             torch._foreach_zero_(zeros)
         factor = self._factor_at(Stage.PLACED)
-        if factor != 1.0 and all(grad.dtype == dtype for _, grad in present):
+        if factor != 1.0 and all(grad.dtype == flat.dtype for _, grad in present):
             for view, grad in present:
                 torch.mul(grad, factor, out=view)
-        elif present:
-            torch._foreach_copy_([view for view, _ in present], [grad for _, grad in present])
-            if factor != 1.0:
-                torch._foreach_mul_([view for view, _ in present], factor)
-        return flat
+            return
+        elsewhere = [(view, grad) for view, grad in present if grad.data_ptr() != view.data_ptr()]
+        if elsewhere:
+            torch._foreach_copy_([view for view, _ in elsewhere], [grad for _, grad in elsewhere])
+        if present and factor != 1.0:
+            torch._foreach_mul_([view for view, _ in present], factor)
 
     def add(self, flat: torch.Tensor, grads: list[torch.Tensor | None]) -> None:
-        """Add gradients to a buffer that :meth:`place` has returned."""
-        present = [(slot_view(flat, self._layout, i), grad) for i, grad in enumerate(grads) if grad is not None]
+        """Add gradients to a buffer that :meth:`place` has filled."""
+        present = [(self.slot(flat, i), grad) for i, grad in enumerate(grads) if grad is not None]
         if present:
             views, given = zip(*present, strict=True)
             torch._foreach_add_(views, given, alpha=self._factor_at(Stage.PLACED))
@@ -159,14 +168,13 @@ class Reduction:
         """Reduce gradients of one or several micro-batches over the inner axis and add this rank's slice to ``total``.
 
         Args:
-            placed: The gradients, which are overwritten. The computation gives this buffer back to the pool.
+            placed: The gradients, which are overwritten. The caller keeps this buffer until compute has waited for the
+                task, because compute allocated it.
             total: The sum so far.
 
         Returns:
             The sum in ``main_grads_dtype``, which may share memory with ``placed`` if ``total`` is None.
         """
-        # The compute allocated this buffer, and may drop it before this task has run.
-        self.stream.keep([placed])
         flat = self.cast(placed, self.sent_dtype)
         if (factor := self._factor_at(Stage.SENT)) != 1.0:
             flat.mul_(factor)
@@ -180,7 +188,8 @@ class Reduction:
         """Reduce the micro-batches' sum over the outer axis and add this rank's slice to ``total``.
 
         Args:
-            inner_sum: The result of :meth:`over_inner`. It is given back to the pool.
+            inner_sum: The result of :meth:`over_inner`. The caller keeps it until compute has waited for the task: it
+                may be what compute has allocated.
             total: The sum so far.
 
         Returns:
@@ -190,7 +199,7 @@ class Reduction:
         flat = self.cast(inner_sum, self.dtypes.grad_comm)
         reduced = self._communicate(flat, self.outer, total is None)
         total = _sum(total, reduced, self._factor_at(Stage.SUMMED))
-        self._give_back([inner_sum, flat, reduced], but=[total])
+        self._give_back([flat, reduced], but=[total, inner_sum])
         return total
 
     def _communicate(self, flat: torch.Tensor, axis: _Axis, kept: bool) -> torch.Tensor:

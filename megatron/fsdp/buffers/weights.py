@@ -6,7 +6,6 @@ import torch
 
 from megatron.fsdp.buffers.flat_buffer import FlatBuffer, slot_view
 from megatron.fsdp.buffers.pool import Pool
-from megatron.fsdp.comm.backends import is_on_host, runs_ahead
 from megatron.fsdp.comm.collectives import all_gather
 from megatron.fsdp.comm.context import CommContext
 from megatron.fsdp.comm.streams import Handle
@@ -57,7 +56,7 @@ class WeightBuffer:
         context: CommContext,
         pool: Pool,
     ) -> None:
-        device, main_device, stream = context.device, context.main_device, context.unshard_stream
+        device, stream = context.device, context.unshard_stream
         self.layout = layout
         self.sharding = sharding
         self.temporary = sharding.inner.shards_parameters
@@ -73,17 +72,12 @@ class WeightBuffer:
             self._resident_span = self.owned.inner
         elif self.temporary:
             self.resident = None
-        self._casts = dtypes.main_params != dtypes.compute or main_device != device
+        self._casts = dtypes.main_params != dtypes.compute or context.offloads
         if not self.main_is_apart:
             assert self.resident is not None
             self.main = self.resident[within(self.owned.main, self._resident_span)]
         else:
-            self.main = torch.zeros(
-                _length(self.owned.main),
-                dtype=dtypes.main_params,
-                device=main_device,
-                pin_memory=is_on_host(main_device) and runs_ahead(device),
-            )
+            self.main = context.main_buffer(_length(self.owned.main), dtypes.main_params).zero_()
         self._loaded: torch.Tensor | None = None
         self._current = False
         self._resident_current = False

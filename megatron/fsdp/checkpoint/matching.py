@@ -114,7 +114,8 @@ def unexpected_keys(sources: Iterable[str], metadata: Metadata) -> list[str]:
     loaded = set(sources)
     flags = torch.tensor([key in loaded for key in keys], dtype=torch.int32)
     if rank_and_world_size()[1] > 1:
-        flags = flags.to("cuda" if dist.get_backend() == "nccl" else "cpu")
+        # A group with several backends, such as the default one, takes tensors in host memory.
+        flags = flags.to("cpu" if "cpu:" in dist.get_backend_config() else "cuda")
         dist.all_reduce(flags, dist.ReduceOp.MAX)
     return [key for key, flag in zip(keys, flags.tolist(), strict=True) if not flag]
 

@@ -1,5 +1,6 @@
 """Capabilities of devices and of process groups' backends. No module outside this package compares their names."""
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -86,15 +87,25 @@ def is_on_host(device: torch.device) -> bool:
     return device.type == HOST.type
 
 
-def local_device(device_type: str) -> torch.device:
-    """The device of a type that this process computes on."""
-    return (
-        torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device(device_type)
-    )
+def local_device(device: torch.device | str) -> torch.device:
+    """The device itself, or this process's own if ``device`` is CUDA without a number.
+
+    A process that has called ``torch.cuda.set_device`` computes on that device. Otherwise ``LOCAL_RANK``, which
+    launchers set, says which one, so that the ranks of a machine do not all compute on the first device.
+    """
+    device = torch.device(device)
+    if not runs_ahead(device) or device.index is not None:
+        return device
+    # Device 0 is current if none was chosen. A launcher may also show each process a single device.
+    current, local_rank = torch.cuda.current_device(), int(os.environ.get("LOCAL_RANK", 0))
+    if current == 0 and 0 < local_rank < torch.cuda.device_count():
+        torch.cuda.set_device(local_rank)
+        current = local_rank
+    return torch.device(device.type, current)
 
 
 def default_device(module: torch.nn.Module) -> torch.device:
-    """Where a model computes if the user does not say: where it is, or else the current CUDA device if there is one."""
+    """Where a model computes if the user does not say: where it is, or else this process's CUDA device, if any."""
     first = next(module.parameters(), None)
     if first is not None and first.device.type not in ("cpu", "meta"):
         return first.device

@@ -93,10 +93,13 @@ class Channel:
     Attributes:
         log: The log, which all models of the same ranks share.
         model: Prefix that distinguishes models of the same ranks; empty for the first.
+        watches: Whether to watch for the end of operations. The watchdog must not query the events of a CUDA graph, nor
+            any event while one is captured.
     """
 
     log: Log
     model: str = ""
+    watches: bool = True
 
     def note(self, what: str, handles: Sequence[Handle]) -> None:
         """Record an operation.
@@ -105,7 +108,7 @@ class Channel:
             what: Its name, such as ``"unshard blocks.0"``, which must be the same on all ranks of the model.
             handles: Its tasks.
         """
-        self.log.add(self.model + what, handles)
+        self.log.add(self.model + what, handles if self.watches else [])
 
 
 class Journal:
@@ -115,11 +118,11 @@ class Journal:
         self._logs: dict[tuple[int, ...], Log] = {}
         self._count, self._unfinished, self._since = 0, 0, 0.0
 
-    def channel(self, peers: Sequence[int]) -> Channel:
+    def channel(self, peers: Sequence[int], watches: bool = True) -> Channel:
         """Create the channel of a new model. All ranks shard their models in the same order, so the numbers agree."""
         log = self._logs.setdefault(tuple(peers), Log(peers))
         log.models += 1
-        return Channel(log, f"model {log.models}: " if log.models > 1 else "")
+        return Channel(log, f"model {log.models}: " if log.models > 1 else "", watches)
 
     def clear(self) -> None:
         """Drop all logs. Numbers start at 0 in the next process group."""
@@ -426,12 +429,13 @@ class Watchdog(threading.Thread):
 _watchdogs: list[Watchdog] = []
 
 
-def watch(group: dist.ProcessGroup, device: torch.device) -> Channel:
+def watch(group: dist.ProcessGroup, device: torch.device, watches: bool = True) -> Channel:
     """Start the watchdog of this process, unless it is running or there are no other ranks to wait for.
 
     Args:
         group: The ranks that shard a model.
         device: Device of the model's computation.
+        watches: See :class:`Channel`.
 
     Returns:
         The channel that records the model's operations.
@@ -448,7 +452,7 @@ def watch(group: dist.ProcessGroup, device: torch.device) -> Channel:
         _watchdogs[0].start()
         at_end(stop_watchdog)
         watch_end()
-    return JOURNAL.channel(dist.get_process_group_ranks(group))
+    return JOURNAL.channel(dist.get_process_group_ranks(group), watches)
 
 
 def stop_watchdog() -> None:

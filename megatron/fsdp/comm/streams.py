@@ -62,7 +62,12 @@ class Handle(ABC):
 
 
 class Stream(ABC):
-    """Runs tasks in order, in parallel with compute."""
+    """Runs tasks in order, in parallel with compute.
+
+    A task may read memory that compute has allocated. Compute then keeps a reference until it has waited for the task.
+    ``record_stream`` would allow it to drop the tensor at once, but the allocator frees such memory only when the host
+    sees that the device has run the task. A host that runs ahead of the device would allocate without bound.
+    """
 
     @abstractmethod
     def run(self, task: Task) -> Handle:
@@ -71,14 +76,6 @@ class Stream(ABC):
     @abstractmethod
     def group(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
         """Return the process group, with the ranks of ``group``, that tasks of this stream must use."""
-
-    @abstractmethod
-    def keep(self, tensors: list[torch.Tensor]) -> None:
-        """Keep the memory of ``tensors``, allocated by compute, until the task has run. Called in the task.
-
-        Compute may drop such a tensor at once. Without this call, the allocator would give its memory to later compute
-        while the task still uses it.
-        """
 
     @abstractmethod
     def finish(self) -> bool:
@@ -106,9 +103,6 @@ class InlineStream(Stream):
     def group(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
         """See :meth:`Stream.group`."""
         return group
-
-    def keep(self, tensors: list[torch.Tensor]) -> None:
-        """See :meth:`Stream.keep`."""
 
     def finish(self) -> bool:
         """See :meth:`Stream.finish`."""
@@ -246,16 +240,14 @@ class CpuStream(Stream):
             self._groups[group] = new_group(ranks, group, "megatron_fsdp")
         return self._groups[group]
 
-    def keep(self, tensors: list[torch.Tensor]) -> None:
-        """See :meth:`Stream.keep`. On the host the task's references are enough."""
-
 
 class _CudaHandle(Handle):
-    def __init__(self, event: torch.cuda.Event) -> None:
+    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
         self._event = event
+        self._device = device
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
+        torch.cuda.current_stream(self._device).wait_event(self._event)
 
     @property
     def ended(self) -> bool:
@@ -272,29 +264,35 @@ class CudaStream(Stream):
     Memory that a task allocates belongs to this stream's part of the caching allocator, so only later tasks reuse it.
     Each of these first waits for the compute issued before it was given (:meth:`run`). That wait makes it safe for the
     compute to use the memory between its wait for the task (``Handle.wait``) and the moment when the memory is freed.
+
+    Compute runs on the current stream of ``device``, which need not be the current device.
     """
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         # High priority, so that a collective's kernels do not queue behind the compute that they run beside.
         self._stream = torch.cuda.Stream(device=device, priority=-1)
 
     def run(self, task: Task) -> Handle:
         """See :meth:`Stream.run`."""
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream), torch.no_grad():
-            task()
-            event = torch.cuda.Event()
-            event.record(self._stream)
-        return _CudaHandle(event)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        try:
+            with torch.cuda.stream(self._stream), torch.no_grad():
+                task()
+        except BaseException:
+            # Kernels that the task has launched may still use memory that is freed while the exception propagates.
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+            raise
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return _CudaHandle(event, self._device)
 
     def group(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        """See :meth:`Stream.group`. The caller's thread issues the collectives, so it can share its own groups."""
-        return group
+        """See :meth:`Stream.group`. The caller's thread issues the collectives, so it can share its own groups.
 
-    def keep(self, tensors: list[torch.Tensor]) -> None:
-        """See :meth:`Stream.keep`."""
-        for tensor in tensors:
-            tensor.record_stream(self._stream)
+        NCCL runs the collectives of one communicator in the order in which they are issued, whatever their streams.
+        """
+        return group
 
     def finish(self) -> bool:
         """See :meth:`Stream.finish`."""
@@ -315,7 +313,8 @@ def communication_stream(device: torch.device, group: dist.ProcessGroup, second:
     Args:
         device: Device of the collectives.
         group: One of their process groups.
-        second: Return another stream, for collectives on groups that the first stream does not use.
+        second: Return another stream. On a CPU, its collectives are ordered with those of the first stream only if it
+            is used with other groups.
     """
     if is_on_host(device) and not moves_data(group):
         return _STREAMS.setdefault(("fake", None), InlineStream())
@@ -324,6 +323,11 @@ def communication_stream(device: torch.device, group: dist.ProcessGroup, second:
     if key not in _STREAMS:
         _STREAMS[key] = CudaStream(device) if runs_ahead(device) else CpuStream()
     return _STREAMS[key]
+
+
+def is_capturing() -> bool:
+    """True while a CUDA graph is captured on the current stream."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def finish_tasks() -> None:

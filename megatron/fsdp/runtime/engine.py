@@ -19,11 +19,11 @@ from megatron.fsdp.buffers.weights import WeightBuffer
 from megatron.fsdp.comm.collectives import all_reduce, broadcast
 from megatron.fsdp.comm.context import CommContext
 from megatron.fsdp.comm.journal import report_on_failure
-from megatron.fsdp.comm.registered_memory import NcclMemory
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.runtime.agreement import Agreement
 from megatron.fsdp.runtime.partition import owner_of
+from megatron.fsdp.runtime.registration import BufferRegistration
 from megatron.fsdp.runtime.schedule import Limits, Schedule
 from megatron.fsdp.runtime.unit import Unit
 from megatron.fsdp.sharding.mesh import FSDPDistributedIndex
@@ -53,13 +53,13 @@ class Resources:
     Attributes:
         context: Devices, streams and process groups.
         pool: Fixed buffers; None if temporary buffers come from torch's allocator.
-        nccl_memory: Registers the buffers of ``pool`` with NCCL; None if they are not registered.
+        registration: Registers the buffers of ``pool`` with NCCL; None if they are not registered.
         agreement: Comparison of the model between ranks.
     """
 
     context: CommContext
     pool: FixedPool | None
-    nccl_memory: NcclMemory | None
+    registration: BufferRegistration | None
     agreement: Agreement
 
 
@@ -104,6 +104,7 @@ class Engine:
             exchange=resources.context.exchange,
             on_backward_end=self._backward_ended,
         )
+        self.schedule.refresh_weights = config.cuda_graph_mode
         self._update_reduce_now()
 
     # Structure -------------------------------------------------------------------------------------------------
@@ -155,10 +156,7 @@ class Engine:
 
     def on_any_rank(self, flags: list[bool]) -> list[bool]:
         """For each flag, whether any rank has set it. A collective: all ranks pass the same number of flags."""
-        result, handle = self.context.any_rank(flags)
-        with report_on_failure():
-            handle.wait()
-        return [bool(flag) for flag in result.tolist()]
+        return self.context.any_rank(flags).read()
 
     def average_buffers(self, module: nn.Module) -> None:
         """Replace floating-point buffers of ``module`` by their mean over the data-parallel ranks. A collective."""
@@ -253,8 +251,12 @@ class Engine:
         return self.schedule.units_to_prefetch_first()
 
     def prefetch_first(self, until: Unit | None = None) -> None:
-        """Start to unshard the units that the next forward needs first, up to ``until`` or to the limit in flight."""
-        self.schedule.prefetch_first(until)
+        """Start to unshard the units that the next forward needs first, up to ``until`` or to the limit in flight.
+
+        Does nothing in ``cuda_graph_mode``: a captured forward must contain its unshards and cannot wait for others.
+        """
+        if not self.config.cuda_graph_mode:
+            self.schedule.prefetch_first(until)
 
     def wait_for_prefetched(self) -> None:
         """Wait for the all-gathers that :meth:`prefetch_first` has started."""
@@ -279,6 +281,17 @@ class Engine:
         broadcast(sent, 0, self.context.stream.group(axis))
         weights.main.copy_(sent)
 
+    def register_buffers(self) -> None:
+        """Register all buffers that exist now with NCCL. A collective, to be called between steps.
+
+        Raises:
+            RuntimeError: ``nccl_ub`` is off, or a rank has too little memory.
+        """
+        if self.resources.registration is None:
+            raise RuntimeError("register_buffers: expected nccl_ub=True; the buffers of this model are not for NCCL.")
+        self.reshard()
+        self.resources.registration.register()
+
     # Gradients -------------------------------------------------------------------------------------------------
 
     def start_reductions(self) -> None:
@@ -297,16 +310,19 @@ class Engine:
             with report_on_failure():
                 self.schedule.reset()
                 self.wait_for_reductions()
-            # All buffers of a step exist now; registering is a collective, and its order is the same on all ranks.
-            if self.resources.nccl_memory is not None and self.pool is not None:
-                self.resources.nccl_memory.register(self.pool.allocations)
+            if self.resources.registration is not None:
+                self.resources.registration.end_step()
             arrived = self._attach_gradients()
+            if self.config.cuda_graph_mode:
+                # A capture ends with an error if a stream that it has forked is not joined.
+                self.context.join()
         except BaseException:
             for group in self.groups:
                 group.abandon_gradients()
             raise
         self._sync.microbatch_count = 0
         self._sync.pending = False
+        self.schedule.refresh_weights = self.config.cuda_graph_mode
         # Last, because a user's gradient hook may run the optimizer's step, which needs the final state.
         for param in arrived:
             param.run_gradient_hooks()
@@ -319,10 +335,13 @@ class Engine:
     def _attach_gradients(self) -> list[ShardedParameter]:
         groups = [group for group in self.groups if group.requires_grad or group.pending]
         used = iter(self._used_anywhere(groups))
+        taken = [group.take_gradients() for group in groups]
+        # With offload the host reads the gradients from here on. All copies were started before it waits for them.
+        self.context.finish_offload()
         arrived = []
-        for group in groups:
+        for group, reduced in zip(groups, taken, strict=True):
             flags = [next(used) for _ in group.params]
-            arrived += group.attach_gradients(flags, self.config.zero_unused_gradients)
+            arrived += group.attach_gradients(reduced, flags, self.config.zero_unused_gradients)
         return arrived
 
     def _used_anywhere(self, groups: list[ParameterGroup]) -> list[bool]:
@@ -331,14 +350,12 @@ class Engine:
         trained = [param.trained for group in groups for param in group.params]
         if self.config.zero_unused_gradients or not used_here:
             return used_here
-        flags, handle = self.context.any_rank(used_here)
+        used_anywhere = self.context.any_rank(used_here)
         # Reading the flags makes the host wait for the device. If this rank has used every parameter, the result is
         # clear without reading it.
         if all(used for used, needed in zip(used_here, trained, strict=True) if needed):
             return used_here
-        with report_on_failure():
-            handle.wait()
-        return [bool(flag) for flag in flags.tolist()]
+        return used_anywhere.read()
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
         """Multiply the gradients in ``.grad`` in place by a number, or by a tensor with one element."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron.fsdp.comm.streams import is_capturing
 from megatron.fsdp.helpers.weak import weak_method
 from megatron.fsdp.runtime.passes import Pass, PassState
 from megatron.fsdp.runtime.plan import Op, OpKind, Plan
@@ -49,6 +50,7 @@ class Schedule:
         passes: Whether a backward runs or has failed.
         reducing: Units whose reductions have been issued and not waited for, oldest first.
         reduce_now: Whether gradients that are not sharded are reduced in this backward, or wait for a later one.
+        refresh_weights: Whether the next forward unshards all weights, even if they are up to date.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Schedule:
         self.passes = Pass()
         self.reducing: deque[Unit] = deque()
         self.reduce_now = True
+        self.refresh_weights = False
         self._index = {id(unit): i for i, unit in enumerate(units)}
         self._on_backward_end = weak_method(on_backward_end)
 
@@ -130,6 +133,17 @@ class Schedule:
 
     def _begin_forward(self) -> None:
         """Prepare a forward of the model."""
+        if self.plans.recording and is_capturing():
+            raise RuntimeError(
+                "A CUDA graph is captured before the order of communication is known. Run at least one whole iteration "
+                "first, and one after freezing or unfreezing parameters."
+            )
+        if self.refresh_weights:
+            # The first forward of an iteration, or one without gradients, may be captured, and must contain its
+            # unshards. A replayed optimizer step does not mark weights as out of date either.
+            self.refresh_weights = not torch.is_grad_enabled()
+            for unit in self.units:
+                unit.invalidate()
         for unit in self.units:
             unit.new_pass()
             # The last forward ended with an exception outside of all hooks.

@@ -149,8 +149,11 @@ class Unit:
 
     @property
     def reducing_frees_memory(self) -> bool:
-        """False if gradients stay whole, as with ``no_shard``: waiting for a reduction then frees nothing."""
-        return any(group.sharding.inner.shards_optimizer for group in self.groups)
+        """False if gradients stay whole and in place, as with ``no_shard``: waiting for a reduction frees nothing."""
+        return any(
+            group.sharding.inner.shards_optimizer or group.dtypes.grad_comm != group.dtypes.main_grads
+            for group in self.groups
+        )
 
     def invalidate(self) -> None:
         """Mark compute weights as out of date after main weights have changed; the next use unshards again."""
