@@ -19,6 +19,7 @@ from megatron.fsdp.comm.streams import Handle
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.dtensor.placements import RaggedShard, SectionedShard
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard, make_dtensor, make_like
+from megatron.fsdp.helpers.autograd import in_backward
 from megatron.fsdp.helpers.weak import weak_method
 from megatron.fsdp.sharding.layout import Layout, ShardSlice, plan_layout
 from megatron.fsdp.sharding.mesh import DataParallelAxes, FSDPDistributedIndex
@@ -182,6 +183,8 @@ class ParameterGroup:
 
     def collect_gradients(self) -> list[torch.Tensor | None]:
         """Remove this micro-batch's gradients from the parameters: one per parameter, None where there is none."""
+        if any(param.is_lent_to_autograd for param in self.params):
+            self.gradients.lent = None
         grads = [param.take_gradient() for param in self.params]
         # As in torch, parameters that were frozen since forward get none.
         grads = [grad if e.main.requires_grad else None for e, grad in zip(self.params, grads, strict=True)]
@@ -213,26 +216,34 @@ class ParameterGroup:
         return any(param.has_gradient for param in self.params)
 
     def enable_fused_gradients(self) -> None:
-        """Let fused kernels write weight gradients into this group's buffers, instead of returning them to autograd.
+        """Let fused kernels write weight gradients into the buffer that is reduced, instead of giving them to autograd.
 
-        Transformer Engine and Megatron-Core's tensor-parallel layers request from a parameter with ``__fsdp_param__``
-        a buffer (``get_main_grad()``), keep it as ``main_grad`` while the kernel runs, and set
-        ``grad_added_to_main_grad``. Autograd then gets a placeholder of undefined content as ``.grad``, unless
-        ``zero_out_wgrad`` is set.
+        In backward, Transformer Engine and Megatron-Core's tensor-parallel layers request memory from a parameter with
+        ``__fsdp_param__`` (``get_main_grad()``), and keep it as ``main_grad``. ``overwrite_main_grad`` tells them to
+        overwrite it; Megatron-Core's layers always do. Then they set ``grad_added_to_main_grad``. Autograd gets a
+        placeholder of undefined content as ``.grad``, unless ``zero_out_wgrad`` is set.
         """
         for i, param in enumerate(self.params):
             parameter = param.compute
             parameter.__fsdp_param__ = True  # type: ignore[attr-defined]
+            parameter.overwrite_main_grad = True  # type: ignore[attr-defined]
             parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
             # A weak reference: the group holds the parameter, and a cycle would need the garbage collector.
             parameter.get_main_grad = functools.partial(weak_method(self.main_grad), i)  # type: ignore[attr-defined]
 
     def main_grad(self, i: int) -> torch.Tensor:
-        """A new buffer of zeros, in parameter ``i``'s shape and ``main_grads_dtype``, for a kernel to write into."""
+        """Memory for a kernel to overwrite with parameter ``i``'s gradient, in its shape and ``main_grads_dtype``.
+
+        Outside of backward, where layers only check that there is some, it is a placeholder that cannot be written.
+        """
         param = self.params[i]
-        buffer = torch.zeros(param.local_shape, dtype=self.dtypes.main_grads, device=self.device)
-        param.fused.append(buffer)
-        return buffer
+        if not in_backward():
+            return self._placeholder.expand(param.local_shape)
+        return param.lend(self.gradients.lend(i))
+
+    @functools.cached_property
+    def _placeholder(self) -> torch.Tensor:
+        return torch.zeros((), dtype=self.dtypes.main_grads, device=self.device)
 
     def take_gradients(self) -> torch.Tensor | None:
         """Remove and return the reduced gradients, flat like the main weights; None if there are none.
@@ -334,8 +345,7 @@ class ParameterGroup:
         self.used = [False] * len(self.params)
         self.pending = False
         for param in self.params:
-            param.compute.grad = None
-            param.fused.clear()
+            param.drop_gradient()
 
 
 def _require_finite(name: str, grad: torch.Tensor | None) -> None:

@@ -9,7 +9,7 @@ that keep their memory and that units use in turn (:class:`FixedPool`).
 import threading
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from itertools import zip_longest
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +18,12 @@ from megatron.fsdp.comm.streams import is_capturing
 
 # Dtype, device, and whether the computation is the first to write it.
 _Kind = tuple[torch.dtype, torch.device, bool]
+
+# One buffer of a fixed pool, as numbers that ranks can exchange. A slot: 0, its place, 0, its bytes. Scratch memory: 1,
+# the place of its dtype in _DTYPES, whether the computation is the first to write it, its elements.
+Buffer = tuple[int, int, int, int]
+
+_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 
 # Bytes. Collectives and vectorized kernels are fastest on buffers that are aligned to this.
 BUFFER_ALIGNMENT = 256
@@ -102,6 +108,16 @@ class Slot:
         self.holder: Callable[[], Any] = lambda: None
         self._storage: torch.UntypedStorage | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """Size of the memory."""
+        return 0 if self._storage is None else self._storage.nbytes()
+
+    def resize(self, nbytes: int) -> None:
+        """Change the size of the memory, which may move it. Views of the slot move with it."""
+        if self._storage is not None:
+            self._storage.resize_(nbytes)
+
     def view(self, begin: int, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A flat tensor over the bytes from ``begin`` on. The slot grows if it is too small."""
         end = begin + numel * dtype.itemsize
@@ -121,16 +137,16 @@ class FixedPool:
 
     Args:
         slots: How many units that are not inside each other may be unsharded at a time.
-        allocation: Returns a context for each allocation, for instance one whose memory is registered with NCCL.
 
     Attributes:
         allocations: How many buffers have been made.
+        grown: Whether one was made since the last :meth:`renew`.
     """
 
-    def __init__(self, slots: int, allocation: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
+    def __init__(self, slots: int) -> None:
         self.allocations = 0
+        self.grown = False
         self._slots = slots
-        self._allocation = allocation
         self._by_place: dict[tuple[object, int], Slot] = defaultdict(Slot)
         self._free: dict[_Kind, list[torch.Tensor]] = defaultdict(list)
         self._lent: dict[int, tuple[_Kind, torch.Tensor]] = {}
@@ -150,9 +166,8 @@ class FixedPool:
 
     def view(self, slot: Slot, begin: int, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """See :meth:`Slot.view`."""
-        with self._allocation():
-            self.allocations += 1
-            return slot.view(begin, numel, dtype, device)
+        self._count_allocation()
+        return slot.view(begin, numel, dtype, device)
 
     def scratch(self, numel: int, dtype: torch.dtype, device: torch.device, for_compute: bool) -> torch.Tensor:
         """The smallest free buffer that is large enough, or a new one.
@@ -171,9 +186,8 @@ class FixedPool:
                         "The CUDA graph that is captured needs a buffer that no iteration before it has needed. It "
                         "must run the same forwards and backwards as an iteration before it."
                     )
-                with self._allocation():
-                    self.allocations += 1
-                    fitting = torch.empty(numel, dtype=dtype, device=device)
+                self._count_allocation()
+                fitting = torch.empty(numel, dtype=dtype, device=device)
             else:
                 free[:] = [t for t in free if t is not fitting]
             self._lent[fitting.data_ptr()] = kind, fitting
@@ -185,6 +199,58 @@ class FixedPool:
             kind, base = self._lent.pop(tensor.data_ptr(), (None, None))
             if kind is not None and base is not None:
                 self._free[kind].append(base)
+
+    def _count_allocation(self) -> None:
+        self.allocations += 1
+        self.grown = True
+
+    def buffers(self) -> list[Buffer]:
+        """All buffers, in an order that depends on nothing else."""
+        with self._lock:
+            scratch = [(kind, tensor) for kind, free in self._free.items() for tensor in free]
+            scratch += self._lent.values()
+        found = [(0, place, 0, slot.nbytes) for place, slot in enumerate(self._by_place.values())]
+        found += [
+            (1, _DTYPES.index(dtype), int(for_compute), tensor.numel()) for (dtype, _, for_compute), tensor in scratch
+        ]
+        return sorted(found)
+
+    def renew(self, buffers: list[Buffer], device: torch.device) -> None:
+        """Replace all buffers by new ones on ``device``, allocated in the given order, with undefined content.
+
+        Slots move together with their views; no unit may be unsharded. Tensors that are lent keep their memory. It
+        leaves the pool, so that giving them back frees it.
+        """
+        with self._lock:
+            self._free.clear()
+            self._lent.clear()
+            slots = list(self._by_place.values())
+            for slot in slots:
+                slot.resize(0)
+            for is_scratch, which, for_compute, size in buffers:
+                if is_scratch:
+                    kind = (_DTYPES[which], device, bool(for_compute))
+                    self._free[kind].append(torch.empty(size, dtype=kind[0], device=device))
+                else:
+                    slots[which].resize(size)
+            self.grown = False
+
+
+def sufficient(lists: list[list[Buffer]]) -> list[Buffer]:
+    """The buffers with which every rank has at least what it needs: per kind, the maximum of each rank's largest,
+    second largest, ...
+
+    Args:
+        lists: What each rank needs.
+    """
+    result: dict[tuple[int, int, int], list[int]] = {}
+    for buffers in lists:
+        sizes: dict[tuple[int, int, int], list[int]] = defaultdict(list)
+        for is_scratch, which, for_compute, size in sorted(buffers, reverse=True):
+            sizes[is_scratch, which, for_compute].append(size)
+        for kind, found in sizes.items():
+            result[kind] = [max(pair) for pair in zip_longest(result.get(kind, []), found, fillvalue=0)]
+    return sorted((*kind, size) for kind, found in result.items() for size in found)
 
 
 class UnitPool:

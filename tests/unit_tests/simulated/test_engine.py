@@ -1,0 +1,230 @@
+"""The engine on the simulated device: no unordered accesses to memory, and no wait of the host in a step."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+from megatron.fsdp import fsdp2
+from megatron_fsdp import MixedPrecisionPolicy, fully_shard
+from tests.models import FP32_GRADS, STRATEGIES, Block, TinyModel, adamw, batches, loss_of, main_weights
+from tests.ranks import DEVICE as REAL_DEVICE
+from tests.ranks import RankPool
+from tests.simulated.device import DEVICE, SimulatedDevice, simulated_device
+from tests.simulated.ranks import fake_ranks
+
+pytestmark = pytest.mark.skipif(REAL_DEVICE == "cuda", reason="computes on CPU tensors")
+# As on CUDA, where torch chooses these implementations itself.
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
+    "fused AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+}
+
+
+class Model(TinyModel):
+    """Recomputes blocks if asked to, and can fail in the middle of a pass."""
+
+    def __init__(self, recompute: bool = False) -> None:
+        super().__init__(depth=4)
+        self.recompute = recompute
+        self.fails_in = ""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for number, block in enumerate(self.blocks):
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
+            if number == 1 and self.fails_in == "backward":
+                x.register_hook(self._fail)
+            if number == 1 and self.fails_in == "forward":
+                self._fail(x)
+        return self.head(self.norm(x))
+
+    def _fail(self, tensor: torch.Tensor) -> None:
+        raise ArithmeticError
+
+
+def _backward(model: nn.Module, step: torch.Tensor, no_sync: Callable[[], Any]) -> None:
+    for number, tokens in enumerate(step):
+        with no_sync() if number + 1 < len(step) else contextlib.nullcontext():
+            (loss_of(model, tokens) / len(step)).backward()
+
+
+def _steps(
+    sim: SimulatedDevice,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    micro_batches: int,
+    no_sync: Callable[[], Any] = contextlib.nullcontext,
+    clip: Callable[[], Any] = lambda: None,
+    may_wait: bool = False,
+) -> None:
+    """Train three steps, in which the host may not wait, and look for unordered accesses."""
+    data = batches(3, micro_batches).to(DEVICE)
+    for step in data:
+        with contextlib.nullcontext() if may_wait else sim.no_host_wait():
+            _backward(model, step, no_sync)
+            clip()
+            optimizer.step()
+            optimizer.zero_grad()
+    _assert_clean(sim)
+
+
+def _assert_clean(sim: SimulatedDevice) -> None:
+    assert not sim.races, f"{len(sim.races)} races\n" + "\n".join(map(str, sim.races[:3]))
+    # It did run on streams of its own.
+    assert len(sim.timeline.streams) > 1
+
+
+def _sharded(
+    optimizer: str = "AdamW", recompute: bool = False, dtype: torch.dtype = torch.float32, **settings: Any
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = Model(recompute).to(DEVICE, dtype)
+    settings = {"fsdp_unit_modules": [Block], "device": DEVICE, **settings}
+    return fully_shard(model, OPTIMIZERS[optimizer](model.parameters()), **settings)
+
+
+@contextlib.contextmanager
+def _simulation(kernel_time: float = 1.0) -> Iterator[SimulatedDevice]:
+    with fake_ranks(4), simulated_device(kernel_time) as sim:
+        yield sim
+
+
+def _train(micro_batches: int, optimizer: str, use_no_sync: bool, may_wait: bool, settings: dict[str, Any]) -> None:
+    with _simulation() as sim:
+        model, wrapped = _sharded(optimizer, **_with_groups(settings))
+        no_sync = model.no_sync if use_no_sync else contextlib.nullcontext
+        clip = lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)  # noqa: E731
+        _steps(sim, model, wrapped, micro_batches, no_sync, clip, may_wait)
+
+
+def _with_groups(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings with a mesh, which only exists on the ranks."""
+    settings = dict(settings)
+    if settings.pop("two_axes", False):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+        settings |= {"device_mesh": mesh, "dp_shard_dim": "inner", "dp_outer_dim": "outer"}
+    if settings.pop("apart", False):
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+        settings |= {"device_mesh": mesh, "dp_shard_dim": "dp", "fsdp_group_ag": dist.new_group(range(4))}
+    return settings
+
+
+@pytest.mark.every_strategy
+@pytest.mark.parametrize("use_no_sync", [True, False], ids=["no_sync", "each reduced"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_strategies(ranks: RankPool, strategy: str, optimizer: str, use_no_sync: bool) -> None:
+    ranks.run(1, _train, 3, optimizer, use_no_sync, False, {"zero_dp_strategy": strategy})
+
+
+BF16 = {"dtype": torch.bfloat16, "mixed_precision_policy": FP32_GRADS}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "HSDP": {"two_axes": True},
+    "hybrid": {"two_axes": True, "outer_dp_sharding_strategy": "optim"},
+    "hybrid, bf16": {"two_axes": True, "outer_dp_sharding_strategy": "optim", **BF16},
+    "double buffer": {"fsdp_double_buffer": True},
+    "double buffer, hybrid, bf16": {
+        "fsdp_double_buffer": True,
+        "two_axes": True,
+        "outer_dp_sharding_strategy": "optim",
+        **BF16,
+    },
+    "gather group": {"apart": True},
+    "gather group, double buffer": {"apart": True, "fsdp_double_buffer": True},
+    "recomputation": {"recompute": True},
+    "bf16": BF16,
+    "bf16, narrow gradients": {**BF16, "exchange_gradients": True},
+    "bf16, bf16 sums": {"dtype": torch.bfloat16, "mixed_precision_policy": MixedPrecisionPolicy(torch.float32)},
+    "no prefetch": {"overlap_param_gather": False, "overlap_grad_reduce": False},
+    "more in flight": {"max_unsharded_units": 3, "max_reducing_units": 3},
+    "zeros for unused": {"zero_unused_gradients": True},
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("what", SETTINGS)
+def test_settings(ranks: RankPool, what: str, strategy: str) -> None:
+    if strategy == "no_shard" and "outer_dp_sharding_strategy" in SETTINGS[what]:
+        pytest.skip("not defined")
+    settings = {"zero_dp_strategy": strategy, **SETTINGS[what]}
+    ranks.run(1, _train, 2, "AdamW", True, False, settings)
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["gathered during the step", "gathered after it"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_offload(ranks: RankPool, strategy: str, overlap: bool) -> None:
+    settings = {"zero_dp_strategy": strategy, "offload_optimizer": True, "overlap_param_gather": overlap, **BF16}
+    # The optimizer's step is on the host, which waits for gradients.
+    ranks.run(1, _train, 2, "AdamW", True, True, settings)
+
+
+def _fail(where: str, settings: dict[str, Any]) -> None:
+    with _simulation() as sim:
+        model, optimizer = _sharded(**settings)
+        for _ in range(2):
+            model.module.fails_in = where
+            with pytest.raises(ArithmeticError):
+                loss_of(model, batches(1, 1)[0, 0].to(DEVICE)).backward()
+            model.module.fails_in = ""
+            optimizer.zero_grad()
+            _steps(sim, model, optimizer, 2)
+
+
+@pytest.mark.parametrize("double_buffer", [True, False])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_exceptions(ranks: RankPool, strategy: str, where: str, double_buffer: bool) -> None:
+    ranks.run(1, _fail, where, {"zero_dp_strategy": strategy, "fsdp_double_buffer": double_buffer})
+
+
+def _fsdp2(reshard: bool | int, settings: dict[str, Any]) -> None:
+    with _simulation() as sim:
+        model = Model().to(DEVICE)
+        for block in model.blocks:
+            fsdp2.fully_shard(block, reshard_after_forward=reshard, **settings)
+        fsdp2.fully_shard(model, **settings)
+        optimizer = OPTIMIZERS["AdamW"](model.parameters())
+        clip = lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # noqa: E731
+        _steps(sim, model, optimizer, 2, clip=clip)
+
+
+@pytest.mark.parametrize("bf16", [True, False])
+@pytest.mark.parametrize("reshard", [True, False])
+def test_fsdp2(ranks: RankPool, reshard: bool, bf16: bool) -> None:
+    policy = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    ranks.run(1, _fsdp2, reshard, {"mp_policy": policy} if bf16 else {})
+
+
+def _values(strategy: str, settings: dict[str, Any]) -> None:
+    """Two ranks over gloo, whose collectives exchange values: the simulation computes what the CPU does."""
+    results = []
+    for simulate in (False, True):
+        torch.manual_seed(3)
+        model, data = TinyModel(), batches(3, 4)[:, dist.get_rank() :: 2]
+        with simulated_device(2.0) if simulate else contextlib.nullcontext() as sim:
+            arguments = {"fsdp_unit_modules": [Block], "zero_dp_strategy": strategy, **settings}
+            if simulate:
+                model, data, arguments["device"] = model.to(DEVICE), data.to(DEVICE), DEVICE
+            sharded, optimizer = fully_shard(model, adamw(model.parameters()), **arguments)
+            for step in data:
+                _backward(sharded, step, sharded.no_sync)
+                optimizer.step()
+                optimizer.zero_grad()
+            results.append(main_weights(sharded))
+            if simulate:
+                _assert_clean(sim)
+    for name, value in results[0].items():
+        torch.testing.assert_close(results[1][name], value, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("settings", [{}, {"fsdp_double_buffer": True}, {"offload_optimizer": True}], ids=str)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_values(ranks: RankPool, strategy: str, settings: dict[str, Any]) -> None:
+    ranks.run(2, _values, strategy, settings)
