@@ -111,9 +111,9 @@ class GradientBuffer:
         if self.unreduced is not None:
             self.reduction.add(self.unreduced, grads)
             self._drop_lent()
-        elif self.reduction.pool.recycles or any(grad is not None for grad in grads):
-            # A pool that recycles must lend its buffers in the same order on all ranks, also on those whose computation
-            # has skipped the unit: symmetric memory needs the same address everywhere.
+        elif self.reduction.pool.is_fixed or any(grad is not None for grad in grads):
+            # A fixed pool must lend its buffers in the same order on all ranks, also on those whose computation has
+            # skipped the unit: symmetric memory needs the same address everywhere.
             self.unreduced = self._place(grads, self.reduction.dtypes.main_grads)
         else:
             self._drop_lent()

@@ -11,7 +11,7 @@ from torch.distributed.tensor.placement_types import Placement
 from megatron.fsdp.buffers.flat_buffer import part_view
 from megatron.fsdp.buffers.gradients import GradientBuffer
 from megatron.fsdp.buffers.parameter import ShardedParameter
-from megatron.fsdp.buffers.pool import Pool
+from megatron.fsdp.buffers.pool import Pool, users_of
 from megatron.fsdp.buffers.reduction import Reduction
 from megatron.fsdp.buffers.weights import WeightBuffer
 from megatron.fsdp.comm.context import CommContext
@@ -73,7 +73,7 @@ class ParameterGroup:
         reduction = Reduction(self.layout, self.dtypes, self.sharding, self.axes, config, context, pool)
         self.gradients = GradientBuffer(reduction)
         self.used = [False] * len(params)
-        self._lent: torch.Tensor | None = None
+        self._lent: tuple[torch.Tensor, int] | None = None
         self._persistent: torch.Tensor | None = None
         self.pending = False
         self._move_into_buffers()
@@ -277,22 +277,24 @@ class ParameterGroup:
             reduced = torch.zeros_like(self.weights.main, dtype=self._grad_dtype)
         if reduced is None:
             return []
-        self._lent = reduced if self._pool.recycles else None
-        arrived = []
-        for i, param in enumerate(self.params):
-            if not used[i] and not (zero_unused and param.trained):
-                continue
-            local = self._local(reduced, param.shard_slice)
-            before = getattr(param.main, self._config.grad_attribute, None)
-            if before is None or param.main._backward_hooks:
-                grad = param.hooked(make_like(local, param.main))
-                local = local_shard(grad)
-            if before is None:
-                setattr(param.main, self._config.grad_attribute, grad)
-            else:
-                local_shard(before).add_(local)
-            arrived.append(param)
+        self._lent = (reduced, users_of(reduced)) if self._pool.keeps_gradients else None
+        arrived = [e for e, flag in zip(self.params, used, strict=True) if flag or (zero_unused and e.trained)]
+        for param in arrived:
+            self._add_gradient(param, self._local(reduced, param.shard_slice))
+        self._recover_lent()  # at once if everything was added to gradients that were there before
+        self._pool.trim()
         return arrived
+
+    def _add_gradient(self, param: ShardedParameter, local: torch.Tensor) -> None:
+        """Add this rank's slice of a reduced gradient to the main weight's ``.grad``, or make it that."""
+        before = getattr(param.main, self._config.grad_attribute, None)
+        if before is None or param.main._backward_hooks:
+            grad = param.hooked(make_like(local, param.main))
+            local = local_shard(grad)
+        if before is None:
+            setattr(param.main, self._config.grad_attribute, grad)
+        else:
+            local_shard(before).add_(local)
 
     def _add_to_persistent(self, reduced: torch.Tensor | None) -> list[ShardedParameter]:
         """Add gradients to ``.grad`` tensors that keep their memory.
@@ -318,15 +320,12 @@ class ParameterGroup:
         return trained
 
     def _recover_lent(self) -> None:
-        """Give gradients of an earlier step back to a pool that recycles them, unless a ``.grad`` still has them."""
-        lent = self._lent
-        if lent is None:
-            return
-        name, memory = self._config.grad_attribute, lent.untyped_storage().data_ptr()
-        held = [getattr(param.main, name, None) for param in self.params]
-        if all(grad is None or local_shard(grad).untyped_storage().data_ptr() != memory for grad in held):
-            self._lent = None
-            self.gradients.give_back(lent)
+        """Give gradients of an earlier step back to a pool that lends them again, unless a tensor still has them."""
+        if self._lent is not None:
+            lent, users = self._lent
+            if users_of(lent) == users:
+                self._lent = None
+                self.gradients.give_back(lent)
 
     def clear_gradients(self) -> None:
         """Drop all gradients: collected, reduced, and in ``.grad``, or fill that with zeros in ``cuda_graph_mode``."""

@@ -2,8 +2,8 @@
 
 A buffer of unsharded weights keeps one ``UntypedStorage`` for life. Autograd saves views of weights in forward and
 reads them in backward, so weights that are unsharded again must appear in the storage that those views point to. Either
-the storage stays and only its memory is allocated and freed (:class:`AllocatorPool`), or the storage is one of a few
-that keep their memory and that units use in turn (:class:`FixedPool`).
+the storage stays and only its memory is allocated and freed (:class:`AllocatorPool`, and :class:`HostPool` on a CPU),
+or the storage is one of a few that keep their memory and that units use in turn (:class:`FixedPool`).
 """
 
 import threading
@@ -34,9 +34,13 @@ class Pool(Protocol):
 
     Attributes:
         recycles: The pool keeps what is given back and lends it again. If False, dropping the last reference frees it.
+        keeps_gradients: The memory of ``.grad`` is used for the next step's gradients. If False, it is freed with them.
+        is_fixed: Buffers keep their addresses, which all ranks must use in the same order.
     """
 
     recycles: bool
+    is_fixed: bool
+    keeps_gradients: bool
 
     def reserve(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A flat tensor of zeros for unsharded weights, which has memory until it is freed for the first time."""
@@ -64,6 +68,9 @@ class Pool(Protocol):
         that use it.
         """
 
+    def trim(self) -> None:
+        """Free what was given back, unless it stays allocated for life: the step's gradients are reduced."""
+
 
 class AllocatorPool:
     """Allocates with torch's own allocator and keeps nothing, so sharded units hold no memory.
@@ -73,6 +80,8 @@ class AllocatorPool:
     """
 
     recycles = False
+    keeps_gradients = False
+    is_fixed = False
 
     def reserve(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """See :meth:`Pool.reserve`."""
@@ -95,6 +104,109 @@ class AllocatorPool:
 
     def give_back(self, tensor: torch.Tensor) -> None:
         """See :meth:`Pool.give_back`. Dropping the last reference is enough."""
+
+    def trim(self) -> None:
+        """See :meth:`Pool.trim`. Nothing is kept."""
+
+
+class HostPool(AllocatorPool):
+    """Lends freed memory of a model's buffers again, for buffers of the same size, as CUDA's allocator does.
+
+    On a CPU, memory of large buffers that is freed goes back to the operating system. New memory then costs a fault per
+    page, which takes longer than a copy of the page.
+
+    What is in use and what is kept are together never more than was in use at one time: before new memory is allocated,
+    kept memory of at least that size is freed. Nothing is kept once all weights are resharded or a step's gradients are
+    reduced.
+
+    Args:
+        keeps_gradients: See :class:`Pool`.
+    """
+
+    recycles = True
+
+    def __init__(self, keeps_gradients: bool) -> None:
+        self.keeps_gradients = keeps_gradients
+        self._kept: list[torch.UntypedStorage] = []  # oldest first
+        self._unsharded = 0  # how many buffers of unsharded weights have memory
+        self._lock = threading.Lock()
+
+    def reserve(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """See :meth:`Pool.reserve`."""
+        with self._lock:
+            self._unsharded += numel > 0
+        return super().reserve(numel, dtype, device)
+
+    def allocate(self, flat: torch.Tensor) -> None:
+        """See :meth:`Pool.allocate`."""
+        storage, nbytes = flat.untyped_storage(), flat.nbytes
+        if storage.nbytes() == nbytes:
+            return
+        kept = self._take(nbytes)
+        if kept is None:
+            storage.resize_(nbytes)
+        else:
+            storage._swap_data_ptr_(kept)  # type: ignore[attr-defined]
+        with self._lock:
+            self._unsharded += 1
+
+    def free(self, flat: torch.Tensor) -> None:
+        """See :meth:`Pool.free`."""
+        storage = flat.untyped_storage()
+        if not storage.nbytes():
+            return
+        if _CAN_SWAP:
+            freed = torch.UntypedStorage(0)
+            freed._swap_data_ptr_(storage)  # type: ignore[attr-defined]
+            self._keep(freed)
+        else:
+            storage.resize_(0)
+        with self._lock:
+            self._unsharded -= 1
+            if not self._unsharded:
+                self._kept.clear()
+
+    def scratch(self, numel: int, dtype: torch.dtype, device: torch.device, for_compute: bool = False) -> torch.Tensor:
+        """See :meth:`Pool.scratch`."""
+        flat = torch.empty(0, dtype=dtype, device=device)
+        kept = self._take(numel * dtype.itemsize)
+        return flat.resize_(numel) if kept is None else flat.set_(kept, 0, (numel,), (1,))
+
+    def give_back(self, tensor: torch.Tensor) -> None:
+        """See :meth:`Pool.give_back`."""
+        self._keep(tensor.untyped_storage())
+
+    def trim(self) -> None:
+        """See :meth:`Pool.trim`."""
+        with self._lock:
+            self._kept.clear()
+
+    def _take(self, nbytes: int) -> torch.UntypedStorage | None:
+        """Kept memory of this size. None if there is none, and as much memory as is needed has been freed."""
+        with self._lock:
+            for place, kept in enumerate(self._kept):
+                if kept.nbytes() == nbytes:
+                    return self._kept.pop(place)
+            freed = 0
+            while self._kept and freed < nbytes:
+                freed += self._kept.pop(0).nbytes()
+            return None
+
+    def _keep(self, storage: torch.UntypedStorage) -> None:
+        with self._lock:
+            if storage.nbytes():
+                # Two users would get memory that is here twice.
+                assert all(kept.data_ptr() != storage.data_ptr() for kept in self._kept), "given back twice"
+                self._kept.append(storage)
+
+
+# It exchanges the memory of two storages. With torch 2.11, which lacks it, unsharded weights are new memory each time.
+_CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+
+
+def users_of(tensor: torch.Tensor) -> int:
+    """A number that grows with every tensor that shares the memory of this one; it has no meaning of its own."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 class Slot:
@@ -261,6 +373,8 @@ class UnitPool:
     """
 
     recycles = True
+    keeps_gradients = True
+    is_fixed = True
 
     def __init__(self, pool: FixedPool, slot: Slot) -> None:
         self.slot = slot
@@ -286,3 +400,6 @@ class UnitPool:
     def give_back(self, tensor: torch.Tensor) -> None:
         """See :meth:`Pool.give_back`."""
         self._pool.give_back(tensor)
+
+    def trim(self) -> None:
+        """See :meth:`Pool.trim`. Everything stays allocated."""

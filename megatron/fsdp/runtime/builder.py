@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.fsdp.buffers.parameter_group import ParameterGroup
-from megatron.fsdp.buffers.pool import AllocatorPool, FixedPool, Pool, Slot
-from megatron.fsdp.comm.backends import HOST, backend_of, default_device, local_device
+from megatron.fsdp.buffers.pool import AllocatorPool, FixedPool, HostPool, Pool, Slot
+from megatron.fsdp.comm.backends import HOST, backend_of, default_device, is_on_host, local_device
 from megatron.fsdp.comm.context import CommContext
 from megatron.fsdp.comm.journal import Channel, watch
 from megatron.fsdp.comm.process_groups import require_process_group
@@ -240,7 +240,11 @@ def _build_units(
     depths = {id(blueprint.root): 0}
     for part in parts:
         depths |= {id(child): depths[id(part)] + 1 for child in part.children}
-    pools = [_pool_of_unit(fixed, place, depths[id(part)], config) for place, part in enumerate(parts)]
+    common = HostPool(not config.sharding.inner.shards_optimizer) if is_on_host(blueprint.device) else AllocatorPool()
+    pools = [
+        (common, None) if fixed is None else _pool_of_unit(fixed, place, depths[id(part)], config)
+        for place, part in enumerate(parts)
+    ]
     units: dict[int, Unit] = {}
     for part in creation_order(blueprint.root, config.init_model_with_meta_device):
         place, settings = places[id(part)], blueprint.settings_of(part)
@@ -266,17 +270,15 @@ def _build_units(
     return [units[place] for place in range(len(parts))]
 
 
-def _pool_of_unit(fixed: FixedPool | None, number: int, depth: int, config: FSDPConfig) -> tuple[Pool, Slot | None]:
-    """The pool of a unit's temporary buffers, and its slot if the pool has fixed buffers.
+def _pool_of_unit(fixed: FixedPool, number: int, depth: int, config: FSDPConfig) -> tuple[Pool, Slot | None]:
+    """The pool of a unit's temporary buffers, and its slot.
 
     Args:
-        fixed: The model's fixed buffers, if it has any.
+        fixed: The model's fixed buffers.
         number: Place of the unit in ``Engine.units``.
         depth: Number of units around it.
         config: Settings.
     """
-    if fixed is None:
-        return AllocatorPool(), None
     # The outer unit is unsharded while the inner one runs, so the slot that they would share may be in use.
     own = depth == 0 or (depth > 1 and config.fsdp_db_use_persist_buf_on_alloc_fail)
     pool = fixed.for_unit(number, depth, shared=not own)
