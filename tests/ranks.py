@@ -199,7 +199,9 @@ def _run(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> tuple[Any, Error | None]:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), NCCL_HOSTID=f"rank{rank}")
+    # All ranks share the first CUDA device.
+    local = 0 if DEVICE == "cuda" else rank
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(local), NCCL_HOSTID=f"rank{rank}")
     result, error = None, None
     try:
         dist.init_process_group(backend, init_method=store, rank=rank, world_size=world_size)

@@ -1,7 +1,7 @@
 """CUDA graphs of the simulated device: the kernels of a capture, which a replay runs again on the same memory.
 
-A capture on CUDA records kernels and runs none of them. Here it runs them as well. What matters is the same: a replay
-runs kernels and no Python, so everything that Python did during the capture is not done again.
+A replay runs kernels and no Python, so nothing that Python did during the capture is done again. A capture on CUDA runs
+no kernels. Here it runs them, because Python needs tensors with values, and then restores all memory.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ class SimulatedGraph:
         """
         rules = _Rules(self._device.timeline.current[-1])
         device = self._device
-        before = device.on_kernel
+        before, saved = device.on_kernel, [(storage, storage.clone()) for storage in device.memory.on_device()]
         with rules.enforced(), device.no_host_wait(), patch.object(torch.cuda, "is_current_stream_capturing", _yes):
             device.on_kernel = self._record
             try:
@@ -51,6 +51,9 @@ class SimulatedGraph:
             finally:
                 device.on_kernel = before
         rules.check_joined()
+        for storage, content in saved:
+            if storage.nbytes() == content.nbytes():
+                storage.copy_(content)
 
     def _record(self, stream: int, function: Any, args: tuple, kwargs: dict, result: Any) -> None:
         # The references stand for the graph's memory: nothing else gets it while the graph lives.

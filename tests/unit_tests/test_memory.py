@@ -143,7 +143,8 @@ def fewest_and_most(cases: list[tuple]) -> list[Any]:
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[tuple, dict[str, int]]:
     """The measurements of the selected cases, made in one process."""
-    selected = [item.callspec.params["case"] for item in request.session.items if item.path == request.path]
+    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    selected = [item.callspec.params["case"] for item in items if "case" in item.callspec.params]
     cases = list(dict.fromkeys(selected))
     library = build(tmp_path_factory.mktemp("tensor_bytes"))
     return dict(zip(cases, call_counted(library, "tests.unit_tests.test_memory:measure_all", cases), strict=True))

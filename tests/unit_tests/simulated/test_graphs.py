@@ -73,14 +73,14 @@ def _trained(
 
         for number, step in enumerate(data):
             static.copy_(step.to(DEVICE))
-            if graph is not None:
-                graph.replay()
-            elif graphed and number == WARM_UP:
+            if graphed and number == WARM_UP:
                 graph = SimulatedGraph(sim)
                 with graph.capture():
                     iteration()
-            else:
+            if graph is None:
                 iteration()
+            else:
+                graph.replay()
             if not step_in_graph:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=to_none)
@@ -206,3 +206,11 @@ def test_a_replay_reads_new_data_at_the_same_address() -> None:
         data.fill_(5.0)
         graph.replay()
         assert result.cpu().tolist() == [11.0] * 3
+
+
+def test_a_capture_runs_nothing() -> None:
+    with simulated_device() as sim:
+        data = torch.ones(3, device=DEVICE)
+        with SimulatedGraph(sim).capture():
+            data.add_(1)
+        assert data.cpu().tolist() == [1.0] * 3
