@@ -29,8 +29,8 @@ class InFlight:
     def __init__(self, reduction: Reduction) -> None:
         self.handles: list[Handle] = []
         self._pool = reduction.pool
-        # On a CPU, a buffer is free once its collective has ended, before the next unit is unsharded. Buffers with fixed
-        # addresses are returned in an order that is the same on all ranks.
+        # On a CPU, a buffer is free once its collective has ended, before the next unit is unsharded. Buffers with
+        # fixed addresses are returned in an order that is the same on all ranks.
         self._holds = self._pool.is_fixed or runs_ahead(reduction.context.device)
         self._read: list[torch.Tensor] = []
 
