@@ -100,8 +100,7 @@ def _waits() -> set[str]:
 def test_where_megatrons_optimizer_waits_is_on_the_page(ranks: RankPool) -> None:
     page = (Path(__file__).parents[3] / "docs" / "performance.md").read_text()
     places = set().union(*ranks.run(2, _waits))
-    assert places, places
-    print(places)
+    assert places
     for place in places:
         assert f"`{place}`" in page
 
