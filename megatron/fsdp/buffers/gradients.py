@@ -29,18 +29,21 @@ class InFlight:
     def __init__(self, reduction: Reduction) -> None:
         self.handles: list[Handle] = []
         self._pool = reduction.pool
-        # On a CPU, torch's allocator may free a buffer as soon as the task has ended.
-        self._holds = self._pool.recycles or runs_ahead(reduction.context.device)
+        # On a CPU, a buffer is free once its collective has ended, before the next unit is unsharded. Buffers with
+        # fixed addresses are returned in an order that is the same on all ranks.
+        self._holds = self._pool.is_fixed or runs_ahead(reduction.context.device)
         self._read: list[torch.Tensor] = []
 
     def hold(self, buffer: torch.Tensor) -> None:
-        """Return ``buffer`` to the pool at the next :meth:`wait`. Called by the task that reads it.
+        """Return ``buffer`` to the pool, on a GPU at the next :meth:`wait`. Called by the task after it has read it.
 
         Compute has written this buffer and will reuse its memory. If the task returned it, compute could overwrite it
         while the collective still reads it. Compute therefore waits for the task first.
         """
         if self._holds:
             self._read.append(buffer)
+        else:
+            self._pool.give_back(buffer)
 
     def wait(self) -> None:
         """Make compute wait for all reductions in flight."""
