@@ -1,7 +1,7 @@
 # `make` or `make help` lists the commands. Everything runs in .venv, which `make install` creates.
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow lint typecheck unit functional parity parity-nd bench bench-report gpu-test compatibility wheel clean clean-demo
+.PHONY: help install demo test test-slow lint typecheck unit functional torch-versions torch-reduced parity parity-nd bench bench-report gpu-test gpu-checks gpu-bench compatibility wheel clean clean-demo
 
 PYTHON := .venv/bin/python
 STAMP := .venv/.installed
@@ -10,6 +10,20 @@ PARITY_FLAGS ?=
 BENCH_FLAGS ?=
 PYTEST_FLAGS ?=
 PYTEST := $(PYTHON) -m pytest $(PYTEST_FLAGS)
+
+# The versions of torch that are tested beside the one in constraints.txt, oldest first. TRIED_TORCH in
+# megatron/fsdp/version.py lists all of them.
+TORCH_VERSIONS := 2.11.0 2.15.0
+TORCH_STAMPS := $(TORCH_VERSIONS:%=.venv-torch-%/.installed)
+# The tests of what depends on torch's internals. They take about half of the time of all unit tests.
+TORCH_TESTS := $(addprefix tests/unit_tests/,checkpoint mcore/test_patches.py mcore/test_uneven_dtensor.py \
+	$(patsubst %,test_%.py,clipping compile deferred deletion exceptions export fsdp2 fsdp2_interface fsdp2_state \
+	gradient_hooks host_pool meta_device mixed_precision offload optimizer_classes optimizers parity ragged_dtensor recompute \
+	resuming state_dict tensor_parallel versions))
+
+# A machine with a GPU may have no registry: these commands use the Python that has torch, and install nothing.
+GPU_PYTHON ?= $(if $(wildcard $(STAMP)),$(PYTHON),python3)
+GPU_CHECKS_FLAGS ?=
 
 # Recreate a .venv whose interpreter is gone.
 ifneq ($(wildcard $(STAMP)),)
@@ -52,6 +66,24 @@ unit: install ## run the unit tests (PYTEST_FLAGS="-k layout")
 functional: install ## run the functional tests: training runs, checkpoints, command lines
 	$(PYTEST) tests/functional_tests -m "not slow" -n 2 --dist loadfile
 
+torch-versions: install $(TORCH_STAMPS) ## run all unit tests on every supported version of torch, each in an environment of its own (5 GB each)
+	$(PYTEST) tests/unit_tests -n 2 --dist worksteal
+	for version in $(TORCH_VERSIONS); do \
+		.venv-torch-$$version/bin/python -m pytest $(PYTEST_FLAGS) tests/unit_tests -n 2 --dist worksteal || exit 1; \
+	done
+
+torch-reduced: $(TORCH_STAMPS) ## run the unit tests that depend on torch's internals, on the oldest and the newest version; CI runs this
+	for version in $(TORCH_VERSIONS); do \
+		.venv-torch-$$version/bin/python -m pytest $(PYTEST_FLAGS) $(TORCH_TESTS) -m "not slow" -n 2 --dist worksteal || exit 1; \
+	done
+
+$(TORCH_STAMPS): .venv-torch-%/.installed: constraints.txt pyproject.toml
+	@python="$$(scripts/find_python.sh)" || exit 2; "$$python" -m venv --clear $(@D)
+	@echo "installing torch $* into $(@D)"
+	@grep -vE '^(torch|triton|setuptools|cuda-|nvidia-)' constraints.txt >$(@D)/constraints.txt
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(@D)/bin/python -m pip install --quiet --constraint $(@D)/constraints.txt 'torch==$*' --editable '.[demo,dev]'
+	@touch $@
+
 parity: install ## train with Megatron's DDP and with each strategy in Megatron's loop, and compare (PARITY_FLAGS="--ranks 2")
 	@$(PYTHON) -W ignore tools/parity.py $(PARITY_FLAGS)
 
@@ -64,12 +96,18 @@ bench: install ## benchmark beside FSDP2, the original and DDP; write docs/perfo
 bench-report: install ## write docs/performance_tables.md from benchmarks/results
 	$(PYTHON) -m benchmarks.report
 
-gpu-test: install ## run the unit tests on CUDA: one rank over NCCL, several over gloo; skipped without a device
-	FSDP_TEST_DEVICE=cuda $(PYTEST) tests/unit_tests
+gpu-test: ## run the unit tests on CUDA: one rank over NCCL, several over gloo; skipped without a device (GPU_PYTHON=python3)
+	FSDP_TEST_DEVICE=cuda PYTHONPATH=$(CURDIR) $(GPU_PYTHON) -m pytest $(PYTEST_FLAGS) tests/unit_tests
+
+gpu-checks: ## run the scripts of tests/gpu: one verdict each, and details in gpu_checks/ (GPU_CHECKS_FLAGS="--only memory")
+	PYTHONPATH=$(CURDIR) $(GPU_PYTHON) -m tests.gpu --out gpu_checks $(GPU_CHECKS_FLAGS)
+
+gpu-bench: ## benchmark step time, memory and kernels on a GPU; skipped without a device (BENCH_FLAGS="--quick")
+	PYTHONPATH=$(CURDIR) $(GPU_PYTHON) -W ignore -m benchmarks --only gpu $(BENCH_FLAGS)
 
 compatibility: install ## run all tests, and write docs/compatibility.md from their results
 	rm -f docs/compatibility.json
-	$(PYTEST) tests --results docs/compatibility.json --deselect tests/unit_tests/test_pages.py::test_compatibility
+	$(PYTEST) tests -n 2 --dist worksteal --results docs/compatibility.json --deselect tests/unit_tests/test_pages.py::test_compatibility
 	$(PYTHON) tools/compatibility_table.py > docs/compatibility.md
 
 wheel: install ## build the wheel into dist/
@@ -80,5 +118,5 @@ clean-demo: ## remove the demo's output
 	rm -rf demo_output
 
 clean: clean-demo ## remove .venv, the demo's output, build outputs and caches
-	rm -rf .venv .bench build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-torch-* .bench gpu_checks build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

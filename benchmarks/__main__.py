@@ -10,9 +10,6 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from rich.console import Console
-from rich.markup import escape
-
 from benchmarks import results, tables, targets
 from benchmarks.agreement import LossesDisagree
 from benchmarks.options import Options, Skipped
@@ -56,14 +53,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def run_one(name: str, options: Options, folder: Path, console: Console, add: bool = False) -> Result:
+def run_one(name: str, options: Options, folder: Path, add: bool = False) -> Result:
     """Run one benchmark. Each case is printed and saved as soon as it has been measured.
 
     Args:
         name: Name of the benchmark.
         options: Options of the run.
         folder: Folder for the results.
-        console: Console for the tables.
         add: Whether to keep cases of an earlier result that this run does not measure.
 
     Raises:
@@ -76,36 +72,34 @@ def run_one(name: str, options: Options, folder: Path, console: Console, add: bo
     try:
         for case in entry(options):
             result.cases.append(case)
-            tables.show(name, case, console)
+            tables.show(name, case)
             result.save(folder)
     except Skipped as reason:
         result.skipped = str(reason)
-        console.print(f"{name}: skipped: {escape(result.skipped)}")
+        print(f"{name}: skipped: {result.skipped}")
     if earlier is not None and earlier.quick == options.quick:
         result.add_earlier(earlier)
     result.targets = [verdict.as_json() for verdict in targets.judge(result)]
-    console.print(f"saved to {result.save(folder)}\n")
+    tables.show_progress("")
+    print(f"saved to {result.save(folder)}\n")
     return result
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmarks. Returns 1 if losses disagree, else 0."""
     command = parse(arguments)
-    console = Console(width=max(Console().width, 150))
     only = tuple(filter(None, command.peers.split(",")))
     failed = 0
     measured: dict[str, Result] = {}
     for name in command.only:
-        with console.status("") as status:
-            report = lambda text, name=name: status.update(f"{name}: {text}")  # noqa: E731 - closes over the name
-            try:
-                options = Options(command.quick, command.rounds, only, report, command.where)
-                measured[name] = run_one(name, options, command.results, console, command.add)
-            except LossesDisagree as disagreement:
-                console.print(f"[bold red]{name}: losses disagree:[/] {disagreement}")
-                failed = 1
-    verdicts = [verdict for verdict in targets.judge_all(measured) if verdict.benchmark in command.only]
-    tables.show_targets(verdicts, console)
+        report = lambda text, name=name: tables.show_progress(f"{name}: {text}")  # noqa: E731 - closes over the name
+        try:
+            options = Options(command.quick, command.rounds, only, report, command.where)
+            measured[name] = run_one(name, options, command.results, command.add)
+        except LossesDisagree as disagreement:
+            print(f"{name}: losses disagree: {disagreement}")
+            failed = 1
+    tables.show_targets([verdict for verdict in targets.judge_all(measured) if verdict.benchmark in command.only])
     return failed
 
 

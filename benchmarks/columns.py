@@ -71,6 +71,7 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         _mib("reduced", "reduced_bytes"),
         _mib("copied around all-gathers", "gather_copied_bytes"),
         _mib("copied before reductions", "reduce_copied_bytes"),
+        _mib("zeroed before reductions", "reduce_zeroed_bytes"),
         _mib("copied elsewhere", "other_copied_bytes"),
         Column("torch ops beyond the model's", "extra_ops", digits=0),
     ),

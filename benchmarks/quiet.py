@@ -3,11 +3,11 @@
 import os
 import time
 from collections.abc import Callable
-
-import psutil
+from pathlib import Path
 
 # Cores that other processes may use during a timed turn.
 LIMIT = 0.2
+TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
 class Quiet:
@@ -30,9 +30,10 @@ class Quiet:
         return cores_of_others(self._before, self._now())
 
     def _now(self) -> tuple[float, float, float]:
-        times = psutil.cpu_times()
-        # Time stolen by the hypervisor counts as other processes. Interrupts do not, as the ranks' packets cause them.
-        busy = times.user + times.nice + times.system + getattr(times, "steal", 0.0)
+        # These are user, nice, system, idle, iowait, irq, softirq and steal. Time stolen by the hypervisor counts as
+        # other processes. Interrupts do not, as the ranks' packets cause them.
+        ticks = [int(count) for count in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
+        busy = (sum(ticks[:3]) + ticks[7]) / TICKS_PER_SECOND
         this = os.times()
         return time.monotonic(), busy, self._own() + this.user + this.system
 
@@ -41,3 +42,13 @@ def cores_of_others(before: tuple[float, float, float], after: tuple[float, floa
     """Cores used by others, given (clock, CPU seconds of the machine, CPU seconds of the suite) before and after."""
     elapsed, busy, own = (b - a for a, b in zip(before, after, strict=True))
     return max(0.0, (busy - own) / elapsed) if elapsed > 0 else 0.0
+
+
+def cpu_seconds(process: int) -> float:
+    """CPU seconds that a process has used; 0 if it has ended."""
+    try:
+        # The fields after the name, which is in parentheses and may contain spaces.
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / TICKS_PER_SECOND

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from benchmarks.figures import Summary
@@ -137,7 +136,7 @@ def about() -> dict[str, Any]:
         "commit": _commit(),
         "versions": {
             "python": platform.python_version(),
-            **{name: importlib.metadata.version(name) for name in PACKAGES},
+            **{name: version for name in PACKAGES if (version := _installed(name)) is not None},
             "original": original,
         },
         "machine": machine(),
@@ -155,12 +154,19 @@ def machine() -> dict[str, Any]:
     return {
         "processor": name,
         "cores": os.cpu_count(),
-        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
         "system": f"{platform.system()} {platform.release()}",
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "native_bf16": bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")),
         "gpus": devices,
     }
+
+
+def _installed(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _lines(path: str) -> list[str]:

@@ -1,42 +1,53 @@
-"""Prints results and targets on a terminal."""
+"""Prints results, targets and progress on a terminal, with Python alone: a machine with a GPU may have no rich."""
 
+import sys
 from collections.abc import Sequence
-
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from benchmarks.columns import cell, columns_of
 from benchmarks.peers import PEERS
 from benchmarks.results import Case
 from benchmarks.targets import Verdict
 
-STYLE = {"met": "green", "missed": "bold red", "not measured": "dim"}
+COLOURS = {"met": "\x1b[32m", "missed": "\x1b[1;31m", "not measured": "\x1b[2m"}
+ERASE_LINE = "\r\x1b[2K"
 
 
-def show(benchmark: str, case: Case, console: Console) -> None:
+def show(benchmark: str, case: Case) -> None:
     """Print one case of a benchmark."""
-    console.print(_table(benchmark, case))
-    for note in case.notes:
-        console.print(f"  {escape(note)}")
-
-
-def _table(benchmark: str, case: Case) -> Table:
-    title = ", ".join(f"{tag} {value}" for tag, value in case.tags.items())
-    table = Table("peer", title=f"{benchmark}: {title}", title_justify="left")
     columns = columns_of(benchmark, case)
-    for column in columns:
-        table.add_column(column.title, justify="right")
-    for peer in [name for name in PEERS if name in case.figures] + [p for p in case.figures if p not in PEERS]:
-        table.add_row(peer, *(cell(column, case, peer) for column in columns))
-    return table
+    peers = [name for name in PEERS if name in case.figures] + [p for p in case.figures if p not in PEERS]
+    rows = [[peer, *(cell(column, case, peer) for column in columns)] for peer in peers]
+    title = ", ".join(f"{tag} {value}" for tag, value in case.tags.items())
+    _print(f"{benchmark}: {title}", [["peer", *(column.title for column in columns)], *rows])
+    for note in case.notes:
+        print(f"  {note}")
 
 
-def show_targets(verdicts: Sequence[Verdict], console: Console) -> None:
+def show_targets(verdicts: Sequence[Verdict]) -> None:
     """Print the table of targets."""
-    table = Table("benchmark", "target", "case", "measured", "", title="targets", title_justify="left")
+    rows = [["benchmark", "target", "case", "measured", ""]]
     for verdict in verdicts:
         value = "-" if verdict.value is None else f"{verdict.value:.3g}"
-        outcome = f"[{STYLE[verdict.outcome]}]{verdict.outcome}[/]"
-        table.add_row(verdict.benchmark, verdict.target, escape(verdict.case), value, outcome)
-    console.print(table)
+        rows.append([verdict.benchmark, verdict.target, verdict.case, value, verdict.outcome])
+    _print("targets", rows, numbers_from=3)
+
+
+def show_progress(text: str) -> None:
+    """Replace the last line by ``text``, if there is a terminal."""
+    if sys.stdout.isatty():
+        print(f"{ERASE_LINE}{text}", end="", flush=True)
+
+
+def _print(title: str, rows: list[list[str]], numbers_from: int = 1) -> None:
+    show_progress("")
+    print(title)
+    widths = [max(len(text) for text in column) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [
+            text.rjust(width) if number >= numbers_from else text.ljust(width)
+            for number, (text, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        line = "  " + "  ".join(cells).rstrip()
+        colour = COLOURS.get(row[-1], "") if sys.stdout.isatty() else ""
+        print(f"{colour}{line}\x1b[0m" if colour else line)
+    print()

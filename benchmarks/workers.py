@@ -12,9 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from benchmarks import original_package
+from benchmarks import original_package, quiet
 from benchmarks.job import Job
 from benchmarks.peers import PEERS
 
@@ -52,11 +50,7 @@ class Worker:
     @property
     def cpu_seconds(self) -> float:
         """CPU seconds that the process has used."""
-        try:
-            times = psutil.Process(self._process.pid).cpu_times()
-        except psutil.NoSuchProcess:
-            return 0.0
-        return float(times.user + times.system)
+        return quiet.cpu_seconds(self._process.pid)
 
     def send(self, function: str, arguments: dict[str, Any]) -> None:
         """Make the process call ``module:function``.

@@ -3,15 +3,17 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.exchanges import COLLECTIVES
+from tests.needs import left_out
 from tests.ranks import DEVICE, RankPool
 from tests.slow import LATER_STRATEGIES
 
-RESULTS = pytest.StashKey[dict[str, dict[str, list[str]]]]()
+LEFT_OUT = left_out(Path(__file__).parent)
+collect_ignore = list(LEFT_OUT)
+RESULTS = "--results"
 WORST_LAST = ("skipped", "passed", "failed")
 
 
@@ -35,43 +37,56 @@ def exchange(request: pytest.FixtureRequest, ranks: RankPool) -> Iterator[None]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option that asks for the record."""
-    parser.addoption("--results", type=Path, help="JSON file to add this run's results to: device, test, strategy")
+    parser.addoption(RESULTS, type=Path, help="JSON file to add this run's results to: device, test, strategy")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Begin the record."""
-    config.stash[RESULTS] = {}
+    """Begin the record. With several workers, the process that starts them writes it."""
+    path: Path | None = config.getoption(RESULTS)
+    if path is not None and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Record(path))
+
+
+def pytest_report_header() -> list[str]:
+    """Say which tests cannot be collected here."""
+    root = Path(__file__).parents[1]
+    return [f"left out: {path.relative_to(root)}, needs {', '.join(names)}" for path, names in LEFT_OUT.items()]
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marker
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave ZeRO-0 and ZeRO-2 to ``make test-slow``, except in tests marked ``every_strategy``."""
+    """Put strategies into reports. Leave ZeRO-0 and ZeRO-2 to ``make test-slow``, but not where ``every_strategy``."""
     for item in items:
         parameters = getattr(getattr(item, "callspec", None), "params", {})
+        item.user_properties.append(("strategy", str(parameters.get("strategy", ""))))
         strategy = parameters.get("strategy", parameters.get("kind"))
         if strategy in LATER_STRATEGIES and item.get_closest_marker("every_strategy") is None:
             item.add_marker(pytest.mark.slow)
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[Any]:
-    """Note the outcome of each test for the strategy it ran with."""
-    report = yield
-    if report.when == "call" or report.outcome != "passed":
-        parameters = getattr(getattr(item, "callspec", None), "params", {})
-        strategy = str(parameters.get("strategy", ""))
-        name = item.nodeid.split("[")[0]
-        item.config.stash[RESULTS].setdefault(name, {}).setdefault(strategy, []).append(report.outcome)
-    return report
+class Record:
+    """Notes the worst outcome of each test for each strategy.
 
+    Args:
+        path: JSON file that the outcomes are added to.
+    """
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Write the record."""
-    path: Path | None = session.config.getoption("--results")
-    if path is None:
-        return
-    everything = json.loads(path.read_text()) if path.exists() else {}
-    mine = everything.setdefault(DEVICE, {})
-    for name, outcomes in session.config.stash[RESULTS].items():
-        mine[name] = {strategy: max(found, key=WORST_LAST.index) for strategy, found in sorted(outcomes.items())}
-    path.write_text(json.dumps(everything, indent=1, sort_keys=True) + "\n")
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._found: dict[str, dict[str, list[str]]] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Note an outcome."""
+        if report.when == "call" or report.outcome != "passed":
+            strategy = dict(report.user_properties).get("strategy", "")
+            outcomes = self._found.setdefault(report.nodeid.split("[")[0], {})
+            outcomes.setdefault(str(strategy), []).append(report.outcome)
+
+    def pytest_sessionfinish(self) -> None:
+        """Add the outcomes to the file. Earlier ones of strategies that this run has not tested stay."""
+        everything = json.loads(self._path.read_text()) if self._path.exists() else {}
+        mine = everything.setdefault(DEVICE, {})
+        for name, outcomes in self._found.items():
+            worst = {strategy: max(found, key=WORST_LAST.index) for strategy, found in outcomes.items()}
+            mine[name] = dict(sorted({**mine.get(name, {}), **worst}.items()))
+        self._path.write_text(json.dumps(everything, indent=1, sort_keys=True) + "\n")

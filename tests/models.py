@@ -130,7 +130,7 @@ def train_sharded(
     losses = []
     for step in data:
         mine = step[dist.get_rank() :: dist.get_world_size()]
-        total = torch.zeros(())
+        total = torch.zeros((), device=device())
         for number, tokens in enumerate(mine):
             last = number == len(mine) - 1
             if use_no_sync and not last:

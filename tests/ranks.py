@@ -83,12 +83,14 @@ class RankPool:
 
     Attributes:
         timeout: Seconds that a run may take.
+        backend: Of groups of several ranks. NCCL takes each rank for a host of its own, so ranks may share a device.
         collectives_of_nccl: Exchange flat buffers over gloo by the collectives that NCCL runs, not by sends and
             receives. Tests set it by ``tests.exchanges``.
     """
 
     def __init__(self) -> None:
         self.timeout = TIMEOUT
+        self.backend = "gloo"
         self.collectives_of_nccl = False
         self._ranks: list[Rank] = []
         self._runs = 0
@@ -114,7 +116,8 @@ class RankPool:
         # A file, not a TCPStore: with many short messages that one waits for delayed acknowledgements.
         store = Path(self._folder.name) / f"store {self._runs}"
         for number, rank in enumerate(ranks):
-            group = (f"file://{store}", number, world_size)
+            backend = "nccl" if DEVICE == "cuda" and world_size == 1 else self.backend
+            group = (backend, f"file://{store}", number, world_size)
             rank.pipe.send((self.timeout, *group, self.collectives_of_nccl, function, args))
         replies = [rank.reply(self.timeout) for rank in ranks]
         store.unlink(missing_ok=True)
@@ -188,6 +191,7 @@ def _redirect(output: str) -> None:
 
 
 def _run(
+    backend: str,
     store: str,
     rank: int,
     world_size: int,
@@ -195,10 +199,11 @@ def _run(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> tuple[Any, Error | None]:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    # All ranks share the first CUDA device.
+    local = 0 if DEVICE == "cuda" else rank
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(local), NCCL_HOSTID=f"rank{rank}")
     result, error = None, None
     try:
-        backend = "nccl" if DEVICE == "cuda" and world_size == 1 else "gloo"
         dist.init_process_group(backend, init_method=store, rank=rank, world_size=world_size)
         torch.manual_seed(0)
         with _without_exchange_of_gloo() if collectives_of_nccl else contextlib.nullcontext():

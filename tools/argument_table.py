@@ -71,6 +71,7 @@ EFFECTS = {
     "fsdp_double_buffer": Effect("the peak's buffers are never freed", "no allocation after the first step"),
     "fsdp_db_use_persist_buf_on_alloc_fail": Effect("one more buffer per nested unit", SAME),
     "disable_symmetric_registration": Effect(SAME, "with nccl_ub: no symmetric kernels"),
+    "fsdp_manual_registration": Effect(SAME, "with nccl_ub: no comparison between ranks after each step"),
     "enable_fine_grained_param_gather": Effect("peak: two modules instead of two units", "more, smaller collectives"),
     "cuda_graph_mode": Effect("as fsdp_double_buffer", "no launch overhead when a graph is replayed"),
     "offload_optimizer": Effect("main weights and optimizer state on the host", "copies over PCIe; the host steps"),
@@ -78,7 +79,7 @@ EFFECTS = {
         "bf16: the send buffer is half as large", "bf16 reduced in fp32: half the bytes; no rings between nodes"
     ),
     "zero_unused_gradients": Effect("gradients of zeros for unused parameters", "True: ranks compare no flags"),
-    "fused_weight_gradients": Effect("one unit of gradients in main_grads_dtype", "no cast of weight gradients"),
+    "fused_weight_gradients": Effect("less: autograd makes no weight gradients", "no cast or copy of weight gradients"),
     "max_unsharded_units": Effect("peak: as many of the largest unit", "more: prefetches further ahead"),
     "max_reducing_units": Effect("as many units of gradients more", "more: backward waits less for reductions"),
     "shard_granularity": Effect("tensor: padding up to the largest matrix per rank", SAME),

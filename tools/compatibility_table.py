@@ -22,22 +22,36 @@ class Feature(NamedTuple):
     Attributes:
         name: The feature, as a user would call it.
         tests: Test files, or single tests (``file::test``), that cover it.
-        refused: Those tests expect an error.
+        raises: Those tests expect an error.
+        simulated: Tests that cover it on the simulated CUDA device.
     """
 
     name: str
     tests: tuple[str, ...]
     raises: bool = False
+    simulated: tuple[str, ...] = ()
 
 
 FEATURES = (
-    Feature("trains as the unsharded model does, 1 to 4 ranks", ("test_parity.py",)),
-    Feature("bf16 compute with fp32 main weights; dtypes of gradients", ("test_mixed_precision.py",)),
-    Feature("gradient accumulation, no_sync", ("test_accumulation.py",)),
+    Feature(
+        "trains as the unsharded model does, 1 to 4 ranks",
+        ("test_parity.py",),
+        simulated=("test_engine.py::test_strategies", "test_engine.py::test_values"),
+    ),
+    Feature(
+        "bf16 compute with fp32 main weights; dtypes of gradients",
+        ("test_mixed_precision.py",),
+        simulated=("test_engine.py::test_settings",),
+    ),
+    Feature(
+        "gradient accumulation, no_sync", ("test_accumulation.py",), simulated=("test_engine.py::test_strategies",)
+    ),
     Feature("tied parameters, also across units", ("test_tied.py",)),
     Feature("frozen parameters", ("test_frozen.py",)),
     Feature("parameters without gradients, on all ranks or on some", ("test_unused.py",)),
-    Feature("activation recomputation, both ways", ("test_recompute.py",)),
+    Feature(
+        "activation recomputation, both ways", ("test_recompute.py",), simulated=("test_engine.py::test_settings",)
+    ),
     Feature("several forwards before backward; evaluation", ("test_forwards.py",)),
     Feature("torch.optim optimizers, schedulers, closures", ("test_optimizers.py",)),
     Feature("several dtypes in one unit", ("test_dtypes.py",)),
@@ -52,11 +66,17 @@ FEATURES = (
     ),
     Feature("torch.compile", ("test_compile.py",)),
     Feature("loss scaling (GradScaler)", ("test_loss_scaling.py",)),
-    Feature("training continues after exceptions", ("test_exceptions.py",)),
-    Feature("gradient clipping", ("test_clipping.py",)),
+    Feature(
+        "training continues after exceptions", ("test_exceptions.py",), simulated=("test_engine.py::test_exceptions",)
+    ),
+    Feature("gradient clipping", ("test_clipping.py",), simulated=("test_engine.py::test_strategies",)),
     Feature("learning-rate schedulers", ("test_schedulers.py",)),
-    Feature("code written for PyTorch's FSDP2", ("test_fsdp2.py", "test_fsdp2_state.py")),
-    Feature("HSDP and hybrid FSDP", ("test_hybrid.py",)),
+    Feature(
+        "code written for PyTorch's FSDP2",
+        ("test_fsdp2.py", "test_fsdp2_state.py"),
+        simulated=("test_engine.py::test_fsdp2",),
+    ),
+    Feature("HSDP and hybrid FSDP", ("test_hybrid.py",), simulated=("test_engine.py::test_settings",)),
     Feature(
         "outer strategy optim with inner no_shard",
         ("test_hybrid.py::test_sharding_over_the_outer_axis_alone_is_refused",),
@@ -68,8 +88,8 @@ FEATURES = (
     Feature("deferred initialization, equal to the model's own", ("test_deferred.py",)),
     Feature("shard granularities, and rows that have to be cut", ("test_granularity.py::test_trains_as_unsharded",)),
     Feature("Muon, which needs whole matrices", ("test_granularity.py::test_muon_sees_whole_matrices",)),
-    Feature("optimizer in host memory", ("test_offload.py",)),
-    Feature("double buffer", ("test_double_buffer.py",)),
+    Feature("optimizer in host memory", ("test_offload.py",), simulated=("test_engine.py::test_offload",)),
+    Feature("double buffer", ("test_double_buffer.py",), simulated=("test_engine.py::test_settings",)),
     Feature("buffers registered with NCCL (with stand-ins)", ("test_nccl_memory.py",)),
     Feature(
         "nccl_ub, cuda_graph_mode without CUDA",
@@ -77,29 +97,47 @@ FEATURES = (
         raises=True,
     ),
     Feature("fused weight gradients (with a stand-in)", ("test_fused.py",)),
+    Feature("a whole iteration in a CUDA graph", (), simulated=("test_graphs.py",)),
+    Feature("no wait of the host for the device in a step", (), simulated=("test_engine.py::test_strategies",)),
+    Feature("the faults that were planted in the engine are found", (), simulated=("test_faults.py",)),
     Feature("state dicts, torch.distributed.checkpoint, other numbers of ranks", ("test_state_dict.py",)),
     Feature("checkpoints across granularities", ("test_granularity.py::test_checkpoint_is_loaded_whatever_was_cut",)),
     Feature("one order of communication, under random delays", ("test_order.py",)),
-    Feature("memory follows the formulas, 8 to 4,096 ranks", ("test_memory.py",)),
+    Feature("memory follows the formulas, 8 to 4,096 ranks", ("test_memory.py",), simulated=("test_peak.py",)),
     Feature("deleting a model frees its memory", ("test_deletion.py",)),
-    Feature("Megatron-Core: the wrapper's interface", ("mcore/test_contract.py",)),
+    Feature("Megatron-Core: the wrapper's interface", ("mcore/test_contract.py",), simulated=("test_megatron.py",)),
     Feature("Megatron-Core: fsdp_dtensor checkpoints", ("mcore/test_checkpoint.py",)),
 )
 
 
 def outcome(results: dict[str, dict[str, str]], feature: Feature, strategy: str) -> str:
     """The outcome of a feature's tests: ``works``, ``error``, ``fails``, or an empty text if none ran."""
-    found = []
-    for test, outcomes in results.items():
-        if any(_matches(test, wanted) for wanted in feature.tests):
-            # A test without strategies uses the default strategy.
-            default = [outcomes[""]] if "" in outcomes and strategy == STRATEGIES[-1] else []
-            found += [outcomes[strategy]] if strategy in outcomes else default
+    found = _outcomes(results, feature.tests, strategy)
     if "failed" in found:
         return "**fails**"
     if "passed" not in found:
         return ""
     return "error" if feature.raises else "works"
+
+
+def simulated(results: dict[str, dict[str, str]], feature: Feature) -> str:
+    """The strategies that pass a feature's tests on the simulated device, or ``fails``."""
+    tests = tuple(f"simulated/{test}" for test in feature.simulated)
+    found = {strategy: _outcomes(results, tests, strategy) for strategy in STRATEGIES}
+    if any("failed" in outcomes for outcomes in found.values()):
+        return "**fails**"
+    passed = [strategy for strategy, outcomes in found.items() if "passed" in outcomes]
+    return "all pass" if len(passed) == len(STRATEGIES) else ", ".join(passed)
+
+
+def _outcomes(results: dict[str, dict[str, str]], tests: tuple[str, ...], strategy: str) -> list[str]:
+    found = []
+    for test, outcomes in results.items():
+        if any(_matches(test, wanted) for wanted in tests):
+            # A test without strategies uses the default strategy.
+            default = [outcomes[""]] if "" in outcomes and strategy == STRATEGIES[-1] else []
+            found += [outcomes[strategy]] if strategy in outcomes else default
+    return found
 
 
 def _matches(test: str, wanted: str) -> bool:
@@ -115,16 +153,22 @@ def as_markdown(results: dict[str, dict[str, dict[str, str]]]) -> str:
         "`make compatibility` generates this page from the results of the tests. *error* means that the combination",
         "raises an error with the reason. An empty cell means that the strategy has no test. Tests that are not",
         "parametrized by strategy count for the default, `optim_grads_params`.",
+        "",
+        "*CUDA, simulated* names the strategies that pass on the simulated device of `tests/simulated`, where the",
+        "engine's CUDA code runs on CPU tensors, and a checker finds memory that streams use in an undefined order. It",
+        "says nothing about kernels, NCCL or speed. *CUDA* says what has run on a GPU; empty means that nothing has.",
+        "",
+        f"| feature | {' | '.join(STRATEGIES)} | CUDA, simulated | CUDA | tests |",
+        f"|---|{'---|' * len(STRATEGIES)}---|---|---|",
     ]
-    for device in ("cpu", "cuda"):
-        lines += ["", f"## {'CPU, gloo' if device == 'cpu' else 'CUDA, NCCL'}", ""]
-        if device not in results:
-            lines.append("The tests have not been run on such a device yet.")
-            continue
-        lines += [f"| feature | {' | '.join(STRATEGIES)} | tests |", f"|---|{'---|' * len(STRATEGIES)}---|"]
-        for feature in FEATURES:
-            cells = " | ".join(outcome(results[device], feature, strategy) for strategy in STRATEGIES)
-            lines.append(f"| {feature.name} | {cells} | {', '.join(f'`{test}`' for test in feature.tests)} |")
+    for feature in FEATURES:
+        cells = [outcome(results["cpu"], feature, strategy) for strategy in STRATEGIES]
+        on_cuda = (
+            {outcome(results["cuda"], feature, strategy) for strategy in STRATEGIES} if "cuda" in results else set()
+        )
+        cells += [simulated(results["cpu"], feature), ", ".join(sorted(on_cuda - {""}))]
+        tests = [*feature.tests, *(f"simulated/{test}" for test in feature.simulated)]
+        lines.append(f"| {feature.name} | {' | '.join(cells)} | {', '.join(f'`{test}`' for test in tests)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -32,9 +32,11 @@ WRITTEN: dict[str, int | str | None] = {
     "aten.add_": 0,
     "aten._foreach_add_": 0,
 }
+# They write zeros to the argument at position 0.
+ZEROS = ("aten.zero_", "aten._foreach_zero_", "aten.fill_")
 GATHERS = ("allgather", "all_gather")
 REDUCTIONS = ("reduce_scatter", "allreduce", "all_reduce")
-# Smaller collectives exchange flags, not weights or gradients.
+# Smaller collectives exchange flags, not weights or gradients, and fewer elements that are zeroed are padding.
 SMALL = 4096
 
 
@@ -47,6 +49,7 @@ class _Write:
     sources: set[int]
     casts: bool
     adds: bool
+    zeros: bool = False
 
 
 @dataclass
@@ -78,7 +81,7 @@ class Traffic(TorchDispatchMode):
         self.operations[packet] += 1
         if packet.startswith("c10d"):
             self._note_collective(packet, args)
-        elif packet in WRITTEN:
+        elif packet in WRITTEN or (packet in ZEROS and _elements(args[0]) > SMALL):
             self._note_write(packet, args, kwargs, result)
         return result
 
@@ -95,7 +98,7 @@ class Traffic(TorchDispatchMode):
         self.events.append(_Collective(kind, max(sizes), set(self._ids(args[:2])), set(self._ids(args[:1]))))
 
     def _note_write(self, packet: str, args: Any, kwargs: Any, result: Any) -> None:
-        where = WRITTEN[packet]
+        where = WRITTEN.get(packet, 0)
         targets = result if where is None else kwargs.get(where) if isinstance(where, str) else args[where]
         written = _tensors(targets)
         read = [t for t in _tensors((args, kwargs)) if not any(t is w for w in written)]
@@ -105,7 +108,8 @@ class Traffic(TorchDispatchMode):
             bytes_written = sum(t.nbytes for t in written)
         casts = bool(read and written) and read[0].dtype != written[0].dtype
         adds = "add" in packet
-        self.events.append(_Write(bytes_written, set(self._ids(written)), set(self._ids(read)), casts, adds))
+        zeros = packet in ZEROS
+        self.events.append(_Write(bytes_written, set(self._ids(written)), set(self._ids(read)), casts, adds, zeros))
 
 
 KINDS = {"gather": GATHERS, "reduce": REDUCTIONS}
@@ -116,8 +120,12 @@ def _tensors(values: Any) -> list[torch.Tensor]:
     return [t._local_tensor if hasattr(t, "_local_tensor") else t for t in found]
 
 
+def _elements(values: Any) -> int:
+    return sum(tensor.numel() for tensor in _tensors(values))
+
+
 def classify(events: list[_Write | _Collective]) -> dict[str, float]:
-    """Sum up the bytes of copies around all-gathers, before reductions, and elsewhere, and of collectives."""
+    """Sum up the bytes of copies and zeros around all-gathers, before reductions, and elsewhere, and of collectives."""
     found = Counter[str]()
     for kind in ("gather", "reduce"):
         big = [e for e in events if isinstance(e, _Collective) and e.kind == kind and e.bytes >= SMALL]
@@ -128,6 +136,9 @@ def classify(events: list[_Write | _Collective]) -> dict[str, float]:
         if not isinstance(event, _Write):
             continue
         place = _place(event, events[:index], events[index + 1 :])
+        if event.zeros:
+            found[f"{place}_zeroed_bytes"] += event.written
+            continue
         if place == "gather" and event.casts:
             found["gather_cast_bytes"] += event.written
         elif place in ("gather", "reduce"):

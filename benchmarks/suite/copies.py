@@ -5,13 +5,14 @@ from benchmarks.job import Job
 from benchmarks.model import Shape, Transformer
 from benchmarks.options import Options
 from benchmarks.peers import PEERS
+from benchmarks.peers.fused import fused_numel
 from benchmarks.results import Case
 from benchmarks.workers import WorkerFailure
 
 RANKS = 8
 TOKENS = 16
 NAMES = tuple(p for p in PEERS if PEERS[p].fake and not PEERS[p].cpu_only)
-QUICK = ("fsdp2", "original-3", "ours-3")
+QUICK = ("fsdp2", "original-3", "ours-3", "ours-3-fused")
 
 
 def run(options: Options) -> list[Case]:
@@ -28,7 +29,8 @@ def run(options: Options) -> list[Case]:
 
 
 def _look(case: Case, field: Field, shape: Shape, dtype: str) -> None:
-    parameters = sum(p.numel() for p in Transformer(shape).parameters())
+    model = Transformer(shape)
+    parameters, weights = sum(p.numel() for p in model.parameters()), fused_numel(model)
     found: dict[str, dict[str, float]] = {}
     for peer, ranks in field.running.items():
         try:
@@ -39,7 +41,8 @@ def _look(case: Case, field: Field, shape: Shape, dtype: str) -> None:
         case.notes.append(f"{peer} failed: {reason.splitlines()[0]}")
     plain = found.get("alone", {})
     for peer, own in found.items():
-        own = {"gather_copied_bytes": 0.0, "reduce_copied_bytes": 0.0, "other_copied_bytes": 0.0, **own}
+        kinds = ("gather_copied", "reduce_copied", "reduce_zeroed", "other_copied")
+        own = {**{f"{kind}_bytes": 0.0 for kind in kinds}, **own}
         # Subtract the copies of the plain model, which are not caused by the peer.
         own["other_copied_bytes"] -= plain.get("other_copied_bytes", 0.0) if peer != "alone" else 0.0
         own["extra_ops"] = own["operations"] - plain.get("operations", 0.0)
@@ -50,5 +53,9 @@ def _look(case: Case, field: Field, shape: Shape, dtype: str) -> None:
             own["gathers_per_unit_and_pass"] = own["gathers"] / (shape.depth + 1) / passes
         if own.get("reduces"):
             own["gradient_writes"] = own["reduce_copied_bytes"] / (4 * parameters)
+            if peer.endswith("-fused"):
+                # Autograd's gradients, of all but the weights, are copied once in any case.
+                copied = own["reduce_copied_bytes"] - 4 * (parameters - weights)
+                own["fused_gradient_writes"] = (copied + own["reduce_zeroed_bytes"]) / (4 * weights)
             own["reduces_per_unit"] = own["reduces"] / (shape.depth + 1)
         case.put(peer, **own)

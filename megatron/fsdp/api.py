@@ -61,6 +61,7 @@ def fully_shard_model(
     fused_weight_gradients: bool = False,
     max_unsharded_units: int = 2,
     max_reducing_units: int = 1,
+    fsdp_manual_registration: bool = False,
     preserve_fp32_weights: bool | None = None,
     grad_reduce_in_fp32: bool | None = None,
     keep_fp8_transpose_cache_when_using_custom_fsdp: bool | None = None,
@@ -145,10 +146,12 @@ def fully_shard_model(
             links less often. gloo always works this way.
         zero_unused_gradients: Give a parameter that no rank used a gradient of zeros. If False it gets None, as without
             sharding; ranks then compare one flag per parameter at each synchronization.
-        fused_weight_gradients: Let kernels that can (Transformer Engine's, Megatron-Core's) accumulate weight gradients
-            directly into a buffer of ``main_grads_dtype``.
+        fused_weight_gradients: Let kernels that can (Transformer Engine's, Megatron-Core's) write weight gradients
+            directly into the buffer that is reduced, in ``main_grads_dtype``.
         max_unsharded_units: Number of units, besides the root, that may be unsharded at the same time.
         max_reducing_units: Number of units whose gradients may be in a reduction at the same time.
+        fsdp_manual_registration: With ``nccl_ub``, register buffers only when ``register_buffers()`` is called, and not
+            at the end of the first step and of later steps that have added buffers.
         preserve_fp32_weights: Deprecated; use ``MixedPrecisionPolicy(main_params_dtype=torch.float32)``, or None.
         grad_reduce_in_fp32: Deprecated; use ``main_grads_dtype`` and ``grad_comm_dtype`` of the policy.
         keep_fp8_transpose_cache_when_using_custom_fsdp: Deprecated name of ``keep_fp8_transpose_cache``.
@@ -264,6 +267,7 @@ def fully_shard(
     fused_weight_gradients: bool = False,
     max_unsharded_units: int = 2,
     max_reducing_units: int = 1,
+    fsdp_manual_registration: bool = False,
     preserve_fp32_weights: bool | None = None,
     grad_reduce_in_fp32: bool | None = None,
     keep_fp8_transpose_cache_when_using_custom_fsdp: bool | None = None,

@@ -64,10 +64,12 @@ class FSDPConfig:
             links less often. gloo always works this way.
         zero_unused_gradients: Give a parameter that no rank used a gradient of zeros. If False it gets None, as without
             sharding; ranks then compare one flag per parameter at each synchronization.
-        fused_weight_gradients: Let kernels that can (Transformer Engine's, Megatron-Core's) accumulate weight gradients
-            directly into a buffer of ``main_grads_dtype``.
+        fused_weight_gradients: Let kernels that can (Transformer Engine's, Megatron-Core's) write weight gradients
+            directly into the buffer that is reduced, in ``main_grads_dtype``.
         max_unsharded_units: Number of units, besides the root, that may be unsharded at the same time.
         max_reducing_units: Number of units whose gradients may be in a reduction at the same time.
+        fsdp_manual_registration: With ``nccl_ub``, register buffers only when ``register_buffers()`` is called, and not
+            at the end of the first step and of later steps that have added buffers.
         sharding: Where parameters, gradients and optimizer state live. Derived from the two strategies.
 
     Raises:
@@ -98,6 +100,7 @@ class FSDPConfig:
     fused_weight_gradients: bool = False
     max_unsharded_units: int = 2
     max_reducing_units: int = 1
+    fsdp_manual_registration: bool = False
     sharding: Sharding = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

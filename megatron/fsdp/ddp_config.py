@@ -40,7 +40,6 @@ class DistributedDataParallelConfig:
         suggested_communication_unit_size: No effect: units are communicated as a whole.
         keep_fp8_transpose_cache: Not supported; True raises an error.
         fsdp_all_gather_in_start_param_sync: Read by Megatron-Core's wrapper only.
-        fsdp_manual_registration: No effect: buffers are registered in the first step.
         megatron_fsdp_max_pool_double_buffer: Implies ``fsdp_double_buffer``, whose buffers fit units of any size.
     """
 

@@ -365,6 +365,17 @@ class MegatronFSDP(nn.Module):
         return load(self.engine, self, "module.", state_dict, strict)
 
     @torch.no_grad()
+    def register_buffers(self) -> None:
+        """Register all communication buffers that exist now with NCCL. A collective, to be called between steps.
+
+        Only ``fsdp_manual_registration`` makes it necessary. The first step should have run, because it makes most
+        buffers.
+
+        Raises:
+            RuntimeError: ``nccl_ub`` is off, or a rank has too little memory.
+        """
+        self.engine.register_buffers()
+
     def average_buffers(self) -> None:
         """Replace floating-point buffers by their mean over the data-parallel ranks. A collective.
 

@@ -72,6 +72,11 @@ class Memory:
         else:
             new.address, self._host_end = self._host_end, self._host_end + storage.nbytes()
 
+    def on_device(self) -> list[torch.UntypedStorage]:
+        """The storages of the device that have memory."""
+        found = [known.reference() for known in self._storages.values() if known.block is not None]
+        return [storage for storage in found if storage is not None]
+
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Follow ``resize_`` of a storage: 0 bytes free the memory, and others allocate it."""
         found = self._storages.get(storage._cdata)

@@ -106,6 +106,11 @@ class Event:
         self._number = next(timeline.numbers)
         self._time: float | None = None
 
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the event stands for anything. One that was never recorded can be waited for and does nothing."""
+        return self._time is not None
+
     def record(self, stream: Stream | None = None) -> None:
         """Stand for all kernels that the stream has so far."""
         stream = stream or self._timeline.current[-1]

@@ -126,6 +126,7 @@ def test_copies_are_classified() -> None:
         _Write(200, {other}, {weights}, casts=False, adds=False),
         _Write(300, {gradients}, {other}, casts=True, adds=False),
         _Write(400, {gradients}, {other}, casts=False, adds=True),
+        _Write(700, {gradients}, set(), casts=False, adds=False, zeros=True),
         _Collective("reduce", 20_000, {gradients}, {gradients}),
         _Collective("reduce", 16, {other}, {other}),
         _Write(500, {99}, {98}, casts=False, adds=False),
@@ -137,6 +138,7 @@ def test_copies_are_classified() -> None:
     assert found["gather_cast_bytes"] == 50
     assert found["gather_copied_bytes"] == 100 + 200
     assert found["reduce_copied_bytes"] == 300 + 400
+    assert found["reduce_zeroed_bytes"] == 700
     assert found["other_copied_bytes"] == 500
 
 

@@ -207,7 +207,8 @@ def test_a_root_that_was_built_last_is_initialized_last(ranks: RankPool) -> None
 
 
 def _transformer() -> None:
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     config = transformers.LlamaConfig(
         hidden_size=64,
         intermediate_size=96,
@@ -230,4 +231,5 @@ def _transformer() -> None:
 
 
 def test_model_of_transformers(ranks: RankPool) -> None:
+    pytest.importorskip("transformers")
     ranks.run(2, _transformer)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp import FSDPConfig, MegatronFSDP, MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
-from tests.models import Block, TinyModel
+from tests.models import Block, TinyModel, batches
 from tests.ranks import RankPool
 
 
@@ -153,7 +153,7 @@ def _forward_after_the_process_group_is_gone() -> None:
     model = fully_shard_model(TinyModel(), fsdp_unit_modules=[Block])
     torch.distributed.destroy_process_group()
     with pytest.raises(RuntimeError, match="torch.distributed is not initialized"):
-        model(torch.zeros(2, 5, dtype=torch.int64))
+        model(batches(1, 1)[0, 0])
 
 
 def test_forward_without_a_process_group(ranks: RankPool) -> None:

@@ -525,7 +525,8 @@ def _every_setting() -> None:
             before.set_modules_to_forward_prefetch([after])
             after.set_modules_to_backward_prefetch([before])
         model.set_reshard_after_backward(True)
-        model.set_reduce_scatter_unused_params(True)
+        if hasattr(model, "set_reduce_scatter_unused_params"):  # torch 2.11 lacks it
+            model.set_reduce_scatter_unused_params(True)
         model.set_force_sum_reduction_for_comms(True)
         # The calls of code that prefetches by hand.
         model.unshard(async_op=True)

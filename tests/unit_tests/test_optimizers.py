@@ -65,7 +65,7 @@ def test_first_step_equals_the_unsharded_optimizers(ranks: RankPool, strategy: s
 
 
 def _groups_keep_their_options() -> None:
-    model = TinyModel()
+    model = TinyModel().to(device())
     vectors = [p for p in model.parameters() if p.dim() < 2]
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     reference = copy.deepcopy(model)
@@ -89,7 +89,7 @@ def _groups_keep_their_options() -> None:
         expected.zero_grad()
     weights = main_weights(sharded)
     for name, parameter in reference.named_parameters():
-        torch.testing.assert_close(weights[name], parameter.detach(), rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(weights[name], parameter.detach().cpu(), rtol=2e-5, atol=2e-5)
 
 
 def test_parameter_groups_and_schedulers(ranks: RankPool) -> None:
@@ -98,7 +98,7 @@ def test_parameter_groups_and_schedulers(ranks: RankPool) -> None:
 
 def _closure() -> None:
     """A closure that computes loss and gradients sees DTensors, whatever the optimizer sees."""
-    model = TinyModel()
+    model = TinyModel().to(device())
     reference = copy.deepcopy(model)
     sharded, optimizer = fully_shard(model, torch.optim.AdamW(model.parameters(), lr=1e-2), fsdp_unit_modules=[Block])
     expected = torch.optim.AdamW(reference.parameters(), lr=1e-2)
@@ -115,7 +115,7 @@ def _closure() -> None:
         torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
     weights = main_weights(sharded)
     for name, parameter in reference.named_parameters():
-        torch.testing.assert_close(weights[name], parameter.detach(), rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(weights[name], parameter.detach().cpu(), rtol=2e-5, atol=2e-5)
 
 
 def test_step_with_a_closure(ranks: RankPool) -> None:
@@ -156,7 +156,7 @@ def test_step_after_one_that_raised(ranks: RankPool) -> None:
 
 def _state_from_before() -> None:
     """An optimizer that has stepped on the unsharded model continues after sharding."""
-    model = TinyModel()
+    model = TinyModel().to(device())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     first, second = batches(2, 1)[:, 0]
     loss_of(model, first).backward()
@@ -172,7 +172,7 @@ def _state_from_before() -> None:
     expected.step()
     weights = main_weights(sharded)
     for name, parameter in reference.named_parameters():
-        torch.testing.assert_close(weights[name], parameter.detach(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(weights[name], parameter.detach().cpu(), rtol=1e-5, atol=1e-6)
 
 
 def test_state_of_the_whole_model_is_sharded_along(ranks: RankPool) -> None:
@@ -180,7 +180,7 @@ def test_state_of_the_whole_model_is_sharded_along(ranks: RankPool) -> None:
 
 
 def _optimizer_of_the_sharded_model() -> None:
-    model = TinyModel()
+    model = TinyModel().to(device())
     reference = copy.deepcopy(model)
     sharded = fully_shard_model(model, fsdp_unit_modules=[Block])
     optimizer = fully_shard_optimizer(torch.optim.SGD(sharded.parameters(), lr=0.1))
@@ -196,7 +196,7 @@ def _optimizer_of_the_sharded_model() -> None:
     torch.testing.assert_close(sharded_norm, norm)
     weights = main_weights(sharded)
     for name, parameter in reference.named_parameters():
-        torch.testing.assert_close(weights[name], parameter.detach(), rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(weights[name], parameter.detach().cpu(), rtol=1e-6, atol=1e-7)
 
 
 def test_optimizer_of_the_sharded_models_parameters_and_clipping(ranks: RankPool) -> None:

@@ -12,6 +12,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from megatron.fsdp import fsdp2
 from megatron_fsdp import fully_shard_model
+from tests.models import device
 from tests.ranks import RankPool
 
 _KEPT: list[object] = []
@@ -72,8 +73,9 @@ def _refuse_all() -> None:
             act()
             pytest.fail(f"{case} was accepted")
     # Other models can still be wrapped afterwards.
-    DistributedDataParallel(_model())(torch.ones(2, 4)).sum().backward()
-    torch_fully_shard(_model())(torch.ones(2, 4)).sum().backward()
+    ones = torch.ones(2, 4, device=device())
+    DistributedDataParallel(_model().to(device()))(ones).sum().backward()
+    torch_fully_shard(_model().to(device()))(ones).sum().backward()
 
 
 def test_other_engines_raise_with_their_name(ranks: RankPool) -> None:

@@ -31,7 +31,7 @@ def test_compatibility() -> None:
         "run: make compatibility"
     )
     for feature in compatibility_table.FEATURES:
-        for test in feature.tests:
+        for test in (*feature.tests, *(f"simulated/{test}" for test in feature.simulated)):
             file, _, name = test.partition("::")
             assert f"def {name}" in (DOCS.parent / "tests" / "unit_tests" / file).read_text()
             assert any(t.startswith(f"tests/unit_tests/{test}") for t in results["cpu"]), "run: make compatibility"
@@ -42,6 +42,15 @@ def test_a_failed_test_shows() -> None:
     results = {"tests/unit_tests/test_x.py::test_a": {"optim": "passed", "no_shard": "failed"}}
     found = [compatibility_table.outcome(results, feature, strategy) for strategy in compatibility_table.STRATEGIES]
     assert found == ["**fails**", "works", "", ""]
+
+
+def test_the_simulated_device_counts_apart() -> None:
+    feature = compatibility_table.Feature("x", ("test_x.py",), simulated=("test_y.py::test_b",))
+    results = {"tests/unit_tests/simulated/test_y.py::test_b": {"optim": "passed", "no_shard": "skipped"}}
+    assert compatibility_table.simulated(results, feature) == "optim"
+    assert {compatibility_table.outcome(results, feature, s) for s in compatibility_table.STRATEGIES} == {""}
+    results["tests/unit_tests/simulated/test_y.py::test_b"]["optim_grads"] = "failed"
+    assert compatibility_table.simulated(results, feature) == "**fails**"
 
 
 def _average() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megatron.fsdp.runtime.autograd import in_backward
+from megatron.fsdp.helpers.autograd import in_backward
 from megatron.fsdp.runtime.passes import Pass, PassState
 
 

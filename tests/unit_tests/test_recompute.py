@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.models import STRATEGIES, Block, TinyModel, adamw, assert_same_training, batches
+from tests.models import STRATEGIES, Block, TinyModel, adamw, assert_same_training, batches, device
 from tests.ranks import RankPool
 
 
@@ -48,14 +48,14 @@ def _train(strategy: str, reentrant: bool, what: str) -> None:
     from tests.models import main_weights, train_reference, train_sharded
 
     torch.manual_seed(3)
-    reference = Recomputing(reentrant, what)
+    reference = Recomputing(reentrant, what).to(device())
     torch.manual_seed(3)
     expected = train_reference(reference, data, adamw)
     sharded, losses = train_sharded(Recomputing(reentrant, what), data, adamw, zero_dp_strategy=strategy)
     torch.testing.assert_close(losses, expected, rtol=2e-5, atol=2e-5)
     weights = main_weights(sharded)
     for name, parameter in reference.named_parameters():
-        torch.testing.assert_close(weights[name], parameter.detach(), rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(weights[name], parameter.detach().cpu(), rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_fsdp import FSDPConfig, MegatronFSDP
-from tests.models import STRATEGIES, adamw, assert_same_training, batches
+from tests.models import STRATEGIES, adamw, assert_same_training, batches, device
 from tests.ranks import RankPool
 
 
@@ -58,11 +58,12 @@ class Whole(SkipsBias):
 
 
 def _evaluate() -> None:
-    layer = Whole(16, 16)
-    expected = {name: value.clone() for name, value in layer(torch.ones(2, 16)).items()}
+    layer = Whole(16, 16).to(device())
+    ones = torch.ones(2, 16, device=device())
+    expected = {name: value.clone() for name, value in layer(ones).items()}
     sharded = MegatronFSDP(layer, FSDPConfig(), fsdp_unit_modules=[])
     with torch.no_grad():
-        found = sharded(torch.ones(2, 16))
+        found = sharded(ones)
     assert not any(unit.weights.compute.flat.untyped_storage().nbytes() for unit in sharded.engine.groups)
     torch.testing.assert_close(found, expected)
 
@@ -89,9 +90,9 @@ class Hides(nn.Linear):
 def _hidden() -> None:
     sharded = MegatronFSDP(nn.Sequential(Hides(16, 16)), FSDPConfig(), fsdp_unit_modules=[Hides])
     with pytest.raises(NotImplementedError, match=r"unit 0 returns one of its own parameters, in a Output"):
-        sharded(torch.ones(2, 16))
+        sharded(torch.ones(2, 16, device=device()))
     with pytest.raises(NotImplementedError, match=r"\.clone\(\)"):
-        sharded(torch.ones(2, 16))
+        sharded(torch.ones(2, 16, device=device()))
 
 
 def test_an_unknown_container_is_an_error(ranks: RankPool) -> None:

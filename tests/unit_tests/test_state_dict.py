@@ -166,7 +166,7 @@ class WithBuffers(TinyModel):
 
 def _buffers() -> None:
     torch.manual_seed(3)
-    model = WithBuffers()
+    model = WithBuffers().to(device())
     reference = copy.deepcopy(model)
     sharded = fully_shard_model(model, fsdp_unit_modules=[Block])
     tokens = batches(1, 1)[0, 0]

@@ -17,6 +17,7 @@ from megatron.fsdp.tools.estimate import AxisSizes, estimate
 from megatron.fsdp.tools.trace import trace_step
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
 from tests.models import Block, TinyModel, batches, device, loss_of, main_weights, sgd
+from tests.needs import MEGATRON, missing
 from tests.ranks import DEVICE, RankPool
 
 DEPTHS = {"student": 2, "teacher": 3}
@@ -187,6 +188,6 @@ def _whole_tensors() -> None:
             torch.testing.assert_close(together, expected, rtol=0, atol=0)
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here")
+@pytest.mark.skipif(DEVICE == "cuda" or bool(missing(MEGATRON)), reason="Megatron runs on the CPU here")
 def test_verify_reads_each_model_separately(ranks: RankPool) -> None:
     ranks.run(2, _whole_tensors)

@@ -87,7 +87,7 @@ def _copied(dtype: torch.dtype, strategy: str) -> tuple[dict[str, int], int, int
     with _CountCopies() as gather:
         group.weights._unshard(True)
     with _CountCopies() as reduce:
-        grads: list[torch.Tensor | None] = [torch.ones(e.compute.shape, dtype=dtype) for e in group.params]
+        grads: list[torch.Tensor | None] = [torch.ones_like(e.compute, dtype=dtype) for e in group.params]
         group.gradients.reduce(grads, last=True)
         group.gradients.take(group.dtypes.main_params)
     weights.all_gather, reduction.reduce_scatter = collectives.all_gather, collectives.reduce_scatter

@@ -29,18 +29,21 @@ class InFlight:
     def __init__(self, reduction: Reduction) -> None:
         self.handles: list[Handle] = []
         self._pool = reduction.pool
-        # On a CPU, torch's allocator may free a buffer as soon as the task has ended.
-        self._holds = self._pool.recycles or runs_ahead(reduction.context.device)
+        # On a CPU, a buffer is free once its collective has ended, before the next unit is unsharded. Buffers with
+        # fixed addresses are returned in an order that is the same on all ranks.
+        self._holds = self._pool.is_fixed or runs_ahead(reduction.context.device)
         self._read: list[torch.Tensor] = []
 
     def hold(self, buffer: torch.Tensor) -> None:
-        """Return ``buffer`` to the pool at the next :meth:`wait`. Called by the task that reads it.
+        """Return ``buffer`` to the pool, on a GPU at the next :meth:`wait`. Called by the task after it has read it.
 
         Compute has written this buffer and will reuse its memory. If the task returned it, compute could overwrite it
         while the collective still reads it. Compute therefore waits for the task first.
         """
         if self._holds:
             self._read.append(buffer)
+        else:
+            self._pool.give_back(buffer)
 
     def wait(self) -> None:
         """Make compute wait for all reductions in flight."""
@@ -59,15 +62,17 @@ class InFlight:
 class GradientBuffer:
     """Holds the sums of a group's gradients between reductions, which ``reduction`` performs.
 
-    A micro-batch's gradients are copied once, into the buffer that is reduced. Between micro-batches, a rank keeps its
-    shard of the gradients reduced over the inner axis or, if gradients are not sharded, the sum of unreduced gradients.
-    If there is an outer axis, that sum is reduced over it once, after the last micro-batch.
+    A micro-batch's gradients are copied once, into the buffer that is reduced, or not at all where kernels write them
+    there. Between micro-batches, a rank keeps its shard of the gradients reduced over the inner axis or, if gradients
+    are not sharded, the sum of unreduced gradients. If there is an outer axis, that sum is reduced over it once, after
+    the last micro-batch.
 
     Args:
         reduction: How gradients are reduced.
 
     Attributes:
         unreduced: Sum of unreduced gradients; None if there are none. Only compute uses it.
+        lent: The flat buffer that kernels write this micro-batch's gradients into; None unless there are such kernels.
         inner_sum: Sum of gradients reduced over the inner axis only. Only tasks of the stream use it.
         reduced: Sum of gradients reduced over both axes. Tasks use it, and compute after a wait.
         owed: The axes to reduce over before the optimizer's step.
@@ -77,6 +82,7 @@ class GradientBuffer:
     def __init__(self, reduction: Reduction) -> None:
         self.reduction = reduction
         self.unreduced: torch.Tensor | None = None
+        self.lent: torch.Tensor | None = None
         self.inner_sum: torch.Tensor | None = None
         self.reduced: torch.Tensor | None = None
         self.owed = Owed.NOTHING
@@ -88,6 +94,16 @@ class GradientBuffer:
         if self.unreduced is not None:
             self.unreduced.mul_(of_placed)
 
+    def lend(self, i: int) -> torch.Tensor:
+        """Memory of undefined content for this micro-batch's gradient of parameter ``i``, in ``main_grads_dtype``.
+
+        It is the gradient's place in the buffer that is reduced. The caller passes the tensor to :meth:`accumulate` or
+        :meth:`reduce`, or another gradient in its place.
+        """
+        if self.lent is None:
+            self.lent = self.reduction.new_flat(self.reduction.dtypes.main_grads)
+        return self.reduction.slot(self.lent, i)
+
     def accumulate(self, grads: list[torch.Tensor | None]) -> None:
         """Add a micro-batch's gradients to the unreduced sum.
 
@@ -97,8 +113,13 @@ class GradientBuffer:
         self.owed |= Owed.INNER
         if self.unreduced is not None:
             self.reduction.add(self.unreduced, grads)
-        elif any(grad is not None for grad in grads):
-            self.unreduced = self.reduction.place(grads, self.reduction.dtypes.main_grads)
+            self._drop_lent()
+        elif self.reduction.pool.is_fixed or any(grad is not None for grad in grads):
+            # A fixed pool must lend its buffers in the same order on all ranks, also on those whose computation has
+            # skipped the unit: symmetric memory needs the same address everywhere.
+            self.unreduced = self._place(grads, self.reduction.dtypes.main_grads)
+        else:
+            self._drop_lent()
 
     def reduce(self, grads: list[torch.Tensor | None], last: bool) -> Handle:
         """Start to reduce a micro-batch's gradients together with the unreduced sum.
@@ -114,13 +135,26 @@ class GradientBuffer:
             self.accumulate(grads)
             placed, self.unreduced = self.unreduced, None
         else:
-            placed = self.reduction.place(grads, self.reduction.sent_dtype)
+            placed = self._place(grads, self.reduction.sent_dtype)
         grads.clear()
         self.owed = Owed.OUTER if self.reduction.outer is not None and not last else Owed.NOTHING
         # The stream waits for the compute issued so far, which includes the copies into ``placed``.
         handle = self.reduction.stream.run(lambda: self._reduce(placed, last))
         self.in_flight.handles.append(handle)
         return handle
+
+    def _place(self, grads: list[torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
+        """A flat buffer with the gradients: the one that was lent, or else a new one of ``dtype``."""
+        flat, self.lent = self.lent, None
+        if flat is None:
+            flat = self.reduction.new_flat(dtype)
+        self.reduction.place(grads, flat)
+        return flat
+
+    def _drop_lent(self) -> None:
+        if self.lent is not None:
+            self.give_back(self.lent)
+            self.lent = None
 
     def reduce_waiting(self) -> None:
         """Start to reduce gradients of earlier micro-batches over the axes in ``owed``."""
@@ -184,6 +218,7 @@ class GradientBuffer:
     def clear(self) -> None:
         """Drop all sums, including those of reductions in flight, and the errors of these."""
         self.owed = Owed.NOTHING
+        self._drop_lent()
         if self.unreduced is not None:
             self.give_back(self.unreduced)
             self.unreduced = None

@@ -91,7 +91,8 @@ class ShardedParameter:
         main: The main weight: the Parameter that the optimizer updates, a DTensor.
         shard_slice: The slice of it that this rank owns.
         trained: Whether it takes gradients, as of the last :meth:`follow_freezing`.
-        fused: Gradients that fused kernels wrote during this backward, in the parameter's shape.
+        fused: Gradients that fused kernels have written in this backward, and last the memory of the next one. The
+            first takes the sum.
     """
 
     name: str
@@ -262,7 +263,7 @@ class ShardedParameter:
         """Remove this micro-batch's gradient from the parameter and return it in its local shape; None without one."""
         grad, self.compute.grad = self.compute.grad, None
         if self.fused:
-            return self._take_fused(grad)
+            grad = self._take_fused(grad)
         if isinstance(grad, DTensor):
             assert self.tensor_parallel is not None
             placements = self.tensor_parallel[1]
@@ -277,17 +278,76 @@ class ShardedParameter:
         """True if the parameter has a gradient of this micro-batch."""
         return self.compute.grad is not None or bool(self.fused)
 
-    def _take_fused(self, grad: torch.Tensor | None) -> torch.Tensor:
-        """The sum of what fused kernels wrote, and of autograd's ``grad`` if that is marked as real."""
-        total, *others = self.fused
+    def lend(self, memory: torch.Tensor) -> torch.Tensor:
+        """Return the memory that a kernel overwrites with a gradient of this parameter.
+
+        The kernel then sets ``grad_added_to_main_grad``. If a parameter is used more than once in a backward, each
+        kernel gets other memory, because it overwrites what it is given.
+
+        Args:
+            memory: For the first gradient, in the parameter's shape.
+        """
+        if self.fused:
+            self._settle()
+            memory = torch.empty_like(memory)
+        self.fused.append(memory)
+        self._is_written = False
+        return memory
+
+    @property
+    def _is_written(self) -> bool:
+        """Kernels set this mark when they have written the gradient."""
+        return bool(self.compute.grad_added_to_main_grad)  # type: ignore[attr-defined]
+
+    @_is_written.setter
+    def _is_written(self, value: bool) -> None:
+        self.compute.grad_added_to_main_grad = value  # type: ignore[attr-defined]
+
+    @property
+    def is_lent_to_autograd(self) -> bool:
+        """Whether autograd may have the memory itself, and add this backward's other gradients to it later.
+
+        It can only if dtypes are equal. Otherwise it has made a copy.
+        """
+        waits = bool(self.fused) and not self._is_written and self.compute.grad is None
+        return waits and self.fused[-1].dtype == self.compute.dtype
+
+    def _settle(self) -> None:
+        """Add the last gradient to the first if a kernel has written it.
+
+        Otherwise nothing was written, or autograd has it: Transformer Engine's BasicLinear passes the memory itself to
+        autograd and sets no mark.
+        """
+        if not self._is_written:
+            self.fused.pop()
+        elif len(self.fused) > 1:
+            self.fused[0].add_(self.fused.pop())
+
+    def _take_fused(self, grad: torch.Tensor | None) -> torch.Tensor | None:
+        """The sum of what fused kernels wrote, and of autograd's ``grad`` if that is marked as real.
+
+        If no kernel has written anything, ``grad`` is all there is.
+        """
+        self._settle()
+        if self.fused:
+            total = self.fused[0]
+            if grad is not None and getattr(self.compute, "zero_out_wgrad", False):
+                total.add_(grad)
+            grad = total
+        self._end_fusing()
+        return grad
+
+    def _end_fusing(self) -> None:
+        """Return to the state before the first kernel: what stays in ``main_grad`` would keep its buffer alive."""
         self.fused = []
-        for other in others:
-            total.add_(other)
-        if grad is not None and getattr(self.compute, "zero_out_wgrad", False):
-            total.add_(grad)
+        self._is_written = False
         self.compute.main_grad = None  # type: ignore[attr-defined]
-        self.compute.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-        return total
+
+    def drop_gradient(self) -> None:
+        """Drop this micro-batch's gradient."""
+        self.compute.grad = None
+        if self.fused:
+            self._end_fusing()
 
 
 def _no_hook(*unused: Any) -> None:

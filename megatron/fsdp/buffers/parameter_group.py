@@ -11,7 +11,7 @@ from torch.distributed.tensor.placement_types import Placement
 from megatron.fsdp.buffers.flat_buffer import part_view
 from megatron.fsdp.buffers.gradients import GradientBuffer
 from megatron.fsdp.buffers.parameter import ShardedParameter
-from megatron.fsdp.buffers.pool import Pool
+from megatron.fsdp.buffers.pool import Pool, users_of
 from megatron.fsdp.buffers.reduction import Reduction
 from megatron.fsdp.buffers.weights import WeightBuffer
 from megatron.fsdp.comm.context import CommContext
@@ -19,6 +19,7 @@ from megatron.fsdp.comm.streams import Handle
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.dtensor.placements import RaggedShard, SectionedShard
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard, make_dtensor, make_like
+from megatron.fsdp.helpers.autograd import in_backward
 from megatron.fsdp.helpers.weak import weak_method
 from megatron.fsdp.sharding.layout import Layout, ShardSlice, plan_layout
 from megatron.fsdp.sharding.mesh import DataParallelAxes, FSDPDistributedIndex
@@ -72,7 +73,7 @@ class ParameterGroup:
         reduction = Reduction(self.layout, self.dtypes, self.sharding, self.axes, config, context, pool)
         self.gradients = GradientBuffer(reduction)
         self.used = [False] * len(params)
-        self._lent: torch.Tensor | None = None
+        self._lent: tuple[torch.Tensor, int] | None = None
         self._persistent: torch.Tensor | None = None
         self.pending = False
         self._move_into_buffers()
@@ -182,6 +183,8 @@ class ParameterGroup:
 
     def collect_gradients(self) -> list[torch.Tensor | None]:
         """Remove this micro-batch's gradients from the parameters: one per parameter, None where there is none."""
+        if any(param.is_lent_to_autograd for param in self.params):
+            self.gradients.lent = None
         grads = [param.take_gradient() for param in self.params]
         # As in torch, parameters that were frozen since forward get none.
         grads = [grad if e.main.requires_grad else None for e, grad in zip(self.params, grads, strict=True)]
@@ -213,26 +216,34 @@ class ParameterGroup:
         return any(param.has_gradient for param in self.params)
 
     def enable_fused_gradients(self) -> None:
-        """Let fused kernels write weight gradients into this group's buffers, instead of returning them to autograd.
+        """Let fused kernels write weight gradients into the buffer that is reduced, instead of giving them to autograd.
 
-        Transformer Engine and Megatron-Core's tensor-parallel layers request from a parameter with ``__fsdp_param__``
-        a buffer (``get_main_grad()``), keep it as ``main_grad`` while the kernel runs, and set
-        ``grad_added_to_main_grad``. Autograd then gets a placeholder of undefined content as ``.grad``, unless
-        ``zero_out_wgrad`` is set.
+        In backward, Transformer Engine and Megatron-Core's tensor-parallel layers request memory from a parameter with
+        ``__fsdp_param__`` (``get_main_grad()``), and keep it as ``main_grad``. ``overwrite_main_grad`` tells them to
+        overwrite it; Megatron-Core's layers always do. Then they set ``grad_added_to_main_grad``. Autograd gets a
+        placeholder of undefined content as ``.grad``, unless ``zero_out_wgrad`` is set.
         """
         for i, param in enumerate(self.params):
             parameter = param.compute
             parameter.__fsdp_param__ = True  # type: ignore[attr-defined]
+            parameter.overwrite_main_grad = True  # type: ignore[attr-defined]
             parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
             # A weak reference: the group holds the parameter, and a cycle would need the garbage collector.
             parameter.get_main_grad = functools.partial(weak_method(self.main_grad), i)  # type: ignore[attr-defined]
 
     def main_grad(self, i: int) -> torch.Tensor:
-        """A new buffer of zeros, in parameter ``i``'s shape and ``main_grads_dtype``, for a kernel to write into."""
+        """Memory for a kernel to overwrite with parameter ``i``'s gradient, in its shape and ``main_grads_dtype``.
+
+        Outside of backward, where layers only check that there is some, it is a placeholder that cannot be written.
+        """
         param = self.params[i]
-        buffer = torch.zeros(param.local_shape, dtype=self.dtypes.main_grads, device=self.device)
-        param.fused.append(buffer)
-        return buffer
+        if not in_backward():
+            return self._placeholder.expand(param.local_shape)
+        return param.lend(self.gradients.lend(i))
+
+    @functools.cached_property
+    def _placeholder(self) -> torch.Tensor:
+        return torch.zeros((), dtype=self.dtypes.main_grads, device=self.device)
 
     def take_gradients(self) -> torch.Tensor | None:
         """Remove and return the reduced gradients, flat like the main weights; None if there are none.
@@ -266,22 +277,24 @@ class ParameterGroup:
             reduced = torch.zeros_like(self.weights.main, dtype=self._grad_dtype)
         if reduced is None:
             return []
-        self._lent = reduced if self._pool.recycles else None
-        arrived = []
-        for i, param in enumerate(self.params):
-            if not used[i] and not (zero_unused and param.trained):
-                continue
-            local = self._local(reduced, param.shard_slice)
-            before = getattr(param.main, self._config.grad_attribute, None)
-            if before is None or param.main._backward_hooks:
-                grad = param.hooked(make_like(local, param.main))
-                local = local_shard(grad)
-            if before is None:
-                setattr(param.main, self._config.grad_attribute, grad)
-            else:
-                local_shard(before).add_(local)
-            arrived.append(param)
+        self._lent = (reduced, users_of(reduced)) if self._pool.keeps_gradients else None
+        arrived = [e for e, flag in zip(self.params, used, strict=True) if flag or (zero_unused and e.trained)]
+        for param in arrived:
+            self._add_gradient(param, self._local(reduced, param.shard_slice))
+        self._recover_lent()  # at once if everything was added to gradients that were there before
+        self._pool.trim()
         return arrived
+
+    def _add_gradient(self, param: ShardedParameter, local: torch.Tensor) -> None:
+        """Add this rank's slice of a reduced gradient to the main weight's ``.grad``, or make it that."""
+        before = getattr(param.main, self._config.grad_attribute, None)
+        if before is None or param.main._backward_hooks:
+            grad = param.hooked(make_like(local, param.main))
+            local = local_shard(grad)
+        if before is None:
+            setattr(param.main, self._config.grad_attribute, grad)
+        else:
+            local_shard(before).add_(local)
 
     def _add_to_persistent(self, reduced: torch.Tensor | None) -> list[ShardedParameter]:
         """Add gradients to ``.grad`` tensors that keep their memory.
@@ -307,15 +320,12 @@ class ParameterGroup:
         return trained
 
     def _recover_lent(self) -> None:
-        """Give gradients of an earlier step back to a pool that recycles them, unless a ``.grad`` still has them."""
-        lent = self._lent
-        if lent is None:
-            return
-        name, memory = self._config.grad_attribute, lent.untyped_storage().data_ptr()
-        held = [getattr(param.main, name, None) for param in self.params]
-        if all(grad is None or local_shard(grad).untyped_storage().data_ptr() != memory for grad in held):
-            self._lent = None
-            self.gradients.give_back(lent)
+        """Give gradients of an earlier step back to a pool that lends them again, unless a tensor still has them."""
+        if self._lent is not None:
+            lent, users = self._lent
+            if users_of(lent) == users:
+                self._lent = None
+                self.gradients.give_back(lent)
 
     def clear_gradients(self) -> None:
         """Drop all gradients: collected, reduced, and in ``.grad``, or fill that with zeros in ``cuda_graph_mode``."""
@@ -334,8 +344,7 @@ class ParameterGroup:
         self.used = [False] * len(self.params)
         self.pending = False
         for param in self.params:
-            param.compute.grad = None
-            param.fused.clear()
+            param.drop_gradient()
 
 
 def _require_finite(name: str, grad: torch.Tensor | None) -> None:

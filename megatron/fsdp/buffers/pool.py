@@ -2,14 +2,14 @@
 
 A buffer of unsharded weights keeps one ``UntypedStorage`` for life. Autograd saves views of weights in forward and
 reads them in backward, so weights that are unsharded again must appear in the storage that those views point to. Either
-the storage stays and only its memory is allocated and freed (:class:`AllocatorPool`), or the storage is one of a few
-that keep their memory and that units use in turn (:class:`FixedPool`).
+the storage stays and only its memory is allocated and freed (:class:`AllocatorPool`, and :class:`HostPool` on a CPU),
+or the storage is one of a few that keep their memory and that units use in turn (:class:`FixedPool`).
 """
 
 import threading
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from itertools import zip_longest
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +18,12 @@ from megatron.fsdp.comm.streams import is_capturing
 
 # Dtype, device, and whether the computation is the first to write it.
 _Kind = tuple[torch.dtype, torch.device, bool]
+
+# One buffer of a fixed pool, as numbers that ranks can exchange. A slot: 0, its place, 0, its bytes. Scratch memory: 1,
+# the place of its dtype in _DTYPES, whether the computation is the first to write it, its elements.
+Buffer = tuple[int, int, int, int]
+
+_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 
 # Bytes. Collectives and vectorized kernels are fastest on buffers that are aligned to this.
 BUFFER_ALIGNMENT = 256
@@ -28,9 +34,13 @@ class Pool(Protocol):
 
     Attributes:
         recycles: The pool keeps what is given back and lends it again. If False, dropping the last reference frees it.
+        keeps_gradients: The memory of ``.grad`` is used for the next step's gradients. If False, it is freed with them.
+        is_fixed: Buffers keep their addresses, which all ranks must use in the same order.
     """
 
     recycles: bool
+    is_fixed: bool
+    keeps_gradients: bool
 
     def reserve(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A flat tensor of zeros for unsharded weights, which has memory until it is freed for the first time."""
@@ -58,6 +68,9 @@ class Pool(Protocol):
         that use it.
         """
 
+    def trim(self) -> None:
+        """Free what was given back, unless it stays allocated for life: the step's gradients are reduced."""
+
 
 class AllocatorPool:
     """Allocates with torch's own allocator and keeps nothing, so sharded units hold no memory.
@@ -67,6 +80,8 @@ class AllocatorPool:
     """
 
     recycles = False
+    keeps_gradients = False
+    is_fixed = False
 
     def reserve(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """See :meth:`Pool.reserve`."""
@@ -90,6 +105,109 @@ class AllocatorPool:
     def give_back(self, tensor: torch.Tensor) -> None:
         """See :meth:`Pool.give_back`. Dropping the last reference is enough."""
 
+    def trim(self) -> None:
+        """See :meth:`Pool.trim`. Nothing is kept."""
+
+
+class HostPool(AllocatorPool):
+    """Lends freed memory of a model's buffers again, for buffers of the same size, as CUDA's allocator does.
+
+    On a CPU, memory of large buffers that is freed goes back to the operating system. New memory then costs a fault per
+    page, which takes longer than a copy of the page.
+
+    What is in use and what is kept are together never more than was in use at one time: before new memory is allocated,
+    kept memory of at least that size is freed. Nothing is kept once all weights are resharded or a step's gradients are
+    reduced.
+
+    Args:
+        keeps_gradients: See :class:`Pool`.
+    """
+
+    recycles = True
+
+    def __init__(self, keeps_gradients: bool) -> None:
+        self.keeps_gradients = keeps_gradients
+        self._kept: list[torch.UntypedStorage] = []  # oldest first
+        self._unsharded = 0  # how many buffers of unsharded weights have memory
+        self._lock = threading.Lock()
+
+    def reserve(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """See :meth:`Pool.reserve`."""
+        with self._lock:
+            self._unsharded += numel > 0
+        return super().reserve(numel, dtype, device)
+
+    def allocate(self, flat: torch.Tensor) -> None:
+        """See :meth:`Pool.allocate`."""
+        storage, nbytes = flat.untyped_storage(), flat.nbytes
+        if storage.nbytes() == nbytes:
+            return
+        kept = self._take(nbytes)
+        if kept is None:
+            storage.resize_(nbytes)
+        else:
+            storage._swap_data_ptr_(kept)  # type: ignore[attr-defined]
+        with self._lock:
+            self._unsharded += 1
+
+    def free(self, flat: torch.Tensor) -> None:
+        """See :meth:`Pool.free`."""
+        storage = flat.untyped_storage()
+        if not storage.nbytes():
+            return
+        if _CAN_SWAP:
+            freed = torch.UntypedStorage(0)
+            freed._swap_data_ptr_(storage)  # type: ignore[attr-defined]
+            self._keep(freed)
+        else:
+            storage.resize_(0)
+        with self._lock:
+            self._unsharded -= 1
+            if not self._unsharded:
+                self._kept.clear()
+
+    def scratch(self, numel: int, dtype: torch.dtype, device: torch.device, for_compute: bool = False) -> torch.Tensor:
+        """See :meth:`Pool.scratch`."""
+        flat = torch.empty(0, dtype=dtype, device=device)
+        kept = self._take(numel * dtype.itemsize)
+        return flat.resize_(numel) if kept is None else flat.set_(kept, 0, (numel,), (1,))
+
+    def give_back(self, tensor: torch.Tensor) -> None:
+        """See :meth:`Pool.give_back`."""
+        self._keep(tensor.untyped_storage())
+
+    def trim(self) -> None:
+        """See :meth:`Pool.trim`."""
+        with self._lock:
+            self._kept.clear()
+
+    def _take(self, nbytes: int) -> torch.UntypedStorage | None:
+        """Kept memory of this size. None if there is none, and as much memory as is needed has been freed."""
+        with self._lock:
+            for place, kept in enumerate(self._kept):
+                if kept.nbytes() == nbytes:
+                    return self._kept.pop(place)
+            freed = 0
+            while self._kept and freed < nbytes:
+                freed += self._kept.pop(0).nbytes()
+            return None
+
+    def _keep(self, storage: torch.UntypedStorage) -> None:
+        with self._lock:
+            if storage.nbytes():
+                # Two users would get memory that is here twice.
+                assert all(kept.data_ptr() != storage.data_ptr() for kept in self._kept), "given back twice"
+                self._kept.append(storage)
+
+
+# It exchanges the memory of two storages. With torch 2.11, which lacks it, unsharded weights are new memory each time.
+_CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+
+
+def users_of(tensor: torch.Tensor) -> int:
+    """A number that grows with every tensor that shares the memory of this one; it has no meaning of its own."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
 
 class Slot:
     """Memory that is never freed, for the unsharded weights of one unit at a time.
@@ -101,6 +219,16 @@ class Slot:
     def __init__(self) -> None:
         self.holder: Callable[[], Any] = lambda: None
         self._storage: torch.UntypedStorage | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the memory."""
+        return 0 if self._storage is None else self._storage.nbytes()
+
+    def resize(self, nbytes: int) -> None:
+        """Change the size of the memory, which may move it. Views of the slot move with it."""
+        if self._storage is not None:
+            self._storage.resize_(nbytes)
 
     def view(self, begin: int, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A flat tensor over the bytes from ``begin`` on. The slot grows if it is too small."""
@@ -121,16 +249,16 @@ class FixedPool:
 
     Args:
         slots: How many units that are not inside each other may be unsharded at a time.
-        allocation: Returns a context for each allocation, for instance one whose memory is registered with NCCL.
 
     Attributes:
         allocations: How many buffers have been made.
+        grown: Whether one was made since the last :meth:`renew`.
     """
 
-    def __init__(self, slots: int, allocation: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
+    def __init__(self, slots: int) -> None:
         self.allocations = 0
+        self.grown = False
         self._slots = slots
-        self._allocation = allocation
         self._by_place: dict[tuple[object, int], Slot] = defaultdict(Slot)
         self._free: dict[_Kind, list[torch.Tensor]] = defaultdict(list)
         self._lent: dict[int, tuple[_Kind, torch.Tensor]] = {}
@@ -150,9 +278,8 @@ class FixedPool:
 
     def view(self, slot: Slot, begin: int, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """See :meth:`Slot.view`."""
-        with self._allocation():
-            self.allocations += 1
-            return slot.view(begin, numel, dtype, device)
+        self._count_allocation()
+        return slot.view(begin, numel, dtype, device)
 
     def scratch(self, numel: int, dtype: torch.dtype, device: torch.device, for_compute: bool) -> torch.Tensor:
         """The smallest free buffer that is large enough, or a new one.
@@ -171,9 +298,8 @@ class FixedPool:
                         "The CUDA graph that is captured needs a buffer that no iteration before it has needed. It "
                         "must run the same forwards and backwards as an iteration before it."
                     )
-                with self._allocation():
-                    self.allocations += 1
-                    fitting = torch.empty(numel, dtype=dtype, device=device)
+                self._count_allocation()
+                fitting = torch.empty(numel, dtype=dtype, device=device)
             else:
                 free[:] = [t for t in free if t is not fitting]
             self._lent[fitting.data_ptr()] = kind, fitting
@@ -186,6 +312,58 @@ class FixedPool:
             if kind is not None and base is not None:
                 self._free[kind].append(base)
 
+    def _count_allocation(self) -> None:
+        self.allocations += 1
+        self.grown = True
+
+    def buffers(self) -> list[Buffer]:
+        """All buffers, in an order that depends on nothing else."""
+        with self._lock:
+            scratch = [(kind, tensor) for kind, free in self._free.items() for tensor in free]
+            scratch += self._lent.values()
+        found = [(0, place, 0, slot.nbytes) for place, slot in enumerate(self._by_place.values())]
+        found += [
+            (1, _DTYPES.index(dtype), int(for_compute), tensor.numel()) for (dtype, _, for_compute), tensor in scratch
+        ]
+        return sorted(found)
+
+    def renew(self, buffers: list[Buffer], device: torch.device) -> None:
+        """Replace all buffers by new ones on ``device``, allocated in the given order, with undefined content.
+
+        Slots move together with their views; no unit may be unsharded. Tensors that are lent keep their memory. It
+        leaves the pool, so that giving them back frees it.
+        """
+        with self._lock:
+            self._free.clear()
+            self._lent.clear()
+            slots = list(self._by_place.values())
+            for slot in slots:
+                slot.resize(0)
+            for is_scratch, which, for_compute, size in buffers:
+                if is_scratch:
+                    kind = (_DTYPES[which], device, bool(for_compute))
+                    self._free[kind].append(torch.empty(size, dtype=kind[0], device=device))
+                else:
+                    slots[which].resize(size)
+            self.grown = False
+
+
+def sufficient(lists: list[list[Buffer]]) -> list[Buffer]:
+    """The buffers with which every rank has at least what it needs: per kind, the maximum of each rank's largest,
+    second largest, ...
+
+    Args:
+        lists: What each rank needs.
+    """
+    result: dict[tuple[int, int, int], list[int]] = {}
+    for buffers in lists:
+        sizes: dict[tuple[int, int, int], list[int]] = defaultdict(list)
+        for is_scratch, which, for_compute, size in sorted(buffers, reverse=True):
+            sizes[is_scratch, which, for_compute].append(size)
+        for kind, found in sizes.items():
+            result[kind] = [max(pair) for pair in zip_longest(result.get(kind, []), found, fillvalue=0)]
+    return sorted((*kind, size) for kind, found in result.items() for size in found)
+
 
 class UnitPool:
     """One unit's view of a :class:`FixedPool`: a slot for its unsharded weights, and scratch memory.
@@ -195,6 +373,8 @@ class UnitPool:
     """
 
     recycles = True
+    keeps_gradients = True
+    is_fixed = True
 
     def __init__(self, pool: FixedPool, slot: Slot) -> None:
         self.slot = slot
@@ -220,3 +400,6 @@ class UnitPool:
     def give_back(self, tensor: torch.Tensor) -> None:
         """See :meth:`Pool.give_back`."""
         self._pool.give_back(tensor)
+
+    def trim(self) -> None:
+        """See :meth:`Pool.trim`. Everything stays allocated."""

@@ -123,32 +123,41 @@ class Reduction:
 
     # Before the reduction, in the computation ------------------------------------------------------------------
 
-    def place(self, grads: list[torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
-        """Write gradients into a new flat buffer.
+    def new_flat(self, dtype: torch.dtype) -> torch.Tensor:
+        """A flat buffer of undefined content for gradients that the computation writes."""
+        return self.pool.scratch(self._layout.numel, dtype, self._device, for_compute=True)
+
+    def slot(self, flat: torch.Tensor, i: int) -> torch.Tensor:
+        """The gradient of parameter ``i`` as a view of a flat buffer."""
+        return slot_view(flat, self._layout, i)
+
+    def place(self, grads: list[torch.Tensor | None], flat: torch.Tensor) -> None:
+        """Fill a flat buffer with gradients.
 
         Args:
-            grads: Gradient of each parameter in its shape, or None for zeros; an empty list for zeros only.
-            dtype: Of the buffer.
+            grads: Gradient of each parameter in its shape, or None for zeros; an empty list for zeros only. A gradient
+                that is a view of its slot in ``flat`` stays where it is.
+            flat: The result of :meth:`new_flat`.
         """
-        flat = self.pool.scratch(self._layout.numel, dtype, self._device, for_compute=True)
-        views = [slot_view(flat, self._layout, i) for i in range(len(self._layout.slots))]
+        views = [self.slot(flat, i) for i in range(len(self._layout.slots))]
         present = [(view, grad) for view, grad in zip(views, grads, strict=False) if grad is not None]
         absent = [view for i, view in enumerate(views) if i >= len(grads) or grads[i] is None]
         if zeros := gap_views(flat, self._layout) + absent:
             torch._foreach_zero_(zeros)
         factor = self._factor_at(Stage.PLACED)
-        if factor != 1.0 and all(grad.dtype == dtype for _, grad in present):
+        if factor != 1.0 and all(grad.dtype == flat.dtype for _, grad in present):
             for view, grad in present:
                 torch.mul(grad, factor, out=view)
-        elif present:
-            torch._foreach_copy_([view for view, _ in present], [grad for _, grad in present])
-            if factor != 1.0:
-                torch._foreach_mul_([view for view, _ in present], factor)
-        return flat
+            return
+        elsewhere = [(view, grad) for view, grad in present if grad.data_ptr() != view.data_ptr()]
+        if elsewhere:
+            torch._foreach_copy_([view for view, _ in elsewhere], [grad for _, grad in elsewhere])
+        if present and factor != 1.0:
+            torch._foreach_mul_([view for view, _ in present], factor)
 
     def add(self, flat: torch.Tensor, grads: list[torch.Tensor | None]) -> None:
-        """Add gradients to a buffer that :meth:`place` has returned."""
-        present = [(slot_view(flat, self._layout, i), grad) for i, grad in enumerate(grads) if grad is not None]
+        """Add gradients to a buffer that :meth:`place` has filled."""
+        present = [(self.slot(flat, i), grad) for i, grad in enumerate(grads) if grad is not None]
         if present:
             views, given = zip(*present, strict=True)
             torch._foreach_add_(views, given, alpha=self._factor_at(Stage.PLACED))

@@ -1,55 +1,146 @@
 """Memory that is registered with NCCL (user buffers): its collectives use it without copies into their own buffers."""
 
-from contextlib import AbstractContextManager
+import logging
+import os
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.torch_version import TorchVersion
 
 from megatron.fsdp.comm.backends import backend_of
+from megatron.fsdp.comm.streams import at_end, error_at_end
+
+logger = logging.getLogger(__name__)
+
+_ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_REGISTERS_ALL = "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"
+
+
+def check_can_register(groups: list[dist.ProcessGroup], device: torch.device) -> None:
+    """Check that memory can be registered with all groups.
+
+    Args:
+        groups: Process groups whose collectives will use the memory.
+        device: Device of the memory.
+
+    Raises:
+        ValueError: A group's backend is not NCCL, or a setting of torch prevents it.
+    """
+    for group in groups:
+        if not (backend := backend_of(group, device)).registers_memory:
+            raise ValueError(f"nccl_ub: expected NCCL as the backend; got {backend.name!r}.")
+    # From 2.11 on, torch uses expandable segments only outside of pools that have an allocator of their own, as this
+    # one does (active_user_pool in c10/cuda/CUDACachingAllocator.cpp). Earlier versions use them in such pools too or
+    # raise an error.
+    expandable = any("expandable_segments:true" in os.environ.get(name, "").lower() for name in _ALLOCATOR_SETTINGS)
+    if expandable and TorchVersion(torch.__version__) < "2.11.0a0":
+        raise ValueError(
+            f"nccl_ub: torch {torch.__version__} cannot combine memory pools with expandable segments. Use torch 2.11 "
+            "or later, or remove expandable_segments:True from PYTORCH_CUDA_ALLOC_CONF."
+        )
+    if os.environ.get(_REGISTERS_ALL, "0").lower() in ("1", "y", "yes", "t", "true", "on"):
+        # These registrations are not symmetric windows, and they would be undone as if they were.
+        raise ValueError(f"nccl_ub: with {_REGISTERS_ALL} torch registers the memory, too. Unset it.")
+
+
+def nccl_backends(groups: list[dist.ProcessGroup], device: torch.device) -> list[Any]:
+    """The ``ProcessGroupNCCL`` of each group. The name of that class exists only where torch was built with NCCL."""
+    return [group._get_backend(device) for group in groups]
 
 
 class NcclMemory:
     """A memory pool that is registered with the communicators that use what is allocated in it.
 
-    Args:
-        groups: Process groups over NCCL whose collectives will use the memory.
-        device: CUDA device.
-        symmetric: Register as windows of symmetric memory, which NCCL 2.27 and later can reduce in the network.
+    Registering a symmetric window is a collective. torch registers each segment of the pool as one window, in the order
+    of allocation, so all ranks must make the same allocations in the same order. Once a pool is registered, torch also
+    registers every segment that is added to it, at once and on this rank alone. Nothing is therefore allocated in a
+    registered pool: :meth:`allocate` begins a new one.
 
-    Raises:
-        ValueError: A group's backend is not NCCL.
+    The registration ends with this object, or before that with the process groups. Ranks should delete their models in
+    the same order.
+
+    Args:
+        groups: Process groups over NCCL whose collectives will use the memory, in the same order on all ranks.
+        device: CUDA device.
     """
 
-    def __init__(self, groups: list[dist.ProcessGroup], device: torch.device, symmetric: bool) -> None:
-        for group in groups:
-            if not (backend := backend_of(group, device)).registers_memory:
-                raise ValueError(f"nccl_ub: expected NCCL as the backend; got {backend.name!r}.")
-        # ProcessGroupNCCL, whose name exists only where torch was built with NCCL.
-        self._backends: list[Any] = [group._get_backend(device) for group in groups]
+    def __init__(self, groups: list[dist.ProcessGroup], device: torch.device) -> None:
+        self._backends = nccl_backends(groups, device)
         self._device = device
-        self._symmetric = symmetric
-        # All communicators of a process use the same allocator.
-        self._pool = torch.cuda.MemPool(self._backends[0].mem_allocator)
-        self._registered = 0
+        self._pool: Any = None
+        self._end: weakref.finalize | None = None
 
-    def allocation(self) -> AbstractContextManager[Any]:
-        """A context in which CUDA allocations of this thread come from the pool."""
-        return torch.cuda.use_mem_pool(self._pool, device=self._device)
+    @property
+    def registered(self) -> bool:
+        """Whether a pool is registered."""
+        return self._end is not None and self._end.alive
 
-    def register(self, allocations: int) -> None:
-        """Register all allocations, unless nothing was allocated since the last call.
+    def allocate(self, function: Callable[[], None]) -> None:
+        """End the registration of the earlier pool, and call a function whose allocations come from a new pool.
 
         Args:
-            allocations: How many allocations have been made in the pool.
+            function: Frees what it had allocated in the earlier pool and allocates again.
         """
-        if allocations == self._registered:
-            return
+        # Tasks may still use what the function frees.
+        torch.cuda.synchronize(self._device)
+        self.deregister()
+        # A pool belongs to the device that is current when it is made.
+        with torch.cuda.device(self._device):
+            self._pool = torch.cuda.MemPool(self._backends[0].mem_allocator)
+        with torch.cuda.use_mem_pool(self._pool, device=self._device):
+            function()
+
+    def register(self, symmetric: bool) -> None:
+        """Register the pool with all communicators, which must exist: each has run a collective on the device.
+
+        Args:
+            symmetric: As windows of symmetric memory, which NCCL 2.27 and later can reduce in the network. A
+                collective. Each collective must then find its buffers at the same offsets on all ranks.
+        """
+        registered: list[Any] = []
+        self._end = weakref.finalize(self, _deregister, self._pool, registered, self._device)
+        # When the interpreter ends, deregister_all is called instead.
+        self._end.atexit = False
+        _registrations.append(self._end)
+        at_end(deregister_all)
+        # Registering maps memory of other devices, for which no kernel may run that waits for another rank.
+        torch.cuda.synchronize(self._device)
         for backend in self._backends:
-            if self._registered:
-                backend.deregister_mem_pool(self._pool)
-            if self._symmetric:
+            if symmetric:
                 backend.register_mem_pool(self._pool, symm=True)
             else:
                 backend.register_mem_pool(self._pool)
-        self._registered = allocations
+            registered.append(backend)
+
+    def deregister(self) -> None:
+        """End the registration, if there is one."""
+        if self._end is not None:
+            self._end()
+
+
+_registrations: list[weakref.finalize] = []
+
+
+def deregister_all() -> None:
+    """End all registrations. Called when the process groups or the process end."""
+    while _registrations:
+        end = _registrations.pop(0)
+        if error_at_end() is None:
+            end()
+        else:
+            # A collective may hang, so there is no waiting for the device. The communicators end without it.
+            end.detach()
+
+
+def _deregister(pool: Any, backends: list[Any], device: torch.device) -> None:
+    """Deregister ``pool`` from the backends, in the order in which it was registered."""
+    try:
+        torch.cuda.synchronize(device)
+        for backend in backends:
+            backend.deregister_mem_pool(pool)
+    except RuntimeError as error:
+        # The communicators have ended, which is harmless, or the device has failed, which is reported elsewhere.
+        logger.warning("FSDP: memory could not be deregistered from NCCL: %s", error)

@@ -4,6 +4,8 @@ PyTorch offers no hook in these places. Each replacement does what the original 
 not belong to a sharded model.
 """
 
+import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +17,8 @@ from megatron.fsdp.dtensor.placements import RaggedShard, SectionedShard, local_
 from megatron.fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from megatron.fsdp.helpers import patches
 from megatron.fsdp.helpers.patches import Patch, Patches
+
+logger = logging.getLogger(__name__)
 
 _HERE = "megatron.fsdp.dtensor.torch_patches"
 
@@ -71,12 +75,24 @@ def attach_with(attacher: Callable[[torch.optim.Optimizer], Any]) -> None:
 
 
 def apply() -> None:
-    """Install the patches. Calling it again changes nothing.
+    """Install the patches, and log a warning if this version of PyTorch was not tried. A second call changes nothing.
 
     Raises:
         ImportError: This version of PyTorch lacks one of the names; the message says which.
     """
     TORCH.install()
+    warn_if_untried(torch.__version__)
+
+
+@functools.cache  # warn once
+def warn_if_untried(version: str) -> None:
+    """Log a warning if the tests were not run with this version of PyTorch."""
+    if not patches.TORCH.cover(version):
+        logger.warning(
+            "Megatron-FSDP was not tested with torch %s. It was tested with torch %s.",
+            version,
+            ", ".join(patches.TORCH.checked),
+        )
 
 
 def distribute_tensors(

@@ -42,6 +42,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
+from torch.torch_version import TorchVersion
 from torch.utils._pytree import tree_map
 
 from megatron.fsdp.comm.backends import is_on_host
@@ -72,8 +73,8 @@ class MixedPrecisionPolicy:
     Attributes:
         param_dtype: Dtype of compute weights. None: that of the original parameters. Main weights keep the dtype and
             values of the original parameters.
-        reduce_dtype: Dtype in which gradients are reduced. None: ``param_dtype``. Gradients are accumulated in the
-            dtype of the original parameters.
+        reduce_dtype: Dtype in which gradients are reduced. None: as in the installed torch, ``param_dtype`` before
+            2.15, and from then on the dtype of the original parameters. Gradients are accumulated in the latter.
         output_dtype: Dtype of the forward's floating-point outputs. None: outputs are not cast.
         cast_forward_inputs: Whether to cast floating-point inputs of the forward to ``param_dtype``.
     """
@@ -352,6 +353,13 @@ class FSDPModule(MarkedModule):
         "set_allocate_memory_from_process_group_for_comm", _BUFFERS
     )
     set_symm_mem_for_comm = _unsupported_method("set_symm_mem_for_comm", _BUFFERS)
+    set_keep_unsharded_storage = _unsupported_method(
+        "set_keep_unsharded_storage",
+        "buffers keep their addresses with megatron.fsdp.fully_shard_model(cuda_graph_mode=True).",
+    )
+    _FINALIZATION = "call set_is_last_backward(False) before every backward but the last one."
+    set_manual_backward_finalization = _unsupported_method("set_manual_backward_finalization", _FINALIZATION)
+    finalize_backward = _unsupported_method("finalize_backward", _FINALIZATION)
 
 
 _classes: dict[type[nn.Module], type[FSDPModule]] = {}
@@ -419,11 +427,7 @@ def fully_shard[T: nn.Module | list[nn.Module]](
         _check_module(each, shard_placement_fn)
     # torch's policy classes are accepted too: only attributes are read, and theirs have the same names.
     policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
-    engine_policy = EnginePolicy(
-        main_params_dtype=None,
-        grad_comm_dtype=policy.reduce_dtype or policy.param_dtype,
-        compute_dtype=policy.param_dtype,
-    )
+    engine_policy = _engine_policy(policy)
     for each in modules:
         index, device = axes_of(mesh, each)
         reshard = _resolve_reshard_after_forward(reshard_after_forward, index.dense.inner.size())
@@ -443,6 +447,15 @@ def fully_shard[T: nn.Module | list[nn.Module]](
         )
         set_mark(each, mark)
     return module
+
+
+def _engine_policy(policy: MixedPrecisionPolicy) -> EnginePolicy:
+    if getattr(policy, "param_dtype_override_fn", None) is not None:
+        raise NotImplementedError("param_dtype_override_fn: the parameters of a module have one dtype. Leave it out.")
+    reduce_dtype = policy.reduce_dtype
+    if reduce_dtype is None and TorchVersion(torch.__version__) < "2.15":
+        reduce_dtype = policy.param_dtype
+    return EnginePolicy(main_params_dtype=None, grad_comm_dtype=reduce_dtype, compute_dtype=policy.param_dtype)
 
 
 def _resolve_reshard_after_forward(value: bool | int | None, ranks: int) -> bool | None:

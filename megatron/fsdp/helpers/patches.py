@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from megatron.fsdp.version import TRIED_TORCH
+
 TABLES = (
     "megatron.fsdp.comm.streams:GROUP_END",
     "megatron.fsdp.dtensor.torch_patches:TORCH",
@@ -65,7 +67,7 @@ class Versions:
         return f"{self.distribution} {', '.join(self.checked) or '(not checked)'}"
 
 
-TORCH = Versions("torch", ("2.13",))
+TORCH = Versions("torch", TRIED_TORCH)
 MEGATRON_CORE = Versions("megatron-core", ("0.19.2",))
 
 

@@ -42,6 +42,10 @@ logger = logging.getLogger(__name__)
 # Modules of these classes and their subclasses, such as MoETransformerLayer, are units by default.
 DEFAULT_UNITS: tuple[type[nn.Module], ...] = (TransformerLayer, MambaLayer)
 
+# Layers in which this is true write weight gradients into ``main_grad``: Megatron-Core's layers, Transformer Engine's
+# modules, and its operations.
+_FUSES = ("gradient_accumulation_fusion", "fuse_wgrad_accumulation", "_accumulate_into_main_grad")
+
 
 class ShardedModule(MegatronFSDP):
     """The ``module`` of a :class:`FullyShardedDataParallel`.
@@ -62,7 +66,7 @@ def _attach(optimizer: torch.optim.Optimizer) -> None:
 
 
 class WeightInstaller:
-    """The part of the original's ``param_and_grad_buffer`` that Megatron-Core's optimizer uses.
+    """The part of the original's ``param_and_grad_buffer`` that Megatron-Core's optimizer and training loop use.
 
     Args:
         module: The sharded module.
@@ -74,6 +78,10 @@ class WeightInstaller:
     def copy_main_weights_to_model_weights(self) -> None:
         """Mark compute weights as out of date. Megatron-Core's optimizer calls this after its step."""
         self._module.install_optimized_model_weights()
+
+    def manual_buffer_registration(self) -> None:
+        """Register the buffers with NCCL. With ``fsdp_manual_registration`` the loop calls this after one iteration."""
+        self._module.register_buffers()
 
 
 class FullyShardedDataParallel(_BaseDataParallel):
@@ -106,8 +114,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
         settings = Settings(ddp_config, config)
         check(settings)
         adjust(settings)
-        if not config.gradient_accumulation_fusion:
-            _stop_fusing(module)
+        _follow_settings(module, config)
         device = default_device(module) if device is None else local_device(device)
         index = make_index(pg_collection, device)
         if ddp_config.num_distributed_optimizer_instances > 1 and not index.use_hybrid_fsdp:
@@ -339,8 +346,14 @@ def units_of(module: nn.Module) -> list[type[nn.Module]]:
     return [unit for unit in DEFAULT_UNITS if any(isinstance(m, unit) for m in module.modules())]
 
 
-def _stop_fusing(module: nn.Module) -> None:
-    """Disable fused gradient accumulation in layers, which have copied the setting when they were built."""
+def _follow_settings(module: nn.Module, config: TransformerConfig) -> None:
+    """Give layers the settings that were adjusted after they had copied them."""
+    changes: dict[str, bool] = {}
+    if not config.gradient_accumulation_fusion:
+        changes = dict.fromkeys(_FUSES, False)
+    if config.disable_parameter_transpose_cache:
+        changes["disable_parameter_transpose_cache"] = True
     for layer in module.modules():
-        if getattr(layer, "gradient_accumulation_fusion", False):
-            setattr(layer, "gradient_accumulation_fusion", False)  # noqa: B010 - nn.Module declares tensors only
+        for name, value in changes.items():
+            if hasattr(layer, name):
+                setattr(layer, name, value)

@@ -115,11 +115,6 @@ def _is_false(name: str, condition: Condition = lambda s: True) -> Condition:
     return lambda s: s[name] is False and condition(s)
 
 
-def _expandable_segments() -> bool:
-    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-    return any("expandable_segments:true" in os.environ.get(name, "").lower() for name in names)
-
-
 def _never(setting: str, message: str, remedy: str = "Leave it off.", applies: Condition | None = None) -> Limit:
     return Limit(setting, applies or _is_set(setting), ValueError, message, remedy)
 
@@ -146,19 +141,12 @@ LIMITS: tuple[Limit, ...] = (
         "Set ckpt_format (--ckpt-format) to fsdp_dtensor.",
         lambda s: s["ckpt_format"] not in (None, "fsdp_dtensor"),
     ),
-    _never(
-        "nccl_ub with expandable segments",
-        "nccl_ub registers memory with NCCL, which cannot register the allocator's expandable segments.",
-        "Remove expandable_segments:True from PYTORCH_CUDA_ALLOC_CONF, or leave nccl_ub off.",
-        lambda s: bool(s["nccl_ub"]) and _expandable_segments(),
-    ),
     _not_yet(
         "gtp_weight_remat_size > 1",
         "generalized tensor parallelism",
         "Leave gtp_weight_remat_size at 1, or train with Megatron's DistributedDataParallel.",
         lambda s: (s["gtp_weight_remat_size"] or 1) > 1,
     ),
-    _not_yet("nccl_ub", "registering buffers with NCCL"),
     _not_yet("fp8_param_gather", "all-gathering weights in FP8"),
     _not_yet("fp4_param_gather", "all-gathering weights in FP4"),
     _not_yet("keep_fp8_transpose_cache", "an FP8 transpose cache"),
@@ -205,6 +193,10 @@ def _shards(kind: str) -> Condition:
     return applies
 
 
+def _quantizes(settings: Settings) -> bool:
+    return any(settings[name] for name in ("fp8", "fp4", "quant_recipe"))
+
+
 ADJUSTMENTS: tuple[Adjustment, ...] = (
     Adjustment(
         "average_in_collective",
@@ -217,6 +209,12 @@ ADJUSTMENTS: tuple[Adjustment, ...] = (
         lambda s: bool(s["gradient_accumulation_fusion"]) and not _transformer_engine_fits(),
         False,
         "Transformer Engine writes gradients of another dtype than the weights' from version 2.10 on",
+    ),
+    Adjustment(
+        "disable_parameter_transpose_cache",
+        _is_false("disable_parameter_transpose_cache", lambda s: _quantizes(s) and _shards("parameters")(s)),
+        True,
+        "Transformer Engine would keep quantized copies of whole weights on every rank between micro-batches",
     ),
     Adjustment(
         "fsdp_double_buffer",
@@ -245,6 +243,12 @@ ADJUSTMENTS: tuple[Adjustment, ...] = (
 )
 
 _UNITS = "all parameters of a unit are unsharded or reduced together, and the next unit is prefetched"
+
+
+def _without_registration(name: str) -> Condition:
+    return lambda s: bool(s[name]) and not s["nccl_ub"]
+
+
 _REGISTERED = "it selects how nccl_ub registers buffers, and nccl_ub is off"
 # Without a bucket size on the command line, Megatron's loop sets at least this many parameters, in such steps.
 _DEFAULT_BUCKET, _BUCKET_STEP = 40_000_000, 1_000_000
@@ -284,8 +288,8 @@ IGNORED: tuple[Ignored, ...] = (
         _is_set("enable_full_sharding_in_hsdp"),
         "the setting for that is outer_dp_sharding_strategy optim",
     ),
-    Ignored("disable_symmetric_registration", _is_set("disable_symmetric_registration"), _REGISTERED),
-    Ignored("fsdp_manual_registration", _is_set("fsdp_manual_registration"), _REGISTERED),
+    Ignored("disable_symmetric_registration", _without_registration("disable_symmetric_registration"), _REGISTERED),
+    Ignored("fsdp_manual_registration", _without_registration("fsdp_manual_registration"), _REGISTERED),
     Ignored(
         "torch_fsdp2_reshard_after_forward",
         _is_false("torch_fsdp2_reshard_after_forward"),

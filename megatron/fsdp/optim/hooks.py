@@ -6,7 +6,7 @@ The order of the hooks matters, and :func:`attach_optimizer` registers them in t
 2. :class:`_FinishGradients` synchronizes gradients and puts them into ``.grad`` of the DTensors.
 3. ``FreshState`` discards state that was created for a load and not loaded into: it must compare DTensors.
 4. :class:`LocalStep` swaps DTensors, their final ``.grad`` and their state for local tensors.
-5. :class:`_UpdateFirstUnits` updates the first units with these local tensors.
+5. :class:`_UpdateByUnit` updates units one by one with these local tensors.
 
 After the step, :class:`LocalStep` restores the DTensors before :class:`_InvalidateWeights` marks compute weights as out
 of date.
@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megatron.fsdp.buffers.parameter_group import ParameterGroup
+from megatron.fsdp.comm.backends import is_on_host
 from megatron.fsdp.dtensor.ragged_dtensor import make_like, same_layout
 from megatron.fsdp.dtensor.torch_patches import attach_with, prepare_with
 from megatron.fsdp.helpers.weak import weak_method
@@ -35,6 +36,7 @@ from megatron.fsdp.optim.classes import BY_PARAMETER, check_optimizer
 from megatron.fsdp.optim.fresh_state import attach_fresh_state, initialize_state
 from megatron.fsdp.optim.local_step import LocalStep, closure_of
 from megatron.fsdp.runtime.engine import Engine, engines_of
+from megatron.fsdp.runtime.unit import Unit
 from megatron.fsdp.state.loading import own_shard
 
 # Attaches an optimizer that has parameters of an engine, before its step or before its state is saved or loaded.
@@ -106,9 +108,7 @@ def attach_optimizer(optimizer: torch.optim.Optimizer, needs_gradient: bool = Tr
     for options in optimizer.param_groups:
         options["params"] = [_main_weight(optimizer, p, places) for p in options["params"]]
     # A second call replaces the hooks of the first, so that the order described above is kept.
-    _detach(
-        optimizer, (_StepArguments, _FinishGradients, _UpdateFirstUnits, _InvalidateWeights, LocalStep, _ShardState)
-    )
+    _detach(optimizer, (_StepArguments, _FinishGradients, _UpdateByUnit, _InvalidateWeights, LocalStep, _ShardState))
     local = LocalStep(groups)
     arguments = _StepArguments()
     optimizer.register_step_pre_hook(arguments)
@@ -119,10 +119,9 @@ def attach_optimizer(optimizer: torch.optim.Optimizer, needs_gradient: bool = Tr
     prepare_with(initialize_state)
     local.attach(optimizer)
     for engine in engines:
-        first = _UpdateFirstUnits(engine, local, arguments) if engine.config.gather_during_step else None
-        if first is not None:
-            optimizer.register_step_pre_hook(first)
-        optimizer.register_step_post_hook(_InvalidateWeights(engine, first, arguments))
+        by_unit = _UpdateByUnit(engine, local, arguments)
+        optimizer.register_step_pre_hook(by_unit)
+        optimizer.register_step_post_hook(_InvalidateWeights(engine, by_unit, arguments))
     for engine in engines:
         shard_state = _ShardState(engine)
         shard_state(optimizer)
@@ -281,17 +280,17 @@ class _FinishGradients:
 class _InvalidateWeights:
     """Step post-hook that marks compute weights as out of date, so that the next unshard reads the new main weights."""
 
-    def __init__(self, engine: Engine, first: "_UpdateFirstUnits | None", arguments: _StepArguments) -> None:
+    def __init__(self, engine: Engine, by_unit: "_UpdateByUnit", arguments: _StepArguments) -> None:
         self.engine = weakref.ref(engine)
-        self._first = first
+        self._by_unit = by_unit
         self._arguments = arguments
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         engine = self.engine()
         if engine is None or not self._arguments.install:
             return
-        if self._first is not None and self._first.prefetching:
-            # _UpdateFirstUnits has invalidated weights already, before the all-gathers that it started. Wait for these:
+        if self._by_unit.prefetching:
+            # _UpdateByUnit has invalidated weights already, before the all-gathers that it started. Wait for these:
             # after the last step of a script, they would be in flight when the process group is destroyed.
             engine.wait_for_prefetched()
         else:
@@ -317,12 +316,16 @@ class _ShardState:
                     state[key] = make_like(own_shard(param, value).clone(), param.main)
 
 
-class _UpdateFirstUnits:
-    """Step pre-hook that updates the first units of the next forward one by one, and unshards each during the next.
+class _UpdateByUnit:
+    """Step pre-hook that updates units one by one, and unshards those that the next forward needs first meanwhile.
 
     It calls the optimizer's step once per unit, with the parameters of that unit only. The step proper then updates the
     remaining parameters. This is valid for optimizers that update every parameter independently; for all others the
-    hook does nothing.
+    hook does nothing. It also does nothing if the user has registered a later pre-hook, which must see all parameters.
+
+    Main weights on a CPU are all updated in this way. torch's optimizers compute on lists of all parameters, so their
+    temporary tensors have the size of the model: new memory in every step, which does not fit into any cache. On a GPU,
+    where fewer and larger kernels are faster, only the units to unshard are updated one by one.
 
     Args:
         engine: The engine of the model.
@@ -330,7 +333,7 @@ class _UpdateFirstUnits:
         arguments: The arguments of the current step.
 
     Attributes:
-        prefetching: Whether the latest step was split in this way.
+        prefetching: Whether the latest step has unsharded units.
     """
 
     def __init__(self, engine: Engine, local: LocalStep, arguments: _StepArguments) -> None:
@@ -341,24 +344,39 @@ class _UpdateFirstUnits:
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         engine = self._engine()
-        units = [] if engine is None or not self._arguments.install else engine.units_to_prefetch_first
-        self.prefetching = bool(units) and type(optimizer) in BY_PARAMETER and closure_of(args, kwargs) is None
-        if engine is None or not self.prefetching:
+        self.prefetching = False
+        is_last = isinstance(next(reversed(optimizer._optimizer_step_pre_hooks.values())), _UpdateByUnit)
+        by_unit = is_last and type(optimizer) in BY_PARAMETER and closure_of(args, kwargs) is None
+        if engine is None or not self._arguments.install or not by_unit:
             return
-        # Before any all-gather starts: invalidating afterwards would drop the weights that it has gathered.
-        engine.invalidate_weights()
+        first = engine.units_to_prefetch_first if engine.config.gather_during_step else []
+        others = [unit for unit in engine.units if unit not in first] if is_on_host(engine.context.main_device) else []
+        if first:
+            # Before any all-gather starts: invalidating afterwards would drop the weights that it has gathered.
+            engine.invalidate_weights()
+            self.prefetching = True
+        # The step proper updates the last unit, and LocalStep restores all parameters.
+        units = first + others[:-1]
+        *each, remaining = self._split(optimizer, units)
+        for unit, parameters in zip(units, each, strict=True):
+            if any(parameters):
+                _set_parameters(optimizer, parameters)
+                # __wrapped__ is the step without hooks, which would start this one again.
+                type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]
+            if unit in first:
+                engine.prefetch_first(until=unit)
+        _set_parameters(optimizer, remaining)
+
+    def _split(self, optimizer: torch.optim.Optimizer, units: list[Unit]) -> list[list[list[nn.Parameter]]]:
+        """For each unit, and finally for what remains: the parameters in each of the optimizer's groups."""
         unit_of = {self._local.shown(e.main): i for i, u in enumerate(units) for g in u.groups for e in g.params}
-        # For each unit, and finally for the remaining parameters: the parameters in each of the optimizer's groups.
         split: list[list[list[nn.Parameter]]] = [[[] for _ in optimizer.param_groups] for _ in [*units, None]]
         for number, options in enumerate(optimizer.param_groups):
             for parameter in options["params"]:
                 split[unit_of.get(id(parameter), len(units))][number].append(parameter)
-        for unit, parameters in zip([*units, None], split, strict=True):
-            for options, of_unit in zip(optimizer.param_groups, parameters, strict=True):
-                options["params"] = of_unit
-            if unit is None:
-                return  # the step proper updates the remaining parameters, and LocalStep restores all of them
-            if any(parameters):
-                # __wrapped__ is the step without hooks, which would start this one again.
-                type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]
-            engine.prefetch_first(until=unit)
+        return split
+
+
+def _set_parameters(optimizer: torch.optim.Optimizer, parameters: list[list[nn.Parameter]]) -> None:
+    for options, of_group in zip(optimizer.param_groups, parameters, strict=True):
+        options["params"] = of_group

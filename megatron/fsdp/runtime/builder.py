@@ -12,12 +12,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.fsdp.buffers.parameter_group import ParameterGroup
-from megatron.fsdp.buffers.pool import AllocatorPool, FixedPool, Pool, Slot
-from megatron.fsdp.comm.backends import HOST, backend_of, default_device, local_device
+from megatron.fsdp.buffers.pool import AllocatorPool, FixedPool, HostPool, Pool, Slot
+from megatron.fsdp.comm.backends import HOST, backend_of, default_device, is_on_host, local_device
 from megatron.fsdp.comm.context import CommContext
 from megatron.fsdp.comm.journal import Channel, watch
 from megatron.fsdp.comm.process_groups import require_process_group
-from megatron.fsdp.comm.registered_memory import NcclMemory
+from megatron.fsdp.comm.registered_memory import check_can_register
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.dtensor import torch_patches
 from megatron.fsdp.init.deferred import drop_recipes
@@ -36,6 +36,7 @@ from megatron.fsdp.runtime.partition import (
     root_modules,
     tensor_parallel_mesh,
 )
+from megatron.fsdp.runtime.registration import BufferRegistration, groups_of
 from megatron.fsdp.runtime.structure import reject_structural_changes
 from megatron.fsdp.runtime.unit import Unit
 from megatron.fsdp.sharding.mesh import FSDPDistributedIndex, default_index
@@ -149,6 +150,8 @@ def _check_and_divide(
     tp_mesh = tensor_parallel_mesh(module, index)
     if config.average_in_collective and not backend_of(index.dense.inner, device).can_average:
         raise ValueError("average_in_collective: gloo can sum only. Leave it off; the result is the same.")
+    if config.nccl_ub:
+        check_can_register(groups_of([index.dense, index.experts]), device)
     if config.offload_optimizer and not backend_of(index.dense.inner, HOST).name:
         raise ValueError(
             "offload_optimizer: the process group has no backend for tensors in host memory, which clipping and saving "
@@ -171,9 +174,10 @@ def build_engine(blueprint: Blueprint) -> Engine:
     for buffer in module.buffers():
         if buffer.device != device:
             buffer.data = buffer.data.to(device)
-    pool, nccl_memory = _fixed_pool(config, blueprint.index, device)
+    pool = FixedPool(config.max_unsharded_units) if config.fsdp_double_buffer else None
     units = _build_units(blueprint, context, pool, modules_without_parameters)
-    resources = Resources(context, pool, nccl_memory, blueprint.agreement)
+    registration = _registration(config, blueprint.index, context, pool, units)
+    resources = Resources(context, pool, registration, blueprint.agreement)
     unit_of: weakref.WeakKeyDictionary[nn.Module, Unit] = weakref.WeakKeyDictionary()
     for unit, part in zip(units, blueprint.root.walk(), strict=True):
         # walk() yields inner units later, so each module ends up with the innermost unit around it.
@@ -184,7 +188,7 @@ def build_engine(blueprint: Blueprint) -> Engine:
         unit.install_hooks(root_modules(part.module) if unit.is_root else [part.module], engine.schedule)
         for group in unit.groups:
             group.show(compute=False)
-            if config.fused_weight_gradients and group.requires_grad:
+            if config.fused_weight_gradients:  # also for frozen groups, which may be unfrozen later
                 group.enable_fused_gradients()
     for param in engine.params():
         for parameter in (param.original, param.compute, param.main):
@@ -195,15 +199,20 @@ def build_engine(blueprint: Blueprint) -> Engine:
     return engine
 
 
-def _fixed_pool(
-    config: FSDPConfig, index: FSDPDistributedIndex, device: torch.device
-) -> tuple[FixedPool | None, NcclMemory | None]:
-    """The pool of fixed buffers, if the settings ask for one, and its memory if that is registered with NCCL."""
-    if config.nccl_ub:
-        groups = list(dict.fromkeys([*index.dense.groups, index.dense.gather]))
-        memory = NcclMemory(groups, device, not config.disable_symmetric_registration)
-        return FixedPool(config.max_unsharded_units, memory.allocation), memory
-    return (FixedPool(config.max_unsharded_units) if config.fsdp_double_buffer else None), None
+def _registration(
+    config: FSDPConfig, index: FSDPDistributedIndex, context: CommContext, pool: FixedPool | None, units: list[Unit]
+) -> BufferRegistration | None:
+    """What registers the fixed buffers with NCCL, if the settings ask for it."""
+    groups = [group for unit in units for group in unit.groups]
+    # A group of experts has no communicator if the model has no experts.
+    both = [index.dense] if index.experts is index.dense else [index.dense, index.experts]
+    axes = [each for each in both if any(group.axes is each for group in groups)]
+    if not config.nccl_ub or pool is None or not axes:
+        return None
+    sizes = [group.layout.numel for group in groups]
+    symmetric = not config.disable_symmetric_registration
+    manual, once = config.fsdp_manual_registration, config.cuda_graph_mode
+    return BufferRegistration(pool, axes, context, sizes, symmetric, manual, once)
 
 
 def creation_order(part: UnitPart, follow_recording: bool) -> list[UnitPart]:
@@ -231,7 +240,11 @@ def _build_units(
     depths = {id(blueprint.root): 0}
     for part in parts:
         depths |= {id(child): depths[id(part)] + 1 for child in part.children}
-    pools = [_pool_of_unit(fixed, place, depths[id(part)], config) for place, part in enumerate(parts)]
+    common = HostPool(not config.sharding.inner.shards_optimizer) if is_on_host(blueprint.device) else AllocatorPool()
+    pools = [
+        (common, None) if fixed is None else _pool_of_unit(fixed, place, depths[id(part)], config)
+        for place, part in enumerate(parts)
+    ]
     units: dict[int, Unit] = {}
     for part in creation_order(blueprint.root, config.init_model_with_meta_device):
         place, settings = places[id(part)], blueprint.settings_of(part)
@@ -257,17 +270,15 @@ def _build_units(
     return [units[place] for place in range(len(parts))]
 
 
-def _pool_of_unit(fixed: FixedPool | None, number: int, depth: int, config: FSDPConfig) -> tuple[Pool, Slot | None]:
-    """The pool of a unit's temporary buffers, and its slot if the pool has fixed buffers.
+def _pool_of_unit(fixed: FixedPool, number: int, depth: int, config: FSDPConfig) -> tuple[Pool, Slot | None]:
+    """The pool of a unit's temporary buffers, and its slot.
 
     Args:
-        fixed: The model's fixed buffers, if it has any.
+        fixed: The model's fixed buffers.
         number: Place of the unit in ``Engine.units``.
         depth: Number of units around it.
         config: Settings.
     """
-    if fixed is None:
-        return AllocatorPool(), None
     # The outer unit is unsharded while the inner one runs, so the slot that they would share may be in use.
     own = depth == 0 or (depth > 1 and config.fsdp_db_use_persist_buf_on_alloc_fail)
     pool = fixed.for_unit(number, depth, shared=not own)

@@ -20,11 +20,11 @@ from megatron.fsdp.comm.backends import runs_ahead
 from megatron.fsdp.comm.collectives import all_reduce, broadcast
 from megatron.fsdp.comm.context import CommContext
 from megatron.fsdp.comm.journal import report_on_failure
-from megatron.fsdp.comm.registered_memory import NcclMemory
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.runtime.agreement import Agreement
 from megatron.fsdp.runtime.partition import owner_of
+from megatron.fsdp.runtime.registration import BufferRegistration
 from megatron.fsdp.runtime.schedule import Limits, Schedule
 from megatron.fsdp.runtime.unit import Unit
 from megatron.fsdp.sharding.mesh import FSDPDistributedIndex
@@ -54,13 +54,13 @@ class Resources:
     Attributes:
         context: Devices, streams and process groups.
         pool: Fixed buffers; None if temporary buffers come from torch's allocator.
-        nccl_memory: Registers the buffers of ``pool`` with NCCL; None if they are not registered.
+        registration: Registers the buffers of ``pool`` with NCCL; None if they are not registered.
         agreement: Comparison of the model between ranks.
     """
 
     context: CommContext
     pool: FixedPool | None
-    nccl_memory: NcclMemory | None
+    registration: BufferRegistration | None
     agreement: Agreement
 
 
@@ -295,6 +295,17 @@ class Engine:
         broadcast(sent, 0, self.context.stream.group(axis))
         weights.main.copy_(sent)
 
+    def register_buffers(self) -> None:
+        """Register all buffers that exist now with NCCL. A collective, to be called between steps.
+
+        Raises:
+            RuntimeError: ``nccl_ub`` is off, or a rank has too little memory.
+        """
+        if self.resources.registration is None:
+            raise RuntimeError("register_buffers: expected nccl_ub=True; the buffers of this model are not for NCCL.")
+        self.reshard()
+        self.resources.registration.register()
+
     # Gradients -------------------------------------------------------------------------------------------------
 
     def start_reductions(self) -> None:
@@ -315,9 +326,8 @@ class Engine:
                 self.wait_for_reductions()
                 # Not every optimizer calls wait_before_write: Megatron-Core's updates main weights after this.
                 self.context.join_unshards()
-            # All buffers of a step exist now; registering is a collective, and its order is the same on all ranks.
-            if self.resources.nccl_memory is not None and self.pool is not None:
-                self.resources.nccl_memory.register(self.pool.allocations)
+            if self.resources.registration is not None:
+                self.resources.registration.end_step()
             arrived = self._attach_gradients()
             if self.config.cuda_graph_mode:
                 # A capture ends with an error if a stream that it has forked is not joined.

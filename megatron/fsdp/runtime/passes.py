@@ -4,7 +4,7 @@ import weakref
 from collections.abc import Callable
 from enum import Enum
 
-from megatron.fsdp.runtime.autograd import at_end_of_backward, in_backward
+from megatron.fsdp.helpers.autograd import at_end_of_backward, in_backward
 from megatron.fsdp.runtime.unit import Unit
 
 

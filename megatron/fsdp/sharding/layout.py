@@ -26,7 +26,8 @@ from typing import NamedTuple
 
 # In elements. Parameters start at a multiple of 32 bytes in bfloat16, as vectorized kernels require.
 ALIGNMENT = 16
-# Rows stay whole as long as padding is at most this fraction of the parameters.
+# Rows stay whole as long as padding is at most this fraction of the parameters. If some rows have to be cut even so,
+# padding may be half of it: saving memory is then worth cutting a few more.
 WASTE = 0.01
 # Shards of fewer elements than this may waste more: a few rows of padding cost little memory, and tensors of whole
 # rows are easier to use.
@@ -279,8 +280,9 @@ def plan_layout(
     """Pack parameters of the given shapes into ``num_shards`` equal shards with little padding.
 
     The search considers shard sizes up to :func:`allowed_shard`. It prefers the layout that cuts the fewest parameters
-    inside a row, then the one with the fewest unaligned parameters, then the smallest. If granularities other than
-    ``row`` need larger shards, it takes the smallest one that it finds.
+    inside a row, then the one with the fewest unaligned parameters, then the smallest. If all of them cut rows, it
+    starts over with half the waste. If granularities other than ``row`` need larger shards, it takes the smallest one
+    that it finds.
 
     Args:
         shapes: Shape of each parameter on this tensor-parallel rank.
@@ -310,6 +312,9 @@ def plan_layout(
         # Nothing fits, so try larger shards. A unit that must stay whole does not fit into a smaller shard.
         whole = max(min(k.unit, k.numel) for k in kinds if not k.may_cut)
         low, high = high + 1, max(high + alignment, high * 9 // 8, _round_up(whole, alignment))
+    if plan.cuts:
+        high = allowed_shard(total, num_shards, alignment, cuts=True)
+        plan = _search(kinds, num_shards, low, high, alignment) or plan
     placed = [
         Slot(offset, s.shape, ELEMENT if i in plan.cuts else s.granularity)
         for i, (offset, s) in enumerate(zip(plan.offsets, slots, strict=True))
@@ -317,19 +322,20 @@ def plan_layout(
     return Layout(tuple(placed), num_shards, plan.shard_numel)
 
 
-def allowed_shard(total: int, num_shards: int, alignment: int = ALIGNMENT) -> int:
+def allowed_shard(total: int, num_shards: int, alignment: int = ALIGNMENT, cuts: bool = False) -> int:
     """The largest shard size, in elements, whose waste is acceptable in order to keep rows whole.
 
     Args:
         total: Number of elements in all parameters.
         num_shards: Number of ranks.
         alignment: The shard size is a multiple of this.
+        cuts: Some rows are cut even so.
     """
     share = -(-total // num_shards)
     # Allow at least the waste of the default alignment, even if `alignment` is finer.
     rounded = max(_round_up(max(share, 1), a) for a in (alignment, ALIGNMENT))
     waste = SMALL_WASTE if total < SMALL_SHARD * num_shards else WASTE
-    return max(rounded, (total + math.floor(total * waste)) // num_shards)
+    return max(rounded, (total + math.floor(total * (waste / 2 if cuts else waste))) // num_shards)
 
 
 class _Kind(NamedTuple):

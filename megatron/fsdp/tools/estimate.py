@@ -106,9 +106,10 @@ class Estimate:
         return dict(Counter(unit.kind for unit in self.units[1:]))
 
     def peak(self, config: FSDPConfig) -> int:
-        """Peak bytes during a step, without activations, by the formula of docs/memory.md."""
+        """Peak bytes during a step on a GPU, without activations, by the formula of docs/memory.md."""
         root, others = self.units[0].bytes, [unit.bytes for unit in self.units[1:]]
-        unsharded = max((b.unsharded for b in others), default=0) * config.max_unsharded_units
+        # One more for the gradients of the unit that computes, which are as large as its weights.
+        unsharded = max((b.unsharded for b in others), default=0) * (config.max_unsharded_units + 1)
         reducing = max((b.reducing for b in others), default=0) * config.max_reducing_units
         total = self.total
         return total.resting + total.gradients + root.unsharded + root.reducing + unsharded + reducing

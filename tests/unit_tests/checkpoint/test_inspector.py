@@ -23,6 +23,7 @@ from megatron.fsdp.checkpoint.safe_pickle import UnsafePickle
 from megatron.fsdp.convert import comparing
 from megatron.fsdp.convert.modifying import parse_operation, rename
 from tests.checkpoints import FSDP_DTENSOR, ROOT, TORCH_DIST, meta, sample
+from tests.needs import project_is_installed
 from tests.small_checkpoints import DTYPES, NAMES, numbers, same_bits, sample_checkpoint, write_checkpoint
 from tools.checkpoint.checkpoint_inspector import cli
 
@@ -74,6 +75,7 @@ def test_the_group() -> None:
         assert f"  {name}" in listed and "--json" in text(name, "--help")
 
 
+@pytest.mark.skipif(not project_is_installed(), reason="this project is only on PYTHONPATH")
 def test_it_runs_as_a_script_from_anywhere(tmp_path: Path, small: Path) -> None:
     script = ROOT / "tools" / "checkpoint" / "checkpoint_inspector.py"
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}

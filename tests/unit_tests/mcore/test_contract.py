@@ -1,6 +1,7 @@
 """The interface that Megatron-Core expects of a data-parallel wrapper: one test per attribute or method."""
 
 import copy
+import gc
 import logging
 from collections.abc import Callable
 
@@ -227,6 +228,23 @@ def trainable_parameter_without_gradient_gets_zeros() -> None:
     assert all(not local_shard(p.grad).any() for p in spare.values())
 
 
+def buffers_are_registered_when_the_loop_asks_for_it() -> None:
+    from tests.megatron_models import forward_backward, tokens, wrapped
+    from tests.nccl_recorder import Recorder
+
+    for asked_for in (True, False):
+        with Recorder().installed() as recorder:
+            model = wrapped("optim_grads_params", nccl_ub=True, fsdp_manual_registration=asked_for)
+            forward_backward(model, tokens(0, 1))
+            assert bool(recorder.registered) is not asked_for
+            model.param_and_grad_buffer.manual_buffer_registration()
+            assert len(recorder.registered) == 1
+            forward_backward(model, tokens(1, 1))
+            del model
+            gc.collect()
+            assert recorder.registered == []
+
+
 def scale_gradients_acts_once_and_in_place() -> None:
     from tests.megatron_models import forward_backward, tokens, wrapped
 
@@ -431,6 +449,34 @@ def compute_weights_have_nothing_of_fused_kernels_unless_asked() -> None:
         assert not hasattr(entry.compute, "__fsdp_param__") and not hasattr(entry.compute, "main_grad")
 
 
+def layers_follow_settings_that_were_adjusted_after_they_were_built() -> None:
+    """Megatron's linear layers stand for Transformer Engine's, with the attributes of its modules and operations."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from tests.megatron_models import gpt, wrapped
+
+    def build(config: TransformerConfig) -> torch.nn.Module:
+        module = gpt(config)
+        config.fp8 = "hybrid"
+        for layer in module.decoder.layers:
+            layer.mlp.linear_fc1.fuse_wgrad_accumulation = True
+            layer.mlp.linear_fc1.disable_parameter_transpose_cache = False
+            layer.mlp.linear_fc2._accumulate_into_main_grad = True
+        return module
+
+    for strategy in STRATEGIES:
+        model = wrapped(strategy, build)
+        layers = [layer for layer in model.modules() if hasattr(layer, "linear_fc1")]
+        assert len(layers) > 1
+        # A rank that keeps its weights whole may keep quantized copies, too.
+        disabled = strategy == "optim_grads_params"
+        assert model.config.disable_parameter_transpose_cache == disabled
+        for layer in layers:
+            assert layer.linear_fc1.disable_parameter_transpose_cache == disabled
+            assert not layer.linear_fc1.fuse_wgrad_accumulation
+            assert not layer.linear_fc2._accumulate_into_main_grad
+            assert not hasattr(layer.linear_fc2, "fuse_wgrad_accumulation")
+
+
 def optimizer_state_has_equal_keys_on_all_ranks() -> None:
     """Ranks that own nothing of a parameter have state for it too: otherwise saving would exchange different things."""
     from tests.megatron_models import forward_backward, optimizer_of, tokens, wrapped
@@ -488,6 +534,7 @@ CASES = [
     no_sync_can_be_entered_again,
     finish_grad_sync_attaches_gradients,
     trainable_parameter_without_gradient_gets_zeros,
+    buffers_are_registered_when_the_loop_asks_for_it,
     scale_gradients_acts_once_and_in_place,
     zero_grad_buffer_may_be_called_twice,
     start_param_sync_takes_megatrons_arguments,
@@ -501,6 +548,7 @@ CASES = [
     shapes_are_those_of_the_whole_parameter,
     slices_and_mesh_are_on_main_weights,
     compute_weights_have_nothing_of_fused_kernels_unless_asked,
+    layers_follow_settings_that_were_adjusted_after_they_were_built,
     optimizer_state_has_equal_keys_on_all_ranks,
     nan_in_a_gradient_is_reported_with_the_parameters_name,
     large_gradients_are_reported_and_no_error,

@@ -28,7 +28,6 @@ from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
 # One value for each row at which it applies.
 BROKEN: dict[str, dict[str, Any]] = {
     "ckpt_format other than fsdp_dtensor": {"ckpt_format": "torch_dist"},
-    "nccl_ub with expandable segments": {"nccl_ub": True},
     "cuda_graph_impl other than none or full_iteration": {"cuda_graph_impl": "local"},
     "create_all_gather_group with several optimizer instances": {
         "create_all_gather_group": True,
@@ -44,15 +43,12 @@ def _broken(setting: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("limit", LIMITS, ids=lambda limit: limit.setting)
-def test_each_limit_is_an_error_that_says_what_to_do(limit: limits.Limit, monkeypatch: pytest.MonkeyPatch) -> None:
-    if "expandable" in limit.setting:
-        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True")
+def test_each_limit_is_an_error_that_says_what_to_do(limit: limits.Limit) -> None:
     with pytest.raises((ValueError, NotImplementedError)) as caught:
         check(Settings(SimpleNamespace(**_broken(limit.setting))))
     assert any(line.startswith(f"{limit.setting}: ") for line in str(caught.value).splitlines())
     assert limit.message in str(caught.value) and limit.remedy in str(caught.value)
-    if "nccl_ub" not in limit.setting:
-        assert caught.type is limit.error
+    assert caught.type is limit.error
 
 
 def test_all_that_is_wrong_is_said_at_once() -> None:
@@ -70,11 +66,18 @@ def test_supported_parallelism_passes() -> None:
 def test_what_fits_passes() -> None:
     check(Settings(SimpleNamespace(tensor_model_parallel_size=1, ckpt_format="fsdp_dtensor", nccl_ub=False)))
     check(Settings(None, SimpleNamespace()))
+    registered = {"nccl_ub": True, "fsdp_manual_registration": True, "disable_symmetric_registration": True}
+    check(Settings(SimpleNamespace(**registered)))
 
 
 ADJUSTED: dict[str, dict[str, Any]] = {
     "average_in_collective": {"ddp_average_in_collective": True},
     "gradient_accumulation_fusion": {"gradient_accumulation_fusion": True},
+    "disable_parameter_transpose_cache": {
+        "fp8": "hybrid",
+        "disable_parameter_transpose_cache": False,
+        "data_parallel_sharding_strategy": "optim_grads_params",
+    },
     "fsdp_double_buffer": {"nccl_ub": True, "fsdp_double_buffer": False},
     "megatron_fsdp_cuda_graph_mode": {"cuda_graph_impl": "full_iteration", "megatron_fsdp_cuda_graph_mode": False},
     "overlap_grad_reduce": {"overlap_grad_reduce": False, "data_parallel_sharding_strategy": "optim_grads"},
@@ -104,6 +107,8 @@ def test_nothing_is_adjusted_where_there_is_no_reason() -> None:
         data_parallel_sharding_strategy="optim",
         average_in_collective=False,
         gradient_accumulation_fusion=False,
+        fp8="hybrid",  # a rank keeps its weights whole between steps, and may keep quantized ones as well
+        disable_parameter_transpose_cache=False,
         nccl_ub=False,
         fsdp_double_buffer=False,
     )

@@ -6,7 +6,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.ranks import DEVICE, RankPool
+from megatron.fsdp.mcore import cpu
+
+# Rank processes import this module, and the test imports Megatron in them.
+cpu.enable()
+
+from tests.ranks import DEVICE, RankPool  # noqa: E402
 
 
 def _functions(hybrid: bool) -> None:

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 from torch import nn
 
+from megatron.fsdp.comm.backends import moves_data
 from megatron.fsdp.module import MegatronFSDP
 from megatron.fsdp.runtime.engine import Engine, engines_of
 from megatron.fsdp.tools.trace.clock import Meeting, clock_of, meet, offset
@@ -48,7 +49,7 @@ def trace_step(model: nn.Module | Engine, all_ranks: bool = True) -> Iterator[Ti
     """
     engine = _engine_of(model)
     group = engine.index.dense.dp_group
-    if dist.get_backend(group) == "fake":
+    if not moves_data(group):
         all_ranks = False
     meetings = meet(group, engine.device) if all_ranks else []
     recorder = StepRecorder(engine, clock_of(engine.device))

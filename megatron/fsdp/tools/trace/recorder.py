@@ -16,7 +16,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from megatron.fsdp.comm.streams import Handle, Stream, Task
-from megatron.fsdp.runtime.autograd import in_backward
+from megatron.fsdp.helpers.autograd import in_backward
 from megatron.fsdp.runtime.engine import Engine
 from megatron.fsdp.runtime.unit import Unit
 from megatron.fsdp.tools.trace.clock import HostClock

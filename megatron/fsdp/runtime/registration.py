@@ -1,0 +1,159 @@
+"""Registers the fixed buffers of a model with NCCL, alike on all ranks."""
+
+import dataclasses
+import functools
+import logging
+import time
+
+import torch
+import torch.distributed as dist
+
+from megatron.fsdp.buffers.pool import Buffer, FixedPool, sufficient
+from megatron.fsdp.comm.backends import runs_ahead
+from megatron.fsdp.comm.collectives import all_reduce
+from megatron.fsdp.comm.context import CommContext
+from megatron.fsdp.comm.registered_memory import NcclMemory
+from megatron.fsdp.comm.streams import Handle
+from megatron.fsdp.sharding.mesh import DataParallelAxes
+
+logger = logging.getLogger(__name__)
+
+
+def groups_of(axes: list[DataParallelAxes]) -> list[dist.ProcessGroup]:
+    """The process groups over which weights and gradients are communicated, each once."""
+    return list(dict.fromkeys(group for each in axes for group in (*each.groups, each.gather)))
+
+
+class _Question:
+    """Whether any rank's answer is yes. Asked at the end of one step and read at the end of the next.
+
+    By then the device has long answered, so that the host does not wait for the computation of the step.
+
+    Args:
+        contexts: Groups to ask, one after the other.
+        answer: This rank's.
+    """
+
+    def __init__(self, contexts: list[CommContext], answer: bool) -> None:
+        stream = contexts[0].stream
+        self._read = torch.empty(1, dtype=torch.uint8, pin_memory=runs_ahead(contexts[0].device))
+        self._handle: Handle = stream.run(functools.partial(self._ask, contexts, answer))
+        contexts[0].channel.note("compare whether buffers were added", [self._handle])
+
+    def _ask(self, contexts: list[CommContext], answer: bool) -> None:
+        # A kernel writes it: copying it from the host would make the host wait.
+        asked = torch.full((1,), int(answer), dtype=torch.uint8, device=contexts[0].device)
+        for context in contexts:
+            all_reduce(asked, dist.ReduceOp.MAX, context.dp_group)
+        self._read.copy_(asked, non_blocking=True)
+
+    def answered(self) -> bool:
+        """The answer. The host waits until the device has it."""
+        self._handle.wait()
+        while not self._handle.ended:
+            time.sleep(0.0005)
+        return bool(self._read.item())
+
+
+class BufferRegistration:
+    """Moves the buffers of a pool to memory that is registered with NCCL, once they all exist.
+
+    Buffers are made during the first step, in ordinary memory. At its end, ranks agree on their number and sizes, and
+    allocate and register them in one order. Buffers that are made later are ordinary memory again until the next
+    registration, which all ranks make together as soon as one of them has such a buffer.
+
+    With symmetric windows, each collective needs its buffers at the same offsets on all ranks. They are, because the
+    pool lends buffers in the order of the plan, which is one for all ranks, and the sizes are equal. Where the sizes of
+    parameter groups differ between ranks, as experts may, buffers are registered without symmetric windows.
+
+    Args:
+        pool: The buffers.
+        axes: The axes that the model's parameters are sharded over: those of dense ones, of experts, or both.
+        context: How the model communicates.
+        sizes: Elements of each parameter group.
+        symmetric: Register symmetric windows if possible.
+        manual: Register only when :meth:`register` is called.
+        once: Do not compare after later steps whether a rank has added a buffer, which a CUDA graph could not.
+    """
+
+    def __init__(
+        self,
+        pool: FixedPool,
+        axes: list[DataParallelAxes],
+        context: CommContext,
+        sizes: list[int],
+        symmetric: bool,
+        manual: bool,
+        once: bool = False,
+    ) -> None:
+        self._pool = pool
+        self._sizes = sizes
+        self._symmetric = symmetric
+        self._manual = manual
+        self._once = once
+        self._question: _Question | None = None
+        groups = groups_of(axes)
+        self._memory = NcclMemory(groups, context.device)
+        self._groups = self._as_contexts(context, groups)
+        # Dense parameters and experts may be sharded by different ranks. After the ranks of the first have agreed, and
+        # those of the second, the first hear what their ranks have learned from the second.
+        parties = [each.dp_group for each in axes]
+        self._parties = self._as_contexts(context, [*parties, *parties[:-1]])
+
+    @staticmethod
+    def _as_contexts(context: CommContext, groups: list[dist.ProcessGroup]) -> list[CommContext]:
+        return [dataclasses.replace(context, dp_group=context.stream.group(group)) for group in groups]
+
+    def end_step(self) -> None:
+        """Register the buffers after the first step, and after steps in which any rank has added one. A collective."""
+        if self._manual:
+            return
+        if not self._memory.registered:
+            self.register()
+            return
+        if self._once:
+            return
+        question, self._question = self._question, _Question(self._parties, self._pool.grown)
+        if question is not None and question.answered():
+            self.register()
+
+    def register(self) -> None:
+        """Register all buffers that exist now. A collective; no unit may be unsharded, and no reduction in flight.
+
+        Raises:
+            RuntimeError: A rank has too little memory. All ranks raise.
+        """
+        self._question = None
+        buffers, alike = self._agree()
+        if self._symmetric and not alike:
+            logger.warning("FSDP: ranks have parameter groups of other sizes: no symmetric memory is registered.")
+        device = self._groups[0].device
+        failure: Exception | None = None
+        try:
+            self._memory.allocate(functools.partial(self._pool.renew, buffers, device))
+        except Exception as error:  # noqa: BLE001 - the other ranks must hear of any
+            failure = error
+        # The first collective of a group makes its communicator, to which nothing can be registered before. And
+        # a rank that cannot go on must say so here, because the others would wait for it in a registration.
+        failed = failure is not None
+        for group in (*self._groups, *self._parties):
+            failed = _Question([group], failed).answered()
+        if failed:
+            raise failure or RuntimeError("nccl_ub: another rank could not allocate memory to register with NCCL.")
+        self._memory.register(self._symmetric and alike)
+
+    def _agree(self) -> tuple[list[Buffer], bool]:
+        """Buffers that suffice for all ranks, and whether all have parameter groups of the same sizes."""
+        buffers, alike = self._pool.buffers(), True
+        for party in self._parties:
+            numbers = [int(alike), len(self._sizes), *self._sizes, *(number for each in buffers for number in each)]
+            found = party.exchange(numbers)
+            end = 2 + len(self._sizes)
+            alike = all(each[0] and each[1:end] == numbers[1:end] for each in found)
+            buffers = sufficient([_as_buffers(each[2 + each[1] :]) for each in found])
+        return buffers, alike
+
+
+def _as_buffers(numbers: list[int]) -> list[Buffer]:
+    rows = zip(*[iter(numbers)] * 4, strict=True)
+    return [(is_scratch, which, for_compute, size) for is_scratch, which, for_compute, size in rows]

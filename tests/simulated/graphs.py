@@ -1,0 +1,136 @@
+"""CUDA graphs of the simulated device: the kernels of a capture, which a replay runs again on the same memory.
+
+A replay runs kernels and no Python, so nothing that Python did during the capture is done again. A capture on CUDA runs
+no kernels. Here it runs them, because Python needs tensors with values, and then restores all memory.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
+
+from tests.simulated.device import SimulatedDevice
+from tests.simulated.streams import Event, Stream
+
+
+class CaptureError(AssertionError):
+    """CUDA would refuse to capture this, or a replay would not repeat it."""
+
+
+class SimulatedGraph:
+    """Stands for ``torch.cuda.CUDAGraph``.
+
+    Args:
+        device: Runs the kernels.
+    """
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        self._device = device
+        self._kernels: list[tuple[Any, tuple, dict, Any]] = []
+
+    @contextlib.contextmanager
+    def capture(self) -> Iterator[None]:
+        """Record the kernels of the block. Stands for ``torch.cuda.graph``, on the current stream.
+
+        Raises:
+            CaptureError: Another stream's kernels are not part of the capture or are not waited for at its end, or an
+                event of the capture is queried.
+            HostWait: The host would wait for the device.
+        """
+        rules = _Rules(self._device.timeline.current[-1])
+        device = self._device
+        before, saved = device.on_kernel, [(storage, storage.clone()) for storage in device.memory.on_device()]
+        with rules.enforced(), device.no_host_wait(), patch.object(torch.cuda, "is_current_stream_capturing", _yes):
+            device.on_kernel = self._record
+            try:
+                yield
+            finally:
+                device.on_kernel = before
+        rules.check_joined()
+        for storage, content in saved:
+            if storage.nbytes() == content.nbytes():
+                storage.copy_(content)
+
+    def _record(self, stream: int, function: Any, args: tuple, kwargs: dict, result: Any) -> None:
+        # The references stand for the graph's memory: nothing else gets it while the graph lives.
+        self._kernels.append((function, args, kwargs, result))
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        """Run the kernels again. Results go to the memory that they were in."""
+        for function, args, kwargs, result in self._kernels:
+            again = function(*args, **kwargs)
+            for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True):
+                if isinstance(new, torch.Tensor):
+                    if new.untyped_storage()._cdata != old.untyped_storage()._cdata:
+                        old.copy_(new)
+                elif isinstance(new, torch.ScriptObject) and function.namespace == "c10d":
+                    dist.Work.unbox(new).wait()
+
+    def __len__(self) -> int:
+        return len(self._kernels)
+
+
+def _yes() -> bool:
+    return True
+
+
+class _Rules:
+    """What a capture includes: its first stream, and those that wait for an event of the capture.
+
+    Every stream has a clock: how many operations of each stream its next kernel comes after.
+    """
+
+    def __init__(self, origin: Stream) -> None:
+        self._origin = origin
+        self._clocks: dict[int, dict[int, int]] = {origin.number: {origin.number: 0}}
+        self._events: dict[Event, dict[int, int]] = {}
+
+    @contextlib.contextmanager
+    def enforced(self) -> Iterator[None]:
+        """Context in which streams and events follow the rules."""
+        run, record, wait, query = Stream.run_kernel, Event.record, Event.wait, Event.query
+
+        def run_kernel(stream: Stream) -> None:
+            if stream.number not in self._clocks:
+                raise CaptureError(f"a kernel runs on stream {stream.number}, which is not part of the capture")
+            self._clocks[stream.number][stream.number] += 1
+            run(stream)
+
+        def record_event(event: Event, stream: Stream | None = None) -> None:
+            stream = stream or self._origin
+            record(event, stream)
+            if stream.number in self._clocks:
+                self._events[event] = dict(self._clocks[stream.number])
+
+        def wait_event(event: Event, stream: Stream | None = None) -> None:
+            stream = stream or self._origin
+            wait(event, stream)
+            if event in self._events:
+                clock = self._clocks.setdefault(stream.number, {stream.number: 0})
+                clock.update({key: max(clock.get(key, 0), n) for key, n in self._events[event].items()})
+                clock[stream.number] += 1
+            elif stream.number in self._clocks and event.is_recorded:
+                raise CaptureError("a stream of the capture waits for an event from before the capture")
+
+        def query_event(event: Event) -> bool:
+            raise CaptureError("an event is queried during a capture")
+
+        methods = {"record": record_event, "wait": wait_event, "query": query_event}
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(patch.object(Stream, "run_kernel", run_kernel))
+            for name, method in methods.items():
+                stack.enter_context(patch.object(Event, name, method))
+            yield
+        assert Event.query is query
+
+    def check_joined(self) -> None:
+        """Raise if a stream has operations that the first stream does not wait for."""
+        reached = self._clocks[self._origin.number]
+        late = [number for number, clock in self._clocks.items() if reached.get(number, 0) < clock[number]]
+        if late:
+            raise CaptureError(f"streams {late} are not joined at the end of the capture")

@@ -1,0 +1,216 @@
+"""A graph of an iteration, captured and replayed on the simulated device, trains as an eager loop does."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_fsdp import fully_shard
+from tests.models import FP32_GRADS, STRATEGIES, Block, TinyModel, batches, loss_of, main_weights
+from tests.ranks import DEVICE as REAL_DEVICE
+from tests.ranks import RankPool
+from tests.simulated.device import DEVICE, SimulatedDevice, simulated_device
+from tests.simulated.graphs import CaptureError, SimulatedGraph
+
+pytestmark = [
+    pytest.mark.every_strategy,
+    pytest.mark.skipif(REAL_DEVICE == "cuda", reason="computes on CPU tensors"),
+]
+STEPS, MICRO_BATCHES, WARM_UP = 6, 2, 2
+BF16 = {"dtype": torch.bfloat16, "mixed_precision_policy": FP32_GRADS}
+Optimizers = Callable[[Any], torch.optim.Optimizer]
+
+
+def _adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, foreach=True)
+
+
+def _sgd(parameters: Any) -> torch.optim.Optimizer:
+    """An optimizer whose step has no state on the host, so that it can be part of the graph."""
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=True)
+
+
+def _sharded(
+    dtype: torch.dtype = torch.float32, make_optimizer: Optimizers = _adamw, **settings: Any
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(3)
+    model = TinyModel(depth=4).to(DEVICE, dtype)
+    settings = {"fsdp_unit_modules": [Block], "device": DEVICE, "cuda_graph_mode": True, **settings}
+    return fully_shard(model, make_optimizer(model.parameters()), **settings)
+
+
+def _backward(model: nn.Module, step: torch.Tensor) -> None:
+    for number, tokens in enumerate(step):
+        with model.no_sync() if number + 1 < len(step) else contextlib.nullcontext():
+            (loss_of(model, tokens) / len(step)).backward()
+
+
+def _evaluate(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(tokens).clone()
+
+
+def _trained(
+    graphed: bool, settings: dict[str, Any], step_in_graph: bool = False, evaluates: bool = False, to_none: bool = True
+) -> list[torch.Tensor]:
+    """Train, and return what evaluation saw and the main weights at the end."""
+    data = batches(STEPS, MICRO_BATCHES)
+    seen: list[torch.Tensor] = []
+    with simulated_device() as sim:
+        make = _sgd if step_in_graph else _adamw
+        model, optimizer = _sharded(make_optimizer=make, **settings)
+        static = data[0].to(DEVICE)
+        graph = None
+
+        def iteration() -> None:
+            _backward(model, static)
+            if step_in_graph:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=to_none)
+
+        for number, step in enumerate(data):
+            static.copy_(step.to(DEVICE))
+            if graphed and number == WARM_UP:
+                graph = SimulatedGraph(sim)
+                with graph.capture():
+                    iteration()
+            if graph is None:
+                iteration()
+            else:
+                graph.replay()
+            if not step_in_graph:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=to_none)
+            if evaluates:
+                seen.append(_evaluate(model, static[0]))
+        assert graph is None or len(graph) > 100
+        return [*seen, *main_weights(model).values()]
+
+
+def _equal(settings: dict[str, Any], loop: dict[str, bool]) -> None:
+    expected, found = _trained(False, settings, **loop), _trained(True, settings, **loop)
+    assert all(value.isfinite().all() for value in expected)
+    for one, other in zip(expected, found, strict=True):
+        assert torch.equal(one, other)
+
+
+LOOPS: dict[str, dict[str, bool]] = {
+    "step outside": {},
+    "step inside": {"step_in_graph": True},
+    "evaluation between": {"evaluates": True},
+    "step inside, evaluation between": {"step_in_graph": True, "evaluates": True},
+    "zeros": {"to_none": False},
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_replayed_iteration_trains_as_an_eager_one(ranks: RankPool, strategy: str, loop: str) -> None:
+    ranks.run(2, _equal, {"zero_dp_strategy": strategy}, LOOPS[loop])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_bf16(ranks: RankPool, strategy: str) -> None:
+    ranks.run(2, _equal, {"zero_dp_strategy": strategy, **BF16}, {})
+
+
+def _refuses(settings: dict[str, Any], message: str) -> None:
+    with simulated_device(), pytest.raises(ValueError, match=message):
+        _sharded(**settings)
+
+
+@pytest.mark.parametrize("setting", ["offload_optimizer", "report_nan_in_param_grad"])
+def test_settings_that_make_the_host_wait_raise(ranks: RankPool, setting: str) -> None:
+    ranks.run(1, _refuses, {setting: True}, setting)
+
+
+def _captured_at_once() -> None:
+    with simulated_device() as sim:
+        model, _ = _sharded()
+        tokens = batches(1, 1)[0].to(DEVICE)
+        with pytest.raises(RuntimeError, match="Run at least one whole iteration"), SimulatedGraph(sim).capture():
+            _backward(model, tokens)
+
+
+def test_a_capture_before_the_first_iteration_raises(ranks: RankPool) -> None:
+    ranks.run(2, _captured_at_once)
+
+
+def _replaced() -> None:
+    with simulated_device():
+        model, optimizer = _sharded()
+        tokens = batches(1, 1)[0].to(DEVICE)
+        _backward(model, tokens)
+        optimizer.step()
+        for parameter in model.parameters():
+            parameter.grad = parameter.grad.clone()
+        with pytest.raises(RuntimeError, match="was replaced by another tensor"):
+            _backward(model, tokens)
+
+
+def test_a_replaced_gradient_raises(ranks: RankPool) -> None:
+    ranks.run(1, _replaced)
+
+
+# The rules of captures -------------------------------------------------------------------------------------------
+
+
+def _on(sim: SimulatedDevice, stream: Any) -> None:
+    with torch.cuda.stream(stream):
+        torch.ones(4, device=DEVICE).mul_(2)
+
+
+def test_a_stream_that_is_not_joined_raises() -> None:
+    with simulated_device() as sim:
+        stream = torch.cuda.Stream()
+        with pytest.raises(CaptureError, match="not joined"), SimulatedGraph(sim).capture():
+            stream.wait_stream(torch.cuda.current_stream())
+            _on(sim, stream)
+        with SimulatedGraph(sim).capture():
+            stream.wait_stream(torch.cuda.current_stream())
+            _on(sim, stream)
+            torch.cuda.current_stream().wait_stream(stream)
+
+
+def test_a_stream_that_is_not_forked_raises() -> None:
+    with simulated_device() as sim:
+        stream = torch.cuda.Stream()
+        with pytest.raises(CaptureError, match="not part"), SimulatedGraph(sim).capture():
+            _on(sim, stream)
+
+
+def test_a_wait_for_an_earlier_event_raises() -> None:
+    with simulated_device() as sim:
+        event = torch.cuda.Event()
+        event.record()
+        with pytest.raises(CaptureError, match="from before"), SimulatedGraph(sim).capture():
+            torch.cuda.current_stream().wait_event(event)
+
+
+def test_a_query_during_a_capture_raises() -> None:
+    with simulated_device() as sim, pytest.raises(CaptureError, match="queried"), SimulatedGraph(sim).capture():
+        event = torch.cuda.Event()
+        event.record()
+        event.query()
+
+
+def test_a_replay_reads_new_data_at_the_same_address() -> None:
+    with simulated_device() as sim:
+        data = torch.ones(3, device=DEVICE)
+        graph = SimulatedGraph(sim)
+        with graph.capture():
+            result = (data * 2).add_(1)
+        data.fill_(5.0)
+        graph.replay()
+        assert result.cpu().tolist() == [11.0] * 3
+
+
+def test_a_capture_runs_nothing() -> None:
+    with simulated_device() as sim:
+        data = torch.ones(3, device=DEVICE)
+        with SimulatedGraph(sim).capture():
+            data.add_(1)
+        assert data.cpu().tolist() == [1.0] * 3

@@ -1,0 +1,57 @@
+"""megatron.fsdp.fsdp2 has every name and argument of torch's interface, and docs/fsdp2.md describes them."""
+
+import dataclasses
+import inspect
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed.fsdp as torch_fsdp
+
+from megatron.fsdp import fsdp2
+from tests.models import TinyModel
+from tests.ranks import ROOT, RankPool
+
+# What some supported versions of torch lack.
+LATER_ARGUMENTS, LATER_CLASSES = {"dp_mesh_dims"}, {"DataParallelMeshDims"}
+
+
+def _public(owner: type) -> set[str]:
+    return {name for name, value in vars(owner).items() if callable(value) and not name.startswith("_")}
+
+
+def test_everything_of_torchs_interface_is_there_and_documented() -> None:
+    page = (ROOT / "docs" / "fsdp2.md").read_text()
+    cells = re.findall(r"^\| (`\w+`[^|]*)\|", page, flags=re.MULTILINE)
+    rows = {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
+    names = _public(torch_fsdp.FSDPModule)
+    assert names <= _public(fsdp2.FSDPModule)
+    parameters = inspect.signature(torch_fsdp.fully_shard).parameters
+    ours = inspect.signature(fsdp2.fully_shard).parameters
+    assert set(parameters) | {"shard_granularity"} | LATER_ARGUMENTS == set(ours)
+    assert names | set(ours) <= rows, f"docs/fsdp2.md lacks {sorted((names | set(ours)) - rows)}"
+    for name in names - {"set_requires_gradient_sync"}:
+        theirs, mine = getattr(torch_fsdp.FSDPModule, name), getattr(fsdp2.FSDPModule, name)
+        wanted = list(inspect.signature(theirs).parameters)
+        got = inspect.signature(mine).parameters
+        assert wanted == list(got) or "kwargs" in got, name
+    for name in fsdp2.__all__:
+        assert name in LATER_CLASSES or hasattr(torch_fsdp, name)
+        assert name in page
+
+
+def test_every_field_of_torchs_policy_is_known() -> None:
+    """An unknown one would be ignored, because torch's class is accepted in place of ours."""
+    known = {field.name for field in dataclasses.fields(fsdp2.MixedPrecisionPolicy)} | {"param_dtype_override_fn"}
+    assert {field.name for field in dataclasses.fields(torch_fsdp.MixedPrecisionPolicy)} <= known
+
+
+def _dtypes_per_parameter() -> None:
+    ours = dataclasses.asdict(fsdp2.MixedPrecisionPolicy())
+    fsdp2.fully_shard(TinyModel(), mp_policy=SimpleNamespace(**ours, param_dtype_override_fn=None))
+    with pytest.raises(NotImplementedError, match="^param_dtype_override_fn: "):
+        fsdp2.fully_shard(TinyModel(), mp_policy=SimpleNamespace(**ours, param_dtype_override_fn=lambda p: p.dtype))
+
+
+def test_dtypes_per_parameter_are_refused(ranks: RankPool) -> None:
+    ranks.run(1, _dtypes_per_parameter)

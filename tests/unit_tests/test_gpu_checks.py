@@ -1,0 +1,113 @@
+"""The checks for a GPU: their own code, run in small on a CPU, their time limits, and what they make of results."""
+
+import argparse
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpu import __main__ as driver
+from tests.gpu.megatron_loop import RUNS, summary
+from tests.gpu.unit_tests import read_report
+from tests.gpu.verdict import Setup, Verdict, judge
+from tests.ranks import DEVICE
+
+pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="a dry run")
+QUICK = ["waits"]
+LATER = ["sanitizer", "memory", "probe", "gloo", "unit", "parity", "nccl"]
+
+
+def _options(folder: Path, *names: str, device: str = "cpu") -> argparse.Namespace:
+    return driver.parse(["--out", str(folder), "--only", ",".join(names), "--device", device, "--dry-run"])
+
+
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in LATER)])
+def test_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    assert driver.main(_options(tmp_path, name)) == 0, (tmp_path / f"{name}.log").read_text()[-3000:]
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"{name}: passed: ")
+    found = json.loads((tmp_path / f"{name}.json").read_text())
+    assert found["outcome"] == "passed" and found["device"] == "the CPU, as a dry run" and found["seconds"] > 0
+
+
+def test_times_and_functions() -> None:
+    assert all(check.seconds <= 600 for check in driver.CHECKS.values())
+    assert sum(check.seconds for check in driver.CHECKS.values()) <= 25 * 60
+    for check in driver.CHECKS.values():
+        module, _, function = check.function.partition(":")
+        assert callable(getattr(importlib.import_module(f"tests.gpu.{module}"), function))
+    assert set(driver.CHECKS) == {*QUICK, *LATER, "megatron"}
+
+
+def test_a_check_that_takes_too_long_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(driver.CHECKS, "waits", driver.Check("one_rank:host_waits", 0.01))
+    assert driver.main(_options(tmp_path, "waits")) == 1
+    assert "did not end within 0 s" in Verdict.load(tmp_path / "waits.json").line
+
+
+def test_a_check_that_ends_without_a_verdict_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    (tmp_path / "waits.json").write_text("of an earlier run")
+    assert driver.main(_options(tmp_path, "waits")) == 1
+    assert Verdict.load(tmp_path / "waits.json").line.startswith("ended with exit code 1")
+
+
+def test_an_exception_is_the_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(setup: Setup) -> Verdict:
+        raise ValueError("for two\nreasons")
+
+    monkeypatch.setattr("tests.gpu.one_rank.host_waits", fail)
+    driver.run_here("waits", _options(tmp_path, "waits"))
+    found = Verdict.load(tmp_path / "waits.json")
+    assert (found.outcome, found.line) == ("failed", "ValueError: for two reasons")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_device_nothing_is_checked(tmp_path: Path) -> None:
+    driver.run_here("waits", _options(tmp_path, "waits", device="cuda"))
+    assert Verdict.load(tmp_path / "waits.json") == Verdict("skipped", "there is no CUDA device")
+
+
+@pytest.mark.parametrize("arguments", [["--only", "speed"], ["--device", "cpu"]])
+def test_wrong_arguments(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        driver.parse(["--out", "folder", *arguments])
+
+
+def test_the_first_problem_is_the_verdict() -> None:
+    assert judge([], "fine", {"a": 1}) == Verdict("passed", "fine", {"a": 1})
+    found = judge(["one\nline", "another"], "fine", {})
+    assert (found.outcome, found.line) == ("failed", "one line (and 1 more)")
+    assert found.figures["problems"] == ["one\nline", "another"]
+
+
+def test_a_report_of_pytest_is_counted(tmp_path: Path) -> None:
+    cases = "<testcase classname='c' name='good'/><testcase classname='c' name='left'><skipped/></testcase>"
+    cases += "<testcase classname='c' name='bad'><failure message='1 is not 2'/></testcase>"
+    cases += "<testcase classname='c' name='broken'><error message='no module'/></testcase>"
+    (tmp_path / "report.xml").write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
+    counts, problems = read_report(tmp_path / "report.xml")
+    assert counts == {"passed": 1, "failed": 2, "skipped": 1}
+    assert problems == ["c::bad: 1 is not 2", "c::broken: no module"]
+    assert read_report(tmp_path / "none.xml") == ({"passed": 0, "failed": 0, "skipped": 0}, [])
+
+
+def _run(*losses: float) -> dict[str, Any]:
+    return {"losses": list(losses), "milliseconds": 1.0, "peak_mb": 2.0}
+
+
+def test_losses_of_megatron_are_compared() -> None:
+    same = {name: _run(5.0, 4.0) for name in RUNS}
+    assert summary(same).outcome == "passed"
+    assert summary({**same, "ours": _run(5.0, 4.2)}).line == "ours: the loss of iteration 2 is 4.2; DDP's is 4.0"
+    assert summary({**same, "ours": _run(5.0, float("nan"))}).outcome == "failed"
+    assert summary({**same, "ours, fp8 delayed": _run(5.0, 4.15)}).outcome == "passed"
+    assert summary({**same, "the original": {"error": "out of memory"}}).line == "the original: out of memory"
+    assert summary({**same, "ours": {"not run": "no time was left"}}).line.startswith("7 of 8 runs")
+    # Without DDP's losses nothing has been compared.
+    assert summary({**same, "DDP": {"not run": "no time was left"}}).outcome == "failed"
+    assert summary({**same, "ours": _run(5.0)}).outcome == "failed"
