@@ -1,6 +1,7 @@
 """The simulated device: the dispatch mode that sees every kernel, and the names of torch that it replaces."""
 
 import contextlib
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -270,3 +271,5 @@ def simulated_device(kernel_time: float = 1.0) -> Iterator[SimulatedDevice]:
         stack.enter_context(patch.dict(streams._STREAMS, clear=True))
         with device:
             yield device
+        # Models that are deleted later would look for the streams of the real ``torch.cuda``.
+        gc.collect()
