@@ -1,7 +1,7 @@
 """One sharded parameter of the model: its compute weight, its main weight, and where it is registered."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard, make_dtensor, make_like
 from megatron.fsdp.helpers.weak import weak_method
+from megatron.fsdp.quantized.storage import storage_of
 from megatron.fsdp.sharding.layout import ShardSlice
 
 # Attribute of a plain tensor that is this rank's slice of a tensor-parallel parameter: a pair of the mesh and its
@@ -32,13 +33,16 @@ _HARMLESS = set("__deepcopy__ __doc__ __init__ __module__ __new__ __reduce_ex__ 
 def check_class(name: str, parameter: nn.Parameter) -> None:
     """Raise unless a parameter's values are those of a plain tensor, which can become a view of a flat buffer.
 
-    A tensor subclass may keep quantized values and report another dtype. Assigning to its ``.data`` would then train a
+    Parameters of a registered class are accepted: :mod:`megatron.fsdp.quantized` knows how they are stored. Another
+    tensor subclass may keep quantized values and report another dtype. Assigning to its ``.data`` would then train a
     copy. Classes that only add attributes to ``nn.Parameter`` are fine.
 
     Raises:
         NotImplementedError: The class or its layout is not supported; the message names parameter and class.
         ValueError: The parameter is lazy and has no shape yet.
     """
+    if storage_of(parameter) is not None:
+        return
     value: torch.Tensor = local_shard(parameter) if isinstance(parameter, DTensor) else parameter
     cls = type(value)
     where = f"Parameter {name} is a {cls.__module__}.{cls.__qualname__}"
@@ -65,6 +69,7 @@ class GroupKey(NamedTuple):
         expert: Sharded over the mesh of experts.
         repeated: Another pipeline stage has the same parameter (tied embeddings) and must shard it in the same way, so
             it does not share a group with others.
+        storage: How quantized parameters are stored; None for others.
     """
 
     dtype: torch.dtype
@@ -72,6 +77,7 @@ class GroupKey(NamedTuple):
     divisible: bool
     expert: bool
     repeated: bool
+    storage: Hashable = None
 
 
 @dataclass
@@ -116,7 +122,9 @@ class ShardedParameter:
         # Megatron-Core's mark of parameters that are not reduced over all data-parallel ranks.
         expert = not getattr(parameter, "allreduce", True)
         repeated = getattr(parameter, "shared_embedding", False)
-        return GroupKey(parameter.dtype, parameter.requires_grad, len(self.local_shape) > 0, expert, repeated)
+        storage = storage_of(parameter)
+        stored = None if storage is None else storage.key
+        return GroupKey(parameter.dtype, parameter.requires_grad, len(self.local_shape) > 0, expert, repeated, stored)
 
     @property
     def is_meta(self) -> bool:

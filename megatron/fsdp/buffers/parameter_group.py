@@ -1,5 +1,6 @@
 """The parameters of one unit that share dtype and ``requires_grad``: their weights, gradients and DTensors."""
 
+import dataclasses
 import functools
 
 import torch
@@ -12,6 +13,7 @@ from megatron.fsdp.buffers.flat_buffer import part_view
 from megatron.fsdp.buffers.gradients import GradientBuffer
 from megatron.fsdp.buffers.parameter import ShardedParameter
 from megatron.fsdp.buffers.pool import Pool, users_of
+from megatron.fsdp.buffers.quantizing import QuantizationBatch
 from megatron.fsdp.buffers.reduction import Reduction
 from megatron.fsdp.buffers.weights import WeightBuffer
 from megatron.fsdp.comm.context import CommContext
@@ -21,6 +23,7 @@ from megatron.fsdp.dtensor.placements import RaggedShard, SectionedShard
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard, make_dtensor, make_like
 from megatron.fsdp.helpers.autograd import in_backward
 from megatron.fsdp.helpers.weak import weak_method
+from megatron.fsdp.quantized.storage import WeightShard, storage_of
 from megatron.fsdp.sharding.layout import Layout, ShardSlice, plan_layout
 from megatron.fsdp.sharding.mesh import DataParallelAxes, FSDPDistributedIndex
 from megatron.fsdp.sharding.ownership import shards_of
@@ -41,6 +44,7 @@ class ParameterGroup:
     Attributes:
         device: Where the group computes.
         requires_grad: Whether any of the parameters takes gradients.
+        storage: How quantized compute weights are stored; None for others.
         initialized: Whether the parameters have values; those on the meta device have none until
             :meth:`initialize_main`.
         used: For each parameter, whether this rank has had a gradient for it since the last synchronization.
@@ -65,7 +69,9 @@ class ParameterGroup:
         self._pool = pool
         self.device = context.device
         self.sharding = config.sharding if key.divisible else UNSHARDED
-        self.dtypes = config.mixed_precision_policy.resolve(key.dtype, params[0].name)
+        self.storage = storage_of(params[0].compute)
+        dtypes = config.mixed_precision_policy.resolve(key.dtype, params[0].name)
+        self.dtypes = dataclasses.replace(dtypes, quantized=self.storage is not None)
         self.axes: DataParallelAxes = index.experts if key.expert else index.dense
         shards = shards_of(self.sharding, self.axes)
         self.layout: Layout = plan_layout([e.local_shape for e in params], shards, config.granularity)
@@ -81,7 +87,7 @@ class ParameterGroup:
     @property
     def unshard_bytes(self) -> int:
         """Size of the whole compute weights."""
-        return self.layout.numel * self.dtypes.compute.itemsize
+        return self.layout.numel * self.dtypes.stored.itemsize
 
     @property
     def reduce_bytes(self) -> int:
@@ -94,6 +100,12 @@ class ParameterGroup:
         Parameters on the meta device have no values. They get memory, and the caller calls :meth:`initialize_main`
         after it has initialized them.
         """
+        if self.storage is not None:
+            self.weights.load([self.storage.initial(e.compute) for e in self.params], self.dtypes.main_params)
+            for param, view in zip(self.params, self.weights.compute.views, strict=True):
+                self.storage.bind(param.compute, [view])
+            self.initialize_main()
+            return
         values = [None if e.is_meta else e.local_value for e in self.params]
         for param, view in zip(self.params, self.weights.load(values, self.params[0].key.dtype), strict=True):
             param.point_to(view)
@@ -112,10 +124,22 @@ class ParameterGroup:
             local = self._local(self.weights.main, param.shard_slice)
             param.main = nn.Parameter(self._distribute(local, i), requires_grad=self.requires_grad)
             # Frameworks mark parameters with attributes, and read them from the parameters that the optimizer holds.
+            stored = frozenset() if self.storage is None else self.storage.fields
             for name, value in vars(param.compute).items():
-                if not callable(value):
+                if not callable(value) and name not in stored:
                     setattr(param.main, name, value)
             param.take_hooks()
+
+    def quantize_with(self, batch: QuantizationBatch) -> None:
+        """Let ``batch`` quantize the main weights of this group, whose compute weights are quantized."""
+        assert self.storage is not None
+        shards = []
+        for param in self.params:
+            start, offset = param.shard_slice.start, param.shard_slice.shard_offset
+            span = slice(offset, offset + param.shard_slice.stop - start)
+            shards.append(WeightShard(param.compute, self.weights.main[span], start, (self.weights.own_bytes[span],)))
+        batch.add(self.storage, self.weights.main_groups, shards)
+        self.weights.batch = batch
 
     def is_divided(self, i: int) -> bool:
         """True if no rank holds all of parameter ``i``."""

@@ -3,9 +3,11 @@
 import functools
 
 import torch
+import torch.distributed as dist
 
 from megatron.fsdp.buffers.flat_buffer import FlatBuffer, slot_view
 from megatron.fsdp.buffers.pool import Pool
+from megatron.fsdp.buffers.quantizing import QuantizationBatch
 from megatron.fsdp.comm.collectives import all_gather
 from megatron.fsdp.comm.context import CommContext
 from megatron.fsdp.comm.streams import Handle
@@ -29,6 +31,9 @@ class WeightBuffer:
       unsharded buffer and gathers in place. A rank then holds one copy of its weights, and its compute weights cannot
       be older than its main weights.
 
+    Quantized compute weights are bytes, and the inner rank's shard of them always stays resident: the weights of the
+    whole model are quantized in one batch, before most of them are unsharded.
+
     Args:
         layout: Packing of the group's parameters.
         dtypes: Dtypes of the group.
@@ -45,6 +50,7 @@ class WeightBuffer:
         resident: Compute weights that stay in memory while the unit is sharded; None if none do.
         stream: Runs unshards.
         handle: Of an unshard that was started and not waited for; else None.
+        batch: Quantizes main weights into :attr:`own_bytes`; None if compute weights are not quantized.
     """
 
     def __init__(
@@ -64,15 +70,15 @@ class WeightBuffer:
         self._inner = stream.group(axes.gather)
         self._outer = None if axes.outer is None else stream.group(axes.outer)
         self.owned = Ownership.of(layout, sharding, axes)
-        self.compute = FlatBuffer(layout, dtypes.compute, device, pool if self.temporary else None)
+        self.compute = FlatBuffer(layout, dtypes.stored, device, pool if self.temporary else None)
         self.resident: torch.Tensor | None = self.compute.flat
         self._resident_span = slice(0, layout.numel)
-        if sharding.keeps_shard:
-            self.resident = torch.zeros(_length(self.owned.inner), dtype=dtypes.compute, device=device)
+        if sharding.keeps_shard or (self.temporary and dtypes.quantized):
+            self.resident = torch.zeros(_length(self.owned.inner), dtype=dtypes.stored, device=device)
             self._resident_span = self.owned.inner
         elif self.temporary:
             self.resident = None
-        self._casts = dtypes.main_params != dtypes.compute or context.offloads
+        self._casts = dtypes.main_params != dtypes.stored or context.offloads
         if not self.main_is_apart:
             assert self.resident is not None
             self.main = self.resident[within(self.owned.main, self._resident_span)]
@@ -85,6 +91,20 @@ class WeightBuffer:
         # and these run one after the other.
         self._resident_is_old = False
         self.handle: Handle | None = None
+        self.batch: QuantizationBatch | None = None
+        self._quantized = dtypes.quantized
+
+    @property
+    def main_groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """What the main weights are sharded over, as groups that tasks of the stream may use."""
+        inner = (self._inner,) if self.sharding.inner.shards_optimizer else ()
+        return (*inner, self._outer) if self.sharding.outer.shards_optimizer and self._outer is not None else inner
+
+    @property
+    def own_bytes(self) -> torch.Tensor:
+        """Quantized compute weights of the elements ``owned.main``, which stay resident."""
+        assert self._quantized and self.resident is not None
+        return self.resident[within(self.owned.main, self._resident_span)]
 
     @property
     def main_is_apart(self) -> bool:
@@ -122,7 +142,7 @@ class WeightBuffer:
         """Make main weights of what was loaded. Compute weights are freed if they are temporary."""
         flat = self.compute.flat if self._loaded is None else self._loaded
         self._loaded = None
-        if self.resident is not None and self.resident is not flat:
+        if self.resident is not None and self.resident is not flat and not self._quantized:
             self.resident.copy_(flat[self._resident_span])
         if self.main_is_apart:
             self.main.copy_(flat[self.owned.main])
@@ -137,16 +157,19 @@ class WeightBuffer:
         # the compute from writing main weights that the stream still reads.
         self.wait()
         self._current = self._resident_current = self._needs_nothing
+        if self.batch is not None:
+            self.batch.version += 1
 
     def unshard(self) -> Handle | None:
         """Start to unshard the compute weights; None if they are up to date or an unshard was started."""
         if self._current or self.handle is not None:
             return None
         refresh, self._resident_current = not self._resident_current, True
-        self.handle = self.stream.run(functools.partial(self._unshard, refresh))
+        version = 0 if self.batch is None else self.batch.version
+        self.handle = self.stream.run(functools.partial(self._unshard, refresh, version))
         return self.handle
 
-    def _unshard(self, refresh: bool) -> None:
+    def _unshard(self, refresh: bool, version: int = 0) -> None:
         """Task. It allocates in the stream, so the memory follows the stream's order from here to :meth:`reshard`."""
         # If this raises, for instance because memory runs out, the resident weights are refreshed by the next unshard.
         self._resident_is_old |= refresh
@@ -154,21 +177,24 @@ class WeightBuffer:
             self.compute.allocate()
         flat = self.compute.flat
         if self.resident is None:
-            shard = self._cast_into(flat[self.owned.main])
+            shard = self._cast_into(flat[self.owned.main], version)
         else:
             shard = self.resident[within(self.owned.inner, self._resident_span)]
             if self._resident_is_old:
-                own = self._cast_into(self.resident[within(self.owned.main, self._resident_span)])
+                own = self._cast_into(self.resident[within(self.owned.main, self._resident_span)], version)
                 if self.sharding.outer.shards_optimizer and self._outer is not None:
                     all_gather(shard, own, self._outer)
                 self._resident_is_old = False
         if self.sharding.inner.shards_optimizer:
             all_gather(flat, shard, self._inner)
 
-    def _cast_into(self, own: torch.Tensor) -> torch.Tensor:
+    def _cast_into(self, own: torch.Tensor, version: int) -> torch.Tensor:
         """The main weights in the compute weights' dtype: themselves, or a copy in ``own``."""
         if not self._casts:
             return self.main
+        if self.batch is not None:
+            self.batch.run(version)  # writes ``own``, and the bytes of all other groups
+            return own
         # From pinned host memory the copy does not block the host. The all-gather follows it in the stream's order.
         return own.copy_(self.main, non_blocking=True)
 

@@ -163,8 +163,8 @@ class InPlaceModel:
             self.engine.broadcast_weights()
         for group in self.engine.groups:
             # Main weights may have been changed without an optimizer. Units that are resharded need no invalidation:
-            # their next unshard reads the main weights again.
-            if not group.weights.temporary:
+            # their next unshard reads the main weights again, unless these are quantized in advance.
+            if not group.weights.temporary or group.storage is not None:
                 group.weights.invalidate()
 
     def update_sync(self) -> None:

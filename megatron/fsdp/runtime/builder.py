@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.fsdp.buffers.parameter_group import ParameterGroup
 from megatron.fsdp.buffers.pool import AllocatorPool, FixedPool, HostPool, Pool, Slot
+from megatron.fsdp.buffers.quantizing import QuantizationBatch
 from megatron.fsdp.comm.backends import HOST, backend_of, default_device, is_on_host, local_device
 from megatron.fsdp.comm.context import CommContext
 from megatron.fsdp.comm.journal import Channel, watch
@@ -30,6 +31,7 @@ from megatron.fsdp.runtime.partition import (
     check_devices,
     check_dtypes,
     check_not_wrapped,
+    check_quantized,
     mark_owner,
     partition,
     resolve_unit_classes,
@@ -117,8 +119,12 @@ def make_blueprint(
     check_not_wrapped(module)
     index = index or default_index(device)
     channel = watch(index.dense.dp_group, device, watches=not config.cuda_graph_mode)
+    common = UnitSettings(config.mixed_precision_policy, config.shard_granularity)
+    settings = settings_of or (lambda part: common)
     with propagate_errors(index):
         root, tp_mesh = _check_and_divide(module, config, index, unit_modules, device)
+        for part in root.walk():
+            check_quantized(part, config, settings(part).policy)
     reshards = unit_modules is not None or bool(root.children)
 
     def settings_to_compare(part: UnitPart) -> str:
@@ -129,9 +135,7 @@ def make_blueprint(
         return f"weights are resharded: {reshards}" if part is root else ""
 
     agreement = Agreement(index, *fingerprint(root, config, index, settings_to_compare))
-    common = UnitSettings(config.mixed_precision_policy, config.shard_granularity)
-    settings_of = settings_of or (lambda part: common)
-    return Blueprint(module, root, config, index, device, tp_mesh, settings_of, reshards, channel, agreement)
+    return Blueprint(module, root, config, index, device, tp_mesh, settings, reshards, channel, agreement)
 
 
 def _check_and_divide(
@@ -267,6 +271,10 @@ def _build_units(
             unit.rescale_gradients(index.size / settings.divisor)
     for part in parts:
         units[places[id(part)]].children += [units[places[id(child)]] for child in part.children]
+    batch = QuantizationBatch()
+    for group in (group for place in range(len(parts)) for group in units[place].groups):
+        if group.storage is not None:
+            group.quantize_with(batch)
     return [units[place] for place in range(len(parts))]
 
 

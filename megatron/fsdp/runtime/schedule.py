@@ -91,14 +91,15 @@ class Schedule:
     def units_to_prefetch_first(self) -> list[Unit]:
         """The units that :meth:`prefetch_first` unshards, in order, while main weights of others are still updated.
 
-        The list ends before a unit whose main weights are in the memory that an unshard writes to.
+        The list ends before a unit whose main weights are in the memory that an unshard writes to, or are quantized
+        together with those of the other units.
         """
         if not self.limits.prefetch:
             return []
         first: list[Unit] = []
         for unit in self.plans.next_forward_units():
             full = sum(u.temporary and not u.is_root for u in first) == self.limits.unsharded
-            if full or not all(group.weights.main_is_apart for group in unit.groups):
+            if full or unit.quantized or not all(group.weights.main_is_apart for group in unit.groups):
                 break
             first.append(unit)
         return first

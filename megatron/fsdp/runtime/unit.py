@@ -76,6 +76,7 @@ class Unit:
 
     Attributes:
         temporary: Whether an unshard allocates memory that a reshard frees.
+        quantized: Quantized compute weights, and how they are stored.
         calls: Number of forward calls of the latest pass whose inputs are watched for the end of their backward.
         calls_done: Number of these calls whose backward has ended.
         took_part: Whether the gradient of an output has arrived in this backward.
@@ -91,6 +92,8 @@ class Unit:
         self.groups = groups
         self.children = children
         self.temporary = any(group.weights.temporary for group in groups)
+        quantized = [(group.storage, [param.compute for param in group.params]) for group in groups]
+        self.quantized = [(storage, params) for storage, params in quantized if storage is not None]
         self._slot = slot
         self.calls = 0
         self.calls_done = 0
@@ -209,6 +212,8 @@ class Unit:
         with report_on_failure(), self._reshard_after_errors():
             for group in self.groups:
                 group.weights.wait()
+            for storage, params in self.quantized:
+                storage.before_use(params)
         self.to(state)
         self.show(compute=True)
 
@@ -224,10 +229,16 @@ class Unit:
     @profiled("reshard")
     def reshard(self) -> None:
         """Free the compute weights once the compute issued so far has read them."""
+        self._drop_derived()
         for group in self.groups:
             group.weights.reshard()
         self.to(WeightState.SHARDED)
         self.show(compute=False)
+
+    def _drop_derived(self) -> None:
+        """Drop what formats of quantized weights have computed for the forward or backward that has ended."""
+        for storage, params in self.quantized:
+            storage.after_use(params)
 
     @profiled("reshard")
     def reshard_unused(self) -> None:
@@ -358,6 +369,7 @@ class Unit:
         the memory of the weights has been freed.
         """
         memory = {_storage(group.weights.compute.flat) for group in self.groups if group.weights.temporary}
+        memory |= {_storage(param) for _, params in self.quantized for param in params}
         if not memory or not any(_storage(tensor) in memory for tensor in tensors_in(output)):
             return None
 
@@ -403,6 +415,7 @@ class Unit:
         self._depth = 0
         self.new_pass()
         if self._state is not WeightState.SHARDED:
+            self._drop_derived()
             for group in self.groups:
                 group.weights.abandon()
             self.to(WeightState.SHARDED)

@@ -13,12 +13,26 @@ _WIDTH = {torch.float64: 8, torch.float32: 4, torch.bfloat16: 2, torch.float16: 
 
 @dataclass(frozen=True)
 class Dtypes:
-    """The resolved dtypes of one parameter group."""
+    """The resolved dtypes of one parameter group.
+
+    Attributes:
+        compute: Dtype that compute weights have in forward and backward. Quantized ones appear to have it.
+        main_params: Dtype of the main weights.
+        main_grads: Dtype of accumulated gradients.
+        grad_comm: Dtype of gradients in a reduction.
+        quantized: Compute weights are stored as bytes.
+    """
 
     compute: torch.dtype
     main_params: torch.dtype
     main_grads: torch.dtype
     grad_comm: torch.dtype
+    quantized: bool = False
+
+    @property
+    def stored(self) -> torch.dtype:
+        """Dtype of the memory of the compute weights."""
+        return torch.uint8 if self.quantized else self.compute
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,13 @@ def _inconsistent(group: ParameterGroup) -> torch.Tensor:
     flat = weights.compute.flat
     # Overwrite this rank's shard with its main weights: elements of other ranks are compared by the hashes below.
     expected = flat.clone()
-    expected[within(weights.owned.main, slice(0, flat.numel()))] = weights.main.to(flat.device, flat.dtype)
+    if group.storage is None:
+        expected[within(weights.owned.main, slice(0, flat.numel()))] = weights.main.to(flat.device, flat.dtype)
+    else:
+        # Quantizing needs the other ranks. What an unshard makes of the present main weights replaces the weights.
+        weights.invalidate()
+        weights.unshard()
+        weights.wait()
     views = [slot_view(expected, weights.layout, i) for i in range(len(group.params))]
     differs = [not torch.equal(a, b) for a, b in zip(views, weights.compute.views, strict=True)]
     hashes = torch.stack([hash_of(view) for view in weights.compute.views])
