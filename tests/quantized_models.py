@@ -67,6 +67,7 @@ class Reference:
         self.params = list(model.parameters())
         self.main = [nn.Parameter(self._initial(p).float().clone()) for p in self.params]
         self.optimizer = exact(self.main)
+        self._quantize()
 
     @staticmethod
     def _initial(parameter: torch.Tensor) -> torch.Tensor:
@@ -84,6 +85,10 @@ class Reference:
         for main, *each in zip(self.main, *grads, strict=True):
             main.grad = _mean([grad.to(main.dtype) for grad in each])
         self.optimizer.step()
+        self._quantize()
+        return losses
+
+    def _quantize(self) -> None:
         with torch.no_grad():
             for parameter, main in zip(self.params, self.main, strict=True):
                 if isinstance(parameter, Float8Tensor):
@@ -92,7 +97,6 @@ class Reference:
                     parameter.inverse_scale.copy_(made.inverse_scale)
                 else:
                     parameter.copy_(main)
-        return losses
 
 
 def _mean(grads: list[torch.Tensor]) -> torch.Tensor:

@@ -1,11 +1,30 @@
 """Quantized compute weights: sharded training equals unsharded training with the same format, bit by bit."""
 
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+from torch.utils.checkpoint import checkpoint
 
-from tests.models import batches
-from tests.quantized_models import BLOCKS, KINDS, Reference, quantized_model, sharded_model, train
+from megatron.fsdp import fsdp2
+from megatron.fsdp.buffers import quantizing, weights
+from megatron.fsdp.buffers.parameter import TENSOR_PARALLEL
+from megatron.fsdp.dtensor.ragged_dtensor import local_shard
+from megatron.fsdp.quantized.float8 import Float8Storage, Float8Tensor
+from megatron.fsdp.quantized.storage import Plane
+from megatron.fsdp.state.consistency import inconsistent_weights
+from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard, fully_shard_model
+from tests.models import DEVICE, STRATEGIES, Block, TinyModel, batches, loss_of
+from tests.quantized_models import BLOCKS, KINDS, Reference, arguments, exact, quantized_model, sharded_model, train
 from tests.ranks import RankPool
 
 STEPS = 20
@@ -15,20 +34,403 @@ def _ranks_of(kind: str) -> int:
     return 4 if kind in ("hsdp", "hybrid") else 2
 
 
-def _trains(kind: str, block: tuple[int, int] | None) -> None:
+# Quantizing -------------------------------------------------------------------------------------------------------
+
+SHAPES = [(333, 97), (7, 5, 3), (129, 130), (1,), (5,), (0, 4), (1, 300), (2, 2)]
+
+
+def _whole(value: torch.Tensor, block: tuple[int, int] | None) -> torch.Tensor:
+    """The bytes of a whole weight, block by block, each scaled so that its largest magnitude becomes 448."""
+    matrix = value.flatten(1) if value.dim() > 1 else value.reshape(1, -1)
+    result = torch.zeros(matrix.shape, dtype=torch.uint8)
+    height, width = block or (max(matrix.shape[0], 1), max(matrix.shape[1], 1))
+    for i in range(0, matrix.shape[0], height):
+        for j in range(0, matrix.shape[1], width):
+            part = matrix[i : i + height, j : j + width]
+            largest = part.abs().max()
+            scale = (448 / largest).clamp(max=torch.finfo().max) if largest > 0 else torch.ones(())
+            result[i : i + height, j : j + width] = (part * scale).to(torch.float8_e4m3fn).view(torch.uint8)
+    return result.view(value.shape)
+
+
+def _values() -> list[torch.Tensor]:
+    torch.manual_seed(7)
+    values = [torch.randn(shape) for shape in SHAPES]
+    values[-1].zero_()
+    values[1].mul_(1e-42)  # its scale would be infinite
+    values[0][5].mul_(100)  # the largest value is on one rank only
+    return values
+
+
+def _quantizes(block: tuple[int, int] | None, kind: str) -> None:
+    model = nn.Module()
+    for i, value in enumerate(_values()):
+        model.register_parameter(f"w{i}", nn.Parameter(Float8Tensor.quantize(value, block, keep_initial=True)))
+    model.forward = lambda: {name: (p.raw.clone(), p.dequantize()) for name, p in model.named_parameters()}
+    unsharded = model.forward()
+    sharded = fully_shard_model(model, fsdp_unit_modules=[], **arguments(kind))
+    found = sharded()
+    assert found.keys() == unsharded.keys()
+    for i, value in enumerate(_values()):
+        raw, dequantized = found[f"w{i}"]
+        assert torch.equal(raw, _whole(value, block)), SHAPES[i]
+        assert torch.equal(raw, unsharded[f"w{i}"][0]) and torch.equal(dequantized, unsharded[f"w{i}"][1]), SHAPES[i]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_shards_are_quantized_like_the_whole(ranks: RankPool, block: str, size: int) -> None:
+    ranks.run(size, _quantizes, BLOCKS[block], "optim_grads_params")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_strategy_quantizes_like_the_whole(ranks: RankPool, kind: str) -> None:
+    ranks.run(4, _quantizes, None, kind)
+
+
+# Training ---------------------------------------------------------------------------------------------------------
+
+
+def _expected(model: nn.Module, data: torch.Tensor) -> list[float]:
+    reference = Reference(model)
+    return [reference.step(step)[dist.get_rank()] for step in data]
+
+
+def _trains(kind: str, block: tuple[int, int] | None, keep_initial: bool, dtype: torch.dtype, more: dict) -> None:
     data = batches(STEPS, dist.get_world_size())
-    reference = Reference(quantized_model(block))
-    expected = [reference.step(step)[dist.get_rank()] for step in data]
-    model, optimizer = sharded_model(kind, quantized_model(block))
+    expected = _expected(quantized_model(block, dtype, keep_initial), data)
+    model, optimizer = sharded_model(kind, quantized_model(block, dtype, keep_initial), **more)
     assert train(model, optimizer, data) == expected
     assert expected[-1] < expected[0] - 0.1
+    assert inconsistent_weights(model.engine) == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_trains_as_unsharded(ranks: RankPool, kind: str) -> None:
-    ranks.run(_ranks_of(kind), _trains, kind, None)
+    ranks.run(_ranks_of(kind), _trains, kind, None, True, torch.float32, {})
 
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_trains_as_unsharded_in_blocks(ranks: RankPool, block: str) -> None:
-    ranks.run(2, _trains, "optim_grads_params", BLOCKS[block])
+    ranks.run(2, _trains, "optim_grads_params", BLOCKS[block], True, torch.float32, {})
+
+
+FP32 = MixedPrecisionPolicy(main_grads_dtype=torch.float32)
+VARIANTS: dict[str, tuple[bool, torch.dtype, dict]] = {
+    "from dequantized values": (False, torch.float32, {}),
+    "bf16": (True, torch.bfloat16, {"mixed_precision_policy": FP32}),
+    "double buffer": (True, torch.float32, {"fsdp_double_buffer": True}),
+    "no prefetch": (True, torch.float32, {"overlap_param_gather": False}),
+    "modules": (True, torch.float32, {"enable_fine_grained_param_gather": True}),
+    "elements": (True, torch.float32, {"shard_granularity": "element"}),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_train_as_unsharded(ranks: RankPool, variant: str) -> None:
+    ranks.run(2, _trains, "optim_grads_params", None, *VARIANTS[variant])
+
+
+def _recomputes() -> None:
+    data = batches(6, 2)
+    expected = _expected(quantized_model(), data)
+    model = quantized_model()
+    for block in model.blocks:
+        block.forward = lambda x, run=block.forward: checkpoint(run, x, use_reentrant=False)
+    assert train(*sharded_model("optim_grads_params", model), data) == expected
+
+
+def test_recomputes(ranks: RankPool) -> None:
+    ranks.run(2, _recomputes)
+
+
+def _in_place() -> None:
+    data = batches(6, 2)
+    expected = _expected(quantized_model(), data)
+    model = quantized_model()
+    for block in model.blocks:
+        fsdp2.fully_shard(block)
+    fsdp2.fully_shard(model)
+    assert train(model, exact(model.parameters()), data) == expected
+
+
+def test_shards_in_place(ranks: RankPool) -> None:
+    ranks.run(2, _in_place)
+
+
+def _freezes() -> None:
+    models = [quantized_model(), quantized_model()]
+    for model in models:
+        model.blocks[1].requires_grad_(False)
+        model.blocks[2].up.weight.requires_grad_(False)
+    data = batches(6, 1)
+    reference = Reference(models[0])
+    reference.params = [p for p in reference.params if p.requires_grad]
+    trained = {id(p) for p in reference.params}
+    reference.main = [m for m, p in zip(reference.main, models[0].parameters(), strict=True) if id(p) in trained]
+    reference.optimizer = exact(reference.main)
+    expected = [reference.step(step)[0] for step in data]
+    model = models[1]
+    model, optimizer = fully_shard(
+        model, exact([p for p in model.parameters() if p.requires_grad]), fsdp_unit_modules=[Block]
+    )
+    both = torch.cat([data, data], dim=1)
+    assert train(model, optimizer, both) == expected
+
+
+def test_frozen_weights(ranks: RankPool) -> None:
+    ranks.run(2, _freezes)
+
+
+# When and how much ------------------------------------------------------------------------------------------------
+
+
+def _counts(kind: str) -> None:
+    """One all-reduce of scales per step and process group, although two micro-batches and an evaluation follow."""
+    model, optimizer = sharded_model(kind, quantized_model())
+    data = batches(3, dist.get_world_size())
+    groups = {"no_shard": 0, "hybrid": 2}.get(kind, 1)
+    for step in data:
+        with patch.object(quantizing, "all_reduce", wraps=quantizing.all_reduce) as reduced:
+            with model.no_sync():
+                loss_of(model, step[dist.get_rank()]).backward()
+            loss_of(model, step[dist.get_rank()]).backward()
+            with torch.no_grad():
+                loss_of(model, step[0])
+            optimizer.step()
+            optimizer.zero_grad()
+        assert len({call.args[2] for call in reduced.call_args_list}) == reduced.call_count == groups
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantizes_once_per_step(ranks: RankPool, kind: str) -> None:
+    ranks.run(_ranks_of(kind), _counts, kind)
+
+
+def _gathered(model: nn.Module, kind: str) -> tuple[int, int]:
+    """Bytes of the all-gathers of weights in one step, and bytes of the blocks' matrices at rest."""
+    for block in model.blocks:  # only matrices
+        block.norm, block.up.bias = nn.Identity(), None
+    sharded, optimizer = sharded_model(kind, model)
+    train(sharded, optimizer, batches(1, dist.get_world_size()))
+    with patch.object(weights, "all_gather", wraps=weights.all_gather) as gather:
+        train(sharded, optimizer, batches(1, dist.get_world_size()))
+    of_blocks = [group.weights for unit in sharded.engine.units[1:] for group in unit.groups]
+    places = {each.compute.flat.untyped_storage().data_ptr() for each in of_blocks}
+    sent = [call.args[0] for call in gather.call_args_list]
+    resident = sum(each.resident.nbytes for each in of_blocks if each.resident is not None)
+    assert places and all(each.stream is of_blocks[0].stream for each in of_blocks)
+    names = {each.layout.numel for each in of_blocks}
+    return sum(t.nbytes for t in sent if t.numel() in names), resident
+
+
+def _halves(kind: str) -> None:
+    count = sum(p.numel() for p in quantized_model().blocks.parameters() if p.dim() > 1)
+    quantized, at_rest = _gathered(quantized_model(dtype=torch.bfloat16), kind)
+    torch.manual_seed(5)
+    plain, _ = _gathered(TinyModel().bfloat16(), kind)
+    assert plain == 2 * quantized > 0
+    shards = dist.get_world_size() if kind == "optim_grads_params" else 1
+    assert count / shards <= at_rest <= 1.1 * count / shards
+
+
+@pytest.mark.parametrize("kind", ["optim", "optim_grads_params"])
+def test_gathers_half_the_bytes_of_bf16(ranks: RankPool, kind: str) -> None:
+    ranks.run(2, _halves, kind)
+
+
+def _between_steps(kind: str) -> None:
+    """Between steps, only this rank's bytes and scales are left, and a deleted model leaves nothing."""
+    model, optimizer = sharded_model(kind, quantized_model())
+    train(model, optimizer, batches(2, dist.get_world_size()))
+    for unit in model.engine.units:
+        for group in unit.groups:
+            for param in group.params:
+                if group.storage is not None:
+                    assert param.compute.dequantized is None and param.compute.initial is None
+                    assert not vars(param.main).keys() & group.storage.fields
+                    stored = param.compute.raw.untyped_storage()
+                    assert stored._cdata == group.weights.compute.flat.untyped_storage()._cdata
+                    assert stored.nbytes() == 0 or not group.weights.temporary
+    left = [weakref.ref(each) for group in model.engine.groups for each in (group.weights.main, group.weights.resident)
+            if each is not None]  # fmt: skip
+    gc.collect()
+    gc.disable()
+    try:
+        del model, optimizer, unit, group, param, stored
+        assert not any(reference() is not None for reference in left)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("kind", ["optim", "optim_grads_params"])
+def test_what_is_left_between_steps(ranks: RankPool, kind: str) -> None:
+    ranks.run(2, _between_steps, kind)
+
+
+def _plain() -> None:
+    with patch.object(quantizing, "all_reduce", side_effect=AssertionError):
+        model, optimizer = fully_shard(model := TinyModel(), exact(model.parameters()), fsdp_unit_modules=[Block])
+        train(model, optimizer, batches(2, dist.get_world_size()))
+    assert all(group.weights.batch is None and group.weights.resident is None for group in model.engine.groups)
+
+
+def test_other_models_are_as_before(ranks: RankPool) -> None:
+    ranks.run(2, _plain)
+
+
+# Changes from outside ---------------------------------------------------------------------------------------------
+
+
+def _loads(kind: str) -> None:
+    """A forward after a load uses the loaded weights, and a corrupted byte is found and mended."""
+    model, optimizer = sharded_model(kind, quantized_model())
+    data = batches(6, dist.get_world_size())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    losses = train(model, optimizer, data)
+    model.load_state_dict(before)
+    assert loss_of(model, data[0, dist.get_rank()]).item() == losses[0]
+    with torch.no_grad():
+        for param in model.engine.params():
+            local_shard(param.main).mul_(0.5)
+    model.install_optimized_model_weights()
+    assert loss_of(model, data[0, dist.get_rank()]).item() != losses[0]
+    assert inconsistent_weights(model.engine) == []
+    group = next(group for group in model.engine.groups if group.storage is not None)
+    if not group.weights.temporary:
+        if dist.get_rank() == 1:
+            group.params[0].compute.raw[0, 0] += 1
+        assert inconsistent_weights(model.engine) == [group.params[0].name]
+        assert inconsistent_weights(model.engine) == []
+
+
+@pytest.mark.parametrize("kind", STRATEGIES)
+def test_loaded_weights_are_quantized(ranks: RankPool, kind: str) -> None:
+    ranks.run(2, _loads, kind)
+
+
+def _returns() -> None:
+    model = quantized_model()
+    model.blocks[0].forward = lambda x, block=model.blocks[0], run=model.blocks[0].forward: (run(x), block.up.weight)
+    model.forward = lambda tokens: model.blocks[0](model.embedding(tokens))
+    expected = model.blocks[0].up.weight.dequantize().clone()
+    sharded, _ = sharded_model("optim_grads_params", model)
+    _, returned = sharded(batches(1, 1)[0, 0])
+    assert type(returned) is torch.Tensor and torch.equal(returned, expected)
+
+
+def test_a_unit_that_returns_its_weight_returns_a_copy(ranks: RankPool) -> None:
+    ranks.run(2, _returns)
+
+
+# Checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def _data() -> torch.Tensor:
+    """The same micro-batch on every rank: with a power of 2 of ranks, the mean of gradients is exact."""
+    return batches(6, 1).expand(-1, dist.get_world_size(), -1, -1)
+
+
+def _state(model: MegatronFSDP, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def _save(folder: str, kind: str) -> list[float]:
+    model, optimizer = sharded_model(kind, quantized_model())
+    train(model, optimizer, _data()[:3])
+    dcp.save(_state(model, optimizer), checkpoint_id=folder)
+    return train(model, optimizer, _data()[3:])
+
+
+def _resume(folder: str, kind: str) -> list[float]:
+    other = quantized_model(keep_initial=False)
+    model, optimizer = sharded_model(kind, other)
+    train(model, optimizer, _data()[4:5])
+    state = _state(model, optimizer)
+    dcp.load(state, checkpoint_id=folder)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    return train(model, optimizer, _data()[3:])
+
+
+def test_resumes_exactly_on_other_numbers_of_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    expected = ranks.run(2, _save, str(tmp_path), "optim_grads_params")[0]
+    for size, kind in ((1, "optim_grads_params"), (2, "optim"), (4, "hsdp"), (4, "hybrid")):
+        assert ranks.run(size, _resume, str(tmp_path), kind) == [expected] * size, kind
+    # The mean of three gradients is rounded, but nothing was rounded before.
+    assert [losses[0] for losses in ranks.run(3, _resume, str(tmp_path), "optim_grads_params")] == [expected[0]] * 3
+
+
+# Errors -----------------------------------------------------------------------------------------------------------
+
+
+class Derived(Float8Tensor):
+    """A subclass of a registered class."""
+
+
+class TwoPlanes(Float8Storage):
+    """A format that the engine does not support yet."""
+
+    planes = (Plane(), Plane(2))
+
+
+REFUSED: dict[str, tuple[Any, dict, str]] = {
+    "expert": (lambda m: setattr(m.head.weight, "allreduce", False), {}, "as an expert"),
+    "tensor-parallel": (
+        lambda m: setattr(m.head.weight, TENSOR_PARALLEL, (init_device_mesh(DEVICE, (1,)), [Shard(0)])),
+        {"tp_dim": "tp"},
+        "as a tensor-parallel parameter",
+    ),
+    "offload": (lambda m: None, {"offload_optimizer": True}, "with offload_optimizer"),
+    "compute_dtype": (
+        lambda m: None,
+        {"mixed_precision_policy": MixedPrecisionPolicy(compute_dtype=torch.bfloat16)},
+        "with compute_dtype=torch.bfloat16",
+    ),
+}
+
+
+def _refuses(name: str) -> None:
+    change, more, message = REFUSED[name]
+    if "tp_dim" in more:
+        mesh = init_device_mesh(DEVICE, (1, 1), mesh_dim_names=("dp", "tp"))
+        more = {**more, "device_mesh": mesh, "dp_shard_dim": "dp"}
+    model = quantized_model()
+    change(model)
+    before = [id(p) for p in model.parameters()]
+    with pytest.raises(NotImplementedError, match=rf"Parameter \S+weight is a quantized Float8Tensor of .*{message}"):
+        fully_shard(model, exact(model.parameters()), fsdp_unit_modules=[Block], **more)
+    assert before == [id(p) for p in model.parameters()]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_unsupported_settings_raise(ranks: RankPool, name: str) -> None:
+    ranks.run(1, _refuses, name)
+
+
+def _refuses_formats() -> None:
+    model = quantized_model()
+    raw = model.head.weight
+    model.head.weight = nn.Parameter(Derived(raw.raw, raw.inverse_scale, raw.dtype))
+    with pytest.raises(NotImplementedError, match="Parameter head.weight is a .*Derived, a tensor subclass that keeps"):
+        fully_shard_model(model, fsdp_unit_modules=[Block])
+    with patch.object(Float8Storage, "planes", TwoPlanes.planes):
+        with pytest.raises(NotImplementedError, match="several planes"):
+            fully_shard_model(quantized_model(), fsdp_unit_modules=[Block])
+    with pytest.raises(NotImplementedError, match="changes a Float8Tensor in place"), torch.no_grad():
+        raw.zero_()
+
+
+def test_unknown_formats_raise(ranks: RankPool) -> None:
+    ranks.run(1, _refuses_formats)
+
+
+def _differ() -> None:
+    block = (128, 128) if dist.get_rank() else None
+    with pytest.raises(ValueError, match=r"parameter \S+weight.*stored as"):
+        model, _ = sharded_model("optim_grads_params", quantized_model(block))
+        model.engine.agree()
+
+
+def test_ranks_with_different_formats_raise(ranks: RankPool) -> None:
+    ranks.run(2, _differ)
