@@ -242,7 +242,12 @@ def test_gathers_half_the_bytes_of_bf16(ranks: RankPool, kind: str) -> None:
 def _between_steps(kind: str) -> None:
     """Between steps, only this rank's bytes and scales are left, and a deleted model leaves nothing."""
     model, optimizer = sharded_model(kind, quantized_model())
+    ready = []
+    down = model.module.blocks[0].down
+    down.register_forward_pre_hook(lambda module, args: ready.append(module.weight.dequantized is not None))
+    down.register_full_backward_hook(lambda module, *args: ready.append(module.weight.dequantized is not None))
     train(model, optimizer, batches(2, dist.get_world_size()))
+    assert ready == [True] * 4
     for unit in model.engine.units:
         for group in unit.groups:
             for param in group.params:
@@ -257,7 +262,7 @@ def _between_steps(kind: str) -> None:
     gc.collect()
     gc.disable()
     try:
-        del model, optimizer, unit, group, param, stored
+        del model, optimizer, unit, group, param, stored, down
         assert not any(reference() is not None for reference in left)
     finally:
         gc.enable()
