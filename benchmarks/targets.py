@@ -87,7 +87,8 @@ TARGETS: tuple[Target, ...] = (
     Target("memory", "ours-3", "peak", 0.70, "original-3-limited", where=MIXED),
     Target("copies", "ours-3", "gather_copies", 0.0),
     Target("copies", "ours-3", "gradient_writes", 1.0),
-    Target("copies", "ours-3-fused", "fused_gradient_writes", 0.0),
+    # The layout's padding is zeroed, which is at most 1 %.
+    Target("copies", "ours-3-fused", "fused_gradient_writes", 0.01),
     Target("copies", "ours-3", "gathers_per_unit_and_pass", 1.0),
     Target("copies", "ours-3", "reduces_per_unit", 1.0),
     Target("optimizer", "ours-3", "optimizer", 1 / 3, "fsdp2"),

@@ -10,6 +10,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -254,6 +255,8 @@ def simulated_device(kernel_time: float = 1.0) -> Iterator[SimulatedDevice]:
         with _disable_current_modes():
             return wait(work, *args)
 
+    # torch caches this list of its functions. It must not be made while some of them are replaced.
+    _device_constructors()
     with contextlib.ExitStack() as stack:
         for name, value in _tensor_methods(device).items():
             stack.enter_context(patch.object(torch.Tensor, name, value))

@@ -142,7 +142,7 @@ class HostPool(AllocatorPool):
         storage, nbytes = flat.untyped_storage(), flat.nbytes
         if storage.nbytes() == nbytes:
             return
-        kept = self._take(nbytes)
+        kept = self._take(nbytes) if _CAN_SWAP else None
         if kept is None:
             storage.resize_(nbytes)
         else:

@@ -16,7 +16,6 @@ from tests.simulated.device import DEVICE, SimulatedDevice, simulated_device
 from tests.simulated.graphs import CaptureError, SimulatedGraph
 
 pytestmark = [
-    pytest.mark.every_strategy,
     pytest.mark.skipif(REAL_DEVICE == "cuda", reason="computes on CPU tensors"),
 ]
 STEPS, MICRO_BATCHES, WARM_UP = 6, 2, 2

@@ -63,7 +63,6 @@ def _train(settings: dict[str, Any]) -> None:
         assert len(sim.timeline.streams) > 1
 
 
-@pytest.mark.every_strategy
 @pytest.mark.parametrize("bf16", [True, False])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_strategies(ranks: RankPool, strategy: str, bf16: bool) -> None:
@@ -184,7 +183,6 @@ def _equal(settings: dict[str, Any]) -> None:
         assert torch.equal(value, found[name]), name
 
 
-@pytest.mark.every_strategy
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_full_iteration_graphs_train_as_the_eager_loop(ranks: RankPool, strategy: str) -> None:
     ranks.run(2, _equal, {"strategy": strategy})

@@ -19,7 +19,6 @@ from tests.simulated.device import DEVICE, simulated_device
 from tests.simulated.ranks import fake_ranks
 
 pytestmark = [
-    pytest.mark.every_strategy,
     pytest.mark.skipif(REAL_DEVICE == "cuda", reason="computes on CPU tensors"),
 ]
 Optimizer = torch.optim.Optimizer

@@ -19,7 +19,6 @@ from tests.simulated.device import DEVICE, SimulatedDevice, simulated_device
 from tests.simulated.ranks import fake_ranks
 
 pytestmark = [
-    pytest.mark.every_strategy,
     pytest.mark.skipif(REAL_DEVICE == "cuda", reason="computes on CPU tensors"),
 ]
 WIDTH, DEPTH = 64, 8
