@@ -100,6 +100,7 @@ FEATURES = (
     Feature("a whole iteration in a CUDA graph", (), simulated=("test_graphs.py",)),
     Feature("no wait of the host for the device in a step", (), simulated=("test_engine.py::test_strategies",)),
     Feature("the faults that were planted in the engine are found", (), simulated=("test_faults.py",)),
+    Feature("weights in 8 bits, a reference format", ("test_quantized.py",)),
     Feature("state dicts, torch.distributed.checkpoint, other numbers of ranks", ("test_state_dict.py",)),
     Feature("checkpoints across granularities", ("test_granularity.py::test_checkpoint_is_loaded_whatever_was_cut",)),
     Feature("one order of communication, under random delays", ("test_order.py",)),
