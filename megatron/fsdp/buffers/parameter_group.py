@@ -138,7 +138,7 @@ class ParameterGroup:
             start, offset = param.shard_slice.start, param.shard_slice.shard_offset
             span = slice(offset, offset + param.shard_slice.stop - start)
             shards.append(WeightShard(param.compute, self.weights.main[span], start, (self.weights.own_bytes[span],)))
-        batch.add(self.storage, self.weights.main_groups, shards)
+        batch.add(self.storage, self.weights.shared_by(), shards)
         self.weights.batch = batch
 
     def is_divided(self, i: int) -> bool:

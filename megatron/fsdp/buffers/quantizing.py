@@ -1,13 +1,31 @@
 """Quantizes the main weights of a whole model into compute weights, in one batch after each change."""
 
-import functools
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from megatron.fsdp.comm.collectives import all_reduce
 from megatron.fsdp.quantized.storage import WeightShard, WeightStorage
+
+
+@dataclass(frozen=True)
+class SharedBy:
+    """The ranks that share main weights; see :class:`megatron.fsdp.quantized.storage.ReduceMax`.
+
+    Attributes:
+        process_group: These ranks, as a group that tasks of the unshard stream may use.
+        divided: Each has a shard. If False, each has all main weights, so that there is nothing to reduce.
+    """
+
+    process_group: dist.ProcessGroup
+    divided: bool
+
+    def __call__(self, values: torch.Tensor) -> None:
+        """See ``ReduceMax``."""
+        if self.divided:
+            all_reduce(values, dist.ReduceOp.MAX, self.process_group)
 
 
 class QuantizationBatch:
@@ -24,30 +42,22 @@ class QuantizationBatch:
         self.version = 0
         # Only tasks of the unshard stream read and write this, and these run one after the other.
         self._done = -1
-        self._shards: dict[tuple[Hashable, tuple[dist.ProcessGroup, ...]], tuple[WeightStorage, list[WeightShard]]] = {}
+        self._shards: dict[tuple[Hashable, SharedBy], tuple[WeightStorage, list[WeightShard]]] = {}
 
-    def add(
-        self, storage: WeightStorage, process_groups: tuple[dist.ProcessGroup, ...], shards: Sequence[WeightShard]
-    ) -> None:
+    def add(self, storage: WeightStorage, ranks: SharedBy, shards: Sequence[WeightShard]) -> None:
         """Add parameters, in the same order on every rank.
 
         Args:
             storage: How they are stored.
-            process_groups: What their main weights are sharded over, as groups that tasks of the unshard stream may
-                use.
+            ranks: What their main weights are shared by.
             shards: This rank's shard of each.
         """
-        self._shards.setdefault((storage.key, process_groups), (storage, []))[1].extend(shards)
+        self._shards.setdefault((storage.key, ranks), (storage, []))[1].extend(shards)
 
     def run(self, version: int) -> None:
         """Quantize all shards, unless that is done for this version. Part of a task of the unshard stream."""
         if self._done == version:
             return
-        for (_, process_groups), (storage, shards) in self._shards.items():
-            storage.quantize(shards, functools.partial(_reduce_max, process_groups))
+        for (_, ranks), (storage, shards) in self._shards.items():
+            storage.quantize(shards, ranks)
         self._done = version
-
-
-def _reduce_max(process_groups: Sequence[dist.ProcessGroup], values: torch.Tensor) -> None:
-    for group in process_groups:
-        all_reduce(values, dist.ReduceOp.MAX, group)

@@ -3,11 +3,10 @@
 import functools
 
 import torch
-import torch.distributed as dist
 
 from megatron.fsdp.buffers.flat_buffer import FlatBuffer, slot_view
 from megatron.fsdp.buffers.pool import Pool
-from megatron.fsdp.buffers.quantizing import QuantizationBatch
+from megatron.fsdp.buffers.quantizing import QuantizationBatch, SharedBy
 from megatron.fsdp.comm.collectives import all_gather
 from megatron.fsdp.comm.context import CommContext
 from megatron.fsdp.comm.streams import Handle
@@ -65,6 +64,7 @@ class WeightBuffer:
         device, stream = context.device, context.unshard_stream
         self.layout = layout
         self.sharding = sharding
+        self._axes = axes
         self.temporary = sharding.inner.shards_parameters
         self.stream = stream
         self._inner = stream.group(axes.gather)
@@ -94,11 +94,11 @@ class WeightBuffer:
         self.batch: QuantizationBatch | None = None
         self._quantized = dtypes.quantized
 
-    @property
-    def main_groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """What the main weights are sharded over, as groups that tasks of the stream may use."""
-        inner = (self._inner,) if self.sharding.inner.shards_optimizer else ()
-        return (*inner, self._outer) if self.sharding.outer.shards_optimizer and self._outer is not None else inner
+    def shared_by(self) -> SharedBy:
+        """The ranks that share main weights. The first call may be a collective of these ranks."""
+        divided, axes = self.sharding.inner.shards_optimizer, self._axes
+        group = axes.inner if divided and not self.sharding.outer.shards_optimizer else axes.dp_group
+        return SharedBy(self._inner if group is axes.inner else self.stream.group(group), divided)
 
     @property
     def own_bytes(self) -> torch.Tensor:

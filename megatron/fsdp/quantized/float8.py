@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_map
 
-from megatron.fsdp.quantized.storage import Plane, ReduceMax, WeightShard, register_format
+from megatron.fsdp.quantized.storage import Direction, Plane, ReduceMax, WeightShard, register_format
 
 FORMAT = torch.float8_e4m3fn
 
@@ -133,6 +133,7 @@ class Float8Storage:
     block: Block
 
     planes = (Plane(),)
+    block_rows = None
     fields = frozenset({"raw", "inverse_scale", "block", "initial", "dequantized"})
 
     @property
@@ -144,18 +145,23 @@ class Float8Storage:
         """See ``WeightStorage``."""
         return parameter.dequantize() if parameter.initial is None else parameter.initial
 
-    def bind(self, parameter: Any, planes: Sequence[torch.Tensor]) -> None:
+    def problem(self, parameter: torch.Tensor, device: torch.device) -> str | None:
         """See ``WeightStorage``."""
-        (parameter.raw,) = planes
+        return None
+
+    def bind(self, parameter: Any, planes: Sequence[torch.Tensor]) -> torch.Tensor:
+        """See ``WeightStorage``."""
+        parameter.raw = planes[0].view(parameter.shape)
         # They may be on another device than the parameter was.
         parameter.inverse_scale = parameter.inverse_scale.to(parameter.raw.device, copy=True)
         parameter.initial = parameter.dequantized = None
+        return parameter
 
     def quantize(self, shards: Sequence[WeightShard], reduce_max: ReduceMax) -> None:
         """See ``WeightStorage``."""
         if not shards:
             return
-        values = [shard.main.float() for shard in shards]
+        values = [shard.values() for shard in shards]
         blocks, counts = [], []
         for shard in shards:
             stop = shard.start + shard.main.numel()
@@ -171,7 +177,7 @@ class Float8Storage:
             shard.planes[0].copy_(codes)
             shard.parameter.inverse_scale.copy_(inverse)
 
-    def before_use(self, parameters: Sequence[Any]) -> None:
+    def before_use(self, parameters: Sequence[Any], direction: Direction) -> None:
         """See ``WeightStorage``. Dequantizes once for all uses."""
         for parameter in parameters:
             parameter.dequantized = None

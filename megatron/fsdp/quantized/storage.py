@@ -1,20 +1,46 @@
 """How a quantized compute weight is stored: the interface of the formats, and their registry by tensor class."""
 
+import importlib
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 
-# Replaces a tensor by its maximum over the ranks that share a parameter's main weight, in place. A collective: every
-# rank passes a tensor of the same length.
-ReduceMax = Callable[[torch.Tensor], None]
+
+class Direction(Enum):
+    """What a parameter is used for."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+class ReduceMax(Protocol):
+    """Reduces over the ranks that share a parameter's main weights."""
+
+    def __call__(self, values: torch.Tensor) -> None:
+        """Replace a tensor by its maximum over the ranks, in place.
+
+        A collective: every rank passes a tensor of the same shape and dtype.
+        """
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """A group of these ranks, for libraries that reduce themselves. It may have further ranks with equal values."""
 
 
 class Plane(NamedTuple):
-    """One array of bytes per parameter, such as its values by rows."""
+    """One array of bytes per parameter, such as its values by rows, or their scales.
+
+    Attributes:
+        values_per_byte: Elements of the parameter for each byte.
+        directions: The passes that read it. Others do not gather it.
+    """
 
     values_per_byte: int = 1
+    directions: frozenset[Direction] = frozenset(Direction)
 
 
 @dataclass(frozen=True)
@@ -23,7 +49,7 @@ class WeightShard:
 
     Attributes:
         parameter: The compute weight. What it holds besides planes, such as scales, is whole on every rank.
-        main: The shard's main weights, flat.
+        main: The shard's main weights, flat. With ``offload_optimizer`` they are in host memory.
         start: Its first element, counted in the flattened parameter.
         planes: Where its bytes are to be written, flat, one uint8 tensor per plane.
     """
@@ -33,6 +59,10 @@ class WeightShard:
     start: int
     planes: tuple[torch.Tensor, ...]
 
+    def values(self) -> torch.Tensor:
+        """The main weights in float32, flat, on the device of the compute weights."""
+        return self.main.to(self.planes[0].device, torch.float32, non_blocking=True)
+
 
 class WeightStorage(Protocol):
     """Reads and writes parameters of one tensor class. It has no state: that is in the parameters.
@@ -40,6 +70,7 @@ class WeightStorage(Protocol):
     Attributes:
         key: Parameters with equal keys may share a flat buffer and a call of :meth:`quantize`.
         planes: The arrays of bytes that are sharded and gathered.
+        block_rows: Ranks divide a parameter only between blocks of this many rows. None: between any two bytes.
         fields: Attributes of a parameter that are part of its storage, and not marks that a framework has set.
     """
 
@@ -52,16 +83,28 @@ class WeightStorage(Protocol):
         """See the class."""
 
     @property
+    def block_rows(self) -> int | None:
+        """See the class."""
+
+    @property
     def fields(self) -> frozenset[str]:
         """See the class."""
+
+    def problem(self, parameter: torch.Tensor, device: torch.device) -> str | None:
+        """Why a parameter cannot be trained on this device, such as an odd shape or old hardware; None if it can."""
 
     def initial(self, parameter: torch.Tensor) -> torch.Tensor:
         """The values before quantization if the parameter still has them, or else the dequantized ones."""
 
-    def bind(self, parameter: torch.Tensor, planes: Sequence[torch.Tensor]) -> None:
-        """Make the parameter's bytes views of ``planes``, in its shape, and drop its initial values.
+    def bind(self, parameter: torch.Tensor, planes: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Store the parameter's bytes in ``planes`` from now on, and drop its initial values.
 
-        The views may have no memory at this moment, or other content.
+        Args:
+            parameter: The parameter. It may be on another device than the planes, or on the meta device.
+            planes: Flat uint8 tensors. They may have no memory at this moment, or other content.
+
+        Returns:
+            The tensor to use as the parameter: the same, or one that takes its place.
         """
 
     def quantize(self, shards: Sequence[WeightShard], reduce_max: ReduceMax) -> None:
@@ -73,14 +116,20 @@ class WeightStorage(Protocol):
                 collective, or never, but equally often on every rank.
         """
 
-    def before_use(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Prepare parameters whose bytes are whole for forward or backward. Runs with the compute."""
+    def before_use(self, parameters: Sequence[torch.Tensor], direction: Direction) -> None:
+        """Prepare parameters whose planes of this direction are whole. Runs with the compute."""
 
     def after_use(self, parameters: Sequence[torch.Tensor]) -> None:
         """Drop what :meth:`before_use` and the compute have derived from the bytes."""
 
 
 _FORMATS: dict[type[torch.Tensor], Callable[[torch.Tensor], WeightStorage]] = {}
+
+# Packages whose tensor classes a module of ours registers. It is imported when a model has such a tensor.
+_PLUGINS = {
+    "torchao": "megatron.fsdp.quantized.torchao",
+    "transformer_engine": "megatron.fsdp.quantized.transformer_engine",
+}
 
 
 def register_format(cls: type[torch.Tensor], storage: Callable[[torch.Tensor], WeightStorage]) -> None:
@@ -95,5 +144,9 @@ def register_format(cls: type[torch.Tensor], storage: Callable[[torch.Tensor], W
 
 def storage_of(parameter: torch.Tensor) -> WeightStorage | None:
     """How a parameter of a registered class is stored; None for all others."""
-    storage = _FORMATS.get(type(parameter))
+    cls = type(parameter)
+    plugin = _PLUGINS.pop(cls.__module__.partition(".")[0], None)
+    if plugin is not None:
+        importlib.import_module(plugin)
+    storage = _FORMATS.get(cls)
     return None if storage is None else storage(parameter)

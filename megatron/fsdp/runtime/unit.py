@@ -20,6 +20,7 @@ from megatron.fsdp.comm.journal import Channel, Log, report_on_failure
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.helpers.labels import profiled
 from megatron.fsdp.helpers.weak import not_compiled, weak_method
+from megatron.fsdp.quantized.storage import Direction
 
 logger = logging.getLogger(__name__)
 
@@ -213,7 +214,7 @@ class Unit:
             for group in self.groups:
                 group.weights.wait()
             for storage, params in self.quantized:
-                storage.before_use(params)
+                storage.before_use(params, Direction.BACKWARD if state is WeightState.BACKWARD else Direction.FORWARD)
         self.to(state)
         self.show(compute=True)
 
