@@ -47,11 +47,13 @@ def sharded_model(kind: str, model: nn.Module, **more: Any) -> tuple[MegatronFSD
     return fully_shard(model, exact(model.parameters()), fsdp_unit_modules=[Block], **arguments(kind), **more)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, data: torch.Tensor) -> list[float]:
-    """Train on this rank's micro-batch of every step, [steps, ranks, ...]; return the losses."""
-    losses = []
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, data: torch.Tensor, rank: int | None = None
+) -> list[float]:
+    """Train on a rank's micro-batch of every step, [steps, ranks, ...], and return the losses. None: on this rank's."""
+    losses, rank = [], dist.get_rank() if rank is None else rank
     for step in data:
-        loss = loss_of(model, step[dist.get_rank()])
+        loss = loss_of(model, step[rank])
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
