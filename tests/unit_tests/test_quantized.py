@@ -23,7 +23,27 @@ from megatron.fsdp.quantized.float8 import Float8Storage, Float8Tensor
 from megatron.fsdp.state.consistency import inconsistent_weights
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard, fully_shard_model
 from tests.models import DEVICE, STRATEGIES, Block, TinyModel, batches, loss_of
-from tests.quantized_models import BLOCKS, KINDS, Reference, arguments, exact, quantized_model, sharded_model, train
+from tests.quantized_models import (
+    ANYWHERE,
+    BLOCKS,
+    KINDS,
+    Reference,
+    arguments,
+    exact,
+    quantized_model,
+    sharded_model,
+    train,
+)
+    ANYWHERE,
+    BLOCKS,
+    KINDS,
+    Reference,
+    arguments,
+    exact,
+    quantized_model,
+    sharded_model,
+    train,
+)
 from tests.ranks import RankPool
 
 STEPS = 20
@@ -47,7 +67,7 @@ def _whole(value: torch.Tensor, block: tuple[int, int] | None) -> torch.Tensor:
         for j in range(0, matrix.shape[1], width):
             part = matrix[i : i + height, j : j + width]
             largest = part.abs().max()
-            scale = (448 / largest).clamp(max=torch.finfo().max) if largest > 0 else torch.ones(())
+            scale = (torch.tensor(448.0) / largest).clamp(max=torch.finfo().max) if largest > 0 else torch.ones(())
             result[i : i + height, j : j + width] = (part * scale).to(torch.float8_e4m3fn).view(torch.uint8)
     return result.view(value.shape)
 
@@ -95,10 +115,10 @@ def _expected(model: nn.Module, data: torch.Tensor, rank: int | None = None) -> 
     return [reference.step(step)[rank] for step in data]
 
 
-def _trains(kind: str, block: tuple[int, int] | None, keep_initial: bool, dtype: torch.dtype, more: dict) -> None:
+def _trains(kind: str, format: str, keep_initial: bool, dtype: torch.dtype, more: dict) -> None:
     data = batches(STEPS, dist.get_world_size())
-    expected = _expected(quantized_model(block, dtype, keep_initial), data)
-    model, optimizer = sharded_model(kind, quantized_model(block, dtype, keep_initial), **more)
+    expected = _expected(quantized_model(format, dtype, keep_initial), data)
+    model, optimizer = sharded_model(kind, quantized_model(format, dtype, keep_initial), **more)
     assert train(model, optimizer, data) == expected
     assert expected[-1] < expected[0] - 0.1
     assert inconsistent_weights(model.engine) == []
@@ -106,12 +126,12 @@ def _trains(kind: str, block: tuple[int, int] | None, keep_initial: bool, dtype:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_trains_as_unsharded(ranks: RankPool, kind: str) -> None:
-    ranks.run(_ranks_of(kind), _trains, kind, None, True, torch.float32, {})
+    ranks.run(_ranks_of(kind), _trains, kind, "tensor", True, torch.float32, {})
 
 
-@pytest.mark.parametrize("block", BLOCKS)
-def test_trains_as_unsharded_in_blocks(ranks: RankPool, block: str) -> None:
-    ranks.run(2, _trains, "optim_grads_params", BLOCKS[block], True, torch.float32, {})
+@pytest.mark.parametrize("format", ANYWHERE)
+def test_formats_train_as_unsharded(ranks: RankPool, format: str) -> None:
+    ranks.run(2, _trains, "optim_grads_params", format, True, torch.float32, {})
 
 
 FP32 = MixedPrecisionPolicy(main_grads_dtype=torch.float32)
@@ -128,7 +148,7 @@ VARIANTS: dict[str, tuple[bool, torch.dtype, dict]] = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variants_train_as_unsharded(ranks: RankPool, variant: str) -> None:
-    ranks.run(2, _trains, "optim_grads_params", None, *VARIANTS[variant])
+    ranks.run(2, _trains, "optim_grads_params", "tensor", *VARIANTS[variant])
 
 
 def _tensor_parallel() -> None:
@@ -263,15 +283,15 @@ def _between_steps(kind: str) -> None:
     model, optimizer = sharded_model(kind, quantized_model())
     ready = []
     down = model.module.blocks[0].down
-    down.register_forward_pre_hook(lambda module, args: ready.append(module.weight.dequantized is not None))
-    down.register_full_backward_hook(lambda module, *args: ready.append(module.weight.dequantized is not None))
+    down.register_forward_pre_hook(lambda module, args: ready.append(bool(module.weight.dequantized)))
+    down.register_full_backward_hook(lambda module, *args: ready.append(bool(module.weight.dequantized)))
     train(model, optimizer, batches(2, dist.get_world_size()))
     assert ready == [True] * 4
     for unit in model.engine.units:
         for group in unit.groups:
             for param in group.params:
                 if group.storage is not None:
-                    assert param.compute.dequantized is None and param.compute.initial is None
+                    assert not param.compute.dequantized and param.compute.initial is None
                     assert not vars(param.main).keys() & group.storage.fields
                     stored = param.compute.raw.untyped_storage()
                     assert stored._cdata == group.weights.compute.flat.untyped_storage()._cdata
@@ -412,7 +432,7 @@ def test_unsupported_settings_raise(ranks: RankPool) -> None:
 def _refuses_formats() -> None:
     model = quantized_model()
     raw = model.head.weight
-    model.head.weight = nn.Parameter(Derived(raw.raw, raw.inverse_scale, raw.dtype))
+    model.head.weight = nn.Parameter(Derived.quantize(raw.dequantize()))
     with pytest.raises(NotImplementedError, match="Parameter head.weight is a .*Derived, a tensor subclass that keeps"):
         fully_shard_model(model, fsdp_unit_modules=[Block])
     with pytest.raises(NotImplementedError, match="changes a Float8Tensor in place"), torch.no_grad():
@@ -424,9 +444,9 @@ def test_unknown_formats_raise(ranks: RankPool) -> None:
 
 
 def _differ() -> None:
-    block = (128, 128) if dist.get_rank() else None
+    format = "128x128" if dist.get_rank() else "tensor"
     with pytest.raises(ValueError, match=r"parameter \S+weight.*stored as"):
-        model, _ = sharded_model("optim_grads_params", quantized_model(block))
+        model, _ = sharded_model("optim_grads_params", quantized_model(format))
         model.engine.agree()
 
 
