@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.fsdp.quantized.float8 import Float8Tensor
+from megatron.fsdp.quantized.storage import storage_of
 from megatron_fsdp import MegatronFSDP, fully_shard
 from tests.models import DEVICE, STRATEGIES, Block, TinyModel, device, loss_of
 
@@ -71,9 +72,8 @@ class Reference:
 
     @staticmethod
     def _initial(parameter: torch.Tensor) -> torch.Tensor:
-        if not isinstance(parameter, Float8Tensor):
-            return parameter.detach()
-        return parameter.dequantize() if parameter.initial is None else parameter.initial
+        storage = storage_of(parameter)
+        return parameter.detach() if storage is None else storage.initial(parameter)
 
     def step(self, micro_batches: torch.Tensor) -> list[float]:
         """Train one step; return the loss of each micro-batch."""
