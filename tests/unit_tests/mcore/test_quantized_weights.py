@@ -4,6 +4,7 @@ Transformer Engine needs CUDA, so this is simulated: the reference format takes 
 here that of its ``fp8_model_init``.
 """
 
+import dataclasses
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -19,30 +20,19 @@ from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.helpers.spelling import bare_name
 from megatron.fsdp.quantized.float8 import Float8Tensor
 from megatron.fsdp.quantized.storage import KEEP_TRANSPOSE
+from tests.quantized_models import layers_of, quantize_layers
 from tests.ranks import DEVICE, RankPool
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here")
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-# The layers whose weights Megatron quantizes. Embeddings, norms and biases stay as they are.
-LAYERS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 BLOCK = (16, 16)
 
 
-def _layers(model: nn.Module) -> list[nn.Module]:
-    return [module for name, module in model.named_modules() if name.rpartition(".")[2] in LAYERS]
-
-
 def quantized_gpt(config: Any) -> nn.Module:
-    """A GPT that keeps its initial values in high precision, as Megatron asks for."""
     from tests.megatron_models import gpt
 
-    model = gpt(config)
-    for layer in _layers(model):
-        weight = layer.weight
-        layer.weight = nn.Parameter(Float8Tensor.quantize(weight, BLOCK, keep_initial=True))
-        vars(layer.weight).update(vars(weight))
-    return model
+    return quantize_layers(gpt(config), BLOCK)
 
 
 class _Round(torch.autograd.Function):
@@ -65,7 +55,7 @@ def rounded_gpt(config: Any) -> nn.Module:
     from tests.megatron_models import gpt
 
     model = gpt(config)
-    for layer in _layers(model):
+    for layer in layers_of(model).values():
         parametrize.register_parametrization(layer, "weight", _Rounded())
     return model
 
@@ -106,6 +96,7 @@ def test_variants_train_as_with_ddp(ranks: RankPool, variant: str) -> None:
 
 
 def _what_megatron_reads(keep: bool) -> None:
+    from megatron.fsdp.mcore.statistics import get_megatron_optimizer
     from tests.megatron_models import forward_backward, megatron, optimizer_of, tokens, wrapped
 
     with megatron():
@@ -113,9 +104,11 @@ def _what_megatron_reads(keep: bool) -> None:
         quantized = [p.compute for p in model.module.engine.params() if isinstance(p.compute, Float8Tensor)]
         assert len(quantized) == 8
         assert all(getattr(weight, KEEP_TRANSPOSE) is keep for weight in quantized)
+        optimizer = optimizer_of(model)
         # It would make the optimizer write weights into a buffer of Megatron's DDP.
-        optimizer = optimizer_of(model, reuse_grad_buf_for_mxfp8_param_ag=True)
-        assert not optimizer.config.reuse_grad_buf_for_mxfp8_param_ag
+        config = dataclasses.replace(optimizer.config, reuse_grad_buf_for_mxfp8_param_ag=True)
+        get_megatron_optimizer(lambda *_: Namespace(), config, [model])
+        assert not config.reuse_grad_buf_for_mxfp8_param_ag
         forward_backward(model, tokens(0, 1))
         assert optimizer.step()[0]
         # Megatron's optimizer, its norm of parameters and its checkpoints look for quantized tensors by class.
@@ -147,7 +140,7 @@ def _with_extra_state(build: Any) -> Any:
 
     def built(config: Any) -> nn.Module:
         model = build(config)
-        for layer in _layers(model):
+        for layer in layers_of(model).values():
             own = {"get_extra_state": get, "set_extra_state": put}
             layer.__class__ = type(type(layer).__name__, (type(layer),), own)
         return model
@@ -203,11 +196,10 @@ def _load_and_save(source: Path, target: Path, quantized: bool, extra: bool) -> 
         model.load_state_dict({key: value for key, value in loaded.items() if extra or "_extra_state" not in key})
         found = _whole(model)
         used: dict[str, torch.Tensor] = {}
-        for name, layer in model.named_modules():
-            if quantized and name.rpartition(".")[2] in LAYERS:
-                layer.register_forward_pre_hook(
-                    lambda layer, _, name=name: used.update({f"{name}.weight": layer.weight.dequantize()})
-                )
+        for name, layer in layers_of(model).items() if quantized else ():
+            layer.register_forward_pre_hook(
+                lambda layer, _, name=name: used.update({f"{name}.weight": layer.weight.dequantize()})
+            )
         with torch.no_grad():
             gpt_losses(model, tokens(0, 1)[0])
         assert len(used) == 8 * quantized
