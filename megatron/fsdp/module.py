@@ -368,7 +368,6 @@ class MegatronFSDP(nn.Module):
             state_dict = with_prefix(state_dict, "module.", self.engine.params())
         return load(self.engine, self, "module.", state_dict, strict)
 
-    @torch.no_grad()
     def register_buffers(self) -> None:
         """Register all communication buffers that exist now with NCCL. A collective, to be called between steps.
 
@@ -380,6 +379,7 @@ class MegatronFSDP(nn.Module):
         """
         self.engine.register_buffers()
 
+    @torch.no_grad()
     def average_buffers(self) -> None:
         """Replace floating-point buffers by their mean over the data-parallel ranks. A collective.
 
