@@ -36,6 +36,24 @@ FORMATS = {**ANYWHERE, **IN_BLOCKS}
 KINDS = (*STRATEGIES, "hsdp", "hybrid")
 
 
+# The layers of Megatron's models whose weights it quantizes. Embeddings, norms and biases stay as they are.
+_LAYERS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+
+
+def layers_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers that Megatron would build with quantized weights, by name."""
+    return {name: module for name, module in model.named_modules() if name.rpartition(".")[2] in _LAYERS}
+
+
+def quantize_layers(model: nn.Module, block: tuple[int, int] | None = None) -> nn.Module:
+    """Do what ``fp8_model_init`` does in Megatron, with the reference format: keep initial values and marks."""
+    for layer in layers_of(model).values():
+        weight = layer.weight
+        layer.weight = nn.Parameter(Float8Tensor.quantize(weight, block, keep_initial=True))
+        vars(layer.weight).update(vars(weight))
+    return model
+
+
 def exact(parameters: Any) -> torch.optim.Optimizer:
     """Momentum with powers of 2: products are exact, so it does not matter how kernels fuse them with sums."""
     return torch.optim.SGD(parameters, lr=0.25, momentum=0.5)

@@ -9,6 +9,9 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
+# Attribute of a quantized parameter, set before its model is sharded: whether ``after_use`` keeps transposed copies.
+KEEP_TRANSPOSE = "_fsdp_keep_transpose"
+
 
 class Direction(Enum):
     """What a parameter is used for."""
