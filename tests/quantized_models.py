@@ -13,7 +13,11 @@ from megatron.fsdp.quantized.float8 import Float8Tensor
 from megatron.fsdp.quantized.mx import MXTensor
 from megatron.fsdp.quantized.nvfp4 import NVFP4Tensor
 from megatron.fsdp.quantized.reference import ReferenceTensor
+<<<<<<< HEAD
 from megatron.fsdp.quantized.storage import WeightShard
+=======
+from megatron.fsdp.quantized.storage import WeightShard, storage_of
+>>>>>>> main
 from megatron_fsdp import MegatronFSDP, fully_shard
 from tests.models import DEVICE, STRATEGIES, Block, TinyModel, device, loss_of
 
@@ -34,6 +38,24 @@ IN_BLOCKS: dict[str, Callable[..., torch.Tensor]] = {
 FORMATS = {**ANYWHERE, **IN_BLOCKS}
 # The last two have two outer and two inner ranks.
 KINDS = (*STRATEGIES, "hsdp", "hybrid")
+
+
+# The layers of Megatron's models whose weights it quantizes. Embeddings, norms and biases stay as they are.
+_LAYERS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+
+
+def layers_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers that Megatron would build with quantized weights, by name."""
+    return {name: module for name, module in model.named_modules() if name.rpartition(".")[2] in _LAYERS}
+
+
+def quantize_layers(model: nn.Module, block: tuple[int, int] | None = None) -> nn.Module:
+    """Do what ``fp8_model_init`` does in Megatron, with the reference format: keep initial values and marks."""
+    for layer in layers_of(model).values():
+        weight = layer.weight
+        layer.weight = nn.Parameter(Float8Tensor.quantize(weight, block, keep_initial=True))
+        vars(layer.weight).update(vars(weight))
+    return model
 
 
 def exact(parameters: Any) -> torch.optim.Optimizer:
@@ -70,11 +92,13 @@ def sharded_model(kind: str, model: nn.Module, **more: Any) -> tuple[MegatronFSD
     return fully_shard(model, exact(model.parameters()), fsdp_unit_modules=[Block], **arguments(kind), **more)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, data: torch.Tensor) -> list[float]:
-    """Train on this rank's micro-batch of every step, [steps, ranks, ...]; return the losses."""
-    losses = []
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, data: torch.Tensor, rank: int | None = None
+) -> list[float]:
+    """Train on a rank's micro-batch of every step, [steps, ranks, ...], and return the losses. None: on this rank's."""
+    losses, rank = [], dist.get_rank() if rank is None else rank
     for step in data:
-        loss = loss_of(model, step[dist.get_rank()])
+        loss = loss_of(model, step[rank])
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -94,11 +118,20 @@ class Reference:
 
     @staticmethod
     def _initial(parameter: torch.Tensor) -> torch.Tensor:
+<<<<<<< HEAD
         if not isinstance(parameter, ReferenceTensor):
             return parameter.detach()
         for history in [each for name, each in parameter.state.items() if name == "history"]:
             history.zero_()
         return parameter.stored_as.initial(parameter)
+=======
+        storage = storage_of(parameter)
+        if storage is None:
+            return parameter.detach()
+        if isinstance(parameter, ReferenceTensor) and "history" in parameter.state:
+            parameter.state["history"].zero_()
+        return storage.initial(parameter)
+>>>>>>> main
 
     def step(self, micro_batches: torch.Tensor) -> list[float]:
         """Train one step; return the loss of each micro-batch."""
