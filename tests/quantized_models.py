@@ -67,7 +67,7 @@ def quantized_model(format: str = "tensor", dtype: torch.dtype = torch.float32, 
         model = TinyModel(width=32, vocabulary=64)
         for block in model.blocks:
             block.up, block.down = nn.Linear(32, 96), nn.Linear(96, 32, bias=False)
-    model = model.to(device(), dtype)
+    model = model.to(dtype) if model.head.weight.is_meta else model.to(device(), dtype)
     for module in [*(layer for block in model.blocks for layer in (block.up, block.down)), model.head]:
         weight = module.weight.detach()
         module.weight = nn.Parameter(FORMATS[format](weight, keep_initial=keep_initial))
