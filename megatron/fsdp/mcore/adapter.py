@@ -316,7 +316,9 @@ class FullyShardedDataParallel(_BaseDataParallel):
 def fsdp_config(config: TransformerConfig, ddp_config: DistributedDataParallelConfig) -> FSDPConfig:
     """Translate Megatron's settings to the engine's."""
     # Megatron's training loop finishes gradients once per step, not after each backward, and its optimizer reads the
-    # gradient of every trainable parameter.
+    # gradient of every trainable parameter. MXFP8 weights (fp8_param_gather) need no
+    # enable_fine_grained_param_gather, which Megatron-Core's FSDP sets for them: a unit's pass gathers only the bytes
+    # that it reads, by rows in forward and by columns in backward.
     return from_megatron(ddp_config, config, sync_model_each_microbatch=False, zero_unused_gradients=True)
 
 

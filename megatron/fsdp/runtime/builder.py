@@ -124,7 +124,7 @@ def make_blueprint(
     with propagate_errors(index):
         root, tp_mesh = _check_and_divide(module, config, index, unit_modules, device)
         for part in root.walk():
-            check_quantized(part, config, settings(part).policy)
+            check_quantized(part, device, settings(part).policy)
     reshards = unit_modules is not None or bool(root.children)
 
     def settings_to_compare(part: UnitPart) -> str:
