@@ -7,10 +7,11 @@ import torch
 from torch import nn
 
 from megatron.fsdp.buffers.parameter import ShardedParameter
+from megatron.fsdp.buffers.parameter_group import layout_of
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.quantized.storage import Direction, WeightStorage, storage_of
 from megatron.fsdp.runtime.partition import partition
-from megatron.fsdp.sharding.layout import parse_granularity, plan_layout
+from megatron.fsdp.sharding.layout import parse_granularity
 from megatron.fsdp.sharding.strategy import UNSHARDED, Sharding
 from megatron.fsdp.tools.recipes import Recipe
 
@@ -45,6 +46,7 @@ class Bytes:
         unsharded: All compute weights while the unit is unsharded.
         forward: Those of them that forward reads. Quantized weights may have bytes that only one pass reads.
         backward: Those of them that backward reads.
+        derived: Copies of quantized weights that Transformer Engine makes for backward, while the unit is in use.
         produced: Gradients of compute weights, until they are copied into the buffer that is reduced.
         reducing: Gradients while they are reduced.
         gathered: Compute weights that are all-gathered in a step with one micro-batch, at most.
@@ -59,6 +61,7 @@ class Bytes:
     unsharded: int = 0
     forward: int = 0
     backward: int = 0
+    derived: int = 0
     produced: int = 0
     reducing: int = 0
     gathered: int = 0
@@ -119,15 +122,14 @@ class Estimate:
     def peak(self, config: FSDPConfig) -> int:
         """Peak bytes during a step on a GPU, without activations, by the formula of docs/memory.md.
 
-        Without recomputation in backward, which may need the bytes of both passes, and without the copies that kernels
-        derive from quantized weights.
+        Without recomputation in backward, which may need the bytes of both passes.
         """
         root, others = self.units[0].bytes, [unit.bytes for unit in self.units[1:]]
         unsharded = max((max(b.forward, b.backward) for b in others), default=0) * config.max_unsharded_units
-        unsharded += max((b.produced for b in others), default=0)
+        unsharded += max((b.produced + b.derived for b in others), default=0)
         reducing = max((b.reducing for b in others), default=0) * config.max_reducing_units
         total = self.total
-        return total.resting + total.gradients + root.unsharded + root.reducing + unsharded + reducing
+        return total.resting + total.gradients + root.unsharded + root.derived + root.reducing + unsharded + reducing
 
 
 def estimate(
@@ -160,7 +162,8 @@ def _group(params: list[ShardedParameter], config: FSDPConfig, axes: AxisSizes, 
     sharding = config.sharding if key.divisible else UNSHARDED
     shards = axes.inner if sharding.inner.shards_optimizer else 1
     shards *= axes.outer if sharding.outer.shards_optimizer else 1
-    layout = plan_layout([param.local_shape for param in params], shards, parse_granularity(config.shard_granularity))
+    granularity = parse_granularity(config.shard_granularity)
+    layout = layout_of([param.local_shape for param in params], shards, granularity, storage)
     dtypes = config.mixed_precision_policy.resolve(key.dtype, params[0].name)
     elements = sum(slot.numel for slot in layout.slots)
     owned = layout.numel // shards
@@ -175,6 +178,8 @@ def _group(params: list[ShardedParameter], config: FSDPConfig, axes: AxisSizes, 
         reducing=layout.numel * dtypes.grad_comm.itemsize if key.requires_grad else 0,
     )
     _add_compute(found, layout.numel, dtypes.compute, storage, sharding, axes, is_root)
+    if config.keep_fp8_transpose_cache:
+        found.compute, found.derived = found.compute + found.derived, 0
     stored = _name(dtypes.compute) if storage is None else f"{_format(storage)} (as {_name(dtypes.compute)})"
     return found, f"{stored} compute, {_name(dtypes.main_params)} main weights, {_name(dtypes.grad_comm)} reduction"
 
@@ -208,6 +213,7 @@ def _add_compute(
         found.gathered += whole // axes.inner  # over the outer axis, once per step
     if isinstance(storage, Recipe):
         found.compute += storage.scale_bytes(numel)
+        found.derived = storage.transposed_bytes(numel)
 
 
 def _format(storage: WeightStorage) -> str:

@@ -37,6 +37,11 @@ class Recipe:
         """Bytes of the scales of so many elements on each rank."""
         return numel // self.values_per_scale_byte if self.values_per_scale_byte else 0
 
+    def transposed_bytes(self, numel: int) -> int:
+        """Bytes, at most, of the transposed copies of so many elements that are made for backward."""
+        has_own = any(Direction.FORWARD not in plane.directions for plane in self.planes)
+        return 0 if has_own else numel // self.planes[0].values_per_byte + self.scale_bytes(numel)
+
 
 FP8 = {
     "delayed": Recipe("delayed"),
