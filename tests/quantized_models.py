@@ -14,7 +14,7 @@ from megatron.fsdp.quantized.float8 import Float8Tensor
 from megatron.fsdp.quantized.mx import MXTensor
 from megatron.fsdp.quantized.nvfp4 import NVFP4Tensor
 from megatron.fsdp.quantized.reference import ReferenceTensor
-from megatron.fsdp.quantized.storage import WeightShard
+from megatron.fsdp.quantized.storage import WeightShard, storage_of
 from megatron_fsdp import MegatronFSDP, fully_shard
 from tests.models import DEVICE, STRATEGIES, Block, TinyModel, device, loss_of
 
@@ -141,11 +141,12 @@ class Reference:
 
     @staticmethod
     def _initial(parameter: torch.Tensor) -> torch.Tensor:
-        if not isinstance(parameter, ReferenceTensor):
+        storage = storage_of(parameter)
+        if storage is None:
             return parameter.detach()
-        for history in [each for name, each in parameter.state.items() if name == "history"]:
-            history.zero_()
-        return parameter.stored_as.initial(parameter)
+        if isinstance(parameter, ReferenceTensor) and "history" in parameter.state:
+            parameter.state["history"].zero_()
+        return storage.initial(parameter)
 
     def step(self, micro_batches: torch.Tensor) -> list[float]:
         """Train one step; return the loss of each micro-batch."""

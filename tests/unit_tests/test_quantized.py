@@ -34,16 +34,6 @@ from tests.quantized_models import (
     sharded_model,
     train,
 )
-    ANYWHERE,
-    BLOCKS,
-    KINDS,
-    Reference,
-    arguments,
-    exact,
-    quantized_model,
-    sharded_model,
-    train,
-)
 from tests.ranks import RankPool
 
 STEPS = 20

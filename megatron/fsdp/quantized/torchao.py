@@ -1,0 +1,86 @@
+"""torchao's float8 training: weights of ``Float8Linear`` whose config has ``enable_fsdp_float8_all_gather``."""
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torchao.float8.float8_training_tensor import (
+    Float8TrainingTensor,
+    GemmInputRole,
+    hp_tensor_and_scale_to_float8,
+)
+from torchao.float8.float8_utils import amax_to_scale
+from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
+
+from megatron.fsdp.quantized.storage import Direction, Plane, ReduceMax, WeightShard, register_format
+
+
+@dataclass(frozen=True)
+class TorchaoStorage:
+    """The storage of torchao's float8 weights; see :class:`megatron.fsdp.quantized.storage.WeightStorage`.
+
+    ``convert_to_float8_training`` leaves weights in high precision, in a class that is cast by every forward. Sharding
+    replaces it by the class that a cast makes, over gathered bytes and one scale per parameter.
+    """
+
+    dtype: torch.dtype
+
+    planes = (Plane(),)
+    block_rows = None
+    fields = frozenset({"_tensor", "_linear_mm_config", "_dtype", "_precomputed_scale"})
+
+    @property
+    def key(self) -> Hashable:
+        """See ``WeightStorage``."""
+        return Float8TrainingTensor, self.dtype
+
+    def problem(self, parameter: Any, device: torch.device) -> str | None:
+        """See ``WeightStorage``."""
+        if getattr(parameter, "_axiswise_dim", None) is not None:
+            return "has one scale per row or column: torchao gathers float8 weights with one scale per parameter only"
+        return None
+
+    def initial(self, parameter: Any) -> torch.Tensor:
+        """See ``WeightStorage``."""
+        if isinstance(parameter, Float8TrainingTensor):
+            return parameter.detach().to_original_precision()
+        return parameter._tensor.detach()
+
+    def bind(self, parameter: Any, planes: Sequence[torch.Tensor]) -> torch.Tensor:
+        """See ``WeightStorage``."""
+        data = planes[0].view(self.dtype).view(parameter.shape)
+        # Later steps change the scale in place, because autograd's saved tensors share it.
+        scale = torch.ones((), device=data.device)
+        made = Float8TrainingTensor(data, scale, parameter.dtype, parameter._linear_mm_config, GemmInputRole.WEIGHT)
+        if isinstance(parameter, WeightWithDynamicFloat8CastTensor):
+            # An optimizer may hold the old parameter.
+            parameter._tensor = parameter._tensor.detach().to("meta")
+        return nn.Parameter(made, requires_grad=parameter.requires_grad)
+
+    def quantize(self, shards: Sequence[WeightShard], reduce_max: ReduceMax) -> None:
+        """See ``WeightStorage``."""
+        values = [shard.values() for shard in shards]
+        largest = torch.stack([_largest(value) for value in values])
+        reduce_max(largest)
+        scales = amax_to_scale(largest, self.dtype)
+        for shard, value, scale in zip(shards, values, scales, strict=True):
+            cast = hp_tensor_and_scale_to_float8(value, scale, self.dtype)
+            shard.planes[0].copy_(cast._data.view(torch.uint8))
+            shard.parameter._scale.copy_(scale)  # type: ignore[attr-defined]
+
+    def before_use(self, parameters: Sequence[torch.Tensor], direction: Direction) -> None:
+        """See ``WeightStorage``."""
+
+    def after_use(self, parameters: Sequence[torch.Tensor]) -> None:
+        """See ``WeightStorage``."""
+
+
+def _largest(values: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.vector_norm(values, math.inf) if values.numel() else values.new_zeros(())
+
+
+register_format(WeightWithDynamicFloat8CastTensor, lambda parameter: TorchaoStorage(parameter._dtype))  # type: ignore[attr-defined]
+register_format(Float8TrainingTensor, lambda parameter: TorchaoStorage(parameter._data.dtype))  # type: ignore[attr-defined]

@@ -1,0 +1,326 @@
+"""torchao's float8 training: sharded as bytes, it equals unsharded training with the same model, bit by bit."""
+
+import copy
+import pickle
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron.fsdp.buffers import weights
+from megatron.fsdp.state.consistency import inconsistent_weights
+from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard_model
+from tests.models import TinyModel, batches, device, loss_of
+from tests.quantized_models import KINDS, Reference, arguments, sharded_model, train
+from tests.ranks import RankPool
+
+pytest.importorskip("torchao")
+
+from torchao.float8 import CastConfig, Float8LinearConfig, ScalingGranularity, convert_to_float8_training  # noqa: E402
+from torchao.float8.float8_linear import Float8Linear  # noqa: E402
+from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic  # noqa: E402
+from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole  # noqa: E402
+from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor  # noqa: E402
+
+STEPS = 20
+
+
+def float8(model: nn.Module, gather: bool = True) -> Any:
+    """Convert the linear layers that are not converted yet; ``gather`` all-gathers their weights as bytes."""
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=gather, emulate=True)
+    return convert_to_float8_training(
+        model, config=config, module_filter_fn=lambda module, name: not isinstance(module, Float8Linear)
+    )
+
+
+def tiny(dtype: torch.dtype = torch.float32, gather: bool = True) -> TinyModel:
+    """A model with the same values at every call."""
+    torch.manual_seed(5)
+    return float8(TinyModel().to(device(), dtype), gather)
+
+
+def _ranks_of(kind: str) -> int:
+    return 4 if kind in ("hsdp", "hybrid") else 2
+
+
+# Quantizing -------------------------------------------------------------------------------------------------------
+
+SHAPES = [(333, 97), (1, 5), (129, 130), (5, 1), (1, 1), (2, 2), (3, 300), (16, 16)]
+
+
+def _values() -> list[torch.Tensor]:
+    torch.manual_seed(7)
+    values = [torch.randn(shape) for shape in SHAPES]
+    values[0][5].mul_(100)  # the largest value is on one rank only
+    values[2].mul_(1e-14)  # its scale would be larger than torchao allows
+    values[-1].zero_()
+    return values
+
+
+def _quantizes(kind: str, dtype: torch.dtype) -> None:
+    model = nn.Module()
+    for i, value in enumerate(_values()):
+        layer = nn.Linear(value.shape[1], value.shape[0], bias=False)
+        layer.weight = nn.Parameter(value.to(dtype))
+        model.add_module(f"layer{i}", layer)
+    expected = [
+        hp_tensor_to_float8_dynamic(value.to(dtype), torch.float8_e4m3fn, None, gemm_input_role=GemmInputRole.WEIGHT)
+        for value in _values()
+    ]
+    float8(model)
+    model.forward = lambda: [p.detach().clone() for p in model.parameters()]
+    found = fully_shard_model(model, fsdp_unit_modules=[], **arguments(kind))()
+    for whole, sharded in zip(expected, found, strict=True):
+        assert torch.equal(whole._scale, sharded._scale) and whole._scale.shape == sharded._scale.shape
+        assert torch.equal(whole._data.view(torch.uint8), sharded._data.view(torch.uint8)), whole.shape
+        assert whole.dtype == sharded.dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_shards_are_quantized_like_the_whole(ranks: RankPool, size: int, dtype: torch.dtype) -> None:
+    ranks.run(size, _quantizes, "optim_grads_params", dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_strategy_quantizes_like_the_whole(ranks: RankPool, kind: str) -> None:
+    ranks.run(4, _quantizes, kind, torch.float32)
+
+
+# Training ---------------------------------------------------------------------------------------------------------
+
+
+def _expected(model: nn.Module, data: torch.Tensor) -> list[float]:
+    """Losses of this rank's micro-batches in unsharded training, where weights are cast from float32."""
+    for parameter in model.parameters():
+        if isinstance(parameter, WeightWithDynamicFloat8CastTensor):
+            parameter._tensor = parameter._tensor.detach().float()
+    reference = Reference(model)
+    return [reference.step(step)[dist.get_rank()] for step in data]
+
+
+def _trains(kind: str, dtype: torch.dtype, gather: bool, more: dict) -> None:
+    data = batches(STEPS, dist.get_world_size())
+    expected = _expected(tiny(dtype, gather), data)
+    model, optimizer = sharded_model(kind, tiny(dtype, gather), **more)
+    classes = []
+    up = model.module.blocks[0].up
+    up.register_forward_pre_hook(lambda module, args: classes.append(type(module.weight)))
+    assert train(model, optimizer, data) == expected
+    assert expected[-1] < expected[0] - 0.1
+    assert set(classes) == {Float8TrainingTensor if gather else nn.Parameter}
+    assert inconsistent_weights(model.engine) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_trains_as_unsharded(ranks: RankPool, kind: str) -> None:
+    ranks.run(_ranks_of(kind), _trains, kind, torch.float32, True, {})
+
+
+FP32 = MixedPrecisionPolicy(main_grads_dtype=torch.float32)
+VARIANTS: dict[str, tuple[torch.dtype, bool, dict]] = {
+    "bf16": (torch.bfloat16, True, {"mixed_precision_policy": FP32}),
+    "bf16, high-precision gather": (torch.bfloat16, False, {"mixed_precision_policy": FP32}),
+    "double buffer": (torch.float32, True, {"fsdp_double_buffer": True}),
+    "modules": (torch.float32, True, {"enable_fine_grained_param_gather": True}),
+    "elements": (torch.float32, True, {"shard_granularity": "element"}),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_train_as_unsharded(ranks: RankPool, variant: str) -> None:
+    ranks.run(2, _trains, "optim_grads_params", *VARIANTS[variant])
+
+
+def _recomputes() -> None:
+    data = batches(6, 2)
+    expected = _expected(tiny(), data)
+    model = tiny()
+    for block in model.blocks:
+        block.forward = lambda x, run=block.forward: checkpoint(run, x, use_reentrant=False)
+    assert train(*sharded_model("optim_grads_params", model), data) == expected
+
+
+def test_recomputes(ranks: RankPool) -> None:
+    ranks.run(2, _recomputes)
+
+
+def _copies() -> None:
+    """Copies of a model that is not sharded yet train like it."""
+    data = batches(4, 2)
+    expected = _expected(tiny(), data)
+    for copied in (copy.deepcopy(tiny()), pickle.loads(pickle.dumps(tiny()))):
+        assert train(*sharded_model("optim_grads_params", copied), data) == expected
+
+
+def test_copies_of_a_model(ranks: RankPool) -> None:
+    ranks.run(2, _copies)
+
+
+# Bytes ------------------------------------------------------------------------------------------------------------
+
+
+def _gathered(gather: bool) -> int:
+    """Bytes that one step's all-gathers send for the blocks, whose parameters are the layers' weights."""
+    model = tiny(torch.bfloat16, gather)
+    for block in model.blocks:
+        block.norm, block.up.bias = nn.Identity(), None
+    sharded, optimizer = sharded_model("optim_grads_params", model)
+    train(sharded, optimizer, batches(1, dist.get_world_size()))
+    whole = {group.layout.numel for unit in sharded.engine.units[1:] for group in unit.groups}
+    with patch.object(weights, "all_gather", wraps=weights.all_gather) as calls:
+        train(sharded, optimizer, batches(1, dist.get_world_size()))
+    return sum(call.args[0].nbytes for call in calls.call_args_list if call.args[0].numel() in whole)
+
+
+def _halves() -> None:
+    assert _gathered(gather=False) == 2 * _gathered(gather=True) > 0
+
+
+def test_gathers_half_the_bytes_of_bf16(ranks: RankPool) -> None:
+    ranks.run(2, _halves)
+
+
+def _releases() -> None:
+    """The values that torchao kept in high precision are freed, although an optimizer knew their parameter."""
+    model = tiny()
+    before = model.head.weight
+    sharded, optimizer = sharded_model("optim_grads_params", model)
+    assert before._tensor.device.type == "meta"
+    train(sharded, optimizer, batches(2, dist.get_world_size()))
+    for group in sharded.engine.groups:
+        assert all(type(p.compute) is Float8TrainingTensor for p in group.params) == (group.storage is not None)
+
+
+def test_releases_what_it_was_made_of(ranks: RankPool) -> None:
+    ranks.run(2, _releases)
+
+
+# Checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def _data() -> torch.Tensor:
+    """The same micro-batch on every rank: with a power of 2 of ranks, the mean of gradients is exact."""
+    return batches(6, 1).expand(-1, dist.get_world_size(), -1, -1)
+
+
+def _state(model: MegatronFSDP, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def _load(folder: str, model: MegatronFSDP, optimizer: torch.optim.Optimizer) -> None:
+    state = _state(model, optimizer)
+    dcp.load(state, checkpoint_id=folder)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+
+
+def _save(folder: str, kind: str) -> list[float]:
+    model, optimizer = sharded_model(kind, tiny())
+    train(model, optimizer, _data()[:3])
+    dcp.save(_state(model, optimizer), checkpoint_id=folder)
+    return train(model, optimizer, _data()[3:])
+
+
+def _resume(folder: str, kind: str) -> list[float]:
+    model, optimizer = sharded_model(kind, tiny())
+    train(model, optimizer, _data()[4:5])
+    _load(folder, model, optimizer)
+    return train(model, optimizer, _data()[3:])
+
+
+def test_resumes_exactly_on_other_numbers_of_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    expected = ranks.run(2, _save, str(tmp_path), "optim_grads_params")[0]
+    for size, kind in ((1, "optim_grads_params"), (2, "optim"), (4, "hsdp"), (4, "hybrid")):
+        assert ranks.run(size, _resume, str(tmp_path), kind) == [expected] * size, kind
+
+
+def _whole(model: MegatronFSDP) -> dict[str, torch.Tensor]:
+    return {name: value.full_tensor() for name, value in model.state_dict().items()}
+
+
+def _through_plain(folder: str) -> None:
+    """A checkpoint of a model in bf16 loads into one with float8 weights and back; float32 values stay the same."""
+    torch.manual_seed(3)
+    plain = sharded_model("optim_grads_params", TinyModel().bfloat16())
+    train(*plain, batches(2, dist.get_world_size()))
+    expected = _whole(plain[0])
+    dcp.save(_state(*plain), checkpoint_id=f"{folder}/plain")
+    converted = sharded_model("optim_grads_params", tiny(torch.bfloat16))
+    _load(f"{folder}/plain", *converted)
+    loss_of(converted[0], batches(1, 1)[0, 0])
+    dcp.save(_state(*converted), checkpoint_id=f"{folder}/float8")
+    torch.manual_seed(4)
+    again = sharded_model("optim_grads_params", TinyModel().bfloat16())
+    _load(f"{folder}/float8", *again)
+    for found in (_whole(converted[0]), _whole(again[0])):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(value, found[name]) and value.dtype == torch.float32 for name, value in expected.items())
+
+
+def test_checkpoints_of_plain_models(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, _through_plain, str(tmp_path))
+
+
+# Other input ------------------------------------------------------------------------------------------------------
+
+
+def _mixed() -> None:
+    """Layers with other configurations share units and batches; each is cast as its own configuration says."""
+    data = batches(4, 2)
+
+    def model() -> nn.Module:
+        torch.manual_seed(5)
+        made = TinyModel().to(device())
+        other = Float8LinearConfig(
+            enable_fsdp_float8_all_gather=True,
+            emulate=True,
+            pad_inner_dim=True,
+            cast_config_weight=CastConfig(target_dtype=torch.float8_e5m2),
+        )
+        made.blocks[0].up = convert_to_float8_training(nn.Sequential(made.blocks[0].up), config=other)[0]
+        rowwise = replace(Float8LinearConfig.from_recipe_name("rowwise"), emulate=True)
+        made.blocks[1] = convert_to_float8_training(made.blocks[1], config=rowwise)
+        return float8(made)
+
+    assert train(*sharded_model("optim_grads_params", model()), data) == _expected(model(), data)
+
+
+def test_mixed_configurations(ranks: RankPool) -> None:
+    ranks.run(2, _mixed)
+
+
+def _refuses() -> None:
+    """Unsupported weights raise an error before anything changes."""
+    layer = nn.Linear(8, 4, bias=False)
+    cast = hp_tensor_to_float8_dynamic(
+        layer.weight.detach(),
+        torch.float8_e4m3fn,
+        None,
+        scaling_granularity=ScalingGranularity.AXISWISE,
+        axiswise_dim=-1,
+    )
+    layer.weight = nn.Parameter(cast)
+    with pytest.raises(NotImplementedError, match=r"Parameter weight .*Float8TrainingTensor.*one scale per"):
+        fully_shard_model(layer, fsdp_unit_modules=[])
+
+
+def test_scales_of_rows_raise(ranks: RankPool) -> None:
+    ranks.run(1, _refuses)
+
+
+def test_plain_models_do_not_import_torchao() -> None:
+    code = "import sys, megatron_fsdp; from megatron.fsdp.quantized.storage import storage_of; import torch; "
+    code += (
+        "storage_of(torch.nn.Parameter(torch.ones(2))); assert not any(m.startswith('torchao') for m in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
