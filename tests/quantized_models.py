@@ -1,5 +1,7 @@
-"""A small model with weights in 8-bit floats, and the unsharded training that sharded runs must equal bit by bit."""
+"""A small model with quantized weights, and the unsharded training that sharded runs must equal bit by bit."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,13 +10,48 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.fsdp.quantized.float8 import Float8Tensor
-from megatron.fsdp.quantized.storage import storage_of
+from megatron.fsdp.quantized.mx import MXTensor
+from megatron.fsdp.quantized.nvfp4 import NVFP4Tensor
+from megatron.fsdp.quantized.reference import ReferenceTensor
+from megatron.fsdp.quantized.storage import WeightShard, storage_of
 from megatron_fsdp import MegatronFSDP, fully_shard
 from tests.models import DEVICE, STRATEGIES, Block, TinyModel, device, loss_of
 
 BLOCKS: dict[str, tuple[int, int] | None] = {"tensor": None, "128x128": (128, 128), "1x128": (1, 128), "5x7": (5, 7)}
+# Formats of any shape: ranks may divide blocks.
+ANYWHERE: dict[str, Callable[..., torch.Tensor]] = {
+    **{name: partial(Float8Tensor.quantize, block=block) for name, block in BLOCKS.items()},
+    "delayed": partial(Float8Tensor.quantize, history=3),
+}
+# Formats of whole blocks. Blocks of 32 x 32 and 1 x 32 stand for larger ones.
+IN_BLOCKS: dict[str, Callable[..., torch.Tensor]] = {
+    "32x32": partial(Float8Tensor.quantize, block=(32, 32)),
+    "1x32": partial(Float8Tensor.quantize, block=(1, 32)),
+    "mx": MXTensor.quantize,
+    "nvfp4": NVFP4Tensor.quantize,
+    "nvfp4 1x16": partial(NVFP4Tensor.quantize, rows=1),
+}
+FORMATS = {**ANYWHERE, **IN_BLOCKS}
 # The last two have two outer and two inner ranks.
 KINDS = (*STRATEGIES, "hsdp", "hybrid")
+
+
+# The layers of Megatron's models whose weights it quantizes. Embeddings, norms and biases stay as they are.
+_LAYERS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+
+
+def layers_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers that Megatron would build with quantized weights, by name."""
+    return {name: module for name, module in model.named_modules() if name.rpartition(".")[2] in _LAYERS}
+
+
+def quantize_layers(model: nn.Module, block: tuple[int, int] | None = None) -> nn.Module:
+    """Do what ``fp8_model_init`` does in Megatron, with the reference format: keep initial values and marks."""
+    for layer in layers_of(model).values():
+        weight = layer.weight
+        layer.weight = nn.Parameter(Float8Tensor.quantize(weight, block, keep_initial=True))
+        vars(layer.weight).update(vars(weight))
+    return model
 
 
 def exact(parameters: Any) -> torch.optim.Optimizer:
@@ -22,15 +59,18 @@ def exact(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.25, momentum=0.5)
 
 
-def quantized_model(
-    block: tuple[int, int] | None = None, dtype: torch.dtype = torch.float32, keep_initial: bool = True
-) -> TinyModel:
+def quantized_model(format: str = "tensor", dtype: torch.dtype = torch.float32, keep_initial: bool = True) -> TinyModel:
     """A model whose blocks have quantized matrices, with the same values at every call. The head's is quantized too."""
     torch.manual_seed(5)
-    model = TinyModel().to(device(), dtype)
-    for module in [*(layer for block_ in model.blocks for layer in (block_.up, block_.down)), model.head]:
+    model = TinyModel()
+    if format in IN_BLOCKS:
+        model = TinyModel(width=32, vocabulary=64)
+        for block in model.blocks:
+            block.up, block.down = nn.Linear(32, 96), nn.Linear(96, 32, bias=False)
+    model = model.to(device(), dtype)
+    for module in [*(layer for block in model.blocks for layer in (block.up, block.down)), model.head]:
         weight = module.weight.detach()
-        module.weight = nn.Parameter(Float8Tensor.quantize(weight, block, keep_initial=keep_initial))
+        module.weight = nn.Parameter(FORMATS[format](weight, keep_initial=keep_initial))
     return model
 
 
@@ -48,11 +88,13 @@ def sharded_model(kind: str, model: nn.Module, **more: Any) -> tuple[MegatronFSD
     return fully_shard(model, exact(model.parameters()), fsdp_unit_modules=[Block], **arguments(kind), **more)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, data: torch.Tensor) -> list[float]:
-    """Train on this rank's micro-batch of every step, [steps, ranks, ...]; return the losses."""
-    losses = []
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, data: torch.Tensor, rank: int | None = None
+) -> list[float]:
+    """Train on a rank's micro-batch of every step, [steps, ranks, ...], and return the losses. None: on this rank's."""
+    losses, rank = [], dist.get_rank() if rank is None else rank
     for step in data:
-        loss = loss_of(model, step[dist.get_rank()])
+        loss = loss_of(model, step[rank])
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -73,7 +115,11 @@ class Reference:
     @staticmethod
     def _initial(parameter: torch.Tensor) -> torch.Tensor:
         storage = storage_of(parameter)
-        return parameter.detach() if storage is None else storage.initial(parameter)
+        if storage is None:
+            return parameter.detach()
+        if isinstance(parameter, ReferenceTensor) and "history" in parameter.state:
+            parameter.state["history"].zero_()
+        return storage.initial(parameter)
 
     def step(self, micro_batches: torch.Tensor) -> list[float]:
         """Train one step; return the loss of each micro-batch."""
@@ -91,10 +137,9 @@ class Reference:
     def _quantize(self) -> None:
         with torch.no_grad():
             for parameter, main in zip(self.params, self.main, strict=True):
-                if isinstance(parameter, Float8Tensor):
-                    made = Float8Tensor.quantize(main, parameter.block)
-                    parameter.raw.copy_(made.raw)
-                    parameter.inverse_scale.copy_(made.inverse_scale)
+                if isinstance(parameter, ReferenceTensor):
+                    whole = WeightShard(parameter, main.flatten(), 0, parameter.planes)
+                    parameter.stored_as.quantize([whole], lambda values: None)
                 else:
                     parameter.copy_(main)
 

@@ -66,7 +66,7 @@ EFFECTS = {
     "report_nan_in_param_grad": Effect(SAME, "True: the host waits for every gradient"),
     "average_in_collective": Effect(SAME, "saves a pass over the shard; gloo cannot"),
     "calculate_per_token_loss": Effect(SAME, "saves a pass over the shard"),
-    "keep_fp8_transpose_cache": Effect("not supported", "not supported"),
+    "keep_fp8_transpose_cache": Effect("whole 8-bit weights on every rank", "backward makes no transposed copies"),
     "nccl_ub": Effect("as fsdp_double_buffer", "fewer SMs and copies for communication"),
     "fsdp_double_buffer": Effect("the peak's buffers are never freed", "no allocation after the first step"),
     "fsdp_db_use_persist_buf_on_alloc_fail": Effect("one more buffer per nested unit", SAME),
@@ -85,7 +85,7 @@ EFFECTS = {
     "shard_granularity": Effect("tensor: padding up to the largest matrix per rank", SAME),
     "preserve_fp32_weights": Effect("as the policy", "as the policy"),
     "grad_reduce_in_fp32": Effect("as the policy", "as the policy"),
-    "keep_fp8_transpose_cache_when_using_custom_fsdp": Effect("not supported", "not supported"),
+    "keep_fp8_transpose_cache_when_using_custom_fsdp": Effect("as the present name", "as the present name"),
 }
 
 

@@ -120,7 +120,8 @@ def fully_shard_model(
         average_in_collective: Let the collective divide by the number of ranks. NCCL only; the result is the same.
         disable_bucketing: No effect: a unit is one bucket per dtype.
         calculate_per_token_loss: Sum gradients over ranks without dividing; the caller scales them.
-        keep_fp8_transpose_cache: Not supported, because FP8 weights are not; True raises an error.
+        keep_fp8_transpose_cache: Keep the transposed copies that Transformer Engine makes of 8-bit weights for
+            backward, instead of making them again at each unshard: whole weights in 8 bits, on every rank.
         nccl_ub: Register the communication buffers with NCCL. Needs CUDA; implies ``fsdp_double_buffer``.
         fsdp_double_buffer: Unshard into ``max_unsharded_units`` fixed buffers that units use in turn, so that nothing
             is allocated after the first step.
@@ -167,8 +168,6 @@ def fully_shard_model(
     arguments = dict(locals())
     require_process_group()
     _replace_deprecated(arguments)
-    if arguments["keep_fp8_transpose_cache"]:
-        raise NotImplementedError("keep_fp8_transpose_cache: weights in FP8 are not supported yet. Leave it off.")
     arguments["mixed_precision_policy"] = arguments["mixed_precision_policy"] or MixedPrecisionPolicy()
     arguments["fsdp_double_buffer"] |= maxpool_double_buffer
     config = FSDPConfig(**{field.name: arguments[field.name] for field in dataclasses.fields(FSDPConfig) if field.init})

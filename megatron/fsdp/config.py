@@ -40,6 +40,8 @@ class FSDPConfig:
             parameter. The host then waits for every gradient.
         average_in_collective: Let the collective divide by the number of ranks. NCCL only; the result is the same.
         calculate_per_token_loss: Sum gradients over ranks without dividing; the caller scales them.
+        keep_fp8_transpose_cache: Keep the transposed copies that Transformer Engine makes of 8-bit weights for
+            backward, instead of making them again at each unshard: whole weights in 8 bits, on every rank.
         nccl_ub: Register the communication buffers with NCCL. Needs CUDA; implies ``fsdp_double_buffer``.
         fsdp_double_buffer: Unshard into ``max_unsharded_units`` fixed buffers that units use in turn, so that nothing
             is allocated after the first step.
@@ -86,6 +88,7 @@ class FSDPConfig:
     report_nan_in_param_grad: bool = False
     average_in_collective: bool = False
     calculate_per_token_loss: bool = False
+    keep_fp8_transpose_cache: bool = False
     nccl_ub: bool = False
     fsdp_double_buffer: bool = False
     fsdp_db_use_persist_buf_on_alloc_fail: bool = False

@@ -35,10 +35,9 @@ class DistributedDataParallelConfig:
     Attributes:
         check_for_nan_in_grad: The same as ``report_nan_in_param_grad``.
         bucket_size: No effect: a unit is one bucket per dtype.
-        fp8_param_gather: Not supported; True raises an error.
+        fp8_param_gather: No effect: the model's parameters are sharded as they are, quantized or not.
         gradient_reduce_div_fusion: No effect: each rank divides its shard after the reduction.
         suggested_communication_unit_size: No effect: units are communicated as a whole.
-        keep_fp8_transpose_cache: Not supported; True raises an error.
         fsdp_all_gather_in_start_param_sync: Read by Megatron-Core's wrapper only.
         megatron_fsdp_max_pool_double_buffer: Implies ``fsdp_double_buffer``, whose buffers fit units of any size.
     """

@@ -13,6 +13,7 @@ from torch import nn
 from megatron.fsdp.comm.process_groups import require_process_group
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.ddp_config import DistributedDataParallelConfig, from_megatron, to_megatron
+from megatron.fsdp.quantized.storage import KEEP_TRANSPOSE, storage_of
 from megatron.fsdp.runtime.builder import build_engine, make_blueprint
 from megatron.fsdp.runtime.other_engines import reject_other_engines
 from megatron.fsdp.runtime.partition import UnitClasses, is_wrapped, root_modules
@@ -64,11 +65,11 @@ class MegatronFSDP(nn.Module):
         calculate_per_token_loss: Sum gradients over ranks without dividing; the caller scales them.
         init_model_with_meta_device: Accept parameters on the meta device and initialize them unit by unit.
         sync_model_each_microbatch: End every backward with reduced gradients in ``.grad``.
-        keep_fp8_transpose_cache: Not supported; True raises an error.
-        nccl_ub: As in ``ddp_config``; either of them suffices. Likewise the following three.
-        fsdp_double_buffer: See ``nccl_ub``.
-        fsdp_db_use_persist_buf_on_alloc_fail: See ``nccl_ub``.
-        disable_symmetric_registration: See ``nccl_ub``.
+        keep_fp8_transpose_cache: As in ``ddp_config``; either of them suffices. Likewise the following four.
+        nccl_ub: See ``keep_fp8_transpose_cache``.
+        fsdp_double_buffer: See ``keep_fp8_transpose_cache``.
+        fsdp_db_use_persist_buf_on_alloc_fail: See ``keep_fp8_transpose_cache``.
+        disable_symmetric_registration: See ``keep_fp8_transpose_cache``.
         enable_fine_grained_param_gather_hook: Make every module that directly owns parameters a unit.
         enable_fine_grained_param_gather_backward_hook: The same: such units are unsharded in backward as well.
         fine_grained_recurse_module_types: Not supported; a class in it raises an error.
@@ -125,6 +126,9 @@ class MegatronFSDP(nn.Module):
         elif given := sorted(name for name in _SETTINGS if arguments[name] != _DEFAULTS[name]):
             raise ValueError(f"config has all settings; got {', '.join(given)} besides it.")
         super().__init__()
+        for parameter in module.parameters():
+            if storage_of(parameter) is not None:
+                setattr(parameter, KEEP_TRANSPOSE, config.keep_fp8_transpose_cache)
         blueprint = make_blueprint(module, config, dist_index, fsdp_unit_modules, device)
         # All ranks raise here if one of them has another model, before anything is allocated or communicated.
         blueprint.agreement.wait(blueprint.channel)
@@ -364,7 +368,6 @@ class MegatronFSDP(nn.Module):
             state_dict = with_prefix(state_dict, "module.", self.engine.params())
         return load(self.engine, self, "module.", state_dict, strict)
 
-    @torch.no_grad()
     def register_buffers(self) -> None:
         """Register all communication buffers that exist now with NCCL. A collective, to be called between steps.
 
@@ -376,6 +379,7 @@ class MegatronFSDP(nn.Module):
         """
         self.engine.register_buffers()
 
+    @torch.no_grad()
     def average_buffers(self) -> None:
         """Replace floating-point buffers by their mean over the data-parallel ranks. A collective.
 
@@ -408,6 +412,7 @@ class MegatronFSDP(nn.Module):
 
 _DEFAULTS = {name: parameter.default for name, parameter in inspect.signature(MegatronFSDP.__init__).parameters.items()}
 _IN_BOTH = (
+    "keep_fp8_transpose_cache",
     "nccl_ub",
     "fsdp_double_buffer",
     "fsdp_db_use_persist_buf_on_alloc_fail",
@@ -420,9 +425,6 @@ def _config_from(arguments: dict[str, Any]) -> FSDPConfig:
     """Translate the constructor's arguments to the engine's settings."""
     given = arguments["ddp_config"]
     ddp_config = given or DistributedDataParallelConfig(data_parallel_sharding_strategy=resolve_strategy(3))
-    for name in ("keep_fp8_transpose_cache", "fp8_param_gather"):
-        if arguments.get(name) or getattr(ddp_config, name, False):
-            raise NotImplementedError(f"{name}: weights in FP8 are not supported yet. Leave it off.")
     if arguments["fine_grained_recurse_module_types"]:
         raise NotImplementedError(
             "fine_grained_recurse_module_types: schedules that call modules inside a unit directly are not supported "

@@ -230,7 +230,7 @@ def _names_of_backends() -> dict[str, Any]:
         "runs_ahead": lambda device: device == DEVICE,
         "is_on_host": lambda device: device != DEVICE,
         "local_device": lambda device_type: DEVICE,
-        "default_device": lambda module: DEVICE,
+        "compute_device": lambda module, device=None: DEVICE,
         # Collectives are kernels, unless the host exchanges objects.
         "backend_of": lambda group, device: backends.Backend(backend_of(group, device).name, on_host=False),
     }

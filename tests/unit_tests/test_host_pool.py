@@ -6,7 +6,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.fsdp.buffers.pool import HostPool
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
-from megatron_fsdp import fully_shard
+from megatron_fsdp import MegatronFSDP, fully_shard
 from tests.models import Block, TinyModel, batches, loss_of, sgd
 from tests.ranks import DEVICE, RankPool
 
@@ -85,12 +85,14 @@ def test_empty_buffers_are_no_ones_memory() -> None:
 # Gradients that are not sharded ------------------------------------------------------------------------------------
 
 
+def _with_whole_gradients() -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+    model = TinyModel()
+    return fully_shard(model, sgd(model.parameters()), fsdp_unit_modules=[Block], zero_dp_strategy="no_shard")
+
+
 def _places() -> list[list[int]]:
     """Addresses of all gradients in each step, while other tensors take every memory that is freed."""
-    model = TinyModel()
-    sharded, optimizer = fully_shard(
-        model, sgd(model.parameters()), fsdp_unit_modules=[Block], zero_dp_strategy="no_shard"
-    )
+    sharded, optimizer = _with_whole_gradients()
     places, taken = [], []
     for step in batches(steps=3, per_step=1):
         loss_of(sharded, step[0]).backward()
@@ -107,10 +109,7 @@ def test_whole_gradients_keep_their_memory(ranks: RankPool) -> None:
 
 
 def _keep_gradients() -> None:
-    model = TinyModel()
-    sharded, optimizer = fully_shard(
-        model, sgd(model.parameters()), fsdp_unit_modules=[Block], zero_dp_strategy="no_shard"
-    )
+    sharded, optimizer = _with_whole_gradients()
     kept, copies = [], []
     for step in batches(steps=3, per_step=1):
         loss_of(sharded, step[0]).backward()
@@ -128,10 +127,7 @@ def test_gradients_that_a_user_keeps_are_not_overwritten(ranks: RankPool) -> Non
 
 
 def _set_to_zero() -> None:
-    model = TinyModel()
-    sharded, optimizer = fully_shard(
-        model, sgd(model.parameters()), fsdp_unit_modules=[Block], zero_dp_strategy="no_shard"
-    )
+    sharded, optimizer = _with_whole_gradients()
     for step in batches(steps=3, per_step=1):
         loss_of(sharded, step[0]).backward()
         loss_of(sharded, step[0]).backward()

@@ -118,11 +118,9 @@ def _older_names() -> None:
     assert model.fsdp_config.mixed_precision_policy == MixedPrecisionPolicy(fp32, fp32, fp32)
     with pytest.raises(ValueError, match="give one"):
         fully_shard_model(TinyModel(), mixed_precision_policy=MixedPrecisionPolicy(), grad_reduce_in_fp32=True)
-    with (
-        pytest.warns(DeprecationWarning, match="use keep_fp8_transpose_cache"),
-        pytest.raises(NotImplementedError, match="FP8"),
-    ):
-        fully_shard_model(TinyModel(), keep_fp8_transpose_cache_when_using_custom_fsdp=True)
+    with pytest.warns(DeprecationWarning, match="use keep_fp8_transpose_cache"):
+        model = fully_shard_model(TinyModel(), keep_fp8_transpose_cache_when_using_custom_fsdp=True)
+    assert model.fsdp_config.keep_fp8_transpose_cache
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fully_shard_model(TinyModel())

@@ -17,6 +17,7 @@ from megatron_fsdp import (
     fully_shard,
     fully_shard_model,
     fully_shard_optimizer,
+    mixed_precision,
 )
 from megatron_fsdp.utils import (
     contains_submesh,
@@ -36,7 +37,11 @@ def _index() -> FSDPDistributedIndex:
 def _constructor() -> None:
     index, policy = _index(), MixedPrecisionPolicy(main_grads_dtype=torch.float32)
     ddp_config = DistributedDataParallelConfig(
-        data_parallel_sharding_strategy="optim_grads", megatron_fsdp_use_decoupled_grad=True, check_for_nan_in_grad=True
+        data_parallel_sharding_strategy="optim_grads",
+        megatron_fsdp_use_decoupled_grad=True,
+        check_for_nan_in_grad=True,
+        fp8_param_gather=True,
+        keep_fp8_transpose_cache=True,
     )
     model = MegatronFSDP(TinyModel(), index, ddp_config, policy, [Block], True, device(), fsdp_double_buffer=True)
     assert model.dist_index is model.get_distributed_index() is model.index is index
@@ -52,6 +57,7 @@ def _constructor() -> None:
         report_nan_in_param_grad=True,
         use_decoupled_grad=True,
         fsdp_double_buffer=True,
+        keep_fp8_transpose_cache=True,
     )
     model = MegatronFSDP(module=TinyModel(), dist_index=index, enable_fine_grained_param_gather_backward_hook=True)
     assert model.fsdp_config == FSDPConfig(sync_model_each_microbatch=False, enable_fine_grained_param_gather=True)
@@ -71,14 +77,8 @@ def _rejected() -> None:
         MegatronFSDP(model, index.device_mesh)
     with pytest.raises(ValueError, match="config has all settings; got nccl_ub, sync_model_each_microbatch besides"):
         MegatronFSDP(model, index, nccl_ub=True, sync_model_each_microbatch=True, config=FSDPConfig())
-    for arguments in (
-        {"keep_fp8_transpose_cache": True},
-        {"ddp_config": DistributedDataParallelConfig(keep_fp8_transpose_cache=True)},
-        {"ddp_config": DistributedDataParallelConfig(fp8_param_gather=True)},
-        {"fine_grained_recurse_module_types": (nn.Linear,)},
-    ):
-        with pytest.raises(NotImplementedError):
-            MegatronFSDP(model, index, **arguments)
+    with pytest.raises(NotImplementedError):
+        MegatronFSDP(model, index, fine_grained_recurse_module_types=(nn.Linear,))
     MegatronFSDP(model, index)  # nothing was changed
 
 
@@ -310,3 +310,13 @@ def _helpers() -> None:
 
 def test_helpers(ranks: RankPool) -> None:
     ranks.run(1, _helpers)
+
+
+def test_quantized_tensors_of_transformer_engine_are_recognized() -> None:
+    base = type("QuantizedTensor", (torch.Tensor,), {"__module__": "transformer_engine.pytorch.quantized_tensor"})
+    blockwise = type("Float8BlockwiseQTensor", (base,), {"__module__": "transformer_engine.pytorch.tensor"})
+    found: list[torch.Tensor] = [torch.zeros(1).as_subclass(kind) for kind in (torch.Tensor, base, blockwise)]
+    assert [mixed_precision.is_float8tensor(tensor) for tensor in found] == [False, True, True]
+    assert [mixed_precision.is_blockwise_float8tensor(tensor) for tensor in found] == [False, False, True]
+    with pytest.raises(ImportError, match="fp8_quantize: the memory of quantized weights"):
+        _ = mixed_precision.fp8_quantize

@@ -20,11 +20,20 @@ from megatron.fsdp.buffers import quantizing, weights
 from megatron.fsdp.buffers.parameter import TENSOR_PARALLEL
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.quantized.float8 import Float8Storage, Float8Tensor
-from megatron.fsdp.quantized.storage import Plane
 from megatron.fsdp.state.consistency import inconsistent_weights
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard, fully_shard_model
 from tests.models import DEVICE, STRATEGIES, Block, TinyModel, batches, loss_of
-from tests.quantized_models import BLOCKS, KINDS, Reference, arguments, exact, quantized_model, sharded_model, train
+from tests.quantized_models import (
+    ANYWHERE,
+    BLOCKS,
+    KINDS,
+    Reference,
+    arguments,
+    exact,
+    quantized_model,
+    sharded_model,
+    train,
+)
 from tests.ranks import RankPool
 
 STEPS = 20
@@ -48,7 +57,7 @@ def _whole(value: torch.Tensor, block: tuple[int, int] | None) -> torch.Tensor:
         for j in range(0, matrix.shape[1], width):
             part = matrix[i : i + height, j : j + width]
             largest = part.abs().max()
-            scale = (448 / largest).clamp(max=torch.finfo().max) if largest > 0 else torch.ones(())
+            scale = (torch.tensor(448.0) / largest).clamp(max=torch.finfo().max) if largest > 0 else torch.ones(())
             result[i : i + height, j : j + width] = (part * scale).to(torch.float8_e4m3fn).view(torch.uint8)
     return result.view(value.shape)
 
@@ -91,15 +100,15 @@ def test_every_strategy_quantizes_like_the_whole(ranks: RankPool, kind: str) -> 
 # Training ---------------------------------------------------------------------------------------------------------
 
 
-def _expected(model: nn.Module, data: torch.Tensor) -> list[float]:
-    reference = Reference(model)
-    return [reference.step(step)[dist.get_rank()] for step in data]
+def _expected(model: nn.Module, data: torch.Tensor, rank: int | None = None) -> list[float]:
+    reference, rank = Reference(model), dist.get_rank() if rank is None else rank
+    return [reference.step(step)[rank] for step in data]
 
 
-def _trains(kind: str, block: tuple[int, int] | None, keep_initial: bool, dtype: torch.dtype, more: dict) -> None:
+def _trains(kind: str, format: str, keep_initial: bool, dtype: torch.dtype, more: dict) -> None:
     data = batches(STEPS, dist.get_world_size())
-    expected = _expected(quantized_model(block, dtype, keep_initial), data)
-    model, optimizer = sharded_model(kind, quantized_model(block, dtype, keep_initial), **more)
+    expected = _expected(quantized_model(format, dtype, keep_initial), data)
+    model, optimizer = sharded_model(kind, quantized_model(format, dtype, keep_initial), **more)
     assert train(model, optimizer, data) == expected
     assert expected[-1] < expected[0] - 0.1
     assert inconsistent_weights(model.engine) == []
@@ -107,12 +116,12 @@ def _trains(kind: str, block: tuple[int, int] | None, keep_initial: bool, dtype:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_trains_as_unsharded(ranks: RankPool, kind: str) -> None:
-    ranks.run(_ranks_of(kind), _trains, kind, None, True, torch.float32, {})
+    ranks.run(_ranks_of(kind), _trains, kind, "tensor", True, torch.float32, {})
 
 
-@pytest.mark.parametrize("block", BLOCKS)
-def test_trains_as_unsharded_in_blocks(ranks: RankPool, block: str) -> None:
-    ranks.run(2, _trains, "optim_grads_params", BLOCKS[block], True, torch.float32, {})
+@pytest.mark.parametrize("format", ANYWHERE)
+def test_formats_train_as_unsharded(ranks: RankPool, format: str) -> None:
+    ranks.run(2, _trains, "optim_grads_params", format, True, torch.float32, {})
 
 
 FP32 = MixedPrecisionPolicy(main_grads_dtype=torch.float32)
@@ -123,12 +132,32 @@ VARIANTS: dict[str, tuple[bool, torch.dtype, dict]] = {
     "no prefetch": (True, torch.float32, {"overlap_param_gather": False}),
     "modules": (True, torch.float32, {"enable_fine_grained_param_gather": True}),
     "elements": (True, torch.float32, {"shard_granularity": "element"}),
+    "offload": (True, torch.float32, {"offload_optimizer": True}),
 }
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variants_train_as_unsharded(ranks: RankPool, variant: str) -> None:
-    ranks.run(2, _trains, "optim_grads_params", None, *VARIANTS[variant])
+    ranks.run(2, _trains, "optim_grads_params", "tensor", *VARIANTS[variant])
+
+
+def _tensor_parallel() -> None:
+    """Each tensor-parallel rank quantizes its part of a parameter on its own."""
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "tp"))
+    data = batches(6, 2)
+    expected = _expected(quantized_model(), data, mesh["dp"].get_local_rank())
+    model = quantized_model()
+    for parameter in (model.head.weight, model.blocks[0].up.weight):
+        setattr(parameter, TENSOR_PARALLEL, (mesh["tp"], [Shard(0)]))
+    optimizer = exact(model.parameters())
+    model, optimizer = fully_shard(
+        model, optimizer, fsdp_unit_modules=[Block], device_mesh=mesh, dp_shard_dim="dp", tp_dim="tp"
+    )
+    assert train(model, optimizer, data, mesh["dp"].get_local_rank()) == expected
+
+
+def test_tensor_parallel_parameters(ranks: RankPool) -> None:
+    ranks.run(4, _tensor_parallel)
 
 
 def _recomputes() -> None:
@@ -244,15 +273,15 @@ def _between_steps(kind: str) -> None:
     model, optimizer = sharded_model(kind, quantized_model())
     ready = []
     down = model.module.blocks[0].down
-    down.register_forward_pre_hook(lambda module, args: ready.append(module.weight.dequantized is not None))
-    down.register_full_backward_hook(lambda module, *args: ready.append(module.weight.dequantized is not None))
+    down.register_forward_pre_hook(lambda module, args: ready.append(bool(module.weight.dequantized)))
+    down.register_full_backward_hook(lambda module, *args: ready.append(bool(module.weight.dequantized)))
     train(model, optimizer, batches(2, dist.get_world_size()))
     assert ready == [True] * 4
     for unit in model.engine.units:
         for group in unit.groups:
             for param in group.params:
                 if group.storage is not None:
-                    assert param.compute.dequantized is None and param.compute.initial is None
+                    assert not param.compute.dequantized and param.compute.initial is None
                     assert not vars(param.main).keys() & group.storage.fields
                     stored = param.compute.raw.untyped_storage()
                     assert stored._cdata == group.weights.compute.flat.untyped_storage()._cdata
@@ -373,55 +402,29 @@ class Derived(Float8Tensor):
     """A subclass of a registered class."""
 
 
-class TwoPlanes(Float8Storage):
-    """A format that the engine does not support yet."""
-
-    planes = (Plane(), Plane(2))
-
-
-REFUSED: dict[str, tuple[Any, dict, str]] = {
-    "expert": (lambda m: setattr(m.head.weight, "allreduce", False), {}, "as an expert"),
-    "tensor-parallel": (
-        lambda m: setattr(m.head.weight, TENSOR_PARALLEL, (init_device_mesh(DEVICE, (1,)), [Shard(0)])),
-        {"tp_dim": "tp"},
-        "as a tensor-parallel parameter",
-    ),
-    "offload": (lambda m: None, {"offload_optimizer": True}, "with offload_optimizer"),
-    "compute_dtype": (
-        lambda m: None,
-        {"mixed_precision_policy": MixedPrecisionPolicy(compute_dtype=torch.bfloat16)},
-        "with compute_dtype=torch.bfloat16",
-    ),
-}
-
-
-def _refuses(name: str) -> None:
-    change, more, message = REFUSED[name]
-    if "tp_dim" in more:
-        mesh = init_device_mesh(DEVICE, (1, 1), mesh_dim_names=("dp", "tp"))
-        more = {**more, "device_mesh": mesh, "dp_shard_dim": "dp"}
+def _refuses() -> None:
     model = quantized_model()
-    change(model)
     before = [id(p) for p in model.parameters()]
-    with pytest.raises(NotImplementedError, match=rf"Parameter \S+weight is a quantized Float8Tensor of .*{message}"):
-        fully_shard(model, exact(model.parameters()), fsdp_unit_modules=[Block], **more)
+    policy = MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
+    expected = r"Parameter \S+weight is a quantized Float8Tensor of .*compute_dtype=torch.bfloat16 is another"
+    with pytest.raises(NotImplementedError, match=expected):
+        fully_shard_model(model, fsdp_unit_modules=[Block], mixed_precision_policy=policy)
+    with patch.object(Float8Storage, "problem", lambda *unused: "its rows are odd"):
+        with pytest.raises(NotImplementedError, match=r"Parameter \S+ is .* cannot be sharded: its rows are odd"):
+            fully_shard_model(model, fsdp_unit_modules=[Block])
     assert before == [id(p) for p in model.parameters()]
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_unsupported_settings_raise(ranks: RankPool, name: str) -> None:
-    ranks.run(1, _refuses, name)
+def test_unsupported_settings_raise(ranks: RankPool) -> None:
+    ranks.run(1, _refuses)
 
 
 def _refuses_formats() -> None:
     model = quantized_model()
     raw = model.head.weight
-    model.head.weight = nn.Parameter(Derived(raw.raw, raw.inverse_scale, raw.dtype))
+    model.head.weight = nn.Parameter(Derived.quantize(raw.dequantize()))
     with pytest.raises(NotImplementedError, match="Parameter head.weight is a .*Derived, a tensor subclass that keeps"):
         fully_shard_model(model, fsdp_unit_modules=[Block])
-    with patch.object(Float8Storage, "planes", TwoPlanes.planes):
-        with pytest.raises(NotImplementedError, match="several planes"):
-            fully_shard_model(quantized_model(), fsdp_unit_modules=[Block])
     with pytest.raises(NotImplementedError, match="changes a Float8Tensor in place"), torch.no_grad():
         raw.zero_()
 
@@ -431,9 +434,9 @@ def test_unknown_formats_raise(ranks: RankPool) -> None:
 
 
 def _differ() -> None:
-    block = (128, 128) if dist.get_rank() else None
+    format = "128x128" if dist.get_rank() else "tensor"
     with pytest.raises(ValueError, match=r"parameter \S+weight.*stored as"):
-        model, _ = sharded_model("optim_grads_params", quantized_model(block))
+        model, _ = sharded_model("optim_grads_params", quantized_model(format))
         model.engine.agree()
 
 

@@ -316,6 +316,9 @@ def test_attributes_of_the_model(ranks: RankPool) -> None:
 def _averaged_buffers() -> None:
     model = TinyModel()
     model.blocks[0].norm = nn.BatchNorm1d(5)
+    # Nothing may be recorded: autograd refuses to change such a buffer in place.
+    scale = torch.full((2,), float(dist.get_rank()), device=device(), requires_grad=True)
+    model.register_buffer("scale", scale)
     sharded = fully_shard_model(model.to(device()), fsdp_unit_modules=[Block])
     loss_of(sharded, batches(1, 3)[0, dist.get_rank()])
     name = "module.blocks.0.norm.running_mean"
@@ -326,6 +329,7 @@ def _averaged_buffers() -> None:
     sharded.average_buffers()
     torch.testing.assert_close(sharded.state_dict()[name], sum(of_all_ranks) / 3)
     assert sharded.state_dict()["module.blocks.0.norm.num_batches_tracked"].item() == 1
+    assert scale.tolist() == [1.0, 1.0]
 
 
 def test_averaged_buffers(ranks: RankPool) -> None:

@@ -85,7 +85,7 @@ def _copied(dtype: torch.dtype, strategy: str) -> tuple[dict[str, int], int, int
     group = model.engine.groups[-1]
     group.weights.invalidate()
     with _CountCopies() as gather:
-        group.weights._unshard(True)
+        group.weights._unshard(group.weights.planes, [True], 0)
     with _CountCopies() as reduce:
         grads: list[torch.Tensor | None] = [torch.ones_like(e.compute, dtype=dtype) for e in group.params]
         group.gradients.reduce(grads, last=True)

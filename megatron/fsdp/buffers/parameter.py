@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard, make_dtensor, make_like
 from megatron.fsdp.helpers.weak import weak_method
-from megatron.fsdp.quantized.storage import storage_of
+from megatron.fsdp.quantized.storage import WeightStorage, storage_of
 from megatron.fsdp.sharding.layout import ShardSlice
 
 # Attribute of a plain tensor that is this rank's slice of a tensor-parallel parameter: a pair of the mesh and its
@@ -189,12 +189,33 @@ class ShardedParameter:
             assert self.tensor_parallel is not None
             mesh, placements = self.tensor_parallel
             value = make_dtensor(memory, mesh, tuple(self.compute.shape), placements)
-        replacement = nn.Parameter(value, requires_grad=self.compute.requires_grad)
+        self._replace(nn.Parameter(value, requires_grad=self.compute.requires_grad))
+
+    def _replace(self, parameter: nn.Parameter, without: frozenset[str] = frozenset()) -> None:
+        """Make ``parameter`` the compute weight, with the marks of the present one except those in ``without``."""
         for name, mark in vars(self.compute).items():
-            setattr(replacement, name, mark)
-        self.compute = replacement
+            if name not in without:
+                setattr(parameter, name, mark)
+        self.compute = parameter
         for module, attribute in self.sites:
-            module._parameters[attribute] = replacement
+            module._parameters[attribute] = parameter
+
+    def initialize_in(self, memory: torch.Tensor, storage: WeightStorage) -> None:
+        """Let a plain parameter take the place of a quantized one on the meta device until :meth:`bind`.
+
+        Args:
+            memory: Gets the initial values, in the parameter's shape and dtype.
+            storage: How the quantized parameter is stored.
+        """
+        self._replace(nn.Parameter(memory.data, requires_grad=self.compute.requires_grad), storage.fields)
+
+    def bind(self, storage: WeightStorage, planes: Sequence[torch.Tensor]) -> None:
+        """Store the bytes of a quantized compute weight in ``planes``: flat uint8 tensors."""
+        # The original, since a plain parameter may have taken its place.
+        self.compute, trained = self.original, self.compute.requires_grad
+        bound = storage.bind(self.compute, planes)
+        if bound is not self.compute:
+            self._replace(nn.Parameter(bound, requires_grad=trained), storage.fields)
 
     def follow_freezing(self) -> bool:
         """Freeze or unfreeze both weights if the user has done so with one of them; True if that changes anything."""

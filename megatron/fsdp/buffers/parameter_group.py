@@ -1,7 +1,8 @@
 """The parameters of one unit that share dtype and ``requires_grad``: their weights, gradients and DTensors."""
 
-import dataclasses
 import functools
+import math
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -15,7 +16,7 @@ from megatron.fsdp.buffers.parameter import ShardedParameter
 from megatron.fsdp.buffers.pool import Pool, users_of
 from megatron.fsdp.buffers.quantizing import QuantizationBatch
 from megatron.fsdp.buffers.reduction import Reduction
-from megatron.fsdp.buffers.weights import WeightBuffer
+from megatron.fsdp.buffers.weights import PlaneSet, WeightBuffer
 from megatron.fsdp.comm.context import CommContext
 from megatron.fsdp.comm.streams import Handle
 from megatron.fsdp.config import FSDPConfig
@@ -23,8 +24,8 @@ from megatron.fsdp.dtensor.placements import RaggedShard, SectionedShard
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard, make_dtensor, make_like
 from megatron.fsdp.helpers.autograd import in_backward
 from megatron.fsdp.helpers.weak import weak_method
-from megatron.fsdp.quantized.storage import WeightShard, storage_of
-from megatron.fsdp.sharding.layout import Layout, ShardSlice, plan_layout
+from megatron.fsdp.quantized.storage import WeightShard, WeightStorage, storage_of
+from megatron.fsdp.sharding.layout import Granularity, Layout, ShardSlice, plan_layout, plan_layout_of_blocks
 from megatron.fsdp.sharding.mesh import DataParallelAxes, FSDPDistributedIndex
 from megatron.fsdp.sharding.ownership import shards_of
 from megatron.fsdp.sharding.strategy import UNSHARDED
@@ -70,12 +71,12 @@ class ParameterGroup:
         self.device = context.device
         self.sharding = config.sharding if key.divisible else UNSHARDED
         self.storage = storage_of(params[0].compute)
-        dtypes = config.mixed_precision_policy.resolve(key.dtype, params[0].name)
-        self.dtypes = dataclasses.replace(dtypes, quantized=self.storage is not None)
+        self.dtypes = config.mixed_precision_policy.resolve(key.dtype, params[0].name)
         self.axes: DataParallelAxes = index.experts if key.expert else index.dense
         shards = shards_of(self.sharding, self.axes)
-        self.layout: Layout = plan_layout([e.local_shape for e in params], shards, config.granularity)
-        self.weights = WeightBuffer(self.layout, self.dtypes, self.sharding, self.axes, context, pool)
+        self.layout = layout_of([e.local_shape for e in params], shards, config.granularity, self.storage)
+        planes = () if self.storage is None else self.storage.planes
+        self.weights = WeightBuffer(self.layout, self.dtypes, self.sharding, self.axes, context, pool, planes)
         reduction = Reduction(self.layout, self.dtypes, self.sharding, self.axes, config, context, pool)
         self.gradients = GradientBuffer(reduction)
         self.used = [False] * len(params)
@@ -84,10 +85,9 @@ class ParameterGroup:
         self.pending = False
         self._move_into_buffers()
 
-    @property
-    def unshard_bytes(self) -> int:
+    def unshard_bytes(self, planes: PlaneSet = PlaneSet.ALL) -> int:
         """Size of the whole compute weights."""
-        return self.layout.numel * self.dtypes.stored.itemsize
+        return sum(plane.buffer.flat.nbytes for plane in self.weights.planes if planes.includes(plane))
 
     @property
     def reduce_bytes(self) -> int:
@@ -100,17 +100,22 @@ class ParameterGroup:
         Parameters on the meta device have no values. They get memory, and the caller calls :meth:`initialize_main`
         after it has initialized them.
         """
-        if self.storage is not None:
-            self.weights.load([self.storage.initial(e.compute) for e in self.params], self.dtypes.main_params)
-            for param, view in zip(self.params, self.weights.compute.views, strict=True):
-                self.storage.bind(param.compute, [view])
-            self.initialize_main()
-            return
-        values = [None if e.is_meta else e.local_value for e in self.params]
-        for param, view in zip(self.params, self.weights.load(values, self.params[0].key.dtype), strict=True):
-            param.point_to(view)
-        self.initialized = False
-        if all(value is not None for value in values):
+        params, storage = self.params, self.storage
+
+        def value(param: ShardedParameter) -> torch.Tensor:
+            return param.local_value if storage is None else storage.initial(param.compute)
+
+        values = [None if param.is_meta else value(param) for param in params]
+        self.initialized = not any(param.is_meta for param in params)
+        # Initial values of quantized parameters may be more precise than the dtype that these appear to have.
+        exact = storage is not None and self.initialized
+        views = self.weights.load(values, self.dtypes.main_params if exact else params[0].key.dtype)
+        for param, view in zip(params, views, strict=True):
+            if storage is None:
+                param.point_to(view)
+            elif not self.initialized:
+                param.initialize_in(view, storage)
+        if self.initialized:
             self.initialize_main()
 
     def initialize_main(self) -> None:
@@ -118,7 +123,9 @@ class ParameterGroup:
         self.initialized = True
         self.weights.initialize_main()
         for i, param in enumerate(self.params):
-            if param.key.dtype != self.dtypes.compute:
+            if self.storage is not None:
+                param.bind(self.storage, [plane.buffer.views[i] for plane in self.weights.planes])
+            elif param.key.dtype != self.dtypes.compute:
                 param.point_to(self.weights.compute.views[i])
             param.shard_slice = self._shard_slice(i)
             local = self._local(self.weights.main, param.shard_slice)
@@ -135,9 +142,13 @@ class ParameterGroup:
         assert self.storage is not None
         shards = []
         for param in self.params:
-            start, offset = param.shard_slice.start, param.shard_slice.shard_offset
-            span = slice(offset, offset + param.shard_slice.stop - start)
-            shards.append(WeightShard(param.compute, self.weights.main[span], start, (self.weights.own_bytes[span],)))
+            part = param.shard_slice
+            start, stop = part.shard_offset, part.shard_offset + part.stop - part.start
+            planes = tuple(
+                plane.own[start // kind.values_per_byte : stop // kind.values_per_byte]
+                for plane, kind in zip(self.weights.planes, self.storage.planes, strict=True)
+            )
+            shards.append(WeightShard(param.compute, self.weights.main[start:stop], part.start, planes))
         batch.add(self.storage, self.weights.shared_by(), shards)
         self.weights.batch = batch
 
@@ -375,3 +386,20 @@ def _require_finite(name: str, grad: torch.Tensor | None) -> None:
     if grad is not None and not torch.isfinite(grad).all():
         kind = "NaN" if torch.isnan(grad).any() else "infinity"
         raise RuntimeError(f"The gradient of {name} has {kind} on this rank, before it is reduced.")
+
+
+def layout_of(
+    shapes: Sequence[tuple[int, ...]], shards: int, granularity: Granularity, storage: WeightStorage | None
+) -> Layout:
+    """The layout of a group.
+
+    Args:
+        shapes: Shape of each parameter on this tensor-parallel rank.
+        shards: Number of ranks that shard it.
+        granularity: Where the user allows to cut parameters.
+        storage: How quantized parameters are stored, which may restrict it further.
+    """
+    if storage is None or storage.block_rows is None:
+        return plan_layout(shapes, shards, granularity)
+    ratio = math.lcm(*(plane.values_per_byte for plane in storage.planes))
+    return plan_layout_of_blocks(shapes, shards, granularity, storage.block_rows, ratio)

@@ -33,12 +33,10 @@ class Pool(Protocol):
     """Provides the memory of one unit's temporary buffers.
 
     Attributes:
-        recycles: The pool keeps what is given back and lends it again. If False, dropping the last reference frees it.
         keeps_gradients: The memory of ``.grad`` is used for the next step's gradients. If False, it is freed with them.
         is_fixed: Buffers keep their addresses, which all ranks must use in the same order.
     """
 
-    recycles: bool
     is_fixed: bool
     keeps_gradients: bool
 
@@ -79,7 +77,6 @@ class AllocatorPool:
     the caching allocator, and tasks that reuse it are ordered by the stream.
     """
 
-    recycles = False
     keeps_gradients = False
     is_fixed = False
 
@@ -122,8 +119,6 @@ class HostPool(AllocatorPool):
     Args:
         keeps_gradients: See :class:`Pool`.
     """
-
-    recycles = True
 
     def __init__(self, keeps_gradients: bool) -> None:
         self.keeps_gradients = keeps_gradients
@@ -251,12 +246,10 @@ class FixedPool:
         slots: How many units that are not inside each other may be unsharded at a time.
 
     Attributes:
-        allocations: How many buffers have been made.
-        grown: Whether one was made since the last :meth:`renew`.
+        grown: Whether a buffer was made since the last :meth:`renew`.
     """
 
     def __init__(self, slots: int) -> None:
-        self.allocations = 0
         self.grown = False
         self._slots = slots
         self._by_place: dict[tuple[object, int], Slot] = defaultdict(Slot)
@@ -278,7 +271,7 @@ class FixedPool:
 
     def view(self, slot: Slot, begin: int, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """See :meth:`Slot.view`."""
-        self._count_allocation()
+        self.grown = True
         return slot.view(begin, numel, dtype, device)
 
     def scratch(self, numel: int, dtype: torch.dtype, device: torch.device, for_compute: bool) -> torch.Tensor:
@@ -298,7 +291,7 @@ class FixedPool:
                         "The CUDA graph that is captured needs a buffer that no iteration before it has needed. It "
                         "must run the same forwards and backwards as an iteration before it."
                     )
-                self._count_allocation()
+                self.grown = True
                 fitting = torch.empty(numel, dtype=dtype, device=device)
             else:
                 free[:] = [t for t in free if t is not fitting]
@@ -311,10 +304,6 @@ class FixedPool:
             kind, base = self._lent.pop(tensor.data_ptr(), (None, None))
             if kind is not None and base is not None:
                 self._free[kind].append(base)
-
-    def _count_allocation(self) -> None:
-        self.allocations += 1
-        self.grown = True
 
     def buffers(self) -> list[Buffer]:
         """All buffers, in an order that depends on nothing else."""
@@ -372,7 +361,6 @@ class UnitPool:
         slot: The slot, which other units may use as well.
     """
 
-    recycles = True
     keeps_gradients = True
     is_fixed = True
 

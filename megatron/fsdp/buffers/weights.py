@@ -1,6 +1,8 @@
 """The weights of one parameter group: main weights, and the compute weights that are unsharded from them."""
 
 import functools
+from collections.abc import Sequence
+from enum import Enum
 
 import torch
 
@@ -10,11 +12,97 @@ from megatron.fsdp.buffers.quantizing import QuantizationBatch, SharedBy
 from megatron.fsdp.comm.collectives import all_gather
 from megatron.fsdp.comm.context import CommContext
 from megatron.fsdp.comm.streams import Handle
+from megatron.fsdp.quantized.storage import Direction, Plane
 from megatron.fsdp.sharding.layout import Layout
 from megatron.fsdp.sharding.mesh import DataParallelAxes
 from megatron.fsdp.sharding.ownership import Ownership, within
 from megatron.fsdp.sharding.precision import Dtypes
 from megatron.fsdp.sharding.strategy import Sharding
+
+
+class PlaneSet(Enum):
+    """Which planes to unshard. Ranks that agree on the order of unshards also agree on their planes."""
+
+    ALL = "all"
+    FORWARD = "those that forward reads"
+    BACKWARD = "those that backward reads"
+    FORWARD_ONLY = "those that forward reads and backward does not"
+
+    def includes(self, plane: "WeightPlane") -> bool:
+        """Whether the set includes a plane."""
+        if self is PlaneSet.FORWARD_ONLY:
+            return Direction.BACKWARD not in plane.directions
+        return self is PlaneSet.ALL or Direction[self.name] in plane.directions
+
+
+class WeightPlane:
+    """One array of a group's compute weights: the weights themselves, or one array of the bytes of quantized ones.
+
+    Args:
+        layout: Packing of its elements.
+        dtype: Their dtype.
+        sharding: Where weights and optimizer state live.
+        axes: Process groups that they are sharded over.
+        device: Device of its memory.
+        pool: Provides the memory of unsharded weights.
+        quantized: Whether it has bytes of quantized weights, of which this rank's shard stays resident.
+        directions: The passes that read it.
+
+    Attributes:
+        buffer: The memory of the whole array.
+        owned: Which slices of it this rank holds.
+        resident: Elements that stay in memory while the unit is sharded; None if none do.
+        is_current: The array is whole and up to date.
+        is_resident_current: An unshard since the last change of main weights was started.
+        handle: Of an unshard that was started and not waited for; else None.
+        is_resident_old: The resident elements are older than the main weights. Only tasks of the stream read and write
+            this, and these run one after the other.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        dtype: torch.dtype,
+        sharding: Sharding,
+        axes: DataParallelAxes,
+        device: torch.device,
+        pool: Pool,
+        quantized: bool,
+        directions: frozenset[Direction],
+    ) -> None:
+        temporary = sharding.inner.shards_parameters
+        self.directions = directions
+        self.owned = Ownership.of(layout, sharding, axes)
+        self.buffer = FlatBuffer(layout, dtype, device, pool if temporary else None)
+        self.resident: torch.Tensor | None = self.buffer.flat
+        self._span = slice(0, layout.numel)
+        if sharding.keeps_shard or (temporary and quantized):
+            self.resident = torch.zeros(_length(self.owned.inner), dtype=dtype, device=device)
+            self._span = self.owned.inner
+        elif temporary:
+            self.resident = None
+        self.is_current = False
+        self.is_resident_current = False
+        self.handle: Handle | None = None
+        self.is_resident_old = False
+
+    @property
+    def own(self) -> torch.Tensor:
+        """The elements of this rank's main weights: resident ones, or their place in the whole array."""
+        if self.resident is None:
+            return self.buffer.flat[self.owned.main]
+        return self.resident[within(self.owned.main, self._span)]
+
+    @property
+    def shard(self) -> torch.Tensor:
+        """The inner rank's shard, which has to be resident."""
+        assert self.resident is not None
+        return self.resident[within(self.owned.inner, self._span)]
+
+    def load(self, flat: torch.Tensor) -> None:
+        """Copy resident elements from the whole array."""
+        if self.resident is not None and self.resident is not flat:
+            self.resident.copy_(flat[self._span])
 
 
 class WeightBuffer:
@@ -40,16 +128,15 @@ class WeightBuffer:
         axes: Process groups that they are sharded over.
         context: Devices of compute and main weights, and the stream that runs unshards.
         pool: Provides the memory of unsharded weights.
+        planes: The arrays of bytes of quantized compute weights; empty for others.
 
     Attributes:
         temporary: The compute weights have memory only while they are unsharded.
-        compute: Compute weights, one view per parameter.
+        planes: The arrays of compute weights; one unless they are quantized.
         owned: Which slices of the flat buffer this rank holds.
         main: Main weights, flat: the elements ``owned.main`` of the buffer.
-        resident: Compute weights that stay in memory while the unit is sharded; None if none do.
         stream: Runs unshards.
-        handle: Of an unshard that was started and not waited for; else None.
-        batch: Quantizes main weights into :attr:`own_bytes`; None if compute weights are not quantized.
+        batch: Quantizes main weights into the planes; None if compute weights are not quantized.
     """
 
     def __init__(
@@ -60,39 +147,29 @@ class WeightBuffer:
         axes: DataParallelAxes,
         context: CommContext,
         pool: Pool,
+        planes: Sequence[Plane] = (),
     ) -> None:
-        device, stream = context.device, context.unshard_stream
         self.layout = layout
         self.sharding = sharding
         self._axes = axes
         self.temporary = sharding.inner.shards_parameters
-        self.stream = stream
+        self.stream = stream = context.unshard_stream
         self._inner = stream.group(axes.gather)
         self._outer = None if axes.outer is None else stream.group(axes.outer)
         self.owned = Ownership.of(layout, sharding, axes)
-        self.compute = FlatBuffer(layout, dtypes.stored, device, pool if self.temporary else None)
-        self.resident: torch.Tensor | None = self.compute.flat
-        self._resident_span = slice(0, layout.numel)
-        if sharding.keeps_shard or (self.temporary and dtypes.quantized):
-            self.resident = torch.zeros(_length(self.owned.inner), dtype=dtypes.stored, device=device)
-            self._resident_span = self.owned.inner
-        elif self.temporary:
-            self.resident = None
-        self._casts = dtypes.main_params != dtypes.stored or context.offloads
-        if not self.main_is_apart:
-            assert self.resident is not None
-            self.main = self.resident[within(self.owned.main, self._resident_span)]
-        else:
+        make = functools.partial(WeightPlane, sharding=sharding, axes=axes, device=context.device, pool=pool)
+        self.planes = [
+            make(layout.packed(plane.values_per_byte), torch.uint8, quantized=True, directions=plane.directions)
+            for plane in planes
+        ] or [make(layout, dtypes.compute, quantized=False, directions=frozenset(Direction))]
+        self._quantized = bool(planes)
+        self._casts = dtypes.main_params != dtypes.compute or context.offloads or self._quantized
+        if self.main_is_apart:
             self.main = context.main_buffer(_length(self.owned.main), dtypes.main_params).zero_()
+        else:
+            self.main = self.planes[0].own
         self._loaded: torch.Tensor | None = None
-        self._current = False
-        self._resident_current = False
-        # Whether the resident weights are older than the main weights. Only tasks of the stream read and write this,
-        # and these run one after the other.
-        self._resident_is_old = False
-        self.handle: Handle | None = None
         self.batch: QuantizationBatch | None = None
-        self._quantized = dtypes.quantized
 
     def shared_by(self) -> SharedBy:
         """The ranks that share main weights. The first call may be a collective of these ranks."""
@@ -101,15 +178,19 @@ class WeightBuffer:
         return SharedBy(self._inner if group is axes.inner else self.stream.group(group), divided)
 
     @property
-    def own_bytes(self) -> torch.Tensor:
-        """Quantized compute weights of the elements ``owned.main``, which stay resident."""
-        assert self._quantized and self.resident is not None
-        return self.resident[within(self.owned.main, self._resident_span)]
+    def compute(self) -> FlatBuffer:
+        """Compute weights that are not quantized, one view per parameter; or the first plane of quantized ones."""
+        return self.planes[0].buffer
+
+    @property
+    def resident(self) -> torch.Tensor | None:
+        """What :attr:`compute` keeps in memory while the unit is sharded; None if nothing."""
+        return self.planes[0].resident
 
     @property
     def main_is_apart(self) -> bool:
         """True if the main weights have memory of their own, so that unshards only read them."""
-        return self.resident is None or self._casts
+        return self.planes[0].resident is None or self._casts
 
     @property
     def _needs_nothing(self) -> bool:
@@ -142,78 +223,104 @@ class WeightBuffer:
         """Make main weights of what was loaded. Compute weights are freed if they are temporary."""
         flat = self.compute.flat if self._loaded is None else self._loaded
         self._loaded = None
-        if self.resident is not None and self.resident is not flat and not self._quantized:
-            self.resident.copy_(flat[self._resident_span])
+        if not self._quantized:
+            self.planes[0].load(flat)
         if self.main_is_apart:
             self.main.copy_(flat[self.owned.main])
         # Ranks may have initialized their parameters differently. The first unshard gets the owners' values.
-        self._current = self._resident_current = self._needs_nothing
+        self._set_current(self._needs_nothing)
         if self.temporary:
-            self.compute.free()
+            self._free()
+
+    def _set_current(self, value: bool) -> None:
+        for plane in self.planes:
+            plane.is_current = plane.is_resident_current = value
 
     def invalidate(self) -> None:
         """The main weights have changed: unshard before the next use."""
         # An unshard that nothing has waited for was of the old ones, so every rank has to start another. Waiting keeps
         # the compute from writing main weights that the stream still reads.
         self.wait()
-        self._current = self._resident_current = self._needs_nothing
+        self._set_current(self._needs_nothing)
         if self.batch is not None:
             self.batch.version += 1
 
-    def unshard(self) -> Handle | None:
-        """Start to unshard the compute weights; None if they are up to date or an unshard was started."""
-        if self._current or self.handle is not None:
+    def unshard(self, planes: PlaneSet = PlaneSet.ALL) -> Handle | None:
+        """Start to unshard compute weights; None if they are up to date or their unshard was started."""
+        missing = [plane for plane in self.planes if not plane.is_current and plane.handle is None]
+        wanted = [plane for plane in missing if planes.includes(plane)]
+        if not wanted:
             return None
-        refresh, self._resident_current = not self._resident_current, True
+        refresh = [not plane.is_resident_current for plane in wanted]
         version = 0 if self.batch is None else self.batch.version
-        self.handle = self.stream.run(functools.partial(self._unshard, refresh, version))
-        return self.handle
+        handle = self.stream.run(functools.partial(self._unshard, wanted, refresh, version))
+        for plane in wanted:
+            plane.handle, plane.is_resident_current = handle, True
+        return handle
 
-    def _unshard(self, refresh: bool, version: int = 0) -> None:
+    def _unshard(self, planes: list[WeightPlane], refresh: list[bool], version: int) -> None:
         """Task. It allocates in the stream, so the memory follows the stream's order from here to :meth:`reshard`."""
-        # If this raises, for instance because memory runs out, the resident weights are refreshed by the next unshard.
-        self._resident_is_old |= refresh
-        if self.temporary:
-            self.compute.allocate()
-        flat = self.compute.flat
-        if self.resident is None:
-            shard = self._cast_into(flat[self.owned.main], version)
-        else:
-            shard = self.resident[within(self.owned.inner, self._resident_span)]
-            if self._resident_is_old:
-                own = self._cast_into(self.resident[within(self.owned.main, self._resident_span)], version)
-                if self.sharding.outer.shards_optimizer and self._outer is not None:
-                    all_gather(shard, own, self._outer)
-                self._resident_is_old = False
-        if self.sharding.inner.shards_optimizer:
-            all_gather(flat, shard, self._inner)
+        for plane, is_old in zip(planes, refresh, strict=True):
+            # If this raises, for instance because memory runs out, the next unshard refreshes the resident weights.
+            plane.is_resident_old |= is_old
+        for plane in planes:
+            if self.temporary:
+                plane.buffer.allocate()
+            if plane.resident is None:
+                shard = self._cast_into(plane.own, version)
+            else:
+                shard = plane.shard
+                if plane.is_resident_old:
+                    own = self._cast_into(plane.own, version)
+                    if self.sharding.outer.shards_optimizer and self._outer is not None:
+                        all_gather(shard, own, self._outer)
+                    plane.is_resident_old = False
+            if self.sharding.inner.shards_optimizer:
+                all_gather(plane.buffer.flat, shard, self._inner)
 
     def _cast_into(self, own: torch.Tensor, version: int) -> torch.Tensor:
         """The main weights in the compute weights' dtype: themselves, or a copy in ``own``."""
         if not self._casts:
             return self.main
         if self.batch is not None:
-            self.batch.run(version)  # writes ``own``, and the bytes of all other groups
+            self.batch.run(version)  # writes ``own``, and the bytes of all other planes and groups
             return own
         # From pinned host memory the copy does not block the host. The all-gather follows it in the stream's order.
         return own.copy_(self.main, non_blocking=True)
 
+    def lacks(self, direction: Direction) -> bool:
+        """Whether the compute has not waited for some of the planes that a pass reads."""
+        return any(not plane.is_current and direction in plane.directions for plane in self.planes)
+
+    @property
+    def handles(self) -> list[Handle]:
+        """Of unshards that were started and not waited for, oldest first."""
+        return list(dict.fromkeys(plane.handle for plane in self.planes if plane.handle is not None))
+
     def wait(self) -> None:
-        """Make the compute wait for an unshard that was started."""
-        if self.handle is None:
-            return
-        handle = self.handle
-        try:
-            handle.wait()
-        finally:
-            # An interrupted wait does not stop the unshard, which uses the memory until it has ended.
-            self.handle = None if handle.done else handle
-        self._current = True
+        """Make the compute wait for the unshards that were started."""
+        for handle in self.handles:
+            waited: list[WeightPlane] = []
+            try:
+                handle.wait()
+            finally:
+                # An interrupted wait does not stop the unshard, which uses the memory until it has ended.
+                if handle.done:
+                    waited = self.replace_handle(handle, None)
+            for plane in waited:
+                plane.is_current = True
+
+    def replace_handle(self, handle: Handle, replacement: Handle | None) -> list[WeightPlane]:
+        """Replace the handle of an unshard, and return the planes that it unshards."""
+        planes = [plane for plane in self.planes if plane.handle is handle]
+        for plane in planes:
+            plane.handle = replacement
+        return planes
 
     def finish_unshard(self) -> None:
-        """Make the compute wait for an unshard that was started, and leave the handle to :meth:`wait`."""
-        if self.handle is not None:
-            self.handle.wait()
+        """Make the compute wait for the unshards that were started, and leave the handles to :meth:`wait`."""
+        for handle in self.handles:
+            handle.wait()
 
     def reshard(self) -> None:
         """Free temporary compute weights, which nothing reads after the compute issued so far.
@@ -223,22 +330,28 @@ class WeightBuffer:
         """
         self.wait()
         if self.temporary:
-            self._current = False
-            self.compute.free()
+            for plane in self.planes:
+                plane.is_current = False
+            self._free()
+
+    def _free(self) -> None:
+        for plane in self.planes:
+            plane.buffer.free()
 
     def reshard_unused(self) -> None:
         """As :meth:`reshard`, without a wait, for weights that the compute does not use."""
-        if self.temporary and self.handle is not None:
-            self.handle = None
+        if self.temporary and self.handles:
+            for plane in self.planes:
+                plane.handle, plane.is_current = None, False
             # Behind the unshard in the stream's order: the collective of the other ranks still needs the memory.
-            self.stream.run(self.compute.free)
+            self.stream.run(self._free)
 
     def abandon(self) -> None:
         """As :meth:`reshard`, in any state. An unshard in flight may have failed, and is not waited for."""
-        if self.handle is None:
-            self.reshard()
-        else:
+        if self.handles:
             self.reshard_unused()
+        else:
+            self.reshard()
 
 
 def _length(span: slice) -> int:

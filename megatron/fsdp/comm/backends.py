@@ -104,8 +104,10 @@ def local_device(device: torch.device | str) -> torch.device:
     return torch.device(device.type, current)
 
 
-def default_device(module: torch.nn.Module) -> torch.device:
-    """Where a model computes if the user does not say: where it is, or else this process's CUDA device, if any."""
+def compute_device(module: torch.nn.Module, device: torch.device | str | None = None) -> torch.device:
+    """Where a model computes: on ``device`` if it is given, or where the model is, or on this process's CUDA device."""
+    if device is not None:
+        return local_device(device)
     first = next(module.parameters(), None)
     if first is not None and first.device.type not in ("cpu", "meta"):
         return first.device

@@ -73,11 +73,11 @@ class CommContext:
     def join(self) -> None:
         """Make compute wait for all tasks that were issued."""
         for stream in dict.fromkeys([self.stream, self.unshard_stream]):
-            stream.run(lambda: None).wait()
+            stream.join()
 
     def join_unshards(self) -> None:
         """Make compute wait for all unshards that were issued, used or not."""
-        self.unshard_stream.run(lambda: None).wait()
+        self.unshard_stream.join()
 
     def any_rank(self, flags: list[bool]) -> "SetFlags":
         """Start to find out which flags are set on any data-parallel rank.
@@ -88,16 +88,13 @@ class CommContext:
         self.channel.note(f"compare {len(flags)} flags", [result.handle])
         return result
 
-    def _reduce_max(self, values: torch.Tensor) -> None:
-        all_reduce(values, dist.ReduceOp.MAX, self.dp_group)
-
     def exchange(self, numbers: list[int]) -> list[list[int]]:
         """Every data-parallel rank's list of integers, in rank order. A collective; lists may differ in length."""
         if not moves_data(self.dp_group):
             return [numbers]
         # The compute waits for each task before it drops the tensors that the task uses, so they need no ``keep``.
         size = torch.tensor(len(numbers), dtype=torch.int64, device=self.device)
-        self.stream.run(functools.partial(self._reduce_max, size)).wait()
+        self.stream.run(functools.partial(all_reduce, size, dist.ReduceOp.MAX, self.dp_group)).wait()
         # The first element is the length: rows are padded to the longest.
         row = torch.zeros(int(size) + 1, dtype=torch.int64, device=self.device)
         row[: len(numbers) + 1] = torch.tensor([len(numbers), *numbers], dtype=torch.int64, device=self.device)

@@ -73,6 +73,12 @@ class Stream(ABC):
     def run(self, task: Task) -> Handle:
         """Run ``task`` after the compute issued so far and after all earlier tasks."""
 
+    def join(self) -> None:
+        """Make later compute wait for all tasks that were issued."""
+        # Recording an event is not enough. While a CUDA graph is captured, the stream may have been idle. Compute can
+        # only wait for it once it has joined the capture, by the wait for compute with which every task starts.
+        self.run(_nothing).wait()
+
     @abstractmethod
     def group(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
         """Return the process group, with the ranks of ``group``, that tasks of this stream must use."""

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.buffers.parameter import check_class
-from megatron.fsdp.comm.backends import default_device, local_device
+from megatron.fsdp.comm.backends import compute_device, local_device
 from megatron.fsdp.comm.streams import communication_stream
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.dtensor.ragged_dtensor import is_sharded
@@ -277,7 +277,7 @@ def axes_of(mesh: DeviceMesh | None, module: nn.Module) -> tuple[FSDPDistributed
         if mark.world is dist.group.WORLD and mark.mesh == mesh:
             return mark.index, mark.device
     if mesh is None:
-        device = default_device(module)
+        device = compute_device(module)
         index = default_index(device)
     else:
         names = mesh.mesh_dim_names

@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import log_single_rank
-from megatron.fsdp.comm.backends import default_device, local_device
+from megatron.fsdp.comm.backends import compute_device
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.ddp_config import from_megatron
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
@@ -115,7 +115,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
         check(settings)
         adjust(settings)
         _follow_settings(module, config)
-        device = default_device(module) if device is None else local_device(device)
+        device = compute_device(module, device)
         index = make_index(pg_collection, device)
         if ddp_config.num_distributed_optimizer_instances > 1 and not index.use_hybrid_fsdp:
             raise ValueError(
@@ -316,7 +316,9 @@ class FullyShardedDataParallel(_BaseDataParallel):
 def fsdp_config(config: TransformerConfig, ddp_config: DistributedDataParallelConfig) -> FSDPConfig:
     """Translate Megatron's settings to the engine's."""
     # Megatron's training loop finishes gradients once per step, not after each backward, and its optimizer reads the
-    # gradient of every trainable parameter.
+    # gradient of every trainable parameter. MXFP8 weights (fp8_param_gather) need no
+    # enable_fine_grained_param_gather, which Megatron-Core's FSDP sets for them: a unit's pass gathers only the bytes
+    # that it reads, by rows in forward and by columns in backward.
     return from_megatron(ddp_config, config, sync_model_each_microbatch=False, zero_unused_gradients=True)
 
 

@@ -132,10 +132,6 @@ LIMITS: tuple[Limit, ...] = (
         "communicates between them in every layer, and expects the order tp-cp-ep-dp-pp.",
     ),
     _never(
-        "reuse_grad_buf_for_mxfp8_param_ag",
-        "reuse_grad_buf_for_mxfp8_param_ag all-gathers weights into DDP's gradient buffer, which FSDP does not have.",
-    ),
-    _never(
         "ckpt_format other than fsdp_dtensor",
         "Sharded parameters are saved and loaded in the checkpoint format fsdp_dtensor only.",
         "Set ckpt_format (--ckpt-format) to fsdp_dtensor.",
@@ -147,9 +143,6 @@ LIMITS: tuple[Limit, ...] = (
         "Leave gtp_weight_remat_size at 1, or train with Megatron's DistributedDataParallel.",
         lambda s: (s["gtp_weight_remat_size"] or 1) > 1,
     ),
-    _not_yet("fp8_param_gather", "all-gathering weights in FP8"),
-    _not_yet("fp4_param_gather", "all-gathering weights in FP4"),
-    _not_yet("keep_fp8_transpose_cache", "an FP8 transpose cache"),
     _not_yet("optimizer_cpu_offload", "offloading the optimizer to the CPU"),
     _not_yet("delay_wgrad_compute", "delaying weight gradients"),
     _not_yet("defer_embedding_wgrad_compute", "deferring the embedding's weight gradient"),
@@ -215,6 +208,13 @@ ADJUSTMENTS: tuple[Adjustment, ...] = (
         _is_false("disable_parameter_transpose_cache", lambda s: _quantizes(s) and _shards("parameters")(s)),
         True,
         "Transformer Engine would keep quantized copies of whole weights on every rank between micro-batches",
+    ),
+    # Megatron's validate_args() clears it without a message, after this table was applied.
+    Adjustment(
+        "reuse_grad_buf_for_mxfp8_param_ag",
+        _is_set("reuse_grad_buf_for_mxfp8_param_ag"),
+        False,
+        "weights are all-gathered into buffers of their own, and each pass gathers only the MXFP8 bytes that it reads",
     ),
     Adjustment(
         "fsdp_double_buffer",

@@ -16,7 +16,7 @@ from torch import nn
 
 from megatron.fsdp.mcore.adapter import FullyShardedDataParallel, ShardedModule
 from megatron.fsdp.mcore.checkpoint_state import Names
-from megatron.fsdp.mcore.limits import Settings, check
+from megatron.fsdp.mcore.limits import Settings, adjust, check
 
 
 def get_megatron_optimizer(
@@ -24,13 +24,15 @@ def get_megatron_optimizer(
 ) -> Any:
     """Build Megatron's optimizer, and have its statistics summed over all ranks.
 
-    The optimizer's settings are checked here for scripts that do not parse Megatron's command line. Megatron saves the
-    map of parameters to groups only without FSDP, so it is saved here if it is asked for.
+    The optimizer's settings are checked and adjusted here for scripts that do not parse Megatron's command line.
+    Megatron saves the map of parameters to groups only without FSDP, so it is saved here if it is asked for.
     """
     ours = [chunk for chunk in model_chunks if isinstance(chunk, FullyShardedDataParallel)]
     if not ours:
         return original(config, model_chunks, *args, **kwargs)
-    check(Settings(config))
+    settings = Settings(config)
+    check(settings)
+    adjust(settings)
     optimizer = original(config, model_chunks, *args, **kwargs)
     optimizer.sharded_chunks = [chunk.module for chunk in ours]
     for part in _parts(optimizer):

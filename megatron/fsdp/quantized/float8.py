@@ -1,61 +1,34 @@
-"""Weights in 8-bit floats with scales that follow their present values, in plain torch: the reference of all formats.
+"""Weights in 8-bit floats (e4m3), with one scale per weight or per block, in plain torch.
 
-It shows what training with such weights computes, on every device. It is not meant for speed: matrix products run on
-dequantized weights, in the dtype that the weight appears to have.
+The scale makes a largest magnitude the largest 8-bit value. That is the largest one of the present values, or, with
+*delayed scaling*, of the last few quantizations, as recipes do that want to know the scale before they see the values.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
-import torch.nn.functional as F
-from torch.utils._pytree import tree_map
 
+from megatron.fsdp.quantized.reference import E4M3, ReferenceStorage, ReferenceTensor, divide, matrices, to_e4m3
 from megatron.fsdp.quantized.storage import Direction, Plane, ReduceMax, WeightShard, register_format
-
-FORMAT = torch.float8_e4m3fn
 
 # Rows and columns that share a scale. None: all elements of the parameter.
 Block = tuple[int, int] | None
 
 
-class Float8Tensor(torch.Tensor):
-    """A weight in 8-bit floats that appears as ``dtype``. Use :meth:`quantize` to make one.
-
-    Args:
-        raw: The bytes, in the weight's shape.
-        inverse_scale: float32, flat: for each block, what its 8-bit values are multiplied by.
-        dtype: Dtype that the weight appears to have, and that it is dequantized to.
-        block: The elements that share a scale.
-        initial: The values before quantization.
-    """
-
-    raw: torch.Tensor
-    inverse_scale: torch.Tensor
-    block: Block
-    initial: torch.Tensor | None
-    dequantized: torch.Tensor | None
-
-    @staticmethod
-    def __new__(
-        cls: type,
-        raw: torch.Tensor,
-        inverse_scale: torch.Tensor,
-        dtype: torch.dtype,
-        block: Block = None,
-        initial: torch.Tensor | None = None,
-    ) -> "Float8Tensor":
-        """Make the tensor."""
-        made: Any = torch.Tensor._make_wrapper_subclass(cls, raw.shape, dtype=dtype, device=raw.device)
-        made.raw, made.inverse_scale, made.block, made.initial = raw, inverse_scale, block, initial
-        made.dequantized = None
-        return made
+class Float8Tensor(ReferenceTensor):
+    """A weight in 8-bit floats that appears as a plain tensor. Use :meth:`quantize` to make one."""
 
     @classmethod
     def quantize(
-        cls, value: torch.Tensor, block: Block = None, dtype: torch.dtype | None = None, keep_initial: bool = False
-    ) -> "Float8Tensor":
+        cls,
+        value: torch.Tensor,
+        block: Block = None,
+        dtype: torch.dtype | None = None,
+        keep_initial: bool = False,
+        history: int = 0,
+    ) -> Self:
         """Quantize a whole weight.
 
         Args:
@@ -63,145 +36,159 @@ class Float8Tensor(torch.Tensor):
             block: Rows and columns that share a scale, as (128, 128) or (1, 128). None: one scale.
             dtype: Dtype that the result appears to have. None: that of ``value``.
             keep_initial: Keep ``value``, so that sharding the model makes main weights of it.
+            history: Delayed scaling: take the scale from the largest magnitude of that many earlier quantizations, and
+                let larger values saturate. The first quantization after the model has been sharded has no earlier
+                ones, and takes the present magnitude. The history is not part of checkpoints. 0: no delayed scaling.
+
+        Raises:
+            ValueError: Delayed scaling in blocks.
         """
-        value = value.detach()
-        flat = value.float().reshape(-1)
-        blocks, count = _blocks(value.shape, block, 0, value.numel(), value.device)
-        codes, inverse = _encode(flat, blocks, _largest(flat, blocks, count))
-        return cls(codes.view(value.shape), inverse, dtype or value.dtype, block, value if keep_initial else None)
+        if history and block is not None:
+            raise ValueError(f"Expected one scale per weight with delayed scaling (history={history}); got {block=}.")
+        return cls.of(_storage(value.shape, block, history), value, dtype, keep_initial)
 
-    def dequantize(self) -> torch.Tensor:
-        """The weight as a plain tensor of its dtype."""
-        if self.dequantized is not None:
-            return self.dequantized
-        with torch.no_grad():
-            blocks, _ = _blocks(self.raw.shape, self.block, 0, self.raw.numel(), self.raw.device)
-            values = self.raw.view(FORMAT).float() * self.inverse_scale[blocks].view(self.raw.shape)
-            return values.to(self.dtype)
-
-    @classmethod
-    def __torch_function__(cls, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            if function is F.linear:
-                return _linear(*args, **(kwargs or {}))
-            return function(*args, **(kwargs or {}))
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        if function is torch.ops.aten.detach.default:
-            (it,) = args
-            return cls(it.raw, it.inverse_scale, it.dtype, it.block, it.initial)
-        if function._schema.is_mutable and isinstance(args[0], cls):
-            raise NotImplementedError(f"{function} changes a Float8Tensor in place. Quantize the new values instead.")
-
-        def plain(value: Any) -> Any:
-            return value.dequantize() if isinstance(value, cls) else value
-
-        return function(*tree_map(plain, args), **tree_map(plain, kwargs or {}))
+    @property
+    def raw(self) -> torch.Tensor:
+        """The 8-bit values as bytes, in the weight's shape."""
+        return self.planes[0].view(self.shape)
 
 
-def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    if not isinstance(weight, Float8Tensor):
-        return F.linear(input, weight, bias)
-    output: torch.Tensor = _Linear.apply(input, weight)
-    return output if bias is None else output + bias
+def _storage(shape: torch.Size, block: Block, history: int) -> ReferenceStorage:
+    """The storage for a weight of this shape: with a plane of scales if no block is cut by the end of a row or column.
+
+    Other weights, such as those whose rows are a little longer than a whole number of blocks, hold the scales whole on
+    every rank, and may be sharded anywhere.
+    """
+    whole = (
+        block is not None
+        and len(shape) == 2
+        and shape.numel() > 0
+        and all(size % of_block == 0 for size, of_block in zip(shape, block, strict=True))
+        and block[0] * block[1] % _SCALE_BYTES == 0
+    )
+    return BlockStorage(block) if whole and block is not None else Float8Storage(block, history)
 
 
-class _Linear(torch.autograd.Function):
-    """A linear layer that saves the quantized weight for backward; autograd would save the dequantized one."""
-
-    @staticmethod
-    def forward(ctx: Any, input: torch.Tensor, weight: Float8Tensor) -> torch.Tensor:
-        ctx.save_for_backward(input, weight)
-        return F.linear(input, weight.dequantize())
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        input, weight = ctx.saved_tensors
-        needs_input, needs_weight = ctx.needs_input_grad
-        of_input = grad @ weight.dequantize() if needs_input else None
-        of_weight = grad.flatten(0, -2).t() @ input.flatten(0, -2) if needs_weight else None
-        return of_input, of_weight
+_SCALE_BYTES = torch.float32.itemsize
 
 
 @dataclass(frozen=True)
-class Float8Storage:
-    """The storage of :class:`Float8Tensor`; see :class:`megatron.fsdp.quantized.storage.WeightStorage`."""
+class Float8Storage(ReferenceStorage):
+    """8-bit values that ranks may divide anywhere. Each block's scale comes from all ranks, and is on all ranks.
+
+    The state is, for each block, what its 8-bit values are multiplied by, and with delayed scaling the largest
+    magnitudes of the last quantizations, the latest first; 0 where there are none.
+    """
 
     block: Block
+    history: int = 0
 
     planes = (Plane(),)
     block_rows = None
-    fields = frozenset({"raw", "inverse_scale", "block", "initial", "dequantized"})
 
-    @property
-    def key(self) -> Hashable:
-        """See ``WeightStorage``."""
-        return Float8Tensor, self.block
-
-    def initial(self, parameter: Any) -> torch.Tensor:
-        """See ``WeightStorage``."""
-        return parameter.dequantize() if parameter.initial is None else parameter.initial
-
-    def problem(self, parameter: torch.Tensor, device: torch.device) -> str | None:
-        """See ``WeightStorage``."""
-        return None
-
-    def bind(self, parameter: Any, planes: Sequence[torch.Tensor]) -> torch.Tensor:
-        """See ``WeightStorage``."""
-        parameter.raw = planes[0].view(parameter.shape)
-        # They may be on another device than the parameter was.
-        parameter.inverse_scale = parameter.inverse_scale.to(parameter.raw.device, copy=True)
-        parameter.initial = parameter.dequantized = None
-        return parameter
+    def new_state(self, shape: Sequence[int], device: torch.device) -> dict[str, torch.Tensor]:
+        """See ``ReferenceStorage``."""
+        state = {"inverse_scale": torch.ones(_count(shape, self.block), device=device)}
+        return {**state, "history": torch.zeros(self.history, device=device)} if self.history else state
 
     def quantize(self, shards: Sequence[WeightShard], reduce_max: ReduceMax) -> None:
         """See ``WeightStorage``."""
         if not shards:
             return
-        values = [shard.values() for shard in shards]
-        blocks, counts = [], []
-        for shard in shards:
-            stop = shard.start + shard.main.numel()
-            found, count = _blocks(shard.parameter.shape, self.block, shard.start, stop, shard.main.device)
-            blocks.append(found)
-            counts.append(count)
-        largest = torch.cat([_largest(*each) for each in zip(values, blocks, counts, strict=True)])
+        counts = [_count(shard.parameter.shape, self.block) for shard in shards]
+        of_shards = [
+            _largest(shard.values(), self._blocks_of(shard), count) for shard, count in zip(shards, counts, strict=True)
+        ]
+        largest = torch.cat(of_shards)
         # A block may continue on other ranks.
         reduce_max(largest)
-        parts: Any = zip(shards, values, blocks, largest.split(counts), strict=True)
-        for shard, value, where, of_shard in parts:
-            codes, inverse = _encode(value, where, of_shard)
-            shard.planes[0].copy_(codes)
-            shard.parameter.inverse_scale.copy_(inverse)
+        for shard, present in zip(shards, largest.split(counts), strict=True):
+            parameter: Any = shard.parameter
+            scale = _scale(self._magnitude(parameter.state, present))
+            shard.planes[0].copy_(to_e4m3(shard.values() * scale[self._blocks_of(shard)]))
+            parameter.state["inverse_scale"].copy_(scale.reciprocal())
 
-    def before_use(self, parameters: Sequence[Any], direction: Direction) -> None:
-        """See ``WeightStorage``. Dequantizes once for all uses."""
-        for parameter in parameters:
-            parameter.dequantized = None
-            parameter.dequantized = parameter.dequantize()
+    def decode(self, parameter: ReferenceTensor, direction: Direction) -> torch.Tensor:
+        """See ``ReferenceStorage``."""
+        codes = parameter.planes[0].view(E4M3).float()
+        blocks = _blocks(parameter.shape, self.block, 0, codes.numel(), codes.device)
+        return codes * parameter.state["inverse_scale"][blocks]
 
-    def after_use(self, parameters: Sequence[Any]) -> None:
+    def _blocks_of(self, shard: WeightShard) -> torch.Tensor:
+        stop = shard.start + shard.main.numel()
+        return _blocks(shard.parameter.shape, self.block, shard.start, stop, shard.planes[0].device)
+
+    def _magnitude(self, state: dict[str, torch.Tensor], present: torch.Tensor) -> torch.Tensor:
+        """The magnitude that becomes the largest 8-bit value. Enters the present one into the history."""
+        if not self.history:
+            return present
+        history = state["history"]
+        earlier = history.max()
+        history.copy_(torch.cat([present, history[:-1]]))
+        return torch.where(earlier > 0, earlier, present)
+
+
+@dataclass(frozen=True)
+class BlockStorage(ReferenceStorage):
+    """8-bit values and a plane of float32 scales. Ranks hold whole blocks, so nothing is reduced.
+
+    The scales are what the 8-bit values are multiplied by.
+    """
+
+    block: tuple[int, int]
+
+    @property
+    def planes(self) -> tuple[Plane, ...]:
         """See ``WeightStorage``."""
-        for parameter in parameters:
-            parameter.dequantized = None
+        return Plane(), Plane(self.block[0] * self.block[1] // _SCALE_BYTES)
+
+    @property
+    def block_rows(self) -> int:
+        """See ``WeightStorage``."""
+        return self.block[0]
+
+    def quantize(self, shards: Sequence[WeightShard], reduce_max: ReduceMax) -> None:
+        """See ``WeightStorage``."""
+        for shard, values in matrices(shards):
+            blocks = self._in_blocks(values)
+            scale = _scale(blocks.abs().amax((1, 3), keepdim=True))
+            shard.planes[0].copy_(to_e4m3(blocks * scale).view(-1))
+            shard.planes[1].copy_(scale.reciprocal().view(-1).view(torch.uint8))
+
+    def decode(self, parameter: ReferenceTensor, direction: Direction) -> torch.Tensor:
+        """See ``ReferenceStorage``."""
+        codes = self._in_blocks(parameter.planes[0].view(parameter.shape).view(E4M3).float())
+        # A copy, since the bytes may not lie at a multiple of 4.
+        inverse = parameter.planes[1].clone().view(torch.float32)
+        return codes * inverse.view(codes.shape[0], 1, codes.shape[2], 1)
+
+    def _in_blocks(self, matrix: torch.Tensor) -> torch.Tensor:
+        """[rows of blocks, rows, columns of blocks, columns]."""
+        return matrix.unflatten(0, (-1, self.block[0])).unflatten(2, (-1, self.block[1]))
 
 
-def _blocks(
-    shape: Sequence[int], block: Block, start: int, stop: int, device: torch.device
-) -> tuple[torch.Tensor, int]:
-    """The block of each element from ``start`` to ``stop`` of a flattened weight, and the number of all blocks."""
+def _grid(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, int, int]:
+    """The length of a row of a weight as a matrix, the rows of blocks, and the blocks in such a row."""
+    rows = shape[0] if len(shape) > 1 else 1
+    columns = max(torch.Size(shape[1:]).numel() if len(shape) > 1 else torch.Size(shape).numel(), 1)
+    return columns, -(-rows // block[0]), -(-columns // block[1])
+
+
+def _count(shape: Sequence[int], block: Block) -> int:
+    """The number of scales of a weight."""
     if block is None:
-        return torch.zeros(stop - start, dtype=torch.int64, device=device), 1
-    rows, columns = (
-        shape[0] if len(shape) > 1 else 1,
-        max(torch.Size(shape[1:]).numel() if len(shape) > 1 else shape[0], 1),
-    )
-    across = -(-columns // block[1])
+        return 1
+    _, down, across = _grid(shape, block)
+    return down * across
+
+
+def _blocks(shape: Sequence[int], block: Block, start: int, stop: int, device: torch.device) -> torch.Tensor:
+    """The block of each element from ``start`` to ``stop`` of a flattened weight."""
+    if block is None:
+        return torch.zeros((), dtype=torch.int64, device=device).expand(stop - start)
+    columns, _, across = _grid(shape, block)
     elements = torch.arange(start, stop, device=device)
-    return elements // columns // block[0] * across + elements % columns // block[1], -(-rows // block[0]) * across
+    return elements // columns // block[0] * across + elements % columns // block[1]
 
 
 def _largest(values: torch.Tensor, blocks: torch.Tensor, count: int) -> torch.Tensor:
@@ -209,12 +196,9 @@ def _largest(values: torch.Tensor, blocks: torch.Tensor, count: int) -> torch.Te
     return values.new_zeros(count).scatter_reduce_(0, blocks, values.abs(), "amax")
 
 
-def _encode(values: torch.Tensor, blocks: torch.Tensor, largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the bytes of flat values, and the inverse scales, for the largest magnitude in each block."""
-    # The largest magnitude becomes the largest 8-bit value. Tiny ones would need an infinite scale.
-    scale = (torch.finfo(FORMAT).max / largest).clamp(max=torch.finfo(torch.float32).max)
-    scale = torch.where(largest > 0, scale, 1.0)
-    return (values * scale[blocks]).to(FORMAT).view(torch.uint8), scale.reciprocal()
+def _scale(largest: torch.Tensor) -> torch.Tensor:
+    """What a block's values are multiplied by."""
+    return torch.where(largest > 0, divide(torch.finfo(E4M3).max, largest), 1.0)
 
 
-register_format(Float8Tensor, lambda parameter: Float8Storage(parameter.block))  # type: ignore[attr-defined]
+register_format(Float8Tensor, lambda parameter: parameter.stored_as)  # type: ignore[attr-defined]

@@ -9,6 +9,9 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
+# Attribute of a quantized parameter, set before its model is sharded: whether ``after_use`` keeps transposed copies.
+KEEP_TRANSPOSE = "_fsdp_keep_transpose"
+
 
 class Direction(Enum):
     """What a parameter is used for."""
@@ -70,7 +73,8 @@ class WeightStorage(Protocol):
     Attributes:
         key: Parameters with equal keys may share a flat buffer and a call of :meth:`quantize`.
         planes: The arrays of bytes that are sharded and gathered.
-        block_rows: Ranks divide a parameter only between blocks of this many rows. None: between any two bytes.
+        block_rows: Ranks divide a parameter only between blocks of this many rows. None: between any two values, and
+            every plane has a byte for each value.
         fields: Attributes of a parameter that are part of its storage, and not marks that a framework has set.
     """
 

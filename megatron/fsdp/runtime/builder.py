@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatron.fsdp.buffers.parameter_group import ParameterGroup
 from megatron.fsdp.buffers.pool import AllocatorPool, FixedPool, HostPool, Pool, Slot
 from megatron.fsdp.buffers.quantizing import QuantizationBatch
-from megatron.fsdp.comm.backends import HOST, backend_of, default_device, is_on_host, local_device
+from megatron.fsdp.comm.backends import HOST, backend_of, compute_device, is_on_host
 from megatron.fsdp.comm.context import CommContext
 from megatron.fsdp.comm.journal import Channel, watch
 from megatron.fsdp.comm.process_groups import require_process_group
@@ -115,7 +115,7 @@ def make_blueprint(
     """
     require_process_group()
     torch_patches.apply()
-    device = local_device(device) if device is not None else default_device(module)
+    device = compute_device(module, device)
     check_not_wrapped(module)
     index = index or default_index(device)
     channel = watch(index.dense.dp_group, device, watches=not config.cuda_graph_mode)
@@ -124,7 +124,7 @@ def make_blueprint(
     with propagate_errors(index):
         root, tp_mesh = _check_and_divide(module, config, index, unit_modules, device)
         for part in root.walk():
-            check_quantized(part, config, settings(part).policy)
+            check_quantized(part, device, settings(part).policy)
     reshards = unit_modules is not None or bool(root.children)
 
     def settings_to_compare(part: UnitPart) -> str:

@@ -14,9 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.buffers.parameter import TENSOR_PARALLEL, GroupKey, ShardedParameter, check_class
 from megatron.fsdp.comm.backends import is_on_host
-from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.helpers.spelling import did_you_mean
-from megatron.fsdp.quantized.storage import Plane, storage_of
+from megatron.fsdp.quantized.storage import storage_of
 from megatron.fsdp.runtime.other_engines import check_no_other_engine
 from megatron.fsdp.sharding.mesh import FSDPDistributedIndex
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
@@ -157,30 +156,23 @@ def check_dtypes(module: nn.Module, policy: MixedPrecisionPolicy) -> None:
         policy.resolve(parameter.dtype, name)
 
 
-def check_quantized(part: UnitPart, config: FSDPConfig, policy: MixedPrecisionPolicy) -> None:
-    """Check that a unit's quantized parameters can be sharded with these settings.
+def check_quantized(part: UnitPart, device: torch.device, policy: MixedPrecisionPolicy) -> None:
+    """Check that a unit's quantized parameters can be sharded.
 
     Raises:
-        NotImplementedError: They cannot. The message names the parameter, its class and the setting.
+        NotImplementedError: They cannot. The message names the parameter, its class and the reason.
     """
     for param in part.params:
         storage, parameter = storage_of(param.compute), param.compute
         if storage is None:
             continue
-        unsupported = {
-            "on the meta device": param.is_meta,
-            "as an expert": param.key.expert,
-            "as a tensor-parallel parameter": param.tensor_parallel is not None,
-            "with several planes, or several values per byte": storage.planes != (Plane(),),
-            f"with compute_dtype={policy.compute_dtype}": policy.compute_dtype not in (None, parameter.dtype),
-            "with offload_optimizer": config.offload_optimizer,
-            "with cuda_graph_mode": config.cuda_graph_mode,
-            "with nccl_ub": config.nccl_ub,
-        }
-        for setting in (name for name, used in unsupported.items() if used):
+        reason = storage.problem(parameter, device)
+        if policy.compute_dtype not in (None, parameter.dtype):
+            reason = f"compute_dtype={policy.compute_dtype} is another dtype than the one that it appears to have"
+        if reason is not None:
             raise NotImplementedError(
-                f"Parameter {param.name} is a quantized {type(parameter).__name__} of {parameter.dtype}: sharding it "
-                f"{setting} is not supported yet."
+                f"Parameter {param.name} is a quantized {type(parameter).__name__} of {parameter.dtype}, which cannot "
+                f"be sharded: {reason}."
             )
 
 

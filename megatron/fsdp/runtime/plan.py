@@ -10,10 +10,15 @@ from typing import NamedTuple
 
 
 class OpKind(IntEnum):
-    """Kind of communication."""
+    """Kind of communication.
+
+    An unshard gathers what its pass reads. If backward recomputes a forward, and forward reads other planes of
+    quantized weights, a second operation gathers those.
+    """
 
     UNSHARD = 0
     REDUCE = 1
+    UNSHARD_FORWARD_ONLY = 2
 
 
 class Op(NamedTuple):
@@ -93,7 +98,7 @@ def hoist_unshards(requested: list[Op], distance: int) -> list[int]:
     order: list[int] = []
     for index, op in enumerate(requested):
         position, crossed = len(order), 0
-        if op.kind is OpKind.UNSHARD:
+        if op.kind is not OpKind.REDUCE:
             while position and requested[order[position - 1]].kind is OpKind.REDUCE and crossed < distance:
                 position -= 1
                 crossed += 1

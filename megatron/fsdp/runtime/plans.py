@@ -40,7 +40,8 @@ class Plans:
 
     def _guessed_backward(self) -> Plan:
         # The root, and the unit that forward ends with, are still unsharded when backward begins.
-        kept = [Op(OpKind.UNSHARD, 0), self.forward.requested[-1]]
+        last = self.forward.requested[-1]
+        kept = [Op(OpKind.UNSHARD, 0), *([] if self._units[last.unit_index].is_directional else [last])]
         kept += [Op(OpKind.UNSHARD, i) for i, unit in enumerate(self._units) if unit.keeps_weights]
         index = {id(unit): i for i, unit in enumerate(self._units)}
 

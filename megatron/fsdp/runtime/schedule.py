@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron.fsdp.buffers.weights import PlaneSet
 from megatron.fsdp.comm.streams import is_capturing
 from megatron.fsdp.helpers.weak import weak_method
+from megatron.fsdp.quantized.storage import Direction
 from megatron.fsdp.runtime.passes import Pass, PassState
 from megatron.fsdp.runtime.plan import Op, OpKind, Plan
 from megatron.fsdp.runtime.plans import Plans
@@ -204,6 +206,7 @@ class Schedule:
             self._begin_forward()
         grad = torch.is_grad_enabled()
         if self._in_backward and unit.state is WeightState.BACKWARD:
+            self.before_inner_forward(unit)
             unit.show(compute=True)
             return False
         # In forward, the kept unit is the last one of an earlier forward. In backward, a unit that was unsharded for a
@@ -224,13 +227,25 @@ class Schedule:
         grad = torch.is_grad_enabled()
         if grad and (unit.is_root or unit.keeps_weights):
             unit.to(WeightState.UNSHARDED)
-        elif grad and (self._in_backward or forward.requested[-1].unit_index == self._index[id(unit)]):
+        elif grad and (self._in_backward or self._is_last(unit)):
             # Backward begins with the last unit of forward: keep it instead of unsharding it again.
             unit.to(WeightState.UNSHARDED)
             self.passes.kept = unit
         else:
             unit.reshard()
         return grad
+
+    def _is_last(self, unit: Unit) -> bool:
+        """Whether a forward ends with this unit, and backward reads the same weights."""
+        last = self.plans.forward.requested[-1].unit_index
+        return last == self._index[id(unit)] and not unit.is_directional
+
+    def before_inner_forward(self, unit: Unit) -> None:
+        """See :class:`megatron.fsdp.runtime.unit.UnitListener`."""
+        recomputed = self._in_backward and unit.state is WeightState.BACKWARD
+        if recomputed and unit.lacks(Direction.FORWARD):
+            self._unshard_forward_only(unit)
+            unit.prepare(Direction.FORWARD)
 
     def before_backward(self, unit: Unit) -> None:
         """See :class:`megatron.fsdp.runtime.unit.UnitListener`."""
@@ -262,9 +277,23 @@ class Schedule:
         if unit.state in (WeightState.SHARDED, WeightState.UNSHARDING):
             self._advance_to(plan, Op(OpKind.UNSHARD, self._index[id(unit)]))
             if unit.state is WeightState.SHARDED:
-                unit.unshard()
+                unit.unshard(self._planes(plan, unit))
+        if unit.is_directional and plan is self.plans.backward and state is WeightState.FORWARD:
+            self._unshard_forward_only(unit)
         unit.use(state)
         self._prefetch(plan)
+
+    def _planes(self, plan: Plan, unit: Unit) -> PlaneSet:
+        """What an unshard of this plan gathers."""
+        if plan is self.plans.backward:
+            return PlaneSet.BACKWARD
+        return PlaneSet.ALL if unit.is_root or unit.keeps_weights else PlaneSet.FORWARD
+
+    def _unshard_forward_only(self, unit: Unit) -> None:
+        """Unshard what backward needs for the recomputation of a forward, and does not read itself."""
+        if unit.lacks(Direction.FORWARD):
+            self._advance_to(self.plans.backward, Op(OpKind.UNSHARD_FORWARD_ONLY, self._index[id(unit)]))
+            unit.unshard(PlaneSet.FORWARD_ONLY)
 
     def _reduce(self, unit: Unit) -> None:
         """Reduce a unit's complete gradients, unless :meth:`_advance_to` has already issued the reduction."""
@@ -285,7 +314,7 @@ class Schedule:
         for index in indices:
             self._issue_until(plan, index)
             unit = self.units[plan.requested[index].unit_index]
-            if plan.requested[index].kind is OpKind.UNSHARD and unit.state is WeightState.UNSHARDING:
+            if plan.requested[index].kind is not OpKind.REDUCE and unit.state is WeightState.UNSHARDING:
                 unit.reshard_unused()
 
     def _issue_until(self, plan: Plan, index: int) -> None:
@@ -297,18 +326,24 @@ class Schedule:
             unit = self.units[op.unit_index]
             if op.kind is OpKind.REDUCE:
                 self._issue_reduction(unit)
+            elif op.kind is OpKind.UNSHARD_FORWARD_ONLY:
+                unit.unshard(PlaneSet.FORWARD_ONLY)
             elif unit.state is WeightState.SHARDED:
-                unit.unshard()
+                unit.unshard(self._planes(plan, unit))
 
     def _prefetch(self, plan: Plan, until: Unit | None = None) -> None:
         """Issue the unshards that come next, as far as the limit allows, and not beyond that of a unit."""
-        while (op := plan.ahead()) is not None and op.kind is OpKind.UNSHARD:
+        while (op := plan.ahead()) is not None and op.kind is not OpKind.REDUCE:
             unit = self.units[op.unit_index]
-            if unit.state is WeightState.SHARDED:
+            if op.kind is OpKind.UNSHARD_FORWARD_ONLY:
+                if not self.limits.prefetch or unit.state is WeightState.SHARDED:
+                    return
+                unit.unshard(PlaneSet.FORWARD_ONLY)
+            elif unit.state is WeightState.SHARDED:
                 full = unit.temporary and not unit.is_root and self._full()
                 if not self.limits.prefetch or full or unit.slot_is_taken:
                     return
-                unit.unshard()
+                unit.unshard(self._planes(plan, unit))
             plan.issued += 1
             if unit is until:
                 return

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from megatron.fsdp.buffers.parameter_group import ParameterGroup
 from megatron.fsdp.buffers.pool import Slot
+from megatron.fsdp.buffers.weights import PlaneSet
 from megatron.fsdp.comm.journal import Channel, Log, report_on_failure
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.helpers.labels import profiled
@@ -59,6 +60,9 @@ class UnitListener(Protocol):
     def forward_failed(self) -> None:
         """Handle an exception in the root's forward."""
 
+    def before_inner_forward(self, unit: "Unit") -> None:
+        """Handle the forward of a module inside a unit, which may be recomputed in the unit's backward."""
+
     def before_backward(self, unit: "Unit") -> None:
         """Handle the gradient of an output: the unit's backward starts."""
 
@@ -78,6 +82,7 @@ class Unit:
     Attributes:
         temporary: Whether an unshard allocates memory that a reshard frees.
         quantized: Quantized compute weights, and how they are stored.
+        is_directional: Forward and backward read different planes of quantized weights.
         calls: Number of forward calls of the latest pass whose inputs are watched for the end of their backward.
         calls_done: Number of these calls whose backward has ended.
         took_part: Whether the gradient of an output has arrived in this backward.
@@ -95,6 +100,8 @@ class Unit:
         self.temporary = any(group.weights.temporary for group in groups)
         quantized = [(group.storage, [param.compute for param in group.params]) for group in groups]
         self.quantized = [(storage, params) for storage, params in quantized if storage is not None]
+        planes = [plane for group in groups for plane in group.weights.planes]
+        self.is_directional = any(len(plane.directions) < len(Direction) for plane in planes)
         self._slot = slot
         self.calls = 0
         self.calls_done = 0
@@ -121,11 +128,6 @@ class Unit:
     def label(self) -> str:
         """Name for messages."""
         return self.name or "<root>"
-
-    @functools.cached_property
-    def _unshard_name(self) -> str:
-        size = sum(group.unshard_bytes for group in self.groups)
-        return f"unshard {self.label}, {size:,} bytes"
 
     @property
     def state(self) -> WeightState:
@@ -165,17 +167,26 @@ class Unit:
             group.weights.invalidate()
 
     @profiled("unshard")
-    def unshard(self) -> None:
-        """Start to unshard compute weights that have no memory or are out of date."""
-        self.to(WeightState.UNSHARDING)
+    def unshard(self, planes: PlaneSet = PlaneSet.ALL) -> None:
+        """Start to unshard compute weights that have no memory or are out of date.
+
+        A unit that is not sharded keeps its state, and gets the planes that it lacks.
+        """
+        if self._state is WeightState.SHARDED:
+            self.to(WeightState.UNSHARDING)
         with self._reshard_after_errors():
             if self._slot is not None:
                 if (rival := self._other_holder()) is not None:
                     rival.yield_slot(self)
                 self._slot.holder = weakref.ref(self)
-            handles = [handle for group in self.groups if (handle := group.weights.unshard()) is not None]
+            handles = [handle for group in self.groups if (handle := group.weights.unshard(planes)) is not None]
         if handles:
-            self.channel.note(self._unshard_name, handles)
+            size = sum(group.unshard_bytes(planes) for group in self.groups)
+            self.channel.note(f"unshard {self.label}, {size:,} bytes", handles)
+
+    def lacks(self, direction: Direction) -> bool:
+        """Whether the compute has not waited for some of the planes that a pass reads."""
+        return any(group.weights.lacks(direction) for group in self.groups)
 
     @property
     def slot_is_taken(self) -> bool:
@@ -210,13 +221,17 @@ class Unit:
     @profiled("wait for unshard")
     def use(self, state: WeightState) -> None:
         """Make compute wait for the unshard, and make compute weights the module's parameters."""
+        self.prepare(Direction.BACKWARD if state is WeightState.BACKWARD else Direction.FORWARD)
+        self.to(state)
+        self.show(compute=True)
+
+    def prepare(self, direction: Direction) -> None:
+        """Make compute wait for the unshards that were started, and quantized weights ready for a pass."""
         with report_on_failure(), self._reshard_after_errors():
             for group in self.groups:
                 group.weights.wait()
             for storage, params in self.quantized:
-                storage.before_use(params, Direction.BACKWARD if state is WeightState.BACKWARD else Direction.FORWARD)
-        self.to(state)
-        self.show(compute=True)
+                storage.before_use(params, direction)
 
     @contextmanager
     def _reshard_after_errors(self) -> Iterator[None]:
@@ -335,6 +350,19 @@ class Unit:
             module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
             # always_call: activation checkpointing ends a recomputed forward by raising an exception.
             module.register_forward_hook(self._after, with_kwargs=True, always_call=True)
+        if self.is_directional:
+            sites = [site for group in self.groups if group.storage for param in group.params for site in param.sites]
+            for module in {id(owner): owner for owner, _ in sites if owner not in modules}.values():
+                module.register_forward_pre_hook(not_compiled(weak_method(self.pre_inner_forward)), prepend=True)
+
+    def pre_inner_forward(self, module: nn.Module, args: tuple) -> None:
+        """Forward pre-hook of modules inside with quantized weights that forward and backward read from other planes.
+
+        Backward may recompute such a module without the unit, and then needs the planes of forward.
+        """
+        listener = self._listener()
+        if listener is not None:
+            listener.before_inner_forward(self)
 
     def pre_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """Forward pre-hook. Calls inside a call of the same unit are ignored."""
@@ -369,7 +397,8 @@ class Unit:
         Some modules return parameters, such as Megatron-Core's linear layers, whose bias the caller adds later. By then
         the memory of the weights has been freed.
         """
-        memory = {_storage(group.weights.compute.flat) for group in self.groups if group.weights.temporary}
+        weights = [group.weights for group in self.groups if group.weights.temporary]
+        memory = {_storage(plane.buffer.flat) for each in weights for plane in each.planes}
         memory |= {_storage(param) for _, params in self.quantized for param in params}
         if not memory or not any(_storage(tensor) in memory for tensor in tensors_in(output)):
             return None

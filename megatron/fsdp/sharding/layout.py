@@ -207,6 +207,18 @@ class Layout:
             if _bad_boundary(slot.offset, slot.numel, slot.row, self.shard_numel) is not None
         )
 
+    def packed(self, ratio: int) -> "Layout":
+        """The layout of an array with one element for each ``ratio`` elements of this one, and flat parameters.
+
+        Raises:
+            ValueError: A parameter or a shard does not begin at a multiple of ``ratio``.
+        """
+        sizes = [self.shard_numel, *(number for slot in self.slots for number in (slot.offset, slot.numel))]
+        if any(size % ratio for size in sizes):
+            raise ValueError(f"Layout: expected sizes that are multiples of {ratio}; got {sizes}.")
+        slots = tuple(Slot(slot.offset // ratio, (slot.numel // ratio,), ELEMENT) for slot in self.slots)
+        return Layout(slots, self.num_shards, self.shard_numel // ratio)
+
     def shard(self, rank: int) -> slice:
         """The range of the buffer that ``rank`` owns."""
         return slice(rank * self.shard_numel, (rank + 1) * self.shard_numel)
@@ -320,6 +332,40 @@ def plan_layout(
         for i, (offset, s) in enumerate(zip(plan.offsets, slots, strict=True))
     ]
     return Layout(tuple(placed), num_shards, plan.shard_numel)
+
+
+def plan_layout_of_blocks(
+    shapes: Sequence[tuple[int, ...]], num_shards: int, granularity: Granularity, rows: int, ratio: int
+) -> Layout:
+    """As :func:`plan_layout`, for parameters that are cut between blocks of ``rows`` rows only.
+
+    Args:
+        shapes: Shape of each parameter. Its number of rows is a multiple of ``rows``.
+        num_shards: Number of ranks that shard the buffer.
+        granularity: Where else parameters must not be cut.
+        rows: Rows per block.
+        ratio: Parameters and shards start at a multiple of this. It divides the elements of a block.
+
+    Raises:
+        ValueError: A parameter is not a whole number of blocks, or ``ratio`` does not divide these.
+    """
+    scaled, own = [], []
+    for shape in shapes:
+        unit = rows * max(math.prod(shape[1:]), 1)
+        if math.prod(shape) % unit or unit % ratio:
+            raise ValueError(
+                f"Layout: expected blocks of {rows} rows with a multiple of {ratio} elements each; got {shape}."
+            )
+        together = math.lcm(granularity.unit(shape), unit) // unit
+        # Measured in ``ratio`` elements, every offset that the search finds is a multiple of it.
+        scaled.append((math.prod(shape) // unit, unit // ratio))
+        own.append(block(together))
+    plan = plan_layout(scaled, num_shards, own, math.lcm(ALIGNMENT, ratio) // ratio)
+    slots = [
+        Slot(slot.offset * ratio, tuple(shape), block(slot.granularity.rows * rows))
+        for slot, shape in zip(plan.slots, shapes, strict=True)
+    ]
+    return Layout(tuple(slots), num_shards, plan.shard_numel * ratio)
 
 
 def allowed_shard(total: int, num_shards: int, alignment: int = ALIGNMENT, cuts: bool = False) -> int:

@@ -20,19 +20,12 @@ class Dtypes:
         main_params: Dtype of the main weights.
         main_grads: Dtype of accumulated gradients.
         grad_comm: Dtype of gradients in a reduction.
-        quantized: Compute weights are stored as bytes.
     """
 
     compute: torch.dtype
     main_params: torch.dtype
     main_grads: torch.dtype
     grad_comm: torch.dtype
-    quantized: bool = False
-
-    @property
-    def stored(self) -> torch.dtype:
-        """Dtype of the memory of the compute weights."""
-        return torch.uint8 if self.quantized else self.compute
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ from megatron.fsdp.buffers.flat_buffer import slot_view
 from megatron.fsdp.buffers.parameter_group import ParameterGroup
 from megatron.fsdp.comm.collectives import all_gather
 from megatron.fsdp.runtime.engine import Engine
-from megatron.fsdp.sharding.ownership import within
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Odd: multiplication by an odd number modulo 2^64 is invertible, so no bit of an element is lost.
@@ -35,22 +34,27 @@ def _inconsistent(group: ParameterGroup) -> torch.Tensor:
     weights = group.weights
     weights.unshard()
     weights.wait()
-    flat = weights.compute.flat
+    buffers = [plane.buffer for plane in weights.planes]
     # Overwrite this rank's shard with its main weights: elements of other ranks are compared by the hashes below.
-    expected = flat.clone()
+    expected = [buffer.flat.clone() for buffer in buffers]
     if group.storage is None:
-        expected[within(weights.owned.main, slice(0, flat.numel()))] = weights.main.to(flat.device, flat.dtype)
+        (flat,) = expected
+        flat[weights.owned.main] = weights.main.to(flat.device, flat.dtype)
     else:
         # Quantizing needs the other ranks. What an unshard makes of the present main weights replaces the weights.
         weights.invalidate()
         weights.unshard()
         weights.wait()
-    views = [slot_view(expected, weights.layout, i) for i in range(len(group.params))]
-    differs = [not torch.equal(a, b) for a, b in zip(views, weights.compute.views, strict=True)]
-    hashes = torch.stack([hash_of(view) for view in weights.compute.views])
-    of_all_ranks = hashes.new_empty(group.axes.dp_group.size() * hashes.numel())
-    all_gather(of_all_ranks, hashes, group.axes.dp_group)
-    unequal = (of_all_ranks.view(-1, hashes.numel()) != hashes).any(0)
+    differs, hashes = [], []
+    for i in range(len(group.params)):
+        views = [slot_view(flat, buffer.layout, i) for flat, buffer in zip(expected, buffers, strict=True)]
+        present = [buffer.views[i] for buffer in buffers]
+        differs.append(not all(torch.equal(a, b) for a, b in zip(views, present, strict=True)))
+        hashes += [hash_of(view) for view in present]
+    mine = torch.stack(hashes)
+    of_all_ranks = mine.new_empty(group.axes.dp_group.size() * mine.numel())
+    all_gather(of_all_ranks, mine, group.axes.dp_group)
+    unequal = (of_all_ranks.view(-1, len(differs), len(buffers)) != mine.view(-1, len(buffers))).any(2).any(0)
     return unequal | torch.tensor(differs, device=unequal.device)
 
 

@@ -359,6 +359,25 @@ def test_main_weights_are_not_compared_with_float8_weights(tmp_path: Path) -> No
     assert torch.equal(plain_tensors(tmp_path / "target")["model.module.output_layer.weight"], expected)
 
 
+def test_extra_states_of_float8_layers_are_not_needed(tmp_path: Path) -> None:
+    name = "decoder.layers.self_attention.linear_qkv"
+    tensors = random_tensors({f"{name}.weight": (2, 12, 4)})
+    states = {f"{name}._extra_state/shard_{i}_2": [torch.zeros(9, dtype=torch.uint8)] for i in range(2)}
+    found = []
+    for folder, objects in (tmp_path / "with", states), (tmp_path / "without", {}):
+        common = {"args": args(TE, fp8_param_gather=True)}
+        source = write_torch_dist(folder / "source", tensors, common, objects)
+        write_state(read_state(source), folder / "target", "fsdp_dtensor")
+        found.append(plain_tensors(folder / "target"))
+        assert not [key for key in plain_metadata(folder / "target").state_dict_metadata if "_extra_state" in key]
+        state = read_state(folder / "target")
+        state.torch_dist.clear()  # as if a run had written it
+        write_state(state, folder / "back", "torch_dist")
+        back = plain_objects(folder / "back")
+        assert all(back[key] == [None] for key in states)
+    assert found[0] and same(found[0], found[1])
+
+
 def test_fused_down_projections_are_read_as_two(tmp_path: Path) -> None:
     attention = "decoder.layers.0.self_attention."
     fused = random_tensors({f"{attention}linear_qkv_down_proj.weight": (10, 4)})[

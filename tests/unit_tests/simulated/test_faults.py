@@ -16,7 +16,7 @@ from torch import nn
 from megatron.fsdp.buffers import reduction
 from megatron.fsdp.buffers.gradients import GradientBuffer, InFlight
 from megatron.fsdp.buffers.reduction import Reduction
-from megatron.fsdp.buffers.weights import WeightBuffer
+from megatron.fsdp.buffers.weights import PlaneSet, WeightBuffer
 from megatron.fsdp.comm.context import CommContext
 from megatron.fsdp.comm.streams import CudaStream, Handle, Task, communication_stream
 from megatron.fsdp.runtime.engine import Engine
@@ -98,7 +98,8 @@ class _Ended(Handle):
 
 
 def _no_wait_for_unshard(wait: Callable[..., None], weights: WeightBuffer) -> None:
-    weights.handle = weights.handle and _Ended()
+    for handle in weights.handles:
+        weights.replace_handle(handle, _Ended())
     wait(weights)
 
 
@@ -133,9 +134,11 @@ def _placed_given_back_by_task(
     return total
 
 
-def _weights_allocated_in_reduce_stream(unshard: Callable[..., Handle | None], weights: WeightBuffer) -> Handle | None:
+def _weights_allocated_in_reduce_stream(
+    unshard: Callable[..., Handle | None], weights: WeightBuffer, planes: PlaneSet
+) -> Handle | None:
     communication_stream(DEVICE, dist.group.WORLD).run(weights.compute.allocate)
-    return unshard(weights)
+    return unshard(weights, planes)
 
 
 def _slot_taken_from_unit_in_use(patch: pytest.MonkeyPatch) -> None:

@@ -221,7 +221,7 @@ class StepRecorder:
 
     def _watch_unit(self, unit: Unit) -> None:
         for group in unit.groups:
-            gather = Activity(Row.GATHERS, Kind.GATHER, unit.label, size=group.unshard_bytes)
+            gather = Activity(Row.GATHERS, Kind.GATHER, unit.label, size=group.unshard_bytes())
             reduce = Activity(Row.REDUCTIONS, Kind.REDUCTION, unit.label, size=group.reduce_bytes)
             for owner, name, work in (
                 (group.weights, "unshard", gather),
@@ -231,8 +231,8 @@ class StepRecorder:
                 self._replacements.replace(owner, name, functools.partial(self._issue, work))
             # Communication in flight was issued before the methods were replaced, so wrap its handles here.
             weights, gradients = group.weights, group.gradients
-            if weights.handle is not None:
-                weights.handle = self._numbered(weights.handle, gather)
+            for handle in weights.handles:
+                weights.replace_handle(handle, self._numbered(handle, gather))
             started = gradients.in_flight.handles
             started[:] = [self._numbered(handle, reduce) for handle in started]
 

@@ -1,0 +1,223 @@
+"""Megatron's models with quantized weights, as ``--fp8-param-gather`` builds them.
+
+Transformer Engine needs CUDA, so this is simulated: the reference format takes the place of its tensors, and a function
+here that of its ``fp8_model_init``.
+"""
+
+import dataclasses
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import parametrize
+
+from megatron.fsdp.dtensor.ragged_dtensor import local_shard
+from megatron.fsdp.helpers.spelling import bare_name
+from megatron.fsdp.quantized.float8 import Float8Tensor
+from megatron.fsdp.quantized.storage import KEEP_TRANSPOSE
+from tests.quantized_models import layers_of, quantize_layers
+from tests.ranks import DEVICE, RankPool
+
+pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here")
+
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+BLOCK = (16, 16)
+
+
+def quantized_gpt(config: Any) -> nn.Module:
+    from tests.megatron_models import gpt
+
+    return quantize_layers(gpt(config), BLOCK)
+
+
+class _Round(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        return Float8Tensor.quantize(weight, BLOCK).dequantize()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+class _Rounded(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return _Round.apply(weight)
+
+
+def rounded_gpt(config: Any) -> nn.Module:
+    """The same model with plain weights, which forward and backward read rounded to 8 bits."""
+    from tests.megatron_models import gpt
+
+    model = gpt(config)
+    for layer in layers_of(model).values():
+        parametrize.register_parametrization(layer, "weight", _Rounded())
+    return model
+
+
+def _equals_ddp(strategy: str, changes: dict[str, Any]) -> None:
+    from tests.megatron_models import megatron, train, train_ddp
+
+    # The keys' bias has gradients of rounding only, of which Adam makes whole steps.
+    changes = {"add_bias_linear": False, **changes}
+    with megatron():
+        expected = train_ddp(build=rounded_gpt, **changes)
+        found = train(strategy, build=quantized_gpt, fp8_param_gather=True, **changes)
+    assert expected.norms[0] > 0
+    torch.testing.assert_close(found.norms, expected.norms, rtol=2e-6, atol=0)
+    assert found.zeros == pytest.approx(expected.zeros, abs=3)
+    weights = {name.replace("parametrizations.weight.original", "weight"): w for name, w in expected.weights.items()}
+    assert found.weights.keys() == weights.keys()
+    for name, weight in weights.items():
+        torch.testing.assert_close(found.weights[name], weight, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_trains_as_with_ddp(ranks: RankPool, strategy: str) -> None:
+    ranks.run(2, _equals_ddp, strategy, {})
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "recomputation": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "double buffer": {"fsdp_double_buffer": True},
+    "modules": {"megatron_fsdp_enable_fine_grained_param_gather": True},
+    "transposes are kept": {"keep_fp8_transpose_cache": True},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_train_as_with_ddp(ranks: RankPool, variant: str) -> None:
+    ranks.run(2, _equals_ddp, "optim_grads_params", VARIANTS[variant])
+
+
+def _what_megatron_reads(keep: bool) -> None:
+    from megatron.fsdp.mcore.statistics import get_megatron_optimizer
+    from tests.megatron_models import forward_backward, megatron, optimizer_of, tokens, wrapped
+
+    with megatron():
+        model = wrapped("optim_grads_params", quantized_gpt, fp8_param_gather=True, keep_fp8_transpose_cache=keep)
+        quantized = [p.compute for p in model.module.engine.params() if isinstance(p.compute, Float8Tensor)]
+        assert len(quantized) == 8
+        assert all(getattr(weight, KEEP_TRANSPOSE) is keep for weight in quantized)
+        optimizer = optimizer_of(model)
+        # It would make the optimizer write weights into a buffer of Megatron's DDP.
+        config = dataclasses.replace(optimizer.config, reuse_grad_buf_for_mxfp8_param_ag=True)
+        get_megatron_optimizer(lambda *_: Namespace(), config, [model])
+        assert not config.reuse_grad_buf_for_mxfp8_param_ag
+        forward_backward(model, tokens(0, 1))
+        assert optimizer.step()[0]
+        # Megatron's optimizer, its norm of parameters and its checkpoints look for quantized tensors by class.
+        updated = [p for group in optimizer.param_groups for p in group["params"]]
+        for found in (model.parameters(), updated, model.state_dict_for_save_checkpoint(keep_vars=True).values()):
+            tensors = [value for value in found if isinstance(value, torch.Tensor)]
+            assert len(tensors) == len(updated)
+            for tensor in tensors:
+                assert isinstance(tensor, DTensor) and type(local_shard(tensor)) is torch.Tensor
+                assert tensor.dtype == torch.float32
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_megatron_sees_main_weights_only(ranks: RankPool, keep: bool) -> None:
+    ranks.run(2, _what_megatron_reads, keep)
+
+
+# Checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def _with_extra_state(build: Any) -> Any:
+    """The model with layers that have extra state, as Transformer Engine's have with FP8."""
+
+    def get(layer: nn.Module) -> torch.Tensor:
+        return torch.zeros(3, dtype=torch.uint8)
+
+    def put(layer: nn.Module, state: torch.Tensor) -> None:
+        assert state.dtype == torch.uint8
+
+    def built(config: Any) -> nn.Module:
+        model = build(config)
+        for layer in layers_of(model).values():
+            own = {"get_extra_state": get, "set_extra_state": put}
+            layer.__class__ = type(type(layer).__name__, (type(layer),), own)
+        return model
+
+    return built
+
+
+def _model(quantized: bool) -> tuple[Any, Any]:
+    from tests.megatron_models import forward_backward, gpt, optimizer_of, tokens, wrapped
+
+    build = _with_extra_state(quantized_gpt) if quantized else gpt
+    model = wrapped("optim_grads_params", build, bf16=True, fp8_param_gather=quantized)
+    optimizer = optimizer_of(model)
+    forward_backward(model, tokens(0, 1))
+    optimizer.step()
+    return model, optimizer
+
+
+def _whole(model: Any) -> dict[str, torch.Tensor]:
+    from tests.models import whole
+
+    return {bare_name(param.name): whole(param, param.main) for param in model.module.engine.params()}
+
+
+def _state(model: Any, optimizer: Any) -> Any:
+    from megatron.fsdp.mcore.checkpoint_state import preprocess_fsdp_dtensor_state_dict
+
+    sharded = optimizer.sharded_state_dict({}, metadata={"distrib_optim_sharding_type": "fsdp_dtensor"})
+    raw = {"model": model.state_dict_for_save_checkpoint(), "optimizer": sharded}
+    return preprocess_fsdp_dtensor_state_dict(Namespace(), raw, model.module)
+
+
+def _save(folder: Path, quantized: bool) -> dict[str, torch.Tensor]:
+    from tests.megatron_models import megatron
+
+    with megatron():
+        model, optimizer = _model(quantized)
+        dcp.save(_state(model, optimizer), checkpoint_id=folder)
+        return _whole(model)
+
+
+def _load_and_save(source: Path, target: Path, quantized: bool, extra: bool) -> dict[str, torch.Tensor]:
+    from tests.megatron_models import gpt_losses, megatron, tokens
+
+    with megatron():
+        model, optimizer = _model(quantized)
+        state = _state(model, optimizer)
+        dcp.load(state, checkpoint_id=source)
+        state.restore()
+        loaded = state["model"]
+        has_extra = any("_extra_state" in key and value is not None for key, value in loaded.items())
+        assert has_extra == quantized
+        model.load_state_dict({key: value for key, value in loaded.items() if extra or "_extra_state" not in key})
+        found = _whole(model)
+        used: dict[str, torch.Tensor] = {}
+        for name, layer in layers_of(model).items() if quantized else ():
+            layer.register_forward_pre_hook(
+                lambda layer, _, name=name: used.update({f"{name}.weight": layer.weight.dequantize()})
+            )
+        with torch.no_grad():
+            gpt_losses(model, tokens(0, 1)[0])
+        assert len(used) == 8 * quantized
+        for name, weight in used.items():
+            expected = Float8Tensor.quantize(found[bare_name(name)], BLOCK, torch.bfloat16).dequantize()
+            assert torch.equal(weight, expected), name
+        dcp.save(_state(model, optimizer), checkpoint_id=target)
+        return found
+
+
+@pytest.mark.parametrize("extra", [False, True], ids=["without extra state", "with extra state"])
+def test_bf16_checkpoints_go_through_quantized_runs_unchanged(ranks: RankPool, tmp_path: Path, extra: bool) -> None:
+    saved = ranks.run(3, _save, tmp_path / "bf16", False)[0]
+    quantized = ranks.run(2, _load_and_save, tmp_path / "bf16", tmp_path / "quantized", True, extra)[0]
+    back = ranks.run(3, _load_and_save, tmp_path / "quantized", tmp_path / "back", False, extra)[0]
+    for name, weight in saved.items():
+        assert weight.dtype == torch.float32
+        assert torch.equal(quantized[name], weight) and torch.equal(back[name], weight), name
+    keys = [dcp.FileSystemReader(tmp_path / each).read_metadata().state_dict_metadata for each in ("bf16", "quantized")]
+    assert keys[0].keys() == keys[1].keys()
+    assert not [key for key in keys[0] if "_extra_state" in key]
