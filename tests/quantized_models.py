@@ -156,7 +156,7 @@ class Reference:
             grads.append(torch.autograd.grad(loss, self.params))
             losses.append(loss.item())
         for main, *each in zip(self.main, *grads, strict=True):
-            main.grad = _mean([grad.to(main.dtype) for grad in each])
+            main.grad = mean([grad.to(main.dtype) for grad in each])
         self.optimizer.step()
         self._quantize()
         return losses
@@ -171,7 +171,7 @@ class Reference:
                     parameter.copy_(main)
 
 
-def _mean(grads: list[torch.Tensor]) -> torch.Tensor:
+def mean(grads: list[torch.Tensor]) -> torch.Tensor:
     """The mean, summed first within pairs, as two axes of two ranks do."""
     count = len(grads)
     while len(grads) > 1:
