@@ -135,6 +135,22 @@ def test_recomputes(ranks: RankPool, format: str) -> None:
     ranks.run(2, _trains, "optim_grads_params", format, 6, torch.float32, True, {})
 
 
+def _from_meta(format: str) -> None:
+    with torch.device("meta"):
+        model = quantized_model(format)
+    model, optimizer = sharded_model("optim_grads_params", model, init_model_with_meta_device=True)
+    values = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    other, other_optimizer = sharded_model("optim_grads_params", quantized_model(format))
+    other.load_state_dict(values)
+    data = batches(4, dist.get_world_size())
+    assert train(model, optimizer, data) == train(other, other_optimizer, data)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_from_the_meta_device(ranks: RankPool, format: str) -> None:
+    ranks.run(2, _from_meta, format)
+
+
 # Checkpoints ------------------------------------------------------------------------------------------------------
 
 
