@@ -18,7 +18,9 @@ from megatron_fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_model
 from tests import te_stand_ins as te
 from tests.models import batches, loss_of
 from tests.quantized_models import KINDS, arguments, exact
-from tests.ranks import RankPool
+from tests.ranks import DEVICE, RankPool
+
+pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="the stand-ins compute on a CPU")
 
 FORMATS: dict[str, Callable[[], te.Quantizer]] = {
     "delayed": te.Float8Quantizer,
