@@ -162,6 +162,32 @@ def test_tensor_parallel_parameters(ranks: RankPool) -> None:
     ranks.run(4, _tensor_parallel)
 
 
+def _from_meta(kind: str) -> None:
+    """Modules initialize plain values, which main weights keep before they are quantized."""
+    with torch.device("meta"):
+        models = [TinyModel(), quantized_model()]
+    held = list(models[1].parameters())
+    optimizer = exact(held)
+    torch.manual_seed(11)
+    plain = fully_shard_model(models[0], fsdp_unit_modules=[Block], init_model_with_meta_device=True, **arguments(kind))
+    values = {name: value.full_tensor() for name, value in plain.state_dict().items()}
+    torch.manual_seed(11)
+    found, optimizer = fully_shard(
+        models[1], optimizer, fsdp_unit_modules=[Block], init_model_with_meta_device=True, **arguments(kind)
+    )
+    for name, value in found.state_dict().items():
+        assert torch.equal(value.full_tensor(), values[name])
+    other, other_optimizer = sharded_model(kind, quantized_model())
+    other.load_state_dict(values)
+    data = batches(4, dist.get_world_size())
+    assert train(found, optimizer, data) == train(other, other_optimizer, data)
+
+
+@pytest.mark.parametrize("kind", ["optim", "optim_grads_params"])
+def test_from_the_meta_device(ranks: RankPool, kind: str) -> None:
+    ranks.run(2, _from_meta, kind)
+
+
 def _recomputes() -> None:
     data = batches(6, 2)
     expected = _expected(quantized_model(), data)
