@@ -14,7 +14,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron.fsdp.sharding.layout import SMALL_SHARD, plan_layout  # noqa: E402
+from megatron.fsdp.sharding.packing import SMALL_SHARD, plan_layout  # noqa: E402
 
 SHAPES = ROOT / "tests" / "unit_tests" / "layout_shapes.json"
 

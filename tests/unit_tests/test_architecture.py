@@ -11,7 +11,7 @@ FOLDERS = ("megatron", "megatron_fsdp", "tools", "examples", "tests", "benchmark
 # Packages that may import more than torch, and the distributions that they may import.
 NEED_MORE = {"mcore": None, "convert": None, "tools": None, "checkpoint": {"numpy"}}
 # Distributions that are imported on first use.
-OPTIONAL = {"state/export.py": {"safetensors"}}
+OPTIONAL = {"state/export.py": {"safetensors"}, "quantized/torchao.py": {"torchao"}}
 
 
 def _imports(path: Path) -> set[str]:

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.fsdp.sharding.layout import (
-    ALIGNMENT,
     ELEMENT,
     PARAMETER,
     ROW,
@@ -22,12 +21,11 @@ from megatron.fsdp.sharding.layout import (
     Granularity,
     Layout,
     Slot,
-    allowed_shard,
     block,
     boxes,
     parse_granularity,
-    plan_layout,
 )
+from megatron.fsdp.sharding.packing import ALIGNMENT, allowed_shard, plan_layout
 from tools.layout_table import table
 
 ROOT = Path(__file__).resolve().parents[2]

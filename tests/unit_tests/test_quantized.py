@@ -1,6 +1,8 @@
 """Quantized compute weights: sharded training equals unsharded training with the same format, bit by bit."""
 
+import copy
 import gc
+import io
 import weakref
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from tests.models import DEVICE, STRATEGIES, Block, TinyModel, batches, loss_of
 from tests.quantized_models import (
     ANYWHERE,
     BLOCKS,
+    FORMATS,
     KINDS,
     Reference,
     arguments,
@@ -462,6 +465,34 @@ def _refuses() -> None:
 
 def test_unsupported_settings_raise(ranks: RankPool) -> None:
     ranks.run(1, _refuses)
+
+
+def _refuses_tied() -> None:
+    model = quantized_model()
+    made = Float8Tensor.quantize(model.embedding.weight, keep_initial=True)
+    model.head.weight = nn.Parameter(made)
+    with pytest.raises(ValueError, match="head.weight is a quantized Float8Tensor of the memory of embedding.weight"):
+        fully_shard_model(model, fsdp_unit_modules=[Block])
+
+
+def test_quantized_copies_of_parameters_raise(ranks: RankPool) -> None:
+    ranks.run(1, _refuses_tied)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_copies_before_sharding(format: str) -> None:
+    model = quantized_model(format)
+    model.head.weight.mark = 1
+    reloaded = io.BytesIO()
+    torch.save(model, reloaded)
+    reloaded.seek(0)
+    for other in (copy.deepcopy(model), torch.load(reloaded, weights_only=False)):
+        assert other.head.weight.mark == 1 and type(other.head.weight) is type(model.head.weight)
+        tokens = batches(1, 1, vocabulary=31)[0, 0]
+        assert torch.equal(loss_of(other, tokens), loss_of(model, tokens))
+        for mine, theirs in zip(model.head.weight.planes, other.head.weight.planes, strict=True):
+            assert mine.data_ptr() != theirs.data_ptr() and torch.equal(mine, theirs)
+        assert other.head.weight.requires_grad and torch.equal(other.head.weight.initial, model.head.weight.initial)
 
 
 def _refuses_formats() -> None:

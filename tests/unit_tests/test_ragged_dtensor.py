@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from megatron.fsdp.dtensor.placements import RaggedShard, SectionedShard
 from megatron.fsdp.dtensor.ragged_dtensor import RaggedDTensor, make_dtensor
-from megatron.fsdp.sharding.layout import ELEMENT, ROW, Layout, Slot, plan_layout
+from megatron.fsdp.sharding.layout import ELEMENT, ROW, Layout, Slot
+from megatron.fsdp.sharding.packing import plan_layout
 from megatron_fsdp import fully_shard, uneven_dtensor
 from tests.models import Block, TinyModel, adamw, batches, device, loss_of
 from tests.ranks import RankPool

@@ -25,9 +25,10 @@ from megatron.fsdp.dtensor.ragged_dtensor import local_shard, make_dtensor, make
 from megatron.fsdp.helpers.autograd import in_backward
 from megatron.fsdp.helpers.weak import weak_method
 from megatron.fsdp.quantized.storage import WeightShard, WeightStorage, storage_of
-from megatron.fsdp.sharding.layout import Granularity, Layout, ShardSlice, plan_layout, plan_layout_of_blocks
+from megatron.fsdp.sharding.layout import Granularity, Layout, ShardSlice
 from megatron.fsdp.sharding.mesh import DataParallelAxes, FSDPDistributedIndex
 from megatron.fsdp.sharding.ownership import shards_of
+from megatron.fsdp.sharding.packing import plan_layout, plan_layout_of_blocks
 from megatron.fsdp.sharding.strategy import UNSHARDED
 
 

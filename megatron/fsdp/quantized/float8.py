@@ -87,6 +87,11 @@ class Float8Storage(ReferenceStorage):
     planes = (Plane(),)
     block_rows = None
 
+    @property
+    def is_repeatable(self) -> bool:  # type: ignore[override]
+        """See ``WeightStorage``."""
+        return self.history == 0
+
     def new_state(self, shape: Sequence[int], device: torch.device) -> dict[str, torch.Tensor]:
         """See ``ReferenceStorage``."""
         state = {"inverse_scale": torch.ones(_count(shape, self.block), device=device)}

@@ -4,6 +4,7 @@ They show what training with quantized weights computes, on every device. They a
 run on dequantized weights, in the dtype that the weight appears to have.
 """
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -69,6 +70,13 @@ class ReferenceTensor(torch.Tensor):
         with torch.no_grad():
             return self.stored_as.decode(self, direction).view(self.shape).to(self.dtype)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy with memory of its own, and the marks that frameworks set on parameters."""
+        made = type(self)(self.shape, self.dtype, self.device)
+        memo[id(self)] = made
+        vars(made).update(copy.deepcopy(vars(self), memo))
+        return made.requires_grad_(self.requires_grad)  # type: ignore[return-value]
+
     @classmethod
     def __torch_function__(cls, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
@@ -85,6 +93,9 @@ class ReferenceTensor(torch.Tensor):
             made = cls(it.shape, it.dtype, it.device)
             vars(made).update({name: vars(it)[name] for name in it.stored_as.fields})
             return made
+        device = (kwargs or {}).get("device")
+        if function is torch.ops.aten._to_copy.default and device not in (None, args[0].device):
+            raise NotImplementedError(f"A {cls.__name__} cannot be moved to {device}. Quantize weights there.")
         if function._schema.is_mutable and isinstance(args[0], cls):
             raise NotImplementedError(f"{function} changes a {cls.__name__} in place. Quantize the new values instead.")
 
@@ -129,6 +140,7 @@ class ReferenceStorage:
     A format subclasses it. Parameters with equal storages may share a flat buffer.
     """
 
+    is_repeatable = True
     fields = frozenset({"stored_as", "planes", "state", "initial", "dequantized"})
 
     @property

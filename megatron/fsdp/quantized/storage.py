@@ -76,6 +76,7 @@ class WeightStorage(Protocol):
         block_rows: Ranks divide a parameter only between blocks of this many rows. None: between any two values, and
             every plane has a byte for each value.
         fields: Attributes of a parameter that are part of its storage, and not marks that a framework has set.
+        is_repeatable: Quantizing unchanged main weights again gives the same bytes; false if scales have a history.
     """
 
     @property
@@ -92,6 +93,10 @@ class WeightStorage(Protocol):
 
     @property
     def fields(self) -> frozenset[str]:
+        """See the class."""
+
+    @property
+    def is_repeatable(self) -> bool:
         """See the class."""
 
     def problem(self, parameter: torch.Tensor, device: torch.device) -> str | None:

@@ -29,6 +29,7 @@ class TorchaoStorage:
 
     planes = (Plane(),)
     block_rows = None
+    is_repeatable = True
     fields = frozenset({"_tensor", "_linear_mm_config", "_dtype", "_precomputed_scale"})
 
     @property

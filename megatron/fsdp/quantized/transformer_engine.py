@@ -49,6 +49,8 @@ class TransformerEngineStorage:
     planes: ClassVar[tuple[Plane, ...]] = (Plane(),)
     block_rows: ClassVar[int | None] = None
     fields: ClassVar[frozenset[str]] = _FIELDS
+    # Delayed scaling has a history of magnitudes, which changes with every quantization.
+    is_repeatable: ClassVar[bool] = True
     names: ClassVar[tuple[str, ...]] = ("_rowwise_data",)
     caches: ClassVar[dict[str, Any]] = {"_columnwise_data": None, "_columnwise_scale_inv": None}
     capability: ClassVar[tuple[int, int]]
@@ -139,6 +141,7 @@ class TransformerEngineStorage:
 class Float8(TransformerEngineStorage):
     """One scale per tensor, by the history of magnitudes (delayed scaling) or by the present ones."""
 
+    is_repeatable = False
     names = ("_data",)
     caches: ClassVar[dict[str, Any]] = {"_transpose": None, "_transpose_invalid": True}
     capability = (8, 9)

@@ -21,7 +21,7 @@ from megatron.fsdp.comm.journal import Channel, Log, report_on_failure
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.helpers.labels import profiled
 from megatron.fsdp.helpers.weak import not_compiled, weak_method
-from megatron.fsdp.quantized.storage import Direction
+from megatron.fsdp.quantized.storage import Direction, storage_of
 
 logger = logging.getLogger(__name__)
 
@@ -397,17 +397,16 @@ class Unit:
         Some modules return parameters, such as Megatron-Core's linear layers, whose bias the caller adds later. By then
         the memory of the weights has been freed.
         """
-        weights = [group.weights for group in self.groups if group.weights.temporary]
-        memory = {_storage(plane.buffer.flat) for each in weights for plane in each.planes}
-        memory |= {_storage(param) for _, params in self.quantized for param in params}
-        if not memory or not any(_storage(tensor) in memory for tensor in tensors_in(output)):
+        groups = [group for group in self.groups if group.weights.temporary or group.storage is not None]
+        memory = {_storage(plane.buffer.flat) for group in groups for plane in group.weights.planes}
+
+        def is_own(value: Any) -> bool:
+            return isinstance(value, torch.Tensor) and not memory.isdisjoint(map(_storage, _stored_in(value)))
+
+        if not memory or not any(is_own(tensor) for tensor in tensors_in(output)):
             return None
-
-        def copy(value: Any) -> Any:
-            return value.clone() if isinstance(value, torch.Tensor) and _storage(value) in memory else value
-
-        output = tree_map(copy, output)
-        if any(_storage(tensor) in memory for tensor in tensors_in(output)):
+        output = tree_map(lambda value: value.clone() if is_own(value) else value, output)
+        if any(is_own(tensor) for tensor in tensors_in(output)):
             raise NotImplementedError(
                 f"FSDP unit {self.label} returns one of its own parameters, in a {type(output).__name__}. The memory "
                 "of parameters is freed after the unit's forward: return a copy (.clone())."
@@ -500,6 +499,12 @@ def _storage(tensor: torch.Tensor) -> int:
     """Identity of a tensor's storage, which does not depend on its memory being allocated; 0 for sparse tensors."""
     local = local_shard(tensor) if isinstance(tensor, DTensor) else tensor
     return local.untyped_storage()._cdata if local.layout is torch.strided else 0
+
+
+def _stored_in(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The plain tensors that have a tensor's memory: itself, or the parts of a quantized one."""
+    storage = storage_of(tensor)
+    return iter([tensor]) if storage is None else tensors_in([vars(tensor).get(field) for field in storage.fields])
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -16,8 +16,9 @@ def inconsistent_weights(engine: Engine) -> list[str]:
     """Return the names of parameters whose compute weights do not equal their main weights, or differ between ranks.
 
     Only compute weights that stay allocated are checked, as with ZeRO-0, 1 and 2. Those that are resharded are copied
-    from the main weights at every unshard. Ranks compare a 64-bit hash of each parameter, so each rank sends 8 bytes
-    per parameter. A collective: all ranks of the model must call this.
+    from the main weights at every unshard. Weights whose scales have a history are compared between ranks only. Ranks
+    compare a 64-bit hash of each parameter, so each rank sends 8 bytes per parameter. A collective: all ranks of the
+    model must call this.
     """
     flags, names = [], []
     for group in engine.groups:
@@ -40,7 +41,7 @@ def _inconsistent(group: ParameterGroup) -> torch.Tensor:
     if group.storage is None:
         (flat,) = expected
         flat[weights.owned.main] = weights.main.to(flat.device, flat.dtype)
-    else:
+    elif group.storage.is_repeatable:
         # Quantizing needs the other ranks. What an unshard makes of the present main weights replaces the weights.
         weights.invalidate()
         weights.unshard()
