@@ -137,16 +137,21 @@ class Reference:
         self.params = list(model.parameters())
         self.main = [nn.Parameter(self._initial(p).float().clone()) for p in self.params]
         self.optimizer = exact(self.main)
-        self._quantize()
+        self.forget()
+        self.quantize()
 
     @staticmethod
     def _initial(parameter: torch.Tensor) -> torch.Tensor:
         storage = storage_of(parameter)
         if storage is None:
             return parameter.detach()
-        if isinstance(parameter, ReferenceTensor) and "history" in parameter.state:
-            parameter.state["history"].zero_()
         return storage.initial(parameter)
+
+    def forget(self) -> None:
+        """Drop the magnitudes of earlier quantizations, as a new process does."""
+        for parameter in self.params:
+            if isinstance(parameter, ReferenceTensor) and "history" in parameter.state:
+                parameter.state["history"].zero_()
 
     def step(self, micro_batches: torch.Tensor) -> list[float]:
         """Train one step; return the loss of each micro-batch."""
@@ -158,10 +163,11 @@ class Reference:
         for main, *each in zip(self.main, *grads, strict=True):
             main.grad = mean([grad.to(main.dtype) for grad in each])
         self.optimizer.step()
-        self._quantize()
+        self.quantize()
         return losses
 
-    def _quantize(self) -> None:
+    def quantize(self) -> None:
+        """Make compute weights of the main weights."""
         with torch.no_grad():
             for parameter, main in zip(self.params, self.main, strict=True):
                 if isinstance(parameter, ReferenceTensor):

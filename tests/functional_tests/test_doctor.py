@@ -47,6 +47,21 @@ def test_bytes_of_a_command_line() -> None:
     assert found["peak_without_activations"] > found["resting"]
 
 
+def test_bytes_of_quantized_weights() -> None:
+    """The first layer stays in bf16; embeddings, norms and biases do."""
+    quantized = "--fp8-format hybrid --fp8-recipe mxfp8 --fp8-param-gather --first-last-layers-bf16"
+    layers = "--num-layers-at-start-in-bf16 1 --num-layers-at-end-in-bf16 0"
+    result = doctor(f"{MODEL} --bf16 --global-batch-size 8 {quantized} {layers}")
+    assert result.returncode == 0, result.stdout + result.stderr
+    found = json.loads(result.stdout)
+    (sizes,) = found["bytes"]
+    matrices = 3 * (3 * 64 * 64 + 64 * 64 + 2 * 64 * 256)
+    # This rank's shard of two planes, and scales of both, which are whole.
+    assert sizes["compute"] == 2 * matrices // 8 + matrices // 16
+    assert any(text.startswith("mxfp8 (as bfloat16) compute") for text in found["dtypes"])
+    assert sizes["forward"] == sizes["backward"] == sizes["unsharded"] - matrices
+
+
 def test_all_limits_are_reported_at_once() -> None:
     result = doctor(MODEL + " --global-batch-size 8 --optimizer-cpu-offload --delay-wgrad-compute", flags="")
     assert result.returncode == 1

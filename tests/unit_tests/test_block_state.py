@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
-from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model, fully_shard_optimizer
+from megatron_fsdp import MegatronFSDP, fully_shard
 from tests.models import device
 from tests.quantized_models import KINDS, arguments, mean
 from tests.ranks import RankPool
@@ -62,14 +62,11 @@ def optimizer_of(name: str, model: nn.Module, **more: Any) -> torch.optim.Optimi
     return made
 
 
-def sharded(kind: str, name: str, **more: Any) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+def sharded(kind: str, name: str) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
     """The sharded model and its optimizer."""
-    model = fully_shard_model(
-        layers(), fsdp_unit_modules=[nn.Linear], **arguments(kind), shard_granularity=GRANULARITY, **more
-    )
-    optimizer = optimizer_of(name, model)
-    fully_shard_optimizer(optimizer)
-    return model, optimizer
+    model = layers()
+    more = {**arguments(kind), "shard_granularity": GRANULARITY}
+    return fully_shard(model, optimizer_of(name, model), fsdp_unit_modules=[nn.Linear], **more)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, data: torch.Tensor) -> None:

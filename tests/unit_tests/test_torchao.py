@@ -17,6 +17,7 @@ import torch.distributed.fsdp
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from megatron.fsdp import fsdp2
 from megatron.fsdp.buffers import weights
 from megatron.fsdp.state.consistency import inconsistent_weights
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard, fully_shard_model
@@ -31,6 +32,8 @@ from torchao.float8.float8_linear import Float8Linear  # noqa: E402
 from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic  # noqa: E402
 from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole  # noqa: E402
 from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor  # noqa: E402
+from torchao.prototype.quantized_training import Int8MixedPrecisionTrainingConfig  # noqa: E402
+from torchao.quantization import quantize_  # noqa: E402
 
 STEPS = 20
 
@@ -154,6 +157,20 @@ def _recomputes() -> None:
 
 def test_recomputes(ranks: RankPool) -> None:
     ranks.run(2, _recomputes)
+
+
+def _in_place() -> None:
+    data = batches(6, 2)
+    expected = _expected(tiny(), data)
+    model = tiny()
+    for block in model.blocks:
+        fsdp2.fully_shard(block)
+    fsdp2.fully_shard(model)
+    assert train(model, exact(model.parameters()), data) == expected
+
+
+def test_shards_in_place(ranks: RankPool) -> None:
+    ranks.run(2, _in_place)
 
 
 def _copies() -> None:
@@ -388,6 +405,13 @@ def _refuses() -> None:
     )
     layer.weight = nn.Parameter(cast)
     with pytest.raises(NotImplementedError, match=r"Parameter weight .*Float8TrainingTensor of .*: it has 4 scales"):
+        fully_shard_model(layer, fsdp_unit_modules=[])
+    policy = MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
+    with pytest.raises(NotImplementedError, match=r"weight is a quantized WeightWithDynamic.*compute_dtype=torch.bf"):
+        fully_shard_model(tiny(), fsdp_unit_modules=[], mixed_precision_policy=policy)
+    layer = nn.Linear(8, 4, bias=False)
+    quantize_(layer, Int8MixedPrecisionTrainingConfig())
+    with pytest.raises(NotImplementedError, match=r"Parameter weight is a torchao\..*, a tensor subclass that keeps"):
         fully_shard_model(layer, fsdp_unit_modules=[])
 
 

@@ -1,7 +1,7 @@
 """Weights in 8-bit floats (e4m3), with one scale per weight or per block, in plain torch.
 
-The scale makes a largest magnitude the largest 8-bit value. That is the largest one of the present values, or, with
-*delayed scaling*, of the last few quantizations, as recipes do that want to know the scale before they see the values.
+The scale maps the largest magnitude of the present values to the largest 8-bit value. With *delayed scaling* it is the
+largest magnitude of the last few quantizations, so that the scale is known before the values are read.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,8 @@ class Float8Tensor(ReferenceTensor):
             keep_initial: Keep ``value``, so that sharding the model makes main weights of it.
             history: Delayed scaling: take the scale from the largest magnitude of that many earlier quantizations, and
                 let larger values saturate. The first quantization after the model has been sharded has no earlier
-                ones, and takes the present magnitude. The history is not part of checkpoints. 0: no delayed scaling.
+                ones, and takes the present magnitude. The history is not part of checkpoints: a resumed process starts
+                without one, and a model that is in training keeps its own when it loads. 0: no delayed scaling.
 
         Raises:
             ValueError: Delayed scaling in blocks.

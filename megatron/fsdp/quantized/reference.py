@@ -183,7 +183,7 @@ class ReferenceStorage:
             made: Any = type(parameter)(parameter.shape, parameter.dtype, device)
             vars(made).update({name: vars(parameter)[name] for name in self.fields})
             parameter = nn.Parameter(made, requires_grad=parameter.requires_grad)
-        parameter.planes, parameter.state = tuple(p.view(-1) for p in planes), self.new_state(parameter.shape, device)
+        parameter.planes, parameter.state = tuple(planes), self.new_state(parameter.shape, device)
         parameter.initial, parameter.dequantized = None, {}
         return parameter
 

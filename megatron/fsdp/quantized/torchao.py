@@ -51,7 +51,7 @@ class TorchaoStorage:
     def bind(self, parameter: Any, planes: Sequence[torch.Tensor]) -> torch.Tensor:
         """See ``WeightStorage``."""
         data = planes[0].view(self.dtype).view(parameter.shape)
-        # Later steps change the scale in place, because autograd's saved tensors share it.
+        # Each step changes the scale in place: CUDA graphs keep its address.
         scale = torch.ones((), device=data.device)
         made = Float8TrainingTensor(data, scale, parameter.dtype, parameter._linear_mm_config, GemmInputRole.WEIGHT)
         if isinstance(parameter, WeightWithDynamicFloat8CastTensor):

@@ -22,7 +22,7 @@ from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.mcore.limits import Limit, Settings, broken
 from megatron.fsdp.mcore.patches import install, uninstall
 from megatron.fsdp.tools.estimate import AxisSizes, Estimate, estimate
-from megatron.fsdp.tools.recipes import plan_model
+from megatron.fsdp.tools.recipes import Recipe, plan_model, recipe_of
 from megatron.fsdp.tools.script import run
 
 GIB = 1 << 30
@@ -46,6 +46,7 @@ class Report:
         config: Settings of the engine.
         chunks: Model chunks of this pipeline stage.
         uses_fsdp: Whether the command line selects FSDP.
+        recipe: How weights are quantized; None if they are not.
     """
 
     world_size: int
@@ -55,6 +56,7 @@ class Report:
     config: FSDPConfig | None = None
     chunks: list[Estimate] = field(default_factory=list)
     uses_fsdp: bool = True
+    recipe: Recipe | None = None
 
     @property
     def accepted(self) -> bool:
@@ -180,6 +182,7 @@ def _examining(validate_args: Callable[..., Any], original: Callable[..., Any], 
         report.limits = broken(Settings(args)) if report.uses_fsdp else []
         if report.limits or not report.uses_fsdp:
             raise _Examined
+        report.recipe = recipe_of(args)  # before it is switched off, since the model is built without a GPU
         args.fake_process_group = True
         args.use_gloo_process_groups = args.enable_gloo_process_groups = False
         result = validate_args(args, *rest, **kwargs)
@@ -236,7 +239,8 @@ def _look_at(report: Report, config: Any, ddp_config: Any, module: nn.Module, *r
         "expert data": experts,
         "outer data": outer,
     }
-    plan_model(module, config)
+    if report.recipe is not None:
+        plan_model(module, report.recipe, config)
     classes = kwargs.get("fsdp_unit_modules") or units_of(module)
     report.chunks.append(
         estimate(

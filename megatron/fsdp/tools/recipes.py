@@ -68,28 +68,27 @@ def plan(parameter: nn.Parameter, recipe: Recipe) -> None:
         parameter.recipe = recipe  # type: ignore[attr-defined]
 
 
-def recipe_of(config: Any) -> Recipe | None:
-    """The recipe of a ``TransformerConfig`` with ``fp8_param_gather`` or ``fp4_param_gather``; else None."""
-    if config.fp4 and config.fp4_param:
-        return NVFP4
-    return FP8.get(config.fp8_recipe) if config.fp8 and config.fp8_param else None
+def recipe_of(args: Any) -> Recipe | None:
+    """The recipe of a Megatron command line with ``--fp8-param-gather`` or ``--fp4-param-gather``; else None."""
+    if args.fp4 and args.fp4_param_gather:
+        return NVFP4 if args.fp4_recipe == "nvfp4" else None
+    return FP8.get(args.fp8_recipe) if args.fp8 and args.fp8_param_gather else None
 
 
-def plan_model(module: nn.Module, config: Any) -> None:
+def plan_model(module: nn.Module, recipe: Recipe, config: Any) -> None:
     """Count the weights of a Megatron model as quantized that Transformer Engine would quantize.
 
     Args:
         module: The model, which may be on the meta device.
+        recipe: How they are quantized.
         config: Its ``TransformerConfig``.
     """
     from megatron.core.fp8_utils import is_first_last_bf16_layer
     from megatron.core.ssm.mamba_layer import MambaLayer
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    recipe = recipe_of(config)
-    layers = [layer for layer in module.modules() if isinstance(layer, TransformerLayer | MambaLayer)]
-    for layer in layers if recipe is not None else []:
+    for layer in [layer for layer in module.modules() if isinstance(layer, TransformerLayer | MambaLayer)]:
         if not is_first_last_bf16_layer(config, layer.layer_number - 1):
             for name, parameter in layer.named_parameters():
-                if recipe is not None and parameter.dim() == 2 and _LINEAR.search(name):
+                if parameter.dim() == 2 and _LINEAR.search(name):
                     plan(parameter, recipe)

@@ -162,12 +162,12 @@ def test_weights_of_odd_shapes_are_planned_as_they_are() -> None:
     [
         ({}, None),
         ({"fp8": "hybrid"}, None),
-        ({"fp8": "hybrid", "fp8_param": True}, FP8["delayed"]),
-        ({"fp8": "e4m3", "fp8_param": True, "fp8_recipe": "mxfp8"}, FP8["mxfp8"]),
-        ({"fp8": "e4m3", "fp8_param": True, "fp8_recipe": "custom"}, None),
-        ({"fp4": "e2m1", "fp4_param": True}, NVFP4),
+        ({"fp8": "hybrid", "fp8_param_gather": True}, FP8["delayed"]),
+        ({"fp8": "e4m3", "fp8_param_gather": True, "fp8_recipe": "mxfp8"}, FP8["mxfp8"]),
+        ({"fp8": "e4m3", "fp8_param_gather": True, "fp8_recipe": "custom"}, None),
+        ({"fp4": "e2m1", "fp4_param_gather": True}, NVFP4),
     ],
 )
 def test_the_recipe_follows_from_the_settings(settings: dict[str, Any], expected: Recipe | None) -> None:
-    defaults = {"fp8": None, "fp8_recipe": "delayed", "fp8_param": False, "fp4": None, "fp4_param": False}
-    assert recipe_of(SimpleNamespace(**{**defaults, **settings})) is expected
+    off = {"fp8": None, "fp8_param_gather": False, "fp4": None, "fp4_param_gather": False}
+    assert recipe_of(SimpleNamespace(**{**off, "fp8_recipe": "delayed", "fp4_recipe": "nvfp4", **settings})) is expected
