@@ -178,14 +178,14 @@ def _trains(kind: str, name: str, dtype: torch.dtype, preserve: bool, more: dict
     expected = _expected(Model(name, dtype, preserve), data)
     te.made_in_forward.clear()
     sharded, optimizer = _sharded(kind, Model(name, dtype, preserve), **more)
+    quantized = [p.compute for p in sharded.engine.params() if isinstance(p.compute, te.QuantizedTensor)]
+    assert len(quantized) == 6 and not any(hasattr(weight, "_high_precision_init_val") for weight in quantized)
     assert _train(sharded, optimizer, data) == expected
     assert expected[-1] < expected[0] - 0.1
     assert te.made_in_forward == []
-    for weight in (param.compute for param in sharded.engine.params()):
-        if isinstance(weight, te.QuantizedTensor):
-            assert not hasattr(weight, "_high_precision_init_val")
-            assert getattr(weight, "_transpose", None) is None
-            assert isinstance(weight, te.MXFP8Tensor) or getattr(weight, "_columnwise_data", None) is None
+    for weight in quantized:
+        assert getattr(weight, "_transpose", None) is None
+        assert isinstance(weight, te.MXFP8Tensor) or getattr(weight, "_columnwise_data", None) is None
 
 
 @pytest.mark.parametrize("kind", KINDS)

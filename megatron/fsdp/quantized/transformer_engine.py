@@ -1,8 +1,7 @@
 """Weights that Transformer Engine keeps in 8-bit floats, MXFP8 or NVFP4, quantized by its batched casts.
 
 The casts reduce the largest magnitudes themselves, so scales are no planes: they stay in the tensors, whole on every
-rank. This module uses tensor fields that Transformer Engine's own distributed optimizer support documents or that
-Megatron uses; they exist from version 2.0 to 2.20.
+rank. The names of tensors' fields are those of version 2.20.
 """
 
 import importlib
@@ -96,13 +95,18 @@ class TransformerEngineStorage:
         cast = getattr(utils, "quantize_master_weights", None) or utils.cast_master_weights_to_fp8
         for shard in shards:
             self._drop_caches(shard.parameter)
-        filled = [shard.main.numel() > 0 for shard in shards]
+        # An empty shard is None. The cast would round to the parameter's dtype too, but with float32 copies of all
+        # offloaded main weights on the device.
+        full = [shard.main.numel() > 0 for shard in shards]
         cast(
             [shard.parameter for shard in shards],
-            [shard.values() if full else None for shard, full in zip(shards, filled, strict=True)],
-            [shard.start if full else None for shard, full in zip(shards, filled, strict=True)],
+            [
+                shard.values().to(shard.parameter.dtype) if own else None
+                for shard, own in zip(shards, full, strict=True)
+            ],
+            [shard.start if own else None for shard, own in zip(shards, full, strict=True)],
             reduce_max.process_group,
-            [self._fragment(shard) if full else None for shard, full in zip(shards, filled, strict=True)],
+            [self._fragment(shard) if own else None for shard, own in zip(shards, full, strict=True)],
         )
 
     def _fragment(self, shard: WeightShard) -> Any:
