@@ -94,7 +94,7 @@ def quantized_model(format: str = "tensor", dtype: torch.dtype = torch.float32, 
         model = TinyModel(width=32, vocabulary=64)
         for block in model.blocks:
             block.up, block.down = nn.Linear(32, 96), nn.Linear(96, 32, bias=False)
-    model = model.to(device(), dtype)
+    model = model.to(dtype) if model.head.weight.is_meta else model.to(device(), dtype)
     for module in [*(layer for block in model.blocks for layer in (block.up, block.down)), model.head]:
         weight = module.weight.detach()
         module.weight = nn.Parameter(FORMATS[format](weight, keep_initial=keep_initial))
@@ -156,7 +156,7 @@ class Reference:
             grads.append(torch.autograd.grad(loss, self.params))
             losses.append(loss.item())
         for main, *each in zip(self.main, *grads, strict=True):
-            main.grad = _mean([grad.to(main.dtype) for grad in each])
+            main.grad = mean([grad.to(main.dtype) for grad in each])
         self.optimizer.step()
         self._quantize()
         return losses
@@ -171,7 +171,7 @@ class Reference:
                     parameter.copy_(main)
 
 
-def _mean(grads: list[torch.Tensor]) -> torch.Tensor:
+def mean(grads: list[torch.Tensor]) -> torch.Tensor:
     """The mean, summed first within pairs, as two axes of two ranks do."""
     count = len(grads)
     while len(grads) > 1:

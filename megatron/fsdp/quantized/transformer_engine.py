@@ -13,7 +13,14 @@ from typing import Any, ClassVar
 
 import torch
 
-from megatron.fsdp.quantized.storage import KEEP_TRANSPOSE, Direction, Plane, ReduceMax, WeightShard, register_format
+from megatron.fsdp.quantized.storage import (
+    KEEP_TRANSPOSE,
+    Direction,
+    Plane,
+    ReduceMax,
+    WeightShard,
+    register_format,
+)
 
 _TENSORS = "transformer_engine.pytorch.tensor"
 _FIELDS = frozenset(
