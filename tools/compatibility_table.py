@@ -107,6 +107,7 @@ FEATURES = (
     Feature("memory follows the formulas, 8 to 4,096 ranks", ("test_memory.py",), simulated=("test_peak.py",)),
     Feature("deleting a model frees its memory", ("test_deletion.py",)),
     Feature("Megatron-Core: the wrapper's interface", ("mcore/test_contract.py",), simulated=("test_megatron.py",)),
+    Feature("Megatron-Core: quantized weights, in reference formats", ("mcore/test_quantized_weights.py",)),
     Feature("Megatron-Core: fsdp_dtensor checkpoints", ("mcore/test_checkpoint.py",)),
 )
 

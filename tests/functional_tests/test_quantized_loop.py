@@ -1,18 +1,20 @@
-"""Megatron's training loop with --fp8-param-gather. Simulated: Transformer Engine's tensors need CUDA."""
+"""Megatron's training loop with --fp8-param-gather. Simulated: a reference format replaces Transformer Engine's."""
 
 import functools
 from pathlib import Path
 
 import pytest
 
-from tests.functional_tests.test_training_loop import KINDS, Run, numbers, train
+from tests.functional_tests.test_training_loop import DDP, KINDS, MODEL, OURS, Run, numbers, train
 from tests.ranks import DEVICE
+from tools.parity_nd import ALLTOALL, EP, TP
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here")
 
 BF16 = KINDS["ours_bf16"]
-# A recipe that Megatron accepts without a GPU.
-QUANTIZED = f"{BF16} --fp8-format hybrid --fp8-recipe mxfp8 --fp8-param-gather --reuse-grad-buf-for-mxfp8-param-ag"
+# Which recipe it is does not matter: the script decides on the format.
+FP8 = "--fp8-format hybrid --fp8-recipe mxfp8 --fp8-param-gather --reuse-grad-buf-for-mxfp8-param-ag"
+QUANTIZED = f"{BF16} {FP8}"
 SCRIPT = "tests/functional_tests/quantized.py"
 
 
@@ -64,3 +66,13 @@ def test_bf16_runs_load_and_are_loaded(folder: Path) -> None:
         resumed = train(f"{options} --load {source} --ckpt-step 2", script)
         assert resumed.iterations[3] != run.iterations[3]
         assert float(resumed.iterations[3][0]) == pytest.approx(float(run.iterations[3][0]), rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallelism", ["", TP, f"{ALLTOALL} {EP}"], ids=["data", "tensor", "expert"])
+def test_prints_what_ddp_prints(parallelism: str) -> None:
+    """DDP has plain weights, which every forward rounds in the same way."""
+    model = MODEL.replace("--global-batch-size 6", "--global-batch-size 4")
+    ddp = train(f"{DDP} {parallelism}", SCRIPT, ranks=4, model=model)
+    ours = train(f"{OURS} {FP8} {parallelism}", SCRIPT, ranks=4, model=model)
+    assert numbers(ours) == pytest.approx(numbers(ddp), rel=5e-7)

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron.fsdp.quantized.float8 import Float8Tensor
 from megatron_fsdp import fully_shard, fully_shard_model
 from tests.models import (
     STRATEGIES,
@@ -175,3 +176,23 @@ def _tied() -> None:
 
 def test_tied_parameters_stay_tied_and_buffers_are_initialized(ranks: RankPool) -> None:
     ranks.run(2, _tied)
+
+
+class _QuantizesLate(nn.Linear):
+    """As Transformer Engine's layers on the meta device."""
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if not self.weight.is_meta:
+            self.weight = nn.Parameter(Float8Tensor.quantize(self.weight))
+
+
+def _quantized_late() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(_QuantizesLate(4, 4))
+    with pytest.raises(NotImplementedError, match="_QuantizesLate made a quantized Float8Tensor of 0.weight"):
+        fully_shard_model(model, init_model_with_meta_device=True)
+
+
+def test_layers_that_quantize_when_they_are_initialized_are_refused(ranks: RankPool) -> None:
+    ranks.run(1, _quantized_late)

@@ -9,7 +9,8 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-# Attribute of a quantized parameter, set before its model is sharded: whether ``after_use`` keeps transposed copies.
+# Attribute of a quantized parameter, set before its model is sharded. If true, ``after_use`` keeps transposed copies.
+# They take as many bytes as whole parameters on every rank, and save work in each backward but the first of a step.
 KEEP_TRANSPOSE = "_fsdp_keep_transpose"
 
 
