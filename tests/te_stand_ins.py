@@ -6,10 +6,10 @@ freed or stale memory or write that of other ranks. Their arithmetic is real but
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MethodType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,8 @@ __all__ = [
     "Float8CurrentScalingQuantizer",
     "Float8Quantizer",
     "Float8Tensor",
+    "GroupedLinear",
+    "LayerNormLinear",
     "Linear",
     "MXFP8Quantizer",
     "MXFP8Tensor",
@@ -46,6 +48,7 @@ __all__ = [
     "QuantizedTensor",
     "Quantizer",
     "TENSORS",
+    "TransformerEngineBaseModule",
     "cast_master_weights_to_fp8",
     "installed",
     "made",
@@ -120,8 +123,63 @@ def post_all_gather_processing(model_weights: Any) -> None:
 # Modules ----------------------------------------------------------------------------------------------------------
 
 
-class Linear(nn.Module):
-    """A linear layer made under ``quantized_model_init``.
+class _InitMeta(NamedTuple):
+    init_fn: Callable[[torch.Tensor], object]
+    fp8_meta_index: int | None
+
+
+class TransformerEngineBaseModule(nn.Module):
+    """A module made under ``quantized_model_init``.
+
+    Args:
+        quantizers: Of the weights.
+        preserve: Keep the values before quantization.
+    """
+
+    def __init__(self, quantizers: list[Quantizer], preserve: bool) -> None:
+        super().__init__()
+        self.param_init_meta: dict[str, _InitMeta] = {}
+        self.quantizers = {"scaling_fwd": quantizers}
+        self.primary_weights_in_fp8 = True
+        self.preserve_high_precision_init_val = preserve
+
+    def register_parameter(self, name: str, param: Any, *init: Any) -> None:
+        """Register a parameter, and how it is initialized when it is registered first."""
+        super().register_parameter(name, param)
+        if name not in self.param_init_meta:
+            self.param_init_meta[name] = _InitMeta(*init)
+
+    def add_weight(self, name: str, index: int, *shape: int, dtype: torch.dtype, device: Any) -> None:
+        """Register a weight of the quantizer ``index``, still plain."""
+
+        def init(value: torch.Tensor) -> object:
+            return nn.init.normal_(value, std=shape[-1] ** -0.5)
+
+        self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype, device=device)), init, index)
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """Initialize parameters, and replace all of them, those with a quantizer by quantized ones."""
+        if defer_init:
+            return
+        for name, param in list(self.named_parameters(recurse=False)):
+            assert not param.is_meta, "the real one would allocate it"
+            init_fn, index = self.param_init_meta[name]
+            init_fn(param)
+            value: Any = param.detach()
+            if index is not None:
+                quantizer = self.quantizers["scaling_fwd"][index]
+                quantizer.set_usage(rowwise=True, columnwise=torch.is_grad_enabled())
+                value = quantizer(value)
+            made: Any = nn.Parameter(value)
+            if index is not None and self.preserve_high_precision_init_val:
+                made._high_precision_init_val = param.detach().cpu().clone()
+                made.get_high_precision_init_val = MethodType(_initial, made)
+                made.clear_high_precision_init_val = MethodType(_clear, made)
+            setattr(self, name, made)
+
+
+class Linear(TransformerEngineBaseModule):
+    """A linear layer.
 
     Args:
         inputs: Size of the input.
@@ -129,24 +187,74 @@ class Linear(nn.Module):
         quantizer: Of the weight.
         dtype: Dtype that the weight appears to have.
         preserve: Keep the values before quantization.
+        device: The weight's device.
     """
 
     def __init__(
-        self, inputs: int, outputs: int, quantizer: Quantizer, dtype: torch.dtype = torch.float32, preserve: bool = True
+        self,
+        inputs: int,
+        outputs: int,
+        quantizer: Quantizer,
+        dtype: torch.dtype = torch.float32,
+        preserve: bool = True,
+        device: Any = "cpu",
     ) -> None:
-        super().__init__()
-        value = torch.randn(outputs, inputs).to(dtype) / inputs**0.5
-        self.weight = nn.Parameter(quantizer(value))
-        if preserve:
-            parameter: Any = self.weight
-            parameter._high_precision_init_val = value.cpu()
-            parameter.get_high_precision_init_val = MethodType(_initial, parameter)
-            parameter.clear_high_precision_init_val = MethodType(_clear, parameter)
+        super().__init__([quantizer], preserve)
+        self.add_weight("weight", 0, outputs, inputs, dtype=dtype, device=device)
+        self.reset_parameters(defer_init=device == "meta")
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """Set the mark of tensor parallelism, too."""
+        super().reset_parameters(defer_init)
+        if not defer_init:
+            self.weight.tensor_model_parallel = True  # type: ignore[union-attr, assignment]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply by the weight."""
         result: torch.Tensor = _Linear.apply(x, self.weight)
         return result
+
+
+class LayerNormLinear(TransformerEngineBaseModule):
+    """A norm without bias, which is not quantized, and a linear layer."""
+
+    def __init__(
+        self, inputs: int, outputs: int, quantizer: Quantizer, dtype: torch.dtype, device: Any = "cpu"
+    ) -> None:
+        super().__init__([quantizer], True)
+        norm = nn.Parameter(torch.empty(inputs, dtype=dtype, device=device))
+        self.register_parameter("layer_norm_weight", norm, nn.init.ones_, None)
+        self.add_weight("weight", 0, outputs, inputs, dtype=dtype, device=device)
+        self.reset_parameters(defer_init=device == "meta")
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """Set the mark of sequence parallelism, too."""
+        super().reset_parameters(defer_init)
+        if not defer_init:
+            self.layer_norm_weight.sequence_parallel = True  # type: ignore[union-attr, assignment]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalize and multiply."""
+        norm: Any = self.layer_norm_weight
+        result: torch.Tensor = _Linear.apply(nn.functional.layer_norm(x, norm.shape, norm), self.weight)
+        return result
+
+
+class GroupedLinear(TransformerEngineBaseModule):
+    """Several linear layers, of which each has its part of the rows of the input."""
+
+    def __init__(
+        self, inputs: int, outputs: int, quantizers: list[Quantizer], dtype: torch.dtype, device: Any = "cpu"
+    ) -> None:
+        super().__init__(quantizers, True)
+        for i in range(len(quantizers)):
+            self.add_weight(f"weight{i}", i, outputs, inputs, dtype=dtype, device=device)
+        self.reset_parameters(defer_init=device == "meta")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply parts by the weights."""
+        parts = x.chunk(len(self.quantizers["scaling_fwd"]))
+        return torch.cat([_Linear.apply(part, getattr(self, f"weight{i}")) for i, part in enumerate(parts)])
 
 
 def _initial(parameter: Any) -> Any:
@@ -178,7 +286,9 @@ class _Linear(torch.autograd.Function):
 def _package() -> dict[str, ModuleType]:
     places: dict[str, tuple[Any, ...]] = {
         "transformer_engine": (),
-        "transformer_engine.pytorch": (Linear,),
+        "transformer_engine.pytorch": (Linear, LayerNormLinear, GroupedLinear),
+        "transformer_engine.pytorch.module": (),
+        "transformer_engine.pytorch.module.base": (TransformerEngineBaseModule,),
         TENSORS: (),
         f"{TENSORS}.float8_tensor": (Float8Tensor, Float8Quantizer, Float8CurrentScalingQuantizer),
         f"{TENSORS}.float8_blockwise_tensor": (Float8BlockwiseQTensor, Float8BlockQuantizer),

@@ -31,9 +31,9 @@ class QuantizedTensor(torch.Tensor):
     _dtype: torch.dtype
 
     @classmethod
-    def make(cls, shape: Sequence[int], dtype: torch.dtype, quantizer: Any, **fields: Any) -> Any:
+    def make(cls, shape: Sequence[int], dtype: torch.dtype, device: Any, quantizer: Any, **fields: Any) -> Any:
         """A tensor with these fields."""
-        made: Any = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=quantizer.device)
+        made: Any = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
         made._dtype, made._quantizer, made._requires_grad = dtype, quantizer.copy(), False
         for name, value in fields.items():
             setattr(made, name, value)
@@ -42,7 +42,7 @@ class QuantizedTensor(torch.Tensor):
     def detach(self) -> Any:
         """A tensor with the same data."""
         fields = {name: value for name, value in vars(self).items() if name in type(self).own}
-        return type(self).make(torch.Tensor.size(self), self._dtype, self._quantizer, **fields)
+        return type(self).make(torch.Tensor.size(self), self._dtype, self.device, self._quantizer, **fields)
 
     own: tuple[str, ...] = ()
 
@@ -266,7 +266,7 @@ class Quantizer:
         self.rowwise_usage, self.columnwise_usage = True, columnwise
 
     def __call__(self, tensor: torch.Tensor) -> Any:
-        made = self.make_empty(tensor.shape, tensor.dtype)
+        made = self.make_empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         return self.update_quantized(tensor, made)
 
     def copy(self) -> Any:
@@ -295,7 +295,7 @@ class Quantizer:
         """All bytes."""
         return allocated(target._rowwise_data).view(-1)
 
-    def make_empty(self, shape: Sequence[int], dtype: torch.dtype) -> Any:
+    def make_empty(self, shape: Sequence[int], *, dtype: torch.dtype, device: Any) -> Any:
         """A tensor without values."""
         raise NotImplementedError
 
@@ -318,10 +318,13 @@ def _scales(maxima: torch.Tensor, power_of_2: bool) -> torch.Tensor:
 
 
 class _PerTensor(Quantizer):
-    def make_empty(self, shape: Sequence[int], dtype: torch.dtype) -> Any:
-        fields = {"_data": torch.zeros(*shape, dtype=torch.uint8), "_scale_inv": torch.ones(1)}
+    def make_empty(self, shape: Sequence[int], *, dtype: torch.dtype, device: Any) -> Any:
+        fields = {
+            "_data": torch.zeros(*shape, dtype=torch.uint8, device=device),
+            "_scale_inv": torch.ones(1, device=device),
+        }
         more = {"_transpose": None, "_transpose_invalid": True, "_fp8_dtype": self.dtype}
-        return Float8Tensor.make(shape, dtype, self, **fields, **more)
+        return Float8Tensor.make(shape, dtype, device, self, **fields, **more)
 
     def fragment(self, target: Any) -> Any:
         return allocated(target._data).view(-1)
@@ -384,14 +387,14 @@ class Float8BlockQuantizer(Quantizer):
     amax_epsilon = 0.0
     force_pow_2_scales = True
 
-    def make_empty(self, shape: Sequence[int], dtype: torch.dtype) -> Any:
+    def make_empty(self, shape: Sequence[int], *, dtype: torch.dtype, device: Any) -> Any:
         """See the base class."""
         rows, columns = shape
-        scales = torch.zeros(_pad(rows, 128) // 128, _pad(_pad(columns, 128) // 128, 4))
-        fields = {"_rowwise_data": torch.zeros(shape, dtype=torch.uint8), "_rowwise_scale_inv": scales}
+        scales = torch.zeros(_pad(rows, 128) // 128, _pad(_pad(columns, 128) // 128, 4), device=device)
+        fields = {"_rowwise_data": torch.zeros(shape, dtype=torch.uint8, device=device), "_rowwise_scale_inv": scales}
         none = {"_columnwise_data": None, "_columnwise_scale_inv": None}
         more = {"_fp8_dtype": self.dtype, "_is_2D_scaled": True}
-        return Float8BlockwiseQTensor.make(shape, dtype, self, **fields, **none, **more)
+        return Float8BlockwiseQTensor.make(shape, dtype, device, self, **fields, **none, **more)
 
     def maxima(self, values: torch.Tensor, shape: Sequence[int], start: int) -> torch.Tensor:
         """See the base class."""
@@ -419,26 +422,29 @@ class Float8BlockQuantizer(Quantizer):
 class MXFP8Quantizer(Quantizer):
     """32 values of a row, and 32 of a column."""
 
-    def make_empty(self, shape: Sequence[int], dtype: torch.dtype) -> Any:
+    def make_empty(self, shape: Sequence[int], *, dtype: torch.dtype, device: Any) -> Any:
         """See the base class."""
         rows, columns = shape
         assert rows % 32 == columns % 32 == 0
 
         def zeros(*shape: int) -> torch.Tensor:
-            return torch.zeros(*shape, dtype=torch.uint8)
+            return torch.zeros(*shape, dtype=torch.uint8, device=device)
 
-        fields = {
+        fields: dict[str, Any] = {
             "_rowwise_data": zeros(rows, columns),
             "_rowwise_scale_inv": zeros(_pad(rows, 128), _pad(columns // 32, 4)),
             "_columnwise_data": zeros(rows, columns),
             "_columnwise_scale_inv": zeros(_pad(rows // 32, 4), _pad(columns, 128)),
         }
+        if not self.columnwise_usage:
+            fields |= {"_columnwise_data": None, "_columnwise_scale_inv": None}
         more = {"_fp8_dtype": self.dtype, "_with_gemm_swizzled_scales": False}
-        return MXFP8Tensor.make(shape, dtype, self, **fields, **more)
+        return MXFP8Tensor.make(shape, dtype, device, self, **fields, **more)
 
     def fragment(self, target: Any) -> Any:
         """See the base class."""
-        return tuple(allocated(data).view(-1) for data in (target._rowwise_data, target._columnwise_data))
+        kinds = (target._rowwise_data, target._columnwise_data)
+        return tuple(None if data is None else allocated(data).view(-1) for data in kinds)
 
     @staticmethod
     def _blocks(shape: Sequence[int], start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -460,13 +466,16 @@ class MXFP8Quantizer(Quantizer):
         rows, columns = target.shape
         by_row, by_column = self._exponents(maxima).to(torch.uint8).chunk(2)
         target._rowwise_scale_inv[:rows, : columns // 32] = by_row.view(rows, -1)
-        target._columnwise_scale_inv[: rows // 32, :columns] = by_column.view(-1, columns)
+        if target._columnwise_scale_inv is not None:
+            target._columnwise_scale_inv[: rows // 32, :columns] = by_column.view(-1, columns)
 
     def encode(self, values: torch.Tensor, target: Any, maxima: torch.Tensor, start: int, fragment: Any) -> None:
         """See the base class."""
         assert len(fragment) == 2, "MXFP8 needs fragments by rows and by columns"
         blocks = self._blocks(target.shape, start, start + len(values))
         for data, where, largest in zip(fragment, blocks, self._exponents(maxima).chunk(2), strict=True):
+            if data is None:
+                continue
             data.copy_((values.float() * torch.exp2(127 - largest)[where]).to(torch.float8_e4m3fn).view(torch.uint8))
 
 
@@ -477,19 +486,21 @@ class NVFP4Quantizer(Quantizer):
     values_per_byte = 2
     with_2d_quantization = True
 
-    def make_empty(self, shape: Sequence[int], dtype: torch.dtype) -> Any:
+    def make_empty(self, shape: Sequence[int], *, dtype: torch.dtype, device: Any) -> Any:
         """See the base class."""
         rows, columns = shape
         assert rows % 16 == columns % 16 == 0
         fields = {
-            "_rowwise_data": torch.zeros(rows, columns // 2, dtype=torch.uint8),
-            "_rowwise_scale_inv": torch.zeros(_pad(rows, 128), _pad(columns // 16, 4), dtype=torch.uint8),
-            "_amax_rowwise": torch.zeros(1),
+            "_rowwise_data": torch.zeros(rows, columns // 2, dtype=torch.uint8, device=device),
+            "_rowwise_scale_inv": torch.zeros(
+                _pad(rows, 128), _pad(columns // 16, 4), dtype=torch.uint8, device=device
+            ),
+            "_amax_rowwise": torch.zeros(1, device=device),
         }
         none = dict.fromkeys(("_columnwise_data", "_columnwise_scale_inv", "_amax_columnwise"))
         more = {"_fp4_dtype": self.dtype, "_with_gemm_swizzled_scales": False}
         more |= {"_row_scaled_nvfp4": False, "_nvfp4_use_4over6": False, "_nvfp4_e4m3_max": 448}
-        return NVFP4Tensor.make(shape, dtype, self, **fields, **none, **more)
+        return NVFP4Tensor.make(shape, dtype, device, self, **fields, **none, **more)
 
     def maxima(self, values: torch.Tensor, shape: Sequence[int], start: int) -> torch.Tensor:
         """See the base class."""

@@ -126,10 +126,10 @@ class MegatronFSDP(nn.Module):
         elif given := sorted(name for name in _SETTINGS if arguments[name] != _DEFAULTS[name]):
             raise ValueError(f"config has all settings; got {', '.join(given)} besides it.")
         super().__init__()
-        for parameter in module.parameters():
-            if storage_of(parameter) is not None:
-                setattr(parameter, KEEP_TRANSPOSE, config.keep_fp8_transpose_cache)
         blueprint = make_blueprint(module, config, dist_index, fsdp_unit_modules, device)
+        for param in (param for part in blueprint.root.walk() for param in part.params):
+            if storage_of(param.compute) is not None:
+                setattr(param.compute, KEEP_TRANSPOSE, config.keep_fp8_transpose_cache)
         # All ranks raise here if one of them has another model, before anything is allocated or communicated.
         blueprint.agreement.wait(blueprint.channel)
         self.module = module

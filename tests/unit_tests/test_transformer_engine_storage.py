@@ -3,7 +3,7 @@
 import importlib
 import sys
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 from unittest.mock import patch
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron.fsdp.quantized.storage import storage_of
+from megatron.fsdp.quantized.storage import KEEP_TRANSPOSE, storage_of
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_model
 from tests import te_stand_ins as te
 from tests.models import batches, loss_of
@@ -58,29 +58,49 @@ def with_stand_ins(function: Callable[..., Any]) -> Callable[..., Any]:
 class Block(nn.Module):
     """A residual MLP whose matrices are quantized."""
 
-    def __init__(self, name: str, dtype: torch.dtype, preserve: bool) -> None:
+    def __init__(self, name: str, dtype: torch.dtype, preserve: bool, device: str) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = te.Linear(WIDTH, HIDDEN, FORMATS[name](), dtype, preserve)
-        self.down = te.Linear(HIDDEN, WIDTH, FORMATS[name](), dtype, preserve)
+        self.norm = nn.LayerNorm(WIDTH, dtype=dtype, device=device)
+        self.up = te.Linear(WIDTH, HIDDEN, FORMATS[name](), dtype, preserve, device)
+        self.down = te.Linear(HIDDEN, WIDTH, FORMATS[name](), dtype, preserve, device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Add the MLP's output."""
         return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
 
 
-class Model(nn.Module):
-    """Embedding, blocks and a head that is not quantized."""
+class MixedBlock(nn.Module):
+    """A residual MLP of layers with a weight that is not quantized, and with several that are."""
 
-    def __init__(self, name: str, dtype: torch.dtype = torch.float32, preserve: bool = True) -> None:
+    def __init__(self, name: str, dtype: torch.dtype, device: str) -> None:
+        super().__init__()
+        self.up = te.LayerNormLinear(WIDTH, HIDDEN, FORMATS[name](), dtype, device)
+        self.down = te.GroupedLinear(HIDDEN, WIDTH, [FORMATS[name]() for _ in range(2)], dtype, device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Add the MLP's output."""
+        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+class Model(nn.Module):
+    """Embedding, blocks and a head that is not quantized, initialized in the order of sharded models on "meta"."""
+
+    def __init__(
+        self,
+        name: str,
+        dtype: torch.dtype = torch.float32,
+        preserve: bool = True,
+        mixed: bool = False,
+        device: str = "cpu",
+    ) -> None:
         super().__init__()
         torch.manual_seed(5)
-        self.embedding = nn.Embedding(31, WIDTH)
-        self.blocks = nn.ModuleList(Block(name, dtype, preserve) for _ in range(3))
-        self.head = nn.Linear(WIDTH, 31, bias=False)
-        for module in (self.embedding, self.head, *(block.norm for block in self.blocks)):
-            module.to(dtype)
-        self.quantizers = [layer.weight._quantizer for block in self.blocks for layer in (block.up, block.down)]
+        self.embedding = nn.Embedding(31, WIDTH, dtype=dtype, device=device)
+        self.head = nn.Linear(WIDTH, 31, bias=False, dtype=dtype, device=device)
+        make = partial(MixedBlock, name, dtype, device) if mixed else partial(Block, name, dtype, preserve, device)
+        self.blocks = nn.ModuleList(make() for _ in range(3))
+        layers = [layer for layer in self.modules() if isinstance(layer, te.TransformerEngineBaseModule)]
+        self.quantizers = [quantizer for layer in layers for quantizer in layer.quantizers["scaling_fwd"]]
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits. Ends with what leaving ``autocast`` does."""
@@ -155,7 +175,9 @@ def _expected(model: Model, data: torch.Tensor) -> list[float]:
 
 
 def _sharded(kind: str, model: nn.Module, **more: Any) -> Any:
-    return fully_shard(model, exact(model.parameters()), fsdp_unit_modules=[Block], **arguments(kind), **more)
+    return fully_shard(
+        model, exact(model.parameters()), fsdp_unit_modules=[type(model.blocks[0])], **arguments(kind), **more
+    )
 
 
 def _train(model: nn.Module, optimizer: torch.optim.Optimizer, data: torch.Tensor) -> list[float]:
@@ -276,6 +298,74 @@ def _accumulates(name: str, kind: str, keep: bool) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_accumulates(ranks: RankPool, name: str, kind: str, keep: bool) -> None:
     ranks.run(2, _accumulates, name, kind, keep)
+
+
+# The meta device --------------------------------------------------------------------------------------------------
+
+
+@with_stand_ins
+def _trains_from_meta(name: str, kind: str, dtype: torch.dtype, mixed: bool, keep: bool) -> None:
+    """Layers whose plain weights on the meta device get quantized when they are initialized."""
+    data = batches(6, dist.get_world_size())
+    options = {"mixed_precision_policy": FP32, "keep_fp8_transpose_cache": keep}
+    expected = _expected(Model(name, dtype, mixed=mixed), data)
+    built, _ = _sharded(kind, Model(name, dtype, mixed=mixed), **options)
+    model = Model(name, dtype, mixed=mixed, device="meta")
+    for parameter in model.parameters():
+        parameter.of_user = True
+    torch.manual_seed(5)
+    sharded, optimizer = _sharded(kind, model, init_model_with_meta_device=True, **options)
+    pairs = list(zip(sharded.engine.params(), built.engine.params(), strict=True))
+    assert sum(isinstance(found.compute, te.QuantizedTensor) for found, _ in pairs) == (9 if mixed else 6)
+    for found, other in pairs:
+        assert torch.equal(found.main.full_tensor(), other.main.full_tensor()), found.name
+        assert type(found.compute) is type(other.compute) and found.compute.device == other.compute.device
+        assert found.main.of_user and found.compute.of_user
+        # Layers mark the parameters that they make when they are initialized.
+        for mark in ("tensor_model_parallel", "sequence_parallel"):
+            assert getattr(found.main, mark, False) == getattr(other.compute, mark, False)
+        assert getattr(found.compute, KEEP_TRANSPOSE, None) is getattr(other.compute, KEEP_TRANSPOSE, None)
+        assert not hasattr(found.compute, "get_high_precision_init_val")
+    assert _train(sharded, optimizer, data) == expected
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["linear", "mixed"])
+@pytest.mark.parametrize("kind", ["optim", "optim_grads_params"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_trains_from_the_meta_device(ranks: RankPool, name: str, kind: str, mixed: bool) -> None:
+    ranks.run(2, _trains_from_meta, name, kind, torch.bfloat16 if mixed else torch.float32, mixed, mixed)
+
+
+@with_stand_ins
+def _refuses_on_meta(name: str) -> None:
+    def sharded(model: nn.Module) -> Any:
+        return fully_shard_model(model, init_model_with_meta_device=True)
+
+    late = Model(name, device="meta")
+    for quantizer in late.quantizers:
+        quantizer.scale = torch.ones(1, device="meta")
+    with pytest.raises(NotImplementedError, match="its quantizer is on the meta device"):
+        sharded(late)
+    tied = Model(name, device="meta")
+    tied.extra = nn.Linear(WIDTH, HIDDEN, bias=False, device="meta")
+    tied.extra.weight = tied.blocks[0].up.weight
+    with pytest.raises(NotImplementedError, match="Linear made a quantized .* of blocks.0.up.weight"):
+        sharded(tied)
+    grouped: Any = Model(name, mixed=True, device="meta")
+    layer = grouped.blocks[0].down
+
+    def packs(reset: Any = layer.reset_parameters) -> None:
+        reset()
+        layer.weight0 = None
+
+    layer.reset_parameters = packs
+    with pytest.raises(NotImplementedError, match="GroupedLinear removed blocks.0.down.weight0"):
+        sharded(grouped)
+
+
+@pytest.mark.parametrize("name", ["delayed", "MXFP8"])
+def test_what_cannot_be_initialized_is_refused(ranks: RankPool, name: str) -> None:
+    ranks.run(1, _refuses_on_meta, name)
 
 
 # Quantizing -------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard, make_dtensor, make_like
 from megatron.fsdp.helpers.weak import weak_method
-from megatron.fsdp.quantized.storage import WeightStorage, storage_of
+from megatron.fsdp.quantized.storage import WeightStorage, quantized_on_meta, storage_of
 from megatron.fsdp.sharding.layout import ShardSlice
 
 # Attribute of a plain tensor that is this rank's slice of a tensor-parallel parameter: a pair of the mesh and its
@@ -97,6 +97,7 @@ class ShardedParameter:
         main: The main weight: the Parameter that the optimizer updates, a DTensor.
         shard_slice: The slice of it that this rank owns.
         trained: Whether it takes gradients, as of the last :meth:`follow_freezing`.
+        quantized: The quantized parameter on the meta device whose place a plain one takes until it is initialized.
         fused: Gradients that fused kernels have written in this backward, and last the memory of the next one. The
             first takes the sum.
     """
@@ -109,6 +110,7 @@ class ShardedParameter:
     main: nn.Parameter = field(init=False)
     shard_slice: ShardSlice = field(init=False)
     trained: bool = field(init=False)
+    quantized: nn.Parameter | None = field(default=None, init=False)
     fused: list[torch.Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -191,14 +193,47 @@ class ShardedParameter:
             value = make_dtensor(memory, mesh, tuple(self.compute.shape), placements)
         self._replace(nn.Parameter(value, requires_grad=self.compute.requires_grad))
 
-    def _replace(self, parameter: nn.Parameter, without: frozenset[str] = frozenset()) -> None:
-        """Make ``parameter`` the compute weight, with the marks of the present one except those in ``without``."""
-        for name, mark in vars(self.compute).items():
-            if name not in without:
-                setattr(parameter, name, mark)
+    def _replace(self, parameter: nn.Parameter) -> None:
+        """Make ``parameter`` the compute weight, with the marks of the present one."""
+        _copy_marks(self.compute, parameter)
         self.compute = parameter
         for module, attribute in self.sites:
             module._parameters[attribute] = parameter
+
+    def expect_quantization(self) -> None:
+        """Treat a plain parameter on the meta device as quantized if that is what its modules will make of it.
+
+        Raises:
+            NotImplementedError: They will make a tensor of an unknown class of it.
+        """
+        if not self.is_meta:
+            return
+        made = [quantized_on_meta(module, attribute) for module, attribute in self.sites]
+        # If only some of the modules quantize a tied parameter, it stays plain, and their initialization is refused.
+        if made[0] is not None and all(tensor is not None for tensor in made):
+            quantized = nn.Parameter(made[0], requires_grad=self.compute.requires_grad)
+            check_class(self.name, quantized)
+            _copy_marks(self.compute, quantized)
+            self.compute = quantized
+
+    def reclaim(self) -> None:
+        """Register the compute weight again where modules have replaced it when they initialized it, with their marks.
+
+        Raises:
+            NotImplementedError: A module has removed the parameter, or has made a quantized one of it, unexpectedly.
+                Its memory is that of a plain one, and would be trained without the module's.
+        """
+        for module, attribute in self.sites:
+            now = module._parameters[attribute]
+            if now is None or (self.quantized is None and storage_of(now) is not None):
+                what = "removed" if now is None else f"made a quantized {type(now).__name__} of"
+                raise NotImplementedError(
+                    f"init_model_with_meta_device: {type(module).__name__} {what} {self.name} when it initialized it. "
+                    "Build the model without the meta device instead."
+                )
+            if now is not self.compute:
+                _copy_marks(now, self.compute)
+                module._parameters[attribute] = self.compute
 
     def initialize_in(self, memory: torch.Tensor, storage: WeightStorage) -> None:
         """Let a plain parameter take the place of a quantized one on the meta device until :meth:`bind`.
@@ -207,15 +242,15 @@ class ShardedParameter:
             memory: Gets the initial values, in the parameter's shape and dtype.
             storage: How the quantized parameter is stored.
         """
-        self._replace(nn.Parameter(memory.data, requires_grad=self.compute.requires_grad), storage.fields)
+        self.quantized = self.compute
+        self._replace(nn.Parameter(memory.data, requires_grad=self.compute.requires_grad))
 
     def bind(self, storage: WeightStorage, planes: Sequence[torch.Tensor]) -> None:
         """Store the bytes of a quantized compute weight in ``planes``: flat uint8 tensors."""
-        # The original, since a plain parameter may have taken its place.
-        self.compute, trained = self.original, self.compute.requires_grad
-        bound = storage.bind(self.compute, planes)
+        bound = storage.bind(self.compute if self.quantized is None else self.quantized, planes)
         if bound is not self.compute:
-            self._replace(nn.Parameter(bound, requires_grad=trained), storage.fields)
+            self._replace(nn.Parameter(bound, requires_grad=self.compute.requires_grad))
+        self.quantized = None
 
     def follow_freezing(self) -> bool:
         """Freeze or unfreeze both weights if the user has done so with one of them; True if that changes anything."""
@@ -377,6 +412,16 @@ class ShardedParameter:
         self.compute.grad = None
         if self.fused:
             self._end_fusing()
+
+
+def _copy_marks(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Set the attributes on ``target`` that frameworks have set on ``source``."""
+    storage = storage_of(source)
+    fields = frozenset() if storage is None else storage.fields
+    for name, mark in vars(source).items():
+        # A method of the source would keep it alive.
+        if name not in fields and getattr(mark, "__self__", None) is not source:
+            setattr(target, name, mark)
 
 
 def _no_hook(*unused: Any) -> None:

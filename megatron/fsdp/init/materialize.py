@@ -12,7 +12,6 @@ from torch import nn
 
 from megatron.fsdp.buffers.parameter import ShardedParameter
 from megatron.fsdp.init.deferred import Recipe, recipes
-from megatron.fsdp.quantized.storage import storage_of
 
 # Names of the method that initializes a module's direct parameters and buffers.
 RESET_METHODS = ("reset_parameters", "_reset_parameters")
@@ -113,23 +112,8 @@ def initialize(params: Sequence[ShardedParameter], device: torch.device, others:
         if reset is not None:
             with torch.no_grad(), _other_units_on_meta(module, mine):
                 reset()
-    _check_not_quantized(params)
-
-
-def _check_not_quantized(params: Iterable[ShardedParameter]) -> None:
-    """Check that no module has quantized a plain parameter that it was to initialize, as Transformer Engine's do.
-
-    Raises:
-        NotImplementedError: One has. The parameter's memory is that of a plain one, and is trained without the copy.
-    """
     for param in params:
-        for module, name in param.sites:
-            now = module._parameters[name]
-            if now is not None and storage_of(now) is not None and storage_of(param.compute) is None:
-                raise NotImplementedError(
-                    f"init_model_with_meta_device: {type(module).__name__} made a quantized {type(now).__name__} of "
-                    f"{param.name} when it initialized it. Build the model on {now.device} instead."
-                )
+        param.reclaim()
 
 
 def _depth(module: nn.Module) -> int:

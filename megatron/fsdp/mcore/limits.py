@@ -124,8 +124,6 @@ def _not_yet(setting: str, what: str, remedy: str = "Leave it off.", applies: Co
     return Limit(setting, applies or _is_set(setting), NotImplementedError, message, remedy)
 
 
-_QUANTIZED_WEIGHTS = ("fp8_param_gather", "fp4_param_gather")
-
 LIMITS: tuple[Limit, ...] = (
     _never("use_torch_fsdp2", "use_torch_fsdp2 and use_megatron_fsdp choose different wrappers.", "Choose one."),
     _never(
@@ -144,12 +142,6 @@ LIMITS: tuple[Limit, ...] = (
         "generalized tensor parallelism",
         "Leave gtp_weight_remat_size at 1, or train with Megatron's DistributedDataParallel.",
         lambda s: (s["gtp_weight_remat_size"] or 1) > 1,
-    ),
-    _not_yet(
-        "init_model_with_meta_device with fp8_param_gather or fp4_param_gather",
-        "layers on the meta device, whose weights Transformer Engine quantizes only when it initializes them",
-        "Leave init_model_with_meta_device off.",
-        lambda s: bool(s["init_model_with_meta_device"]) and any(s[name] for name in _QUANTIZED_WEIGHTS),
     ),
     _not_yet("optimizer_cpu_offload", "offloading the optimizer to the CPU"),
     _not_yet("delay_wgrad_compute", "delaying weight gradients"),

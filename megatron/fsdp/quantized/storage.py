@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 # Attribute of a quantized parameter, set before its model is sharded. If true, ``after_use`` keeps transposed copies.
 # They take as many bytes as whole parameters on every rank, and save work in each backward but the first of a step.
@@ -134,8 +135,9 @@ class WeightStorage(Protocol):
 
 
 _FORMATS: dict[type[torch.Tensor], Callable[[torch.Tensor], WeightStorage]] = {}
+_QUANTIZING_MODULES: dict[type[nn.Module], Callable[[nn.Module, str], torch.Tensor | None]] = {}
 
-# Packages whose tensor classes a module of ours registers. It is imported when a model has such a tensor.
+# Packages whose classes a module of ours registers. It is imported when a model has a tensor or module of the package.
 _PLUGINS = {
     "torchao": "megatron.fsdp.quantized.torchao",
     "transformer_engine": "megatron.fsdp.quantized.transformer_engine",
@@ -152,11 +154,36 @@ def register_format(cls: type[torch.Tensor], storage: Callable[[torch.Tensor], W
     _FORMATS[cls] = storage
 
 
+def register_quantizing_module(cls: type[nn.Module], make: Callable[[nn.Module, str], torch.Tensor | None]) -> None:
+    """Let models on the meta device be sharded whose modules quantize plain parameters after they initialize them.
+
+    Args:
+        cls: A class of modules. Its subclasses are included.
+        make: Is given a module and the name of a plain parameter of it. Returns the quantized tensor that will replace
+            it, on the meta device, or None if the parameter stays plain.
+    """
+    _QUANTIZING_MODULES[cls] = make
+
+
 def storage_of(parameter: torch.Tensor) -> WeightStorage | None:
     """How a parameter of a registered class is stored; None for all others."""
     cls = type(parameter)
+    _import_plugin(cls)
+    storage = _FORMATS.get(cls)
+    return None if storage is None else storage(parameter)
+
+
+def quantized_on_meta(module: nn.Module, name: str) -> torch.Tensor | None:
+    """The quantized tensor that will replace a module's plain parameter on the meta device; None if none will."""
+    for cls in type(module).__mro__:
+        _import_plugin(cls)
+        make = _QUANTIZING_MODULES.get(cls)
+        if make is not None:
+            return make(module, name)
+    return None
+
+
+def _import_plugin(cls: type) -> None:
     plugin = _PLUGINS.pop(cls.__module__.partition(".")[0], None)
     if plugin is not None:
         importlib.import_module(plugin)
-    storage = _FORMATS.get(cls)
-    return None if storage is None else storage(parameter)

@@ -19,6 +19,7 @@ from megatron.fsdp.quantized.storage import (
     ReduceMax,
     WeightShard,
     register_format,
+    register_quantizing_module,
 )
 
 _TENSORS = "transformer_engine.pytorch.tensor"
@@ -60,13 +61,15 @@ class TransformerEngineStorage:
         if device.type == "cuda" and torch.cuda.get_device_capability(device) < self.capability:
             wanted = ".".join(map(str, self.capability))
             return f"it needs a device with compute capability {wanted} or higher, unlike {device}"
-        if parameter.device.type != device.type:
+        if parameter.device.type not in (device.type, "meta"):
             return f"it is on {parameter.device}; move the model to {device} first"
         missing = [name for name in self.names if getattr(parameter, name) is None]
         if missing:
             return f"it has no {' and no '.join(missing)}"
         if parameter._quantizer is None:
             return "it has no quantizer"
+        if any(isinstance(value, torch.Tensor) and value.is_meta for value in vars(parameter._quantizer).values()):
+            return "its quantizer is on the meta device, and only weights may be"
         if any(size % self.multiple for size in parameter.shape):
             return f"its shape is {tuple(parameter.shape)}, and both sizes have to be multiples of {self.multiple}"
         return None
@@ -79,9 +82,14 @@ class TransformerEngineStorage:
 
     def bind(self, parameter: Any, planes: Sequence[torch.Tensor]) -> torch.Tensor:
         """See ``WeightStorage``."""
+        self._drop_caches(parameter)
+        if parameter.device.type == "meta":
+            parameter = parameter._quantizer.make_empty(parameter.shape, dtype=parameter.dtype, device=planes[0].device)
         for name, plane in zip(self.names, planes, strict=True):
             setattr(parameter, name, plane.view(getattr(parameter, name).shape))
-        self._drop_caches(parameter)
+        if hasattr(parameter, "_with_gemm_swizzled_scales"):
+            # The casts write scales row by row, not in the order in which matrix products read them.
+            parameter._with_gemm_swizzled_scales = False
         if hasattr(parameter, "clear_high_precision_init_val"):
             parameter.clear_high_precision_init_val()
         bound: torch.Tensor = parameter
@@ -173,11 +181,6 @@ class MXFP8(TransformerEngineStorage):
     capability = (10, 0)
     multiple = 32
 
-    def bind(self, parameter: Any, planes: Sequence[torch.Tensor]) -> torch.Tensor:
-        """See ``WeightStorage``."""
-        _use_compact_scales(parameter)
-        return super().bind(parameter, planes)
-
     def _fragment(self, shard: WeightShard) -> Any:
         return shard.planes
 
@@ -203,16 +206,18 @@ class NVFP4(TransformerEngineStorage):
                 return f"shards cannot be quantized with {option.removeprefix('_')}"
         return super().problem(parameter, device)
 
-    def bind(self, parameter: Any, planes: Sequence[torch.Tensor]) -> torch.Tensor:
-        """See ``WeightStorage``."""
-        _use_compact_scales(parameter)
-        return super().bind(parameter, planes)
 
-
-def _use_compact_scales(parameter: Any) -> None:
-    """The casts write scales row by row, not in the order in which matrix products read them."""
-    if hasattr(parameter, "_with_gemm_swizzled_scales"):
-        parameter._with_gemm_swizzled_scales = False
+def _quantized_on_meta(module: Any, name: str) -> torch.Tensor | None:
+    """The weight that ``reset_parameters`` will make of a plain one."""
+    index = module.param_init_meta[name].fp8_meta_index if module.primary_weights_in_fp8 else None
+    if index is None:
+        return None
+    parameter, quantizer = module._parameters[name], module.quantizers["scaling_fwd"][index].copy()
+    # As if the module were built on a device: ``reset_parameters`` runs under ``no_grad`` and makes no columnwise data.
+    quantizer.set_usage(rowwise=True, columnwise=True)
+    quantizer.internal = False
+    made: torch.Tensor = quantizer.make_empty(parameter.shape, dtype=parameter.dtype, device=torch.device("meta"))
+    return made
 
 
 def _register(module: str, name: str, storage: type[TransformerEngineStorage]) -> None:
@@ -230,3 +235,6 @@ _register("float8_tensor", "Float8Tensor", Float8)
 _register("float8_blockwise_tensor", "Float8BlockwiseQTensor", Blockwise)
 _register("mxfp8_tensor", "MXFP8Tensor", MXFP8)
 _register("nvfp4_tensor", "NVFP4Tensor", NVFP4)
+with suppress(ImportError):
+    _base = importlib.import_module("transformer_engine.pytorch.module.base")
+    register_quantizing_module(_base.TransformerEngineBaseModule, _quantized_on_meta)

@@ -262,6 +262,7 @@ def partition(module: nn.Module, unit_classes: tuple[type[nn.Module], ...], ever
                 param.names.append(full_name)
                 homes[id(parameter)] = _common_path(homes[id(parameter)], path)
     for key, param in params.items():
+        param.expect_quantization()
         homes[key][-1].params.append(param)
     _drop_empty(root)
     return root

@@ -33,10 +33,6 @@ BROKEN: dict[str, dict[str, Any]] = {
         "create_all_gather_group": True,
         "num_distributed_optimizer_instances": 2,
     },
-    "init_model_with_meta_device with fp8_param_gather or fp4_param_gather": {
-        "init_model_with_meta_device": True,
-        "fp4_param_gather": True,
-    },
     "save_wgrads_interval": {"save_wgrads_interval": 10},
     "param_name_patterns_for_fp32_local_accumulation": {"param_name_patterns_for_fp32_local_accumulation": ("all",)},
 }
