@@ -62,8 +62,14 @@ class ReferenceTensor(torch.Tensor):
             storage.quantize([WeightShard(made, value.reshape(-1), 0, made.planes)], _not_shared)  # type: ignore[arg-type]
         return made
 
-    def dequantize(self, direction: Direction = Direction.FORWARD) -> torch.Tensor:
-        """The weight as a plain tensor of its dtype, as products of this direction read it."""
+    def dequantize(self, direction: Direction | None = None) -> torch.Tensor:
+        """The weight as a plain tensor of its dtype.
+
+        Args:
+            direction: The products that read it. None: those of the pass that the weight was last prepared for.
+        """
+        if direction is None:
+            direction = next(reversed(self.dequantized), Direction.FORWARD)
         found = self.dequantized.get(self.stored_as.source(direction))
         if found is not None:
             return found
@@ -122,7 +128,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: torch.Tensor, weight: ReferenceTensor) -> torch.Tensor:
         ctx.save_for_backward(input, weight)
-        return F.linear(input, weight.dequantize())
+        return F.linear(input, weight.dequantize(Direction.FORWARD))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -140,6 +146,7 @@ class ReferenceStorage:
     A format subclasses it. Parameters with equal storages may share a flat buffer.
     """
 
+    takes_dtype = True
     is_repeatable = True
     fields = frozenset({"stored_as", "planes", "state", "initial", "dequantized"})
 
@@ -187,12 +194,12 @@ class ReferenceStorage:
         """See ``WeightStorage``."""
         return parameter.dequantize() if parameter.initial is None else parameter.initial
 
-    def bind(self, parameter: Any, planes: Sequence[torch.Tensor]) -> torch.Tensor:
+    def bind(self, parameter: Any, planes: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         """See ``WeightStorage``. The state starts anew: the first quantization of main weights sets it."""
         device = planes[0].device
-        if parameter.device != device:
-            # The device that such a tensor reports cannot be changed.
-            made: Any = type(parameter)(parameter.shape, parameter.dtype, device)
+        if (parameter.device, parameter.dtype) != (device, dtype):
+            # What such a tensor reports cannot be changed.
+            made: Any = type(parameter)(parameter.shape, dtype, device)
             vars(made).update({name: vars(parameter)[name] for name in self.fields})
             parameter = nn.Parameter(made, requires_grad=parameter.requires_grad)
         parameter.planes, parameter.state = tuple(planes), self.new_state(parameter.shape, device)
