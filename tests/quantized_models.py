@@ -59,15 +59,27 @@ def exact(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.25, momentum=0.5)
 
 
-def quantized_model(format: str = "tensor", dtype: torch.dtype = torch.float32, keep_initial: bool = True) -> TinyModel:
-    """A model whose blocks have quantized matrices, with the same values at every call. The head's is quantized too."""
+def quantized_model(
+    format: str = "tensor",
+    dtype: torch.dtype = torch.float32,
+    keep_initial: bool = True,
+    place: torch.device | None = None,
+) -> TinyModel:
+    """A model whose blocks have quantized matrices, with the same values at every call. The head's is quantized too.
+
+    Args:
+        format: A name in ``FORMATS``.
+        dtype: Dtype of the other weights, and the one that quantized weights appear to have.
+        keep_initial: Main weights start from the values before quantization.
+        place: Another device than that of the tests.
+    """
     torch.manual_seed(5)
     model = TinyModel()
     if format in IN_BLOCKS:
         model = TinyModel(width=32, vocabulary=64)
         for block in model.blocks:
             block.up, block.down = nn.Linear(32, 96), nn.Linear(96, 32, bias=False)
-    model = model.to(device(), dtype)
+    model = model.to(place or device(), dtype)
     for module in [*(layer for block in model.blocks for layer in (block.up, block.down)), model.head]:
         weight = module.weight.detach()
         module.weight = nn.Parameter(FORMATS[format](weight, keep_initial=keep_initial))
@@ -126,7 +138,7 @@ class Reference:
         losses, grads = [], []
         for tokens in micro_batches:
             loss = loss_of(self.model, tokens)
-            grads.append(torch.autograd.grad(loss, self.params))
+            grads.append(torch.autograd.grad(loss, self.params, materialize_grads=True))
             losses.append(loss.item())
         for main, *each in zip(self.main, *grads, strict=True):
             main.grad = _mean([grad.to(main.dtype) for grad in each])
