@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.utils import parametrize
 
 from megatron.fsdp.quantized.float8 import Float8Tensor
 from megatron.fsdp.quantized.mx import MXTensor
@@ -45,12 +46,38 @@ def layers_of(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if name.rpartition(".")[2] in _LAYERS}
 
 
-def quantize_layers(model: nn.Module, block: tuple[int, int] | None = None) -> nn.Module:
-    """Do what ``fp8_model_init`` does in Megatron, with the reference format: keep initial values and marks."""
+def quantize_layers(model: nn.Module, format: str) -> nn.Module:
+    """Do what ``fp8_model_init`` does in Megatron, with a reference format: keep initial values and marks."""
     for layer in layers_of(model).values():
         weight = layer.weight
-        layer.weight = nn.Parameter(Float8Tensor.quantize(weight, block, keep_initial=True))
+        layer.weight = nn.Parameter(FORMATS[format](weight, keep_initial=True))
         vars(layer.weight).update(vars(weight))
+    return model
+
+
+class _Round(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, format: str) -> torch.Tensor:
+        return FORMATS[format](weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+class _Rounded(nn.Module):
+    def __init__(self, format: str) -> None:
+        super().__init__()
+        self.format = format
+
+    def forward(self, weight: torch.Tensor) -> Any:
+        return _Round.apply(weight, self.format)
+
+
+def round_layers(model: nn.Module, format: str) -> nn.Module:
+    """Keep plain weights, and quantize them for every forward and backward."""
+    for layer in layers_of(model).values():
+        parametrize.register_parametrization(layer, "weight", _Rounded(format))
     return model
 
 
@@ -79,7 +106,7 @@ def quantized_model(
         model = TinyModel(width=32, vocabulary=64)
         for block in model.blocks:
             block.up, block.down = nn.Linear(32, 96), nn.Linear(96, 32, bias=False)
-    model = model.to(place or device(), dtype)
+    model = model.to(dtype) if model.head.weight.is_meta else model.to(place or device(), dtype)
     for module in [*(layer for block in model.blocks for layer in (block.up, block.down)), model.head]:
         weight = module.weight.detach()
         module.weight = nn.Parameter(FORMATS[format](weight, keep_initial=keep_initial))
@@ -141,7 +168,7 @@ class Reference:
             grads.append(torch.autograd.grad(loss, self.params, materialize_grads=True))
             losses.append(loss.item())
         for main, *each in zip(self.main, *grads, strict=True):
-            main.grad = _mean([grad.to(main.dtype) for grad in each])
+            main.grad = mean([grad.to(main.dtype) for grad in each])
         self.optimizer.step()
         self._quantize()
         return losses
@@ -156,7 +183,7 @@ class Reference:
                     parameter.copy_(main)
 
 
-def _mean(grads: list[torch.Tensor]) -> torch.Tensor:
+def mean(grads: list[torch.Tensor]) -> torch.Tensor:
     """The mean, summed first within pairs, as two axes of two ranks do."""
     count = len(grads)
     while len(grads) > 1:

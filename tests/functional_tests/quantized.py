@@ -1,4 +1,7 @@
-"""Runs pretrain_gpt.py with --fp8-param-gather: the reference format takes the place of Transformer Engine's."""
+"""Runs pretrain_gpt.py with quantized weights: the reference format takes the place of Transformer Engine's tensors.
+
+With Megatron's DDP, weights are plain tensors that every forward rounds in the same way.
+"""
 
 import sys
 from pathlib import Path
@@ -9,17 +12,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import pretrain_gpt  # noqa: E402 - it switches Megatron to the CPU, which must come first
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.fsdp.mcore.cpu import arguments  # noqa: E402
-from tests.quantized_models import quantize_layers  # noqa: E402
+from tests.quantized_models import quantize_layers, round_layers  # noqa: E402
 
 if __name__ == "__main__":
     # On a CPU these arguments would be switched off, since Transformer Engine needs CUDA.
     arguments.ADJUSTMENTS = tuple(row for row in arguments.ADJUSTMENTS if not row.argument.startswith("fp8"))
-    build = GPTModel.__init__
+    build, change = GPTModel.__init__, quantize_layers if "--use-megatron-fsdp" in sys.argv else round_layers
 
-    def quantized(model: GPTModel, *args: Any, **kwargs: Any) -> None:
+    def init(model: GPTModel, *args: Any, **kwargs: Any) -> None:
         build(model, *args, **kwargs)
-        quantize_layers(model, (32, 32))
+        change(model, "5x7")
 
-    if "--fp8-param-gather" in sys.argv:
-        GPTModel.__init__ = quantized
+    GPTModel.__init__ = init
     pretrain_gpt.main()

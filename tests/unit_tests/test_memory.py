@@ -19,6 +19,13 @@ pytestmark = pytest.mark.every_strategy
 WIDTH = 160
 DEPTH = 6
 DTYPES = {"fp32": (4, 4), "bf16": (2, 4)}  # bytes of a compute weight and of a gradient on its way
+# Bytes of a quantized weight in forward, in backward, and in both: values and scales.
+FORMATS = {
+    "tensor": (1.0, 1.0, 1.0),
+    "32x32": (1 + 4 / 1024, 1 + 4 / 1024, 1 + 4 / 1024),
+    "mx": (1 + 1 / 32, 1 + 1 / 32, 2 + 2 / 32),
+    "nvfp4": (1 / 2 + 1 / 16, 1 / 2 + 1 / 16, 1 / 2 + 1 / 16),
+}
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="counts CPU tensors")
 
@@ -33,7 +40,15 @@ def _model(dtype: str) -> Any:
     model = TinyModel(width=WIDTH, depth=DEPTH, vocabulary=16)
     for block in model.blocks:
         block.up, block.down = torch.nn.Linear(WIDTH, 3 * WIDTH), torch.nn.Linear(3 * WIDTH, WIDTH, bias=False)
-    return model.bfloat16() if dtype == "bf16" else model
+    if dtype == "fp32":
+        return model
+    model = model.bfloat16()
+    if dtype in FORMATS:
+        from tests.quantized_models import FORMATS as QUANTIZE
+
+        for layer in (layer for block in model.blocks for layer in (block.up, block.down)):
+            layer.weight = torch.nn.Parameter(QUANTIZE[dtype](layer.weight))
+    return model
 
 
 def _warm_up(dtype: str) -> None:
@@ -64,8 +79,8 @@ def measure_activations(dtype: str) -> int:
 
 
 def measure_all(cases: list[list]) -> list[dict[str, int]]:
-    """:func:`measure_sharded` for each case, and the activations of the two dtypes."""
-    activations = {dtype: measure_activations(dtype) for dtype in DTYPES}
+    """:func:`measure_sharded` for each case, and the activations of the dtypes."""
+    activations = {dtype: measure_activations(dtype) for dtype in dict.fromkeys(case[1] for case in cases)}
     results = []
     for case in cases:
         results.append(measure_sharded(*case) | {"activations": activations[case[1]]})
@@ -114,8 +129,12 @@ def measure_sharded(strategy: str, dtype: str, ranks: int, collective: float, co
     loss_of(sharded, _tokens()).backward()
     peak = counter.peak()
     units = [sum(group.layout.numel for group in unit.groups) for unit in sharded.engine.units]
+    quantized = [[group.layout for group in unit.groups if group.storage] for unit in sharded.engine.units]
     dist.destroy_process_group()
     return {
+        "quantized": sum(layout.numel for unit in quantized for layout in unit),
+        "quantized_shard": sum(layout.shard_numel for unit in quantized for layout in unit),
+        "quantized_unit": max(sum(layout.numel for layout in unit) for unit in quantized),
         "built": built,
         "resting": resting,
         "peak": peak,
@@ -132,6 +151,7 @@ WORLDS = (8, 64, 512, 4096)
 DELAYS = ((0.0, 0.0), (0.02, 0.0), (0.004, 0.01), (0.02, 0.02))
 AT_REST = [(strategy, dtype, ranks, 0.0, 0.0) for strategy in STRATEGIES for dtype in DTYPES for ranks in WORLDS]
 AT_PEAK = [("optim_grads_params", dtype, 8, *delays) for dtype in DTYPES for delays in DELAYS]
+QUANTIZED = [(strategy, format, 8, 0.004, 0.01) for strategy in STRATEGIES for format in FORMATS]
 WHOLE_WEIGHTS = [("optim_grads", dtype, 8, 0.02, 0.0) for dtype in DTYPES]
 
 
@@ -203,6 +223,28 @@ def test_gradients_in_flight_are_limited_where_weights_are_whole(
     # The gradients of the unit that is reduced, of the one that waits for it, and of the one that computes.
     units = gradient * found["unit"] + 2 * compute * found["unit"] + gradient * found["root"]
     assert found["peak"] <= shards + units + found["activations"]
+
+
+@pytest.mark.parametrize("case", QUANTIZED, ids=str)
+def test_memory_of_quantized_weights(measured: dict[tuple, dict[str, int]], case: tuple) -> None:
+    """All matrices of the units are quantized. Main weights are always apart, and shards of all planes stay."""
+    found, (strategy, dtype, ranks, *_) = measured[case], case
+    forward, backward, both = FORMATS[dtype]
+    sharded = strategy == "optim_grads_params"
+    owned = found["whole"] if strategy == "no_shard" else found["shard"]
+    plain = found["whole"] - found["quantized"]
+    weights = both * found["quantized_shard"] if sharded else both * found["quantized"] + 2 * plain
+    gradients = 4 * owned if strategy == "no_shard" else 0
+    resting = (4 + 8) * owned + weights + gradients + 4 * ranks + 4 * found["parameters"]
+    assert found["resting"] == pytest.approx(resting, rel=0.01)
+    if not sharded:
+        return
+    # While a unit computes, the reference also holds its values in bf16, for the pass.
+    unit = max(forward, backward) * found["quantized_unit"] + 2 * (found["unit"] - found["quantized_unit"])
+    root = (2 + 4) * found["root"]
+    shards = found["resting"] + 4 * found["shard"]
+    bound = shards + root + 2 * unit + 2 * found["quantized_unit"] + 4 * found["unit"] + found["activations"]
+    assert found["peak"] <= bound
 
 
 def measure_optimizer_step(hooked: bool) -> dict[str, int]:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron.fsdp import fsdp2
 from megatron.fsdp.buffers import quantizing, weights
 from megatron.fsdp.buffers.parameter import TENSOR_PARALLEL
+from megatron.fsdp.checkpoint.backend import Reader, Writer
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.quantized.float8 import Float8Storage, Float8Tensor
 from megatron.fsdp.state.consistency import inconsistent_weights
@@ -158,6 +160,32 @@ def _tensor_parallel() -> None:
 
 def test_tensor_parallel_parameters(ranks: RankPool) -> None:
     ranks.run(4, _tensor_parallel)
+
+
+def _from_meta(kind: str) -> None:
+    """Modules initialize plain values, which main weights keep before they are quantized."""
+    with torch.device("meta"):
+        models = [TinyModel(), quantized_model()]
+    held = list(models[1].parameters())
+    optimizer = exact(held)
+    torch.manual_seed(11)
+    plain = fully_shard_model(models[0], fsdp_unit_modules=[Block], init_model_with_meta_device=True, **arguments(kind))
+    values = {name: value.full_tensor() for name, value in plain.state_dict().items()}
+    torch.manual_seed(11)
+    found, optimizer = fully_shard(
+        models[1], optimizer, fsdp_unit_modules=[Block], init_model_with_meta_device=True, **arguments(kind)
+    )
+    for name, value in found.state_dict().items():
+        assert torch.equal(value.full_tensor(), values[name])
+    other, other_optimizer = sharded_model(kind, quantized_model())
+    other.load_state_dict(values)
+    data = batches(4, dist.get_world_size())
+    assert train(found, optimizer, data) == train(other, other_optimizer, data)
+
+
+@pytest.mark.parametrize("kind", ["optim", "optim_grads_params"])
+def test_from_the_meta_device(ranks: RankPool, kind: str) -> None:
+    ranks.run(2, _from_meta, kind)
 
 
 def _recomputes() -> None:
@@ -393,6 +421,23 @@ def test_resumes_exactly_on_other_numbers_of_ranks(ranks: RankPool, tmp_path: Pa
         assert ranks.run(size, _resume, str(tmp_path), kind) == [expected] * size, kind
     # The mean of three gradients is rounded, but nothing was rounded before.
     assert [losses[0] for losses in ranks.run(3, _resume, str(tmp_path), "optim_grads_params")] == [expected[0]] * 3
+
+
+def _codes(folder: str) -> None:
+    model = sharded_model("optim_grads_params", quantized_model())[0]
+    name, before = "module.head.weight", model.state_dict()["module.head.weight"].clone()
+    whole = {key: value.full_tensor() for key, value in model.state_dict().items()}
+    for dtype in (torch.uint8, torch.float8_e4m3fn):
+        with pytest.raises(ValueError, match=rf"{name}: expected values of torch.float32 .* got {dtype}"):
+            model.load_state_dict({**whole, name: whole[name].to(dtype)})
+    dcp.save({name: whole[name].to(torch.uint8)}, storage_writer=Writer(folder))
+    with pytest.raises(CheckpointException, match=rf"{name}: expected values of torch.float32 .* got torch.uint8"):
+        dcp.load({name: model.state_dict()[name]}, storage_reader=Reader(folder))
+    assert torch.equal(local_shard(model.state_dict()[name]), local_shard(before))
+
+
+def test_codes_are_not_loaded_as_values(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(1, _codes, str(tmp_path))
 
 
 # Errors -----------------------------------------------------------------------------------------------------------

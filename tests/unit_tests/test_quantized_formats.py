@@ -174,6 +174,20 @@ def test_powers_of_2_are_exact_in_mx() -> None:
             )
 
 
+def test_half_way_values_go_to_even_codes_in_nvfp4() -> None:
+    value = torch.zeros(16, 32)
+    # The scales of the weight and of the first block are 1.
+    value[0, 16], value[1, 0] = 2688.0, 6.0
+    value[0, :16] = torch.tensor(
+        [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, -0.25, -0.75, -5.0, -0.0, 1.2, 4.9, 0.3, 0]
+    )
+    made: Any = NVFP4Tensor.quantize(value)
+    pairs = made.planes[0][:8]
+    codes = torch.stack([pairs % 16, pairs // 16], dim=1).flatten().tolist()
+    assert codes == [0, 2, 2, 4, 4, 6, 6, 7, 8, 10, 14, 0, 2, 6, 1, 0]
+    assert made.planes[1][:2].view(torch.float8_e4m3fn).tolist() == [1.0, 448.0]
+
+
 # Shards -----------------------------------------------------------------------------------------------------------
 
 
@@ -280,7 +294,8 @@ class Sharded:
 
 def _empty_planes(storage: Any, parameter: torch.Tensor) -> list[torch.Tensor]:
     sizes = [parameter.numel() // plane.values_per_byte for plane in storage.planes]
-    return [torch.full((size,), 77, dtype=torch.uint8) for size in sizes]
+    # At odd addresses, as in a flat buffer.
+    return [torch.full((size + 1,), 77, dtype=torch.uint8)[1:] for size in sizes]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -290,6 +305,10 @@ def test_shards_are_quantized_like_the_whole(name: str, size: int) -> None:
     for seed in range(3):
         sharded = Sharded(name, shapes, size, seed)
         values = [_values(shape, seed + 10 * i) for i, shape in enumerate(shapes)]
+        if name != "delayed":
+            # Nothing of earlier, larger values is left.
+            sharded.quantize([value * 8 for value in values])
+            sharded.ranks.reductions = 0
         sharded.quantize(values)
         sharded.check([FORMATS[name](value) for value in values])
         # All in one call per key, and none where blocks are whole.

@@ -13,14 +13,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.distributed.fsdp
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.fsdp.buffers import weights
 from megatron.fsdp.state.consistency import inconsistent_weights
-from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard_model
+from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard, fully_shard_model
 from tests.models import TinyModel, batches, device, loss_of
-from tests.quantized_models import KINDS, Reference, arguments, sharded_model, train
+from tests.quantized_models import KINDS, Reference, arguments, exact, sharded_model, train
 from tests.ranks import RankPool
 
 pytest.importorskip("torchao")
@@ -133,6 +134,7 @@ VARIANTS: dict[str, tuple[torch.dtype, bool, dict]] = {
     "double buffer": (torch.float32, True, {"fsdp_double_buffer": True}),
     "modules": (torch.float32, True, {"enable_fine_grained_param_gather": True}),
     "elements": (torch.float32, True, {"shard_granularity": "element"}),
+    "offload": (torch.float32, True, {"offload_optimizer": True}),
 }
 
 
@@ -164,6 +166,81 @@ def _copies() -> None:
 
 def test_copies_of_a_model(ranks: RankPool) -> None:
     ranks.run(2, _copies)
+
+
+def _on_meta(model: nn.Module) -> dict[str, torch.Tensor]:
+    torch.manual_seed(6)
+    sharded, optimizer = sharded_model("optim_grads_params", model, init_model_with_meta_device=True)
+    initial = _whole(sharded)
+    losses = train(sharded, optimizer, batches(STEPS, dist.get_world_size()))
+    assert losses[-1] < losses[0] - 0.1
+    return initial
+
+
+def _initializes() -> None:
+    """A model on the meta device gets the values that it would get without float8."""
+    with torch.device("meta"):
+        plain, converted = TinyModel(), float8(TinyModel())
+    expected, found = _on_meta(plain), _on_meta(converted)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(value, found[name]) for name, value in expected.items())
+
+
+def test_meta_device(ranks: RankPool) -> None:
+    ranks.run(2, _initializes)
+
+
+def _freezes() -> None:
+    """Frozen weights are cast once, and others train as if nothing had been cast."""
+    data = batches(4, 2)
+    model = tiny()
+    model.blocks[1].up.weight.requires_grad_(False)
+    names = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    sharded, optimizer = sharded_model("optim_grads_params", model)
+    before = _whole(sharded)
+    train(sharded, optimizer, data)
+    assert [name for name, value in _whole(sharded).items() if torch.equal(value, before[name])] == [
+        f"module.{name}" for name in names
+    ]
+
+
+def test_frozen_weights(ranks: RankPool) -> None:
+    ranks.run(2, _freezes)
+
+
+class Even(nn.Module):
+    """Layers whose rows two ranks divide evenly: FSDP2 cannot gather torchao's weights otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.up = nn.Linear(16, 64)
+        self.down = nn.Linear(64, 16, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+def _even() -> nn.Module:
+    torch.manual_seed(5)
+    model = TinyModel(width=16, depth=0, vocabulary=32)
+    model.blocks = nn.ModuleList(Even() for _ in range(3))
+    return float8(model.to(device()))
+
+
+def _like_fsdp2() -> None:
+    data = batches(STEPS, dist.get_world_size())
+    theirs = _even()
+    for block in theirs.blocks:
+        torch.distributed.fsdp.fully_shard(block)
+    torch.distributed.fsdp.fully_shard(theirs)
+    expected = train(theirs, exact(theirs.parameters()), data)
+    ours = _even()
+    assert train(*fully_shard(ours, exact(ours.parameters()), fsdp_unit_modules=[Even]), data) == expected
+
+
+def test_trains_as_fsdp2(ranks: RankPool) -> None:
+    ranks.run(2, _like_fsdp2)
 
 
 # Bytes ------------------------------------------------------------------------------------------------------------
@@ -310,7 +387,7 @@ def _refuses() -> None:
         axiswise_dim=-1,
     )
     layer.weight = nn.Parameter(cast)
-    with pytest.raises(NotImplementedError, match=r"Parameter weight .*Float8TrainingTensor.*one scale per"):
+    with pytest.raises(NotImplementedError, match=r"Parameter weight .*Float8TrainingTensor of .*: it has 4 scales"):
         fully_shard_model(layer, fsdp_unit_modules=[])
 
 

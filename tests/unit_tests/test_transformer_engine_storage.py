@@ -249,9 +249,7 @@ def _accumulates(name: str, kind: str, keep: bool) -> None:
     reference = Reference(Model(name))
     expected = [reference.accumulate(step, kind)[dist.get_rank()] for step in data]
     model = Model(name)
-    for parameter in model.parameters():
-        setattr(parameter, plug_in().KEEP_TRANSPOSE, keep)
-    sharded, optimizer = _sharded(kind, model)
+    sharded, optimizer = _sharded(kind, model, keep_fp8_transpose_cache=keep)
     # With delayed scaling, leaving ``autocast`` would change the scales.
     quantizers = model.quantizers
     te.made_in_forward.clear()

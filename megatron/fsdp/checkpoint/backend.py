@@ -38,6 +38,7 @@ from megatron.fsdp.checkpoint.checksums import (
 )
 from megatron.fsdp.checkpoint.coordination import gather_from_ranks, rank_and_world_size
 from megatron.fsdp.checkpoint.reader import COMMON, FORMAT_FILE, CheckpointReader, format_of
+from megatron.fsdp.helpers.codes import check_values
 
 # Bytes that loading holds besides the model, and that saving writes before it asks the disk to flush them.
 BLOCK = 32 << 20
@@ -354,7 +355,15 @@ class Reader(FileSystemReader):
         return metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the planned items, in the order of their places in the files."""
+        """Read the planned items, in the order of their places in the files.
+
+        Raises:
+            ValueError: Weights are to be loaded from codes, such as 8-bit floats. Nothing has been read then.
+        """
+        for item in plan.items:
+            if item.type != LoadItemType.BYTE_IO:
+                name = item.storage_index.fqn
+                check_values(name, self._stored.tensors[name].dtype, planner.resolve_tensor(item).dtype)
         for item in sorted(plan.items, key=self._place):
             name = item.storage_index.fqn
             if item.type == LoadItemType.BYTE_IO:

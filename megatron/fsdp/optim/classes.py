@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from megatron.fsdp.buffers.parameter_group import ParameterGroup
+from megatron.fsdp.optim.block_state import check_blocks
 
 # What the update of one element depends on, from least to most.
 LOOKS_AT = ("element", "matrix", "parameter")
@@ -47,6 +48,7 @@ _OTHERS: dict[str, str] = {
     "transformers.optimization.Adafactor": "parameter",
     # 8-bit state has one scale per block of a parameter's elements.
     "bitsandbytes.optim": "parameter",
+    "torchao.optim.adam": "block",
 }
 _REFUSED: dict[str, str] = {
     "torch.optim.lbfgs.LBFGS": "it needs inner products over whole parameters, but a rank has shards. Use AdamW or "
@@ -54,8 +56,11 @@ _REFUSED: dict[str, str] = {
     "torch.optim.sparse_adam.SparseAdam": "reduced gradients are dense. Use Adam, and embeddings with sparse=False",
     "apex.optimizers.fused_lamb.FusedLAMB": "it needs the norm of all gradients, and a rank only has shards of them. "
     "Use FusedAdam",
-    "megatron.core.optimizer.cpu_offloading": "it updates its own copies of the parameters. Use torch.optim.AdamW with "
-    "fully_shard_model(offload_optimizer=True)",
+    **dict.fromkeys(
+        ("megatron.core.optimizer.cpu_offloading", "torchao.optim.cpu_offload"),
+        "it updates its own copies of the parameters. Use torch.optim.AdamW with "
+        "fully_shard_model(offload_optimizer=True)",
+    ),
 }
 
 
@@ -91,7 +96,7 @@ def skips_empty(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def looks_at(optimizer: torch.optim.Optimizer) -> str | None:
-    """The dependency of the optimizer's updates, out of ``LOOKS_AT``; None if it is unknown."""
+    """The dependency of the optimizer's updates, out of ``LOOKS_AT``, or "block"; None if it is unknown."""
     cls = type(optimizer)
     for base in cls.__mro__:
         kind = _known.get(base) or _by_name(_OTHERS, base)
@@ -138,15 +143,17 @@ def check_optimizer(optimizer: torch.optim.Optimizer, groups: Iterable[Parameter
 
     Raises:
         NotImplementedError: See :func:`require_known`.
-        ValueError: It looks at whole matrices or parameters, and one of them is divided between ranks.
+        ValueError: It looks at whole matrices, parameters or blocks of them, and one is divided between ranks.
     """
     kind = require_known(optimizer)
-    if kind != "element":
+    if kind == "block":
+        check_blocks(optimizer, groups)
+    elif kind != "element":
         _check_whole(optimizer, kind, groups)
 
 
 def require_known(optimizer: torch.optim.Optimizer) -> str:
-    """The dependency of the optimizer's updates, out of ``LOOKS_AT``.
+    """The dependency of the optimizer's updates, out of ``LOOKS_AT``, or "block".
 
     Raises:
         NotImplementedError: It is unknown, or the optimizer cannot work with sharded parameters.

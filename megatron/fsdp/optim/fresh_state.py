@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard, make_like
+from megatron.fsdp.optim.block_state import initial_state
 from megatron.fsdp.optim.classes import BY_PARAMETER, looks_at
 from megatron.fsdp.optim.local_step import State
 
@@ -91,6 +92,8 @@ class FreshState:
         local, by_parameter = local_shard(main), looks_at(optimizer) == "parameter"
         if by_parameter and not local.numel():
             return None  # only the rank that owns the parameter has state
+        if looks_at(optimizer) == "block":
+            return initial_state(optimizer, options, main)
         shape = tuple(local.shape) if by_parameter else _DISTINCT[: main.dim()]
         try:
             probe = _state_after_a_step(optimizer, options, torch.zeros(shape, dtype=local.dtype, device=local.device))

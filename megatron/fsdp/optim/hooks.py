@@ -32,7 +32,8 @@ from megatron.fsdp.comm.backends import is_on_host
 from megatron.fsdp.dtensor.ragged_dtensor import make_like, same_layout
 from megatron.fsdp.dtensor.torch_patches import attach_with, prepare_with
 from megatron.fsdp.helpers.weak import weak_method
-from megatron.fsdp.optim.classes import BY_PARAMETER, check_optimizer
+from megatron.fsdp.optim.block_state import attach_block_state
+from megatron.fsdp.optim.classes import BY_PARAMETER, check_optimizer, looks_at
 from megatron.fsdp.optim.fresh_state import attach_fresh_state, initialize_state
 from megatron.fsdp.optim.local_step import LocalStep, closure_of
 from megatron.fsdp.runtime.engine import Engine, engines_of
@@ -116,6 +117,8 @@ def attach_optimizer(optimizer: torch.optim.Optimizer, needs_gradient: bool = Tr
         optimizer.register_step_pre_hook(_FinishGradients(engine, needs_gradient, arguments))
     # Before LocalStep, also for state dicts: state has to be added before LocalStep sends it to the other ranks.
     attach_fresh_state(optimizer)
+    if looks_at(optimizer) == "block":
+        attach_block_state(optimizer)
     prepare_with(initialize_state)
     local.attach(optimizer)
     for engine in engines:

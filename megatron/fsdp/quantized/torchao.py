@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torchao.float8.float8_training_tensor import (
     Float8TrainingTensor,
     GemmInputRole,
@@ -39,8 +38,8 @@ class TorchaoStorage:
 
     def problem(self, parameter: Any, device: torch.device) -> str | None:
         """See ``WeightStorage``."""
-        if getattr(parameter, "_axiswise_dim", None) is not None:
-            return "has one scale per row or column: torchao gathers float8 weights with one scale per parameter only"
+        if isinstance(parameter, Float8TrainingTensor) and parameter._scale.numel() > 1:
+            return f"it has {parameter._scale.numel()} scales, and only weights with one scale are supported"
         return None
 
     def initial(self, parameter: Any) -> torch.Tensor:
@@ -58,7 +57,7 @@ class TorchaoStorage:
         if isinstance(parameter, WeightWithDynamicFloat8CastTensor):
             # An optimizer may hold the old parameter.
             parameter._tensor = parameter._tensor.detach().to("meta")
-        return nn.Parameter(made, requires_grad=parameter.requires_grad)
+        return made
 
     def quantize(self, shards: Sequence[WeightShard], reduce_max: ReduceMax) -> None:
         """See ``WeightStorage``."""

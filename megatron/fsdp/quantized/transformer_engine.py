@@ -13,11 +13,14 @@ from typing import Any, ClassVar
 
 import torch
 
-from megatron.fsdp.quantized.storage import Direction, Plane, ReduceMax, WeightShard, register_format
-
-# Attribute of a parameter. If true, its transpose is kept while its unit is sharded. That takes as many bytes as the
-# whole parameter on every rank, and saves transposing it again in each backward after the first of a step.
-KEEP_TRANSPOSE = "_fsdp_keep_transpose"
+from megatron.fsdp.quantized.storage import (
+    KEEP_TRANSPOSE,
+    Direction,
+    Plane,
+    ReduceMax,
+    WeightShard,
+    register_format,
+)
 
 _TENSORS = "transformer_engine.pytorch.tensor"
 _FIELDS = frozenset(

@@ -340,7 +340,8 @@ def plan_layout_of_blocks(
     """As :func:`plan_layout`, for parameters that are cut between blocks of ``rows`` rows only.
 
     Args:
-        shapes: Shape of each parameter. Its number of rows is a multiple of ``rows``.
+        shapes: Shape of each parameter. Its number of rows is a multiple of ``rows``, unless ``ratio`` is 1: the last
+            block may then be incomplete.
         num_shards: Number of ranks that shard the buffer.
         granularity: Where else parameters must not be cut.
         rows: Rows per block.
@@ -349,6 +350,10 @@ def plan_layout_of_blocks(
     Raises:
         ValueError: A parameter is not a whole number of blocks, or ``ratio`` does not divide these.
     """
+    if ratio == 1:
+        row_sizes = [max(math.prod(shape[1:]), 1) for shape in shapes]
+        units = [math.lcm(granularity.unit(shape), rows * row) for shape, row in zip(shapes, row_sizes, strict=True)]
+        return plan_layout(shapes, num_shards, [block(unit // row) for unit, row in zip(units, row_sizes, strict=True)])
     scaled, own = [], []
     for shape in shapes:
         unit = rows * max(math.prod(shape[1:]), 1)

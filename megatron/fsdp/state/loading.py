@@ -12,12 +12,14 @@ from torch.nn.modules.module import _IncompatibleKeys
 from megatron.fsdp.buffers.parameter import ShardedParameter
 from megatron.fsdp.dtensor.placements import local_slice
 from megatron.fsdp.dtensor.ragged_dtensor import is_sharded, local_shard, reduced, same_layout
+from megatron.fsdp.helpers.codes import check_values
 from megatron.fsdp.runtime.engine import Engine
 from megatron.fsdp.runtime.partition import public_name
 
 
-def check_shape(param: ShardedParameter, value: torch.Tensor, key: str) -> None:
-    """Raise ValueError if ``value``, named ``key`` in the message, has another shape than the parameter."""
+def _check(param: ShardedParameter, value: torch.Tensor, key: str) -> None:
+    """Raise ValueError if ``value``, named ``key`` in the message, cannot be a value of the parameter."""
+    check_values(key, value.dtype, param.main.dtype)
     if value.shape != param.main.shape:
         raise ValueError(f"{key}: expected shape {tuple(param.main.shape)}; got {tuple(value.shape)}.")
 
@@ -127,10 +129,10 @@ def load(engine: Engine, module: nn.Module, prefix: str, state_dict: Mapping[str
     # A tied parameter needs an entry under only one of its names.
     tied = {name for names_ in names.values() if any(n in state_dict for n in names_) for name in names_}
     keys = match_keys({k: v for k, v in wanted.items() if k in state_dict or k not in tied}, state_dict, strict)
-    # Check all shapes before the first copy, so that an error leaves the model unchanged.
+    # Check all values before the first copy, so that an error leaves the model unchanged.
     for key in keys:
         if isinstance(wanted[key], ShardedParameter):
-            check_shape(wanted[key], state_dict[key], key)
+            _check(wanted[key], state_dict[key], key)
     engine.wait_before_write()
     for key in keys:
         target = wanted[key]

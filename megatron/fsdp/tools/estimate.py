@@ -3,13 +3,17 @@
 from collections import Counter
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from megatron.fsdp.buffers.parameter import ShardedParameter
+from megatron.fsdp.buffers.parameter_group import layout_of
 from megatron.fsdp.config import FSDPConfig
+from megatron.fsdp.quantized.storage import Direction, WeightStorage, storage_of
 from megatron.fsdp.runtime.partition import partition
-from megatron.fsdp.sharding.layout import parse_granularity, plan_layout
-from megatron.fsdp.sharding.strategy import UNSHARDED
+from megatron.fsdp.sharding.layout import parse_granularity
+from megatron.fsdp.sharding.strategy import UNSHARDED, Sharding
+from megatron.fsdp.tools.recipes import Recipe
 
 # Bytes of Adam's two fp32 moments per element.
 ADAM = 8
@@ -35,12 +39,17 @@ class Bytes:
     Attributes:
         elements: Number of elements of all parameters.
         padding: Number of padding elements.
-        compute: Compute weights that stay allocated.
+        compute: Compute weights that stay allocated, and scales of quantized ones that every rank holds whole.
         main: Main weights, if they are not the compute weights.
         optimizer: Adam's moments.
         gradients: Reduced gradients, until the optimizer's step.
-        unsharded: Compute weights while the unit is unsharded.
+        unsharded: All compute weights while the unit is unsharded.
+        forward: Those of them that forward reads. Quantized weights may have bytes that only one pass reads.
+        backward: Those of them that backward reads.
+        derived: Copies of quantized weights that Transformer Engine makes for backward, while the unit is in use.
+        produced: Gradients of compute weights, until they are copied into the buffer that is reduced.
         reducing: Gradients while they are reduced.
+        gathered: Compute weights that are all-gathered in a step with one micro-batch, at most.
     """
 
     elements: int = 0
@@ -50,7 +59,12 @@ class Bytes:
     optimizer: int = 0
     gradients: int = 0
     unsharded: int = 0
+    forward: int = 0
+    backward: int = 0
+    derived: int = 0
+    produced: int = 0
     reducing: int = 0
+    gathered: int = 0
 
     def add(self, other: "Bytes") -> None:
         """Add the bytes of another unit."""
@@ -106,13 +120,16 @@ class Estimate:
         return dict(Counter(unit.kind for unit in self.units[1:]))
 
     def peak(self, config: FSDPConfig) -> int:
-        """Peak bytes during a step on a GPU, without activations, by the formula of docs/memory.md."""
+        """Peak bytes during a step on a GPU, without activations, by the formula of docs/memory.md.
+
+        Without recomputation in backward, which may need the bytes of both passes.
+        """
         root, others = self.units[0].bytes, [unit.bytes for unit in self.units[1:]]
-        # One more for the gradients of the unit that computes, which are as large as its weights.
-        unsharded = max((b.unsharded for b in others), default=0) * (config.max_unsharded_units + 1)
+        unsharded = max((max(b.forward, b.backward) for b in others), default=0) * config.max_unsharded_units
+        unsharded += max((b.produced + b.derived for b in others), default=0)
         reducing = max((b.reducing for b in others), default=0) * config.max_reducing_units
         total = self.total
-        return total.resting + total.gradients + root.unsharded + root.reducing + unsharded + reducing
+        return total.resting + total.gradients + root.unsharded + root.derived + root.reducing + unsharded + reducing
 
 
 def estimate(
@@ -129,38 +146,78 @@ def estimate(
     """
     dtypes: dict[str, None] = {}
     units = []
-    for part in partition(module, classes, config.enable_fine_grained_param_gather).walk():
+    root = partition(module, classes, config.enable_fine_grained_param_gather)
+    for part in root.walk():
         total = Bytes()
         for params in part.groups:
-            found, text = _group(params, config, experts if params[0].key.expert else dense)
+            found, text = _group(params, config, experts if params[0].key.expert else dense, part is root)
             total.add(found)
             dtypes[text] = None
         units.append(UnitEstimate(part.name, type(part.module).__name__, len(part.groups), total))
     return Estimate(tuple(units), tuple(dtypes))
 
 
-def _group(params: list[ShardedParameter], config: FSDPConfig, axes: AxisSizes) -> tuple[Bytes, str]:
-    key = params[0].key
+def _group(params: list[ShardedParameter], config: FSDPConfig, axes: AxisSizes, is_root: bool) -> tuple[Bytes, str]:
+    key, storage = params[0].key, storage_of(params[0].compute)
     sharding = config.sharding if key.divisible else UNSHARDED
-    inner = axes.inner if sharding.inner.shards_optimizer else 1
-    shards = inner * (axes.outer if sharding.outer.shards_optimizer else 1)
-    layout = plan_layout([param.local_shape for param in params], shards, parse_granularity(config.shard_granularity))
+    shards = axes.inner if sharding.inner.shards_optimizer else 1
+    shards *= axes.outer if sharding.outer.shards_optimizer else 1
+    granularity = parse_granularity(config.shard_granularity)
+    layout = layout_of([param.local_shape for param in params], shards, granularity, storage)
     dtypes = config.mixed_precision_policy.resolve(key.dtype, params[0].name)
     elements = sum(slot.numel for slot in layout.slots)
     owned = layout.numel // shards
-    temporary = sharding.inner.shards_parameters
-    whole = layout.numel * dtypes.compute.itemsize
-    apart = temporary or dtypes.main_params != dtypes.compute
-    return Bytes(
+    apart = sharding.inner.shards_parameters or storage is not None or dtypes.main_params != dtypes.compute
+    found = Bytes(
         elements=elements,
         padding=layout.numel - elements,
-        compute=(whole // inner if sharding.keeps_shard else 0) if temporary else whole,
         main=owned * dtypes.main_params.itemsize if apart else 0,
         optimizer=owned * ADAM if key.requires_grad else 0,
         gradients=owned * dtypes.main_params.itemsize if key.requires_grad else 0,
-        unsharded=whole if temporary else 0,
+        produced=layout.numel * dtypes.compute.itemsize if key.requires_grad else 0,
         reducing=layout.numel * dtypes.grad_comm.itemsize if key.requires_grad else 0,
-    ), f"{_name(dtypes.compute)} compute, {_name(dtypes.main_params)} main weights, {_name(dtypes.grad_comm)} reduction"
+    )
+    _add_compute(found, layout.numel, dtypes.compute, storage, sharding, axes, is_root)
+    if config.keep_fp8_transpose_cache:
+        found.compute, found.derived = found.compute + found.derived, 0
+    stored = _name(dtypes.compute) if storage is None else f"{_format(storage)} (as {_name(dtypes.compute)})"
+    return found, f"{stored} compute, {_name(dtypes.main_params)} main weights, {_name(dtypes.grad_comm)} reduction"
+
+
+def _add_compute(
+    found: Bytes,
+    numel: int,
+    dtype: torch.dtype,
+    storage: WeightStorage | None,
+    sharding: Sharding,
+    axes: AxisSizes,
+    is_root: bool,
+) -> None:
+    """Add the bytes of the compute weights of a group."""
+    if storage is None:
+        whole = forward = backward = numel * dtype.itemsize
+    else:
+        sizes = [(plane.directions, numel // plane.values_per_byte) for plane in storage.planes]
+        whole = sum(size for _, size in sizes)
+        forward = sum(size for directions, size in sizes if Direction.FORWARD in directions)
+        backward = sum(size for directions, size in sizes if Direction.BACKWARD in directions)
+    found.compute = whole
+    if sharding.inner.shards_parameters:
+        # Quantized weights keep the inner rank's shard of every plane.
+        found.compute = whole // axes.inner if sharding.keeps_shard or storage is not None else 0
+        found.unsharded, found.forward, found.backward = whole, forward, backward
+        found.gathered = whole if is_root else forward + backward
+    elif sharding.inner.shards_optimizer:
+        found.gathered = whole
+    if sharding.outer.shards_optimizer:
+        found.gathered += whole // axes.inner  # over the outer axis, once per step
+    if isinstance(storage, Recipe):
+        found.compute += storage.scale_bytes(numel)
+        found.derived = storage.transposed_bytes(numel)
+
+
+def _format(storage: WeightStorage) -> str:
+    return storage.key if isinstance(storage, Recipe) else "quantized"
 
 
 def _name(dtype: object) -> str:

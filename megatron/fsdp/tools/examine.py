@@ -22,6 +22,7 @@ from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.mcore.limits import Limit, Settings, broken
 from megatron.fsdp.mcore.patches import install, uninstall
 from megatron.fsdp.tools.estimate import AxisSizes, Estimate, estimate
+from megatron.fsdp.tools.recipes import plan_model
 from megatron.fsdp.tools.script import run
 
 GIB = 1 << 30
@@ -127,6 +128,7 @@ class Report:
             rows.append((title, _gib(sum(getattr(t, name) for t in totals))))
         rows.append(("  between steps", _gib(sum(t.resting for t in totals))))
         rows.append(("  peak of a step", f"{_gib(self.peak)}, plus activations"))
+        rows.append(("  all-gathered", f"up to {_gib(sum(t.gathered for t in totals))} in a step with one micro-batch"))
         width = max(len(name) for name, _ in rows)
         return [f"{name:<{width}}  {text}".rstrip() for name, text in rows]
 
@@ -234,6 +236,7 @@ def _look_at(report: Report, config: Any, ddp_config: Any, module: nn.Module, *r
         "expert data": experts,
         "outer data": outer,
     }
+    plan_model(module, config)
     classes = kwargs.get("fsdp_unit_modules") or units_of(module)
     report.chunks.append(
         estimate(

@@ -1,15 +1,24 @@
 """The doctor's estimate from shapes equals the memory of the engine."""
 
 import copy
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from torch import nn
 
+from megatron.fsdp.buffers import weights
+from megatron.fsdp.buffers.parameter_group import ParameterGroup
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
-from megatron.fsdp.tools.estimate import AxisSizes, estimate
-from megatron_fsdp import fully_shard_model
-from tests.models import STRATEGIES, Block, TinyModel, device
+from megatron.fsdp.tools.estimate import AxisSizes, Estimate, estimate
+from megatron.fsdp.tools.recipes import FP8, NVFP4, Recipe, plan, recipe_of
+from megatron_fsdp import MegatronFSDP, fully_shard_model
+from tests.models import FP32_GRADS, STRATEGIES, Block, TinyModel, batches, device, loss_of
+from tests.quantized_models import KINDS, quantized_model, sharded_model
 from tests.ranks import RankPool
 
 
@@ -39,3 +48,126 @@ def _compare(strategy: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_estimated_bytes_equal_those_of_the_engine(ranks: RankPool, strategy: str, dtype: torch.dtype) -> None:
     ranks.run(3, _compare, strategy, dtype)
+
+
+# Quantized weights ------------------------------------------------------------------------------------------------
+
+
+def _kept(group: ParameterGroup) -> int:
+    """Bytes of a group's compute weights that have memory now."""
+    found = [tensor for plane in group.weights.planes for tensor in (plane.buffer.flat, plane.resident)]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in found if tensor is not None}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def _check_units(model: MegatronFSDP, found: Estimate) -> None:
+    """Check the bytes of every unit while it computes, in forward and backward."""
+    expected = {unit.name: unit.bytes for unit in found.units}
+    units = {unit.name: unit for unit in model.engine.units}
+    seen = []
+
+    def check(name: str, direction: str) -> None:
+        # At rest, a rank has its shard; the unit that computes has the whole planes of this pass beside it.
+        whole = getattr(expected[name], direction)
+        assert sum(map(_kept, units[name].groups)) == expected[name].compute + whole
+        assert sum(map(_kept, units[""].groups)) == expected[""].compute + expected[""].unsharded
+        seen.append((name, direction))
+
+    for name, module in model.module.named_modules():
+        if isinstance(module, Block):
+            module.down.register_forward_hook(lambda *_, name=name: check(name, "forward"))
+            module.down.register_full_backward_hook(lambda *_, name=name: check(name, "backward"))
+    loss_of(model, batches(1, 1)[0, 0]).backward()
+    assert len(seen) == 2 * (len(expected) - 1)
+
+
+def _quantized(kind: str, format: str) -> None:
+    """The estimate of a quantized model equals what a rank holds at rest, while a unit computes, and gathers."""
+    axes = AxisSizes(2, 2) if kind in ("hsdp", "hybrid") else AxisSizes(4)
+    strategy = kind if kind in STRATEGIES else "optim_grads_params"
+    outer = "optim" if kind == "hybrid" else "no_shard"
+    config = FSDPConfig(zero_dp_strategy=strategy, outer_dp_sharding_strategy=outer, mixed_precision_policy=FP32_GRADS)
+    found = estimate(quantized_model(format, torch.bfloat16), (Block,), config, axes, axes)
+    model, optimizer = sharded_model(kind, quantized_model(format, torch.bfloat16), mixed_precision_policy=FP32_GRADS)
+    engine = model.engine
+    assert sum(map(_kept, engine.groups)) == found.total.compute
+    assert sum(group.weights.main.nbytes for group in engine.groups) == found.total.main
+    _check_units(model, found)
+    optimizer.step()
+    optimizer.zero_grad()
+    gathered: list[int] = []
+
+    def count(output: torch.Tensor, *rest: Any) -> None:
+        gathered.append(output.nbytes)
+        all_gather(output, *rest)
+
+    all_gather = weights.all_gather
+    with patch.object(weights, "all_gather", count):
+        loss_of(model, batches(1, 1)[0, 0]).backward()
+        model.synchronize_gradient_reduce()
+    # The last unit of forward stays unsharded for backward, unless that reads other bytes.
+    last = found.units[-1].bytes
+    twice = last.backward if last.unsharded == last.forward else 0
+    assert sum(gathered) == found.total.gathered - twice
+    assert sum(map(_kept, engine.groups)) == found.total.compute
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("format", ["tensor", "32x32", "mx", "nvfp4"])
+def test_estimated_bytes_of_quantized_weights(ranks: RankPool, kind: str, format: str) -> None:
+    ranks.run(4, _quantized, kind, format)
+
+
+# Bytes of a weight, beside those of bf16: at rest over all ranks, and in the passes.
+RATES = {
+    "delayed": (0.5, 0.5, 0.5),
+    "tensorwise": (0.5, 0.5, 0.5),
+    "blockwise": (0.5, 0.5, 0.5),
+    "mxfp8": (1.0, 0.5, 0.5),
+    "nvfp4": (0.25, 0.25, 0.25),
+}
+
+
+@pytest.mark.parametrize("name", RATES)
+def test_planned_weights_are_counted_as_quantized(name: str) -> None:
+    recipe = {**FP8, "nvfp4": NVFP4}[name]
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(256, 512, bias=False, dtype=torch.bfloat16) for _ in range(2)))
+    for parameter in model.parameters():
+        plan(parameter, recipe)
+    config = FSDPConfig(mixed_precision_policy=FP32_GRADS)
+    found = estimate(model, (nn.Linear,), config, AxisSizes(4), AxisSizes(4)).total
+    elements, scales = 2 * 256 * 512, 0
+    if recipe.values_per_scale_byte:
+        scales = elements // recipe.values_per_scale_byte
+    shards, forward, backward = (round(2 * elements * rate) for rate in RATES[name])
+    assert (found.padding, found.elements, found.main) == (0, elements, elements)
+    assert (found.compute, found.forward, found.backward) == (shards // 4 + scales, forward, backward)
+    assert found.gathered == forward + backward and found.unsharded == shards
+    assert found.produced == 2 * elements
+    transposed = 0 if name == "mxfp8" else forward + scales
+    assert found.derived == transposed
+    kept = estimate(model, (nn.Linear,), replace(config, keep_fp8_transpose_cache=True), AxisSizes(4), AxisSizes(4))
+    assert (kept.total.compute, kept.total.derived) == (found.compute + transposed, 0)
+
+
+def test_weights_of_odd_shapes_are_planned_as_they_are() -> None:
+    parameter = nn.Linear(40, 32).weight
+    plan(parameter, FP8["mxfp8"])
+    assert type(parameter) is nn.Parameter
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, None),
+        ({"fp8": "hybrid"}, None),
+        ({"fp8": "hybrid", "fp8_param": True}, FP8["delayed"]),
+        ({"fp8": "e4m3", "fp8_param": True, "fp8_recipe": "mxfp8"}, FP8["mxfp8"]),
+        ({"fp8": "e4m3", "fp8_param": True, "fp8_recipe": "custom"}, None),
+        ({"fp4": "e2m1", "fp4_param": True}, NVFP4),
+    ],
+)
+def test_the_recipe_follows_from_the_settings(settings: dict[str, Any], expected: Recipe | None) -> None:
+    defaults = {"fp8": None, "fp8_recipe": "delayed", "fp8_param": False, "fp4": None, "fp4_param": False}
+    assert recipe_of(SimpleNamespace(**{**defaults, **settings})) is expected

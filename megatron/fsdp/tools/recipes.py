@@ -1,0 +1,95 @@
+"""How weights would be quantized by Megatron's settings, for estimates without Transformer Engine and without a GPU."""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from megatron.fsdp.quantized.storage import Direction, Plane, register_format, storage_of
+
+_BY_ROWS = frozenset({Direction.FORWARD})
+_BY_COLUMNS = frozenset({Direction.BACKWARD})
+
+# Linear layers that Transformer Engine computes: those of attention, MLPs, experts and Mamba, but not routers.
+_LINEAR = re.compile(r"(^|\.)(linear_\w+|in_proj|out_proj)\.weight\d*$")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What Transformer Engine stores of a weight.
+
+    Attributes:
+        key: Name of the recipe.
+        planes: Its arrays of bytes that are sharded.
+        values_per_scale_byte: Elements for each byte of scales, which every rank holds whole; 0 if they are few.
+        multiple: Weights whose rows or columns are not a multiple of this are not quantized.
+        block_rows: Ranks divide a weight only between blocks of this many rows. None: anywhere.
+    """
+
+    key: str
+    planes: tuple[Plane, ...] = (Plane(),)
+    values_per_scale_byte: int = 0
+    multiple: int = 16
+    block_rows: int | None = None
+
+    def scale_bytes(self, numel: int) -> int:
+        """Bytes of the scales of so many elements on each rank."""
+        return numel // self.values_per_scale_byte if self.values_per_scale_byte else 0
+
+    def transposed_bytes(self, numel: int) -> int:
+        """Bytes, at most, of the transposed copies of so many elements that are made for backward."""
+        has_own = any(Direction.FORWARD not in plane.directions for plane in self.planes)
+        return 0 if has_own else numel // self.planes[0].values_per_byte + self.scale_bytes(numel)
+
+
+FP8 = {
+    "delayed": Recipe("delayed"),
+    "tensorwise": Recipe("tensorwise"),
+    "blockwise": Recipe("blockwise", values_per_scale_byte=4096, multiple=128, block_rows=128),
+    "mxfp8": Recipe("mxfp8", (Plane(1, _BY_ROWS), Plane(1, _BY_COLUMNS)), values_per_scale_byte=16, multiple=32),
+}
+NVFP4 = Recipe("nvfp4", (Plane(2),), values_per_scale_byte=16, block_rows=1)
+
+
+class PlannedWeight(nn.Parameter):
+    """A parameter that is counted as if it were quantized. It has its plain value."""
+
+    recipe: Recipe
+
+
+register_format(PlannedWeight, lambda parameter: parameter.recipe)  # type: ignore[attr-defined]
+
+
+def plan(parameter: nn.Parameter, recipe: Recipe) -> None:
+    """Count a parameter as quantized from now on, unless it is, or its shape does not allow it."""
+    if storage_of(parameter) is None and not any(size % recipe.multiple for size in parameter.shape):
+        parameter.__class__ = PlannedWeight
+        parameter.recipe = recipe  # type: ignore[attr-defined]
+
+
+def recipe_of(config: Any) -> Recipe | None:
+    """The recipe of a ``TransformerConfig`` with ``fp8_param_gather`` or ``fp4_param_gather``; else None."""
+    if config.fp4 and config.fp4_param:
+        return NVFP4
+    return FP8.get(config.fp8_recipe) if config.fp8 and config.fp8_param else None
+
+
+def plan_model(module: nn.Module, config: Any) -> None:
+    """Count the weights of a Megatron model as quantized that Transformer Engine would quantize.
+
+    Args:
+        module: The model, which may be on the meta device.
+        config: Its ``TransformerConfig``.
+    """
+    from megatron.core.fp8_utils import is_first_last_bf16_layer
+    from megatron.core.ssm.mamba_layer import MambaLayer
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    recipe = recipe_of(config)
+    layers = [layer for layer in module.modules() if isinstance(layer, TransformerLayer | MambaLayer)]
+    for layer in layers if recipe is not None else []:
+        if not is_first_last_bf16_layer(config, layer.layer_number - 1):
+            for name, parameter in layer.named_parameters():
+                if recipe is not None and parameter.dim() == 2 and _LINEAR.search(name):
+                    plan(parameter, recipe)
