@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 from torch.nn.utils import parametrize
 
 from megatron.fsdp.quantized.float8 import Float8Tensor
@@ -78,6 +79,27 @@ def round_layers(model: nn.Module, format: str) -> nn.Module:
     """Keep plain weights, and quantize them for every forward and backward."""
     for layer in layers_of(model).values():
         parametrize.register_parametrization(layer, "weight", _Rounded(format))
+    return model
+
+
+class Recomputed(nn.Module):
+    """Recomputes a module in backward."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any) -> Any:
+        return checkpoint(self.module, *args, use_reentrant=False)
+
+
+def recompute(model: nn.Module, what: str) -> nn.Module:
+    """Let the model recompute whole blocks (``unit``), one layer of each (``layer``), or nothing (empty)."""
+    for number, block in enumerate(model.blocks):
+        if what == "layer":
+            block.up = Recomputed(block.up)
+        elif what == "unit":
+            model.blocks[number] = Recomputed(block)
     return model
 
 

@@ -124,8 +124,8 @@ def _to_e2m1(values: torch.Tensor) -> torch.Tensor:
 
 def _from_e2m1(codes: torch.Tensor) -> torch.Tensor:
     """The float32 values of codes from 0 to 15."""
-    # e4m3 has the same bits in other places, and an exponent that is larger by 6. Looking the values up in a table would
-    # make the host wait on CUDA while the table is copied there.
+    # e4m3 has the same bits in other places, and an exponent that is larger by 6. Looking the values up in a table
+    # would make the host wait on CUDA while the table is copied there.
     return ((codes & 8) << 4 | (codes & 7) << 2).view(E4M3).float() * 64
 
 

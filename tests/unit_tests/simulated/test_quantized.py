@@ -1,4 +1,4 @@
-"""Quantized weights on the simulated device: no unordered accesses, no wait of the host, and the values of a CPU run."""
+"""Quantized weights on the simulated device: no unordered accesses, no waits of the host, the values of a CPU run."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from megatron.fsdp import fsdp2
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from tests.models import STRATEGIES, Block, batches, loss_of, main_weights
 from tests.quantized_models import KINDS, arguments, exact, quantized_model
+from tests.quantized_models import recompute as recomputing
 from tests.ranks import DEVICE as REAL_DEVICE
 from tests.ranks import RankPool
 from tests.simulated.device import DEVICE, SimulatedDevice, simulated_device
@@ -23,28 +23,6 @@ pytestmark = pytest.mark.skipif(REAL_DEVICE == "cuda", reason="computes on CPU t
 # One of each storage: without and with a history, scales in a plane, planes for each direction, packed values.
 FORMATS = ("tensor", "delayed", "32x32", "mx", "nvfp4")
 BF16 = {"mixed_precision_policy": MixedPrecisionPolicy(main_grads_dtype=torch.float32)}
-
-
-class Recomputed(nn.Module):
-    """Recomputes a module in backward."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(self.module, x, use_reentrant=False)
-
-
-def _model(format: str, recompute: str = "", dtype: torch.dtype = torch.float32, place: Any = DEVICE) -> nn.Module:
-    """A quantized model. It recomputes whole blocks (``unit``) or one layer of each (``layer``)."""
-    model = quantized_model(format, dtype, place=place)
-    for number, block in enumerate(model.blocks):
-        if recompute == "layer":
-            block.up = Recomputed(block.up)
-        elif recompute == "unit":
-            model.blocks[number] = Recomputed(block)
-    return model
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: torch.Tensor) -> None:
@@ -71,7 +49,7 @@ def _simulation() -> Iterator[SimulatedDevice]:
 def _sharded(
     format: str, kind: str, recompute: str = "", dtype: torch.dtype = torch.float32, **settings: Any
 ) -> tuple[Any, torch.optim.Optimizer]:
-    model = _model(format, recompute, dtype)
+    model = recomputing(quantized_model(format, dtype, place=DEVICE), recompute)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
     return fully_shard(model, optimizer, fsdp_unit_modules=[Block], device=DEVICE, **arguments(kind), **settings)
 
@@ -189,7 +167,7 @@ def test_steps(ranks: RankPool, format: str, what: str, kind: str, double_buffer
 
 def _fsdp2(format: str, reshard: bool, recompute: str) -> None:
     with _simulation() as sim:
-        model = _model(format, recompute)
+        model = recomputing(quantized_model(format, place=DEVICE), recompute)
         for block in (module for module in model.modules() if isinstance(module, Block)):
             fsdp2.fully_shard(block, reshard_after_forward=reshard)
         fsdp2.fully_shard(model)
@@ -214,7 +192,8 @@ def _trained(simulate: bool, format: str, kind: str, settings: dict[str, Any]) -
     recompute, dtype = settings.pop("recompute", ""), settings.pop("dtype", torch.float32)
     data = batches(4, 2 * dist.get_world_size())[:, dist.get_rank() :: dist.get_world_size()]
     with simulated_device(2.0) if simulate else contextlib.nullcontext() as sim:
-        model = _model(format, recompute, dtype, DEVICE if simulate else torch.device("cpu"))
+        place = DEVICE if simulate else torch.device("cpu")
+        model = recomputing(quantized_model(format, dtype, place=place), recompute)
         if simulate:
             data, settings["device"] = data.to(DEVICE), DEVICE
         settings |= arguments(kind)
