@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.checkpoint import checkpoint
 from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
 
 from megatron.fsdp.quantized.float8 import Float8Tensor
 from megatron.fsdp.quantized.mx import MXTensor

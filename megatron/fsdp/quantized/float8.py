@@ -122,8 +122,8 @@ class Float8Storage(ReferenceStorage):
     def _magnitude(self, state: dict[str, torch.Tensor], present: torch.Tensor) -> torch.Tensor:
         """The magnitude that becomes the largest 8-bit value. Enters the present one into the history.
 
-        Weights may be quantized again without a change, as in evaluations with ``cuda_graph_mode``. That must not change
-        bytes, so it does not count. The last entry of the history is there to be able to repeat the latest quantization.
+        Weights may be quantized again without a change, as in evaluations with ``cuda_graph_mode``. That must not
+        change bytes, so it does not count. The last entry is there to repeat the latest quantization.
         """
         if not self.history:
             return present
