@@ -34,7 +34,9 @@ def _train(format: str, settings: dict[str, Any], plant: tuple[Any, str, Callabl
             original = getattr(owner, name)
             patch.setattr(owner, name, lambda *args: version(original, *args))
         model: Any = recompute(quantized_model(format, place=DEVICE), settings.pop("recompute", ""))
-        optimizer: Any = torch.optim.AdamW(model.parameters(), foreach=True)
+        model.blocks.requires_grad_(not settings.pop("frozen", False))
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer: Any = torch.optim.AdamW(trained, foreach=True)
         model, optimizer = fully_shard(model, optimizer, fsdp_unit_modules=[Block], device=DEVICE, **settings)
         for step in batches(3, 1).to(DEVICE):
             loss_of(model, step[0]).backward()
@@ -66,8 +68,9 @@ def _used_before_the_wait(prepare: Callable[..., None], unit: Unit, direction: D
     prepare(unit, direction)
 
 
-def _waits_for_first_only(wait: Callable[..., None], weights: WeightBuffer) -> None:
-    for handle in weights.handles[1:]:
+def _forward_only_not_waited_for(wait: Callable[..., None], weights: WeightBuffer) -> None:
+    # That of the planes of forward is the first.
+    for handle in weights.handles[:-1]:
         weights.replace_handle(handle, _Ended())
     wait(weights)
 
@@ -103,7 +106,7 @@ FAULTS: dict[str, Fault] = {
         (CudaStream, "run", _task_does_not_wait),
         "tensor",
         {},
-        (" quantize", "quantizing.py", "writes on stream 0", "hooks.py"),
+        ("reads on stream 2", " quantize", "quantizing.py", "writes on stream 0", " _train"),
     ),
     "scales are written while backward reads them": Fault(
         (CudaStream, "run", _task_does_not_wait), "tensor", {}, ("copy_ writes", " quantize", *DECODE)
@@ -115,10 +118,13 @@ FAULTS: dict[str, Fault] = {
         (Unit, "prepare", _used_before_the_wait), "mx", DOUBLE_BUFFER, (*GATHER, *DECODE)
     ),
     "planes of a recomputation are not waited for": Fault(
-        (WeightBuffer, "wait", _waits_for_first_only), "mx", {"recompute": "unit"}, (*GATHER, *DECODE)
+        (WeightBuffer, "wait", _forward_only_not_waited_for), "mx", {"recompute": "unit"}, (*GATHER, *DECODE)
     ),
     "slot is gathered into while weights are decoded": Fault(
-        (Unit, "use", _resharded_before_backward), "mx", DOUBLE_BUFFER, (*GATHER, "reads on stream 0", " decode")
+        (Unit, "use", _resharded_before_backward),
+        "mx",
+        {**DOUBLE_BUFFER, "frozen": True},
+        (*GATHER, "reads on stream 0", " decode"),
     ),
     "quantized in the compute stream as well": Fault(
         (WeightBuffer, "unshard", _quantized_by_compute), "nvfp4", {}, ("writes on stream 0", " quantize", *GATHER[1:])
