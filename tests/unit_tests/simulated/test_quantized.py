@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint
 
 from megatron.fsdp import fsdp2
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
@@ -221,3 +223,20 @@ def test_values(ranks: RankPool, format: str, kind: str) -> None:
 @pytest.mark.parametrize("format", ["delayed", "mx"])
 def test_values_with_settings(ranks: RankPool, format: str, what: str) -> None:
     ranks.run(2, _values, format, "optim_grads_params", SETTINGS[what])
+
+
+def _reads_other_bytes() -> None:
+    """A recomputed function that reads a weight, of which backward has gathered other bytes."""
+    model = quantized_model("mx", place=torch.device("cpu"))
+    for block in model.blocks:
+        block.forward = lambda x, block=block: (
+            x + checkpoint(lambda x: linear(linear(x, block.up.weight), block.down.weight), x, use_reentrant=False)
+        )
+    sharded, _ = fully_shard(model, exact(model.parameters()), fsdp_unit_modules=[Block])
+    loss = loss_of(sharded, batches(1, 1)[0, 0])
+    with pytest.raises(RuntimeError, match="The forward bytes of MXTensor are read while only others are unsharded"):
+        loss.backward()
+
+
+def test_bytes_of_the_other_direction_are_not_read(ranks: RankPool) -> None:
+    ranks.run(1, _reads_other_bytes)
