@@ -23,8 +23,9 @@ def _allocations(format: str, kind: str, recomputed: str) -> tuple[list[list[Buf
     model, optimizer = sharded_model(kind, recompute(quantized_model(format), recomputed), fsdp_double_buffer=True)
     made, places = [], []
     for step in batches(5, dist.get_world_size()):
-        with model.no_sync():
-            loss_of(model, step[dist.get_rank()]).backward()
+        if kind != "hybrid":  # its scratch memory for gradients of further micro-batches depends on timing
+            with model.no_sync():
+                loss_of(model, step[dist.get_rank()]).backward()
         train(model, optimizer, step[None])
         with torch.no_grad():
             model(step[0])
@@ -40,9 +41,7 @@ def _allocations(format: str, kind: str, recomputed: str) -> tuple[list[list[Buf
 @pytest.mark.parametrize("format", FORMATS)
 def test_nothing_is_allocated_in_the_steady_state(ranks: RankPool, format: str, kind: str, recomputed: str) -> None:
     for made, places in ranks.run(4 if kind == "hybrid" else 2, _allocations, format, kind, recomputed):
-        # With two axes, reductions of the second step overlap in another way than those of the first.
-        first = 1 if kind == "hybrid" else 0
-        assert made[first] and made[first:] == [made[first]] * (5 - first)
+        assert made[0] and made[1:] == [made[0]] * 4
         assert places[1:] == [places[0]] * 4
 
 
