@@ -360,26 +360,26 @@ def test_delayed_scaling_uses_earlier_magnitudes(size: int) -> None:
     torch.manual_seed(3)
     base = torch.rand(9, 4) * 2 - 1
     base[4, 2] = 1.0
-    magnitudes = [2.0, 8.0, 1.0, 1.0, 1.0, 1.0, 0.5]
-    # The first takes its own; the 8 leaves the history of three after three more.
-    scaled_for = [2.0, 2.0, 8.0, 8.0, 8.0, 1.0, 1.0]
+    magnitudes = [2.0, 8.0, 1.0, 1.5, 1.0, 1.5, 1.5, 0.5]
+    # The first takes its own; the 8 leaves the history of three after three more. A repetition changes nothing.
+    scaled_for = [2.0, 2.0, 8.0, 8.0, 8.0, 1.5, 1.5, 1.5]
     for magnitude, of in zip(magnitudes, scaled_for, strict=True):
         sharded.quantize([base * magnitude])
         for rank in sharded.parameters:
             assert rank[0].state["inverse_scale"].item() == (1 / (torch.tensor(448.0) / of)).item()
         assert torch.equal(sharded.parameters[0][0].planes[0], _expected_with(of, base * magnitude))
     histories = [rank[0].state["history"].tolist() for rank in sharded.parameters]
-    assert histories == [[0.5, 1.0, 1.0]] * size
+    assert histories == [[0.5, 1.5, 1.0, 1.5]] * size
 
 
 def test_history_starts_anew_when_bound() -> None:
     made: Any = Float8Tensor.quantize(torch.full((4, 4), 8.0), history=2)
-    assert made.state["history"].tolist() == [8.0, 0.0]
+    assert made.state["history"].tolist() == [8.0, 0.0, 0.0]
     storage: Any = storage_of(made)
     made = storage.bind(made, _empty_planes(storage, made), made.dtype)
     storage.quantize([WeightShard(made, torch.ones(16), 0, made.planes)], lambda values: None)
     assert torch.equal(made.dequantize(), torch.ones(4, 4))
-    assert made.state["history"].tolist() == [1.0, 0.0]
+    assert made.state["history"].tolist() == [1.0, 0.0, 0.0]
 
 
 def test_weights_of_zeros_have_no_history() -> None:

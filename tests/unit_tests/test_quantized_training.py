@@ -95,8 +95,7 @@ def _trains(kind: str, format: str, steps: int, dtype: torch.dtype, recompute: b
     model, optimizer = sharded_model(kind, _recompute(model) if recompute else model, **more)
     assert train(model, optimizer, data) == expected
     assert expected[-1] < expected[0] - 0.1 or steps < STEPS
-    # With delayed scaling, weights that are quantized again have other scales.
-    assert format == "delayed" or inconsistent_weights(model.engine) == []
+    assert inconsistent_weights(model.engine) == []
 
 
 def _ranks_of(kind: str) -> int:

@@ -70,11 +70,19 @@ class ReferenceTensor(torch.Tensor):
         """
         if direction is None:
             direction = next(reversed(self.dequantized), Direction.FORWARD)
-        found = self.dequantized.get(self.stored_as.source(direction))
-        if found is not None:
-            return found
-        with torch.no_grad():
-            return self.stored_as.decode(self, direction).view(self.shape).to(self.dtype)
+        source = self.stored_as.source(direction)
+        found = self.dequantized.get(source)
+        if found is None and self.dequantized:
+            raise RuntimeError(
+                f"The {source.value} bytes of {type(self).__name__} are read while only others are unsharded. Use "
+                "torch.nn.functional.linear for products, and recompute whole modules, not functions that read weights."
+            )
+        return self.decoded(source) if found is None else found
+
+    @torch.no_grad()
+    def decoded(self, direction: Direction) -> torch.Tensor:
+        """Dequantize the bytes that products of this direction read."""
+        return self.stored_as.decode(self, direction).view(self.shape).to(self.dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copy with memory of its own, and the marks that frameworks set on parameters."""
@@ -211,7 +219,7 @@ class ReferenceStorage:
         source = self.source(direction)
         for parameter in parameters:
             parameter.dequantized.pop(source, None)
-            parameter.dequantized[source] = parameter.dequantize(source)
+            parameter.dequantized[source] = parameter.decoded(source)
 
     def after_use(self, parameters: Sequence[Any]) -> None:
         """See ``WeightStorage``."""
