@@ -245,9 +245,15 @@ class ShardedParameter:
         self.quantized = self.compute
         self._replace(nn.Parameter(memory.data, requires_grad=self.compute.requires_grad))
 
-    def bind(self, storage: WeightStorage, planes: Sequence[torch.Tensor]) -> None:
-        """Store the bytes of a quantized compute weight in ``planes``: flat uint8 tensors."""
-        bound = storage.bind(self.compute if self.quantized is None else self.quantized, planes)
+    def bind(self, storage: WeightStorage, planes: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
+        """Store the bytes of a quantized compute weight in other memory.
+
+        Args:
+            storage: How it is stored.
+            planes: One flat uint8 tensor per plane.
+            dtype: Dtype that it appears to have from now on.
+        """
+        bound = storage.bind(self.compute if self.quantized is None else self.quantized, planes, dtype)
         if bound is not self.compute:
             self._replace(nn.Parameter(bound, requires_grad=self.compute.requires_grad))
         self.quantized = None

@@ -51,6 +51,7 @@ class TransformerEngineStorage:
     fields: ClassVar[frozenset[str]] = _FIELDS
     # Delayed scaling has a history of magnitudes, which changes with every quantization.
     is_repeatable: ClassVar[bool] = True
+    takes_dtype: ClassVar[bool] = False
     names: ClassVar[tuple[str, ...]] = ("_rowwise_data",)
     caches: ClassVar[dict[str, Any]] = {"_columnwise_data": None, "_columnwise_scale_inv": None}
     capability: ClassVar[tuple[int, int]]
@@ -80,11 +81,11 @@ class TransformerEngineStorage:
         value: torch.Tensor = parameter.detach().dequantize() if preserved is None else preserved
         return value
 
-    def bind(self, parameter: Any, planes: Sequence[torch.Tensor]) -> torch.Tensor:
+    def bind(self, parameter: Any, planes: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         """See ``WeightStorage``."""
         self._drop_caches(parameter)
         if parameter.device.type == "meta":
-            parameter = parameter._quantizer.make_empty(parameter.shape, dtype=parameter.dtype, device=planes[0].device)
+            parameter = parameter._quantizer.make_empty(parameter.shape, dtype=dtype, device=planes[0].device)
         for name, plane in zip(self.names, planes, strict=True):
             setattr(parameter, name, plane.view(getattr(parameter, name).shape))
         if hasattr(parameter, "_with_gemm_swizzled_scales"):
