@@ -74,8 +74,8 @@ class ReferenceTensor(torch.Tensor):
         found = self.dequantized.get(source)
         if found is None and self.dequantized:
             raise RuntimeError(
-                f"The {source.value} bytes of {type(self).__name__} are read while only others are unsharded. Use "
-                "torch.nn.functional.linear for products, and recompute whole modules, not functions that read weights."
+                f"The {source.value} bytes of {type(self).__name__} are read while only others are unsharded. "
+                "Recompute whole modules, not functions that read weights."
             )
         return self.decoded(source) if found is None else found
 
