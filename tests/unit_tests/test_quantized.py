@@ -390,6 +390,26 @@ def _loads(kind: str) -> None:
         assert inconsistent_weights(model.engine) == []
 
 
+def _changes(kind: str, quantized: bool) -> None:
+    """In-place changes of main weights, as a swap with averages makes, reach the next forward."""
+    policy = MixedPrecisionPolicy(main_grads_dtype=torch.float32)
+    plain = quantized_model(dtype=torch.bfloat16) if quantized else TinyModel().bfloat16()
+    model, optimizer = sharded_model(kind, plain, mixed_precision_policy=policy)
+    data = batches(3, dist.get_world_size())
+    first = [value.clone() for value in model.parameters()]
+    losses = train(model, optimizer, data)
+    with torch.no_grad():
+        for parameter, value in zip(model.parameters(), first, strict=True):
+            parameter.copy_(value)
+    assert loss_of(model, data[0, dist.get_rank()]).item() == losses[0] != losses[1]
+
+
+@pytest.mark.parametrize("quantized", [True, False])
+@pytest.mark.parametrize("kind", ["optim", "optim_grads_params"])
+def test_changed_weights_are_copied_again(ranks: RankPool, kind: str, quantized: bool) -> None:
+    ranks.run(2, _changes, kind, quantized)
+
+
 @pytest.mark.parametrize("kind", STRATEGIES)
 def test_loaded_weights_are_quantized(ranks: RankPool, kind: str) -> None:
     ranks.run(2, _loads, kind)

@@ -70,6 +70,9 @@ class Schedule:
         self.reduce_now = True
         self.refresh_weights = False
         self._index = {id(unit): i for i, unit in enumerate(units)}
+        weights = [group.weights for unit in units for group in unit.groups]
+        self._keeps_copies = any(each.resident is not None and each.main_is_apart for each in weights)
+        self._seen: list[list[int]] = []
         self._on_backward_end = weak_method(on_backward_end)
 
     # Passes ----------------------------------------------------------------------------------------------------
@@ -160,10 +163,21 @@ class Schedule:
             self.reset()
             for unit in self.units:
                 unit.invalidate()
+        self._follow_changes()
         if self.passes.prefetched is None:
             self.plans.forward.rewind()
         self.plans.forward.recorded = []
         self.passes.prefetched = None
+
+    def _follow_changes(self) -> None:
+        """Mark weights as out of date if main weights were changed in place by something else than an optimizer.
+
+        Without this, a swap of main weights with averages would be seen only by units that copy them at every unshard.
+        """
+        if self._keeps_copies and self._seen != (versions := self._main_versions()):
+            self._seen = versions
+            for unit in self.units:
+                unit.invalidate()
 
     def _begin_backward(self) -> None:
         """Prepare a backward, if none is running. Called with the first gradient."""

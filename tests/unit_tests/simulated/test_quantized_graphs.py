@@ -8,7 +8,7 @@ import torch
 
 from megatron_fsdp import fully_shard
 from tests.models import STRATEGIES, Block, batches, loss_of, main_weights
-from tests.quantized_models import exact, quantized_model, recompute
+from tests.quantized_models import exact, quantized_model, recompute, slow_except
 from tests.ranks import DEVICE as REAL_DEVICE
 from tests.ranks import RankPool
 from tests.simulated.device import DEVICE, simulated_device
@@ -91,7 +91,7 @@ def _equal(format: str, step_in_graph: bool, settings: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("step_in_graph", [False, True], ids=["step outside", "step inside"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", slow_except(["delayed"], FORMATS))
 def test_a_replayed_iteration_quantizes_as_an_eager_one(
     ranks: RankPool, format: str, strategy: str, step_in_graph: bool
 ) -> None:
@@ -107,7 +107,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("what", SETTINGS)
-@pytest.mark.parametrize("format", ["delayed", "mx"])
+@pytest.mark.parametrize("format", slow_except(["mx"], ["delayed", "mx"]))
 def test_settings(ranks: RankPool, format: str, what: str) -> None:
     ranks.run(2, _equal, format, True, SETTINGS[what])
 
@@ -120,6 +120,6 @@ def _evaluates_between(format: str) -> None:
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", slow_except(["delayed"], FORMATS))
 def test_evaluations_do_not_change_training(ranks: RankPool, format: str) -> None:
     ranks.run(2, _evaluates_between, format)
