@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
 
 from megatron.fsdp.quantized.float8 import Float8Tensor
 from megatron.fsdp.quantized.mx import MXTensor
@@ -81,20 +82,53 @@ def round_layers(model: nn.Module, format: str) -> nn.Module:
     return model
 
 
+class Recomputed(nn.Module):
+    """Recomputes a module in backward."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any) -> Any:
+        return checkpoint(self.module, *args, use_reentrant=False)
+
+
+def recompute(model: nn.Module, what: str) -> nn.Module:
+    """Let the model recompute whole blocks (``unit``), one layer of each (``layer``), or nothing (empty)."""
+    for number, block in enumerate(model.blocks):
+        if what == "layer":
+            block.up = Recomputed(block.up)
+        elif what == "unit":
+            model.blocks[number] = Recomputed(block)
+    return model
+
+
 def exact(parameters: Any) -> torch.optim.Optimizer:
     """Momentum with powers of 2: products are exact, so it does not matter how kernels fuse them with sums."""
     return torch.optim.SGD(parameters, lr=0.25, momentum=0.5)
 
 
-def quantized_model(format: str = "tensor", dtype: torch.dtype = torch.float32, keep_initial: bool = True) -> TinyModel:
-    """A model whose blocks have quantized matrices, with the same values at every call. The head's is quantized too."""
+def quantized_model(
+    format: str = "tensor",
+    dtype: torch.dtype = torch.float32,
+    keep_initial: bool = True,
+    place: torch.device | None = None,
+) -> TinyModel:
+    """A model whose blocks have quantized matrices, with the same values at every call. The head's is quantized too.
+
+    Args:
+        format: A name in ``FORMATS``.
+        dtype: Dtype of the other weights, and the one that quantized weights appear to have.
+        keep_initial: Main weights start from the values before quantization.
+        place: Another device than that of the tests.
+    """
     torch.manual_seed(5)
     model = TinyModel()
     if format in IN_BLOCKS:
         model = TinyModel(width=32, vocabulary=64)
         for block in model.blocks:
             block.up, block.down = nn.Linear(32, 96), nn.Linear(96, 32, bias=False)
-    model = model.to(dtype) if model.head.weight.is_meta else model.to(device(), dtype)
+    model = model.to(dtype) if model.head.weight.is_meta else model.to(place or device(), dtype)
     for module in [*(layer for block in model.blocks for layer in (block.up, block.down)), model.head]:
         weight = module.weight.detach()
         module.weight = nn.Parameter(FORMATS[format](weight, keep_initial=keep_initial))
@@ -158,7 +192,7 @@ class Reference:
         losses, grads = [], []
         for tokens in micro_batches:
             loss = loss_of(self.model, tokens)
-            grads.append(torch.autograd.grad(loss, self.params))
+            grads.append(torch.autograd.grad(loss, self.params, materialize_grads=True))
             losses.append(loss.item())
         for main, *each in zip(self.main, *grads, strict=True):
             main.grad = mean([grad.to(main.dtype) for grad in each])

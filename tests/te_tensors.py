@@ -330,7 +330,9 @@ class _PerTensor(Quantizer):
         return _maxima(values, torch.zeros(len(values), dtype=torch.int64), 1)
 
     def encode(self, values: torch.Tensor, target: Any, maxima: torch.Tensor, start: int, fragment: Any) -> None:
-        fragment.copy_((values.float() * self.scale_for(maxima)).to(torch.float8_e4m3fn).view(torch.uint8))
+        fragment.copy_(
+            (values.float() * self.scale_for(maxima)).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+        )
 
     def scale_for(self, maxima: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
@@ -413,7 +415,7 @@ class Float8BlockQuantizer(Quantizer):
         assert whole, "the cast writes outside of the shard"
         assert columns % 128 or (fragment.data_ptr() - start) % 4 == 0, "misaligned address"
         scale = _scales(maxima, True)[_tiles(rows, columns, 128, start, stop)]
-        fragment.copy_((values.float() * scale).to(torch.float8_e4m3fn).view(torch.uint8))
+        fragment.copy_((values.float() * scale).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8))
 
 
 class MXFP8Quantizer(Quantizer):

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from megatron.fsdp.comm import backends, streams
+from megatron.fsdp.quantized.reference import ReferenceTensor
 from tests.simulated.checker import HOST, Checker, Race, Range
 from tests.simulated.kernels import Call
 from tests.simulated.memory import Memory, Place, has_storage
@@ -76,7 +77,8 @@ class SimulatedDevice(TorchDispatchMode):
     # Kernels ---------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if any(issubclass(t, DTensor) for t in types):
+        # They call operators on the tensors that they are made of.
+        if any(issubclass(t, (DTensor, ReferenceTensor)) for t in types):
             return NotImplemented
         kwargs = dict(kwargs or {})
         call = Call.of(func, args, kwargs)

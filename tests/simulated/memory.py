@@ -7,6 +7,7 @@ from enum import Enum
 import torch
 from torch.distributed.tensor import DTensor
 
+from megatron.fsdp.quantized.reference import ReferenceTensor
 from tests.simulated.allocator import Allocator, Block
 from tests.simulated.checker import HOST, Checker, Range
 from tests.simulated.streams import Timeline
@@ -135,7 +136,8 @@ class Memory:
 
 def has_storage(tensor: torch.Tensor) -> bool:
     """False for meta tensors, sparse ones and others that this model leaves out."""
-    return tensor.layout is torch.strided and not tensor.is_meta and not isinstance(tensor, DTensor)
+    is_made_of_others = isinstance(tensor, (DTensor, ReferenceTensor))
+    return tensor.layout is torch.strided and not tensor.is_meta and not is_made_of_others
 
 
 def _key(tensor: torch.Tensor) -> int:

@@ -393,6 +393,21 @@ def test_mixed_configurations(ranks: RankPool) -> None:
     ranks.run(2, _mixed)
 
 
+def _computes_in_bf16() -> None:
+    """A float32 model that computes in bf16 trains as a bf16 model with the same main weights."""
+    data, grads = batches(6, 2), torch.float32
+    policy = MixedPrecisionPolicy(compute_dtype=torch.bfloat16, main_grads_dtype=grads)
+    model, optimizer = sharded_model("optim_grads_params", tiny(), mixed_precision_policy=policy)
+    policy = MixedPrecisionPolicy(main_grads_dtype=grads)
+    other, other_optimizer = sharded_model("optim_grads_params", tiny().bfloat16(), mixed_precision_policy=policy)
+    other.load_state_dict({name: value.full_tensor() for name, value in model.state_dict().items()})
+    assert train(model, optimizer, data) == train(other, other_optimizer, data)
+
+
+def test_computes_in_another_dtype(ranks: RankPool) -> None:
+    ranks.run(2, _computes_in_bf16)
+
+
 def _refuses() -> None:
     """Unsupported weights raise an error before anything changes."""
     layer = nn.Linear(8, 4, bias=False)
@@ -406,9 +421,6 @@ def _refuses() -> None:
     layer.weight = nn.Parameter(cast)
     with pytest.raises(NotImplementedError, match=r"Parameter weight .*Float8TrainingTensor of .*: it has 4 scales"):
         fully_shard_model(layer, fsdp_unit_modules=[])
-    policy = MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
-    with pytest.raises(NotImplementedError, match=r"weight is a quantized WeightWithDynamic.*compute_dtype=torch.bf"):
-        fully_shard_model(tiny(), fsdp_unit_modules=[], mixed_precision_policy=policy)
     layer = nn.Linear(8, 4, bias=False)
     quantize_(layer, Int8MixedPrecisionTrainingConfig())
     with pytest.raises(NotImplementedError, match=r"Parameter weight is a torchao\..*, a tensor subclass that keeps"):

@@ -209,11 +209,17 @@ class ShardedParameter:
         """
         self._replace(nn.Parameter(memory.data, requires_grad=self.compute.requires_grad), storage.fields)
 
-    def bind(self, storage: WeightStorage, planes: Sequence[torch.Tensor]) -> None:
-        """Store the bytes of a quantized compute weight in ``planes``: flat uint8 tensors."""
+    def bind(self, storage: WeightStorage, planes: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
+        """Store the bytes of a quantized compute weight in other memory.
+
+        Args:
+            storage: How it is stored.
+            planes: One flat uint8 tensor per plane.
+            dtype: Dtype that it appears to have from now on.
+        """
         # The original, since a plain parameter may have taken its place.
         self.compute, trained = self.original, self.compute.requires_grad
-        bound = storage.bind(self.compute, planes)
+        bound = storage.bind(self.compute, planes, dtype)
         if bound is not self.compute:
             self._replace(nn.Parameter(bound, requires_grad=trained), storage.fields)
 

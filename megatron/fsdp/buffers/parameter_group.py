@@ -125,7 +125,8 @@ class ParameterGroup:
         self.weights.initialize_main()
         for i, param in enumerate(self.params):
             if self.storage is not None:
-                param.bind(self.storage, [plane.buffer.views[i] for plane in self.weights.planes])
+                planes = [plane.buffer.views[i] for plane in self.weights.planes]
+                param.bind(self.storage, planes, self.dtypes.compute)
             elif param.key.dtype != self.dtypes.compute:
                 param.point_to(self.weights.compute.views[i])
             param.shard_slice = self._shard_slice(i)

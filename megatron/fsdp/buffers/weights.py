@@ -294,7 +294,7 @@ class WeightBuffer:
 
     @property
     def handles(self) -> list[Handle]:
-        """Of unshards that were started and not waited for, oldest first."""
+        """Of unshards that were started and not waited for, each once."""
         return list(dict.fromkeys(plane.handle for plane in self.planes if plane.handle is not None))
 
     def wait(self) -> None:

@@ -37,9 +37,10 @@ class Float8Tensor(ReferenceTensor):
             dtype: Dtype that the result appears to have. None: that of ``value``.
             keep_initial: Keep ``value``, so that sharding the model makes main weights of it.
             history: Delayed scaling: take the scale from the largest magnitude of that many earlier quantizations, and
-                let larger values saturate. The first quantization after the model has been sharded has no earlier
-                ones, and takes the present magnitude. The history is not part of checkpoints: a resumed process starts
-                without one, and a model that is in training keeps its own when it loads. 0: no delayed scaling.
+                let larger values saturate. One with the magnitude of the one before it does not count. The first
+                quantization after the model has been sharded has no earlier ones, and takes the present magnitude. The
+                history is not part of checkpoints: a resumed process starts without one, and a model that is in
+                training keeps its own when it loads. 0: no delayed scaling.
 
         Raises:
             ValueError: Delayed scaling in blocks.
@@ -78,7 +79,7 @@ class Float8Storage(ReferenceStorage):
     """8-bit values that ranks may divide anywhere. Each block's scale comes from all ranks, and is on all ranks.
 
     The state is, for each block, what its 8-bit values are multiplied by, and with delayed scaling the largest
-    magnitudes of the last quantizations, the latest first; 0 where there are none.
+    magnitudes of the last ``history + 1`` quantizations, the latest first; 0 where there are none.
     """
 
     block: Block
@@ -87,15 +88,10 @@ class Float8Storage(ReferenceStorage):
     planes = (Plane(),)
     block_rows = None
 
-    @property
-    def is_repeatable(self) -> bool:  # type: ignore[override]
-        """See ``WeightStorage``."""
-        return self.history == 0
-
     def new_state(self, shape: Sequence[int], device: torch.device) -> dict[str, torch.Tensor]:
         """See ``ReferenceStorage``."""
         state = {"inverse_scale": torch.ones(_count(shape, self.block), device=device)}
-        return {**state, "history": torch.zeros(self.history, device=device)} if self.history else state
+        return {**state, "history": torch.zeros(self.history + 1, device=device)} if self.history else state
 
     def quantize(self, shards: Sequence[WeightShard], reduce_max: ReduceMax) -> None:
         """See ``WeightStorage``."""
@@ -125,12 +121,17 @@ class Float8Storage(ReferenceStorage):
         return _blocks(shard.parameter.shape, self.block, shard.start, stop, shard.planes[0].device)
 
     def _magnitude(self, state: dict[str, torch.Tensor], present: torch.Tensor) -> torch.Tensor:
-        """The magnitude that becomes the largest 8-bit value. Enters the present one into the history."""
+        """The magnitude that becomes the largest 8-bit value. Enters the present one into the history.
+
+        Weights may be quantized again without a change, as in evaluations with ``cuda_graph_mode``. That must not
+        change bytes, so it does not count. The last entry is there to repeat the latest quantization.
+        """
         if not self.history:
             return present
         history = state["history"]
-        earlier = history.max()
-        history.copy_(torch.cat([present, history[:-1]]))
+        repeated = present == history[0]
+        earlier = torch.where(repeated, history[1:].max(), history[:-1].max())
+        history.copy_(torch.where(repeated, history, torch.cat([present, history[:-1]])))
         return torch.where(earlier > 0, earlier, present)
 
 

@@ -63,13 +63,27 @@ class ReferenceTensor(torch.Tensor):
             storage.quantize([WeightShard(made, value.reshape(-1), 0, made.planes)], _not_shared)  # type: ignore[arg-type]
         return made
 
-    def dequantize(self, direction: Direction = Direction.FORWARD) -> torch.Tensor:
-        """The weight as a plain tensor of its dtype, as products of this direction read it."""
-        found = self.dequantized.get(self.stored_as.source(direction))
-        if found is not None:
-            return found
-        with torch.no_grad():
-            return self.stored_as.decode(self, direction).view(self.shape).to(self.dtype)
+    def dequantize(self, direction: Direction | None = None) -> torch.Tensor:
+        """The weight as a plain tensor of its dtype.
+
+        Args:
+            direction: The products that read it. None: those of the pass that the weight was last prepared for.
+        """
+        if direction is None:
+            direction = next(reversed(self.dequantized), Direction.FORWARD)
+        source = self.stored_as.source(direction)
+        found = self.dequantized.get(source)
+        if found is None and self.dequantized:
+            raise RuntimeError(
+                f"The {source.value} bytes of {type(self).__name__} are read while only others are unsharded. "
+                "Recompute whole modules, not functions that read weights."
+            )
+        return self.decoded(source) if found is None else found
+
+    @torch.no_grad()
+    def decoded(self, direction: Direction) -> torch.Tensor:
+        """Dequantize the bytes that products of this direction read."""
+        return self.stored_as.decode(self, direction).view(self.shape).to(self.dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copy with memory of its own, and the marks that frameworks set on parameters."""
@@ -124,7 +138,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: torch.Tensor, weight: ReferenceTensor) -> torch.Tensor:
-        output = F.linear(input, weight.dequantize())
+        output = F.linear(input, weight.dequantize(Direction.FORWARD))
         # Under autocast, the product is in another dtype than its factors.
         ctx.save_for_backward(input.to(output.dtype), weight)
         return output
@@ -146,6 +160,7 @@ class ReferenceStorage:
     A format subclasses it. Parameters with equal storages may share a flat buffer.
     """
 
+    takes_dtype = True
     is_repeatable = True
     fields = frozenset({"stored_as", "planes", "state", "initial", "dequantized"})
 
@@ -193,12 +208,12 @@ class ReferenceStorage:
         """See ``WeightStorage``."""
         return parameter.dequantize() if parameter.initial is None else parameter.initial
 
-    def bind(self, parameter: Any, planes: Sequence[torch.Tensor]) -> torch.Tensor:
+    def bind(self, parameter: Any, planes: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         """See ``WeightStorage``. The state starts anew: the first quantization of main weights sets it."""
         device = planes[0].device
-        if parameter.device != device:
-            # The device that such a tensor reports cannot be changed.
-            made: Any = type(parameter)(parameter.shape, parameter.dtype, device)
+        if (parameter.device, parameter.dtype) != (device, dtype):
+            # What such a tensor reports cannot be changed.
+            made: Any = type(parameter)(parameter.shape, dtype, device)
             vars(made).update({name: vars(parameter)[name] for name in self.fields})
             parameter = nn.Parameter(made, requires_grad=parameter.requires_grad)
         parameter.planes, parameter.state = tuple(planes), self.new_state(parameter.shape, device)
@@ -210,7 +225,7 @@ class ReferenceStorage:
         source = self.source(direction)
         for parameter in parameters:
             parameter.dequantized.pop(source, None)
-            parameter.dequantized[source] = parameter.dequantize(source)
+            parameter.dequantized[source] = parameter.decoded(source)
 
     def after_use(self, parameters: Sequence[Any]) -> None:
         """See ``WeightStorage``."""

@@ -77,6 +77,7 @@ class WeightStorage(Protocol):
         block_rows: Ranks divide a parameter only between blocks of this many rows. None: between any two values, and
             every plane has a byte for each value.
         fields: Attributes of a parameter that are part of its storage, and not marks that a framework has set.
+        takes_dtype: :meth:`bind` can give parameters another dtype. If false, ``compute_dtype`` must be theirs.
         is_repeatable: Quantizing unchanged main weights again gives the same bytes; false if scales have a history.
     """
 
@@ -97,6 +98,10 @@ class WeightStorage(Protocol):
         """See the class."""
 
     @property
+    def takes_dtype(self) -> bool:
+        """See the class."""
+
+    @property
     def is_repeatable(self) -> bool:
         """See the class."""
 
@@ -106,12 +111,13 @@ class WeightStorage(Protocol):
     def initial(self, parameter: torch.Tensor) -> torch.Tensor:
         """The values before quantization if the parameter still has them, or else the dequantized ones."""
 
-    def bind(self, parameter: torch.Tensor, planes: Sequence[torch.Tensor]) -> torch.Tensor:
+    def bind(self, parameter: torch.Tensor, planes: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         """Store the parameter's bytes in ``planes`` from now on, and drop its initial values.
 
         Args:
             parameter: The parameter. It may be on another device than the planes, or on the meta device.
             planes: Flat uint8 tensors. They may have no memory at this moment, or other content.
+            dtype: What the result appears to have; the parameter's unless :attr:`takes_dtype`.
 
         Returns:
             The tensor to use as the parameter: the same, or one that takes its place.

@@ -29,6 +29,7 @@ class TorchaoStorage:
 
     planes = (Plane(),)
     block_rows = None
+    takes_dtype = True
     is_repeatable = True
     fields = frozenset({"_tensor", "_linear_mm_config", "_dtype", "_precomputed_scale"})
 
@@ -49,12 +50,12 @@ class TorchaoStorage:
             return parameter.detach().to_original_precision()
         return parameter._tensor.detach()
 
-    def bind(self, parameter: Any, planes: Sequence[torch.Tensor]) -> torch.Tensor:
+    def bind(self, parameter: Any, planes: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         """See ``WeightStorage``."""
         data = planes[0].view(self.dtype).view(parameter.shape)
         # Each step changes the scale in place: CUDA graphs keep its address.
         scale = torch.ones((), device=data.device)
-        made = Float8TrainingTensor(data, scale, parameter.dtype, parameter._linear_mm_config, GemmInputRole.WEIGHT)
+        made = Float8TrainingTensor(data, scale, dtype, parameter._linear_mm_config, GemmInputRole.WEIGHT)
         if isinstance(parameter, WeightWithDynamicFloat8CastTensor):
             # An optimizer may hold the old parameter.
             parameter._tensor = parameter._tensor.detach().to("meta")

@@ -50,6 +50,7 @@ class TransformerEngineStorage:
     fields: ClassVar[frozenset[str]] = _FIELDS
     # Delayed scaling has a history of magnitudes, which changes with every quantization.
     is_repeatable: ClassVar[bool] = True
+    takes_dtype: ClassVar[bool] = False
     names: ClassVar[tuple[str, ...]] = ("_rowwise_data",)
     caches: ClassVar[dict[str, Any]] = {"_columnwise_data": None, "_columnwise_scale_inv": None}
     capability: ClassVar[tuple[int, int]]
@@ -77,7 +78,7 @@ class TransformerEngineStorage:
         value: torch.Tensor = parameter.detach().dequantize() if preserved is None else preserved
         return value
 
-    def bind(self, parameter: Any, planes: Sequence[torch.Tensor]) -> torch.Tensor:
+    def bind(self, parameter: Any, planes: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         """See ``WeightStorage``."""
         for name, plane in zip(self.names, planes, strict=True):
             setattr(parameter, name, plane.view(getattr(parameter, name).shape))
@@ -173,10 +174,10 @@ class MXFP8(TransformerEngineStorage):
     capability = (10, 0)
     multiple = 32
 
-    def bind(self, parameter: Any, planes: Sequence[torch.Tensor]) -> torch.Tensor:
+    def bind(self, parameter: Any, planes: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         """See ``WeightStorage``."""
         _use_compact_scales(parameter)
-        return super().bind(parameter, planes)
+        return super().bind(parameter, planes, dtype)
 
     def _fragment(self, shard: WeightShard) -> Any:
         return shard.planes
@@ -203,10 +204,10 @@ class NVFP4(TransformerEngineStorage):
                 return f"shards cannot be quantized with {option.removeprefix('_')}"
         return super().problem(parameter, device)
 
-    def bind(self, parameter: Any, planes: Sequence[torch.Tensor]) -> torch.Tensor:
+    def bind(self, parameter: Any, planes: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         """See ``WeightStorage``."""
         _use_compact_scales(parameter)
-        return super().bind(parameter, planes)
+        return super().bind(parameter, planes, dtype)
 
 
 def _use_compact_scales(parameter: Any) -> None:

@@ -187,7 +187,7 @@ def check_quantized(part: UnitPart, device: torch.device, policy: MixedPrecision
         if storage is None:
             continue
         reason = storage.problem(parameter, device)
-        if policy.compute_dtype not in (None, parameter.dtype):
+        if policy.compute_dtype not in (None, parameter.dtype) and not storage.takes_dtype:
             reason = f"compute_dtype={policy.compute_dtype} is another dtype than the one that it appears to have"
         if reason is not None:
             raise NotImplementedError(

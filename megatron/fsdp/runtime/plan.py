@@ -53,8 +53,12 @@ class Plan:
 
     def restart(self) -> None:
         """Begin a pass."""
-        self.issued = self.done = 0
+        self.rewind()
         self.recorded = []
+
+    def rewind(self) -> None:
+        """Begin to issue the operations of a pass that the computation has not reached, and keep what is recorded."""
+        self.issued = self.done = 0
 
     def request(self, op: Op) -> range | None:
         """Record that the computation requests ``op``, and advance to it.
@@ -71,6 +75,10 @@ class Plan:
             return None
         first, self.done = self.done, target + 1
         return range(first, target + 1)
+
+    def last_request(self, unit_index: int) -> Op | None:
+        """The last operation on a unit that the computation has requested in this pass."""
+        return next((op for op in reversed(self.recorded) if op.unit_index == unit_index), None)
 
     def finish(self) -> range:
         """End the pass. Returns the indices in ``requested`` of the operations that were skipped at its end."""

@@ -47,6 +47,9 @@ class Plans:
 
         def requested(unit: Unit) -> list[Op]:
             ops = [Op(OpKind.UNSHARD, index[id(unit)])]
+            if unit.is_directional and ops[0] not in kept:
+                # It may be recomputed. Ranks that skip it do not know, and have to issue what the others need.
+                ops.append(Op(OpKind.UNSHARD_FORWARD_ONLY, index[id(unit)]))
             for child in reversed(unit.children):
                 ops += requested(child)
             return [*ops, Op(OpKind.REDUCE, index[id(unit)])] if unit.trainable else ops

@@ -82,7 +82,8 @@ class Schedule:
         if self.passes.state is not PassState.NO_BACKWARD:
             return
         if self.passes.prefetched is None:
-            self.plans.forward.restart()
+            # The backward of the forward that is recorded may still follow.
+            self.plans.forward.rewind()
             self.passes.prefetched = self._main_versions()
         self._prefetch(self.plans.forward, until)
 
@@ -160,7 +161,8 @@ class Schedule:
             for unit in self.units:
                 unit.invalidate()
         if self.passes.prefetched is None:
-            self.plans.forward.restart()
+            self.plans.forward.rewind()
+        self.plans.forward.recorded = []
         self.passes.prefetched = None
 
     def _begin_backward(self) -> None:
@@ -242,9 +244,8 @@ class Schedule:
 
     def before_inner_forward(self, unit: Unit) -> None:
         """See :class:`megatron.fsdp.runtime.unit.UnitListener`."""
-        recomputed = self._in_backward and unit.state is WeightState.BACKWARD
-        if recomputed and unit.lacks(Direction.FORWARD):
-            self._unshard_forward_only(unit)
+        recomputed = unit.is_directional and self._in_backward and unit.state is WeightState.BACKWARD
+        if recomputed and self._unshard_forward_only(unit):
             unit.prepare(Direction.FORWARD)
 
     def before_backward(self, unit: Unit) -> None:
@@ -276,24 +277,33 @@ class Schedule:
         """Unshard a unit whose weights the computation needs, and prefetch the next units."""
         if unit.state in (WeightState.SHARDED, WeightState.UNSHARDING):
             self._advance_to(plan, Op(OpKind.UNSHARD, self._index[id(unit)]))
-            if unit.state is WeightState.SHARDED:
-                unit.unshard(self._planes(plan, unit))
+        self._unshard(plan, unit)
         if unit.is_directional and plan is self.plans.backward and state is WeightState.FORWARD:
             self._unshard_forward_only(unit)
         unit.use(state)
         self._prefetch(plan)
 
-    def _planes(self, plan: Plan, unit: Unit) -> PlaneSet:
-        """What an unshard of this plan gathers."""
-        if plan is self.plans.backward:
-            return PlaneSet.BACKWARD
-        return PlaneSet.ALL if unit.is_root or unit.keeps_weights else PlaneSet.FORWARD
+    def _unshard(self, plan: Plan, unit: Unit) -> None:
+        """Unshard what the pass of a plan reads."""
+        # A unit that is not sharded may have been prefetched for the other pass, and lack planes.
+        if unit.state is WeightState.SHARDED or unit.is_directional:
+            whole = unit.is_root or unit.keeps_weights
+            in_forward = PlaneSet.ALL if whole else PlaneSet.FORWARD
+            unit.unshard(PlaneSet.BACKWARD if plan is self.plans.backward else in_forward)
 
-    def _unshard_forward_only(self, unit: Unit) -> None:
-        """Unshard what backward needs for the recomputation of a forward, and does not read itself."""
-        if unit.lacks(Direction.FORWARD):
-            self._advance_to(self.plans.backward, Op(OpKind.UNSHARD_FORWARD_ONLY, self._index[id(unit)]))
+    def _unshard_forward_only(self, unit: Unit) -> bool:
+        """Unshard what backward needs for the recomputation of a forward, and does not read itself.
+
+        Returns:
+            Whether this is the first recomputation since the unit was unsharded.
+        """
+        plan, index = self.plans.backward, self._index[id(unit)]
+        # Requested even if it was prefetched, so that it is recorded.
+        first = plan.last_request(index) == Op(OpKind.UNSHARD, index) or unit.lacks(Direction.FORWARD)
+        if first:
+            self._advance_to(plan, Op(OpKind.UNSHARD_FORWARD_ONLY, index))
             unit.unshard(PlaneSet.FORWARD_ONLY)
+        return first
 
     def _reduce(self, unit: Unit) -> None:
         """Reduce a unit's complete gradients, unless :meth:`_advance_to` has already issued the reduction."""
@@ -328,8 +338,8 @@ class Schedule:
                 self._issue_reduction(unit)
             elif op.kind is OpKind.UNSHARD_FORWARD_ONLY:
                 unit.unshard(PlaneSet.FORWARD_ONLY)
-            elif unit.state is WeightState.SHARDED:
-                unit.unshard(self._planes(plan, unit))
+            else:
+                self._unshard(plan, unit)
 
     def _prefetch(self, plan: Plan, until: Unit | None = None) -> None:
         """Issue the unshards that come next, as far as the limit allows, and not beyond that of a unit."""
@@ -339,11 +349,12 @@ class Schedule:
                 if not self.limits.prefetch or unit.state is WeightState.SHARDED:
                     return
                 unit.unshard(PlaneSet.FORWARD_ONLY)
-            elif unit.state is WeightState.SHARDED:
+            else:
                 full = unit.temporary and not unit.is_root and self._full()
-                if not self.limits.prefetch or full or unit.slot_is_taken:
+                blocked = not self.limits.prefetch or full or unit.slot_is_taken
+                if unit.state is WeightState.SHARDED and blocked:
                     return
-                unit.unshard(self._planes(plan, unit))
+                self._unshard(plan, unit)
             plan.issued += 1
             if unit is until:
                 return
