@@ -424,6 +424,59 @@ def test_gradients_of_a_linear_layer(name: str, in_use: bool) -> None:
     assert not made.dequantized
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_gradients_survive_torch_compile(name: str) -> None:
+    """A traced product would have no gradient for the weight, and nothing would say so."""
+    torch.compiler.reset()
+    compiled, eager = (nn.Linear(64, 32) for _ in range(2))
+    compiled.load_state_dict(eager.state_dict())
+    for layer in (compiled, eager):
+        layer.weight = nn.Parameter(FORMATS[name](layer.weight))
+    input = torch.randn(4, 64)
+    torch.compile(compiled, backend="aot_eager")(input).sin().sum().backward()
+    eager(input).sin().sum().backward()
+    torch.compiler.reset()
+    assert compiled.weight.grad is not None and eager.weight.grad is not None
+    assert torch.equal(compiled.weight.grad, eager.weight.grad)
+
+
+def test_products_under_autocast_are_like_those_of_plain_weights() -> None:
+    plain = nn.Linear(64, 32)
+    quantized = nn.Linear(64, 32)
+    quantized.weight = nn.Parameter(FORMATS["mx"](torch.ones(32, 64)))
+    with torch.no_grad():
+        plain.weight.fill_(1)
+        quantized.bias.copy_(plain.bias)
+    value = torch.randn(4, 64)
+    inputs = [value.clone().requires_grad_() for _ in range(2)]
+    outputs = []
+    for layer, input in zip((plain, quantized), inputs, strict=True):
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs.append(layer(input))
+        outputs[-1].float().pow(2).sum().backward()
+    assert outputs[0].dtype == outputs[1].dtype == torch.bfloat16
+    assert inputs[1].grad is not None and inputs[1].grad.dtype == torch.float32
+    assert quantized.weight.grad is not None and quantized.weight.grad.dtype == torch.float32
+    torch.testing.assert_close(inputs[1].grad, inputs[0].grad, rtol=0.05, atol=0.5)
+    torch.testing.assert_close(quantized.weight.grad, plain.weight.grad, rtol=0.05, atol=0.5)
+
+
+def test_a_vector_as_input() -> None:
+    weight = nn.Parameter(FORMATS["mx"](torch.ones(32, 64)))
+    input = torch.randn(64)
+    F.linear(input, weight).sum().backward()
+    assert weight.grad is not None and torch.equal(weight.grad, input.expand(32, 64))
+
+
+def test_second_derivatives_raise() -> None:
+    """They would leave out what goes through the weight."""
+    weight = nn.Parameter(FORMATS["mx"](torch.ones(32, 64)))
+    input = torch.randn(4, 64, requires_grad=True)
+    (grad,) = torch.autograd.grad(F.linear(input, weight).sin().sum(), input, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.pow(2).sum().backward()
+
+
 def test_values_are_dequantized_again_for_the_next_use() -> None:
     for name in FORMATS:
         weight: Any = FORMATS[name](torch.ones(32, 32))

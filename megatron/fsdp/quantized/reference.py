@@ -12,6 +12,7 @@ from typing import Any, Self
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map
 
 from megatron.fsdp.quantized.storage import Direction, Plane, ReduceMax, WeightShard
@@ -123,11 +124,13 @@ def _not_shared(values: torch.Tensor) -> None:
     """The ``ReduceMax`` of a whole weight."""
 
 
+# Traced by torch.compile, a subclass without __tensor_flatten__ would silently get no gradient.
+@torch.compiler.disable
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     if not isinstance(weight, ReferenceTensor):
         return F.linear(input, weight, bias)
     output: torch.Tensor = _Linear.apply(input, weight)
-    return output if bias is None else output + bias
+    return output if bias is None else output + bias.to(output.dtype)
 
 
 class _Linear(torch.autograd.Function):
@@ -135,15 +138,18 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: torch.Tensor, weight: ReferenceTensor) -> torch.Tensor:
-        ctx.save_for_backward(input, weight)
-        return F.linear(input, weight.dequantize(Direction.FORWARD))
+        output = F.linear(input, weight.dequantize(Direction.FORWARD))
+        # Under autocast, the product is in another dtype than its factors.
+        ctx.save_for_backward(input.to(output.dtype), weight)
+        return output
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         input, weight = ctx.saved_tensors
         needs_input, needs_weight = ctx.needs_input_grad
-        of_input = grad @ weight.dequantize(Direction.BACKWARD) if needs_input else None
-        of_weight = grad.flatten(0, -2).t() @ input.flatten(0, -2) if needs_weight else None
+        of_input = grad @ weight.dequantize(Direction.BACKWARD).to(grad.dtype) if needs_input else None
+        of_weight = grad.reshape(-1, grad.shape[-1]).t() @ input.reshape(-1, input.shape[-1]) if needs_weight else None
         return of_input, of_weight
 
 
