@@ -58,8 +58,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put strategies into reports. Leave ZeRO-0 and ZeRO-2 to ``make test-slow``, but not where ``every_strategy``."""
     for item in items:
         parameters = getattr(getattr(item, "callspec", None), "params", {})
-        item.user_properties.append(("strategy", str(parameters.get("strategy", ""))))
         strategy = parameters.get("strategy", parameters.get("kind"))
+        is_named = "strategy" in parameters or strategy in ("optim", "optim_grads_params", *LATER_STRATEGIES)
+        item.user_properties.append(("strategy", str(strategy) if is_named else ""))
         if strategy in LATER_STRATEGIES and item.get_closest_marker("every_strategy") is None:
             item.add_marker(pytest.mark.slow)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.fsdp.buffers.weights import PlaneSet
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.runtime.unit import Unit
 from megatron_fsdp import fully_shard
@@ -117,13 +118,13 @@ def _order(strategy: str, gathered: list[str]) -> None:
     events: list[str] = []
     gather = Unit.unshard
 
-    def spy(unit: Unit) -> None:
+    def spy(unit: Unit, planes: PlaneSet) -> None:
         updated = {e.name for e in sharded.engine.params() if not torch.equal(local_shard(e.main), before[e.name])}
         later = [u for u in sharded.engine.units if u.label not in [*events, unit.label]]
         others = {entry.name for u in later for group in u.groups for entry in group.params}
         assert not updated & others, (unit, updated & others)
         events.append(unit.label)
-        gather(unit)
+        gather(unit, planes)
 
     with patch.object(Unit, "unshard", spy):
         optimizer.step()

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.buffers.parameter import ShardedParameter
 from megatron.fsdp.buffers.parameter_group import ParameterGroup
+from megatron.fsdp.comm.backends import HOST
 from megatron.fsdp.dtensor.placements import RaggedShard
 from megatron.fsdp.dtensor.ragged_dtensor import is_sharded, local_shard, make_dtensor, make_like
 
@@ -150,7 +151,7 @@ def _zeros(optimizer: Any, main: torch.Tensor, name: str) -> torch.Tensor:
 
 def _parts(optimizer: Any, main: torch.Tensor, name: str, local: Any) -> dict[str, DTensor]:
     """Codes and scales of a shard's state as flat DTensors that share its memory."""
-    block = optimizer._subclass_zeros(main.new_empty(optimizer.block_size, device="cpu"), True, optimizer.block_size)
+    block = optimizer._subclass_zeros(main.new_empty(optimizer.block_size, device=HOST), True, optimizer.block_size)
     values_per_byte = optimizer.block_size // block.codes.numel()
     empty = torch.empty(0, device=main.device)
     codes, scales = (local.codes, local.scale) if local.numel() else (empty.to(torch.uint8), empty)
