@@ -1,10 +1,9 @@
 """A small model with quantized weights, and the unsharded training that sharded runs must equal bit by bit."""
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -35,11 +34,6 @@ IN_BLOCKS: dict[str, Callable[..., torch.Tensor]] = {
     "nvfp4 1x16": partial(NVFP4Tensor.quantize, rows=1),
 }
 FORMATS = {**ANYWHERE, **IN_BLOCKS}
-
-
-def slow_except(quick: Collection[str], names: Iterable[str]) -> list[Any]:
-    """Parameters of a test, of which those that are not in ``quick`` belong to the slow tests."""
-    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 # The last two have two outer and two inner ranks.

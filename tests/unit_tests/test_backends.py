@@ -15,8 +15,8 @@ ENGINE = Path(megatron.fsdp.__file__).parent
 NAMES = {"nccl", "gloo", "fake", "cuda", "cpu"}
 # Packages that start programs or read files of other programs, and choose devices and process groups for them.
 OUTSIDE = ("comm", "mcore", "checkpoint", "convert", "tools")
-# The first replays the calls of a model's constructor, whose arguments contain devices. The second is for a library that
-# needs CUDA, and compares the device with what the library's formats need.
+# The first replays the calls of a model's constructor, whose arguments contain devices. The second is for a library
+# that needs CUDA, and compares the device with what the library's formats need.
 EXCEPTIONS = ("init/deferred.py", "quantized/transformer_engine.py")
 
 

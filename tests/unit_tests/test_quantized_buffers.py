@@ -12,8 +12,9 @@ from megatron.fsdp.state.consistency import inconsistent_weights
 from megatron_fsdp import FSDPConfig, MegatronFSDP
 from tests.models import Block, batches, loss_of
 from tests.nccl_recorder import Event, Recorder, assert_alike
-from tests.quantized_models import quantized_model, recompute, sharded_model, slow_except, train
+from tests.quantized_models import quantized_model, recompute, sharded_model, train
 from tests.ranks import DEVICE, RankPool
+from tests.slow import all_but_slow
 
 FORMATS = ("tensor", "delayed", "32x32", "mx", "nvfp4")
 
@@ -38,7 +39,7 @@ def _allocations(format: str, kind: str, recomputed: str) -> tuple[list[list[Buf
 
 @pytest.mark.parametrize("recomputed", ["", "unit", "layer"])
 @pytest.mark.parametrize("kind", ["optim", "optim_grads_params", "hybrid"])
-@pytest.mark.parametrize("format", slow_except(["mx"], FORMATS))
+@pytest.mark.parametrize("format", all_but_slow(FORMATS, "mx"))
 def test_nothing_is_allocated_in_the_steady_state(ranks: RankPool, format: str, kind: str, recomputed: str) -> None:
     for made, places in ranks.run(4 if kind == "hybrid" else 2, _allocations, format, kind, recomputed):
         assert made[0] and made[1:] == [made[0]] * 4
@@ -74,7 +75,7 @@ def _registers(format: str, kind: str, recomputed: str) -> list[Event]:
 @pytest.mark.skipif(DEVICE == "cuda", reason="records what is called on a CPU")
 @pytest.mark.parametrize("recomputed", ["", "unit"])
 @pytest.mark.parametrize("kind", ["optim", "optim_grads_params"])
-@pytest.mark.parametrize("format", slow_except(["mx"], FORMATS))
+@pytest.mark.parametrize("format", all_but_slow(FORMATS, "mx"))
 def test_all_ranks_gather_into_the_same_windows(ranks: RankPool, format: str, kind: str, recomputed: str) -> None:
     found = ranks.run(2, _registers, format, kind, recomputed)
     assert_alike(found)
@@ -100,6 +101,6 @@ def _compares(format: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["no_shard", "optim", "optim_grads_params"])
-@pytest.mark.parametrize("format", slow_except(["mx"], FORMATS))
+@pytest.mark.parametrize("format", all_but_slow(FORMATS, "mx"))
 def test_a_comparison_of_weights_changes_nothing(ranks: RankPool, format: str, kind: str) -> None:
     ranks.run(2, _compares, format, kind)

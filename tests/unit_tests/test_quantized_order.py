@@ -6,8 +6,9 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.models import batches
-from tests.quantized_models import Reference, quantized_model, recompute, sharded_model, slow_except, train
+from tests.quantized_models import Reference, quantized_model, recompute, sharded_model, train
 from tests.ranks import RankPool
+from tests.slow import all_but_slow
 
 
 class Skipping(nn.Module):
@@ -46,7 +47,7 @@ ROWS = {
 @pytest.mark.parametrize("double_buffer", [False, True])
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("recomputed", ["", "unit", "layer"])
-@pytest.mark.parametrize("kind", slow_except(["optim_grads_params"], ["optim", "optim_grads_params"]))
+@pytest.mark.parametrize("kind", all_but_slow(["optim", "optim_grads_params"], "optim_grads_params"))
 def test_blocks_that_some_ranks_skip(
     ranks: RankPool, kind: str, recomputed: str, rows: str, double_buffer: bool
 ) -> None:

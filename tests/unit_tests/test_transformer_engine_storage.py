@@ -17,8 +17,9 @@ from megatron.fsdp.quantized.storage import KEEP_TRANSPOSE, storage_of
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_model
 from tests import te_stand_ins as te
 from tests.models import batches, loss_of
-from tests.quantized_models import KINDS, arguments, exact, slow_except
+from tests.quantized_models import KINDS, arguments, exact
 from tests.ranks import DEVICE, RankPool
+from tests.slow import all_but_slow
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="the stand-ins compute on a CPU")
 
@@ -211,7 +212,7 @@ def _trains(kind: str, name: str, dtype: torch.dtype, preserve: bool, more: dict
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", slow_except(["delayed", "MXFP8"], FORMATS))
+@pytest.mark.parametrize("name", all_but_slow(FORMATS, "delayed", "MXFP8"))
 def test_trains_as_unsharded(ranks: RankPool, name: str, kind: str) -> None:
     ranks.run(_ranks_of(kind), _trains, kind, name, torch.float32, True, {})
 
@@ -225,7 +226,7 @@ VARIANTS: dict[str, tuple[torch.dtype, bool, dict]] = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("name", slow_except(["delayed", "MXFP8"], FORMATS))
+@pytest.mark.parametrize("name", all_but_slow(FORMATS, "delayed", "MXFP8"))
 def test_variants_train_as_unsharded(ranks: RankPool, name: str, variant: str) -> None:
     ranks.run(2, _trains, "optim_grads_params", name, *VARIANTS[variant])
 
@@ -245,7 +246,7 @@ def _trains_with_an_older_version(name: str) -> None:
         assert _train(model, optimizer, data) == expected
 
 
-@pytest.mark.parametrize("name", slow_except(["delayed", "MXFP8"], FORMATS))
+@pytest.mark.parametrize("name", all_but_slow(FORMATS, "delayed", "MXFP8"))
 def test_older_versions(ranks: RankPool, name: str) -> None:
     ranks.run(2, _trains_with_an_older_version, name)
 
@@ -261,7 +262,7 @@ def _recomputes(name: str) -> None:
     assert _train(sharded, optimizer, data) == expected
 
 
-@pytest.mark.parametrize("name", slow_except(["delayed", "MXFP8"], FORMATS))
+@pytest.mark.parametrize("name", all_but_slow(FORMATS, "delayed", "MXFP8"))
 def test_recomputes(ranks: RankPool, name: str) -> None:
     ranks.run(2, _recomputes, name)
 
@@ -295,7 +296,7 @@ def _accumulates(name: str, kind: str, keep: bool) -> None:
 
 @pytest.mark.parametrize("keep", [False, True], ids=["dropped", "kept"])
 @pytest.mark.parametrize("kind", ["optim", "optim_grads_params"])
-@pytest.mark.parametrize("name", slow_except(["delayed", "MXFP8"], FORMATS))
+@pytest.mark.parametrize("name", all_but_slow(FORMATS, "delayed", "MXFP8"))
 def test_accumulates(ranks: RankPool, name: str, kind: str, keep: bool) -> None:
     ranks.run(2, _accumulates, name, kind, keep)
 
@@ -331,7 +332,7 @@ def _trains_from_meta(name: str, kind: str, dtype: torch.dtype, mixed: bool, kee
 
 @pytest.mark.parametrize("mixed", [False, True], ids=["linear", "mixed"])
 @pytest.mark.parametrize("kind", ["optim", "optim_grads_params"])
-@pytest.mark.parametrize("name", slow_except(["delayed", "MXFP8"], FORMATS))
+@pytest.mark.parametrize("name", all_but_slow(FORMATS, "delayed", "MXFP8"))
 def test_trains_from_the_meta_device(ranks: RankPool, name: str, kind: str, mixed: bool) -> None:
     ranks.run(2, _trains_from_meta, name, kind, torch.bfloat16 if mixed else torch.float32, mixed, mixed)
 
@@ -398,7 +399,7 @@ def _quantizes(name: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", slow_except(["delayed", "MXFP8"], FORMATS))
+@pytest.mark.parametrize("name", all_but_slow(FORMATS, "delayed", "MXFP8"))
 def test_shards_are_quantized_like_the_whole(ranks: RankPool, name: str, size: int) -> None:
     ranks.run(size, _quantizes, name, "optim_grads_params")
 

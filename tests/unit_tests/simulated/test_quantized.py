@@ -14,12 +14,13 @@ from torch.utils.checkpoint import checkpoint
 from megatron.fsdp import fsdp2
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from tests.models import STRATEGIES, Block, batches, loss_of, main_weights
-from tests.quantized_models import KINDS, arguments, exact, quantized_model, slow_except
+from tests.quantized_models import KINDS, arguments, exact, quantized_model
 from tests.quantized_models import recompute as recomputing
 from tests.ranks import DEVICE as REAL_DEVICE
 from tests.ranks import RankPool
 from tests.simulated.device import DEVICE, SimulatedDevice, simulated_device
 from tests.simulated.ranks import fake_ranks
+from tests.slow import all_but_slow
 
 pytestmark = pytest.mark.skipif(REAL_DEVICE == "cuda", reason="computes on CPU tensors")
 # One of each storage: without and with a history, scales in a plane, planes for each direction, packed values.
@@ -73,7 +74,7 @@ def _train(format: str, kind: str, settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("format", slow_except(["mx"], FORMATS))
+@pytest.mark.parametrize("format", all_but_slow(FORMATS, "mx"))
 def test_strategies(ranks: RankPool, format: str, kind: str) -> None:
     ranks.run(1, _train, format, kind, {})
 
@@ -95,7 +96,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", ["optim", "optim_grads_params", "hybrid"])
 @pytest.mark.parametrize("what", SETTINGS)
-@pytest.mark.parametrize("format", slow_except(["mx"], ["delayed", "mx", "nvfp4"]))
+@pytest.mark.parametrize("format", all_but_slow(["delayed", "mx", "nvfp4"], "mx"))
 def test_settings(ranks: RankPool, format: str, what: str, kind: str) -> None:
     ranks.run(1, _train, format, kind, SETTINGS[what])
 
@@ -162,7 +163,7 @@ def _run(format: str, what: str, kind: str, double_buffer: bool) -> None:
 @pytest.mark.parametrize("double_buffer", [False, True])
 @pytest.mark.parametrize("kind", ["optim", "optim_grads_params"])
 @pytest.mark.parametrize("what", IN_EACH_STEP)
-@pytest.mark.parametrize("format", slow_except(["mx"], ["delayed", "mx"]))
+@pytest.mark.parametrize("format", all_but_slow(["delayed", "mx"], "mx"))
 def test_steps(ranks: RankPool, format: str, what: str, kind: str, double_buffer: bool) -> None:
     ranks.run(1, _run, format, what, kind, double_buffer)
 
@@ -214,13 +215,13 @@ def _values(format: str, kind: str, settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", STRATEGIES)
-@pytest.mark.parametrize("format", slow_except(["mx"], FORMATS))
+@pytest.mark.parametrize("format", all_but_slow(FORMATS, "mx"))
 def test_values(ranks: RankPool, format: str, kind: str) -> None:
     ranks.run(2, _values, format, kind, {})
 
 
 @pytest.mark.parametrize("what", SETTINGS)
-@pytest.mark.parametrize("format", slow_except(["mx"], ["delayed", "mx"]))
+@pytest.mark.parametrize("format", all_but_slow(["delayed", "mx"], "mx"))
 def test_values_with_settings(ranks: RankPool, format: str, what: str) -> None:
     ranks.run(2, _values, format, "optim_grads_params", SETTINGS[what])
 

@@ -8,11 +8,12 @@ import torch
 
 from megatron_fsdp import fully_shard
 from tests.models import STRATEGIES, Block, batches, loss_of, main_weights
-from tests.quantized_models import exact, quantized_model, recompute, slow_except
+from tests.quantized_models import exact, quantized_model, recompute
 from tests.ranks import DEVICE as REAL_DEVICE
 from tests.ranks import RankPool
 from tests.simulated.device import DEVICE, simulated_device
 from tests.simulated.graphs import SimulatedGraph
+from tests.slow import all_but_slow
 
 pytestmark = pytest.mark.skipif(REAL_DEVICE == "cuda", reason="computes on CPU tensors")
 STEPS, MICRO_BATCHES, WARM_UP = 6, 2, 2
@@ -91,7 +92,7 @@ def _equal(format: str, step_in_graph: bool, settings: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("step_in_graph", [False, True], ids=["step outside", "step inside"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("format", slow_except(["delayed"], FORMATS))
+@pytest.mark.parametrize("format", all_but_slow(FORMATS, "delayed"))
 def test_a_replayed_iteration_quantizes_as_an_eager_one(
     ranks: RankPool, format: str, strategy: str, step_in_graph: bool
 ) -> None:
@@ -107,7 +108,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("what", SETTINGS)
-@pytest.mark.parametrize("format", slow_except(["mx"], ["delayed", "mx"]))
+@pytest.mark.parametrize("format", all_but_slow(["delayed", "mx"], "mx"))
 def test_settings(ranks: RankPool, format: str, what: str) -> None:
     ranks.run(2, _equal, format, True, SETTINGS[what])
 
@@ -120,6 +121,6 @@ def _evaluates_between(format: str) -> None:
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("format", slow_except(["delayed"], FORMATS))
+@pytest.mark.parametrize("format", all_but_slow(FORMATS, "delayed"))
 def test_evaluations_do_not_change_training(ranks: RankPool, format: str) -> None:
     ranks.run(2, _evaluates_between, format)
