@@ -95,10 +95,12 @@ def test_variants_train_as_with_ddp(ranks: RankPool, variant: str) -> None:
 
 
 def _what_megatron_reads(keep: bool) -> None:
-    from megatron.fsdp.mcore.statistics import get_megatron_optimizer
     from tests.megatron_models import forward_backward, megatron, optimizer_of, tokens, wrapped
 
     with megatron():
+        # It imports Megatron-Core, which megatron_models has prepared for a CPU.
+        from megatron.fsdp.mcore.statistics import get_megatron_optimizer
+
         model = wrapped("optim_grads_params", quantized_gpt, fp8_param_gather=True, keep_fp8_transpose_cache=keep)
         quantized = [p.compute for p in model.module.engine.params() if isinstance(p.compute, ReferenceTensor)]
         assert len(quantized) == 8
