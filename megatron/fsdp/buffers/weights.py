@@ -30,9 +30,9 @@ class PlaneSet(Enum):
 
     def includes(self, plane: "WeightPlane") -> bool:
         """Whether the set includes a plane."""
-        if self is PlaneSet.FORWARD_ONLY:
-            return Direction.BACKWARD not in plane.directions
-        return self is PlaneSet.ALL or Direction[self.name] in plane.directions
+        if self is PlaneSet.ALL or len(plane.directions) == len(Direction):
+            return self is not PlaneSet.FORWARD_ONLY
+        return (Direction.BACKWARD if self is PlaneSet.BACKWARD else Direction.FORWARD) in plane.directions
 
 
 class WeightPlane:
@@ -247,8 +247,7 @@ class WeightBuffer:
 
     def unshard(self, planes: PlaneSet = PlaneSet.ALL) -> Handle | None:
         """Start to unshard compute weights; None if they are up to date or their unshard was started."""
-        missing = [plane for plane in self.planes if not plane.is_current and plane.handle is None]
-        wanted = [plane for plane in missing if planes.includes(plane)]
+        wanted = [p for p in self.planes if not p.is_current and p.handle is None and planes.includes(p)]
         if not wanted:
             return None
         refresh = [not plane.is_resident_current for plane in wanted]
@@ -299,16 +298,17 @@ class WeightBuffer:
 
     def wait(self) -> None:
         """Make the compute wait for the unshards that were started."""
-        for handle in self.handles:
-            waited: list[WeightPlane] = []
+        for plane in self.planes:
+            handle = plane.handle
+            if handle is None:
+                continue
             try:
                 handle.wait()
             finally:
                 # An interrupted wait does not stop the unshard, which uses the memory until it has ended.
-                if handle.done:
-                    waited = self.replace_handle(handle, None)
-            for plane in waited:
-                plane.is_current = True
+                waited = self.replace_handle(handle, None) if handle.done else []
+            for each in waited:
+                each.is_current = True
 
     def replace_handle(self, handle: Handle, replacement: Handle | None) -> list[WeightPlane]:
         """Replace the handle of an unshard, and return the planes that it unshards."""

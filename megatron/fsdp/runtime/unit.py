@@ -129,6 +129,11 @@ class Unit:
         """Name for messages."""
         return self.name or "<root>"
 
+    @functools.cached_property
+    def _unshard_names(self) -> dict[PlaneSet, str]:
+        sizes = {planes: sum(group.unshard_bytes(planes) for group in self.groups) for planes in PlaneSet}
+        return {planes: f"unshard {self.label}, {size:,} bytes" for planes, size in sizes.items()}
+
     @property
     def state(self) -> WeightState:
         """State of the weights."""
@@ -181,8 +186,7 @@ class Unit:
                 self._slot.holder = weakref.ref(self)
             handles = [handle for group in self.groups if (handle := group.weights.unshard(planes)) is not None]
         if handles:
-            size = sum(group.unshard_bytes(planes) for group in self.groups)
-            self.channel.note(f"unshard {self.label}, {size:,} bytes", handles)
+            self.channel.note(self._unshard_names[planes], handles)
 
     def lacks(self, direction: Direction) -> bool:
         """Whether the compute has not waited for some of the planes that a pass reads."""
