@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
+from megatron.fsdp import fsdp2
 from megatron.fsdp.quantized.float8 import Float8Tensor
 from megatron.fsdp.quantized.mx import MXTensor
 from megatron.fsdp.quantized.nvfp4 import NVFP4Tensor
@@ -102,6 +103,14 @@ def recompute(model: nn.Module, what: str) -> nn.Module:
             block.up = Recomputed(block.up)
         elif what == "unit":
             model.blocks[number] = Recomputed(block)
+    return model
+
+
+def shard_in_place(model: TinyModel) -> TinyModel:
+    """Shard a model with the interface of FSDP2."""
+    for block in model.blocks:
+        fsdp2.fully_shard(block)
+    fsdp2.fully_shard(model)
     return model
 
 

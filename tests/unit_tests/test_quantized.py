@@ -16,9 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
-from torch.utils.checkpoint import checkpoint
 
-from megatron.fsdp import fsdp2
 from megatron.fsdp.buffers import quantizing, weights
 from megatron.fsdp.buffers.parameter import TENSOR_PARALLEL
 from megatron.fsdp.checkpoint.backend import Reader, Writer
@@ -36,6 +34,8 @@ from tests.quantized_models import (
     arguments,
     exact,
     quantized_model,
+    recompute,
+    shard_in_place,
     sharded_model,
     train,
 )
@@ -215,10 +215,7 @@ def test_from_the_meta_device(ranks: RankPool) -> None:
 def _recomputes() -> None:
     data = batches(6, 2)
     expected = _expected(quantized_model(), data)
-    model = quantized_model()
-    for block in model.blocks:
-        block.forward = lambda x, run=block.forward: checkpoint(run, x, use_reentrant=False)
-    assert train(*sharded_model("optim_grads_params", model), data) == expected
+    assert train(*sharded_model("optim_grads_params", recompute(quantized_model(), "unit")), data) == expected
 
 
 def test_recomputes(ranks: RankPool) -> None:
@@ -228,10 +225,7 @@ def test_recomputes(ranks: RankPool) -> None:
 def _in_place() -> None:
     data = batches(6, 2)
     expected = _expected(quantized_model(), data)
-    model = quantized_model()
-    for block in model.blocks:
-        fsdp2.fully_shard(block)
-    fsdp2.fully_shard(model)
+    model = shard_in_place(quantized_model())
     assert train(model, exact(model.parameters()), data) == expected
 
 

@@ -10,13 +10,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from megatron.fsdp.buffers import weights
 from megatron.fsdp.quantized.storage import Direction
 from megatron.fsdp.state.consistency import inconsistent_weights
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model
-from tests.models import TinyModel, batches
+from tests.models import batches
 from tests.quantized_models import (
     FORMATS,
     IN_BLOCKS,
@@ -24,6 +23,7 @@ from tests.quantized_models import (
     Reference,
     arguments,
     quantized_model,
+    recompute,
     sharded_model,
     train,
 )
@@ -81,18 +81,12 @@ def test_shards_are_quantized_like_the_whole(ranks: RankPool, format: str, size:
 # Training ---------------------------------------------------------------------------------------------------------
 
 
-def _recompute(model: TinyModel) -> TinyModel:
-    for block in model.blocks:
-        block.forward = lambda x, run=block.forward: checkpoint(run, x, use_reentrant=False)
-    return model
-
-
-def _trains(kind: str, format: str, steps: int, dtype: torch.dtype, recompute: bool, more: dict) -> None:
+def _trains(kind: str, format: str, steps: int, dtype: torch.dtype, recomputes: bool, more: dict) -> None:
     data = batches(steps, dist.get_world_size())
     reference = Reference(quantized_model(format, dtype))
     expected = [reference.step(step)[dist.get_rank()] for step in data]
     model = quantized_model(format, dtype)
-    model, optimizer = sharded_model(kind, _recompute(model) if recompute else model, **more)
+    model, optimizer = sharded_model(kind, recompute(model, "unit" if recomputes else ""), **more)
     assert train(model, optimizer, data) == expected
     assert expected[-1] < expected[0] - 0.1 or steps < STEPS
     assert inconsistent_weights(model.engine) == []
@@ -155,7 +149,7 @@ def _products(recomputes: bool) -> None:
         model = quantized_model("mx")
         for block in model.blocks if own else ():
             block.down.forward = functools.partial(_apply, block.down)
-        losses.append(train(*sharded_model("optim_grads_params", _recompute(model) if recomputes else model), data))
+        losses.append(train(*sharded_model("optim_grads_params", recompute(model, "unit" if recomputes else "")), data))
     assert losses[0] == losses[1]
 
 

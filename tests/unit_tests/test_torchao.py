@@ -15,14 +15,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from megatron.fsdp import fsdp2
 from megatron.fsdp.buffers import weights
+from megatron.fsdp.buffers.flat_buffer import storage_id
 from megatron.fsdp.state.consistency import inconsistent_weights
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard, fully_shard_model
 from tests.models import TinyModel, batches, device, loss_of
-from tests.quantized_models import KINDS, Reference, arguments, exact, sharded_model, train
+from tests.quantized_models import KINDS, Reference, arguments, exact, recompute, shard_in_place, sharded_model, train
 from tests.ranks import RankPool
 
 pytest.importorskip("torchao")
@@ -149,10 +148,7 @@ def test_variants_train_as_unsharded(ranks: RankPool, variant: str) -> None:
 def _recomputes() -> None:
     data = batches(6, 2)
     expected = _expected(tiny(), data)
-    model = tiny()
-    for block in model.blocks:
-        block.forward = lambda x, run=block.forward: checkpoint(run, x, use_reentrant=False)
-    assert train(*sharded_model("optim_grads_params", model), data) == expected
+    assert train(*sharded_model("optim_grads_params", recompute(tiny(), "unit")), data) == expected
 
 
 def test_recomputes(ranks: RankPool) -> None:
@@ -162,15 +158,27 @@ def test_recomputes(ranks: RankPool) -> None:
 def _in_place() -> None:
     data = batches(6, 2)
     expected = _expected(tiny(), data)
-    model = tiny()
-    for block in model.blocks:
-        fsdp2.fully_shard(block)
-    fsdp2.fully_shard(model)
+    model = shard_in_place(tiny())
     assert train(model, exact(model.parameters()), data) == expected
 
 
 def test_shards_in_place(ranks: RankPool) -> None:
     ranks.run(2, _in_place)
+
+
+def _returns() -> None:
+    """A unit that returns its weight returns a copy, whose bytes outlive the unit's."""
+    model = tiny()
+    model.blocks[0].forward = lambda x, block=model.blocks[0], run=model.blocks[0].forward: (run(x), block.up.weight)
+    model.forward = lambda tokens: model.blocks[0](model.embedding(tokens))
+    sharded, _ = sharded_model("optim_grads_params", model)
+    _, returned = sharded(batches(1, 1)[0, 0])
+    owned = [plane.buffer.flat for group in sharded.engine.groups for plane in group.weights.planes]
+    assert storage_id(returned._data) not in {storage_id(flat) for flat in owned}
+
+
+def test_a_unit_that_returns_its_weight_returns_a_copy(ranks: RankPool) -> None:
+    ranks.run(2, _returns)
 
 
 def _copies() -> None:

@@ -1,9 +1,11 @@
 """A flat buffer with a layout: all parameters of a group in one tensor."""
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.buffers.pool import Pool
 from megatron.fsdp.dtensor.placements import contiguous_stride
+from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.sharding.layout import Layout
 
 
@@ -60,3 +62,9 @@ def gap_views(flat: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
             gaps.append(flat[end : slot.offset])
         end = max(end, slot.end)
     return [*gaps, flat[end:]] if end < layout.numel else gaps
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Identity of a tensor's storage, which does not depend on its memory being allocated; 0 for sparse tensors."""
+    local = local_shard(tensor) if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage()._cdata if local.layout is torch.strided else 0

@@ -31,7 +31,7 @@ class TorchaoStorage:
     block_rows = None
     takes_dtype = True
     is_repeatable = True
-    fields = frozenset({"_tensor", "_linear_mm_config", "_dtype", "_precomputed_scale"})
+    fields = frozenset({"_tensor", "_linear_mm_config", "_dtype", "_precomputed_scale", "_data", "_scale"})
 
     @property
     def key(self) -> Hashable:
@@ -63,12 +63,12 @@ class TorchaoStorage:
 
     def quantize(self, shards: Sequence[WeightShard], reduce_max: ReduceMax) -> None:
         """See ``WeightStorage``."""
-        values = [shard.values() for shard in shards]
-        largest = torch.stack([_largest(value) for value in values])
+        largest = torch.stack([_largest(shard.values()) for shard in shards])
         reduce_max(largest)
         scales = amax_to_scale(largest, self.dtype)
-        for shard, value, scale in zip(shards, values, scales, strict=True):
-            cast = hp_tensor_and_scale_to_float8(value, scale, self.dtype)
+        for shard, scale in zip(shards, scales, strict=True):
+            # Brought to the device a second time if it is offloaded, instead of keeping all shards there.
+            cast = hp_tensor_and_scale_to_float8(shard.values(), scale, self.dtype)
             shard.planes[0].copy_(cast._data.view(torch.uint8))
             shard.parameter._scale.copy_(scale)  # type: ignore[attr-defined]
 

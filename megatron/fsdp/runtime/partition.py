@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from megatron.fsdp.buffers.flat_buffer import storage_id
 from megatron.fsdp.buffers.parameter import TENSOR_PARALLEL, GroupKey, ShardedParameter, check_class
 from megatron.fsdp.comm.backends import is_on_host
-from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.helpers.spelling import did_you_mean
 from megatron.fsdp.quantized.storage import storage_of
 from megatron.fsdp.runtime.other_engines import check_no_other_engine
@@ -157,23 +157,16 @@ def check_dtypes(module: nn.Module, policy: MixedPrecisionPolicy) -> None:
         check_class(name, parameter)
         policy.resolve(parameter.dtype, name)
         if storage_of(parameter) is None:
-            plain[_memory(parameter.data)] = name
+            plain[storage_id(parameter.data)] = name
     for name, parameter in module.named_parameters():
         storage = storage_of(parameter)
-        kept = [vars(parameter).get(field) for field in storage.fields] if storage is not None else []
-        for other in [plain.get(_memory(value)) for value in kept if isinstance(value, torch.Tensor)]:
+        kept = [getattr(parameter, field, None) for field in storage.fields] if storage is not None else []
+        for other in [plain.get(storage_id(value)) for value in kept if isinstance(value, torch.Tensor)]:
             if other is not None:
                 raise ValueError(
                     f"Parameter {name} is a quantized {type(parameter).__name__} of the memory of {other}: sharding "
                     "would untie them, since each gets main weights. Quantize a clone, or leave tied weights plain."
                 )
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    """Identity of a tensor's memory; the tensor's own if it has none."""
-    value = local_shard(tensor) if isinstance(tensor, DTensor) else tensor
-    plain = type(value) in (torch.Tensor, nn.Parameter) and value.layout is torch.strided
-    return value.untyped_storage()._cdata if plain else id(value)
 
 
 def check_quantized(part: UnitPart, device: torch.device, policy: MixedPrecisionPolicy) -> None:

@@ -11,14 +11,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from megatron.fsdp.buffers.flat_buffer import storage_id
 from megatron.fsdp.buffers.parameter_group import ParameterGroup
 from megatron.fsdp.buffers.pool import Slot
 from megatron.fsdp.buffers.weights import PlaneSet
 from megatron.fsdp.comm.journal import Channel, Log, report_on_failure
-from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.helpers.labels import profiled
 from megatron.fsdp.helpers.weak import not_compiled, weak_method
 from megatron.fsdp.quantized.storage import Direction, storage_of
@@ -402,10 +401,10 @@ class Unit:
         the memory of the weights has been freed.
         """
         groups = [group for group in self.groups if group.weights.temporary or group.storage is not None]
-        memory = {_storage(plane.buffer.flat) for group in groups for plane in group.weights.planes}
+        memory = {storage_id(plane.buffer.flat) for group in groups for plane in group.weights.planes}
 
         def is_own(value: Any) -> bool:
-            return isinstance(value, torch.Tensor) and not memory.isdisjoint(map(_storage, _stored_in(value)))
+            return isinstance(value, torch.Tensor) and not memory.isdisjoint(map(storage_id, _stored_in(value)))
 
         if not memory or not any(is_own(tensor) for tensor in tensors_in(output)):
             return None
@@ -499,16 +498,10 @@ def _watch_inputs(unit: Unit, args: tuple, kwargs: dict) -> tuple[tuple, dict] |
     return watched
 
 
-def _storage(tensor: torch.Tensor) -> int:
-    """Identity of a tensor's storage, which does not depend on its memory being allocated; 0 for sparse tensors."""
-    local = local_shard(tensor) if isinstance(tensor, DTensor) else tensor
-    return local.untyped_storage()._cdata if local.layout is torch.strided else 0
-
-
 def _stored_in(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The plain tensors that have a tensor's memory: itself, or the parts of a quantized one."""
     storage = storage_of(tensor)
-    return iter([tensor]) if storage is None else tensors_in([vars(tensor).get(field) for field in storage.fields])
+    return iter([tensor]) if storage is None else tensors_in([getattr(tensor, field, None) for field in storage.fields])
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
