@@ -235,12 +235,11 @@ class ShardedParameter:
                 _copy_marks(now, self.compute)
                 module._parameters[attribute] = self.compute
 
-    def initialize_in(self, memory: torch.Tensor, storage: WeightStorage) -> None:
+    def initialize_in(self, memory: torch.Tensor) -> None:
         """Let a plain parameter take the place of a quantized one on the meta device until :meth:`bind`.
 
         Args:
             memory: Gets the initial values, in the parameter's shape and dtype.
-            storage: How the quantized parameter is stored.
         """
         self.quantized = self.compute
         self._replace(nn.Parameter(memory.data, requires_grad=self.compute.requires_grad))

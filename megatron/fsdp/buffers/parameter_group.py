@@ -115,7 +115,7 @@ class ParameterGroup:
             if storage is None:
                 param.point_to(view)
             elif not self.initialized:
-                param.initialize_in(view, storage)
+                param.initialize_in(view)
         if self.initialized:
             self.initialize_main()
 

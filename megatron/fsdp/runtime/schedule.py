@@ -364,10 +364,10 @@ class Schedule:
                     return
                 unit.unshard(PlaneSet.FORWARD_ONLY)
             else:
-                full = unit.temporary and not unit.is_root and self._full()
-                blocked = not self.limits.prefetch or full or unit.slot_is_taken
-                if unit.state is WeightState.SHARDED and blocked:
-                    return
+                if unit.state is WeightState.SHARDED:
+                    full = unit.temporary and not unit.is_root and self._full()
+                    if not self.limits.prefetch or full or unit.slot_is_taken:
+                        return
                 self._unshard(plan, unit)
             plan.issued += 1
             if unit is until:

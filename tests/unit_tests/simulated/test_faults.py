@@ -26,8 +26,9 @@ from tests.models import FP32_GRADS, Block, TinyModel, batches, loss_of
 from tests.ranks import DEVICE as REAL_DEVICE
 from tests.ranks import RankPool
 from tests.simulated.device import DEVICE, SimulatedDevice, simulated_device
+from tests.simulated.faults import Ended, task_does_not_wait
 from tests.simulated.ranks import fake_ranks
-from tests.simulated.streams import HostWait, Stream
+from tests.simulated.streams import HostWait
 
 pytestmark = [
     pytest.mark.every_strategy,
@@ -86,25 +87,14 @@ def _replace(owner: Any, name: str, version: Callable[..., Any]) -> Plant:
 # Mistakes that races show ------------------------------------------------------------------------------------------
 
 
-class _Ended(Handle):
-    """A handle whose wait has been left out."""
-
-    def wait(self) -> None:
-        pass
-
-    @property
-    def ended(self) -> bool:
-        return True
-
-
 def _no_wait_for_unshard(wait: Callable[..., None], weights: WeightBuffer) -> None:
     for handle in weights.handles:
-        weights.replace_handle(handle, _Ended())
+        weights.replace_handle(handle, Ended())
     wait(weights)
 
 
 def _no_wait_for_reduction(wait: Callable[..., None], in_flight: InFlight) -> None:
-    in_flight.handles = [_Ended() for _ in in_flight.handles]
+    in_flight.handles = [Ended() for _ in in_flight.handles]
     wait(in_flight)
 
 
@@ -117,12 +107,6 @@ def _event_before_kernels(run: Callable[..., Handle], stream: CudaStream, task: 
     handle = run(stream, lambda: None)
     run(stream, task)
     return handle
-
-
-def _task_does_not_wait(run: Callable[..., Handle], stream: CudaStream, task: Task) -> Handle:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Stream, "wait_stream", lambda *unused: None)
-        return run(stream, task)
 
 
 def _placed_given_back_by_task(
@@ -222,12 +206,12 @@ FAULTS: dict[str, Fault] = {
         (*GATHER, "on stream 1", "context.py", " any_rank"),
     ),
     "stale main weights are gathered": Fault(
-        _replace(CudaStream, "run", _task_does_not_wait),
+        _replace(CudaStream, "run", task_does_not_wait),
         {**ZERO_3, **BF16},
         ("aten::copy_ reads on stream 2", " _cast_into", "writes on stream 0", " _step"),
     ),
     "slot is gathered into while it is read": Fault(
-        _replace(CudaStream, "run", _task_does_not_wait),
+        _replace(CudaStream, "run", task_does_not_wait),
         {**ZERO_3, **DOUBLE_BUFFER},
         (*GATHER, "addmm reads on stream 0"),
     ),

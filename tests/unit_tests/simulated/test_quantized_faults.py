@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.fsdp.buffers.weights import WeightBuffer
-from megatron.fsdp.comm.streams import CudaStream, Handle, Task
+from megatron.fsdp.comm.streams import CudaStream, Handle
 from megatron.fsdp.quantized.float8 import Float8Storage
 from megatron.fsdp.quantized.mx import MXStorage
 from megatron.fsdp.quantized.reference import ReferenceStorage
@@ -19,8 +19,8 @@ from tests.quantized_models import quantized_model, recompute
 from tests.ranks import DEVICE as REAL_DEVICE
 from tests.ranks import RankPool
 from tests.simulated.device import DEVICE, SimulatedDevice, simulated_device
+from tests.simulated.faults import Ended, task_does_not_wait
 from tests.simulated.ranks import fake_ranks
-from tests.simulated.streams import Stream
 
 pytestmark = pytest.mark.skipif(REAL_DEVICE == "cuda", reason="computes on CPU tensors")
 
@@ -45,23 +45,6 @@ def _train(format: str, settings: dict[str, Any], plant: tuple[Any, str, Callabl
         return sim
 
 
-class _Ended(Handle):
-    """A handle whose wait has been left out."""
-
-    def wait(self) -> None:
-        pass
-
-    @property
-    def ended(self) -> bool:
-        return True
-
-
-def _task_does_not_wait(run: Callable[..., Handle], stream: CudaStream, task: Task) -> Handle:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Stream, "wait_stream", lambda *unused: None)
-        return run(stream, task)
-
-
 def _used_before_the_wait(prepare: Callable[..., None], unit: Unit, direction: Direction) -> None:
     for storage, params in unit.quantized:
         storage.before_use(params, direction)
@@ -71,7 +54,7 @@ def _used_before_the_wait(prepare: Callable[..., None], unit: Unit, direction: D
 def _forward_only_not_waited_for(wait: Callable[..., None], weights: WeightBuffer) -> None:
     # That of the planes of forward is the first.
     for handle in weights.handles[:-1]:
-        weights.replace_handle(handle, _Ended())
+        weights.replace_handle(handle, Ended())
     wait(weights)
 
 
@@ -103,16 +86,16 @@ DECODE = ("reads on stream 0", " decode", " before_use")
 ZERO_1, DOUBLE_BUFFER = {"zero_dp_strategy": "optim"}, {"fsdp_double_buffer": True}
 FAULTS: dict[str, Fault] = {
     "main weights are quantized before their update": Fault(
-        (CudaStream, "run", _task_does_not_wait),
+        (CudaStream, "run", task_does_not_wait),
         "tensor",
         {},
         ("reads on stream 2", " quantize", "quantizing.py", "writes on stream 0", " _train"),
     ),
     "scales are written while backward reads them": Fault(
-        (CudaStream, "run", _task_does_not_wait), "tensor", {}, ("copy_ writes", " quantize", *DECODE)
+        (CudaStream, "run", task_does_not_wait), "tensor", {}, ("copy_ writes", " quantize", *DECODE)
     ),
     "bytes are written while backward reads them": Fault(
-        (CudaStream, "run", _task_does_not_wait), "mx", ZERO_1, ("copy_ writes", " quantize", *DECODE)
+        (CudaStream, "run", task_does_not_wait), "mx", ZERO_1, ("copy_ writes", " quantize", *DECODE)
     ),
     "weights are prepared before the wait": Fault(
         (Unit, "prepare", _used_before_the_wait), "mx", DOUBLE_BUFFER, (*GATHER, *DECODE)
