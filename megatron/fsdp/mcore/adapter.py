@@ -303,7 +303,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
         return self.module.state_dict_for_save_checkpoint(prefix=prefix, keep_vars=keep_vars)
 
     def sharded_state_dict(self, *unused: Any, **also_unused: Any) -> dict[str, Any]:
-        """Raise NotImplementedError: Megatron's ShardedTensors describe parameters that data parallelism keeps whole."""
+        """Raise NotImplementedError: Megatron's ShardedTensors describe parameters that every rank has whole."""
         raise NotImplementedError(
             "sharded_state_dict() would describe every rank's shard as a whole parameter. Save with "
             "torch.distributed.checkpoint and state_dict(), or with Megatron's save_checkpoint() and ckpt_format "
