@@ -6,7 +6,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from megatron.fsdp.helpers.patches import MEGATRON_CORE, Kind, Patch, Patches, Versions
+from megatron.fsdp.helpers.patches import MEGATRON_CORE, Kind, Patch, Patches, Versions, warn_if_untried
 
 # Nothing of Megatron-Bridge could be checked: it needs Transformer Engine.
 MEGATRON_BRIDGE = Versions("megatron-bridge")
@@ -18,12 +18,12 @@ _BRIDGE = "megatron.bridge.training"
 _WRAPPER = "megatron.fsdp.mcore.adapter:FullyShardedDataParallel"
 
 
-def _patch(target: str, reason: str, replacement: str, kind: Kind = Kind.AROUND) -> Patch:
-    return Patch(target, reason, f"megatron.fsdp.mcore.{replacement}", MEGATRON_CORE, kind)
+def _patch(target: str, reason: str, replacement: str, kind: Kind = Kind.AROUND, **versions: Any) -> Patch:
+    return Patch(target, reason, f"megatron.fsdp.mcore.{replacement}", MEGATRON_CORE, kind, **versions)
 
 
-def _wrapper(target: str, reason: str, versions: Versions = MEGATRON_CORE) -> Patch:
-    return Patch(target, reason, _WRAPPER, versions, Kind.VALUE, optional=versions is MEGATRON_BRIDGE)
+def _wrapper(target: str, reason: str, **versions: Any) -> Patch:
+    return Patch(target, reason, _WRAPPER, MEGATRON_CORE, Kind.VALUE, **versions)
 
 
 def _in_bridge(name: str, reason: str, replacement: str, kind: Kind = Kind.AROUND) -> Patch:
@@ -39,10 +39,22 @@ MEGATRON = Patches(
             "megatron.core.distributed.fsdp.mcore_fsdp_adapter:FullyShardedDataParallel",
             "is imported by unwrap_model() at every call, to find out which wrappers to remove",
         ),
+        _wrapper(
+            "megatron.core.distributed.fsdp.mcore_fsdp_adapter:FullyShardedDataParallelV1",
+            "is what unwrap_model() imports since FullyShardedDataParallel is a function that calls it",
+            since="0.20",
+        ),
         _wrapper("megatron.core.distributed:FullyShardedDataParallel", "is what scripts import to wrap a model"),
         _wrapper(
             "megatron.training.training:megatron_FSDP",
             "is what get_model() wraps with, and how train() recognizes a model chunk that has no_sync()",
+            before="0.20",
+        ),
+        _wrapper("megatron.training.training:FullyShardedDataParallel", "is what get_model() wraps with", since="0.20"),
+        _wrapper(
+            "megatron.training.training:FullyShardedDataParallelV1",
+            "is how train() recognizes a model chunk that has no_sync()",
+            since="0.20",
         ),
         _wrapper(
             "megatron.training.models.dist_utils:FullyShardedDataParallel", "is what model builders wrap a model with"
@@ -73,6 +85,13 @@ MEGATRON = Patches(
             f"{_OPTIMIZERS}:MegatronOptimizer._filter_grads_for_norm",
             "selects a gradient on every rank that has a copy of it",
             "statistics:filter_grads_for_norm",
+            since="0.19",
+        ),
+        _patch(
+            f"{_OPTIMIZERS}:MegatronOptimizer.get_main_grads_for_grad_norm",
+            "selects a gradient on every rank that has a copy of it",
+            "statistics:main_grads_for_norm",
+            before="0.19",
         ),
         _patch(
             f"{_OPTIMIZERS}:MegatronOptimizer.count_zeros",
@@ -157,8 +176,13 @@ MEGATRON = Patches(
             Kind.VALUE,
         ),
         # Megatron-Bridge has copies of these. It builds and wraps models with the functions above.
-        _wrapper(
-            f"{_BRIDGE}.setup:megatron_FSDP", "is how it recognizes a model chunk that has no_sync()", MEGATRON_BRIDGE
+        Patch(
+            f"{_BRIDGE}.setup:megatron_FSDP",
+            "is how it recognizes a model chunk that has no_sync()",
+            _WRAPPER,
+            MEGATRON_BRIDGE,
+            Kind.VALUE,
+            optional=True,
         ),
         _in_bridge("generate_state_dict", "is a copy of Megatron's function", "save:generate_state_dict"),
         _in_bridge("preprocess_fsdp_dtensor_state_dict", "is a copy of Megatron's function", "save:preprocess"),
@@ -176,7 +200,7 @@ def install(stand_in: Callable[..., Any] | None = None) -> None:
     """Make Megatron use this FSDP. Further calls change nothing.
 
     Call it before the model is built. If it is called before the command line is parsed, the command line is checked
-    too. Megatron-Bridge may be imported before or after.
+    too. Megatron-Bridge may be imported before or after. A version of Megatron-Core that was not tested is a warning.
 
     Args:
         stand_in: Called in place of the wrapper, with the wrapper's arguments.
@@ -189,6 +213,7 @@ def install(stand_in: Callable[..., Any] | None = None) -> None:
         MEGATRON.install(instead=None if stand_in is None else {_WRAPPER: stand_in})
     except ImportError as error:
         raise ImportError(f"megatron.fsdp.mcore.install() needs megatron-core[training]. {error}") from error
+    warn_if_untried(MEGATRON_CORE, MEGATRON_CORE.installed or "of an unknown version")
 
 
 def uninstall() -> None:
