@@ -3,7 +3,7 @@
 :func:`install` replaces the names in :data:`MEGATRON`, and :func:`uninstall` puts the originals back.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron.fsdp.helpers.patches import MEGATRON_CORE, Kind, Patch, Patches, Versions, warn_if_untried
@@ -16,6 +16,27 @@ _DISTRIBUTED_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedO
 _OPTIMIZERS = "megatron.core.optimizer.optimizer"
 _BRIDGE = "megatron.bridge.training"
 _WRAPPER = "megatron.fsdp.mcore.adapter:FullyShardedDataParallel"
+_ORIGINAL = "megatron.core.distributed.fsdp.src.megatron_fsdp"
+
+# What scripts import from Megatron-Core's FSDP: the module there, the module here, and the names.
+_PUBLIC = (
+    (
+        "",
+        "",
+        "MegatronFSDP MixedPrecisionPolicy FSDPDistributedIndex fully_shard fully_shard_model fully_shard_optimizer",
+    ),
+    (".fully_shard", "", "fully_shard fully_shard_model fully_shard_optimizer"),
+    (".megatron_fsdp", "", "MegatronFSDP"),
+    (".mixed_precision", "", "MixedPrecisionPolicy"),
+    (".utils", "", "FSDPDistributedIndex"),
+    (
+        ".uneven_dtensor",
+        ".dtensor.uneven",
+        "filter_unflattened_state_dict gather_and_compute_chunk_metadata gather_uneven_dtensor_to_full_tensor "
+        "get_unflattened_state_dict preprocess_state_dict_for_uneven_dtensor redistribute_uneven_dtensor_to_replicated "
+        "split_dtensor uneven_dtensor_to_full_tensor update_uneven_dtensor_chunk_metadata validate_uneven_dtensor",
+    ),
+)
 
 
 def _patch(target: str, reason: str, replacement: str, kind: Kind = Kind.AROUND, **versions: Any) -> Patch:
@@ -31,10 +52,34 @@ def _in_bridge(name: str, reason: str, replacement: str, kind: Kind = Kind.AROUN
     return Patch(target, reason, f"megatron.fsdp.mcore.{replacement}", MEGATRON_BRIDGE, kind, optional=True)
 
 
+def _public() -> Iterator[Patch]:
+    for theirs, ours, names in _PUBLIC:
+        for name in names.split():
+            reason = "is what scripts import, without Megatron's wrapper"
+            if name == "uneven_dtensor_to_full_tensor":
+                reason = "gathers shards of different lengths, which gloo cannot do"
+            target, replacement = f"{_ORIGINAL}{theirs}:{name}", f"megatron.fsdp{ours}:{name}"
+            yield Patch(target, reason, replacement, MEGATRON_CORE, Kind.VALUE)
+
+
+def refuse_original(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Raise an error: a name of Megatron-Core's FSDP was imported before it was replaced."""
+    raise RuntimeError(
+        "Megatron-Core's FSDP was called although megatron.fsdp.mcore.install() has replaced it: a name such as "
+        "FullyShardedDataParallel was imported before. Call install() before these imports, or start the script with "
+        "python -m megatron.fsdp.launch. Call megatron.fsdp.mcore.uninstall() to use Megatron-Core's FSDP."
+    )
+
+
 MEGATRON = Patches(
     "Megatron-Core and its training loop",
     [
-        # The wrapper.
+        # The wrapper. The class is looked up by its name, so this row precedes the one that replaces the name.
+        _patch(
+            f"{_ORIGINAL}.megatron_fsdp:MegatronFSDP.__init__",
+            "would run in place of this FSDP where its name was imported before it was replaced",
+            "patches:refuse_original",
+        ),
         _wrapper(
             "megatron.core.distributed.fsdp.mcore_fsdp_adapter:FullyShardedDataParallel",
             "is imported by unwrap_model() at every call, to find out which wrappers to remove",
@@ -44,6 +89,7 @@ MEGATRON = Patches(
             "is what unwrap_model() imports since FullyShardedDataParallel is a function that calls it",
             since="0.20",
         ),
+        _wrapper("megatron.core.distributed.fsdp:FullyShardedDataParallel", "is what scripts import to wrap a model"),
         _wrapper("megatron.core.distributed:FullyShardedDataParallel", "is what scripts import to wrap a model"),
         _wrapper(
             "megatron.training.training:megatron_FSDP",
@@ -168,13 +214,7 @@ MEGATRON = Patches(
             "raises an error with FSDP after loading without optimizer state, although main weights were loaded",
             "optimizer_state:copy_model_params_to_main_params",
         ),
-        Patch(
-            "megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor:uneven_dtensor_to_full_tensor",
-            "gathers shards of different lengths, which gloo cannot do",
-            "megatron.fsdp.dtensor.uneven:uneven_dtensor_to_full_tensor",
-            MEGATRON_CORE,
-            Kind.VALUE,
-        ),
+        *_public(),
         # Megatron-Bridge has copies of these. It builds and wraps models with the functions above.
         Patch(
             f"{_BRIDGE}.setup:megatron_FSDP",

@@ -132,6 +132,39 @@ def test_wrappers_are_ours() -> None:
     assert not is_installed()
 
 
+def test_names_of_the_original_are_ours_after_install() -> None:
+    install()
+    import megatron.core.distributed.fsdp.src.megatron_fsdp as package
+    import megatron_fsdp
+    from megatron.core.distributed.fsdp import FullyShardedDataParallel
+    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel as wrapper
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import MegatronFSDP, fully_shard
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.fully_shard import fully_shard_model
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp import MegatronFSDP as same
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.mixed_precision import MixedPrecisionPolicy
+    from megatron.fsdp import mcore
+
+    assert FullyShardedDataParallel is wrapper is mcore.FullyShardedDataParallel
+    assert MegatronFSDP is same is megatron_fsdp.MegatronFSDP
+    assert fully_shard is megatron_fsdp.fully_shard and fully_shard_model is megatron_fsdp.fully_shard_model
+    assert MixedPrecisionPolicy is megatron_fsdp.MixedPrecisionPolicy
+    behaviour = [name for name in package.__all__ if not name.startswith("__") and not name.endswith("Config")]
+    assert behaviour and all(getattr(package, name) is getattr(megatron_fsdp, name) for name in behaviour)
+
+
+def test_what_was_imported_before_install_raises_an_error() -> None:
+    """Megatron-Core's wrapper and its fully_shard() construct this class."""
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import MegatronFSDP
+
+    before = MegatronFSDP.__init__
+    install()
+    with pytest.raises(RuntimeError, match="imported before"):
+        MegatronFSDP(torch.nn.Linear(2, 2))
+    assert inspect.unwrap(MegatronFSDP.__init__) is before
+    uninstall()
+    assert MegatronFSDP.__init__ is before
+
+
 def test_a_stand_in_for_the_wrapper() -> None:
     def stand_in() -> None: ...
 
