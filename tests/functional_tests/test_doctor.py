@@ -74,6 +74,11 @@ def test_errors_of_megatron_are_reported() -> None:
     assert result.returncode == 1 and "ERROR" in result.stdout
 
 
+def test_mistakes_in_the_command_line_are_reported() -> None:
+    result = doctor(f"{MODEL} --no-such-flag 3", flags="")
+    assert result.returncode == 1 and "ERROR  unrecognized arguments: --no-such-flag 3" in result.stdout
+
+
 def words_of(script: Path, **variables: str) -> list[str]:
     environment = {**os.environ, "DRY_RUN": "1", "SLURM_SUBMIT_DIR": str(ROOT), **variables}
     return subprocess.run(
