@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import log_single_rank
 from megatron.fsdp.comm.backends import compute_device
 from megatron.fsdp.config import FSDPConfig
-from megatron.fsdp.ddp_config import from_megatron
+from megatron.fsdp.ddp_config import FLAGS, from_megatron
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.helpers.spelling import bare_name
 from megatron.fsdp.mcore.limits import Settings, adjust, check
@@ -149,11 +149,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
             }
             for name, value in marks.items():
                 setattr(param.main, name, value)
-        log_single_rank(
-            logger,
-            logging.INFO,
-            f"Megatron-FSDP: {len(sharded.engine.units)} units over {sharded.index.size} ranks, {sharded.fsdp_config}",
-        )
+        _log_plan(sharded)
 
     @property
     def mp_policy(self) -> MixedPrecisionPolicy:
@@ -223,7 +219,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
                 # shard of the sum, a plain tensor. A DTensor's .grad must be a DTensor; main_grad, which Megatron-Core
                 # prefers, may be anything.
                 param.main.main_grad = getattr(param.main, gradient)
-        if not USING_PYTORCH_OPTIMIZER:
+        if not USING_PYTORCH_OPTIMIZER and not self.module.fsdp_config.offload_optimizer:
             # Fused optimizers of Apex and Transformer Engine skip the tensors that follow an empty one.
             for param in self.module.engine.params():
                 if local_shard(param.main).numel() == 0:
@@ -313,13 +309,32 @@ class FullyShardedDataParallel(_BaseDataParallel):
         return self.module.load_state_dict(renamed, strict=strict)
 
 
+def _log_plan(sharded: ShardedModule) -> None:
+    units, config = sharded.engine.units, sharded.fsdp_config
+    log_single_rank(
+        logger, logging.INFO, f"Megatron-FSDP: {len(units)} units over {sharded.index.size} ranks, {config}"
+    )
+    if config.offload_optimizer:
+        sizes = [(sum(group.layout.numel for group in unit.groups), unit.is_offloaded) for unit in units]
+        share = sum(size for size, offloaded in sizes if offloaded) / max(sum(size for size, _ in sizes), 1)
+        log_single_rank(
+            logger,
+            logging.WARNING,
+            f"Megatron-FSDP: the optimizer of {sum(offloaded for _, offloaded in sizes)} of {len(units)} units is in "
+            f"host memory, {share:.1%} of the parameters ({config.offload_fraction:.1%} requested)",
+        )
+
+
 def fsdp_config(config: TransformerConfig, ddp_config: DistributedDataParallelConfig) -> FSDPConfig:
     """Translate Megatron's settings to the engine's."""
     # Megatron's training loop finishes gradients once per step, not after each backward, and its optimizer reads the
     # gradient of every trainable parameter. MXFP8 weights (fp8_param_gather) need no
     # enable_fine_grained_param_gather, which Megatron-Core's FSDP sets for them: a unit's pass gathers only the bytes
     # that it reads, by rows in forward and by columns in backward.
-    return from_megatron(ddp_config, config, sync_model_each_microbatch=False, zero_unused_gradients=True)
+    settings: dict[str, bool] = {"sync_model_each_microbatch": False, "zero_unused_gradients": True}
+    if getattr(ddp_config, FLAGS["offload_optimizer"], False):
+        settings["use_decoupled_grad"] = True  # see megatron.fsdp.mcore.offload
+    return from_megatron(ddp_config, config, **settings)
 
 
 def _random_states() -> dict[str, Any]:

@@ -143,7 +143,13 @@ LIMITS: tuple[Limit, ...] = (
         "Leave gtp_weight_remat_size at 1, or train with Megatron's DistributedDataParallel.",
         lambda s: (s["gtp_weight_remat_size"] or 1) > 1,
     ),
-    _not_yet("optimizer_cpu_offload", "offloading the optimizer to the CPU"),
+    _never(
+        "optimizer_cpu_offload without use_precision_aware_optimizer",
+        "Megatron-Core offloads the optimizer only with use_precision_aware_optimizer, which says where it reads "
+        "gradients.",
+        "Set use_precision_aware_optimizer too.",
+        lambda s: bool(s["optimizer_cpu_offload"]) and s["use_precision_aware_optimizer"] is False,
+    ),
     _not_yet("delay_wgrad_compute", "delaying weight gradients"),
     _not_yet("defer_embedding_wgrad_compute", "deferring the embedding's weight gradient"),
     _not_yet("overlap_moe_expert_parallel_comm", "the 1F1B overlap of expert communication"),
@@ -262,6 +268,10 @@ def _gives_bucket_size(settings: Settings) -> bool:
     return settings["ddp_bucket_size"] is not None or not by_default
 
 
+def _offloads_and_narrows(name: str) -> Condition:
+    return lambda s: bool(s["optimizer_cpu_offload"]) and s[name] not in (None, "fp32", torch.float32)
+
+
 IGNORED: tuple[Ignored, ...] = (
     Ignored("suggested_communication_unit_size", lambda s: s["suggested_communication_unit_size"] is not None, _UNITS),
     Ignored("num_buckets", lambda s: s["num_buckets"] is not None, _UNITS),
@@ -287,6 +297,29 @@ IGNORED: tuple[Ignored, ...] = (
         "enable_full_sharding_in_hsdp",
         _is_set("enable_full_sharding_in_hsdp"),
         "the setting for that is outer_dp_sharding_strategy optim",
+    ),
+    Ignored(
+        "overlap_cpu_optimizer_d2h_h2d",
+        lambda s: bool(s["overlap_cpu_optimizer_d2h_h2d"]) and bool(s["optimizer_cpu_offload"]),
+        "all gradients are copied to the host before its step, and each unit's weights are copied back when they are "
+        "unsharded, while others compute",
+    ),
+    *(
+        Ignored(name, _is_false(name, _is_set("optimizer_cpu_offload")), "copies from pageable memory block the host")
+        for name in ("pin_cpu_grads", "pin_cpu_params")
+    ),
+    Ignored(
+        "use_torch_optimizer_for_cpu_offload",
+        lambda s: bool(s["use_torch_optimizer_for_cpu_offload"]) and bool(s["optimizer_cpu_offload"]),
+        "with optimizer_cpu_offload, torch's optimizer also updates weights on the device",
+    ),
+    *(
+        Ignored(
+            name,
+            _offloads_and_narrows(name),
+            "with optimizer_cpu_offload, moments have the main weights' dtype, as in Megatron-Core",
+        )
+        for name in ("exp_avg_dtype", "exp_avg_sq_dtype")
     ),
     Ignored("disable_symmetric_registration", _without_registration("disable_symmetric_registration"), _REGISTERED),
     Ignored("fsdp_manual_registration", _without_registration("fsdp_manual_registration"), _REGISTERED),

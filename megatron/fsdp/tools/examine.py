@@ -4,7 +4,7 @@ Megatron parses the command line, and the script builds its model as one rank of
 data. One process without a GPU is enough for any number of ranks.
 """
 
-import dataclasses
+import copy
 import functools
 import importlib
 import json
@@ -126,6 +126,7 @@ class Report:
             ("  compute weights", "compute"),
             ("  main weights", "main"),
             ("  Adam's moments", "optimizer"),
+            ("  in host memory", "host"),
         ):
             rows.append((title, _gib(sum(getattr(t, name) for t in totals))))
         rows.append(("  between steps", _gib(sum(t.resting for t in totals))))
@@ -227,7 +228,8 @@ def _look_at(report: Report, config: Any, ddp_config: Any, module: nn.Module, *r
     dense = groups.get_data_parallel_world_size(with_context_parallel=True)
     experts = groups.get_expert_data_parallel_world_size()
     # These two need CUDA. The report has named them, and goes on without them.
-    usable = dataclasses.replace(ddp_config, nccl_ub=False, megatron_fsdp_cuda_graph_mode=False)
+    usable = copy.copy(ddp_config)
+    usable.nccl_ub = usable.megatron_fsdp_cuda_graph_mode = False
     report.config = fsdp_config(config, usable)
     report.sizes = {
         "tensor": groups.get_tensor_model_parallel_world_size(),

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.ddp_config import FLAGS
@@ -32,6 +33,10 @@ BROKEN: dict[str, dict[str, Any]] = {
     "create_all_gather_group with several optimizer instances": {
         "create_all_gather_group": True,
         "num_distributed_optimizer_instances": 2,
+    },
+    "optimizer_cpu_offload without use_precision_aware_optimizer": {
+        "optimizer_cpu_offload": True,
+        "use_precision_aware_optimizer": False,
     },
     "save_wgrads_interval": {"save_wgrads_interval": 10},
     "param_name_patterns_for_fp32_local_accumulation": {"param_name_patterns_for_fp32_local_accumulation": ("all",)},
@@ -124,6 +129,12 @@ ASKED_FOR: dict[str, dict[str, Any]] = {
     "bucket_size": {"ddp_bucket_size": 40_000_000},
     "gradient_reduce_div_fusion": {"gradient_reduce_div_fusion": False},
     "outer_dp_sharding_strategy": {"outer_dp_sharding_strategy": "optim", "num_distributed_optimizer_instances": 1},
+    "overlap_cpu_optimizer_d2h_h2d": {"overlap_cpu_optimizer_d2h_h2d": True, "optimizer_cpu_offload": True},
+    "pin_cpu_grads": {"pin_cpu_grads": False, "optimizer_cpu_offload": True},
+    "pin_cpu_params": {"pin_cpu_params": False, "optimizer_cpu_offload": True},
+    "use_torch_optimizer_for_cpu_offload": {"use_torch_optimizer_for_cpu_offload": True, "optimizer_cpu_offload": True},
+    "exp_avg_dtype": {"exp_avg_dtype": torch.bfloat16, "optimizer_cpu_offload": True},
+    "exp_avg_sq_dtype": {"exp_avg_sq_dtype": torch.bfloat16, "optimizer_cpu_offload": True},
     "torch_fsdp2_reshard_after_forward": {"torch_fsdp2_reshard_after_forward": False},
 }
 
