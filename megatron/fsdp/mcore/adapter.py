@@ -1,7 +1,9 @@
 """FullyShardedDataParallel: this engine behind the interface of Megatron-Core's data-parallel wrappers."""
 
+import dataclasses
 import functools
 import logging
+import math
 import random
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -32,7 +34,7 @@ from megatron.fsdp.module import MegatronFSDP
 from megatron.fsdp.optim.classes import ELEMENTWISE
 from megatron.fsdp.optim.hooks import attach_at_first_use, attach_local_step
 from megatron.fsdp.runtime.engine import engines_of
-from megatron.fsdp.runtime.partition import UnitClasses
+from megatron.fsdp.runtime.partition import UnitClasses, resolve_unit_classes
 from megatron.fsdp.sharding.mesh import FSDPDistributedIndex
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
 from megatron.fsdp.state.loading import unsharded_state
@@ -129,7 +131,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
             index,
             fsdp_unit_modules=units,
             device=device,
-            config=fsdp_config(config, ddp_config),
+            config=fsdp_config(config, ddp_config, largest_unit(module, units)),
         )
         super().__init__(config=config, module=sharded)
         if config.init_model_with_meta_device:
@@ -325,8 +327,21 @@ def _log_plan(sharded: ShardedModule) -> None:
         )
 
 
-def fsdp_config(config: TransformerConfig, ddp_config: DistributedDataParallelConfig) -> FSDPConfig:
-    """Translate Megatron's settings to the engine's."""
+def largest_unit(module: nn.Module, units: UnitClasses) -> int:
+    """The number of parameters of the largest unit; 0 if there is none."""
+    classes = resolve_unit_classes(module, units)
+    sizes = (sum(p.numel() for p in each.parameters()) for each in module.modules() if isinstance(each, classes))
+    return max(sizes, default=0)
+
+
+def fsdp_config(config: TransformerConfig, ddp_config: DistributedDataParallelConfig, unit_size: int = 0) -> FSDPConfig:
+    """Translate Megatron's settings to the engine's.
+
+    Args:
+        config: The model's settings.
+        ddp_config: Settings of data parallelism.
+        unit_size: The number of parameters of the largest unit; 0 if there is none.
+    """
     # Megatron's training loop finishes gradients once per step, not after each backward, and its optimizer reads the
     # gradient of every trainable parameter. MXFP8 weights (fp8_param_gather) need no
     # enable_fine_grained_param_gather, which Megatron-Core's FSDP sets for them: a unit's pass gathers only the bytes
@@ -334,7 +349,14 @@ def fsdp_config(config: TransformerConfig, ddp_config: DistributedDataParallelCo
     settings: dict[str, bool] = {"sync_model_each_microbatch": False, "zero_unused_gradients": True}
     if getattr(ddp_config, FLAGS["offload_optimizer"], False):
         settings["use_decoupled_grad"] = True  # see megatron.fsdp.mcore.offload
-    return from_megatron(ddp_config, config, **settings)
+    found = from_megatron(ddp_config, config, **settings)
+    in_flight = ddp_config.suggested_communication_unit_size
+    if in_flight is None or not unit_size or found.fsdp_double_buffer:
+        return found
+    # Megatron-Core prefetches units until half as many parameters are in flight, and lets the reductions of at most so
+    # many go on.
+    prefetched, reducing = math.ceil(in_flight // 2 / unit_size), max(in_flight // unit_size, 1)
+    return dataclasses.replace(found, max_unsharded_units=1 + prefetched, max_reducing_units=reducing)
 
 
 def _random_states() -> dict[str, Any]:

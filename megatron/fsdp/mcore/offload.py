@@ -50,32 +50,43 @@ def build_optimizer(original: Callable[..., Any], params: Iterable[dict[str, Any
     fused = all(runs_ahead(engine.device) for engine in engines)
     optimizer = torch.optim.AdamW(groups, fused=fused, **options)
     # Before the hooks that replace DTensors by local tensors, which are added at the first step.
-    optimizer.register_step_pre_hook(_BringGradients(engines))
-    optimizer.register_step_post_hook(_drop_gradients)
+    hooks = _GradientsBesideWeights(engines)
+    optimizer.register_step_pre_hook(hooks.before_step)
+    optimizer.register_step_post_hook(hooks.after_step)
     return optimizer
 
 
-class _BringGradients:
-    """Step pre-hook that puts gradients beside main weights: into ``.grad``, in their dtype, on their device.
+class _GradientsBesideWeights:
+    """Step hooks: during the step, ``.grad`` has gradients in the dtype and on the device of their main weights.
 
     Args:
         engines: The engines of the models. The optimizer may outlive them.
     """
 
     def __init__(self, engines: list[Engine]) -> None:
-        self._engines = [weakref.ref(engine) for engine in engines]
+        self._references = [weakref.ref(engine) for engine in engines]
 
-    def __call__(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-        engines = [engine for reference in self._engines if (engine := reference()) is not None]
-        for engine in engines:
+    @property
+    def _engines(self) -> list[Engine]:
+        return [engine for reference in self._references if (engine := reference()) is not None]
+
+    def before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+        """Step pre-hook: copy gradients."""
+        for engine in self._engines:
             for param in engine.params():
                 grad = getattr(param.main, "decoupled_grad", None)
                 if grad is not None:
                     moved = _beside(local_shard(param.main), local_shard(grad), engine)
                     param.main.grad = make_like(moved, param.main)
-        for engine in engines:
+        for engine in self._engines:
             # All copies were started before the host waits for them, and for unshards that read main weights.
             engine.wait_before_write()
+
+    def after_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+        """Step post-hook: free the copies."""
+        for engine in self._engines:
+            for param in engine.params():
+                param.main.grad = None
 
 
 def _beside(main: torch.Tensor, grad: torch.Tensor, engine: Engine) -> torch.Tensor:
@@ -83,13 +94,6 @@ def _beside(main: torch.Tensor, grad: torch.Tensor, engine: Engine) -> torch.Ten
     if is_on_host(main.device) and engine.context.offloads:
         return engine.context.main_buffer(main.numel(), main.dtype).view(main.shape).copy_(grad, non_blocking=True)
     return grad.to(main.dtype)
-
-
-def _drop_gradients(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-    """Step post-hook that frees the copies of gradients."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = None
 
 
 def calc_dtensor_params_l2_norm(original: Callable[..., float], params: list[Any]) -> float:

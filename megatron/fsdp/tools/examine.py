@@ -219,7 +219,7 @@ def _without_memory(setup: Callable[..., Any]) -> Callable[..., Any]:
 def _look_at(report: Report, config: Any, ddp_config: Any, module: nn.Module, *rest: Any, **kwargs: Any) -> None:
     """Replaces the wrapper's constructor: adds the model chunk to the report."""
     from megatron.core import parallel_state as groups
-    from megatron.fsdp.mcore.adapter import fsdp_config, units_of
+    from megatron.fsdp.mcore.adapter import fsdp_config, largest_unit, units_of
     from megatron.fsdp.runtime.partition import resolve_unit_classes
 
     config.init_model_with_meta_device = False  # set by _examining and not by the user
@@ -230,7 +230,8 @@ def _look_at(report: Report, config: Any, ddp_config: Any, module: nn.Module, *r
     # These two need CUDA. The report has named them, and goes on without them.
     usable = copy.copy(ddp_config)
     usable.nccl_ub = usable.megatron_fsdp_cuda_graph_mode = False
-    report.config = fsdp_config(config, usable)
+    classes = kwargs.get("fsdp_unit_modules") or units_of(module)
+    report.config = fsdp_config(config, usable, largest_unit(module, classes))
     report.sizes = {
         "tensor": groups.get_tensor_model_parallel_world_size(),
         "pipeline": groups.get_pipeline_model_parallel_world_size(),
@@ -243,7 +244,6 @@ def _look_at(report: Report, config: Any, ddp_config: Any, module: nn.Module, *r
     }
     if report.recipe is not None:
         plan_model(module, report.recipe, config)
-    classes = kwargs.get("fsdp_unit_modules") or units_of(module)
     report.chunks.append(
         estimate(
             module,
