@@ -32,7 +32,7 @@ from megatron.fsdp.mcore.limits import Settings, adjust, check
 from megatron.fsdp.mcore.topology import make_index, mark_tensor_parallel
 from megatron.fsdp.module import MegatronFSDP
 from megatron.fsdp.optim.classes import ELEMENTWISE
-from megatron.fsdp.optim.hooks import attach_at_first_use, attach_local_step
+from megatron.fsdp.optim.hooks import attach_at_first_use, attach_local_step, require_synchronized_gradients
 from megatron.fsdp.runtime.engine import engines_of
 from megatron.fsdp.runtime.partition import UnitClasses, resolve_unit_classes
 from megatron.fsdp.sharding.mesh import FSDPDistributedIndex
@@ -62,8 +62,11 @@ class ShardedModule(MegatronFSDP):
 
 def _attach(optimizer: torch.optim.Optimizer) -> None:
     """Make torch's optimizers update local shards. Fused optimizers of other libraries handle DTensors themselves."""
+    engines = engines_of(p for group in optimizer.param_groups for p in group["params"])
+    require_synchronized_gradients(
+        optimizer, engines, "Call finish_grad_sync() of the wrapped model, or Megatron's finalize_model_grads(),"
+    )
     if type(optimizer) in ELEMENTWISE:
-        engines = engines_of(p for group in optimizer.param_groups for p in group["params"])
         attach_local_step(optimizer, [group for engine in engines for group in engine.groups])
 
 
@@ -296,6 +299,14 @@ class FullyShardedDataParallel(_BaseDataParallel):
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
         """Return main weights and buffers; Megatron calls this to save a checkpoint."""
         return self.module.state_dict_for_save_checkpoint(prefix=prefix, keep_vars=keep_vars)
+
+    def sharded_state_dict(self, *unused: Any, **also_unused: Any) -> dict[str, Any]:
+        """Raise NotImplementedError: Megatron's ShardedTensors describe parameters that every rank has whole."""
+        raise NotImplementedError(
+            "sharded_state_dict() would describe every rank's shard as a whole parameter. Save with "
+            "torch.distributed.checkpoint and state_dict(), or with Megatron's save_checkpoint() and ckpt_format "
+            "fsdp_dtensor."
+        )
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
         """Load main weights and buffers.

@@ -343,6 +343,11 @@ class Engine:
         for param in arrived:
             param.run_gradient_hooks()
 
+    @property
+    def has_pending_gradients(self) -> bool:
+        """Whether a backward has ended since gradients were last put into ``.grad``."""
+        return self._sync.pending
+
     def finish_pending_gradients(self) -> None:
         """Call :meth:`finish_gradients` if a backward has ended since the last call."""
         if self._sync.pending:
