@@ -380,7 +380,8 @@ class _UpdateByUnit:
         if engine is None or not self._arguments.install or not by_unit:
             return
         first = engine.units_to_prefetch_first if engine.config.gather_during_step else []
-        others = [unit for unit in engine.units if unit not in first] if is_on_host(engine.context.main_device) else []
+        on_host = engine.units if is_on_host(engine.device) else [unit for unit in engine.units if unit.is_offloaded]
+        others = [unit for unit in on_host if unit not in first]
         if first:
             # Before any all-gather starts: invalidating afterwards would drop the weights that it has gathered.
             engine.invalidate_weights()

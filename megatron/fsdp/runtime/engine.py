@@ -358,7 +358,8 @@ class Engine:
         used = iter(self._used_anywhere(groups))
         taken = [group.take_gradients() for group in groups]
         # With offload the host reads the gradients from here on. All copies were started before it waits for them.
-        self.context.finish_offload()
+        if self.config.offloads_gradients:
+            self.context.finish_offload()
         arrived = []
         for group, reduced in zip(groups, taken, strict=True):
             flags = [next(used) for _ in group.params]
@@ -382,9 +383,11 @@ class Engine:
         """Multiply the gradients in ``.grad`` in place by a number, or by a tensor with one element."""
         grads = [getattr(param.main, self.config.grad_attribute, None) for param in self.params()]
         shards = [local_shard(grad) for grad in grads if grad is not None]
-        if isinstance(scaling_factor, torch.Tensor):
-            scaling_factor = scaling_factor.reshape(()).to(self.context.main_device)
-        torch._foreach_mul_(shards, scaling_factor)
+        for device in {shard.device for shard in shards}:
+            factor = scaling_factor
+            if isinstance(factor, torch.Tensor):
+                factor = factor.reshape(()).to(device)
+            torch._foreach_mul_([shard for shard in shards if shard.device == device], factor)
 
     def clear_gradients(self) -> None:
         """Drop all gradients: accumulated, reduced, and in ``.grad``."""

@@ -5,7 +5,7 @@ data. One process without a GPU is enough for any number of ranks.
 """
 
 import argparse
-import dataclasses
+import copy
 import functools
 import importlib
 import json
@@ -127,6 +127,7 @@ class Report:
             ("  compute weights", "compute"),
             ("  main weights", "main"),
             ("  Adam's moments", "optimizer"),
+            ("  in host memory", "host"),
         ):
             rows.append((title, _gib(sum(getattr(t, name) for t in totals))))
         rows.append(("  between steps", _gib(sum(t.resting for t in totals))))
@@ -228,7 +229,7 @@ def _without_memory(setup: Callable[..., Any]) -> Callable[..., Any]:
 def _look_at(report: Report, config: Any, ddp_config: Any, module: nn.Module, *rest: Any, **kwargs: Any) -> None:
     """Replaces the wrapper's constructor: adds the model chunk to the report."""
     from megatron.core import parallel_state as groups
-    from megatron.fsdp.mcore.adapter import fsdp_config, units_of
+    from megatron.fsdp.mcore.adapter import fsdp_config, largest_unit, units_of
     from megatron.fsdp.runtime.partition import resolve_unit_classes
 
     config.init_model_with_meta_device = False  # set by _examining and not by the user
@@ -237,8 +238,10 @@ def _look_at(report: Report, config: Any, ddp_config: Any, module: nn.Module, *r
     dense = groups.get_data_parallel_world_size(with_context_parallel=True)
     experts = groups.get_expert_data_parallel_world_size()
     # These two need CUDA. The report has named them, and goes on without them.
-    usable = dataclasses.replace(ddp_config, nccl_ub=False, megatron_fsdp_cuda_graph_mode=False)
-    report.config = fsdp_config(config, usable)
+    usable = copy.copy(ddp_config)
+    usable.nccl_ub = usable.megatron_fsdp_cuda_graph_mode = False
+    classes = kwargs.get("fsdp_unit_modules") or units_of(module)
+    report.config = fsdp_config(config, usable, largest_unit(module, classes))
     report.sizes = {
         "tensor": groups.get_tensor_model_parallel_world_size(),
         "pipeline": groups.get_pipeline_model_parallel_world_size(),
@@ -251,7 +254,6 @@ def _look_at(report: Report, config: Any, ddp_config: Any, module: nn.Module, *r
     }
     if report.recipe is not None:
         plan_model(module, report.recipe, config)
-    classes = kwargs.get("fsdp_unit_modules") or units_of(module)
     report.chunks.append(
         estimate(
             module,
