@@ -94,6 +94,14 @@ INTERLEAVED = f"{PP} --num-layers-per-virtual-pipeline-stage 1"
 ZEROS = "--untie-embeddings-and-output-weights --log-num-zeros-in-grad"
 META = "--init-model-with-meta-device"
 INSTANCES = "--num-distributed-optimizer-instances 2"
+# Without this flag, DDP sums gradients in fp16.
+FP16 = "--fp16 --clip-grad 1000 --accumulate-allreduce-grads-in-fp32"
+DYNAMIC_SCALE = "--initial-loss-scale 65536 --min-loss-scale 16 --loss-scale-window 3 --hysteresis 1"
+IN_FP32 = "--accumulate-allreduce-grads-in-fp32"
+FSDP_DTYPES = " ".join(
+    f"--megatron-fsdp-{name}-dtype {dtype}"
+    for name, dtype in [("main-params", "fp32"), ("main-grads", "fp32"), ("grad-comm", "fp32")]
+)
 
 CASES = (
     _topology("TP 2", 4, TP),
@@ -184,6 +192,42 @@ CASES = (
     Case("option", "number of zeros, EP 2", 4, f"{ALLTOALL} {EP} {ZEROS}"),
     Case("option", "decoupled learning rate", 2, "--decoupled-lr 1e-3 --untie-embeddings-and-output-weights", ONE),
     Case("option", "evaluation during training", 2, "--eval-interval 3 --eval-iters 2", ONE),
+    Case(
+        "option",
+        "Adam's settings, minimum learning rates",
+        2,
+        "--adam-beta1 0.8 --adam-beta2 0.95 --adam-eps 1e-6 --min-lr 1e-4 --decoupled-lr 1e-3 --decoupled-min-lr 2e-4 "
+        "--start-weight-decay 0.02 --end-weight-decay 0.2 --weight-decay-incr-style linear "
+        "--untie-embeddings-and-output-weights",
+        ONE,
+    ),
+    Case("option", "weight decay of query and key norms", 2, "--qk-layernorm --apply-wd-to-qk-layernorm", ONE),
+    Case("option", "fp16, dynamic loss scale", 2, f"{FP16} {DYNAMIC_SCALE}", STRATEGIES),
+    Case("option", "fp16, constant loss scale, TP 2", 4, f"{TP} {FP16} --loss-scale 512", ONE),
+    # With one micro-batch per step, since the order in which gradients are rounded to bf16 and added differs.
+    Case(
+        "option",
+        "bf16, gradients reduced in bf16",
+        2,
+        "--clip-grad 1000 --grad-reduce-in-bf16",
+        SHARDED,
+        batch=2,
+        bf16=True,
+    ),
+    Case("option", "bf16, gradients reduced in fp32", 2, f"--clip-grad 1000 {IN_FP32}", ONE, bf16=True),
+    Case(
+        "option",
+        "bf16, dtypes of main weights and gradients",
+        2,
+        "--clip-grad 1000",
+        SHARDED,
+        bf16=True,
+        only_fsdp=FSDP_DTYPES,
+    ),
+    Case("option", "uneven pipeline stages", 4, f"{PP} --decoder-first-pipeline-num-layers 1", ONE, layers=3),
+    Case("option", "double buffer", 2, "", SHARDED, only_fsdp="--fsdp-double-buffer"),
+    Case("option", "max-pool double buffer", 2, "", ONE, only_fsdp="--megatron-fsdp-max-pool-double-buffer"),
+    Case("option", "no Gloo process groups", 2, "--disable-gloo-process-groups --distributed-timeout-minutes 5", ONE),
 )
 
 
