@@ -16,6 +16,8 @@ FLAGS = {
     "enable_fine_grained_param_gather": "megatron_fsdp_enable_fine_grained_param_gather",
     "use_decoupled_grad": "megatron_fsdp_use_decoupled_grad",
     "cuda_graph_mode": "megatron_fsdp_cuda_graph_mode",
+    "offload_optimizer": "optimizer_cpu_offload",
+    "offload_fraction": "optimizer_offload_fraction",
     "exchange_gradients": "reduce_scatter_with_fp32_accumulation",
     "fused_weight_gradients": "gradient_accumulation_fusion",
     # Of the mixed-precision policy.

@@ -155,6 +155,22 @@ MEGATRON = Patches(
             "compares the parameters of data-parallel ranks, which are different shards",
             "replicas:check_param_hashes",
         ),
+        # The optimizer in host memory.
+        _patch(
+            "megatron.training.training:get_megatron_ddp_config",
+            "does not tell the wrapper that the optimizer is offloaded to the CPU",
+            "offload:get_megatron_ddp_config",
+        ),
+        _patch(
+            "megatron.core.optimizer:HybridDeviceOptimizer",
+            "makes further copies of main weights on the host, and its state cannot be saved with FSDP",
+            "offload:build_optimizer",
+        ),
+        _patch(
+            "megatron.training.utils.common_utils:calc_dtensor_params_l2_norm",
+            "computes the norm of weights in host memory with a kernel of the device",
+            "offload:calc_dtensor_params_l2_norm",
+        ),
         # Saving and loading.
         _patch(
             f"{_CHECKPOINTING}:generate_state_dict",
