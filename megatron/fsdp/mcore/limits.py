@@ -248,6 +248,12 @@ ADJUSTMENTS: tuple[Adjustment, ...] = (
         "a graph of a whole iteration needs buffers and gradients at fixed addresses",
     ),
     Adjustment(
+        "megatron_fsdp_version",
+        lambda s: s["megatron_fsdp_version"] not in (None, 1),
+        1,
+        "it chooses one of Megatron-Core's two engines, and this one takes the place of both",
+    ),
+    Adjustment(
         "overlap_grad_reduce",
         _is_false("overlap_grad_reduce", _shards("gradients")),
         True,

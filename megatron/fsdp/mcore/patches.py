@@ -6,6 +6,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from megatron.fsdp.helpers.import_name import warn_of_conflict
 from megatron.fsdp.helpers.patches import MEGATRON_CORE, Kind, Patch, Patches, Versions, warn_if_untried
 
 # Nothing of Megatron-Bridge could be checked: it needs Transformer Engine.
@@ -269,6 +270,7 @@ def install(stand_in: Callable[..., Any] | None = None) -> None:
         MEGATRON.install(instead=None if stand_in is None else {_WRAPPER: stand_in})
     except ImportError as error:
         raise ImportError(f"megatron.fsdp.mcore.install() needs megatron-core[training]. {error}") from error
+    warn_of_conflict()
     warn_if_untried(MEGATRON_CORE, MEGATRON_CORE.installed or "of an unknown version")
 
 

@@ -20,6 +20,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from megatron.fsdp.config import FSDPConfig
+from megatron.fsdp.helpers.import_name import conflict
 from megatron.fsdp.mcore.limits import Limit, Settings, broken
 from megatron.fsdp.mcore.patches import install, uninstall
 from megatron.fsdp.tools.estimate import AxisSizes, Estimate, estimate
@@ -72,6 +73,7 @@ class Report:
             "limits": [{"setting": x.setting, "message": x.message, "remedy": x.remedy} for x in self.limits],
             "refusal": self.refusal,
             "sizes": self.sizes,
+            "import_name": conflict(),
         }
         if self.config is not None:
             found["strategy"] = [self.config.zero_dp_strategy, self.config.outer_dp_sharding_strategy]
@@ -95,6 +97,8 @@ class Report:
         if not self.uses_fsdp:
             return "The command line does not contain --use-megatron-fsdp, so there is nothing to examine."
         lines = [f"{self.world_size} ranks"]
+        if (problem := conflict()) is not None:
+            lines.append(f"WARNING  {problem}")
         for limit in self.limits:
             lines += [f"NOT POSSIBLE  {limit.setting}: {limit.message}", f"              {limit.remedy}"]
         if self.refusal:

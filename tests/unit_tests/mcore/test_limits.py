@@ -86,6 +86,7 @@ ADJUSTED: dict[str, dict[str, Any]] = {
     "reuse_grad_buf_for_mxfp8_param_ag": {"reuse_grad_buf_for_mxfp8_param_ag": True},
     "fsdp_double_buffer": {"nccl_ub": True, "fsdp_double_buffer": False},
     "megatron_fsdp_cuda_graph_mode": {"cuda_graph_impl": "full_iteration", "megatron_fsdp_cuda_graph_mode": False},
+    "megatron_fsdp_version": {"megatron_fsdp_version": 2},
     "overlap_grad_reduce": {"overlap_grad_reduce": False, "data_parallel_sharding_strategy": "optim_grads"},
     "overlap_param_gather": {"overlap_param_gather": False, "data_parallel_sharding_strategy": "optim_grads_params"},
 }
