@@ -3,9 +3,11 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.ranks import DEVICE, RankPool
@@ -130,36 +132,55 @@ def _optimizer(model: Any, **changes: Any) -> Any:
     return get_megatron_optimizer(config, [model])
 
 
-def _train(strategy: str | None, steps: int, model: dict[str, Any], **changes: Any) -> Any:
+def _train(strategy: str | None, model: dict[str, Any], **changes: Any) -> Any:
     from tests.megatron_models import Trained, forward_backward, parallel_state, tokens, weights_of, wrapped
 
     extra = {} if strategy is not None else {"use_distributed_optimizer": False}
     wrapper = wrapped(strategy, **{"add_bias_linear": False, **model, **extra})
     optimizer = _optimizer(wrapper, **changes)
     result = Trained()
-    rank = parallel_state.get_data_parallel_rank()
-    for step in range(steps):
+    for step in range(3):
         wrapper.zero_grad_buffer()
         optimizer.zero_grad()
-        forward_backward(wrapper, tokens(10 * step + rank, 2) if model else tokens(step, 2))
+        # Tensor-parallel ranks have the same tokens.
+        data = tokens(step, 2)
+        dist.broadcast(data, group=parallel_state.get_tensor_model_parallel_group(), group_src=0)
+        forward_backward(wrapper, data)
         success, norm, _ = optimizer.step()
         assert success
         result.norms.append(float(norm))
-    result.weights = weights_of(wrapper)
+    if not model:
+        result.weights = weights_of(wrapper)
     return result
 
 
-def _assert_same(ours: Any, reference: Any) -> None:
+def _compare(strategy: str) -> None:
+    with _megatron():
+        ours, reference = _train(strategy, {}), _train(None, {})
     assert ours.norms == pytest.approx(reference.norms, rel=1e-5)
     for name, weight in reference.weights.items():
         torch.testing.assert_close(ours.weights[name], weight, rtol=1e-4, atol=1e-6, msg=name)
 
 
-def _compare(strategy: str) -> None:
-    with _megatron():
-        _assert_same(_train(strategy, 3, {}), _train(None, 3, {}))
-
-
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads_params"])
 def test_trains_as_megatrons_ddp(ranks: RankPool, strategy: str) -> None:
     ranks.run(2, _compare, strategy)
+
+
+def _tensor_parallel() -> None:
+    """Gradient norms tell the modes apart: each mode takes another first step."""
+    import tests.megatron_models
+
+    model = {"tensor_model_parallel_size": 2}
+    divisible = patch.object(tests.megatron_models, "VOCABULARY", 30)
+    with _megatron(tensor_model_parallel_size=2), divisible:
+        norms = {}
+        for mode in ("blockwise", "duplicated", "distributed"):
+            reference = _train(None, model, muon_tp_mode=mode).norms
+            assert _train("optim_grads_params", model, muon_tp_mode=mode).norms == pytest.approx(reference, rel=1e-5)
+            norms[mode] = reference
+    assert norms["blockwise"] != pytest.approx(norms["duplicated"], rel=1e-4)
+
+
+def test_trains_as_megatrons_ddp_with_tensor_parallelism(ranks: RankPool) -> None:
+    ranks.run(4, _tensor_parallel)
