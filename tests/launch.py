@@ -17,8 +17,9 @@ def torchrun(command: Iterable[str], ranks: int, timeout: float) -> subprocess.C
         ranks: How many of it, with one thread each.
         timeout: Seconds.
     """
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     # Buffered, so that a rank writes a line as a whole: two of them share the output.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONUNBUFFERED": ""}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return subprocess.run(
         [*launcher, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout

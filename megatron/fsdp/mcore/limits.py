@@ -154,13 +154,13 @@ LIMITS: tuple[Limit, ...] = (
     ),
     _not_yet(
         "optimizer other than adam, sgd and muon",
-        "an optimizer that keeps statistics of whole matrices, whose shards ranks do not exchange",
+        "SOAP and adaptive Muon, which keep statistics of whole matrices, and Lion",
         "Set optimizer (--optimizer) to muon, adam or sgd.",
         lambda s: s["optimizer"] not in (None, "adam", "sgd", *MUON),
     ),
     _not_yet(
         "muon with fp16, use_precision_aware_optimizer or muon_scalar_optimizer lion",
-        "loss scaling, gradients and moments of low precision, or Lion beside Muon",
+        "loss scaling, gradients and moments of low precision, and Lion for the other parameters",
         "Train in bf16 without them, or set optimizer (--optimizer) to adam.",
         lambda s: s["optimizer"] in MUON and _has_muon_setting(s),
     ),
