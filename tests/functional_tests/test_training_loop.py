@@ -120,6 +120,21 @@ def test_muon_prints_what_megatrons_own_prints_to_six_digits(strategy: str, sett
 
 
 @pytest.mark.slow
+@needs_muon
+def test_a_run_of_ddp_with_muon_is_continued_after_conversion(folder: Path) -> None:
+    whole = _with_muon(f"--ckpt-format torch_dist --save {folder / 'ddp_muon'}", 1)
+    last = Path("iter_0000002")
+    tool = "-m megatron.fsdp.convert convert-torch-dist-to-fsdp-dtensor"
+    result = launch(tool, f"{folder / 'ddp_muon' / last} {folder / 'converted' / last}", ranks=1, model="")
+    assert result.returncode == 0, result.stderr[-2000:]
+    (folder / "converted" / "latest_checkpointed_iteration.txt").write_text("2")
+    resumed = _with_muon(f"{OURS} --load {folder / 'converted'}", 2)
+    assert list(resumed.iterations) == [3, 4]
+    assert float(resumed.iterations[3][0]) == pytest.approx(float(whole.iterations[3][0]), rel=1e-6)
+    assert [float(v) for v in resumed.validation] == pytest.approx([float(v) for v in whole.validation], rel=1e-6)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ours", "ours_bf16", pytest.param("ours_muon", marks=needs_muon)])
 def test_a_resumed_run_continues_exactly(kind: str, folder: Path) -> None:
     whole = uninterrupted(kind, folder)

@@ -34,7 +34,7 @@ class ShardedMuon(TensorParallelMuon):
     def __init__(self, params: Any, **settings: Any) -> None:
         super().__init__(params, **settings)
         self._matrices: WholeMatrices | None = None
-        self._trained: list[nn.Parameter] = []
+        self._trained: list[int] = []
         self._options: dict[nn.Parameter, dict[str, Any]] = {}
 
     @torch.no_grad()
@@ -43,9 +43,9 @@ class ShardedMuon(TensorParallelMuon):
         if closure is not None:
             raise ValueError("ShardedMuon.step: expected no closure.")
         self._options = {p: group for group in self.param_groups for p in group["params"] if p.requires_grad}
-        trained = list(self._options)
-        if self._matrices is None or len(trained) != len(self._trained) or set(trained) != set(self._trained):
-            self._matrices, self._trained = WholeMatrices(trained, self._work), trained
+        trained = [id(main) for main in self._options]
+        if self._matrices is None or trained != self._trained:
+            self._matrices, self._trained = WholeMatrices(list(self._options), self._work), trained
         for group in self.param_groups:
             self._init_group(group, skip_non_grad_params=False)
         self._matrices.map(self._update, self._compute, self._apply)
