@@ -122,6 +122,12 @@ MEGATRON = Patches(
             "builds models from a configuration, and loses how they are initialized in the same way",
             "initialization:build_recorded",
         ),
+        # The optimizer.
+        _patch(
+            "megatron.core.optimizer:_get_megatron_emerging_optimizer",
+            "orthogonalizes a rank's part of a matrix as if it were the matrix",
+            "muon:get_emerging_optimizer",
+        ),
         # Statistics of gradients.
         _patch(
             "megatron.training.training:get_megatron_optimizer",

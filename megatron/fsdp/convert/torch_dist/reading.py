@@ -74,12 +74,13 @@ def read(reader: CheckpointReader, options: ReadOptions) -> TrainingState:
     }
     mapping = groups.read_map(options.group_map) if options.group_map else None
     held = {name: weights[name] for name in state_of}
+    muon = [name for name, state in state_of.items() if groups.MOMENTUM in state]
     return TrainingState(
         weights={name: mains.get(name, tensor) for name, tensor in weights.items()},
         common=_common(reader, common),
         buffers={name: tensor for name, tensor in live.items() if is_buffer(name)},
         optimizer_state=state_of,
-        group_of=groups.assign(held, optimizer.groups, args, mapping) if held else {},
+        group_of=groups.assign(held, optimizer.groups, args, mapping, muon) if held else {},
         model_dtypes={n: t.dtype for n, t in weights.items() if t.dtype != compute_dtype(args)},
         torch_dist=_kept(reader, common, facts),
         source=reader.fingerprint,
@@ -130,10 +131,13 @@ def _groups_in_objects(reader: CheckpointReader) -> list[groups.Group]:
 def _check_states(reader: CheckpointReader, states: Mapping[str, Tensors], weights: Tensors) -> None:
     """Check that all kinds of state exist for the same parameters, and are floating-point numbers."""
     names = {name for tensors in states.values() for name in tensors}
+    muon = set(states.get(groups.MOMENTUM, ()))
     for kind, tensors in states.items():
         # A float32 parameter of the model is also the main weight, and so is not stored twice.
         own = {n for n in names & set(weights) if kind in MAIN_WEIGHTS and weights[n].dtype == torch.float32}
-        missing = sorted(names - set(tensors) - own)
+        # Adam's moments are those of the parameters that are not Muon's.
+        others = set() if kind in MAIN_WEIGHTS else names - muon if kind == groups.MOMENTUM else muon
+        missing = sorted(names - set(tensors) - own - others)
         if missing:
             raise ValueError(
                 f"{reader.path}: expected {kind} of {missing[0]}, which has other optimizer state; got none."
