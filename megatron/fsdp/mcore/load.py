@@ -84,14 +84,14 @@ def load_state_dict(state_dict: dict[str, Any], storage_reader: Any, planner: An
         dcp.load_state_dict(state_dict, storage_reader=storage_reader, planner=planner)
         return
     folder = Path(storage_reader.path)
-    keys = storage_reader.read_metadata().state_dict_metadata.keys()
     _use_own_random_state(state_dict)
-    if _OPERATIONS in keys:
-        state_dict[_OPERATIONS] = 0
+    own: dict[str, Any] = {}
     if is_torch_dist(folder):
         own = _take_out_missing(state_dict, folder)
     else:
-        own = {}
+        keys = storage_reader.read_metadata().state_dict_metadata.keys()
+        if _OPERATIONS in keys:
+            state_dict[_OPERATIONS] = 0
         check_sections(state_dict, keys, folder)
     with _own_topology(state_dict):
         loading.load(
@@ -119,11 +119,13 @@ def _take_out_missing(state_dict: CheckpointState, folder: Path) -> dict[str, An
     Returns:
         This run's own values, to put back after loading, because Megatron expects them.
     """
-    saved = load_common(folder, ["args"]).get("args")
-    unused = [] if saved is not None else ["args"]
+    common = load_common(folder, ["args", _OPERATIONS])
+    if _OPERATIONS in common:
+        state_dict[_OPERATIONS] = 0
+    unused = [] if "args" in common else ["args"]
     if folder.name == RELEASE:
         unused += ["optimizer", "opt_param_scheduler", "rng_state"]
-    elif getattr(saved, "no_save_rng", False):
+    elif getattr(common.get("args"), "no_save_rng", False):
         unused.append("rng_state")
     return {key: state_dict.pop(key) for key in unused if key in state_dict}
 

@@ -108,7 +108,7 @@ MEGATRON = Patches(
         ),
         Patch(
             f"{_CHECKPOINTING}:FileSystemReader",
-            "unpickles a checkpoint's metadata without restrictions, and knows no keys of torch_dist checkpoints",
+            "unpickles a checkpoint's metadata without restrictions",
             "megatron.fsdp.mcore.torch_dist:Reader",
             MEGATRON_CORE,
             Kind.VALUE,

@@ -53,14 +53,17 @@ def load_common(folder: Path, keys: list[str]) -> dict[str, Any]:
 
 
 class Reader(backend.Reader):
-    """Shows the metadata of a ``torch_dist`` checkpoint as that of its conversion."""
+    """Shows the metadata of a ``torch_dist`` checkpoint as that of its conversion where Megatron compares all keys."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read the checkpoint's metadata, as in the base class."""
-        metadata = super().read_metadata(*args, **kwargs)
-        if not is_torch_dist(Path(self.path)):
+        metadata, run = super().read_metadata(*args, **kwargs), megatron_arguments()
+        lenient = not getattr(run, "strict_fsdp_dtensor_load", True)
+        # A layer of a GPT model becomes several of a hybrid one, which Megatron finds by their keys.
+        compares = lenient or getattr(run, "hybrid_layer_pattern", None)
+        # The conversion of a large model takes seconds to plan.
+        if not compares or not is_torch_dist(Path(self.path)):
             return metadata
-        run = megatron_arguments()
         loads = not (getattr(run, "finetune", False) or getattr(run, "no_load_optim", False))
         return view(loads)(backend.open_checkpoint(Path(self.path))).metadata
 

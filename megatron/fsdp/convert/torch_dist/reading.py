@@ -79,7 +79,7 @@ def read(reader: CheckpointReader, options: ReadOptions) -> TrainingState:
         common=_common(reader, common),
         buffers={name: tensor for name, tensor in live.items() if is_buffer(name)},
         optimizer_state=state_of,
-        group_of=groups.assign(held, optimizer.groups, args, mapping) if held else {},
+        group_of=groups.assign(held, optimizer.groups, args, mapping or None) if held else {},
         model_dtypes={n: t.dtype for n, t in weights.items() if t.dtype != compute_dtype(args)},
         torch_dist=_kept(reader, common, facts) if options.keeps_rest else {},
         source=reader.fingerprint,
