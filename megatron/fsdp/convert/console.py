@@ -98,7 +98,7 @@ def folder_of(path: Path) -> Path:
 
 def worker() -> tuple[int, int]:
     """The rank of this process and the number of processes, from torchrun or srun; 0 and 1 without them."""
-    # Of Slurm's variables, only those of a step are set by srun alone: a batch script is one process of no step.
+    # SLURM_NTASKS is set in a batch script too, which is a single process. Only srun sets SLURM_STEP_NUM_TASKS.
     for rank, processes in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")):
         if rank in os.environ and processes in os.environ:
             return int(os.environ[rank]), int(os.environ[processes])

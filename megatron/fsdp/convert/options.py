@@ -18,7 +18,7 @@ class ReadOptions:
         moe_grouped_gemm: Whether the experts of a layer are one grouped module. None: read it from the checkpoint.
         optimizer: Read optimizer state and main weights, not only the model.
         verify: Compare files with the checkpoint's checksums.
-        args: The arguments of the run that loads the checkpoint. They stand for those that the checkpoint lacks.
+        args: Training arguments to use if the checkpoint has none.
         keeps_rest: Also read what only a conversion back needs.
     """
 

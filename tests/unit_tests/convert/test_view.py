@@ -52,7 +52,7 @@ def test_view_equals_the_conversion(tmp_path: Path, name: str) -> None:
 def test_view_reads_only_the_rows_that_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     main = random_tensors({EMBEDDING: (4096, 64), NORM: (64,)})
     folder = write_torch_dist(tmp_path / "source", with_optimizer(main), GROUPS)
-    view = view_of(folder, verify=False, args=argparse.Namespace(bf16=True))
+    view = view_of(folder, verify=False)
     elements = []
     original = CheckpointReader._read
 
@@ -68,10 +68,10 @@ def test_view_reads_only_the_rows_that_are_asked_for(tmp_path: Path, monkeypatch
     assert elements == [640, 640]
 
 
-def test_arguments_of_the_run_stand_for_those_that_are_missing(tmp_path: Path) -> None:
+def test_arguments_of_the_run_are_used_if_there_are_none(tmp_path: Path) -> None:
     experts = "decoder.layers.0.mlp.experts.experts."
     shapes = {f"{experts}linear_fc1.weight": (4, 8, 6), f"{experts}linear_fc2.weight": (4, 6, 8)}
-    folder = write_torch_dist(tmp_path / "source", random_tensors(shapes), {})
+    folder = write_torch_dist(tmp_path / "source", random_tensors(shapes), {"args": None})
     with pytest.raises(ValueError, match="--transformer-impl"):
         view_of(folder)
     run = argparse.Namespace(transformer_impl="transformer_engine", moe_grouped_gemm=True, swiglu=False)

@@ -56,7 +56,7 @@ def read(reader: CheckpointReader, options: ReadOptions) -> TrainingState:
         NotImplementedError: Its optimizer state is of a kind that cannot be read.
     """
     common = common_state(reader.path, options.verify)
-    args = argparse.Namespace(**vars(options.args) | vars(common.get("args") or argparse.Namespace()))
+    args = common.get("args") or options.args
     model = {key: tensor for key, tensor in reader.tensors.items() if not _OPTIMIZER.match(key)}
     facts = read_facts(reader, model, args, options)
     live = to_canonical(model, TORCH_DIST, facts)
