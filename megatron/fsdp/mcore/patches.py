@@ -197,7 +197,7 @@ MEGATRON = Patches(
         Patch(
             f"{_CHECKPOINTING}:FileSystemReader",
             "unpickles a checkpoint's metadata without restrictions",
-            "megatron.fsdp.checkpoint.backend:Reader",
+            "megatron.fsdp.mcore.torch_dist:Reader",
             MEGATRON_CORE,
             Kind.VALUE,
         ),
@@ -205,6 +205,16 @@ MEGATRON = Patches(
             f"{_CHECKPOINTING}:get_async_strategy",
             "chooses a background writer that makes no checksums and leaves files behind if it fails",
             "background:get_async_strategy",
+        ),
+        _patch(
+            f"{_CHECKPOINTING}:_get_checkpoint_format",
+            "does not load a torch_dist checkpoint into a run that saves fsdp_dtensor",
+            "torch_dist:checkpoint_format",
+        ),
+        _patch(
+            f"{_CHECKPOINTING}:get_load_checkpoint_path_by_args",
+            "raises a TypeError with fsdp_dtensor if --pretrained-checkpoint is given without --load",
+            "torch_dist:load_path",
         ),
         _patch(
             f"{_CHECKPOINTING}:read_metadata",

@@ -106,6 +106,10 @@ def test_strictness(chosen: str) -> None:
 
     found = strictness_of(SimpleNamespace(dist_ckpt_strictness=chosen))
     assert (found.missing, found.unexpected) == STRICTNESS[chosen]
+    # A conversion stores these for other runs: for the way back, and for optimizers of either kind.
+    assert found.extra("torch_dist") and found.extra("layouts.a.weight")
+    assert found.extra("optimizer.param_to_group_meta.module.a.weight.step")
+    assert not found.extra("optimizer.param_to_group_meta.module.a.weight.lr") and not found.extra("model.module.step")
 
 
 @pytest.mark.parametrize(("strict", "expected"), [(True, False), (False, True)])
