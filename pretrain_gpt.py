@@ -1,4 +1,4 @@
-"""Pretrains a GPT model with Megatron's training loop, sharded by this project's FSDP or by Megatron-Core's.
+"""Pretrains a GPT or hybrid model with Megatron's training loop, sharded by this project's FSDP or by Megatron-Core's.
 
     torchrun --nproc-per-node 8 pretrain_gpt.py --use-megatron-fsdp ... (Megatron's arguments)
 
@@ -33,7 +33,11 @@ from megatron.core.utils import (  # noqa: E402
     get_batch_on_this_tp_rank,
 )
 from megatron.training import get_args, get_timers, get_tokenizer, pretrain, print_rank_0  # noqa: E402
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args  # noqa: E402
+from megatron.training.argument_utils import (  # noqa: E402
+    gpt_config_from_args,
+    hybrid_config_from_args,
+    pretrain_cfg_container_from_args,
+)
 from megatron.training.arguments import parse_and_validate_args  # noqa: E402
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage  # noqa: E402
 
@@ -225,7 +229,8 @@ def main() -> None:
     for name in UNSUPPORTED:
         if getattr(args, name, False):
             raise NotImplementedError(f"pretrain_gpt.py does not support {name}: expected False, got True")
-    container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    config_from_args = gpt_config_from_args if args.hybrid_layer_pattern is None else hybrid_config_from_args
+    container = pretrain_cfg_container_from_args(args, config_from_args(args))
     try:
         pretrain(container, datasets_provider, ModelType.encoder_or_decoder, forward_step)
     except SystemExit:  # how Megatron ends at --exit-interval and its like
