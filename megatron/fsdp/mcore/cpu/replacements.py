@@ -52,6 +52,14 @@ def on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) ->
     return tensor.numpy() if as_numpy and hasattr(tensor, "numpy") else tensor
 
 
+def reduce_over_several(original: Callable[..., Any], input_: torch.Tensor, group: Any = None) -> Any:
+    """Sum a tensor over tensor-parallel ranks, or return the tensor itself if there is one rank."""
+    from megatron.core.utils import get_tensor_model_parallel_group_if_none
+
+    group = get_tensor_model_parallel_group_if_none(group)
+    return input_ if group.size() == 1 else original(input_, group)
+
+
 def new_norm(original: Callable[..., torch.nn.Module], cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
     """Build a norm, and mark its parameters: tensor-parallel ranks have to sum their gradients."""
     accepted = copy.copy(config)
