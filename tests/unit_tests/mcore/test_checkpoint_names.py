@@ -75,6 +75,16 @@ OTHERS = {
     "model.module.decoder.layers.0.mlp.linear_fc1.layer_norm_bias": (
         "model.module.decoder.layers.0.pre_mlp_layernorm.bias"
     ),
+    "model.module.decoder.layers.0.self_attention.linear_q_up_proj.layer_norm_weight": (
+        "model.module.decoder.layers.0.self_attention.q_layernorm.weight"
+    ),
+    "model.module.decoder.layers.0.self_attention.kv_layernorm.weight": (
+        "model.module.decoder.layers.0.self_attention.linear_kv_up_proj.layer_norm_weight"
+    ),
+    "model.module.decoder.layers.0.self_attention.in_proj.layer_norm_weight": (
+        "model.module.decoder.layers.0.input_layernorm.weight"
+    ),
+    "model.module.decoder.layers.0.norm.weight": "model.module.decoder.layers.0.mixer.in_proj.layer_norm_weight",
     "model.module.mtp.layers.0.mtp_model_layer.mlp.linear_fc2.weight": (
         "model.module.mtp.layers.0.transformer_layer.mlp.linear_fc2.weight"
     ),
