@@ -29,6 +29,7 @@ class _MicroBatch:
     def __init__(self, model: TinyModel, tokens: torch.Tensor) -> None:
         self.model, self.tokens = model, tokens
         self.saved: list[tuple[list[torch.Tensor], torch.Tensor]] = []
+        self.grad: torch.Tensor | None = None
         self.x = self._run(lambda: model.embedding(tokens))
 
     def _run(self, function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
@@ -40,7 +41,7 @@ class _MicroBatch:
     def _back(self, grad: torch.Tensor | None) -> list[torch.Tensor]:
         inputs, output = self.saved.pop()
         output.backward(grad)
-        return [each.grad for each in inputs]
+        return [each.grad for each in inputs if each.grad is not None]
 
     def forward_block(self, block: Block) -> Iterator[None]:
         first, second = _parts(block)
@@ -70,32 +71,36 @@ class _MicroBatch:
         self._back(self.grad)
 
 
-def _interleave(
-    model: MegatronFSDP, tokens: torch.Tensor | None, behind: _MicroBatch | None, count: int, watch: Watch
-) -> _MicroBatch | None:
-    """The forward of ``tokens`` and the backward of ``behind``, block by block and part by part."""
-    blocks, ahead = list(model.module.blocks), None
-    if behind is not None:
-        model.pre_backward()
-    if tokens is not None:
-        model.pre_forward()
-        ahead = _MicroBatch(model.module, tokens)
-    if behind is not None:
-        behind.begin_backward()
+def _run_blocks(model: MegatronFSDP, ahead: _MicroBatch | None, behind: _MicroBatch | None, watch: Watch) -> None:
+    """Block by block, part by part: the forward of ``ahead`` and the backward of ``behind``."""
+    blocks = list(model.module.blocks)
     for forward, backward in zip(blocks, reversed(blocks), strict=True):
         if behind is not None:
             model.pre_backward_unshard_module(backward)
         if ahead is not None:
             model.pre_forward_unshard_module(forward)
-        steps = [ahead.forward_block(forward) if ahead else iter(()), behind.backward_block() if behind else iter(())]
-        for _ in range(2):
-            for step in steps:
-                next(step, None)
-                watch(model)
+        parts = [ahead.forward_block(forward) if ahead else iter(()), behind.backward_block() if behind else iter(())]
+        for part in [*parts, *parts]:
+            next(part, None)
+            watch(model)
         if ahead is not None:
             model.post_forward_release_module(forward)
         if behind is not None:
             model.post_backward_release_module(backward)
+
+
+def _interleave(
+    model: MegatronFSDP, tokens: torch.Tensor | None, behind: _MicroBatch | None, count: int, watch: Watch
+) -> _MicroBatch | None:
+    """The forward of ``tokens`` and the backward of ``behind``."""
+    ahead = None
+    if behind is not None:
+        model.pre_backward()
+        behind.begin_backward()
+    if tokens is not None:
+        model.pre_forward()
+        ahead = _MicroBatch(model.module, tokens)
+    _run_blocks(model, ahead, behind, watch)
     if ahead is not None:
         ahead.loss(count)
         model.post_forward()
