@@ -8,16 +8,9 @@ from collections import UserList
 from collections.abc import Callable
 from typing import Any
 
-from megatron.fsdp.module import MegatronFSDP
+from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import find_megatron_fsdp
 from megatron.fsdp.quantized.storage import Direction
 from megatron.fsdp.runtime.engine import Engine, engines_of
-
-
-def find_megatron_fsdp(model: Any) -> MegatronFSDP | None:
-    """Return the sharded module inside wrappers; None if there is none."""
-    while model is not None and not isinstance(model, MegatronFSDP):
-        model = getattr(model, "module", None)
-    return model
 
 
 def interleaved_step(

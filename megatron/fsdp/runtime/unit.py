@@ -90,6 +90,7 @@ class Unit:
         took_part: Whether the gradient of an output has arrived in this backward.
         reduced: Whether the reduction of this backward's gradients has been issued.
         keeps_weights: Whether the weights stay unsharded from a forward until its backward, like the root's.
+        is_offloaded: Whether main weights are in host memory, away from the device of the computation.
         held_by: The passes that hold the unit: the caller has unsharded it for them.
         expected_by: The passes that have prefetched the unit and not used it yet.
         channel: Records the unit's collectives.
@@ -111,7 +112,7 @@ class Unit:
         self.calls_done = 0
         self.took_part = False
         self.reduced = False
-        self.keeps_weights = False
+        self.keeps_weights = self.is_offloaded = False
         self.held_by: set[Direction] = set()
         self.expected_by: set[Direction] = set()
         self.channel = Channel(Log([]))
