@@ -197,8 +197,14 @@ def loss_func(
     return loss, num_tokens, {"lm loss": torch.stack((loss.detach(), num_tokens.float()))}
 
 
-def forward_step(data_iterator: Iterator[Batch] | None, model: GPTModel) -> tuple[torch.Tensor, partial[Any]]:
-    """Run the model on the next batch; return its output and the loss function to apply to it."""
+def forward_step(
+    data_iterator: Iterator[Batch] | None, model: GPTModel, return_schedule_plan: bool = False
+) -> tuple[torch.Tensor, partial[Any]]:
+    """Run the model on the next batch; return its output and the loss function to apply to it.
+
+    With ``return_schedule_plan``, return a plan in place of the output, by which the schedule of
+    --overlap-moe-expert-parallel-comm runs the model.
+    """
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     with STRAGGLERS(bdata=True):
@@ -207,7 +213,8 @@ def forward_step(data_iterator: Iterator[Batch] | None, model: GPTModel) -> tupl
     loss_mask = batch["loss_mask"]
     inputs = (batch["tokens"], batch["position_ids"], batch["attention_mask"])
     with STRAGGLERS:
-        output = model(*inputs, labels=batch["labels"], loss_mask=loss_mask)
+        run = model.build_schedule_plan if return_schedule_plan else model
+        output = run(*inputs, labels=batch["labels"], loss_mask=loss_mask)
     return output, partial(loss_func, loss_mask)
 
 

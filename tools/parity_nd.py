@@ -153,6 +153,7 @@ SHORT = {TP: "TP 2", PP: "PP 2", EP: "EP 2"}
 CP = "--context-parallel-size 2"
 INTERLEAVED = f"{PP} --num-layers-per-virtual-pipeline-stage 1"
 # An untied embedding has rows of tokens that do not occur, whose gradients are zero.
+OVERLAPPED = f"{ALLTOALL} {EP} --overlap-moe-expert-parallel-comm"
 ZEROS = "--untie-embeddings-and-output-weights --log-num-zeros-in-grad"
 META = "--init-model-with-meta-device"
 INSTANCES = "--num-distributed-optimizer-instances 2"
@@ -258,6 +259,16 @@ CASES = (
     Case("option", "bf16", 2, "--clip-grad 1000", STRATEGIES, bf16=True),
     Case("option", "bf16, TP 2", 4, f"{TP} --clip-grad 1000", ONE, bf16=True),
     Case("option", "bf16, EP 2", 4, f"{ALLTOALL} {EP} --clip-grad 1000", ONE, bf16=True),
+    Case("option", "bf16, EP 2, overlapped micro-batches", 4, f"{OVERLAPPED} --clip-grad 1000", bf16=True),
+    Case(
+        "option",
+        "bf16, EP 2, overlapped micro-batches, PP 2, interleaved",
+        4,
+        f"{OVERLAPPED} {INTERLEAVED} --clip-grad 1000",
+        SHARDED,
+        layers=4,
+        bf16=True,
+    ),
     Case("option", "built on the meta device", 2, "", SHARDED, only_fsdp=META),
     Case("option", "built on the meta device, TP 2", 4, f"{TP} --sequence-parallel", ONE, only_fsdp=META),
     Case("option", "built on the meta device, TP 2, PP 2", 4, f"{TP} {PP} --sequence-parallel", ONE, only_fsdp=META),

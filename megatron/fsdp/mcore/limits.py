@@ -171,13 +171,30 @@ LIMITS: tuple[Limit, ...] = (
         "Train in bf16 without them, or set optimizer (--optimizer) to adam.",
         lambda s: s["optimizer"] in MUON and _has_muon_setting(s),
     ),
-    _not_yet("delay_wgrad_compute", "delaying weight gradients"),
     _never(
         "defer_embedding_wgrad_compute",
         "The output layer's weight gradient would be computed after its unit's gradients were reduced, and be lost. "
         "Megatron-Core's FSDP does not read it.",
     ),
-    _not_yet("overlap_moe_expert_parallel_comm", "the 1F1B overlap of expert communication"),
+    _never(
+        "fsdp_double_buffer with overlap_moe_expert_parallel_comm",
+        "A forward and a backward that overlap use units in opposite orders, which collide in a double buffer. "
+        "Megatron-Core's FSDP refuses this as well. nccl_ub turns the double buffer on.",
+        "Leave fsdp_double_buffer and nccl_ub off.",
+        lambda s: bool(s["overlap_moe_expert_parallel_comm"]) and bool(s["fsdp_double_buffer"] or s["nccl_ub"]),
+    ),
+    _not_yet(
+        "cuda_graph_impl full_iteration with overlap_moe_expert_parallel_comm",
+        "a graph of an iteration, which needs the double buffer, with a forward and a backward that overlap",
+        "Leave one of them off.",
+        lambda s: bool(s["overlap_moe_expert_parallel_comm"]) and s["cuda_graph_impl"] == "full_iteration",
+    ),
+    _not_yet(
+        "moe_latent_size with overlap_moe_expert_parallel_comm",
+        "an expert's latent projection that runs in the stream of the all-to-all, beside the unit's other computation",
+        "Leave overlap_moe_expert_parallel_comm off.",
+        lambda s: bool(s["overlap_moe_expert_parallel_comm"]) and bool(s["moe_latent_size"]),
+    ),
     _not_yet("overlap_param_gather_with_optimizer_step", "all-gathering weights during the optimizer's step"),
     _never(
         "param_name_patterns_for_fp32_local_accumulation",

@@ -15,6 +15,7 @@ MEGATRON_BRIDGE = Versions("megatron-bridge")
 _CHECKPOINTING = "megatron.training.checkpointing"
 _DISTRIBUTED_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 _OPTIMIZERS = "megatron.core.optimizer.optimizer"
+_PIPELINE = "megatron.core.pipeline_parallel"
 _BRIDGE = "megatron.bridge.training"
 _WRAPPER = "megatron.fsdp.mcore.adapter:FullyShardedDataParallel"
 _ORIGINAL = "megatron.core.distributed.fsdp.src.megatron_fsdp"
@@ -160,6 +161,22 @@ MEGATRON = Patches(
             "megatron.training.training:check_param_hashes_across_dp_replicas",
             "compares the parameters of data-parallel ranks, which are different shards",
             "replicas:check_param_hashes",
+        ),
+        # Overlap of the forward of one micro-batch with the backward of another.
+        _patch(
+            f"{_PIPELINE}.schedules:combined_1f1b_schedule_for_interleaved_pipelining",
+            "rejects FSDP",
+            "overlap:interleaved_step",
+        ),
+        _patch(
+            f"{_PIPELINE}.combined_1f1b:combined_forward_backward_step",
+            "does not call the model, whose hooks begin and end passes",
+            "overlap:combined_step",
+        ),
+        _patch(
+            "megatron.core.models.common.model_chunk_schedule_plan:TransformerLayerSchedulePlan.run",
+            "does not call layers, whose hooks unshard and reshard them",
+            "overlap:run_layers",
         ),
         # The optimizer in host memory.
         _patch(

@@ -44,6 +44,18 @@ BROKEN: dict[str, dict[str, Any]] = {
         "muon_scalar_optimizer": "lion",
     },
     "save_wgrads_interval": {"save_wgrads_interval": 10},
+    "fsdp_double_buffer with overlap_moe_expert_parallel_comm": {
+        "fsdp_double_buffer": True,
+        "overlap_moe_expert_parallel_comm": True,
+    },
+    "cuda_graph_impl full_iteration with overlap_moe_expert_parallel_comm": {
+        "cuda_graph_impl": "full_iteration",
+        "overlap_moe_expert_parallel_comm": True,
+    },
+    "moe_latent_size with overlap_moe_expert_parallel_comm": {
+        "moe_latent_size": 8,
+        "overlap_moe_expert_parallel_comm": True,
+    },
     "param_name_patterns_for_fp32_local_accumulation": {"param_name_patterns_for_fp32_local_accumulation": ("all",)},
 }
 
