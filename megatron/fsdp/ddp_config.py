@@ -90,7 +90,7 @@ def from_megatron(*configs: Any, **settings: Any) -> FSDPConfig:
     }
     values = {"mixed_precision_policy": policy_of(configs[0]), **found, **settings}
     sharding = INNER[resolve_strategy(values["zero_dp_strategy"])]
-    values["fsdp_double_buffer"] |= configs[0].megatron_fsdp_max_pool_double_buffer
+    values["fsdp_double_buffer"] |= bool(_first(configs, "megatron_fsdp_max_pool_double_buffer"))
     values["overlap_param_gather"] |= sharding.shards_parameters
     values["overlap_grad_reduce"] |= sharding.shards_gradients
     return FSDPConfig(**values)

@@ -4,6 +4,7 @@ Megatron parses the command line, and the script builds its model as one rank of
 data. One process without a GPU is enough for any number of ranks.
 """
 
+import argparse
 import copy
 import functools
 import importlib
@@ -156,6 +157,8 @@ def examine(script: Path, arguments: Sequence[str], world_size: int, rank: int =
     training_arguments: Any = importlib.import_module("megatron.training.arguments")
     training: Any = importlib.import_module("megatron.training.training")
     original, setup = training_arguments.validate_args, training.setup_model_and_optimizer
+    usage_error = argparse.ArgumentParser.error
+    argparse.ArgumentParser.error = _exit_with_message  # type: ignore[assignment, method-assign]
     install(functools.partial(_look_at, report))
     training_arguments.validate_args = _examining(training_arguments.validate_args, original, report)
     training.setup_model_and_optimizer = _without_memory(setup)
@@ -165,13 +168,19 @@ def examine(script: Path, arguments: Sequence[str], world_size: int, rank: int =
     except _Examined:
         pass
     except SystemExit as end:
-        report.refusal = f"The script ended with exit code {end.code}."
+        report.refusal = end.code if isinstance(end.code, str) else f"The script ended with exit code {end.code}."
     except Exception as error:  # noqa: BLE001 - any error of the script belongs in the report
         report.refusal = f"{type(error).__name__}: {error}"
     finally:
         uninstall()
+        argparse.ArgumentParser.error = usage_error  # type: ignore[method-assign]
         training_arguments.validate_args, training.setup_model_and_optimizer = original, setup
     return report
+
+
+def _exit_with_message(parser: argparse.ArgumentParser, message: str) -> None:
+    """Replaces ``ArgumentParser.error``, which prints the message and exits with a number."""
+    raise SystemExit(message)
 
 
 def _examining(validate_args: Callable[..., Any], original: Callable[..., Any], report: Report) -> Callable[..., Any]:
@@ -188,6 +197,7 @@ def _examining(validate_args: Callable[..., Any], original: Callable[..., Any], 
         args.use_gloo_process_groups = args.enable_gloo_process_groups = False
         result = validate_args(args, *rest, **kwargs)
         args.init_model_with_meta_device = True
+        args.perform_initialization = False  # only shapes are read
         return result
 
     return validate
