@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.runtime.partition import offloaded_units, partition
 from tests.models import STRATEGIES, Block, TinyModel
 from tests.ranks import DEVICE, RankPool
@@ -109,25 +108,3 @@ def test_units_up_to_the_fraction_are_offloaded() -> None:
         assert all(taken + size > tenths / 10 * total for place, size in enumerate(sizes) if place not in chosen)
     # The first units come first, and the next one does not fit.
     assert sizes[0] < sizes[1] and offloaded_units(root, sizes[1] / total) == {0}
-
-
-def _norm_of_parameters() -> None:
-    from megatron.fsdp.mcore.offload import calc_dtensor_params_l2_norm
-    from tests import megatron_models as mm
-
-    with mm.megatron():
-        model = mm.wrapped("optim_grads_params")
-        seen: list[int] = []
-
-        def original(params: list[Any]) -> float:
-            seen.append(len(params))
-            return float(sum(local_shard(param).float().square().sum() for param in params)) ** 0.5
-
-        params = [param.main for param in model.module.engine.params()]
-        expected = original(params)
-        assert calc_dtensor_params_l2_norm(original, params) == expected
-        assert seen == [len(params)] * 2, "on a CPU nothing is offloaded"
-
-
-def test_the_norm_of_parameters_on_a_cpu_is_megatrons(ranks: RankPool) -> None:
-    ranks.run(1, _norm_of_parameters)
