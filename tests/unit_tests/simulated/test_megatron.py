@@ -71,8 +71,6 @@ def test_strategies(ranks: RankPool, strategy: str, bf16: bool) -> None:
 
 def _offloaded(strategy: str, fraction: float) -> None:
     """Train with --optimizer-cpu-offload and without, and compare norms of gradients and weights, and the weights."""
-    from megatron.training.utils import common_utils
-
     results = []
     for settings in ({}, {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}):
         with _megatron() as (sim, mm):
@@ -96,6 +94,8 @@ def _offloaded(strategy: str, fraction: float) -> None:
                 for param in (param for group in unit.groups for param in group.params):
                     tensors = [param.main, optimizer.optimizer.state[param.main]["exp_avg"]]
                     assert {sim.is_here(tensor) for tensor in tensors} == {not unit.is_offloaded}
+            from megatron.training.utils import common_utils  # Megatron is imported after it is prepared for a CPU
+
             # As --log-params-norm does.
             norms.append(common_utils.calc_dtensor_params_l2_norm([p.main for p in model.module.engine.params()]))
             results.append((norms, mm.weights_of(model), places))
