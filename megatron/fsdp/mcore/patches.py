@@ -158,6 +158,11 @@ MEGATRON = Patches(
             "statistics:count_zeros",
         ),
         _patch(
+            "megatron.training.utils.common_utils:calc_dtensor_params_l2_norm",
+            "raises an error for shards of different lengths, and cannot compute on weights in host memory",
+            "statistics:params_norm",
+        ),
+        _patch(
             "megatron.training.training:check_param_hashes_across_dp_replicas",
             "compares the parameters of data-parallel ranks, which are different shards",
             "replicas:check_param_hashes",
@@ -188,11 +193,6 @@ MEGATRON = Patches(
             "megatron.core.optimizer:HybridDeviceOptimizer",
             "makes further copies of main weights on the host, and its state cannot be saved with FSDP",
             "offload:build_optimizer",
-        ),
-        _patch(
-            "megatron.training.utils.common_utils:calc_dtensor_params_l2_norm",
-            "computes the norm of weights in host memory with a kernel of the device",
-            "offload:calc_dtensor_params_l2_norm",
         ),
         # Saving and loading.
         _patch(

@@ -1,7 +1,7 @@
-"""The gradient norm and the number of zeros that Megatron's optimizer reports, for sharded gradients.
+"""Norms and numbers of zeros that Megatron reports, for sharded gradients and weights.
 
-Megatron-Core reduces both over one optimizer instance, or without the distributed optimizer over tensor- and
-pipeline-parallel ranks. That misses gradients that are sharded over instances or expert-parallel ranks, and counts
+Megatron-Core reduces those of gradients over one optimizer instance, or without the distributed optimizer over tensor-
+and pipeline-parallel ranks. That misses gradients that are sharded over instances or expert-parallel ranks, and counts
 gradients several times that a strategy leaves whole. Here every rank counts what no other rank counts, and the sum
 is that over all ranks.
 """
@@ -14,10 +14,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.mcore.adapter import FullyShardedDataParallel, ShardedModule
 from megatron.fsdp.mcore.checkpoint_state import Names
 from megatron.fsdp.mcore.limits import Settings, adjust, check
+from megatron.fsdp.runtime.engine import engines_of
 
 
 def get_megatron_optimizer(
@@ -82,6 +85,28 @@ def _grads_for_norm(optimizer: Any) -> list[torch.Tensor]:
     if hasattr(optimizer, "_filter_grads_for_norm"):
         return list(optimizer._filter_grads_for_norm(optimizer.get_parameters()))
     return list(optimizer.get_main_grads_for_grad_norm())
+
+
+def params_norm(original: Callable[..., float], params: list[Any]) -> float:
+    """The norm of weights that ``--log-params-norm`` logs. A collective.
+
+    Args:
+        original: Megatron-Core's function.
+        params: Main weights; those of offloaded units are in host memory.
+    """
+    engines = engines_of(params)
+    if not engines:
+        return original(params)
+    squares: dict[tuple[DeviceMesh, tuple[bool, ...]], torch.Tensor] = {}
+    for param in params:
+        divided = tuple(not placement.is_replicate() for placement in param.placements)
+        square = torch.linalg.vector_norm(local_shard(param), dtype=torch.float32).to(engines[0].device) ** 2
+        key = param.device_mesh, divided
+        squares[key] = squares[key] + square if key in squares else square
+    for (mesh, divided), total in squares.items():
+        for axis in (axis for axis, is_divided in enumerate(divided) if is_divided):
+            dist.all_reduce(total, group=mesh.get_group(axis))
+    return float(torch.stack([*squares.values()]).sum()) ** 0.5
 
 
 def _parts(optimizer: Any) -> list[Any]:
