@@ -150,6 +150,11 @@ MEGATRON = Patches(
             "statistics:count_zeros",
         ),
         _patch(
+            "megatron.training.training:calc_params_l2_norm",
+            "does not know shards of uneven sizes",
+            "statistics:params_l2_norm",
+        ),
+        _patch(
             "megatron.training.training:check_param_hashes_across_dp_replicas",
             "compares the parameters of data-parallel ranks, which are different shards",
             "replicas:check_param_hashes",

@@ -1,7 +1,7 @@
-"""The gradient norm and the number of zeros that Megatron's optimizer reports, for sharded gradients.
+"""The norms of gradients and weights and the number of zeros that Megatron reports, for sharded parameters.
 
-Megatron-Core reduces both over one optimizer instance, or without the distributed optimizer over tensor- and
-pipeline-parallel ranks. That misses gradients that are sharded over instances or expert-parallel ranks, and counts
+Megatron-Core reduces those of gradients over one optimizer instance, or without the distributed optimizer over tensor-
+and pipeline-parallel ranks. That misses gradients that are sharded over instances or expert-parallel ranks, and counts
 gradients several times that a strategy leaves whole. Here every rank counts what no other rank counts, and the sum
 is that over all ranks.
 """
@@ -15,6 +15,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
+from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.mcore.adapter import FullyShardedDataParallel, ShardedModule
 from megatron.fsdp.mcore.checkpoint_state import Names
 from megatron.fsdp.mcore.limits import Settings, adjust, check
@@ -82,6 +85,23 @@ def _grads_for_norm(optimizer: Any) -> list[torch.Tensor]:
     if hasattr(optimizer, "_filter_grads_for_norm"):
         return list(optimizer._filter_grads_for_norm(optimizer.get_parameters()))
     return list(optimizer.get_main_grads_for_grad_norm())
+
+
+@torch.no_grad()
+def params_l2_norm(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return the norm of the weights of all ranks, for ``--log-params-norm``. A collective."""
+    chunks = model if isinstance(model, list) else [model]
+    ours = [chunk for chunk in chunks if isinstance(chunk, FullyShardedDataParallel)]
+    if not ours:
+        return original(model, *args, **kwargs)
+    total = torch.zeros((), device=ours[0].module.device)
+    for chunk in ours:
+        chunk.stop_communication()
+        for main in _counted_here(chunk.module):
+            if param_is_not_shared(main) and param_is_not_tensor_parallel_duplicate(main):
+                total += torch.linalg.vector_norm(local_shard(main), dtype=torch.float32).square()
+    dist.all_reduce(total)
+    return total.sqrt().item()
 
 
 def _parts(optimizer: Any) -> list[Any]:
