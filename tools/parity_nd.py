@@ -287,8 +287,10 @@ CASES = (
     Case("option", "no overlap, TP 2", 4, TP, ("no_shard", "optim"), overlaps=False),
     Case("option", "hashes of weights compared", 2, "--check-weight-hash-across-dp-replicas-interval 2", SHARDED[:2]),
     Case("option", "number of zeros, norm of weights", 2, f"{ZEROS} --log-params-norm", ONE),
-    Case("option", "number of zeros, TP 2", 4, f"{TP} {ZEROS}"),
-    Case("option", "number of zeros, EP 2", 4, f"{ALLTOALL} {EP} {ZEROS}"),
+    Case("option", "number of zeros, norm of weights, TP 2", 4, f"{TP} {ZEROS} --log-params-norm"),
+    Case("option", "number of zeros, norm of weights, PP 2", 4, f"{PP} {ZEROS} --log-params-norm", ONE),
+    Case("option", "norm of weights, PP 2, tied embeddings", 4, f"{PP} --log-params-norm", ONE),
+    Case("option", "number of zeros, norm of weights, EP 2", 4, f"{ALLTOALL} {EP} {ZEROS} --log-params-norm"),
     Case("option", "decoupled learning rate", 2, "--decoupled-lr 1e-3 --untie-embeddings-and-output-weights", ONE),
     Case("option", "evaluation during training", 2, "--eval-interval 3 --eval-iters 2", ONE),
     Case(

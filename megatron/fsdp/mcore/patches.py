@@ -158,9 +158,9 @@ MEGATRON = Patches(
             "statistics:count_zeros",
         ),
         _patch(
-            "megatron.training.utils.common_utils:calc_dtensor_params_l2_norm",
+            "megatron.training.training:calc_params_l2_norm",
             "raises an error for shards of different lengths, and cannot compute on weights in host memory",
-            "statistics:params_norm",
+            "statistics:params_l2_norm",
         ),
         _patch(
             "megatron.training.training:check_param_hashes_across_dp_replicas",

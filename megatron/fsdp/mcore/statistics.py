@@ -1,4 +1,4 @@
-"""Norms and numbers of zeros that Megatron reports, for sharded gradients and weights.
+"""The norms of gradients and weights and the number of zeros that Megatron reports, for sharded parameters.
 
 Megatron-Core reduces those of gradients over one optimizer instance, or without the distributed optimizer over tensor-
 and pipeline-parallel ranks. That misses gradients that are sharded over instances or expert-parallel ranks, and counts
@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.mcore.adapter import FullyShardedDataParallel, ShardedModule
 from megatron.fsdp.mcore.checkpoint_state import Names
 from megatron.fsdp.mcore.limits import Settings, adjust, check
-from megatron.fsdp.runtime.engine import engines_of
 
 
 def get_megatron_optimizer(
@@ -87,26 +87,21 @@ def _grads_for_norm(optimizer: Any) -> list[torch.Tensor]:
     return list(optimizer.get_main_grads_for_grad_norm())
 
 
-def params_norm(original: Callable[..., float], params: list[Any]) -> float:
-    """The norm of weights that ``--log-params-norm`` logs. A collective.
-
-    Args:
-        original: Megatron-Core's function.
-        params: Main weights; those of offloaded units are in host memory.
-    """
-    engines = engines_of(params)
-    if not engines:
-        return original(params)
-    squares: dict[tuple[DeviceMesh, tuple[bool, ...]], torch.Tensor] = {}
-    for param in params:
-        divided = tuple(not placement.is_replicate() for placement in param.placements)
-        square = torch.linalg.vector_norm(local_shard(param), dtype=torch.float32).to(engines[0].device) ** 2
-        key = param.device_mesh, divided
-        squares[key] = squares[key] + square if key in squares else square
-    for (mesh, divided), total in squares.items():
-        for axis in (axis for axis, is_divided in enumerate(divided) if is_divided):
-            dist.all_reduce(total, group=mesh.get_group(axis))
-    return float(torch.stack([*squares.values()]).sum()) ** 0.5
+@torch.no_grad()
+def params_l2_norm(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return the norm of the weights of all ranks, for ``--log-params-norm``. A collective."""
+    chunks = model if isinstance(model, list) else [model]
+    ours = [chunk for chunk in chunks if isinstance(chunk, FullyShardedDataParallel)]
+    if not ours:
+        return original(model, *args, **kwargs)
+    total = torch.zeros((), device=ours[0].module.device)
+    for chunk in ours:
+        chunk.stop_communication()
+        for main in _counted_here(chunk.module):
+            if param_is_not_shared(main) and param_is_not_tensor_parallel_duplicate(main):
+                total += torch.linalg.vector_norm(local_shard(main), dtype=torch.float32).square()
+    dist.all_reduce(total)
+    return total.sqrt().item()
 
 
 def _parts(optimizer: Any) -> list[Any]:

@@ -28,7 +28,6 @@ def _statistics(strategy: str, outer: str | None) -> None:
     install()
     from megatron.fsdp.dtensor.uneven import uneven_dtensor_to_full_tensor
     from megatron.training import training
-    from megatron.training.utils import common_utils
 
     instances = 1 if outer is None else 2
     parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=instances)
@@ -48,7 +47,7 @@ def _statistics(strategy: str, outer: str | None) -> None:
         with torch.no_grad():
             weights = [uneven_dtensor_to_full_tensor(parameter) for parameter in model.parameters()]
         expected = torch.stack([weight.double().square().sum() for weight in weights]).sum().sqrt().item()
-        assert common_utils.calc_dtensor_params_l2_norm(list(model.parameters())) == pytest.approx(expected, rel=1e-6)
+        assert training.calc_params_l2_norm([model]) == pytest.approx(expected, rel=1e-6)
     finally:
         uninstall()
         destroy_rerun_state_machine()

@@ -94,10 +94,10 @@ def _offloaded(strategy: str, fraction: float) -> None:
                 for param in (param for group in unit.groups for param in group.params):
                     tensors = [param.main, optimizer.optimizer.state[param.main]["exp_avg"]]
                     assert {sim.is_here(tensor) for tensor in tensors} == {not unit.is_offloaded}
-            from megatron.training.utils import common_utils  # Megatron is imported after it is prepared for a CPU
+            from megatron.training import training  # Megatron is imported after it is prepared for a CPU
 
             # As --log-params-norm does.
-            norms.append(common_utils.calc_dtensor_params_l2_norm([p.main for p in model.module.engine.params()]))
+            norms.append(training.calc_params_l2_norm([model]))
             results.append((norms, mm.weights_of(model), places))
     (norms, weights, _), (offloaded_norms, offloaded_weights, places) = results
     assert places == ({True} if fraction == 1 else {True, False})
