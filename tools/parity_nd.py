@@ -259,7 +259,6 @@ CASES = (
     Case("option", "bf16", 2, "--clip-grad 1000", STRATEGIES, bf16=True),
     Case("option", "bf16, TP 2", 4, f"{TP} --clip-grad 1000", ONE, bf16=True),
     Case("option", "bf16, EP 2", 4, f"{ALLTOALL} {EP} --clip-grad 1000", ONE, bf16=True),
-    Case("option", "bf16, EP 2, overlapped micro-batches", 4, f"{OVERLAPPED} --clip-grad 1000", bf16=True),
     Case(
         "option",
         "bf16, EP 2, overlapped micro-batches, PP 2, interleaved",

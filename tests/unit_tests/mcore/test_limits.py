@@ -209,6 +209,7 @@ ELSEWHERE = {
     "use_megatron_fsdp": "asks for the wrapper",
     "use_custom_fsdp": "its older name",
     "use_distributed_optimizer": "of Megatron's optimizer",
+    "delay_wgrad_compute": "of the model's layers; a unit is reduced when its schedule releases it after them",
     "align_param_gather": "the loop's, which calls start_param_sync",
     "fp8_param_gather": "of the model's layers, whose parameters are quantized then",
     "fp4_param_gather": "of the model's layers, whose parameters are quantized then",

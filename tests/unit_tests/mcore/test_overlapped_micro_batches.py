@@ -102,6 +102,10 @@ def _train(
     from tests.megatron_models import forward_backward, optimizer_of, tokens, wrapped
 
     model = wrapped(strategy, _gpt(overlap, delay), **SETTINGS, **changes)
+    if strategy is not None:
+        from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import find_megatron_fsdp
+
+        assert find_megatron_fsdp(model) is model.module
     optimizer = optimizer_of(model)
     found = []
     for step in range(3):
