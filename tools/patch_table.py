@@ -4,7 +4,7 @@ from megatron.fsdp.mcore import cpu
 
 cpu.enable()
 
-from megatron.fsdp.helpers.patches import TABLES, tables  # noqa: E402
+from megatron.fsdp.helpers.patches import TABLES, Patch, tables  # noqa: E402
 
 INTRODUCTION = """# Patches
 
@@ -13,7 +13,8 @@ them are rows of tables in the code, and this page is printed from the tables by
 
 A table is installed when it is needed: Megatron's by `megatron.fsdp.mcore.install()`, PyTorch's when the first model is
 sharded, those for a model on the meta device while it is built, and those for the CPU by
-`megatron.fsdp.mcore.cpu.enable()`. `megatron.fsdp.mcore.uninstall()` puts Megatron's originals back, and
+`megatron.fsdp.mcore.cpu.enable()`. Patches of an optional package, and those for the CPU, are installed when their
+modules are imported, if that is later. `megatron.fsdp.mcore.uninstall()` puts Megatron's originals back, and
 `megatron.fsdp.helpers.patches.uninstall_all()` puts all originals back. A name that a new version lacks raises an
 `ImportError` that names it, before anything is replaced.
 
@@ -31,8 +32,13 @@ def as_markdown() -> str:
         module = name.partition(":")[0]
         lines += ["", f"## {table.title}", "", f"In `{module}`.", ""]
         lines += ["| name | the original | instead | checked with |", "|---|---|---|---|"]
-        lines += [f"| `{row.target}` | {row.reason} | `{row.replacement}` | {row.versions} |" for row in table.rows]
+        lines += [f"| `{row.target}` | {row.reason} | `{row.replacement}` | {_versions(row)} |" for row in table.rows]
     return "\n".join(lines) + "\n"
+
+
+def _versions(row: Patch) -> str:
+    bounds = [f"since {row.since}"] * bool(row.since) + [f"before {row.before}"] * bool(row.before)
+    return f"{row.versions}; {' and '.join(bounds)} only" if bounds else str(row.versions)
 
 
 if __name__ == "__main__":

@@ -47,13 +47,17 @@ class Run:
     output: str
 
 
-def launch(script: str, arguments: str, ranks: int, model: str = MODEL) -> subprocess.CompletedProcess[str]:
-    return torchrun([*script.split(), *model.split(), *arguments.split()], ranks, timeout=280)
+def launch(
+    script: str, arguments: str, ranks: int, model: str = MODEL, packages: str = ""
+) -> subprocess.CompletedProcess[str]:
+    return torchrun([*script.split(), *model.split(), *arguments.split()], ranks, timeout=280, packages=packages)
 
 
-def train(arguments: str, script: str = "pretrain_gpt.py", ranks: int = 2, model: str = MODEL) -> Run:
+def train(
+    arguments: str, script: str = "pretrain_gpt.py", ranks: int = 2, model: str = MODEL, packages: str = ""
+) -> Run:
     """Run a script and return its log."""
-    result = launch(script, arguments, ranks, model)
+    result = launch(script, arguments, ranks, model, packages)
     output = result.stdout + result.stderr
     assert result.returncode == 0, output[-5000:]
     number = r"(\S+)"

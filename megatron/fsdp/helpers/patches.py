@@ -8,7 +8,9 @@ prints them as docs/patches.md.
 import functools
 import importlib
 import importlib.metadata
+import logging
 import pkgutil
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +18,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from megatron.fsdp.version import TRIED_TORCH
+from megatron.fsdp.helpers.imports import AfterImport
+from megatron.fsdp.version import TRIED_MEGATRON, TRIED_TORCH
+
+logger = logging.getLogger(__name__)
 
 TABLES = (
     "megatron.fsdp.comm.streams:GROUP_END",
@@ -46,17 +51,22 @@ class Versions:
     Attributes:
         distribution: Name of the distribution on PyPI.
         checked: Versions or leading components of versions: "2.13" covers 2.13.1. Empty: none could be checked.
+        module: A module whose ``__version__`` is the version. A checkout in the path has no metadata of its own, and
+            may hide an installed distribution of another version. Empty: the distribution's metadata.
     """
 
     distribution: str
     checked: tuple[str, ...] = ()
+    module: str = ""
 
     @property
     def installed(self) -> str | None:
         """The installed version; None if the distribution is not installed."""
         try:
+            if self.module:
+                return str(importlib.import_module(self.module).__version__)
             return importlib.metadata.version(self.distribution)
-        except importlib.metadata.PackageNotFoundError:
+        except ImportError:
             return None
 
     def cover(self, version: str) -> bool:
@@ -68,7 +78,19 @@ class Versions:
 
 
 TORCH = Versions("torch", TRIED_TORCH)
-MEGATRON_CORE = Versions("megatron-core", ("0.19.2",))
+MEGATRON_CORE = Versions("megatron-core", TRIED_MEGATRON, "megatron.core.package_info")
+
+
+@functools.cache  # warn once
+def warn_if_untried(versions: Versions, installed: str) -> None:
+    """Log a warning if the tests were not run with the installed version of a distribution."""
+    if not versions.cover(installed):
+        logger.warning(
+            "Megatron-FSDP was not tested with %s %s. It was tested with %s.",
+            versions.distribution,
+            installed,
+            versions,
+        )
 
 
 @dataclass(frozen=True)
@@ -82,7 +104,9 @@ class Patch:
         replacement: The replacement's name, in the same form. It is imported when the patch is installed.
         versions: The versions with which the patch was checked.
         kind: How the replacement is used.
-        optional: Install the patch only if the target's module has been imported.
+        optional: Install the patch only if the target's module is imported, when it is.
+        since: The first version that has the name. Empty: all have it.
+        before: The first version that does not have the name any more. Empty: all have it.
     """
 
     target: str
@@ -91,6 +115,8 @@ class Patch:
     versions: Versions
     kind: Kind = Kind.AROUND
     optional: bool = False
+    since: str = ""
+    before: str = ""
 
     @property
     def module(self) -> str:
@@ -110,8 +136,20 @@ class Patch:
 
     @property
     def applies(self) -> bool:
-        """Whether the patch can be installed in this process."""
-        return not self.optional or self.module in sys.modules
+        """Whether the patch can be installed now, in the version that is installed."""
+        return not self.waits and self._has_version()
+
+    @property
+    def waits(self) -> bool:
+        """Whether the patch is to be installed only when a module is imported."""
+        return self.optional and self.module not in sys.modules
+
+    def _has_version(self) -> bool:
+        installed = self.versions.installed if self.since or self.before else None
+        if installed is None:
+            return True
+        version = _numbers(installed)
+        return _numbers(self.since) <= version and not (self.before and version >= _numbers(self.before))
 
     def problem(self) -> str | None:
         """A sentence about why the patch cannot be installed; None if it can."""
@@ -131,6 +169,11 @@ class Patch:
         if self.kind is Kind.VALUE:
             return replacement
         return replacement(original) if self.kind is Kind.FACTORY else _around(original, replacement)
+
+
+def _numbers(version: str) -> list[int]:
+    """The numbers of a version, for comparisons; "0.20.0+d98e8a6" is a version of a checkout."""
+    return [int(number) for number in re.findall(r"\d+", version.partition("+")[0])]
 
 
 def _around(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
@@ -154,34 +197,54 @@ class Patches:
         self.rows = tuple(rows)
         # The value that each replaced name had in its owner's namespace; _ABSENT if a class had inherited it.
         self._originals: dict[Patch, Any] = {}
+        # Installs optional rows when their modules are imported.
+        self._hook: AfterImport | None = None
 
     @property
     def is_installed(self) -> bool:
-        """Whether any of the patches is installed."""
-        return bool(self._originals)
+        """Whether any of the patches is installed, or will be when a module is imported."""
+        return bool(self._originals) or self._hook is not None
 
-    def install(self, rows: Iterable[Patch] | None = None, instead: Mapping[str, Any] | None = None) -> None:
+    def install(self, instead: Mapping[str, Any] | None = None) -> None:
         """Replace the names. Rows that are installed already are left as they are.
 
+        Optional rows whose modules have not been imported are installed when they are.
+
         Args:
-            rows: The rows to install. None: all that apply.
             instead: Objects to use in place of replacements, by the replacement's name.
 
         Raises:
             ImportError: A name does not exist. Nothing has been replaced then.
         """
-        wanted = [row for row in (self.rows if rows is None else rows) if row.applies and row not in self._originals]
+        self._replace(self.rows, instead or {})
+        modules = frozenset(row.module for row in self.rows if row.waits)
+        if modules and self._hook is None:
+            self._hook = AfterImport(
+                modules, lambda name: self._replace([row for row in self.rows if row.module == name], instead or {})
+            )
+            sys.meta_path.insert(0, self._hook)
+
+    def _replace(self, rows: Iterable[Patch], instead: Mapping[str, Any]) -> None:
+        wanted = [row for row in rows if row.applies and row not in self._originals]
         problem = next((problem for row in wanted if (problem := row.problem())), None)
         if problem is not None:
             raise ImportError(f"{self.title}: {problem}")
         # All values first: if a replacement cannot be imported, nothing has been replaced yet.
-        values = [(instead or {}).get(row.replacement) or row.new_value() for row in wanted]
+        values = [instead.get(row.replacement) or row.new_value() for row in wanted]
         for row, value in zip(wanted, values, strict=True):
-            self._originals[row] = vars(row.owner).get(row.attribute, _ABSENT)
+            original = vars(row.owner).get(row.attribute, _ABSENT)
+            if original is value:
+                # A module that was imported while the patches were installed took the replacement from another one.
+                installed = self._originals.items()
+                original = next((old for other, old in installed if other.replacement == row.replacement), original)
+            self._originals[row] = original
             setattr(row.owner, row.attribute, value)
 
     def uninstall(self) -> None:
         """Put the originals back, the last one that was replaced first."""
+        if self._hook is not None:
+            sys.meta_path.remove(self._hook)
+            self._hook = None
         while self._originals:
             row, original = self._originals.popitem()
             if original is _ABSENT:

@@ -129,8 +129,8 @@ MUON = ("muon", "dist_muon")
 
 
 def _has_muon_setting(settings: Settings) -> bool:
-    adds_lion = settings["muon_scalar_optimizer"] == "lion"
-    return bool(settings["fp16"] or settings["use_precision_aware_optimizer"] or adds_lion)
+    names = ("fp16", "use_precision_aware_optimizer", "optimizer_cpu_offload")
+    return any(settings[name] for name in names) or settings["muon_scalar_optimizer"] == "lion"
 
 
 LIMITS: tuple[Limit, ...] = (
@@ -152,6 +152,13 @@ LIMITS: tuple[Limit, ...] = (
         "Leave gtp_weight_remat_size at 1, or train with Megatron's DistributedDataParallel.",
         lambda s: (s["gtp_weight_remat_size"] or 1) > 1,
     ),
+    _never(
+        "optimizer_cpu_offload without use_precision_aware_optimizer",
+        "Megatron-Core offloads the optimizer only with use_precision_aware_optimizer, which says where it reads "
+        "gradients.",
+        "Set use_precision_aware_optimizer too.",
+        lambda s: bool(s["optimizer_cpu_offload"]) and s["use_precision_aware_optimizer"] is False,
+    ),
     _not_yet(
         "optimizer other than adam, sgd and muon",
         "SOAP and adaptive Muon, which keep statistics of whole matrices, and Lion",
@@ -159,18 +166,47 @@ LIMITS: tuple[Limit, ...] = (
         lambda s: s["optimizer"] not in (None, "adam", "sgd", *MUON),
     ),
     _not_yet(
-        "muon with fp16, use_precision_aware_optimizer or muon_scalar_optimizer lion",
-        "loss scaling, gradients and moments of low precision, and Lion for the other parameters",
+        "muon with fp16, use_precision_aware_optimizer, optimizer_cpu_offload or muon_scalar_optimizer lion",
+        "loss scaling, gradients and moments of low precision, matrices in host memory, and Lion for the others",
         "Train in bf16 without them, or set optimizer (--optimizer) to adam.",
         lambda s: s["optimizer"] in MUON and _has_muon_setting(s),
     ),
-    _not_yet("optimizer_cpu_offload", "offloading the optimizer to the CPU"),
-    _not_yet("delay_wgrad_compute", "delaying weight gradients"),
-    _not_yet("defer_embedding_wgrad_compute", "deferring the embedding's weight gradient"),
-    _not_yet("overlap_moe_expert_parallel_comm", "the 1F1B overlap of expert communication"),
+    _never(
+        "defer_embedding_wgrad_compute",
+        "The output layer's weight gradient would be computed after its unit's gradients were reduced, and be lost. "
+        "Megatron-Core's FSDP does not read it.",
+    ),
+    _never(
+        "fsdp_double_buffer with overlap_moe_expert_parallel_comm",
+        "A forward and a backward that overlap use units in opposite orders, which collide in a double buffer. "
+        "Megatron-Core's FSDP refuses this as well. nccl_ub turns the double buffer on.",
+        "Leave fsdp_double_buffer and nccl_ub off.",
+        lambda s: bool(s["overlap_moe_expert_parallel_comm"]) and bool(s["fsdp_double_buffer"] or s["nccl_ub"]),
+    ),
+    _not_yet(
+        "cuda_graph_impl full_iteration with overlap_moe_expert_parallel_comm",
+        "a graph of an iteration, which needs the double buffer, with a forward and a backward that overlap",
+        "Leave one of them off.",
+        lambda s: bool(s["overlap_moe_expert_parallel_comm"]) and s["cuda_graph_impl"] == "full_iteration",
+    ),
+    _not_yet(
+        "moe_latent_size with overlap_moe_expert_parallel_comm",
+        "an expert's latent projection that runs in the stream of the all-to-all, beside the unit's other computation",
+        "Leave overlap_moe_expert_parallel_comm off.",
+        lambda s: bool(s["overlap_moe_expert_parallel_comm"]) and bool(s["moe_latent_size"]),
+    ),
     _not_yet("overlap_param_gather_with_optimizer_step", "all-gathering weights during the optimizer's step"),
-    _not_yet("param_name_patterns_for_fp32_local_accumulation", "fp32 accumulation of selected parameters"),
-    _not_yet("save_wgrads_interval", "saving whole weight gradients"),
+    _never(
+        "param_name_patterns_for_fp32_local_accumulation",
+        "The gradients of a unit are accumulated in one dtype. Megatron-Core's FSDP does not read the patterns.",
+        "Set megatron_fsdp_main_grads_dtype (--megatron-fsdp-main-grads-dtype) to fp32, for all gradients.",
+    ),
+    _never(
+        "save_wgrads_interval",
+        "It saves the gradients in main_grad after an all-reduce of whole gradients. Here they are sharded and have no "
+        "main_grad, as in Megatron-Core's FSDP, so the files would have none.",
+        "Train with Megatron's DistributedDataParallel to save them.",
+    ),
     _not_yet("optimizer_cuda_graph", "capturing the optimizer's step in a CUDA graph"),
     _not_yet(
         "create_all_gather_group with several optimizer instances",
@@ -250,6 +286,12 @@ ADJUSTMENTS: tuple[Adjustment, ...] = (
         "a graph of a whole iteration needs buffers and gradients at fixed addresses",
     ),
     Adjustment(
+        "megatron_fsdp_version",
+        lambda s: s["megatron_fsdp_version"] not in (None, 1),
+        1,
+        "it chooses one of Megatron-Core's two engines, and this one takes the place of both",
+    ),
+    Adjustment(
         "overlap_grad_reduce",
         _is_false("overlap_grad_reduce", _shards("gradients")),
         True,
@@ -263,14 +305,14 @@ ADJUSTMENTS: tuple[Adjustment, ...] = (
     ),
 )
 
-_UNITS = "all parameters of a unit are unsharded or reduced together, and the next unit is prefetched"
+_UNITS = "all parameters of a unit are unsharded or reduced together"
 
 
 def _without_registration(name: str) -> Condition:
     return lambda s: bool(s[name]) and not s["nccl_ub"]
 
 
-_REGISTERED = "it selects how nccl_ub registers buffers, and nccl_ub is off"
+_REGISTERED = "it selects how nccl_ub registers buffers"
 # Without a bucket size on the command line, Megatron's loop sets at least this many parameters, in such steps.
 _DEFAULT_BUCKET, _BUCKET_STEP = 40_000_000, 1_000_000
 
@@ -283,9 +325,21 @@ def _gives_bucket_size(settings: Settings) -> bool:
     return settings["ddp_bucket_size"] is not None or not by_default
 
 
+def _offloads_and_narrows(name: str) -> Condition:
+    return lambda s: bool(s["optimizer_cpu_offload"]) and s[name] not in (None, "fp32", torch.float32)
+
+
 IGNORED: tuple[Ignored, ...] = (
-    Ignored("suggested_communication_unit_size", lambda s: s["suggested_communication_unit_size"] is not None, _UNITS),
-    Ignored("num_buckets", lambda s: s["num_buckets"] is not None, _UNITS),
+    Ignored(
+        "suggested_communication_unit_size with fsdp_double_buffer",
+        lambda s: s["suggested_communication_unit_size"] is not None and bool(s["fsdp_double_buffer"]),
+        "two units have buffers, as in Megatron-Core",
+    ),
+    Ignored(
+        "num_buckets",
+        lambda s: s["num_buckets"] is not None,
+        f"{_UNITS}. Megatron-Core's FSDP does not read it either",
+    ),
     Ignored("bucket_size", _gives_bucket_size, _UNITS),
     Ignored(
         "pad_buckets_for_high_nccl_busbw",
@@ -298,19 +352,46 @@ IGNORED: tuple[Ignored, ...] = (
         "a rank divides only its shard, after the reduction",
     ),
     Ignored(
-        "outer_dp_sharding_strategy",
+        "outer_dp_sharding_strategy with one optimizer instance",
         lambda s: (
             s["outer_dp_sharding_strategy"] not in (None, "no_shard") and s["num_distributed_optimizer_instances"] == 1
         ),
-        "it applies to several optimizer instances (num_distributed_optimizer_instances), and there is one",
+        "it applies to several optimizer instances (num_distributed_optimizer_instances)",
     ),
     Ignored(
         "enable_full_sharding_in_hsdp",
         _is_set("enable_full_sharding_in_hsdp"),
         "the setting for that is outer_dp_sharding_strategy optim",
     ),
-    Ignored("disable_symmetric_registration", _without_registration("disable_symmetric_registration"), _REGISTERED),
-    Ignored("fsdp_manual_registration", _without_registration("fsdp_manual_registration"), _REGISTERED),
+    Ignored(
+        "overlap_cpu_optimizer_d2h_h2d",
+        lambda s: bool(s["overlap_cpu_optimizer_d2h_h2d"]) and bool(s["optimizer_cpu_offload"]),
+        "all gradients are copied to the host before its step, and each unit's weights are copied back when they are "
+        "unsharded, while others compute",
+    ),
+    *(
+        Ignored(name, _is_false(name, _is_set("optimizer_cpu_offload")), "copies from pageable memory block the host")
+        for name in ("pin_cpu_grads", "pin_cpu_params")
+    ),
+    Ignored(
+        "use_torch_optimizer_for_cpu_offload",
+        lambda s: bool(s["use_torch_optimizer_for_cpu_offload"]) and bool(s["optimizer_cpu_offload"]),
+        "with optimizer_cpu_offload, torch's optimizer also updates weights on the device",
+    ),
+    *(
+        Ignored(
+            f"{name} with optimizer_cpu_offload",
+            _offloads_and_narrows(name),
+            "moments have the main weights' dtype, as in Megatron-Core",
+        )
+        for name in ("exp_avg_dtype", "exp_avg_sq_dtype")
+    ),
+    Ignored(
+        "disable_symmetric_registration without nccl_ub",
+        _without_registration("disable_symmetric_registration"),
+        _REGISTERED,
+    ),
+    Ignored("fsdp_manual_registration without nccl_ub", _without_registration("fsdp_manual_registration"), _REGISTERED),
     Ignored(
         "torch_fsdp2_reshard_after_forward",
         _is_false("torch_fsdp2_reshard_after_forward"),

@@ -1,22 +1,26 @@
-"""The gradient norm and the number of zeros that Megatron's optimizer reports, for sharded gradients.
+"""Norms and numbers of zeros that Megatron reports, for sharded gradients and weights.
 
-Megatron-Core reduces both over one optimizer instance, or without the distributed optimizer over tensor- and
-pipeline-parallel ranks. That misses gradients that are sharded over instances or expert-parallel ranks, and counts
+Megatron-Core reduces those of gradients over one optimizer instance, or without the distributed optimizer over tensor-
+and pipeline-parallel ranks. That misses gradients that are sharded over instances or expert-parallel ranks, and counts
 gradients several times that a strategy leaves whole. Here every rank counts what no other rank counts, and the sum
 is that over all ranks.
 """
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.mcore.adapter import FullyShardedDataParallel, ShardedModule
 from megatron.fsdp.mcore.checkpoint_state import Names
 from megatron.fsdp.mcore.limits import Settings, adjust, check
+from megatron.fsdp.runtime.engine import engines_of
 
 
 def get_megatron_optimizer(
@@ -47,11 +51,22 @@ def filter_grads_for_norm(
     original: Callable[..., Any], optimizer: Any, params: list[Any], *args: Any, **kwargs: Any
 ) -> Any:
     """Select the gradients that this rank counts."""
+    return original(optimizer, _counted(optimizer, params), *args, **kwargs)
+
+
+def main_grads_for_norm(original: Callable[..., Any], optimizer: Any) -> Any:
+    """Select the gradients that this rank counts: Megatron-Core 0.18 has no method that is given parameters."""
+    params = _counted(optimizer, optimizer.get_parameters())
+    tp_group = getattr(optimizer, "tp_group", None)
+    return original(SimpleNamespace(get_parameters=lambda: params, config=optimizer.config, tp_group=tp_group))
+
+
+def _counted(optimizer: Any, params: list[Any]) -> list[Any]:
     chunks = getattr(optimizer, "sharded_chunks", None)
-    if chunks is not None:
-        counted = {id(main) for chunk in chunks for main in _counted_here(chunk)}
-        params = [param for param in params if id(param) in counted]
-    return original(optimizer, params, *args, **kwargs)
+    if chunks is None:
+        return params
+    counted = {id(main) for chunk in chunks for main in _counted_here(chunk)}
+    return [param for param in params if id(param) in counted]
 
 
 def count_zeros(original: Callable[..., Any], optimizer: Any) -> Any:
@@ -60,10 +75,38 @@ def count_zeros(original: Callable[..., Any], optimizer: Any) -> Any:
     if chunks is None:
         return original(optimizer)
     total = torch.zeros((), dtype=torch.int64, device=chunks[0].device)
-    for grad in (grad for part in _parts(optimizer) for grad in part._filter_grads_for_norm(part.get_parameters())):
+    for grad in (grad for part in _parts(optimizer) for grad in _grads_for_norm(part)):
         total += grad.numel() - grad.count_nonzero().to(total.device)
     dist.all_reduce(total)
     return int(total)
+
+
+def _grads_for_norm(optimizer: Any) -> list[torch.Tensor]:
+    if hasattr(optimizer, "_filter_grads_for_norm"):
+        return list(optimizer._filter_grads_for_norm(optimizer.get_parameters()))
+    return list(optimizer.get_main_grads_for_grad_norm())
+
+
+def params_norm(original: Callable[..., float], params: list[Any]) -> float:
+    """The norm of weights that ``--log-params-norm`` logs. A collective.
+
+    Args:
+        original: Megatron-Core's function.
+        params: Main weights; those of offloaded units are in host memory.
+    """
+    engines = engines_of(params)
+    if not engines:
+        return original(params)
+    squares: dict[tuple[DeviceMesh, tuple[bool, ...]], torch.Tensor] = {}
+    for param in params:
+        divided = tuple(not placement.is_replicate() for placement in param.placements)
+        square = torch.linalg.vector_norm(local_shard(param), dtype=torch.float32).to(engines[0].device) ** 2
+        key = param.device_mesh, divided
+        squares[key] = squares[key] + square if key in squares else square
+    for (mesh, divided), total in squares.items():
+        for axis in (axis for axis, is_divided in enumerate(divided) if is_divided):
+            dist.all_reduce(total, group=mesh.get_group(axis))
+    return float(torch.stack([*squares.values()]).sum()) ** 0.5
 
 
 def _parts(optimizer: Any) -> list[Any]:

@@ -22,6 +22,7 @@ from megatron.fsdp.comm.context import CommContext
 from megatron.fsdp.comm.journal import report_on_failure
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
+from megatron.fsdp.quantized.storage import Direction
 from megatron.fsdp.runtime.agreement import Agreement
 from megatron.fsdp.runtime.partition import owner_of
 from megatron.fsdp.runtime.registration import BufferRegistration
@@ -93,6 +94,7 @@ class Engine:
         self.index = index
         self.resources = resources
         self._unit_of = unit_of
+        self._units_in: weakref.WeakKeyDictionary[nn.Module, list[Unit]] = weakref.WeakKeyDictionary()
         self._sync = _Synchronization(config.sync_model_each_microbatch)
         self.schedule = Schedule(
             units,
@@ -146,6 +148,13 @@ class Engine:
     def unit_around(self, module: nn.Module) -> Unit | None:
         """The innermost unit that contains ``module``; None if it is no part of the model."""
         return self._unit_of.get(module)
+
+    def units_in(self, module: nn.Module) -> list[Unit]:
+        """The units, except the root, that parameters in ``module`` may belong to, in the order of registration."""
+        if module not in self._units_in:
+            found = {id(self._unit_of.get(each)) for each in module.modules()}
+            self._units_in[module] = [unit for unit in self.units if id(unit) in found and not unit.is_root]
+        return self._units_in[module]
 
     # Ranks -----------------------------------------------------------------------------------------------------
 
@@ -216,7 +225,8 @@ class Engine:
     def _backward_ended(self) -> None:
         self._sync.microbatch_count += 1
         self._sync.pending = True
-        if self._sync.after_every_backward:
+        # This reshards all units, so it waits for a later backward if the next micro-batch's forward runs.
+        if self._sync.after_every_backward and not self.schedule.in_callers_forward:
             self.finish_gradients()
 
     # Weights ---------------------------------------------------------------------------------------------------
@@ -229,6 +239,18 @@ class Engine:
         self.schedule.reset()
         for unit in self.units:
             unit.invalidate()
+
+    def hold(self, module: nn.Module, direction: Direction) -> None:
+        """Unshard the units in ``module`` for a pass whose caller has begun it; see :class:`Schedule`."""
+        units = self.units_in(module)
+        for unit in units if direction is Direction.FORWARD else reversed(units):
+            self.schedule.hold(unit, direction)
+
+    def let_go(self, module: nn.Module, direction: Direction) -> None:
+        """Reshard the units in ``module`` that no other pass needs. After a backward, reduce their gradients."""
+        units = self.units_in(module)
+        for unit in units if direction is Direction.FORWARD else reversed(units):
+            self.schedule.let_go(unit, direction)
 
     def show_main(self) -> None:
         """Make main weights the parameters of all modules, including those of unsharded units."""
@@ -343,6 +365,11 @@ class Engine:
         for param in arrived:
             param.run_gradient_hooks()
 
+    @property
+    def has_pending_gradients(self) -> bool:
+        """Whether a backward has ended since gradients were last put into ``.grad``."""
+        return self._sync.pending
+
     def finish_pending_gradients(self) -> None:
         """Call :meth:`finish_gradients` if a backward has ended since the last call."""
         if self._sync.pending:
@@ -353,7 +380,8 @@ class Engine:
         used = iter(self._used_anywhere(groups))
         taken = [group.take_gradients() for group in groups]
         # With offload the host reads the gradients from here on. All copies were started before it waits for them.
-        self.context.finish_offload()
+        if self.config.offloads_gradients:
+            self.context.finish_offload()
         arrived = []
         for group, reduced in zip(groups, taken, strict=True):
             flags = [next(used) for _ in group.params]
@@ -377,9 +405,11 @@ class Engine:
         """Multiply the gradients in ``.grad`` in place by a number, or by a tensor with one element."""
         grads = [getattr(param.main, self.config.grad_attribute, None) for param in self.params()]
         shards = [local_shard(grad) for grad in grads if grad is not None]
-        if isinstance(scaling_factor, torch.Tensor):
-            scaling_factor = scaling_factor.reshape(()).to(self.context.main_device)
-        torch._foreach_mul_(shards, scaling_factor)
+        for device in {shard.device for shard in shards}:
+            factor = scaling_factor
+            if isinstance(factor, torch.Tensor):
+                factor = factor.reshape(()).to(device)
+            torch._foreach_mul_([shard for shard in shards if shard.device == device], factor)
 
     def clear_gradients(self) -> None:
         """Drop all gradients: accumulated, reduced, and in ``.grad``."""

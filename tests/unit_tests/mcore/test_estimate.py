@@ -63,6 +63,24 @@ def test_muon_has_one_moment_of_each_matrix_that_megatron_gives_it() -> None:
 # Quantized weights ------------------------------------------------------------------------------------------------
 
 
+def test_offloaded_units_are_counted_as_host_memory() -> None:
+    axes, all_here = AxisSizes(4), FSDPConfig(mixed_precision_policy=FP32_GRADS)
+    model = TinyModel().to(torch.bfloat16)
+    here = estimate(model, (Block,), all_here, axes, axes).total
+    for fraction in (0.0, 0.5, 1.0):
+        config = replace(all_here, offload_optimizer=True, offload_fraction=fraction)
+        found = estimate(model, (Block,), config, axes, axes)
+        assert found.total.host + found.total.main + found.total.optimizer == here.main + here.optimizer
+        assert found.total.resting == here.resting - found.total.host
+        assert {bool(unit.bytes.host) for unit in found.units} == {0.0: {False}, 0.5: {True, False}, 1.0: {True}}[
+            fraction
+        ]
+    # Weights that lie in the compute weights on the device have memory of their own on the host.
+    shared = FSDPConfig(zero_dp_strategy="optim", offload_optimizer=True)
+    found = estimate(TinyModel(), (Block,), shared, axes, axes)
+    assert found.total.host == 3 * 4 * sum(unit.bytes.elements + unit.bytes.padding for unit in found.units) // 4
+
+
 def _kept(group: ParameterGroup) -> int:
     """Bytes of a group's compute weights that have memory now."""
     found = [tensor for plane in group.weights.planes for tensor in (plane.buffer.flat, plane.resident)]

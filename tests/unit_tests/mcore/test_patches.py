@@ -1,6 +1,7 @@
 """The tables of patches: every name exists, is replaced and put back, and was checked with the installed version."""
 
 import ast
+import importlib
 import inspect
 import pkgutil
 import sys
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from megatron.fsdp.helpers import patches as helper
-from megatron.fsdp.helpers.patches import Kind, Patch, Patches, Versions
+from megatron.fsdp.helpers.patches import MEGATRON_CORE, Kind, Patch, Patches, Versions
 from megatron.fsdp.mcore import cpu, install, is_installed, uninstall
 
 cpu.enable()
@@ -29,6 +30,11 @@ TABLES = helper.tables()
 ROWS = [(table, row) for table in TABLES for row in table.rows]
 IDS = [row.target for _, row in ROWS]
 HERE = Versions("torch", ("2",))
+
+# Patches of Megatron on a CPU are installed when its modules are imported.
+for _, _row_of_megatron in ROWS:
+    if _row_of_megatron.versions is MEGATRON_CORE:
+        importlib.import_module(_row_of_megatron.module)
 
 
 def current(row: Patch) -> object:
@@ -48,7 +54,7 @@ def nothing_is_left() -> Any:
 @pytest.mark.parametrize(("table", "row"), ROWS, ids=IDS)
 def test_every_name_is_replaced_and_put_back(table: Patches, row: Patch) -> None:
     if not row.applies:
-        pytest.skip("the package is not installed")
+        pytest.skip("the package is not installed, or its version lacks the name")
     alone = Patches("one row", [row])
     original, seen = current(row), getattr(row.owner, row.attribute)
     alone.install()
@@ -126,6 +132,39 @@ def test_wrappers_are_ours() -> None:
     assert not is_installed()
 
 
+def test_names_of_the_original_are_ours_after_install() -> None:
+    install()
+    import megatron.core.distributed.fsdp.src.megatron_fsdp as package
+    import megatron_fsdp
+    from megatron.core.distributed.fsdp import FullyShardedDataParallel
+    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel as wrapper
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import MegatronFSDP, fully_shard
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.fully_shard import fully_shard_model
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp import MegatronFSDP as same
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.mixed_precision import MixedPrecisionPolicy
+    from megatron.fsdp import mcore
+
+    assert FullyShardedDataParallel is wrapper is mcore.FullyShardedDataParallel
+    assert MegatronFSDP is same is megatron_fsdp.MegatronFSDP
+    assert fully_shard is megatron_fsdp.fully_shard and fully_shard_model is megatron_fsdp.fully_shard_model
+    assert MixedPrecisionPolicy is megatron_fsdp.MixedPrecisionPolicy
+    behaviour = [name for name in package.__all__ if not name.startswith("__") and not name.endswith("Config")]
+    assert behaviour and all(getattr(package, name) is getattr(megatron_fsdp, name) for name in behaviour)
+
+
+def test_what_was_imported_before_install_raises_an_error() -> None:
+    """Megatron-Core's wrapper and its fully_shard() construct this class."""
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import MegatronFSDP
+
+    before = MegatronFSDP.__init__
+    install()
+    with pytest.raises(RuntimeError, match="imported before"):
+        MegatronFSDP(torch.nn.Linear(2, 2))
+    assert inspect.unwrap(MegatronFSDP.__init__) is before
+    uninstall()
+    assert MegatronFSDP.__init__ is before
+
+
 def test_a_stand_in_for_the_wrapper() -> None:
     def stand_in() -> None: ...
 
@@ -155,22 +194,84 @@ def test_a_module_that_is_missing_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         install()
 
 
-def test_megatron_bridge_is_patched_where_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+BRIDGE = {
+    "setup": "from megatron.core.distributed import FullyShardedDataParallel as megatron_FSDP",
+    "checkpointing": """import torch
+def generate_state_dict(): return "theirs"
+def preprocess_fsdp_dtensor_state_dict(): return "theirs"
+SEEN_WHILE_IMPORTING = generate_state_dict()
+""",
+}
+
+
+@pytest.fixture
+def bridge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A package with the names of Megatron-Bridge that are replaced; the function imports one of its modules."""
+    folder = tmp_path / "megatron" / "bridge" / "training"
+    folder.mkdir(parents=True)
+    for name, text in BRIDGE.items():
+        (folder / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield lambda name: importlib.import_module(f"megatron.bridge.training.{name}")
+    uninstall()
+    for name in [name for name in sys.modules if name.startswith("megatron.bridge")]:
+        del sys.modules[name]
+    del sys.modules["megatron"].bridge
+
+
+def test_an_untried_version_warns_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    from megatron.core import package_info
+
+    helper.warn_if_untried.cache_clear()
+    install()
+    assert not caplog.records, "the version of the tests was tried"
+    monkeypatch.setattr(package_info, "__version__", "0.19.9")
+    install()
+    install()
+    said = "Megatron-FSDP was not tested with megatron-core 0.19.9. It was tested with megatron-core 0.18.2, "
+    assert [record.getMessage().startswith(said) for record in caplog.records] == [True]
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["imported before install()", "imported after install()"])
+def test_megatron_bridge_is_patched(bridge: Any, first: bool) -> None:
+    if first:
+        modules = [bridge(name) for name in BRIDGE]
+        install()
+    else:
+        install()
+        modules = [bridge(name) for name in BRIDGE]
     rows = [row for row in MEGATRON.rows if row.versions is MEGATRON_BRIDGE]
-    install()
+    assert {row.module for row in rows} == {module.__name__ for module in modules}
+    replaced = {row: current(row) for row in rows}
+    assert modules[1].SEEN_WHILE_IMPORTING == "theirs" and hasattr(modules[1].generate_state_dict, "__wrapped__")
     uninstall()
-    modules: dict[str, types.ModuleType] = {}
-    for row in rows:
-        assert not row.applies
-        module = modules.setdefault(row.module, types.ModuleType(row.module))
-        setattr(module, row.attribute, torch if row.attribute == "torch" else test_wrappers_are_ours)
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    before = {row: current(row) for row in rows}
+    assert modules[1].generate_state_dict() == "theirs" and modules[1].torch is torch
+    assert all(current(row) is not value for row, value in replaced.items())
+
+
+def test_nothing_is_patched_after_uninstall(bridge: Any) -> None:
+    finders = list(sys.meta_path)
     install()
-    assert all(current(row) is not value for row, value in before.items())
+    install()
+    assert len(sys.meta_path) == len(finders) + 1
     uninstall()
-    assert all(current(row) is value for row, value in before.items())
+    assert sys.meta_path == finders
+    assert bridge("checkpointing").generate_state_dict() == "theirs" and not is_installed()
+
+
+def test_a_stand_in_reaches_modules_that_are_imported_later(bridge: Any) -> None:
+    def stand_in() -> None: ...
+
+    install(stand_in)
+    assert bridge("setup").megatron_FSDP is stand_in
+
+
+def test_importing_a_module_that_lacks_a_name_raises_an_error(bridge: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = replace(MEGATRON.rows[-1], target="megatron.bridge.training.checkpointing:no_such_function")
+    monkeypatch.setattr(MEGATRON, "rows", (*MEGATRON.rows, gone))
+    install()
+    with pytest.raises(ImportError, match="has no no_such_function"):
+        bridge("checkpointing")
 
 
 # The type of a table ---------------------------------------------------------------------------------------------
@@ -223,6 +324,33 @@ def test_a_static_method_stays_static(importable: None) -> None:
     assert Base.static(3) == 6
     table.uninstall()
     assert vars(Base)["static"] is before and Base().static(3) == 3
+
+
+@pytest.mark.parametrize(("installed", "wanted"), [("0.18.9", "old"), ("0.19", "both"), ("0.20.0+abc1234", "new")])
+def test_a_patch_of_a_name_that_not_all_versions_have(
+    importable: None, monkeypatch: pytest.MonkeyPatch, installed: str, wanted: str
+) -> None:
+    module = types.ModuleType("a_package_info")
+    module.__version__ = installed
+    monkeypatch.setitem(sys.modules, "a_package_info", module)
+    versions = Versions("a-package", ("0.19",), "a_package_info")
+    names = {"old": {"before": "0.19"}, "both": {"since": "0.19", "before": "0.20"}, "new": {"since": "0.20"}}
+    rows = {
+        name: replace(_row("Base.inherited" if name == wanted else "Base.gone", "louder", **bounds), versions=versions)
+        for name, bounds in names.items()
+    }
+    assert [name for name, row in rows.items() if row.applies] == [wanted]
+    table = Patches("example", rows.values())
+    with table.installed():
+        assert Base().inherited() == "BASE"
+    assert len(table.check()) == (installed != "0.19")
+
+
+def test_the_version_of_a_checkout_hides_that_of_the_installed_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core import package_info
+
+    monkeypatch.setattr(package_info, "__version__", "99.0")
+    assert MEGATRON_CORE.installed == "99.0" and not MEGATRON_CORE.cover("99.0")
 
 
 def test_versions() -> None:

@@ -1,4 +1,4 @@
-"""The gradient norm and the number of zeros that Megatron's optimizer reports count every gradient once."""
+"""The norms and numbers of zeros that Megatron reports count every gradient and weight once."""
 
 import pytest
 import torch
@@ -28,6 +28,7 @@ def _statistics(strategy: str, outer: str | None) -> None:
     install()
     from megatron.fsdp.dtensor.uneven import uneven_dtensor_to_full_tensor
     from megatron.training import training
+    from megatron.training.utils import common_utils
 
     instances = 1 if outer is None else 2
     parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=instances)
@@ -44,6 +45,10 @@ def _statistics(strategy: str, outer: str | None) -> None:
         expected = torch.stack([grad.double().square().sum() for grad in whole]).sum().sqrt().item()
         assert optimizer.get_grad_norm() == pytest.approx(expected, rel=1e-5)
         assert optimizer.count_zeros() == sum(grad.numel() - int(grad.count_nonzero()) for grad in whole)
+        with torch.no_grad():
+            weights = [uneven_dtensor_to_full_tensor(parameter) for parameter in model.parameters()]
+        expected = torch.stack([weight.double().square().sum() for weight in weights]).sum().sqrt().item()
+        assert common_utils.calc_dtensor_params_l2_norm(list(model.parameters())) == pytest.approx(expected, rel=1e-6)
     finally:
         uninstall()
         destroy_rerun_state_machine()

@@ -55,13 +55,13 @@ def read(reader: CheckpointReader, options: ReadOptions) -> TrainingState:
         ValueError: The checkpoint lacks information, or contradicts itself or the options.
         NotImplementedError: Its optimizer state is of a kind that cannot be read.
     """
-    common = common_state(reader.path)
-    args = common.get("args") or argparse.Namespace()
+    common = common_state(reader.path, options.verify)
+    args = common.get("args") or options.args
     model = {key: tensor for key, tensor in reader.tensors.items() if not _OPTIMIZER.match(key)}
     facts = read_facts(reader, model, args, options)
     live = to_canonical(model, TORCH_DIST, facts)
     weights = {name: tensor for name, tensor in live.items() if not is_buffer(name)}
-    optimizer = _optimizer(reader, model, facts, common) if options.optimizer else _Optimizer({}, [])
+    optimizer = _optimizer(reader, model, facts, common, args) if options.optimizer else _Optimizer({}, [])
     _check_states(reader, optimizer.states, weights)
     main = next((kind for kind in MAIN_WEIGHTS if kind in optimizer.states), None)
     mains = optimizer.states.pop(main) if main else {}
@@ -80,14 +80,16 @@ def read(reader: CheckpointReader, options: ReadOptions) -> TrainingState:
         common=_common(reader, common),
         buffers={name: tensor for name, tensor in live.items() if is_buffer(name)},
         optimizer_state=state_of,
-        group_of=groups.assign(held, optimizer.groups, args, mapping, muon) if held else {},
+        group_of=groups.assign(held, optimizer.groups, args, mapping or None, muon) if held else {},
         model_dtypes={n: t.dtype for n, t in weights.items() if t.dtype != compute_dtype(args)},
-        torch_dist=_kept(reader, common, facts),
+        torch_dist=_kept(reader, common, facts) if options.keeps_rest else {},
         source=reader.fingerprint,
     )
 
 
-def _optimizer(reader: CheckpointReader, model: Tensors, facts: Facts, common: Mapping[str, Any]) -> _Optimizer:
+def _optimizer(
+    reader: CheckpointReader, model: Tensors, facts: Facts, common: Mapping[str, Any], args: argparse.Namespace
+) -> _Optimizer:
     refused = next((key for key in reader.objects if key.endswith(".param_state/shard_0_1")), None)
     if refused is not None:
         raise NotImplementedError(
@@ -95,7 +97,6 @@ def _optimizer(reader: CheckpointReader, model: Tensors, facts: Facts, common: M
             "load it with Megatron and save it with --dist-ckpt-optim-fully-reshardable."
         )
     if any(is_buffer_key(key) for key in reader.tensors):
-        args = common.get("args") or argparse.Namespace()
         return _Optimizer(read_buffers(reader, model, facts, args), _groups_in_objects(reader))
     stored: dict[str, Tensors] = {}
     for key, tensor in reader.tensors.items():

@@ -7,7 +7,7 @@
 Where CUDA is present, ``enable()`` changes nothing and returns False, so a script can call it unconditionally. The
 tables ``CHANGES``, ``METHODS`` and ``MEGATRON`` list what it changes otherwise, and ``ADJUSTMENTS`` the command-line
 arguments that it sets. Only Megatron's modules see the changes to PyTorch. The engine, this adapter and the user's
-script do not.
+script do not, except that ``.cuda()`` and ``.pin_memory()`` do nothing in the script, which moves its batches.
 """
 
 from __future__ import annotations
@@ -54,6 +54,6 @@ def enable() -> bool:
     # The CPU's random numbers stand in for the GPU's, so this warning would appear in every forward.
     warning = "CPU RNG state changed within GPU RNG context"
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(lambda record: record.msg != warning)
-    # The rows of MEGATRON are installed as their modules are imported.
-    sys.meta_path.insert(0, MegatronFinder(PACKAGES, CHANGES, MEGATRON))
+    sys.meta_path.insert(0, MegatronFinder(PACKAGES, CHANGES))
+    MEGATRON.install()
     return True
