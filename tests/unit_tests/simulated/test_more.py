@@ -4,11 +4,15 @@ import gc
 import tempfile
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 
+from megatron.fsdp.dtensor.ragged_dtensor import local_shard
+from megatron.fsdp.optim import matrix_exchange
+from megatron.fsdp.optim.whole_matrices import WholeMatrices
 from megatron.fsdp.state.consistency import inconsistent_weights
 from megatron.fsdp.state.export import save_safetensors
 from megatron_fsdp import fully_shard, fully_shard_model, fully_shard_optimizer, register_forward_method
@@ -234,6 +238,29 @@ def _run(what: str, settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize("what", IN_EACH_STEP)
 def test_steps(ranks: RankPool, what: str, settings: str) -> None:
     ranks.run(1, _run, what, SETTINGS[settings])
+
+
+def _exchange_matrices(settings: dict[str, Any]) -> None:
+    """Matrices are exchanged in several rounds, whose buffers are free memory afterwards."""
+    with fake_ranks(4), simulated_device(5.0) as sim, patch.object(matrix_exchange, "ROUND", 1):
+        model, optimizer = _sharded(**settings)
+        mains = [param.main for param in model.engine.params() if len(param.local_shape) == 2]
+        sums = {main: torch.zeros_like(local_shard(main)) for main in mains}
+        matrices = WholeMatrices(mains, lambda main: float(main.numel()))
+        for tokens in batches(3, 1).to(DEVICE).flatten(0, 1):
+            _step(model, optimizer, tokens)
+            matrices.map(
+                lambda main, share: share.copy_(local_shard(main).view(-1)),
+                lambda main, matrix: matrix @ matrix.mT @ matrix,
+                lambda main, share: sums[main].view(-1).add_(share.to(main.device)),
+            )
+            _use_memory()
+        assert not sim.races, "\n".join(map(str, sim.races[:2]))
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_whole_matrices(ranks: RankPool, settings: str) -> None:
+    ranks.run(1, _exchange_matrices, SETTINGS[settings])
 
 
 # Several models and optimizers, and the end of one -----------------------------------------------------------------
