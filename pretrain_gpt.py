@@ -1,4 +1,4 @@
-"""Pretrains a GPT model with Megatron's training loop, sharded by this project's FSDP or by Megatron-Core's.
+"""Pretrains a GPT or hybrid model with Megatron's training loop, sharded by this project's FSDP or by Megatron-Core's.
 
     torchrun --nproc-per-node 8 pretrain_gpt.py --use-megatron-fsdp ... (Megatron's arguments)
 
@@ -268,9 +268,12 @@ def main() -> None:
         if getattr(args, name, False):
             raise NotImplementedError(f"pretrain_gpt.py does not support {name}: expected False, got True")
     run: dict[str, Any] = {"model_type": ModelType.encoder_or_decoder, "forward_step_func": forward_step}
-    config_from_args = getattr(argument_utils, "gpt_config_from_args", None)
+    kind = "gpt" if getattr(args, "hybrid_layer_pattern", None) is None else "hybrid"
+    config_from_args = getattr(argument_utils, f"{kind}_config_from_args", None)
     model = config_from_args(args) if config_from_args is not None else None
     if model is None:
+        if kind == "hybrid":
+            raise NotImplementedError("pretrain_gpt.py builds hybrid models with megatron-core 0.19 or later")
         run["model_provider"] = model_provider
     container = argument_utils.pretrain_cfg_container_from_args(args, model)
     try:

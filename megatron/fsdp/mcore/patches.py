@@ -6,6 +6,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from megatron.fsdp.helpers.import_name import warn_of_conflict
 from megatron.fsdp.helpers.patches import MEGATRON_CORE, Kind, Patch, Patches, Versions, warn_if_untried
 
 # Nothing of Megatron-Bridge could be checked: it needs Transformer Engine.
@@ -121,6 +122,12 @@ MEGATRON = Patches(
             "builds models from a configuration, and loses how they are initialized in the same way",
             "initialization:build_recorded",
         ),
+        # The optimizer.
+        _patch(
+            "megatron.core.optimizer:_get_megatron_emerging_optimizer",
+            "orthogonalizes a rank's part of a matrix as if it were the matrix",
+            "muon:get_emerging_optimizer",
+        ),
         # Statistics of gradients.
         _patch(
             "megatron.training.training:get_megatron_optimizer",
@@ -190,7 +197,7 @@ MEGATRON = Patches(
         Patch(
             f"{_CHECKPOINTING}:FileSystemReader",
             "unpickles a checkpoint's metadata without restrictions",
-            "megatron.fsdp.checkpoint.backend:Reader",
+            "megatron.fsdp.mcore.torch_dist:Reader",
             MEGATRON_CORE,
             Kind.VALUE,
         ),
@@ -198,6 +205,16 @@ MEGATRON = Patches(
             f"{_CHECKPOINTING}:get_async_strategy",
             "chooses a background writer that makes no checksums and leaves files behind if it fails",
             "background:get_async_strategy",
+        ),
+        _patch(
+            f"{_CHECKPOINTING}:_get_checkpoint_format",
+            "does not load a torch_dist checkpoint into a run that saves fsdp_dtensor",
+            "torch_dist:checkpoint_format",
+        ),
+        _patch(
+            f"{_CHECKPOINTING}:get_load_checkpoint_path_by_args",
+            "raises a TypeError with fsdp_dtensor if --pretrained-checkpoint is given without --load",
+            "torch_dist:load_path",
         ),
         _patch(
             f"{_CHECKPOINTING}:read_metadata",
@@ -269,6 +286,7 @@ def install(stand_in: Callable[..., Any] | None = None) -> None:
         MEGATRON.install(instead=None if stand_in is None else {_WRAPPER: stand_in})
     except ImportError as error:
         raise ImportError(f"megatron.fsdp.mcore.install() needs megatron-core[training]. {error}") from error
+    warn_of_conflict()
     warn_if_untried(MEGATRON_CORE, MEGATRON_CORE.installed or "of an unknown version")
 
 

@@ -38,6 +38,11 @@ BROKEN: dict[str, dict[str, Any]] = {
         "optimizer_cpu_offload": True,
         "use_precision_aware_optimizer": False,
     },
+    "optimizer other than adam, sgd and muon": {"optimizer": "soap"},
+    "muon with fp16, use_precision_aware_optimizer, optimizer_cpu_offload or muon_scalar_optimizer lion": {
+        "optimizer": "muon",
+        "muon_scalar_optimizer": "lion",
+    },
     "save_wgrads_interval": {"save_wgrads_interval": 10},
     "param_name_patterns_for_fp32_local_accumulation": {"param_name_patterns_for_fp32_local_accumulation": ("all",)},
 }
@@ -86,6 +91,7 @@ ADJUSTED: dict[str, dict[str, Any]] = {
     "reuse_grad_buf_for_mxfp8_param_ag": {"reuse_grad_buf_for_mxfp8_param_ag": True},
     "fsdp_double_buffer": {"nccl_ub": True, "fsdp_double_buffer": False},
     "megatron_fsdp_cuda_graph_mode": {"cuda_graph_impl": "full_iteration", "megatron_fsdp_cuda_graph_mode": False},
+    "megatron_fsdp_version": {"megatron_fsdp_version": 2},
     "overlap_grad_reduce": {"overlap_grad_reduce": False, "data_parallel_sharding_strategy": "optim_grads"},
     "overlap_param_gather": {"overlap_param_gather": False, "data_parallel_sharding_strategy": "optim_grads_params"},
 }
@@ -170,6 +176,18 @@ def test_megatrons_default_arguments_are_not_reported_as_ignored(caplog: pytest.
         for size in (None, 40_000_000, 512_000_000):
             adjust(Settings(DistributedDataParallelConfig(bucket_size=size)))
     assert not [record.message for record in caplog.records if "no effect" in record.message]
+
+
+@pytest.mark.parametrize("name", ["muon", "dist_muon"])
+def test_megatron_validates_adam_in_place_of_muon(name: str) -> None:
+    args = SimpleNamespace(use_megatron_fsdp=True, optimizer=name)
+    validated = []
+    validate_args(lambda args: validated.append(args.optimizer), args)
+    assert validated == ["adam"] and args.optimizer == "muon"
+    # Without FSDP, Megatron's own validation takes it.
+    args = SimpleNamespace(use_megatron_fsdp=False, optimizer=name)
+    validate_args(lambda args: validated.append(args.optimizer), args)
+    assert validated[1:] == [args.optimizer] == [name]
 
 
 # Every setting of data parallelism -----------------------------------------------------------------------------------
