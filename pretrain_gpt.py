@@ -1,4 +1,4 @@
-"""Pretrains a GPT model with Megatron's training loop, sharded by this project's FSDP or by Megatron-Core's.
+"""Pretrains a GPT or hybrid model with Megatron's training loop, sharded by this project's FSDP or by Megatron-Core's.
 
     torchrun --nproc-per-node 8 pretrain_gpt.py --use-megatron-fsdp ... (Megatron's arguments)
 
@@ -197,8 +197,14 @@ def loss_func(
     return loss, num_tokens, {"lm loss": torch.stack((loss.detach(), num_tokens.float()))}
 
 
-def forward_step(data_iterator: Iterator[Batch] | None, model: GPTModel) -> tuple[torch.Tensor, partial[Any]]:
-    """Run the model on the next batch; return its output and the loss function to apply to it."""
+def forward_step(
+    data_iterator: Iterator[Batch] | None, model: GPTModel, return_schedule_plan: bool = False
+) -> tuple[torch.Tensor, partial[Any]]:
+    """Run the model on the next batch; return its output and the loss function to apply to it.
+
+    With ``return_schedule_plan``, return a plan in place of the output, by which the schedule of
+    --overlap-moe-expert-parallel-comm runs the model.
+    """
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     with STRAGGLERS(bdata=True):
@@ -207,7 +213,8 @@ def forward_step(data_iterator: Iterator[Batch] | None, model: GPTModel) -> tupl
     loss_mask = batch["loss_mask"]
     inputs = (batch["tokens"], batch["position_ids"], batch["attention_mask"])
     with STRAGGLERS:
-        output = model(*inputs, labels=batch["labels"], loss_mask=loss_mask)
+        run = model.build_schedule_plan if return_schedule_plan else model
+        output = run(*inputs, labels=batch["labels"], loss_mask=loss_mask)
     return output, partial(loss_func, loss_mask)
 
 
@@ -268,9 +275,12 @@ def main() -> None:
         if getattr(args, name, False):
             raise NotImplementedError(f"pretrain_gpt.py does not support {name}: expected False, got True")
     run: dict[str, Any] = {"model_type": ModelType.encoder_or_decoder, "forward_step_func": forward_step}
-    config_from_args = getattr(argument_utils, "gpt_config_from_args", None)
+    kind = "gpt" if getattr(args, "hybrid_layer_pattern", None) is None else "hybrid"
+    config_from_args = getattr(argument_utils, f"{kind}_config_from_args", None)
     model = config_from_args(args) if config_from_args is not None else None
     if model is None:
+        if kind == "hybrid":
+            raise NotImplementedError("pretrain_gpt.py builds hybrid models with megatron-core 0.19 or later")
         run["model_provider"] = model_provider
     container = argument_utils.pretrain_cfg_container_from_args(args, model)
     try:

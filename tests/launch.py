@@ -20,8 +20,9 @@ def torchrun(
         timeout: Seconds.
         packages: A folder of packages that replace installed ones.
     """
+    path = os.pathsep.join(filter(None, [packages, str(ROOT), os.environ.get("PYTHONPATH")]))
     # Buffered, so that a rank writes a line as a whole: two of them share the output.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{packages}:{ROOT}", "PYTHONUNBUFFERED": ""}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONUNBUFFERED": ""}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return subprocess.run(
         [*launcher, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout

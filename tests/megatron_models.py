@@ -31,13 +31,13 @@ from megatron.fsdp.mcore import FullyShardedDataParallel, install, uninstall  # 
 
 VOCABULARY, SEQUENCE = 29, 6
 
-Losses = Callable[[torch.nn.Module, torch.Tensor], torch.Tensor]
+Losses = Callable[[Callable, torch.Tensor], torch.Tensor]
 
 
 @contextmanager
-def megatron(plugin: bool = True) -> Iterator[None]:
-    """Megatron's process groups and random numbers, and our plugin."""
-    parallel_state.initialize_model_parallel()
+def megatron(plugin: bool = True, **sizes: int) -> Iterator[None]:
+    """Megatron's process groups, of these sizes, and random numbers, and our plugin."""
+    parallel_state.initialize_model_parallel(**sizes)
     model_parallel_cuda_manual_seed(1234)
     initialize_rerun_state_machine()
     if plugin:
@@ -123,26 +123,29 @@ def tokens(step: int, micro_batches: int) -> torch.Tensor:
     return torch.randint(0, VOCABULARY, (micro_batches, 1, SEQUENCE + 1), generator=generator)
 
 
-def gpt_losses(module: torch.nn.Module, rows: torch.Tensor) -> torch.Tensor:
+def gpt_losses(module: Callable, rows: torch.Tensor) -> torch.Tensor:
     """The loss of each token of one micro-batch: [1, SEQUENCE]."""
     positions = torch.arange(SEQUENCE).unsqueeze(0)
     mask = torch.ones(1, 1, SEQUENCE, SEQUENCE).tril() < 0.5
     return module(rows[:, :-1], positions, mask, labels=rows[:, 1:])
 
 
-def forward_backward(model: torch.nn.Module, data: torch.Tensor, losses_of: Losses = gpt_losses) -> None:
-    """Megatron's schedule over the micro-batches, with the gradients' finalization at the end."""
+def forward_backward(model: torch.nn.Module, data: torch.Tensor, losses_of: Losses = gpt_losses) -> list[float]:
+    """Megatron's schedule over the micro-batches, with the gradients' finalization at the end. Returns their losses."""
 
-    def forward_step(iterator: Iterator[torch.Tensor], module: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
-        losses = losses_of(module, next(iterator))
+    def forward_step(
+        iterator: Iterator[torch.Tensor], module: torch.nn.Module, return_schedule_plan: bool = False
+    ) -> tuple[torch.Tensor, Callable]:
+        losses = losses_of(module.build_schedule_plan if return_schedule_plan else module, next(iterator))
 
         def loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
-            return output.float().sum(), torch.tensor(output.numel(), dtype=torch.int), {}
+            total = output.float().sum()
+            return total, torch.tensor(output.numel(), dtype=torch.int), {"sum": total.detach()}
 
         return losses, loss
 
     model.config.no_sync_func = model.no_sync if model.ddp_config.overlap_grad_reduce else None
-    forward_backward_no_pipelining(
+    results = forward_backward_no_pipelining(
         forward_step_func=forward_step,
         data_iterator=iter(data),
         model=[model],
@@ -151,6 +154,7 @@ def forward_backward(model: torch.nn.Module, data: torch.Tensor, losses_of: Loss
         micro_batch_size=1,
         forward_only=False,
     )
+    return [float(each["sum"]) for each in results]
 
 
 @dataclass

@@ -13,7 +13,7 @@ from torch import nn
 from megatron.fsdp.comm.process_groups import require_process_group
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.ddp_config import DistributedDataParallelConfig, from_megatron, to_megatron
-from megatron.fsdp.quantized.storage import KEEP_TRANSPOSE, storage_of
+from megatron.fsdp.quantized.storage import KEEP_TRANSPOSE, Direction, storage_of
 from megatron.fsdp.runtime.builder import build_engine, make_blueprint
 from megatron.fsdp.runtime.other_engines import reject_other_engines
 from megatron.fsdp.runtime.partition import UnitClasses, is_wrapped, root_modules
@@ -311,6 +311,48 @@ class MegatronFSDP(nn.Module):
     def _replace_param_with_distributed_if_needed(self) -> None:
         # Part of the original's documented use: scripts call it before they create an optimizer.
         self.synchronize_param_gather()
+
+    # Schedules that call modules inside units ------------------------------------------------------------------
+
+    # Where a schedule does not call the model and its units but modules inside them, no hooks run, and it calls these
+    # methods in the same order on all ranks. The forward of one micro-batch and the backward of another may overlap.
+
+    def pre_forward(self) -> None:
+        """Begin the forward of one micro-batch, and unshard the parameters outside of units."""
+        self.engine.schedule.begin_callers_forward()
+
+    def post_forward(self) -> None:
+        """End the forward that :meth:`pre_forward` has begun, and reshard units that it has left unsharded."""
+        self.engine.schedule.end_callers_forward()
+
+    def pre_forward_unshard_module(self, module: nn.Module) -> None:
+        """Unshard the units in ``module``, or the unit around it, for forward."""
+        self.engine.hold(module, Direction.FORWARD)
+
+    def post_forward_release_module(self, module: nn.Module) -> None:
+        """Reshard these units after their forward. A unit that the backward in progress needs stays unsharded."""
+        self.engine.let_go(module, Direction.FORWARD)
+
+    def pre_backward(self) -> None:
+        """Begin the backward of one micro-batch, and unshard the parameters outside of units."""
+        self.engine.schedule.begin_callers_backward()
+
+    def post_backward(self) -> None:
+        """End the backward that :meth:`pre_backward` has begun: reduce the gradients that are left."""
+        if self.engine.schedule.passes.by_caller:
+            self.engine.schedule.finish_backward()
+
+    def pre_backward_unshard_module(self, module: nn.Module) -> None:
+        """Unshard the units in ``module``, or the unit around it, for backward."""
+        self.engine.hold(module, Direction.BACKWARD)
+
+    def post_backward_release_module(self, module: nn.Module) -> None:
+        """Reshard these units when all their gradients of this micro-batch are computed, and reduce the gradients."""
+        self.engine.let_go(module, Direction.BACKWARD)
+
+    def _replace_param_with_raw_if_needed(self) -> None:
+        # Megatron-Core's schedule calls this once per step. Here each unshard makes compute weights the parameters.
+        pass
 
     # Gradients -------------------------------------------------------------------------------------------------
 

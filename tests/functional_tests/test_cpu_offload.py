@@ -1,11 +1,13 @@
 """--optimizer-cpu-offload in Megatron's training loop: equal training, and checkpoints that any setting resumes."""
 
+import functools
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.functional_tests.test_training_loop import OURS, Run, train
+from tests.functional_tests.test_training_loop import MODEL, OURS
+from tools import real_loop
 
 pytestmark = [
     pytest.mark.slow,
@@ -14,31 +16,44 @@ pytestmark = [
 
 OFFLOAD = "--optimizer-cpu-offload --use-precision-aware-optimizer"
 HALF = f"{OFFLOAD} --optimizer-offload-fraction 0.5 --overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-grads"
+ZERO_3 = "optim_grads_params"
 
 
-def _assert_continues(resumed: Run, whole: Run) -> None:
-    assert list(resumed.iterations) == [3, 4]
-    assert resumed.iterations[3] == whole.iterations[3]
-    # Megatron logs the loss of the second iteration after a start as the mean of two.
-    assert resumed.iterations[4][1] == whole.iterations[4][1]
-    assert resumed.validation == whole.validation
+def _run(strategy: str, arguments: str) -> real_loop.Run:
+    ours = OURS.replace(ZERO_3, strategy)
+    return real_loop.run(f"{MODEL} {ours} --bf16 --log-params-norm {arguments}".split(), ranks=2, timeout=280)
 
 
-@pytest.mark.parametrize("parallel", ["", "--tensor-model-parallel-size 2"])
-@pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
-def test_trains_saves_and_resumes_as_without_it(strategy: str, parallel: str, tmp_path: Path) -> None:
-    ours = f"{OURS.replace('optim_grads_params', strategy)} --bf16 {parallel}"
-    whole = train(ours)
-    offloaded = train(f"{ours} {HALF} --save {tmp_path}")
-    assert offloaded.iterations == whole.iterations and len(whole.iterations) == 4
-    assert offloaded.validation == whole.validation
-    assert "50.0% requested" in offloaded.output
-    assert "overlap_cpu_optimizer_d2h_h2d has no effect" in offloaded.output
-    for settings in (OFFLOAD, "") if strategy == "optim_grads_params" else (OFFLOAD,):
-        _assert_continues(train(f"{ours} {settings} --load {tmp_path} --ckpt-step 2"), whole)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the checkpoints."""
+    return tmp_path_factory.mktemp("checkpoints")
 
 
-def test_a_run_without_it_is_resumed_with_it(tmp_path: Path) -> None:
-    ours = f"{OURS} --bf16"
-    whole = train(f"{ours} --save {tmp_path}")
-    _assert_continues(train(f"{ours} {HALF} --load {tmp_path} --ckpt-step 2"), whole)
+@functools.cache
+def _whole(strategy: str, parallel: str, settings: str, folder: Path) -> real_loop.Run:
+    """Four iterations, with checkpoints after two and four."""
+    return _run(strategy, f"{parallel} {settings} --save {folder / settings[-1:]}")
+
+
+TP = "--tensor-model-parallel-size 2"
+
+
+@pytest.mark.parametrize(("strategy", "parallel"), [("optim", ""), ("optim_grads", ""), (ZERO_3, ""), (ZERO_3, TP)])
+def test_trains_as_without_it_to_the_bit(strategy: str, parallel: str, folder: Path) -> None:
+    place = folder / strategy / parallel[-1:]
+    plain, offloaded = (_whole(strategy, parallel, settings, place) for settings in ("", HALF))
+    assert len(plain.iterations) == 4 and plain.iterations[0].params_norm > 0
+    assert offloaded.iterations == plain.iterations
+    assert offloaded.validation == plain.validation
+    assert "50.0% requested" in offloaded.log
+    assert "overlap_cpu_optimizer_d2h_h2d has no effect" in offloaded.log
+
+
+@pytest.mark.parametrize(("saved", "resumed"), [(HALF, ""), (HALF, OFFLOAD), ("", HALF)])
+def test_a_resumed_run_continues_exactly(saved: str, resumed: str, folder: Path) -> None:
+    place = folder / ZERO_3
+    whole = _whole(ZERO_3, "", saved, place)
+    found = _run(ZERO_3, f"{resumed} --load {place / saved[-1:]} --ckpt-step 2")
+    assert found.iterations == whole.iterations[2:]
+    assert found.validation == whole.validation

@@ -63,10 +63,10 @@ def test_bytes_of_quantized_weights() -> None:
 
 
 def test_all_limits_are_reported_at_once() -> None:
-    result = doctor(MODEL + " --global-batch-size 8 --optimizer-cpu-offload --delay-wgrad-compute", flags="")
+    result = doctor(MODEL + " --global-batch-size 8 --optimizer-cpu-offload --save-wgrads-interval 10", flags="")
     assert result.returncode == 1
     assert "NOT POSSIBLE  optimizer_cpu_offload" in result.stdout
-    assert "NOT POSSIBLE  delay_wgrad_compute" in result.stdout
+    assert "NOT POSSIBLE  save_wgrads_interval" in result.stdout
 
 
 def test_errors_of_megatron_are_reported() -> None:

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from megatron.fsdp.comm import backends, streams
+from megatron.fsdp.dtensor.ragged_dtensor import make_like
 from megatron.fsdp.quantized.reference import ReferenceTensor
 from tests.simulated.checker import HOST, Checker, Race, Range
 from tests.simulated.kernels import Call
@@ -170,8 +171,10 @@ def _tensor_methods(device: SimulatedDevice) -> dict[str, Any]:
         target, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
         dtype = dtype or tensor.dtype
         here = device.is_here(tensor)
-        if isinstance(tensor, DTensor) or target is None or target == (DEVICE if here else HOST_DEVICE):
+        if target is None or target == (DEVICE if here else HOST_DEVICE):
             return _TO(tensor, dtype, copy=copy)
+        if isinstance(tensor, DTensor):
+            return make_like(to(tensor._local_tensor, target, dtype, non_blocking=non_blocking), tensor)
         if target not in (DEVICE, HOST_DEVICE):
             return _TO(tensor, target, dtype, copy=copy)
         place = Place.DEVICE if target == DEVICE else Place.PAGEABLE
@@ -241,7 +244,7 @@ def _names_of_backends() -> dict[str, Any]:
 
 
 def _by_device_and_dtype(lists: Any, with_indices: bool = False) -> dict[Any, Any]:
-    """Replacement for the function with which torch's foreach and fused optimizers sort tensors."""
+    """Replacement for the function with which torch's optimizers and clipping sort tensors."""
     found: dict[Any, Any] = {}
     for place, tensors in enumerate(zip(*(each or itertools.repeat(None) for each in lists), strict=False)):
         of_key, indices = found.setdefault((tensors[0].device, tensors[0].dtype), ([[] for _ in lists], []))
@@ -287,7 +290,8 @@ def simulated_device(kernel_time: float = 1.0) -> Iterator[SimulatedDevice]:
             for module in [m for m in [*sys.modules.values()] if vars(m).get(name) is original]:
                 stack.enter_context(patch.object(module, name, value))
         stack.enter_context(patch.dict(streams._STREAMS, clear=True))
-        stack.enter_context(patch.object(sys.modules["torch.optim.optimizer"], _BY_DEVICE, _by_device_and_dtype))
+        for name in ("torch.optim.optimizer", "torch.nn.utils.clip_grad"):
+            stack.enter_context(patch.object(sys.modules[name], _BY_DEVICE, _by_device_and_dtype))
         with device:
             yield device
         # Models that are deleted later would look for the streams of the real ``torch.cuda``.

@@ -18,6 +18,7 @@ from megatron.core.distributed.distributed_data_parallel_config import Distribut
 from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.ssm.mamba_context_parallel import MambaContextParallel
 from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -138,6 +139,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
         )
         super().__init__(config=config, module=sharded)
         if config.init_model_with_meta_device:
+            _update_helpers(sharded)
             self._share_embedding(pg_collection)
         attach_at_first_use(sharded.engine, _attach)
         self.ddp_config = sharded.ddp_config = ddp_config
@@ -394,6 +396,15 @@ def _set_random_states(states: dict[str, Any]) -> None:
 def units_of(module: nn.Module) -> list[type[nn.Module]]:
     """Return the classes of the modules that become units by default."""
     return [unit for unit in DEFAULT_UNITS if any(isinstance(m, unit) for m in module.modules())]
+
+
+def _update_helpers(module: ShardedModule) -> None:
+    """Replace the meta device's parameters in Mamba's helper for context parallelism, which is no module."""
+    compute = {id(param.original): param.compute for param in module.engine.params()}
+    helpers = (value for layer in module.modules() for value in vars(layer).values())
+    for helper in [value for value in helpers if isinstance(value, MambaContextParallel)]:
+        for name, value in vars(helper).items():
+            setattr(helper, name, compute.get(id(value), value))
 
 
 def _follow_settings(module: nn.Module, config: TransformerConfig) -> None:

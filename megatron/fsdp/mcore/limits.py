@@ -124,6 +124,15 @@ def _not_yet(setting: str, what: str, remedy: str = "Leave it off.", applies: Co
     return Limit(setting, applies or _is_set(setting), NotImplementedError, message, remedy)
 
 
+# Names of Muon; the second is deprecated.
+MUON = ("muon", "dist_muon")
+
+
+def _has_muon_setting(settings: Settings) -> bool:
+    names = ("fp16", "use_precision_aware_optimizer", "optimizer_cpu_offload")
+    return any(settings[name] for name in names) or settings["muon_scalar_optimizer"] == "lion"
+
+
 LIMITS: tuple[Limit, ...] = (
     _never("use_torch_fsdp2", "use_torch_fsdp2 and use_megatron_fsdp choose different wrappers.", "Choose one."),
     _never(
@@ -150,13 +159,42 @@ LIMITS: tuple[Limit, ...] = (
         "Set use_precision_aware_optimizer too.",
         lambda s: bool(s["optimizer_cpu_offload"]) and s["use_precision_aware_optimizer"] is False,
     ),
-    _not_yet("delay_wgrad_compute", "delaying weight gradients"),
+    _not_yet(
+        "optimizer other than adam, sgd and muon",
+        "SOAP and adaptive Muon, which keep statistics of whole matrices, and Lion",
+        "Set optimizer (--optimizer) to muon, adam or sgd.",
+        lambda s: s["optimizer"] not in (None, "adam", "sgd", *MUON),
+    ),
+    _not_yet(
+        "muon with fp16, use_precision_aware_optimizer, optimizer_cpu_offload or muon_scalar_optimizer lion",
+        "loss scaling, gradients and moments of low precision, matrices in host memory, and Lion for the others",
+        "Train in bf16 without them, or set optimizer (--optimizer) to adam.",
+        lambda s: s["optimizer"] in MUON and _has_muon_setting(s),
+    ),
     _never(
         "defer_embedding_wgrad_compute",
         "The output layer's weight gradient would be computed after its unit's gradients were reduced, and be lost. "
         "Megatron-Core's FSDP does not read it.",
     ),
-    _not_yet("overlap_moe_expert_parallel_comm", "the 1F1B overlap of expert communication"),
+    _never(
+        "fsdp_double_buffer with overlap_moe_expert_parallel_comm",
+        "A forward and a backward that overlap use units in opposite orders, which collide in a double buffer. "
+        "Megatron-Core's FSDP refuses this as well. nccl_ub turns the double buffer on.",
+        "Leave fsdp_double_buffer and nccl_ub off.",
+        lambda s: bool(s["overlap_moe_expert_parallel_comm"]) and bool(s["fsdp_double_buffer"] or s["nccl_ub"]),
+    ),
+    _not_yet(
+        "cuda_graph_impl full_iteration with overlap_moe_expert_parallel_comm",
+        "a graph of an iteration, which needs the double buffer, with a forward and a backward that overlap",
+        "Leave one of them off.",
+        lambda s: bool(s["overlap_moe_expert_parallel_comm"]) and s["cuda_graph_impl"] == "full_iteration",
+    ),
+    _not_yet(
+        "moe_latent_size with overlap_moe_expert_parallel_comm",
+        "an expert's latent projection that runs in the stream of the all-to-all, beside the unit's other computation",
+        "Leave overlap_moe_expert_parallel_comm off.",
+        lambda s: bool(s["overlap_moe_expert_parallel_comm"]) and bool(s["moe_latent_size"]),
+    ),
     _not_yet("overlap_param_gather_with_optimizer_step", "all-gathering weights during the optimizer's step"),
     _never(
         "param_name_patterns_for_fp32_local_accumulation",
@@ -246,6 +284,12 @@ ADJUSTMENTS: tuple[Adjustment, ...] = (
         _is_false("megatron_fsdp_cuda_graph_mode", lambda s: s["cuda_graph_impl"] == "full_iteration"),
         True,
         "a graph of a whole iteration needs buffers and gradients at fixed addresses",
+    ),
+    Adjustment(
+        "megatron_fsdp_version",
+        lambda s: s["megatron_fsdp_version"] not in (None, 1),
+        1,
+        "it chooses one of Megatron-Core's two engines, and this one takes the place of both",
     ),
     Adjustment(
         "overlap_grad_reduce",
@@ -393,12 +437,23 @@ def _log_once(message: str) -> None:
 
 
 def validate_args(original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:
-    """Check and adjust the command line's settings before Megatron's ``validate_args`` sees them, if FSDP is on."""
-    if getattr(args, "use_megatron_fsdp", False):
-        settings = Settings(args)
-        check(settings)
-        adjust(settings)
-    return original(args, *rest, **kwargs)
+    """Check and adjust the command line's settings before Megatron's ``validate_args`` sees them, if FSDP is on.
+
+    Megatron rejects Muon with FSDP, and turns the distributed optimizer off. It validates Adam instead, which needs all
+    that Muon needs.
+    """
+    if not getattr(args, "use_megatron_fsdp", False):
+        return original(args, *rest, **kwargs)
+    settings = Settings(args)
+    check(settings)
+    adjust(settings)
+    is_muon = args.optimizer in MUON
+    if is_muon:
+        args.optimizer = "adam"
+    result = original(args, *rest, **kwargs)
+    if is_muon:
+        args.optimizer = "muon"
+    return result
 
 
 def as_markdown() -> str:

@@ -4,7 +4,6 @@ Gradients stay on the device until the optimizer's step, in ``.decoupled_grad``:
 and pipeline-parallel ranks, unscales and clips them there, with kernels and process groups that take no host memory.
 """
 
-import math
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -94,16 +93,3 @@ def _beside(main: torch.Tensor, grad: torch.Tensor, engine: Engine) -> torch.Ten
     if is_on_host(main.device) and engine.context.offloads:
         return engine.context.main_buffer(main.numel(), main.dtype).view(main.shape).copy_(grad, non_blocking=True)
     return grad.to(main.dtype)
-
-
-def calc_dtensor_params_l2_norm(original: Callable[..., float], params: list[Any]) -> float:
-    """The norm of sharded parameters. Those in host memory are copied to the device one by one."""
-    here: list[Any] = []
-    norms = []
-    for param in params:
-        engines = [engine for engine in engines_of([param]) if engine.context.offloads]
-        if engines and is_on_host(local_shard(param).device):
-            norms.append(original([make_like(local_shard(param).to(engines[0].device), param)]))
-        else:
-            here.append(param)
-    return math.hypot(original(here), *norms) if norms else original(here)

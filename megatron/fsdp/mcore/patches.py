@@ -6,6 +6,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from megatron.fsdp.helpers.import_name import warn_of_conflict
 from megatron.fsdp.helpers.patches import MEGATRON_CORE, Kind, Patch, Patches, Versions, warn_if_untried
 
 # Nothing of Megatron-Bridge could be checked: it needs Transformer Engine.
@@ -14,6 +15,7 @@ MEGATRON_BRIDGE = Versions("megatron-bridge")
 _CHECKPOINTING = "megatron.training.checkpointing"
 _DISTRIBUTED_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 _OPTIMIZERS = "megatron.core.optimizer.optimizer"
+_PIPELINE = "megatron.core.pipeline_parallel"
 _BRIDGE = "megatron.bridge.training"
 _WRAPPER = "megatron.fsdp.mcore.adapter:FullyShardedDataParallel"
 _ORIGINAL = "megatron.core.distributed.fsdp.src.megatron_fsdp"
@@ -121,6 +123,12 @@ MEGATRON = Patches(
             "builds models from a configuration, and loses how they are initialized in the same way",
             "initialization:build_recorded",
         ),
+        # The optimizer.
+        _patch(
+            "megatron.core.optimizer:_get_megatron_emerging_optimizer",
+            "orthogonalizes a rank's part of a matrix as if it were the matrix",
+            "muon:get_emerging_optimizer",
+        ),
         # Statistics of gradients.
         _patch(
             "megatron.training.training:get_megatron_optimizer",
@@ -151,13 +159,29 @@ MEGATRON = Patches(
         ),
         _patch(
             "megatron.training.training:calc_params_l2_norm",
-            "does not know shards of uneven sizes",
+            "raises an error for shards of different lengths, and cannot compute on weights in host memory",
             "statistics:params_l2_norm",
         ),
         _patch(
             "megatron.training.training:check_param_hashes_across_dp_replicas",
             "compares the parameters of data-parallel ranks, which are different shards",
             "replicas:check_param_hashes",
+        ),
+        # Overlap of the forward of one micro-batch with the backward of another.
+        _patch(
+            f"{_PIPELINE}.schedules:combined_1f1b_schedule_for_interleaved_pipelining",
+            "rejects FSDP",
+            "overlap:interleaved_step",
+        ),
+        _patch(
+            f"{_PIPELINE}.combined_1f1b:combined_forward_backward_step",
+            "does not call the model, whose hooks begin and end passes",
+            "overlap:combined_step",
+        ),
+        _patch(
+            "megatron.core.models.common.model_chunk_schedule_plan:TransformerLayerSchedulePlan.run",
+            "does not call layers, whose hooks unshard and reshard them",
+            "overlap:run_layers",
         ),
         # The optimizer in host memory.
         _patch(
@@ -169,11 +193,6 @@ MEGATRON = Patches(
             "megatron.core.optimizer:HybridDeviceOptimizer",
             "makes further copies of main weights on the host, and its state cannot be saved with FSDP",
             "offload:build_optimizer",
-        ),
-        _patch(
-            "megatron.training.utils.common_utils:calc_dtensor_params_l2_norm",
-            "computes the norm of weights in host memory with a kernel of the device",
-            "offload:calc_dtensor_params_l2_norm",
         ),
         # Saving and loading.
         _patch(
@@ -195,7 +214,7 @@ MEGATRON = Patches(
         Patch(
             f"{_CHECKPOINTING}:FileSystemReader",
             "unpickles a checkpoint's metadata without restrictions",
-            "megatron.fsdp.checkpoint.backend:Reader",
+            "megatron.fsdp.mcore.torch_dist:Reader",
             MEGATRON_CORE,
             Kind.VALUE,
         ),
@@ -203,6 +222,16 @@ MEGATRON = Patches(
             f"{_CHECKPOINTING}:get_async_strategy",
             "chooses a background writer that makes no checksums and leaves files behind if it fails",
             "background:get_async_strategy",
+        ),
+        _patch(
+            f"{_CHECKPOINTING}:_get_checkpoint_format",
+            "does not load a torch_dist checkpoint into a run that saves fsdp_dtensor",
+            "torch_dist:checkpoint_format",
+        ),
+        _patch(
+            f"{_CHECKPOINTING}:get_load_checkpoint_path_by_args",
+            "raises a TypeError with fsdp_dtensor if --pretrained-checkpoint is given without --load",
+            "torch_dist:load_path",
         ),
         _patch(
             f"{_CHECKPOINTING}:read_metadata",
@@ -274,6 +303,7 @@ def install(stand_in: Callable[..., Any] | None = None) -> None:
         MEGATRON.install(instead=None if stand_in is None else {_WRAPPER: stand_in})
     except ImportError as error:
         raise ImportError(f"megatron.fsdp.mcore.install() needs megatron-core[training]. {error}") from error
+    warn_of_conflict()
     warn_if_untried(MEGATRON_CORE, MEGATRON_CORE.installed or "of an unknown version")
 
 

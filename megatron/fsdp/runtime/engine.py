@@ -22,6 +22,7 @@ from megatron.fsdp.comm.context import CommContext
 from megatron.fsdp.comm.journal import report_on_failure
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
+from megatron.fsdp.quantized.storage import Direction
 from megatron.fsdp.runtime.agreement import Agreement
 from megatron.fsdp.runtime.partition import owner_of
 from megatron.fsdp.runtime.registration import BufferRegistration
@@ -93,6 +94,7 @@ class Engine:
         self.index = index
         self.resources = resources
         self._unit_of = unit_of
+        self._units_in: weakref.WeakKeyDictionary[nn.Module, list[Unit]] = weakref.WeakKeyDictionary()
         self._sync = _Synchronization(config.sync_model_each_microbatch)
         self.schedule = Schedule(
             units,
@@ -146,6 +148,13 @@ class Engine:
     def unit_around(self, module: nn.Module) -> Unit | None:
         """The innermost unit that contains ``module``; None if it is no part of the model."""
         return self._unit_of.get(module)
+
+    def units_in(self, module: nn.Module) -> list[Unit]:
+        """The units, except the root, that parameters in ``module`` may belong to, in the order of registration."""
+        if module not in self._units_in:
+            found = {id(self._unit_of.get(each)) for each in module.modules()}
+            self._units_in[module] = [unit for unit in self.units if id(unit) in found and not unit.is_root]
+        return self._units_in[module]
 
     # Ranks -----------------------------------------------------------------------------------------------------
 
@@ -216,7 +225,8 @@ class Engine:
     def _backward_ended(self) -> None:
         self._sync.microbatch_count += 1
         self._sync.pending = True
-        if self._sync.after_every_backward:
+        # This reshards all units, so it waits for a later backward if the next micro-batch's forward runs.
+        if self._sync.after_every_backward and not self.schedule.in_callers_forward:
             self.finish_gradients()
 
     # Weights ---------------------------------------------------------------------------------------------------
@@ -229,6 +239,18 @@ class Engine:
         self.schedule.reset()
         for unit in self.units:
             unit.invalidate()
+
+    def hold(self, module: nn.Module, direction: Direction) -> None:
+        """Unshard the units in ``module`` for a pass whose caller has begun it; see :class:`Schedule`."""
+        units = self.units_in(module)
+        for unit in units if direction is Direction.FORWARD else reversed(units):
+            self.schedule.hold(unit, direction)
+
+    def let_go(self, module: nn.Module, direction: Direction) -> None:
+        """Reshard the units in ``module`` that no other pass needs. After a backward, reduce their gradients."""
+        units = self.units_in(module)
+        for unit in units if direction is Direction.FORWARD else reversed(units):
+            self.schedule.let_go(unit, direction)
 
     def show_main(self) -> None:
         """Make main weights the parameters of all modules, including those of unsharded units."""

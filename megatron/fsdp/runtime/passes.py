@@ -22,6 +22,7 @@ class Pass:
     Attributes:
         state: State of the backward.
         kept: A unit that stays unsharded after its forward because its backward is expected next.
+        by_caller: The caller has begun the backward and will end it. It may consist of several of autograd's.
         prefetched: Versions of all main weights when the first unshards of the next forward were started; None if none
             were started.
         number: Number of backward passes so far.
@@ -30,6 +31,7 @@ class Pass:
     def __init__(self) -> None:
         self.state = PassState.NO_BACKWARD
         self.kept: Unit | None = None
+        self.by_caller = False
         self.prefetched: list[list[int]] | None = None
         self.number = 0
 
@@ -40,7 +42,18 @@ class Pass:
         Autograd then drops the callback that it would have called at the end. A traceback that refers to autograd's
         task may delay this. But if no backward runs, one that has not ended has failed.
         """
-        return self.state is PassState.FAILED or (self.state is PassState.BACKWARD and not in_backward())
+        unfinished = self.state is PassState.BACKWARD and not self.by_caller and not in_backward()
+        return self.state is PassState.FAILED or unfinished
+
+    @property
+    def in_backward(self) -> bool:
+        """True if a backward runs. In one that the caller has begun, the forward of another micro-batch may run."""
+        return self.state is PassState.BACKWARD and (not self.by_caller or in_backward())
+
+    def begin_callers_backward(self) -> None:
+        """Record that a backward has begun which the caller ends, with :meth:`end_backward`."""
+        self.state, self.by_caller = PassState.BACKWARD, True
+        self.number += 1
 
     def begin_backward(self, at_end: Callable[[], None]) -> None:
         """Record that a backward has begun.
@@ -59,7 +72,7 @@ class Pass:
 
     def end_backward(self) -> None:
         """Record that the backward has ended."""
-        self.state, self.kept = PassState.NO_BACKWARD, None
+        self.state, self.kept, self.by_caller = PassState.NO_BACKWARD, None, False
 
     def fail(self, number: int) -> None:
         """Record that the backward with this number has failed, unless it has ended. Only the state changes.

@@ -53,6 +53,7 @@ class Schedule:
         reducing: Units whose reductions have been issued and not waited for, oldest first.
         reduce_now: Whether gradients that are not sharded are reduced in this backward, or wait for a later one.
         refresh_weights: Whether the next forward unshards all weights, even if they are up to date.
+        in_callers_forward: Whether a forward runs whose caller unshards and reshards the units.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Schedule:
         self.reducing: deque[Unit] = deque()
         self.reduce_now = True
         self.refresh_weights = False
+        self.in_callers_forward = False
         self._index = {id(unit): i for i, unit in enumerate(units)}
         weights = [group.weights for unit in units for group in unit.groups]
         self._keeps_copies = any(each.resident is not None and each.main_is_apart for each in weights)
@@ -122,6 +124,7 @@ class Schedule:
         for unit in self.units:
             unit.abandon()
         self.passes.reset()
+        self.in_callers_forward = False
         self.reducing.clear()
 
     def forward_failed(self) -> None:
@@ -136,7 +139,7 @@ class Schedule:
 
     @property
     def _in_backward(self) -> bool:
-        return self.passes.state is PassState.BACKWARD
+        return self.passes.in_backward
 
     def _begin_forward(self) -> None:
         """Prepare a forward of the model."""
@@ -193,6 +196,9 @@ class Schedule:
     def finish_backward(self) -> None:
         """End a backward: reshard the remaining units and reduce the remaining gradients, in the order of the plan."""
         for unit in self.units:
+            unit.let_go(Direction.BACKWARD)
+            if self.in_callers_forward and (unit.held_by or unit.expected_by):
+                continue
             if unit.state is WeightState.UNSHARDING:
                 unit.reshard_unused()
             elif unit.state is not WeightState.SHARDED:
@@ -204,7 +210,8 @@ class Schedule:
                 self._reduce(unit)
         self.passes.end_backward()
         try:
-            if self.plans.recording:
+            # While the next micro-batch's forward runs, its recording is incomplete: a later backward's end follows it.
+            if self.plans.recording and not self.in_callers_forward:
                 self.plans.follow_recorded()
         except BaseException:
             for unit in self.units:
@@ -218,6 +225,8 @@ class Schedule:
         """See :class:`megatron.fsdp.runtime.unit.UnitListener`."""
         if self.passes.has_failed:
             self.reset()
+        if unit.state is WeightState.HELD:
+            return False
         if unit.is_root and not self._in_backward:
             self._begin_forward()
         grad = torch.is_grad_enabled()
@@ -235,6 +244,8 @@ class Schedule:
 
     def after_forward(self, unit: Unit) -> bool:
         """See :class:`megatron.fsdp.runtime.unit.UnitListener`."""
+        if unit.state is WeightState.HELD:
+            return False
         forward = self.plans.forward
         if unit.is_root and not self._in_backward:
             self._issue_skipped(forward, forward.finish())
@@ -258,7 +269,8 @@ class Schedule:
 
     def before_inner_forward(self, unit: Unit) -> None:
         """See :class:`megatron.fsdp.runtime.unit.UnitListener`."""
-        recomputed = unit.is_directional and self._in_backward and unit.state is WeightState.BACKWARD
+        in_use = unit.state is WeightState.BACKWARD or Direction.BACKWARD in unit.held_by
+        recomputed = unit.is_directional and self._in_backward and in_use
         if recomputed and self._unshard_forward_only(unit):
             unit.prepare(Direction.FORWARD)
 
@@ -285,6 +297,64 @@ class Schedule:
         if kept is not None and kept.state is WeightState.UNSHARDED:
             kept.reshard()
 
+    # Passes whose caller unshards and reshards units ------------------------------------------------------------
+
+    # The forward of one micro-batch and the backward of another may run at once. A unit is resharded when neither
+    # needs it. Both requests and prefetches follow from the caller's order alone, which is the same on all ranks.
+
+    def begin_callers_forward(self) -> None:
+        """Begin a forward whose caller unshards and reshards the units, and unshard the root."""
+        if self.passes.has_failed:
+            self.reset()
+        self._begin_forward()
+        self.in_callers_forward = True
+        for unit in self.units:
+            # The root may still be held by the last forward. It is requested again, so that it is recorded.
+            unit.held_by.discard(Direction.FORWARD)
+        self.hold(self.units[0], Direction.FORWARD)
+
+    def end_callers_forward(self) -> None:
+        """End a forward: let go of units that backward does not need as soon as it begins."""
+        self.in_callers_forward = False
+        for unit in self.units:
+            self.let_go(unit, Direction.FORWARD)
+
+    def begin_callers_backward(self) -> None:
+        """Begin a backward whose caller unshards and reshards the units, and unshard the root.
+
+        :meth:`finish_backward` ends it. Does nothing if such a backward has begun.
+        """
+        if self.passes.has_failed:
+            self.reset()
+        if self.passes.by_caller:
+            return
+        self.passes.begin_callers_backward()
+        self.plans.backward.restart()
+        for unit in self.units:
+            unit.new_backward()
+        self.hold(self.units[0], Direction.BACKWARD)
+
+    def hold(self, unit: Unit, direction: Direction) -> None:
+        """Unshard a unit for a pass, until :meth:`let_go`, and prefetch the next units of the pass."""
+        if direction in unit.held_by:
+            return
+        unit.took_part |= direction is Direction.BACKWARD
+        plan = self.plans.forward if direction is Direction.FORWARD else self.plans.backward
+        # Also if the other pass has unsharded it: the order that is recorded must be that of this pass.
+        self._advance_to(plan, Op(OpKind.UNSHARD, self._index[id(unit)]))
+        self._unshard(plan, unit)
+        unit.hold(direction)
+        self._prefetch(plan)
+
+    def let_go(self, unit: Unit, direction: Direction) -> None:
+        """Reshard a unit unless the other pass needs it, and reduce its gradients if backward held it."""
+        was_held = direction in unit.held_by
+        if direction is Direction.FORWARD and torch.is_grad_enabled() and (unit.is_root or unit.keeps_weights):
+            return
+        unit.let_go(direction)
+        if was_held and direction is Direction.BACKWARD and unit.trainable:
+            self._reduce(unit)
+
     # Communication ---------------------------------------------------------------------------------------------
 
     def _use(self, plan: Plan, unit: Unit, state: WeightState) -> None:
@@ -299,6 +369,7 @@ class Schedule:
 
     def _unshard(self, plan: Plan, unit: Unit) -> None:
         """Unshard what the pass of a plan reads."""
+        unit.expected_by.add(self._direction(plan))
         # A unit that is not sharded may have been prefetched for the other pass, and lack planes.
         if unit.state is WeightState.SHARDED or unit.is_directional:
             whole = unit.is_root or unit.keeps_weights
@@ -339,7 +410,7 @@ class Schedule:
             self._issue_until(plan, index)
             unit = self.units[plan.requested[index].unit_index]
             if plan.requested[index].kind is not OpKind.REDUCE and unit.state is WeightState.UNSHARDING:
-                unit.reshard_unused()
+                unit.let_go(self._direction(plan))
 
     def _issue_until(self, plan: Plan, index: int) -> None:
         """Issue operations in the order of the plan, up to the one at ``index`` in ``plan.requested``."""
@@ -365,7 +436,7 @@ class Schedule:
                 unit.unshard(PlaneSet.FORWARD_ONLY)
             else:
                 if unit.state is WeightState.SHARDED:
-                    full = unit.temporary and not unit.is_root and self._full()
+                    full = unit.temporary and not unit.is_root and self._full(plan)
                     if not self.limits.prefetch or full or unit.slot_is_taken:
                         return
                 self._unshard(plan, unit)
@@ -373,8 +444,14 @@ class Schedule:
             if unit is until:
                 return
 
-    def _full(self) -> bool:
+    def _direction(self, plan: Plan) -> Direction:
+        return Direction.BACKWARD if plan is self.plans.backward else Direction.FORWARD
+
+    def _full(self, plan: Plan) -> bool:
         others = [u for u in self.units if u.state is not WeightState.SHARDED and u.temporary and not u.is_root]
+        if self.in_callers_forward and self.passes.by_caller:
+            # Each of the two passes may unshard as many units.
+            others = [u for u in others if self._direction(plan) in u.held_by | u.expected_by]
         # Units that stay unsharded until their backward do not count: the limit could not be kept with them.
         unsharded = [u for u in others if not (u.keeps_weights and u.state is WeightState.UNSHARDED)]
         return len(unsharded) >= self.limits.unsharded

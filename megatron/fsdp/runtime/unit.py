@@ -33,17 +33,20 @@ class WeightState(Enum):
     UNSHARDED = "unsharded, not in use"
     FORWARD = "forward"
     BACKWARD = "backward"
+    HELD = "unsharded by the caller"
 
 
 _W = WeightState
 # The states that may follow each state. SHARDED may follow every state, since an exception may end a pass.
 TRANSITIONS: dict[WeightState, tuple[WeightState, ...]] = {
     _W.SHARDED: (_W.UNSHARDING, _W.SHARDED),
-    _W.UNSHARDING: (_W.FORWARD, _W.BACKWARD, _W.UNSHARDED, _W.SHARDED),
-    _W.UNSHARDED: (_W.FORWARD, _W.BACKWARD, _W.SHARDED),
+    _W.UNSHARDING: (_W.FORWARD, _W.BACKWARD, _W.UNSHARDED, _W.HELD, _W.SHARDED),
+    _W.UNSHARDED: (_W.FORWARD, _W.BACKWARD, _W.HELD, _W.SHARDED),
     # Backward may follow FORWARD directly: a recomputation stops as soon as it has restored all saved tensors.
     _W.FORWARD: (_W.UNSHARDED, _W.BACKWARD, _W.SHARDED),
     _W.BACKWARD: (_W.SHARDED,),
+    # The forward of one micro-batch and the backward of another may use the unit at once.
+    _W.HELD: (_W.HELD, _W.SHARDED),
 }
 
 
@@ -88,6 +91,8 @@ class Unit:
         reduced: Whether the reduction of this backward's gradients has been issued.
         keeps_weights: Whether the weights stay unsharded from a forward until its backward, like the root's.
         is_offloaded: Whether main weights are in host memory, away from the device of the computation.
+        held_by: The passes that hold the unit: the caller has unsharded it for them.
+        expected_by: The passes that have prefetched the unit and not used it yet.
         channel: Records the unit's collectives.
     """
 
@@ -108,6 +113,8 @@ class Unit:
         self.took_part = False
         self.reduced = False
         self.keeps_weights = self.is_offloaded = False
+        self.held_by: set[Direction] = set()
+        self.expected_by: set[Direction] = set()
         self.channel = Channel(Log([]))
         self._listener: Callable[[], UnitListener | None] = lambda: None
         self._before: Callable[..., Any] = weak_method(self.pre_forward)
@@ -152,6 +159,9 @@ class Unit:
                 f"expected one of: {allowed}. Was a forward or backward called out of order?"
             )
         self._state = state
+        if state is WeightState.SHARDED:
+            self.held_by.clear()
+            self.expected_by.clear()
 
     @property
     def trainable(self) -> bool:
@@ -228,6 +238,25 @@ class Unit:
         self.prepare(Direction.BACKWARD if state is WeightState.BACKWARD else Direction.FORWARD)
         self.to(state)
         self.show(compute=True)
+
+    def hold(self, direction: Direction) -> None:
+        """As :meth:`use`, for a pass whose caller unshards and reshards the unit."""
+        self.prepare(direction)
+        self.to(WeightState.HELD)
+        self.show(compute=True)
+        self.expected_by.discard(direction)
+        self.held_by.add(direction)
+
+    def let_go(self, direction: Direction) -> None:
+        """Reshard, unless the pass of the other direction holds or expects the unit."""
+        self.held_by.discard(direction)
+        self.expected_by.discard(direction)
+        if self.held_by or self.expected_by:
+            return
+        if self._state is WeightState.UNSHARDING:
+            self.reshard_unused()
+        elif self._state is WeightState.HELD:
+            self.reshard()
 
     def prepare(self, direction: Direction) -> None:
         """Make compute wait for the unshards that were started, and quantized weights ready for a pass."""

@@ -1,5 +1,6 @@
 """Estimates units, collectives and bytes per rank of a sharded model from its shapes. Allocates no memory."""
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 
@@ -15,8 +16,8 @@ from megatron.fsdp.sharding.layout import parse_granularity
 from megatron.fsdp.sharding.strategy import UNSHARDED, Sharding
 from megatron.fsdp.tools.recipes import Recipe
 
-# Bytes of Adam's two fp32 moments per element.
-ADAM = 8
+# Bytes of fp32 moments per element: Adam has two, and Muon has one of each matrix.
+ADAM, MUON = 8, 4
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Bytes:
         padding: Number of padding elements.
         compute: Compute weights that stay allocated, and scales of quantized ones that every rank holds whole.
         main: Main weights, if they are not the compute weights.
-        optimizer: Adam's moments.
+        optimizer: Moments of the optimizer.
         host: Main weights and moments in host memory, which the other numbers do not contain.
         gradients: Reduced gradients, until the optimizer's step.
         unsharded: All compute weights while the unit is unsharded.
@@ -135,7 +136,12 @@ class Estimate:
 
 
 def estimate(
-    module: nn.Module, classes: tuple[type[nn.Module], ...], config: FSDPConfig, dense: AxisSizes, experts: AxisSizes
+    module: nn.Module,
+    classes: tuple[type[nn.Module], ...],
+    config: FSDPConfig,
+    dense: AxisSizes,
+    experts: AxisSizes,
+    muon: bool = False,
 ) -> Estimate:
     """Plan a model's units and layouts as the engine does.
 
@@ -145,6 +151,7 @@ def estimate(
         config: Settings of the engine.
         dense: Axes of dense parameters.
         experts: Axes of experts.
+        muon: Whether the optimizer is Megatron's Muon and not Adam.
     """
     dtypes: dict[str, None] = {}
     units = []
@@ -155,6 +162,8 @@ def estimate(
         for params in part.groups:
             axes = experts if params[0].key.expert else dense
             found, text = _group(params, config, axes, part is root, place in offloaded)
+            if muon:
+                found.optimizer = _moments_of_muon(params, found)
             total.add(found)
             dtypes[text] = None
         units.append(UnitEstimate(part.name, type(part.module).__name__, len(part.groups), total))
@@ -190,6 +199,19 @@ def _group(
         found.compute, found.derived = found.compute + found.derived, 0
     stored = _name(dtypes.compute) if storage is None else f"{_format(storage)} (as {_name(dtypes.compute)})"
     return found, f"{stored} compute, {_name(dtypes.main_params)} main weights, {_name(dtypes.grad_comm)} reduction"
+
+
+def _moments_of_muon(params: list[ShardedParameter], found: Bytes) -> int:
+    """Bytes of moments if Muon updates the matrices that Megatron gives it, and Adam all others.
+
+    Matrices are counted with their share of what a rank has of the group, as if every rank had the same share.
+    """
+    matrices = sum(
+        math.prod(param.local_shape)
+        for param in params
+        if len(param.local_shape) == 2 and not getattr(param.original, "is_embedding_or_output_parameter", False)
+    )
+    return found.optimizer - found.optimizer * matrices // found.elements * (ADAM - MUON) // ADAM
 
 
 def _add_compute(

@@ -20,7 +20,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from megatron.fsdp.config import FSDPConfig
-from megatron.fsdp.mcore.limits import Limit, Settings, broken
+from megatron.fsdp.helpers.import_name import conflict
+from megatron.fsdp.mcore.limits import MUON, Limit, Settings, broken
 from megatron.fsdp.mcore.patches import install, uninstall
 from megatron.fsdp.tools.estimate import AxisSizes, Estimate, estimate
 from megatron.fsdp.tools.recipes import Recipe, plan_model, recipe_of
@@ -48,6 +49,7 @@ class Report:
         chunks: Model chunks of this pipeline stage.
         uses_fsdp: Whether the command line selects FSDP.
         recipe: How weights are quantized; None if they are not.
+        muon: Whether the optimizer of matrices is Muon.
     """
 
     world_size: int
@@ -58,6 +60,7 @@ class Report:
     chunks: list[Estimate] = field(default_factory=list)
     uses_fsdp: bool = True
     recipe: Recipe | None = None
+    muon: bool = False
 
     @property
     def accepted(self) -> bool:
@@ -72,6 +75,7 @@ class Report:
             "limits": [{"setting": x.setting, "message": x.message, "remedy": x.remedy} for x in self.limits],
             "refusal": self.refusal,
             "sizes": self.sizes,
+            "import_name": conflict(),
         }
         if self.config is not None:
             found["strategy"] = [self.config.zero_dp_strategy, self.config.outer_dp_sharding_strategy]
@@ -95,6 +99,8 @@ class Report:
         if not self.uses_fsdp:
             return "The command line does not contain --use-megatron-fsdp, so there is nothing to examine."
         lines = [f"{self.world_size} ranks"]
+        if (problem := conflict()) is not None:
+            lines.append(f"WARNING  {problem}")
         for limit in self.limits:
             lines += [f"NOT POSSIBLE  {limit.setting}: {limit.message}", f"              {limit.remedy}"]
         if self.refusal:
@@ -126,7 +132,7 @@ class Report:
         for title, name in (
             ("  compute weights", "compute"),
             ("  main weights", "main"),
-            ("  Adam's moments", "optimizer"),
+            ("  optimizer's moments", "optimizer"),
             ("  in host memory", "host"),
         ):
             rows.append((title, _gib(sum(getattr(t, name) for t in totals))))
@@ -193,6 +199,7 @@ def _examining(validate_args: Callable[..., Any], original: Callable[..., Any], 
         if report.limits or not report.uses_fsdp:
             raise _Examined
         report.recipe = recipe_of(args)  # before it is switched off, since the model is built without a GPU
+        report.muon = args.optimizer in MUON
         args.fake_process_group = True
         args.async_save = False  # nothing is saved, and its library may be missing on this machine
         args.use_gloo_process_groups = args.enable_gloo_process_groups = False
@@ -262,6 +269,7 @@ def _look_at(report: Report, config: Any, ddp_config: Any, module: nn.Module, *r
             report.config,
             AxisSizes(dense // outer, outer),
             AxisSizes(max(experts // outer, 1), outer),
+            report.muon,
         )
     )
     if len(report.chunks) == (config.virtual_pipeline_model_parallel_size or 1):

@@ -50,7 +50,35 @@ def test_estimated_bytes_equal_those_of_the_engine(ranks: RankPool, strategy: st
     ranks.run(3, _compare, strategy, dtype)
 
 
+def test_muon_has_one_moment_of_each_matrix_that_megatron_gives_it() -> None:
+    model = TinyModel()
+    model.embedding.weight.is_embedding_or_output_parameter = True
+    config, one = FSDPConfig(mixed_precision_policy=FP32_GRADS), AxisSizes(1)
+    adam, muon = (estimate(model, (Block,), config, one, one, muon).total.optimizer for muon in (False, True))
+    matrices = [p for p in model.parameters() if p.dim() == 2 and p is not model.embedding.weight]
+    # Padding is counted for both in proportion.
+    assert adam - muon == pytest.approx(4 * sum(matrix.numel() for matrix in matrices), rel=0.03)
+
+
 # Quantized weights ------------------------------------------------------------------------------------------------
+
+
+def test_offloaded_units_are_counted_as_host_memory() -> None:
+    axes, all_here = AxisSizes(4), FSDPConfig(mixed_precision_policy=FP32_GRADS)
+    model = TinyModel().to(torch.bfloat16)
+    here = estimate(model, (Block,), all_here, axes, axes).total
+    for fraction in (0.0, 0.5, 1.0):
+        config = replace(all_here, offload_optimizer=True, offload_fraction=fraction)
+        found = estimate(model, (Block,), config, axes, axes)
+        assert found.total.host + found.total.main + found.total.optimizer == here.main + here.optimizer
+        assert found.total.resting == here.resting - found.total.host
+        assert {bool(unit.bytes.host) for unit in found.units} == {0.0: {False}, 0.5: {True, False}, 1.0: {True}}[
+            fraction
+        ]
+    # Weights that lie in the compute weights on the device have memory of their own on the host.
+    shared = FSDPConfig(zero_dp_strategy="optim", offload_optimizer=True)
+    found = estimate(TinyModel(), (Block,), shared, axes, axes)
+    assert found.total.host == 3 * 4 * sum(unit.bytes.elements + unit.bytes.padding for unit in found.units) // 4
 
 
 def _kept(group: ParameterGroup) -> int:

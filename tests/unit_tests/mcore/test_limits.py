@@ -38,7 +38,24 @@ BROKEN: dict[str, dict[str, Any]] = {
         "optimizer_cpu_offload": True,
         "use_precision_aware_optimizer": False,
     },
+    "optimizer other than adam, sgd and muon": {"optimizer": "soap"},
+    "muon with fp16, use_precision_aware_optimizer, optimizer_cpu_offload or muon_scalar_optimizer lion": {
+        "optimizer": "muon",
+        "muon_scalar_optimizer": "lion",
+    },
     "save_wgrads_interval": {"save_wgrads_interval": 10},
+    "fsdp_double_buffer with overlap_moe_expert_parallel_comm": {
+        "fsdp_double_buffer": True,
+        "overlap_moe_expert_parallel_comm": True,
+    },
+    "cuda_graph_impl full_iteration with overlap_moe_expert_parallel_comm": {
+        "cuda_graph_impl": "full_iteration",
+        "overlap_moe_expert_parallel_comm": True,
+    },
+    "moe_latent_size with overlap_moe_expert_parallel_comm": {
+        "moe_latent_size": 8,
+        "overlap_moe_expert_parallel_comm": True,
+    },
     "param_name_patterns_for_fp32_local_accumulation": {"param_name_patterns_for_fp32_local_accumulation": ("all",)},
 }
 
@@ -86,6 +103,7 @@ ADJUSTED: dict[str, dict[str, Any]] = {
     "reuse_grad_buf_for_mxfp8_param_ag": {"reuse_grad_buf_for_mxfp8_param_ag": True},
     "fsdp_double_buffer": {"nccl_ub": True, "fsdp_double_buffer": False},
     "megatron_fsdp_cuda_graph_mode": {"cuda_graph_impl": "full_iteration", "megatron_fsdp_cuda_graph_mode": False},
+    "megatron_fsdp_version": {"megatron_fsdp_version": 2},
     "overlap_grad_reduce": {"overlap_grad_reduce": False, "data_parallel_sharding_strategy": "optim_grads"},
     "overlap_param_gather": {"overlap_param_gather": False, "data_parallel_sharding_strategy": "optim_grads_params"},
 }
@@ -172,6 +190,18 @@ def test_megatrons_default_arguments_are_not_reported_as_ignored(caplog: pytest.
     assert not [record.message for record in caplog.records if "no effect" in record.message]
 
 
+@pytest.mark.parametrize("name", ["muon", "dist_muon"])
+def test_megatron_validates_adam_in_place_of_muon(name: str) -> None:
+    args = SimpleNamespace(use_megatron_fsdp=True, optimizer=name)
+    validated = []
+    validate_args(lambda args: validated.append(args.optimizer), args)
+    assert validated == ["adam"] and args.optimizer == "muon"
+    # Without FSDP, Megatron's own validation takes it.
+    args = SimpleNamespace(use_megatron_fsdp=False, optimizer=name)
+    validate_args(lambda args: validated.append(args.optimizer), args)
+    assert validated[1:] == [args.optimizer] == [name]
+
+
 # Every setting of data parallelism -----------------------------------------------------------------------------------
 
 # Arguments that are read outside the adapter, or not at all.
@@ -244,9 +274,9 @@ def test_megatrons_settings_map_to_the_engines() -> None:
         return {field.name for field in dataclasses.fields(config)}
 
     settings = {field.name: field.default for field in dataclasses.fields(FSDPConfig) if field.init}
-    megatrons = names(DistributedDataParallelConfig) | names(TransformerConfig) | names(OptimizerConfig)
+    megatrons = names(DistributedDataParallelConfig) | names(TransformerConfig)
     assert FLAGS.keys() <= settings.keys() | names(MixedPrecisionPolicy)
-    assert set(FLAGS.values()) <= megatrons
+    assert set(FLAGS.values()) <= megatrons | names(OptimizerConfig)
     # A setting that has the same name in Megatron needs no row.
     assert not FLAGS.keys() & megatrons
     for name, default in settings.items():

@@ -1,4 +1,4 @@
-"""The gradient norm and the number of zeros that Megatron's optimizer reports count every gradient once."""
+"""The norms and numbers of zeros that Megatron reports count every gradient and weight once."""
 
 import pytest
 import torch
@@ -44,6 +44,10 @@ def _statistics(strategy: str, outer: str | None) -> None:
         expected = torch.stack([grad.double().square().sum() for grad in whole]).sum().sqrt().item()
         assert optimizer.get_grad_norm() == pytest.approx(expected, rel=1e-5)
         assert optimizer.count_zeros() == sum(grad.numel() - int(grad.count_nonzero()) for grad in whole)
+        with torch.no_grad():
+            weights = [uneven_dtensor_to_full_tensor(parameter) for parameter in model.parameters()]
+        expected = torch.stack([weight.double().square().sum() for weight in weights]).sum().sqrt().item()
+        assert training.calc_params_l2_norm([model]) == pytest.approx(expected, rel=1e-6)
     finally:
         uninstall()
         destroy_rerun_state_machine()

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from megatron.fsdp import fsdp2
+from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from tests.models import FP32_GRADS, STRATEGIES, Block, TinyModel, adamw, batches, loss_of, main_weights
 from tests.ranks import DEVICE as REAL_DEVICE
@@ -163,6 +164,31 @@ def test_offload(ranks: RankPool, strategy: str, overlap: bool) -> None:
     settings = {"zero_dp_strategy": strategy, "offload_optimizer": True, "overlap_param_gather": overlap, **BF16}
     # The optimizer's step is on the host, which waits for gradients.
     ranks.run(1, _train, 2, "AdamW", True, True, settings)
+
+
+def _by_units() -> None:
+    settings = {"offload_optimizer": True, "offload_fraction": 0.5, **BF16}
+    with _simulation() as sim:
+        model, _ = _sharded(**settings)
+        sizes = {unit.label: sum(group.layout.numel for group in unit.groups) for unit in model.engine.units}
+        offloaded = {unit.label for unit in model.engine.units if unit.is_offloaded}
+        assert 0 < sum(sizes[label] for label in offloaded) <= 0.5 * sum(sizes.values()) and len(offloaded) < len(sizes)
+        for unit in model.engine.units:
+            assert all(sim.is_here(group.weights.main) != unit.is_offloaded for group in unit.groups)
+        loss_of(model, batches(1, 1)[0, 0].to(DEVICE)).backward()
+        model.finish_grad_sync()
+        # Gradients of both kinds have one norm, and are scaled alike.
+        grads = {param.name: local_shard(param.main.grad) for param in model.engine.params()}
+        before = {name: grad.to("cpu").clone() for name, grad in grads.items()}
+        assert len({sim.is_here(grad) for grad in grads.values()}) == 2
+        model.scale_gradients(torch.tensor(0.5, device=DEVICE))
+        assert all(torch.equal(grad.to("cpu"), before[name] / 2) for name, grad in grads.items())
+    for strategy in ("optim", "optim_grads_params"):
+        _train(2, "AdamW", True, True, {"zero_dp_strategy": strategy, **settings})
+
+
+def test_offload_of_some_units(ranks: RankPool) -> None:
+    ranks.run(1, _by_units)
 
 
 def _fail(where: str, settings: dict[str, Any]) -> None:

@@ -70,7 +70,7 @@ def test_strategies(ranks: RankPool, strategy: str, bf16: bool) -> None:
 
 
 def _offloaded(strategy: str, fraction: float) -> None:
-    """Train with --optimizer-cpu-offload and without, and compare norms, which are clipped, and weights."""
+    """Train with --optimizer-cpu-offload and without, and compare norms of gradients and weights, and the weights."""
     results = []
     for settings in ({}, {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}):
         with _megatron() as (sim, mm):
@@ -94,6 +94,10 @@ def _offloaded(strategy: str, fraction: float) -> None:
                 for param in (param for group in unit.groups for param in group.params):
                     tensors = [param.main, optimizer.optimizer.state[param.main]["exp_avg"]]
                     assert {sim.is_here(tensor) for tensor in tensors} == {not unit.is_offloaded}
+            from megatron.training import training  # Megatron is imported after it is prepared for a CPU
+
+            # As --log-params-norm does.
+            norms.append(training.calc_params_l2_norm([model]))
             results.append((norms, mm.weights_of(model), places))
     (norms, weights, _), (offloaded_norms, offloaded_weights, places) = results
     assert places == ({True} if fraction == 1 else {True, False})
@@ -102,7 +106,7 @@ def _offloaded(strategy: str, fraction: float) -> None:
         torch.testing.assert_close(weight, offloaded_weights[name], rtol=1e-6, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("fraction", [1.0, 0.4])
+@pytest.mark.parametrize("fraction", [pytest.param(1.0, marks=pytest.mark.slow), 0.4])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_offload(ranks: RankPool, strategy: str, fraction: float) -> None:
     ranks.run(2, _offloaded, strategy, fraction)

@@ -290,6 +290,11 @@ MEGATRON = Patches(
             f"{_ATTENTION}.forward", "attends to the keys and values of its own rank only", "attention:attend_to_all"
         ),
         _megatron(
+            "megatron.core.tensor_parallel.mappings:reduce_from_tensor_model_parallel_region",
+            "returns a view if there is one rank, to which experts with biases cannot add; other layers need CUDA",
+            "replacements:reduce_over_several",
+        ),
+        _megatron(
             "megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu",
             "converts to NumPy only what it moved off a GPU",
             "replacements:on_host",

@@ -83,6 +83,14 @@ class ZeroCenteredLayerNorm(torch.nn.LayerNorm):
 ZERO_CENTERED = {torch.nn.RMSNorm: ZeroCenteredRMSNorm, torch.nn.LayerNorm: ZeroCenteredLayerNorm}
 
 
+def reduce_over_several(original: Callable[..., Any], input_: torch.Tensor, group: Any = None) -> Any:
+    """Sum a tensor over tensor-parallel ranks, or return the tensor itself if there is one rank."""
+    from megatron.core.utils import get_tensor_model_parallel_group_if_none
+
+    group = get_tensor_model_parallel_group_if_none(group)
+    return input_ if group.size() == 1 else original(input_, group)
+
+
 def new_norm(original: Callable[..., torch.nn.Module], cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
     """Build a norm, and mark its parameters: tensor-parallel ranks have to sum their gradients."""
     accepted = copy.copy(config)
