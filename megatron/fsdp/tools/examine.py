@@ -201,6 +201,7 @@ def _examining(validate_args: Callable[..., Any], original: Callable[..., Any], 
         report.recipe = recipe_of(args)  # before it is switched off, since the model is built without a GPU
         report.muon = args.optimizer in MUON
         args.fake_process_group = True
+        args.async_save = False  # nothing is saved, and its library may be missing on this machine
         args.use_gloo_process_groups = args.enable_gloo_process_groups = False
         result = validate_args(args, *rest, **kwargs)
         args.init_model_with_meta_device = True
