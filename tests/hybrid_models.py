@@ -40,6 +40,7 @@ from megatron.core.transformer.transformer_layer import (  # noqa: E402
     TransformerLayer,
     TransformerLayerSubmodules,
 )
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint  # noqa: E402
 
 
 def scan(
@@ -98,6 +99,19 @@ class GroupNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         groups = x.unflatten(-1, (-1, self._group_size))
         return F.rms_norm(groups, (self._group_size,), eps=self._eps).flatten(-2) * self.weight
+
+    def sharded_state_dict(
+        self, prefix: str, sharded_offsets: tuple[Any, ...], metadata: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The state for torch_dist checkpoints: tensor-parallel ranks have slices."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(keep_vars=True),
+            prefix,
+            {"weight": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
 
 
 def convolution(x: torch.Tensor, weight: torch.Tensor, **unused: Any) -> tuple[torch.Tensor, None]:

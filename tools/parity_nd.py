@@ -58,7 +58,8 @@ GATED_ATTENTION = f"{LLAMA} --attention-output-gate"
 SINKS = (
     f"{ROPE} --group-query-attention --num-query-groups 2 --normalization RMSNorm --softmax-type learnable "
     "--untie-embeddings-and-output-weights --quick-geglu --glu-linear-offset 1.0 --activation-func-clamp-value 7.0 "
-    "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type none --moe-token-dispatcher-type alltoall"
+    "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type none --moe-token-dispatcher-type alltoall "
+    "--expert-tensor-parallel-size 1"
 )
 # As in DeepSeek-V3: a dense layer, then one with experts, and a layer that predicts a further token.
 DEEPSEEK = (
@@ -428,7 +429,7 @@ def as_markdown(results: list[Result], iterations: int) -> str:
         for result in (r for r in results if r.case.kind == kind):
             case, found = result.case, result.difference
             numbers = ("-", "-") if found is None else (f"{found.loss:.0e}", result.norm)
-            arguments = " ".join(filter(None, [case.arguments, case.only_fsdp]))
+            arguments = " ".join(filter(None, [case.arguments, case.only_fsdp])).replace("|", "\\|")
             verdict = "equal" if result.good else "**differs**" if found else f"**failed**: {result.failure}"
             cells = (case.name, case.ranks, f"`{arguments or '-'}`", f"`{result.strategy}`", *numbers, verdict)
             lines.append(f"| {' | '.join(map(str, cells))} |")
