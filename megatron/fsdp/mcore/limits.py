@@ -127,11 +127,7 @@ def _not_yet(setting: str, what: str, remedy: str = "Leave it off.", applies: Co
 # Names of Muon; the second is deprecated.
 MUON = ("muon", "dist_muon")
 
-
-def _has_muon_setting(settings: Settings) -> bool:
-    names = ("fp16", "use_precision_aware_optimizer", "optimizer_cpu_offload")
-    return any(settings[name] for name in names) or settings["muon_scalar_optimizer"] == "lion"
-
+_NOT_WITH_MUON = ("fp16", "use_precision_aware_optimizer", "optimizer_cpu_offload")
 
 LIMITS: tuple[Limit, ...] = (
     _never("use_torch_fsdp2", "use_torch_fsdp2 and use_megatron_fsdp choose different wrappers.", "Choose one."),
@@ -166,10 +162,16 @@ LIMITS: tuple[Limit, ...] = (
         lambda s: s["optimizer"] not in (None, "adam", "sgd", *MUON),
     ),
     _not_yet(
-        "muon with fp16, use_precision_aware_optimizer, optimizer_cpu_offload or muon_scalar_optimizer lion",
-        "loss scaling, gradients and moments of low precision, matrices in host memory, and Lion for the others",
+        "optimizer muon with fp16, use_precision_aware_optimizer or optimizer_cpu_offload",
+        "loss scaling, gradients and moments of low precision, and matrices in host memory with Muon",
         "Train in bf16 without them, or set optimizer (--optimizer) to adam.",
-        lambda s: s["optimizer"] in MUON and _has_muon_setting(s),
+        lambda s: s["optimizer"] in MUON and any(s[name] for name in _NOT_WITH_MUON),
+    ),
+    _not_yet(
+        "muon_scalar_optimizer lion",
+        "Lion for the parameters that Muon does not update",
+        "Set muon_scalar_optimizer (--muon-scalar-optimizer) to adam.",
+        lambda s: s["optimizer"] in MUON and s["muon_scalar_optimizer"] == "lion",
     ),
     _never(
         "defer_embedding_wgrad_compute",

@@ -39,10 +39,11 @@ BROKEN: dict[str, dict[str, Any]] = {
         "use_precision_aware_optimizer": False,
     },
     "optimizer other than adam, sgd and muon": {"optimizer": "soap"},
-    "muon with fp16, use_precision_aware_optimizer, optimizer_cpu_offload or muon_scalar_optimizer lion": {
+    "optimizer muon with fp16, use_precision_aware_optimizer or optimizer_cpu_offload": {
         "optimizer": "muon",
-        "muon_scalar_optimizer": "lion",
+        "fp16": True,
     },
+    "muon_scalar_optimizer lion": {"optimizer": "muon", "muon_scalar_optimizer": "lion"},
     "save_wgrads_interval": {"save_wgrads_interval": 10},
     "fsdp_double_buffer with overlap_moe_expert_parallel_comm": {
         "fsdp_double_buffer": True,
