@@ -155,10 +155,16 @@ LIMITS: tuple[Limit, ...] = (
         "Set use_precision_aware_optimizer too.",
         lambda s: bool(s["optimizer_cpu_offload"]) and s["use_precision_aware_optimizer"] is False,
     ),
+    _never(
+        "optimizer sgd",
+        "Megatron-Core's DistributedOptimizer, which FSDP needs, rejects it.",
+        "Set optimizer (--optimizer) to adam or muon.",
+        lambda s: s["optimizer"] == "sgd",
+    ),
     _not_yet(
-        "optimizer other than adam, sgd and muon",
+        "optimizer other than adam and muon",
         "SOAP and adaptive Muon, which keep statistics of whole matrices, and Lion",
-        "Set optimizer (--optimizer) to muon, adam or sgd.",
+        "Set optimizer (--optimizer) to adam or muon.",
         lambda s: s["optimizer"] not in (None, "adam", "sgd", *MUON),
     ),
     _not_yet(
