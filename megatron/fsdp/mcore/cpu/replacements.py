@@ -14,7 +14,7 @@ import torch
 
 from megatron.fsdp.mcore.cpu.torch_view import called_from
 
-PACKAGES = ("megatron.core", "megatron.training")
+PACKAGES = ("megatron.core", "megatron.training", "megatron.bridge")
 
 
 # Methods of PyTorch, for calls from Megatron's modules --------------------------------------------------------------
