@@ -13,7 +13,8 @@ them are rows of tables in the code, and this page is printed from the tables by
 
 A table is installed when it is needed: Megatron's by `megatron.fsdp.mcore.install()`, PyTorch's when the first model is
 sharded, those for a model on the meta device while it is built, and those for the CPU by
-`megatron.fsdp.mcore.cpu.enable()`. `megatron.fsdp.mcore.uninstall()` puts Megatron's originals back, and
+`megatron.fsdp.mcore.cpu.enable()`. Patches of an optional package, and those for the CPU, are installed when their
+modules are imported, if that is later. `megatron.fsdp.mcore.uninstall()` puts Megatron's originals back, and
 `megatron.fsdp.helpers.patches.uninstall_all()` puts all originals back. A name that a new version lacks raises an
 `ImportError` that names it, before anything is replaced.
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from megatron.fsdp.helpers.imports import AfterImport
 from megatron.fsdp.version import TRIED_TORCH
 
 TABLES = (
@@ -82,7 +83,7 @@ class Patch:
         replacement: The replacement's name, in the same form. It is imported when the patch is installed.
         versions: The versions with which the patch was checked.
         kind: How the replacement is used.
-        optional: Install the patch only if the target's module has been imported.
+        optional: Install the patch only if the target's module is imported, when it is.
     """
 
     target: str
@@ -110,7 +111,7 @@ class Patch:
 
     @property
     def applies(self) -> bool:
-        """Whether the patch can be installed in this process."""
+        """Whether the patch can be installed now."""
         return not self.optional or self.module in sys.modules
 
     def problem(self) -> str | None:
@@ -154,34 +155,54 @@ class Patches:
         self.rows = tuple(rows)
         # The value that each replaced name had in its owner's namespace; _ABSENT if a class had inherited it.
         self._originals: dict[Patch, Any] = {}
+        # Installs optional rows when their modules are imported.
+        self._hook: AfterImport | None = None
 
     @property
     def is_installed(self) -> bool:
-        """Whether any of the patches is installed."""
-        return bool(self._originals)
+        """Whether any of the patches is installed, or will be when a module is imported."""
+        return bool(self._originals) or self._hook is not None
 
-    def install(self, rows: Iterable[Patch] | None = None, instead: Mapping[str, Any] | None = None) -> None:
+    def install(self, instead: Mapping[str, Any] | None = None) -> None:
         """Replace the names. Rows that are installed already are left as they are.
 
+        Optional rows whose modules have not been imported are installed when they are.
+
         Args:
-            rows: The rows to install. None: all that apply.
             instead: Objects to use in place of replacements, by the replacement's name.
 
         Raises:
             ImportError: A name does not exist. Nothing has been replaced then.
         """
-        wanted = [row for row in (self.rows if rows is None else rows) if row.applies and row not in self._originals]
+        self._replace(self.rows, instead or {})
+        modules = frozenset(row.module for row in self.rows if not row.applies)
+        if modules and self._hook is None:
+            self._hook = AfterImport(
+                modules, lambda name: self._replace([row for row in self.rows if row.module == name], instead or {})
+            )
+            sys.meta_path.insert(0, self._hook)
+
+    def _replace(self, rows: Iterable[Patch], instead: Mapping[str, Any]) -> None:
+        wanted = [row for row in rows if row.applies and row not in self._originals]
         problem = next((problem for row in wanted if (problem := row.problem())), None)
         if problem is not None:
             raise ImportError(f"{self.title}: {problem}")
         # All values first: if a replacement cannot be imported, nothing has been replaced yet.
-        values = [(instead or {}).get(row.replacement) or row.new_value() for row in wanted]
+        values = [instead.get(row.replacement) or row.new_value() for row in wanted]
         for row, value in zip(wanted, values, strict=True):
-            self._originals[row] = vars(row.owner).get(row.attribute, _ABSENT)
+            original = vars(row.owner).get(row.attribute, _ABSENT)
+            if original is value:
+                # A module that was imported while the patches were installed took the replacement from another one.
+                installed = self._originals.items()
+                original = next((old for other, old in installed if other.replacement == row.replacement), original)
+            self._originals[row] = original
             setattr(row.owner, row.attribute, value)
 
     def uninstall(self) -> None:
         """Put the originals back, the last one that was replaced first."""
+        if self._hook is not None:
+            sys.meta_path.remove(self._hook)
+            self._hook = None
         while self._originals:
             row, original = self._originals.popitem()
             if original is _ABSENT:

@@ -173,10 +173,10 @@ def is_installed() -> bool:
 
 
 def install(stand_in: Callable[..., Any] | None = None) -> None:
-    """Make Megatron use this FSDP. Further calls only add what has been imported since.
+    """Make Megatron use this FSDP. Further calls change nothing.
 
     Call it before the model is built. If it is called before the command line is parsed, the command line is checked
-    too. Call it after Megatron-Bridge has been imported, if that is used.
+    too. Megatron-Bridge may be imported before or after.
 
     Args:
         stand_in: Called in place of the wrapper, with the wrapper's arguments.

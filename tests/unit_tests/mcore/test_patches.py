@@ -1,10 +1,10 @@
 """The tables of patches: every name exists, is replaced and put back, and was checked with the installed version."""
 
 import ast
+import importlib
 import inspect
 import pkgutil
 import sys
-import types
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron.fsdp.helpers import patches as helper
-from megatron.fsdp.helpers.patches import Kind, Patch, Patches, Versions
+from megatron.fsdp.helpers.patches import MEGATRON_CORE, Kind, Patch, Patches, Versions
 from megatron.fsdp.mcore import cpu, install, is_installed, uninstall
 
 cpu.enable()
@@ -29,6 +29,11 @@ TABLES = helper.tables()
 ROWS = [(table, row) for table in TABLES for row in table.rows]
 IDS = [row.target for _, row in ROWS]
 HERE = Versions("torch", ("2",))
+
+# Patches of Megatron on a CPU are installed when its modules are imported.
+for _, _row_of_megatron in ROWS:
+    if _row_of_megatron.versions is MEGATRON_CORE:
+        importlib.import_module(_row_of_megatron.module)
 
 
 def current(row: Patch) -> object:
@@ -155,22 +160,71 @@ def test_a_module_that_is_missing_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         install()
 
 
-def test_megatron_bridge_is_patched_where_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+BRIDGE = {
+    "setup": "from megatron.core.distributed import FullyShardedDataParallel as megatron_FSDP",
+    "checkpointing": """import torch
+def generate_state_dict(): return "theirs"
+def preprocess_fsdp_dtensor_state_dict(): return "theirs"
+SEEN_WHILE_IMPORTING = generate_state_dict()
+""",
+}
+
+
+@pytest.fixture
+def bridge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A package with the names of Megatron-Bridge that are replaced; the function imports one of its modules."""
+    folder = tmp_path / "megatron" / "bridge" / "training"
+    folder.mkdir(parents=True)
+    for name, text in BRIDGE.items():
+        (folder / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield lambda name: importlib.import_module(f"megatron.bridge.training.{name}")
+    uninstall()
+    for name in [name for name in sys.modules if name.startswith("megatron.bridge")]:
+        del sys.modules[name]
+    del sys.modules["megatron"].bridge
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["imported before install()", "imported after install()"])
+def test_megatron_bridge_is_patched(bridge: Any, first: bool) -> None:
+    if first:
+        modules = [bridge(name) for name in BRIDGE]
+        install()
+    else:
+        install()
+        modules = [bridge(name) for name in BRIDGE]
     rows = [row for row in MEGATRON.rows if row.versions is MEGATRON_BRIDGE]
-    install()
+    assert {row.module for row in rows} == {module.__name__ for module in modules}
+    replaced = {row: current(row) for row in rows}
+    assert modules[1].SEEN_WHILE_IMPORTING == "theirs" and hasattr(modules[1].generate_state_dict, "__wrapped__")
     uninstall()
-    modules: dict[str, types.ModuleType] = {}
-    for row in rows:
-        assert not row.applies
-        module = modules.setdefault(row.module, types.ModuleType(row.module))
-        setattr(module, row.attribute, torch if row.attribute == "torch" else test_wrappers_are_ours)
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    before = {row: current(row) for row in rows}
+    assert modules[1].generate_state_dict() == "theirs" and modules[1].torch is torch
+    assert all(current(row) is not value for row, value in replaced.items())
+
+
+def test_nothing_is_patched_after_uninstall(bridge: Any) -> None:
+    finders = list(sys.meta_path)
     install()
-    assert all(current(row) is not value for row, value in before.items())
+    install()
+    assert len(sys.meta_path) == len(finders) + 1
     uninstall()
-    assert all(current(row) is value for row, value in before.items())
+    assert sys.meta_path == finders
+    assert bridge("checkpointing").generate_state_dict() == "theirs" and not is_installed()
+
+
+def test_a_stand_in_reaches_modules_that_are_imported_later(bridge: Any) -> None:
+    def stand_in() -> None: ...
+
+    install(stand_in)
+    assert bridge("setup").megatron_FSDP is stand_in
+
+
+def test_importing_a_module_that_lacks_a_name_raises_an_error(bridge: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = replace(MEGATRON.rows[-1], target="megatron.bridge.training.checkpointing:no_such_function")
+    monkeypatch.setattr(MEGATRON, "rows", (*MEGATRON.rows, gone))
+    install()
+    with pytest.raises(ImportError, match="has no no_such_function"):
+        bridge("checkpointing")
 
 
 # The type of a table ---------------------------------------------------------------------------------------------

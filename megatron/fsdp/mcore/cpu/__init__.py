@@ -54,6 +54,6 @@ def enable() -> bool:
     # The CPU's random numbers stand in for the GPU's, so this warning would appear in every forward.
     warning = "CPU RNG state changed within GPU RNG context"
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(lambda record: record.msg != warning)
-    # The rows of MEGATRON are installed as their modules are imported.
-    sys.meta_path.insert(0, MegatronFinder(PACKAGES, CHANGES, MEGATRON))
+    sys.meta_path.insert(0, MegatronFinder(PACKAGES, CHANGES))
+    MEGATRON.install()
     return True

@@ -223,7 +223,7 @@ METHODS = Patches(
 
 
 def _megatron(target: str, reason: str, replacement: str, kind: Kind = Kind.AROUND) -> Patch:
-    return Patch(target, reason, f"{_CPU}.{replacement}", MEGATRON_CORE, kind)
+    return Patch(target, reason, f"{_CPU}.{replacement}", MEGATRON_CORE, kind, optional=True)
 
 
 _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import importlib
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.abc import MetaPathFinder
@@ -12,13 +11,13 @@ from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import ModuleType
 from typing import Any
 
-from megatron.fsdp.helpers.patches import Patches
+from megatron.fsdp.helpers.imports import find_after
 from megatron.fsdp.mcore.cpu.changes import Change, Scope
 from megatron.fsdp.mcore.cpu.torch_view import build_views, is_within
 
 
 class MegatronLoader(SourceFileLoader):
-    """Loads a Megatron module with its own import statement, then replaces names in it.
+    """Loads a Megatron module with its own import statement.
 
     An import statement calls the ``__import__`` of its module's ``__builtins__``. Another one in Megatron's modules
     reaches imports inside functions, and code that runs while the module is imported (decorators, default arguments).
@@ -28,19 +27,16 @@ class MegatronLoader(SourceFileLoader):
         name: The module's name.
         path: Its file.
         namespace: Its ``__builtins__``.
-        table: Patches, of which those of this module are installed once it has been imported.
     """
 
-    def __init__(self, name: str, path: str, namespace: Mapping[str, Any], table: Patches) -> None:
+    def __init__(self, name: str, path: str, namespace: Mapping[str, Any]) -> None:
         super().__init__(name, path)
         self.namespace = namespace
-        self.table = table
 
     def exec_module(self, module: ModuleType) -> None:
-        """Run the module's code and replace names in it."""
+        """Run the module's code."""
         module.__dict__["__builtins__"] = self.namespace
         super().exec_module(module)
-        self.table.install([row for row in self.table.rows if row.module == module.__name__])
 
 
 class MegatronFinder(MetaPathFinder):
@@ -49,12 +45,10 @@ class MegatronFinder(MetaPathFinder):
     Args:
         packages: The packages.
         changes: What their modules see with other values.
-        table: What is replaced in them.
     """
 
-    def __init__(self, packages: tuple[str, ...], changes: Iterable[Change], table: Patches) -> None:
+    def __init__(self, packages: tuple[str, ...], changes: Iterable[Change]) -> None:
         self.packages = packages
-        self.table = table
         self.hidden: set[str] = set()
         self.absent: dict[tuple[str, str | None], Any] = {}
         viewed: dict[str, dict[str, Any]] = defaultdict(dict)
@@ -96,9 +90,7 @@ class MegatronFinder(MetaPathFinder):
         """Find a Megatron module; return None for all other modules."""
         if not is_within(fullname, self.packages):
             return None
-        others = (finder for finder in sys.meta_path if finder is not self)
-        specs = (finder.find_spec(fullname, path, target) for finder in others)
-        spec = next((spec for spec in specs if spec is not None), None)
+        spec = find_after(self, fullname, path)
         if spec is not None and type(spec.loader) is SourceFileLoader:
-            spec.loader = MegatronLoader(spec.loader.name, spec.loader.path, self.namespace, self.table)
+            spec.loader = MegatronLoader(spec.loader.name, spec.loader.path, self.namespace)
         return spec
