@@ -7,6 +7,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
+from megatron.fsdp.helpers.imports import AfterImport
 from megatron.fsdp.mcore import cpu
 from megatron.fsdp.mcore.cpu.imports import MegatronFinder
 
@@ -30,7 +31,10 @@ class _AnyName(type):
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _AnyName(name, (), {"__init__": lambda self, *args, **kwargs: None})
+        return _AnyName(name, (), {})
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> None:
+        """Do nothing, as Megatron-Bridge expects of what is not used."""
 
 
 class _AnyModule(ModuleType):
@@ -53,3 +57,6 @@ def enable() -> None:
     cpu.enable()
     finder = next(finder for finder in sys.meta_path if isinstance(finder, MegatronFinder))
     finder.absent = _Absent(finder.absent)
+    # Megatron-Core has names of its Transformer Engine layers without it, and they are no classes.
+    without = AfterImport({"megatron.bridge.peft.utils"}, lambda name: setattr(sys.modules[name], "HAVE_TE", False))
+    sys.meta_path.insert(0, without)
