@@ -35,9 +35,9 @@ Losses = Callable[[torch.nn.Module, torch.Tensor], torch.Tensor]
 
 
 @contextmanager
-def megatron(plugin: bool = True) -> Iterator[None]:
+def megatron(plugin: bool = True, tensor_parallel: int = 1) -> Iterator[None]:
     """Megatron's process groups and random numbers, and our plugin."""
-    parallel_state.initialize_model_parallel()
+    parallel_state.initialize_model_parallel(tensor_parallel)
     model_parallel_cuda_manual_seed(1234)
     initialize_rerun_state_machine()
     if plugin:
@@ -119,7 +119,8 @@ def optimizer_of(model: torch.nn.Module, **changes: Any) -> Any:
 
 def tokens(step: int, micro_batches: int) -> torch.Tensor:
     """This rank's micro-batches of one step: [micro_batches, 1, SEQUENCE + 1]."""
-    generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+    rank = parallel_state.get_data_parallel_rank() if parallel_state.is_initialized() else dist.get_rank()
+    generator = torch.Generator().manual_seed(1000 * step + rank)
     return torch.randint(0, VOCABULARY, (micro_batches, 1, SEQUENCE + 1), generator=generator)
 
 
