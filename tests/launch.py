@@ -9,16 +9,20 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def torchrun(command: Iterable[str], ranks: int, timeout: float) -> subprocess.CompletedProcess[str]:
+def torchrun(
+    command: Iterable[str], ranks: int, timeout: float, path: Iterable[Path] = ()
+) -> subprocess.CompletedProcess[str]:
     """Run a script with its arguments, or ``-m`` and a module, under torchrun.
 
     Args:
         command: What torchrun runs.
         ranks: How many of it, with one thread each.
         timeout: Seconds.
+        path: Further folders to import from.
     """
     # Buffered, so that a rank writes a line as a whole: two of them share the output.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""}
+    folders = os.pathsep.join(map(str, (ROOT, *path)))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": folders, "PYTHONUNBUFFERED": ""}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return subprocess.run(
         [*launcher, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout
