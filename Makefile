@@ -1,7 +1,7 @@
 # `make` or `make help` lists the commands. Everything runs in .venv, which `make install` creates.
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow lint typecheck unit functional torch-versions torch-reduced parity parity-nd bench bench-report gpu-test gpu-checks gpu-bench compatibility wheel clean clean-demo
+.PHONY: help install demo test test-slow lint typecheck unit functional torch-versions torch-reduced mcore-versions parity parity-nd bench bench-report gpu-test gpu-checks gpu-bench compatibility wheel clean clean-demo
 
 PYTHON := .venv/bin/python
 STAMP := .venv/.installed
@@ -76,6 +76,9 @@ torch-reduced: $(TORCH_STAMPS) ## run the unit tests that depend on torch's inte
 	for version in $(TORCH_VERSIONS); do \
 		.venv-torch-$$version/bin/python -m pytest $(PYTEST_FLAGS) $(TORCH_TESTS) -m "not slow" -n 2 --dist worksteal || exit 1; \
 	done
+
+mcore-versions: install ## train, save and resume with other versions of megatron-core from PyPI
+	$(PYTEST) tests/functional_tests/test_megatron_versions.py
 
 $(TORCH_STAMPS): .venv-torch-%/.installed: constraints.txt pyproject.toml
 	@python="$$(scripts/find_python.sh)" || exit 2; "$$python" -m venv --clear $(@D)

@@ -1,4 +1,4 @@
-"""Pretrains a GPT model with Megatron's training loop, sharded by this project's FSDP or by Megatron-Core's.
+"""Pretrains a GPT or hybrid model with Megatron's training loop, sharded by this project's FSDP or by Megatron-Core's.
 
     torchrun --nproc-per-node 8 pretrain_gpt.py --use-megatron-fsdp ... (Megatron's arguments)
 
@@ -23,7 +23,7 @@ from megatron.core import mpu  # noqa: E402
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder  # noqa: E402
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset  # noqa: E402
 from megatron.core.enums import ModelType  # noqa: E402
-from megatron.core.models.gpt import GPTModel  # noqa: E402
+from megatron.core.models.gpt import GPTModel, gpt_layer_specs  # noqa: E402
 from megatron.core.rerun_state_machine import get_rerun_state_machine  # noqa: E402
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank  # noqa: E402
 from megatron.core.utils import (  # noqa: E402
@@ -32,8 +32,14 @@ from megatron.core.utils import (  # noqa: E402
     get_batch_on_this_cp_rank,
     get_batch_on_this_tp_rank,
 )
-from megatron.training import get_args, get_timers, get_tokenizer, pretrain, print_rank_0  # noqa: E402
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args  # noqa: E402
+from megatron.training import (  # noqa: E402
+    argument_utils,  # noqa: E402
+    get_args,
+    get_timers,
+    get_tokenizer,
+    pretrain,
+    print_rank_0,
+)
 from megatron.training.arguments import parse_and_validate_args  # noqa: E402
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage  # noqa: E402
 
@@ -142,7 +148,7 @@ def get_batch(data_iterator: Iterator[Batch] | None, model: torch.nn.Module) -> 
             batch[key] = value.to(device, non_blocking=True) if value is not None else None
     batch = get_batch_on_this_tp_rank(
         batch,
-        has_cu_seqlens=False,
+        False,  # no packed sequences; megatron-core 0.18 has another name for it
         is_hybrid_cp=False,
         create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
@@ -205,6 +211,42 @@ def forward_step(data_iterator: Iterator[Batch] | None, model: GPTModel) -> tupl
     return output, partial(loss_func, loss_mask)
 
 
+# The model -------------------------------------------------------------------------------------------------------
+
+
+def model_provider(
+    pre_process: bool, post_process: bool, vp_stage: int | None = None, config: Any = None, pg_collection: Any = None
+) -> GPTModel:
+    """Build one pipeline stage of the model: megatron-core 0.18 has no configuration from which it builds a GPT."""
+    args = get_args()
+    config = config or argument_utils.core_transformer_config_from_args(args)
+    with_te = config.transformer_impl == "transformer_engine"
+    layers = gpt_layer_specs.get_gpt_decoder_block_spec(
+        config, with_te, args.normalization, args.qk_l2_norm, vp_stage=vp_stage
+    )
+    mtp = None
+    if args.mtp_num_layers:
+        mtp = gpt_layer_specs.get_gpt_mtp_block_spec(config, layers, with_te, vp_stage=vp_stage)
+    return GPTModel(
+        config,
+        layers,
+        args.padded_vocab_size,
+        args.max_position_embeddings,
+        pre_process,
+        post_process,
+        fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        rotary_percent=args.rotary_percent,
+        rotary_base=args.rotary_base,
+        rope_scaling=args.use_rope_scaling,
+        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+        mtp_block_spec=mtp,
+        vp_stage=vp_stage,
+        pg_collection=pg_collection,
+    )
+
+
 # The run ---------------------------------------------------------------------------------------------------------
 
 
@@ -225,9 +267,17 @@ def main() -> None:
     for name in UNSUPPORTED:
         if getattr(args, name, False):
             raise NotImplementedError(f"pretrain_gpt.py does not support {name}: expected False, got True")
-    container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    run: dict[str, Any] = {"model_type": ModelType.encoder_or_decoder, "forward_step_func": forward_step}
+    kind = "gpt" if getattr(args, "hybrid_layer_pattern", None) is None else "hybrid"
+    config_from_args = getattr(argument_utils, f"{kind}_config_from_args", None)
+    model = config_from_args(args) if config_from_args is not None else None
+    if model is None:
+        if kind == "hybrid":
+            raise NotImplementedError("pretrain_gpt.py builds hybrid models with megatron-core 0.19 or later")
+        run["model_provider"] = model_provider
+    container = argument_utils.pretrain_cfg_container_from_args(args, model)
     try:
-        pretrain(container, datasets_provider, ModelType.encoder_or_decoder, forward_step)
+        pretrain(container, datasets_provider, **run)
     except SystemExit:  # how Megatron ends at --exit-interval and its like
         torch.distributed.destroy_process_group()
         raise

@@ -20,6 +20,7 @@ from megatron.fsdp import (
     register_optimizer,
     save_safetensors,
 )
+from megatron.fsdp.helpers.import_name import warn_of_conflict
 from megatron_fsdp.package_info import (
     __contact_names__,
     __description__,
@@ -51,3 +52,5 @@ __all__ = [
     "register_optimizer",
     "save_safetensors",
 ]
+
+warn_of_conflict()

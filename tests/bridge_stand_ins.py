@@ -44,7 +44,7 @@ class _AnyModule(ModuleType):
 class _Absent(dict[tuple[str, str | None], Any]):
     """Stand-ins by the importing module and the package that it imports."""
 
-    def __contains__(self, key: object) -> bool:
+    def __contains__(self, key: Any) -> bool:
         importer, package = key
         return super().__contains__(key) or (importer.startswith("megatron.bridge") and package in PACKAGES)
 

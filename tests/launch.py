@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def torchrun(
-    command: Iterable[str], ranks: int, timeout: float, path: Iterable[Path] = ()
+    command: Iterable[str], ranks: int, timeout: float, packages: str = ""
 ) -> subprocess.CompletedProcess[str]:
     """Run a script with its arguments, or ``-m`` and a module, under torchrun.
 
@@ -18,11 +18,11 @@ def torchrun(
         command: What torchrun runs.
         ranks: How many of it, with one thread each.
         timeout: Seconds.
-        path: Further folders to import from.
+        packages: A folder of packages that replace installed ones.
     """
+    path = os.pathsep.join(filter(None, [packages, str(ROOT), os.environ.get("PYTHONPATH")]))
     # Buffered, so that a rank writes a line as a whole: two of them share the output.
-    folders = os.pathsep.join(map(str, (ROOT, *path)))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": folders, "PYTHONUNBUFFERED": ""}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONUNBUFFERED": ""}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return subprocess.run(
         [*launcher, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout

@@ -11,6 +11,7 @@ CONVERT = ("click", "rich", "safetensors", "transformers")
 # Files and folders that are not collected without these packages.
 NEEDS = {
     "unit_tests/mcore": MEGATRON,
+    "unit_tests/mcore/test_muon.py": (*MEGATRON, "emerging_optimizers"),
     "unit_tests/convert": CONVERT,
     "unit_tests/checkpoint/test_inspector.py": CONVERT,
     "unit_tests/checkpoint/test_saving.py": MEGATRON,

@@ -75,6 +75,7 @@ EFFECTS = {
     "enable_fine_grained_param_gather": Effect("peak: two modules instead of two units", "more, smaller collectives"),
     "cuda_graph_mode": Effect("as fsdp_double_buffer", "no launch overhead when a graph is replayed"),
     "offload_optimizer": Effect("main weights and optimizer state on the host", "copies over PCIe; the host steps"),
+    "offload_fraction": Effect("below 1: the other units' stay on the device", "below 1: the host updates less"),
     "exchange_gradients": Effect(
         "bf16: the send buffer is half as large", "bf16 reduced in fp32: half the bytes; no rings between nodes"
     ),

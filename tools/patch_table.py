@@ -4,7 +4,7 @@ from megatron.fsdp.mcore import cpu
 
 cpu.enable()
 
-from megatron.fsdp.helpers.patches import TABLES, tables  # noqa: E402
+from megatron.fsdp.helpers.patches import TABLES, Patch, tables  # noqa: E402
 
 INTRODUCTION = """# Patches
 
@@ -32,8 +32,13 @@ def as_markdown() -> str:
         module = name.partition(":")[0]
         lines += ["", f"## {table.title}", "", f"In `{module}`.", ""]
         lines += ["| name | the original | instead | checked with |", "|---|---|---|---|"]
-        lines += [f"| `{row.target}` | {row.reason} | `{row.replacement}` | {row.versions} |" for row in table.rows]
+        lines += [f"| `{row.target}` | {row.reason} | `{row.replacement}` | {_versions(row)} |" for row in table.rows]
     return "\n".join(lines) + "\n"
+
+
+def _versions(row: Patch) -> str:
+    bounds = [f"since {row.since}"] * bool(row.since) + [f"before {row.before}"] * bool(row.before)
+    return f"{row.versions}; {' and '.join(bounds)} only" if bounds else str(row.versions)
 
 
 if __name__ == "__main__":

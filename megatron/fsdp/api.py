@@ -62,6 +62,7 @@ def fully_shard_model(
     max_unsharded_units: int = 2,
     max_reducing_units: int = 1,
     fsdp_manual_registration: bool = False,
+    offload_fraction: float = 1.0,
     preserve_fp32_weights: bool | None = None,
     grad_reduce_in_fp32: bool | None = None,
     keep_fp8_transpose_cache_when_using_custom_fsdp: bool | None = None,
@@ -137,7 +138,7 @@ def fully_shard_model(
         maxpool_double_buffer: The same as ``fsdp_double_buffer``, whose buffers already fit units of any size.
         offload_optimizer: Keep main weights, their gradients and the optimizer's state in host memory. With
             ``overlap_param_gather``, the units that forward needs first are updated first and unsharded during the
-            step.
+            step. With ``use_decoupled_grad``, gradients stay on the device.
         shard_granularity: Smallest unit of a parameter that is never divided between ranks: ``"row"`` (of dimension 0,
             unless padding would waste too much memory), ``"whole_row"``, ``"block(N)"`` (N rows), ``"element"``,
             ``"tensor"`` (a whole matrix, for optimizers such as Muon) or ``"parameter"`` (for Adafactor or 8-bit Adam).
@@ -153,6 +154,8 @@ def fully_shard_model(
         max_reducing_units: Number of units whose gradients may be in a reduction at the same time.
         fsdp_manual_registration: With ``nccl_ub``, register buffers only when ``register_buffers()`` is called, and not
             at the end of the first step and of later steps that have added buffers.
+        offload_fraction: With ``offload_optimizer``, offload whole units with at most this fraction of the parameters,
+            the first units first. Units are then unsharded after the step, unless it is 1.
         preserve_fp32_weights: Deprecated; use ``MixedPrecisionPolicy(main_params_dtype=torch.float32)``, or None.
         grad_reduce_in_fp32: Deprecated; use ``main_grads_dtype`` and ``grad_comm_dtype`` of the policy.
         keep_fp8_transpose_cache_when_using_custom_fsdp: Deprecated name of ``keep_fp8_transpose_cache``.
@@ -267,6 +270,7 @@ def fully_shard(
     max_unsharded_units: int = 2,
     max_reducing_units: int = 1,
     fsdp_manual_registration: bool = False,
+    offload_fraction: float = 1.0,
     preserve_fp32_weights: bool | None = None,
     grad_reduce_in_fp32: bool | None = None,
     keep_fp8_transpose_cache_when_using_custom_fsdp: bool | None = None,

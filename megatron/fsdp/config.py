@@ -56,7 +56,9 @@ class FSDPConfig:
             and ``zero_unused_gradients``.
         offload_optimizer: Keep main weights, their gradients and the optimizer's state in host memory. With
             ``overlap_param_gather``, the units that forward needs first are updated first and unsharded during the
-            step.
+            step. With ``use_decoupled_grad``, gradients stay on the device.
+        offload_fraction: With ``offload_optimizer``, offload whole units with at most this fraction of the parameters,
+            the first units first. Units are then unsharded after the step, unless it is 1.
         shard_granularity: Smallest unit of a parameter that is never divided between ranks: ``"row"`` (of dimension
             0, unless padding would waste too much memory), ``"whole_row"``, ``"block(N)"`` (N rows), ``"element"``,
             ``"tensor"`` (a whole matrix, for optimizers such as Muon) or ``"parameter"`` (for Adafactor or 8-bit Adam).
@@ -97,6 +99,7 @@ class FSDPConfig:
     use_decoupled_grad: bool = False
     cuda_graph_mode: bool = False
     offload_optimizer: bool = False
+    offload_fraction: float = 1.0
     shard_granularity: str = "row"
     exchange_gradients: bool = False
     zero_unused_gradients: bool = False
@@ -133,6 +136,11 @@ class FSDPConfig:
         for name in ("offload_optimizer", "report_nan_in_param_grad"):
             if self.cuda_graph_mode and getattr(self, name):
                 raise ValueError(f"{name}: the host waits for the device, which a CUDA graph (cuda_graph_mode) cannot.")
+        if not 0 <= self.offload_fraction <= 1:
+            raise ValueError(f"offload_fraction: expected a number from 0 to 1; got {self.offload_fraction}.")
+        self._check_devices()
+
+    def _check_devices(self) -> None:
         for name in ("nccl_ub", "cuda_graph_mode"):
             if getattr(self, name) and not torch.cuda.is_available():
                 raise ValueError(f"{name}: expected a CUDA device; there is none. Leave it off on a CPU.")
@@ -156,4 +164,10 @@ class FSDPConfig:
     @property
     def gather_during_step(self) -> bool:
         """Whether the optimizer updates unit by unit, and updated units are unsharded during its step."""
-        return self.offload_optimizer and self.overlap_param_gather
+        # A main weight on the device may be part of the memory that an all-gather writes.
+        return self.offload_optimizer and self.offload_fraction == 1 and self.overlap_param_gather
+
+    @property
+    def offloads_gradients(self) -> bool:
+        """Whether gradients of offloaded main weights are copied to host memory."""
+        return self.offload_optimizer and not self.use_decoupled_grad

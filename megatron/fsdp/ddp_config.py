@@ -16,6 +16,8 @@ FLAGS = {
     "enable_fine_grained_param_gather": "megatron_fsdp_enable_fine_grained_param_gather",
     "use_decoupled_grad": "megatron_fsdp_use_decoupled_grad",
     "cuda_graph_mode": "megatron_fsdp_cuda_graph_mode",
+    "offload_optimizer": "optimizer_cpu_offload",
+    "offload_fraction": "optimizer_offload_fraction",
     "exchange_gradients": "reduce_scatter_with_fp32_accumulation",
     "fused_weight_gradients": "gradient_accumulation_fusion",
     # Of the mixed-precision policy.
@@ -88,7 +90,7 @@ def from_megatron(*configs: Any, **settings: Any) -> FSDPConfig:
     }
     values = {"mixed_precision_policy": policy_of(configs[0]), **found, **settings}
     sharding = INNER[resolve_strategy(values["zero_dp_strategy"])]
-    values["fsdp_double_buffer"] |= configs[0].megatron_fsdp_max_pool_double_buffer
+    values["fsdp_double_buffer"] |= bool(_first(configs, "megatron_fsdp_max_pool_double_buffer"))
     values["overlap_param_gather"] |= sharding.shards_parameters
     values["overlap_grad_reduce"] |= sharding.shards_gradients
     return FSDPConfig(**values)

@@ -15,6 +15,7 @@ from pretrain_gpt import DEFAULTS, datasets_provider, forward_step
 def reporting_forward_step(data_iterator: Any, model: torch.nn.Module) -> Any:
     if get_args().curr_iteration == 0:
         print_rank_0(f"wrapped by {FullyShardedDataParallel.__module__}: {isinstance(model, FullyShardedDataParallel)}")
+    assert torch.ones(1).cuda(non_blocking=True).sum() == 1, "scripts move their batches"
     return forward_step(data_iterator, model)
 
 

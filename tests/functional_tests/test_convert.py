@@ -157,3 +157,6 @@ def test_ddp_resumes_what_fsdp_trained(corpus: Path, tmp_path: Path, wrapper: li
     found = train(corpus, model, *TORCH_DIST, BY_PARAMETER, "--load", str(back.parent))
     assert len(found.iterations) == LAST - SAVED
     assert losses(found) == pytest.approx(losses(whole)[SAVED:], rel=1e-6)
+    # Our FSDP resumes it without a conversion, with the optimizer's state, whichever FSDP wrote it.
+    words = ("--load", str(tmp_path / "source"), "--ckpt-step", str(SAVED), "--calculate-per-token-loss")
+    assert losses(train(corpus, model, *OURS, *words)) == pytest.approx(losses(whole)[SAVED:], rel=1e-6)

@@ -38,6 +38,32 @@ print(json.dumps({"before": before, "after": peak(), "bytes": written.nbytes}))
 """
 
 
+# Loads an eighth of the rows of every tensor, as one of eight ranks does.
+RANK = """
+import json, resource, sys
+from pathlib import Path
+import torch
+from megatron.fsdp.checkpoint.reader import CheckpointReader
+from megatron.fsdp.convert.options import ReadOptions
+from megatron.fsdp.convert.view import ConvertedView
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+def have_read():
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+view = ConvertedView(CheckpointReader(Path(sys.argv[1]), verify=False), ReadOptions(verify=False, keeps_rest=False))
+before, start, shards = peak(), have_read(), []
+for tensor in view.tensors.values():
+    rows, *rest = tensor.shape
+    shards.append(torch.empty(rows // 8, *rest))
+    tensor.read_into(shards[-1], (rows // 8 * 3, *(0 for _ in rest)), int(sys.argv[2]))
+held = sum(shard.nbytes for shard in shards)
+print(json.dumps({"growth": peak() - before - held, "read": have_read() - start, "held": held}))
+"""
+
+
 def pattern(shape: tuple[int, ...], seed: float) -> LazyTensor:
     """A tensor that takes no memory, whose elements are a function of their row."""
 
@@ -86,6 +112,20 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
         growth.append([found["after"] - found["before"] for found in (there, back)])
     assert max(growth[1]) < 10 * block, growth
     assert all(large < small + 2 * block for small, large in zip(*growth, strict=True)), growth
+
+
+@pytest.mark.slow
+def test_a_rank_reads_its_share(tmp_path: Path) -> None:
+    block = 4 * MIB
+    source = large_checkpoint(tmp_path, 512 * MIB)
+    output = subprocess.run(
+        [sys.executable, "-c", RANK, str(source), str(block)], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    found = json.loads(output.stdout)
+    # Three tensors in float32 are loaded; the weights in bfloat16 are read to compare the main weights with them.
+    assert found["held"] > 0.8 * 512 * MIB / 8 * 12 / 14
+    assert found["read"] < 1.02 * found["held"] * 14 / 12
+    assert found["growth"] < 10 * block
 
 
 @pytest.mark.skipif(LARGE is None, reason="set FSDP_TEST_LARGE_CHECKPOINT to a size in GiB, such as 4")

@@ -1,4 +1,4 @@
-"""Training from sample checkpoints, converted or converted back, reaches the losses that megatron-core reached."""
+"""Training from sample checkpoints, as they are or converted (and back), reaches the losses of megatron-core."""
 
 import shutil
 from pathlib import Path
@@ -38,7 +38,10 @@ def assert_reached(found: list[Any], name: str) -> None:
 @pytest.mark.parametrize("name", TORCH_DIST)
 def test_fsdp_resumes_from_torch_dist(ranks: RankPool, tmp_path: Path, name: str) -> None:
     folder = converted(name, tmp_path, "fsdp_dtensor")
-    assert_reached(ranks.run(2, go_on_with_fsdp, folder / name, "optim_grads_params"), name)
+    after = ranks.run(2, go_on_with_fsdp, folder / name, "optim_grads_params")
+    assert_reached(after, name)
+    without = ranks.run(2, go_on_with_fsdp, sample(name), "optim_grads_params")
+    assert without == after, "the checkpoint is loaded without converting it first"
 
 
 def _load(model: Any, optimizer: Any, scheduler: Any, path: Path) -> int:

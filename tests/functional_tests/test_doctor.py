@@ -74,6 +74,11 @@ def test_errors_of_megatron_are_reported() -> None:
     assert result.returncode == 1 and "ERROR" in result.stdout
 
 
+def test_mistakes_in_the_command_line_are_reported() -> None:
+    result = doctor(f"{MODEL} --no-such-flag 3", flags="")
+    assert result.returncode == 1 and "ERROR  unrecognized arguments: --no-such-flag 3" in result.stdout
+
+
 def words_of(script: Path, **variables: str) -> list[str]:
     environment = {**os.environ, "DRY_RUN": "1", "SLURM_SUBMIT_DIR": str(ROOT), **variables}
     return subprocess.run(
@@ -97,17 +102,92 @@ def test_conversion_scripts_pass_valid_arguments(script: Path, back: str, tmp_pa
     assert result.returncode == 1 and ".metadata" in result.stderr, "an empty folder is not a checkpoint"
 
 
-@pytest.mark.parametrize("name", all_but_slow([s.name for s in SCRIPTS if "convert" not in s.name], "llama3_8b.sh"))
+LLAMA3_8B, LLAMA3_70B = "train_llama3_8b_fsdp_h100_fp8.sh", "llama3_70b.sbatch"
+DEEPSEEK_V3 = "sbatch_mfsdp_deepseek_v3.sh"
+# The recommended settings.
+RECOMMENDED = "--use-nccl-ub --fsdp-double-buffer --init-model-with-meta-device --calculate-per-token-loss".split()
+
+
+@pytest.mark.parametrize("name", all_but_slow([LLAMA3_8B, LLAMA3_70B, DEEPSEEK_V3], LLAMA3_8B))
 def test_launch_scripts_pass_valid_arguments(name: str) -> None:
-    (script,) = [s for s in SCRIPTS if s.name == name]
-    world_size, entry, *arguments = words_of(script)
-    assert entry == "pretrain_gpt.py"
+    ranks = {"NODES": "128", "GBS": "8192"} if name == DEEPSEEK_V3 else {}
+    world_size, entry, *arguments = words_of(SCRIPTS[0].parent / name, **ranks)
+    assert (ROOT / entry).samefile(ROOT / "pretrain_gpt.py") and set(arguments) >= set(RECOMMENDED)
     command = [sys.executable, "-m", "megatron.fsdp.doctor", "--json", "--world-size", world_size, entry, *arguments]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert result.returncode == 0, result.stdout + result.stderr
     found = json.loads(result.stdout)
-    assert found["world_size"] == int(world_size)
-    # The number of parameters is the published one.
-    expected = {"llama3_8b.sh": 8.03e9, "llama3_70b.sbatch": 70.6e9 / 4}
-    if script.name in expected:
-        assert found["bytes"][0]["elements"] == pytest.approx(expected[script.name], rel=0.01)
+    assert found["world_size"] == {LLAMA3_8B: 8, LLAMA3_70B: 64, DEEPSEEK_V3: 1024}[name]
+    assert all("bfloat16 reduction" in text for text in found["dtypes"])
+    # The number of parameters is the published one. DeepSeek-V3's is 671.0e9, and 11.6e9 of the layer that predicts a
+    # further token; a rank has one of 8 parts of its experts.
+    experts = 59 * 256 * 3 * 7168 * 2048  # of 58 layers and that one
+    expected = {LLAMA3_8B: 8.03e9, LLAMA3_70B: 70.6e9 / 4, DEEPSEEK_V3: 682.6e9 - experts * 7 / 8}
+    assert found["bytes"][0]["elements"] == pytest.approx(expected[name], rel=0.01)
+
+
+def flag(words: list[str], name: str) -> str:
+    return words[words.index(name) + 1]
+
+
+def test_positional_arguments_and_variables_of_the_llama_script(tmp_path: Path) -> None:
+    script = ROOT / "examples" / "megatron_fsdp" / LLAMA3_8B
+    environment = {**os.environ, "DRY_RUN": "1", "OUTER_SHARDING_STRATEGY": "optim", "INSTANCES": "2"}
+    result = subprocess.run(
+        ["bash", script, "saved", "0.3 a 0.7 b", "/tok", "prof", "board"],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    words = result.stdout.splitlines()
+    assert flag(words, "--save") == flag(words, "--load") == "saved" and flag(words, "--tensorboard-dir") == "board"
+    start = words.index("--data-path")
+    assert words[start + 1 : start + 5] == ["0.3", "a", "0.7", "b"]
+    assert flag(words, "--tokenizer-model") == "/tok" and "--mock-data" not in words
+    assert flag(words, "--outer-dp-sharding-strategy") == "optim"
+    assert "--use-megatron-fsdp" not in words_of(script, USE_MEGATRON_FSDP="0")
+
+
+# Commands of a Slurm cluster of one machine. srun skips its own options; Python prints its words.
+CLUSTER = {
+    "sbatch": 'echo "$@" > "$LOG/options"; SLURM_JOB_NODELIST=n1 SLURM_JOB_ID=7 exec bash',
+    "scontrol": "echo n1",
+    "srun": 'while [[ $1 == --* ]]; do if [[ $1 == --label ]]; then shift; else shift 2; fi; done; exec "$@"',
+    "python": 'printf \'%s\\n\' "$@" >> "$LOG/words"',
+}
+
+
+@pytest.mark.parametrize("name", [DEEPSEEK_V3, "sbatch_checkpoint_convert.sh"])
+def test_submitted_jobs_run_the_printed_command(name: str, tmp_path: Path) -> None:
+    for command, text in CLUSTER.items():
+        (tmp_path / command).write_text(f"#!/usr/bin/env bash\n{text}\n")
+        (tmp_path / command).chmod(0o755)
+    megatron = tmp_path / "Megatron-LM"
+    megatron.mkdir()
+    variables = {
+        "MEGATRON_PATH": str(megatron),
+        "CONTAINER_IMAGE": "/images/a b.sqsh",
+        "OUTPUT_PATH": str(tmp_path / "out"),
+        "CHECKPOINT": "/old/iter_1",
+        "OUT": "/new/iter_1",
+        "EP": "16",
+        "COMMENT": "first try",
+        "WANDB_API_KEY": "0",
+        "NODES": "32",
+    }
+    script = ROOT / "examples" / "megatron_fsdp" / name
+    _, *expected = words_of(script, **variables)
+    environment = {**os.environ, **variables, "PATH": f"{tmp_path}:{os.environ['PATH']}", "LOG": str(tmp_path)}
+    environment.pop("DRY_RUN", None)
+    subprocess.run(["bash", script], env=environment, check=True, timeout=60)
+    words = (tmp_path / "words").read_text().splitlines()
+    start = words.index(expected[0])
+    assert words[start : start + len(expected)] == expected
+    assert flag(words, "--nnodes") == "32" and flag(words, "--rdzv-endpoint") == "n1:29500"
+    assert "--nodes 32" in (tmp_path / "options").read_text()
+    if name == DEEPSEEK_V3:
+        assert expected[0] == str(megatron / "pretrain_gpt.py") and words[start - 1] == "megatron.fsdp.launch"
+        assert flag(words, "--expert-model-parallel-size") == "16"
+        assert flag(words, "--wandb-exp-name") == "DeepSeek-V3-TP1EP16-MBS4GBS2048-first try"

@@ -56,7 +56,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(site: Path, *arguments: object, ranks: int = 2) -> str:
     """Run ``tests/bridge_runs.py`` and return what it prints."""
     command = ["-m", "tests.bridge_runs", *map(str, arguments)]
-    result = torchrun(command, ranks, timeout=280, path=(site,))
+    result = torchrun(command, ranks, timeout=280, packages=str(site))
     output = result.stdout + result.stderr
     assert result.returncode == 0, output[-5000:]
     return output

@@ -146,6 +146,42 @@ def test_console_scripts_start(installed: Path) -> None:
         assert "usage: " in result.stdout.lower()
 
 
+def _python(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=200)
+
+
+def test_another_distribution_of_the_import_name_is_found(installed: Path, tmp_path: Path) -> None:
+    """NVIDIA's megatron-fsdp, whose files are overwritten, overwrite ours, or come first in the path."""
+    both, theirs = tmp_path / "both", tmp_path / "theirs"
+    shutil.copytree(installed, both)
+    alone = _python("import megatron_fsdp", both)
+    assert alone.returncode == 0 and "megatron-fsdp" not in alone.stderr
+    info = both / "megatron_fsdp-0.6.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.4\nName: megatron-fsdp\nVersion: 0.6.1\n")
+    (info / "RECORD").write_text("megatron_fsdp/__init__.py,,\n")
+    remedy = "pip uninstall megatron-fsdp && pip install --force-reinstall --no-deps megatron-fsdp-engine"
+    assert remedy in _python("import megatron_fsdp", both).stderr
+
+    ask = "from megatron.fsdp.helpers.import_name import conflict; print(conflict())"
+    (both / "megatron_fsdp" / "__init__.py").write_text("")
+    assert remedy in _python(ask, both).stdout
+    (theirs / "megatron_fsdp").mkdir(parents=True)
+    (theirs / "megatron_fsdp" / "__init__.py").write_text("")
+    other = _python(f"import sys; sys.path[:0] = [{str(theirs)!r}, {str(installed)!r}]; {ask}", installed).stdout
+    assert other.startswith(f"import megatron_fsdp finds {theirs}")
+
+
+def test_extras_name_no_unrelated_project(installed: Path) -> None:
+    (found,) = importlib.metadata.distributions(name="megatron-fsdp-engine", path=[str(installed)])
+    assert {"te", "apex"} <= set(found.metadata.get_all("Provides-Extra"))
+    required = {extra: [x for x in found.requires if f'"{extra}"' in x] for extra in ("te", "apex")}
+    assert required["apex"] == [], "apex on PyPI is another project"
+    assert len(required["te"]) == 1 and required["te"][0].startswith("transformer-engine[")
+
+
 def find_python(path: Path, home: Path) -> subprocess.CompletedProcess[str]:
     environment = {"PATH": str(path), "HOME": str(home)}
     script = str(ROOT / "scripts" / "find_python.sh")

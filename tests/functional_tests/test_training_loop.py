@@ -4,6 +4,7 @@ import functools
 import re
 import subprocess
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,12 @@ MODEL = (
 )
 DDP = "--use-distributed-optimizer --ckpt-format torch_dist"
 OURS = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --ckpt-format fsdp_dtensor"
-KINDS = {"ddp": DDP, "ours": OURS, "ours_bf16": f"{OURS} --bf16"}
+# Muon in fp32: rounding in bf16, which it iterates in by default, makes a gradient's last bit a difference of 1e-6.
+MUON = "--optimizer muon --muon-nesterov --muon-fp32-matmul-prec high"
+KINDS = {"ddp": DDP, "ours": OURS, "ours_bf16": f"{OURS} --bf16", "ours_muon": f"{OURS} {MUON}"}
+
+
+needs_muon = pytest.mark.skipif(find_spec("emerging_optimizers") is None, reason="emerging-optimizers is missing")
 
 
 @dataclass(frozen=True)
@@ -41,13 +47,17 @@ class Run:
     output: str
 
 
-def launch(script: str, arguments: str, ranks: int, model: str = MODEL) -> subprocess.CompletedProcess[str]:
-    return torchrun([*script.split(), *model.split(), *arguments.split()], ranks, timeout=280)
+def launch(
+    script: str, arguments: str, ranks: int, model: str = MODEL, packages: str = ""
+) -> subprocess.CompletedProcess[str]:
+    return torchrun([*script.split(), *model.split(), *arguments.split()], ranks, timeout=280, packages=packages)
 
 
-def train(arguments: str, script: str = "pretrain_gpt.py", ranks: int = 2, model: str = MODEL) -> Run:
+def train(
+    arguments: str, script: str = "pretrain_gpt.py", ranks: int = 2, model: str = MODEL, packages: str = ""
+) -> Run:
     """Run a script and return its log."""
-    result = launch(script, arguments, ranks, model)
+    result = launch(script, arguments, ranks, model, packages)
     output = result.stdout + result.stderr
     assert result.returncode == 0, output[-5000:]
     number = r"(\S+)"
@@ -82,8 +92,54 @@ def test_prints_what_ddp_prints_to_six_digits(folder: Path) -> None:
     assert numbers(ours) == pytest.approx(numbers(ddp), rel=5e-7)
 
 
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --expert-model-parallel-size 2"
+TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel --muon-tp-mode"
+
+
+@functools.cache
+def _with_muon(arguments: str, ranks: int) -> Run:
+    """A run with our FSDP or, without its flags, with DDP; Megatron's layer-wise Muon cannot gather over gloo."""
+    return train(f"{MUON} {arguments}", ranks=ranks, model=MODEL.replace("batch-size 6", "batch-size 8"))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ours", "ours_bf16"])
+@needs_muon
+@pytest.mark.parametrize(
+    ("strategy", "settings", "ranks"),
+    [
+        ("optim", "", 2),
+        ("optim_grads", "", 2),
+        ("optim_grads_params", "", 2),
+        ("optim_grads_params", EXPERTS, 4),
+        ("optim_grads_params", "--pipeline-model-parallel-size 2", 4),
+        ("optim_grads_params", f"{TENSOR} duplicated", 4),
+        ("optim_grads_params", f"{TENSOR} distributed", 4),
+    ],
+)
+def test_muon_prints_what_megatrons_own_prints_to_six_digits(strategy: str, settings: str, ranks: int) -> None:
+    ours = _with_muon(f"{OURS} --data-parallel-sharding-strategy {strategy} {settings}", ranks)
+    reference = _with_muon(settings, ranks)
+    assert list(ours.iterations) == [1, 2, 3, 4]
+    assert numbers(ours) == pytest.approx(numbers(reference), rel=1e-6)
+
+
+@pytest.mark.slow
+@needs_muon
+def test_a_run_of_ddp_with_muon_is_continued_after_conversion(folder: Path) -> None:
+    whole = _with_muon(f"--ckpt-format torch_dist --save {folder / 'ddp_muon'}", 1)
+    last = Path("iter_0000002")
+    tool = "-m megatron.fsdp.convert convert-torch-dist-to-fsdp-dtensor"
+    result = launch(tool, f"{folder / 'ddp_muon' / last} {folder / 'converted' / last}", ranks=1, model="")
+    assert result.returncode == 0, result.stderr[-2000:]
+    (folder / "converted" / "latest_checkpointed_iteration.txt").write_text("2")
+    resumed = _with_muon(f"{OURS} --load {folder / 'converted'}", 2)
+    assert list(resumed.iterations) == [3, 4]
+    assert float(resumed.iterations[3][0]) == pytest.approx(float(whole.iterations[3][0]), rel=1e-6)
+    assert [float(v) for v in resumed.validation] == pytest.approx([float(v) for v in whole.validation], rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ours", "ours_bf16", pytest.param("ours_muon", marks=needs_muon)])
 def test_a_resumed_run_continues_exactly(kind: str, folder: Path) -> None:
     whole = uninterrupted(kind, folder)
     resumed = train(f"{KINDS[kind]} --load {folder / kind} --ckpt-step 2")
@@ -95,9 +151,10 @@ def test_a_resumed_run_continues_exactly(kind: str, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_checkpoint_is_resumed_by_another_number_of_ranks(folder: Path) -> None:
-    whole = uninterrupted("ours", folder)
-    resumed = train(f"{OURS} --load {folder / 'ours'} --ckpt-step 2", ranks=3)
+@pytest.mark.parametrize("kind", ["ours", pytest.param("ours_muon", marks=needs_muon)])
+def test_a_checkpoint_is_resumed_by_another_number_of_ranks(kind: str, folder: Path) -> None:
+    whole = uninterrupted(kind, folder)
+    resumed = train(f"{KINDS[kind]} --load {folder / kind} --ckpt-step 2", ranks=3)
     for ours, reference in zip(resumed.iterations[3], whole.iterations[3], strict=True):
         assert float(ours) == pytest.approx(float(reference), rel=2e-6)
 

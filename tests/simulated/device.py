@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -152,6 +153,7 @@ class SimulatedDevice(TorchDispatchMode):
 
 
 _TO = torch.Tensor.to
+_BY_DEVICE = "_group_tensors_by_device_and_dtype"
 _DEVICE_OF = torch.Tensor.device.__get__  # type: ignore[attr-defined]
 
 
@@ -238,6 +240,17 @@ def _names_of_backends() -> dict[str, Any]:
     }
 
 
+def _by_device_and_dtype(lists: Any, with_indices: bool = False) -> dict[Any, Any]:
+    """Replacement for the function with which torch's foreach and fused optimizers sort tensors."""
+    found: dict[Any, Any] = {}
+    for place, tensors in enumerate(zip(*(each or itertools.repeat(None) for each in lists), strict=False)):
+        of_key, indices = found.setdefault((tensors[0].device, tensors[0].dtype), ([[] for _ in lists], []))
+        indices.append(place)
+        for listed, tensor in zip(of_key, tensors, strict=True):
+            listed += [] if tensor is None else [tensor]
+    return found
+
+
 @contextlib.contextmanager
 def simulated_device(kernel_time: float = 1.0) -> Iterator[SimulatedDevice]:
     """Context in which the engine finds a CUDA device at ``DEVICE``. The process group must take CPU tensors.
@@ -274,6 +287,7 @@ def simulated_device(kernel_time: float = 1.0) -> Iterator[SimulatedDevice]:
             for module in [m for m in [*sys.modules.values()] if vars(m).get(name) is original]:
                 stack.enter_context(patch.object(module, name, value))
         stack.enter_context(patch.dict(streams._STREAMS, clear=True))
+        stack.enter_context(patch.object(sys.modules["torch.optim.optimizer"], _BY_DEVICE, _by_device_and_dtype))
         with device:
             yield device
         # Models that are deleted later would look for the streams of the real ``torch.cuda``.

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.fsdp.dtensor import torch_patches
 from megatron.fsdp.helpers import patches
 from megatron.fsdp.helpers.patches import Versions
 from megatron.fsdp.version import TRIED_TORCH
@@ -38,9 +37,9 @@ def test_the_metadata_names_the_versions() -> None:
 
 
 def test_a_tried_version_does_not_warn(caplog: pytest.LogCaptureFixture) -> None:
-    torch_patches.warn_if_untried.cache_clear()
+    patches.warn_if_untried.cache_clear()
     for version in TRIED_TORCH:
-        torch_patches.warn_if_untried(f"{version}.1+cu130")
+        patches.warn_if_untried(patches.TORCH, f"{version}.1+cu130")
     assert not caplog.records
 
 
@@ -50,15 +49,15 @@ def _warnings() -> list[str]:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
-    torch_patches.logger.addHandler(handler)
-    torch_patches.warn_if_untried.cache_clear()
+    patches.logger.addHandler(handler)
+    patches.warn_if_untried.cache_clear()
     patches.TORCH, tried = Versions("torch", ("1.0", "1.2")), patches.TORCH
     try:
         fully_shard_model(TinyModel())
         fully_shard_model(TinyModel())
     finally:
         patches.TORCH = tried
-        torch_patches.logger.removeHandler(handler)
+        patches.logger.removeHandler(handler)
     return said
 
 

@@ -190,7 +190,8 @@ class GradientBuffer:
     def take(self, dtype: torch.dtype) -> torch.Tensor | None:
         """Return the gradients reduced since the last call, flat like the main weights; None if there are none.
 
-        They are on the main weights' device. The caller returns the memory with :meth:`give_back` after the last read.
+        They are on the main weights' device, or with ``use_decoupled_grad`` on that of the computation. The caller
+        returns the memory with :meth:`give_back` after the last read.
         A copy to the host has only been started (see :meth:`~megatron.fsdp.comm.context.CommContext.finish_offload`).
 
         Args:
@@ -202,7 +203,7 @@ class GradientBuffer:
         reduced, self.reduced = self.reduced, None
         if reduced is None:
             return None
-        if self.reduction.context.offloads:
+        if self.reduction.to_host:
             taken = self.reduction.context.main_buffer(reduced.numel(), dtype).copy_(reduced, non_blocking=True)
         else:
             taken = self.reduction.cast(reduced, dtype, for_compute=True)

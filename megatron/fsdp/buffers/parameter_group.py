@@ -311,7 +311,8 @@ class ParameterGroup:
         if self._config.cuda_graph_mode:
             return self._add_to_persistent(reduced)
         if reduced is None and zero_unused:
-            reduced = torch.zeros_like(self.weights.main, dtype=self._grad_dtype)
+            device = self.weights.main.device if self._config.offloads_gradients else self.device
+            reduced = torch.zeros(self.weights.main.numel(), dtype=self._grad_dtype, device=device)
         if reduced is None:
             return []
         self._lent = (reduced, users_of(reduced)) if self._pool.keeps_gradients else None

@@ -61,6 +61,7 @@ class Reduction:
     Attributes:
         stream: Runs reductions.
         context: How the model communicates.
+        to_host: Reduced gradients are copied to host memory.
         sent_dtype: Dtype in which gradients of a single micro-batch are sent over the inner axis.
         inner: The inner axis.
         outer: The outer axis; None if there is none.
@@ -80,6 +81,7 @@ class Reduction:
         self.pool = pool
         self.stream = context.stream
         self.context = context
+        self.to_host = context.offloads and config.offloads_gradients
         self._layout = layout
         self._device = context.device
         owned = Ownership.of(layout, sharding, axes)

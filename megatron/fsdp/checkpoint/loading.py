@@ -2,20 +2,22 @@
 
 import logging
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.checkpoint.utils import find_tensor_shard
 
 from megatron.fsdp.checkpoint.backend import BLOCK, check_files, open_checkpoint
 from megatron.fsdp.checkpoint.checksums import METADATA, DamagedCheckpoint, crc32_of
 from megatron.fsdp.checkpoint.coordination import gather_from_ranks
+from megatron.fsdp.checkpoint.lazy import LazyTensor
 from megatron.fsdp.checkpoint.matching import Aliases, Strictness, match, report, unexpected_keys
 from megatron.fsdp.checkpoint.reader import CheckpointReader
 
@@ -24,6 +26,29 @@ logger = logging.getLogger(__name__)
 # How often to read a checkpoint that another job replaces meanwhile.
 ATTEMPTS = 3
 _SECONDS_BETWEEN = 0.1
+
+
+class Contents(Protocol):
+    """What can be loaded: a checkpoint that is open for reading, or a view of one with other keys."""
+
+    @property
+    def metadata(self) -> Metadata:
+        """Keys, and the shapes of tensors."""
+
+    @property
+    def tensors(self) -> Mapping[str, LazyTensor]:
+        """Tensors by key."""
+
+    def read_object(self, key: str) -> Any:
+        """Read what is not a tensor."""
+
+
+View = Callable[[CheckpointReader], Contents]
+
+
+def as_stored(opened: CheckpointReader) -> Contents:
+    """Return the checkpoint itself."""
+    return opened
 
 
 def no_aliases(key: str) -> tuple[str, ...]:
@@ -37,6 +62,7 @@ def load(
     aliases: Aliases = no_aliases,
     strictness: Strictness | None = None,
     check: bool = True,
+    view: View = as_stored,
 ) -> None:
     """Load a checkpoint into a state dict. A collective.
 
@@ -47,6 +73,7 @@ def load(
         aliases: Other names that a value may have in the checkpoint.
         strictness: What to do about missing and unexpected keys. None: missing keys are an error.
         check: Whether to compare all files with their checksums first.
+        view: Returns what to load: the opened checkpoint, or a view of it with other keys.
 
     Raises:
         DamagedCheckpoint: A file is missing, truncated or altered.
@@ -60,7 +87,7 @@ def load(
         try:
             if check:
                 check_files(opened)
-            _load(state_dict, opened, aliases, strictness)
+            _load(state_dict, _viewed(opened, view), folder, aliases, strictness)
             return
         except (DamagedCheckpoint, CheckpointException):
             if not left or not _is_replaced(opened):
@@ -68,9 +95,22 @@ def load(
             logger.warning("%s: another job replaced this checkpoint during loading; loading the new one.", folder)
 
 
+def _viewed(opened: CheckpointReader, view: View) -> Contents:
+    """Make the view. If that fails on any rank, every rank raises an error. A collective."""
+    contents, error = None, ""
+    try:
+        contents = view(opened)
+    except (OSError, ValueError, RuntimeError) as caught:
+        error = str(caught) or type(caught).__name__
+    error = next(filter(None, gather_from_ranks(error)), "")
+    if contents is None or error:
+        raise RuntimeError(error)
+    return contents
+
+
 @torch.no_grad()
-def _load(state_dict: dict[str, Any], opened: CheckpointReader, aliases: Aliases, strictness: Strictness) -> None:
-    folder, metadata = opened.path, opened.metadata
+def _load(state_dict: dict[str, Any], opened: Contents, folder: Path, aliases: Aliases, strictness: Strictness) -> None:
+    metadata = opened.metadata
     wanted, paths = flatten_state_dict(state_dict)
     found = match(wanted, metadata, aliases)
     unexpected = [k for k in unexpected_keys(found.sources.values(), metadata) if not strictness.extra(k)]
@@ -91,7 +131,7 @@ def _load(state_dict: dict[str, Any], opened: CheckpointReader, aliases: Aliases
             set_element(state_dict, paths[key], value)
 
 
-def _read(target: Any, name: str, start: int, opened: CheckpointReader) -> Any:
+def _read(target: Any, name: str, start: int, opened: Contents) -> Any:
     """Read a value of the checkpoint. If ``target`` is a tensor, read into it and return it.
 
     Model and checkpoint may disagree about what is a tensor: an optimizer's step is a tensor for some optimizers, and a

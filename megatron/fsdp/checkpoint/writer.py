@@ -88,7 +88,7 @@ class CheckpointWriter:
             conversion. Blocks that were written from another source are not reused.
 
     Raises:
-        FileExistsError: The folder already exists.
+        FileExistsError: The folder already exists and is not empty.
         ValueError: ``process``, ``processes`` or ``block`` is out of range.
     """
 
@@ -125,7 +125,7 @@ class CheckpointWriter:
             progress: Called with the size in bytes of each block that has been written, now or by an earlier run.
 
         Raises:
-            FileExistsError: The folder already exists.
+            FileExistsError: The folder already exists and is not empty.
             RuntimeError: The method was called before.
         """
         if self._fingerprint:
@@ -212,8 +212,8 @@ class CheckpointWriter:
         return checksums is not None and checksums.fingerprint == self._fingerprint
 
     def _require_absent(self) -> None:
-        if self._path.exists():
-            raise FileExistsError(f"{self._path}: expected no such folder yet; it already exists.")
+        if self._path.exists() and not (self._path.is_dir() and not any(self._path.iterdir())):
+            raise FileExistsError(f"{self._path}: expected no such folder yet, or an empty one; it has contents.")
 
     def _share(self) -> Iterator[int]:
         """Return the numbers of this process's items: consecutive, and about as many bytes as for other processes."""

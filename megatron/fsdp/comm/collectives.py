@@ -70,3 +70,19 @@ def broadcast(flat: torch.Tensor, source: int, group: dist.ProcessGroup) -> None
     """Overwrite ``flat`` with that of the rank whose number in the group is ``source``."""
     with gloo.ensure_released(group, flat):
         dist.broadcast(flat, group=group, group_src=source)
+
+
+def all_to_all(
+    output: torch.Tensor, flat: torch.Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup
+) -> None:
+    """Send consecutive parts of ``flat`` to the ranks of the group, and receive theirs into ``output``.
+
+    Args:
+        output: The parts that this rank receives, in the order of their senders.
+        flat: The parts that this rank sends, in the order of their receivers.
+        received: Number of elements of each part of ``output``, by sender.
+        sent: Number of elements of each part of ``flat``, by receiver.
+        group: The ranks.
+    """
+    with gloo.ensure_released(group, output, flat):
+        dist.all_to_all_single(output, flat, received, sent, group=group)

@@ -97,12 +97,16 @@ def folder_of(path: Path) -> Path:
 
 
 def worker() -> tuple[int, int]:
-    """The rank of this process and the number of processes, from torchrun; 0 and 1 without it."""
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    """The rank of this process and the number of processes, from torchrun or srun; 0 and 1 without them."""
+    # SLURM_NTASKS is set in a batch script too, which is a single process. Only srun sets SLURM_STEP_NUM_TASKS.
+    for rank, processes in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")):
+        if rank in os.environ and processes in os.environ:
+            return int(os.environ[rank]), int(os.environ[processes])
+    return 0, 1
 
 
 def is_first() -> bool:
-    """Whether this process prints the output for all processes that torchrun started."""
+    """Whether this process prints the output for all processes that torchrun or srun started."""
     return worker()[0] == 0
 
 

@@ -68,7 +68,7 @@ def _shared(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option(
     OPTION,
     "group_map",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    default="",
     help="JSON file with the optimizer group of each parameter. Needed where Megatron's rules are ambiguous.",
 )
 @click.option(
@@ -87,7 +87,7 @@ def torch_dist_to_fsdp_dtensor(
     as_json: bool,
     output_optimizer_state_prefix: str | None,
     output_model_weight_prefix: str,
-    group_map: Path | None,
+    group_map: str,
     rename_mtp_keys: bool,
     transformer_impl: str | None,
     moe_grouped_gemm: bool | None,
@@ -100,7 +100,7 @@ def torch_dist_to_fsdp_dtensor(
     reading = ReadOptions(
         swiglu=swiglu,
         swiglu_modules=_names(swiglu_modules),
-        group_map=group_map,
+        group_map=Path(group_map) if group_map else None,
         transformer_impl=transformer_impl,
         moe_grouped_gemm=moe_grouped_gemm,
         optimizer=not no_optimizer,

@@ -2,7 +2,7 @@
 
 import argparse
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +16,8 @@ Group = dict[str, Any]
 OPTION = "--param-to-param-group-map-json"
 # The setting that marks groups of experts that are spread over ranks.
 EXPERTS = "is_expert_parallel"
+# The state of parameters that Muon updates.
+MOMENTUM = "momentum_buffer"
 _ENDS = ("embedding.word_embeddings.weight", "output_layer.weight")
 _WRAPPERS = re.compile(r"^(?:model\.)?(?:module\.)*")
 
@@ -27,14 +29,17 @@ class Kind(NamedTuple):
         expert: Gradients are reduced over expert data-parallel ranks.
         decays: Weight decay applies.
         decoupled: The learning rate is a separate one, as it may be for the embedding and the output layer.
+        muon: Muon updates them.
     """
 
     expert: bool
     decays: bool
     decoupled: bool
+    muon: bool
 
     def __str__(self) -> str:
         words = ["expert" if self.expert else "dense", "decayed" if self.decays else "not decayed"]
+        words += ["updated by Muon"] if self.muon else []
         return ", ".join([*words, "with a decoupled learning rate"] if self.decoupled else words)
 
 
@@ -59,7 +64,11 @@ def read_map(path: Path) -> dict[str, int]:
 
 
 def assign(
-    weights: Tensors, groups: list[Group], args: argparse.Namespace, mapping: Mapping[str, int] | None = None
+    weights: Tensors,
+    groups: list[Group],
+    args: argparse.Namespace,
+    mapping: Mapping[str, int] | None = None,
+    muon: Collection[str] = (),
 ) -> dict[str, Group]:
     """Find the settings of each parameter's group.
 
@@ -72,6 +81,7 @@ def assign(
         groups: The groups of the dense optimizer, then those of the experts.
         args: The training arguments.
         mapping: The index into ``groups`` of each parameter, if a training script dumped it.
+        muon: The names of the weights that Muon updates.
 
     Returns:
         The settings by name without halves. They include ``default_config``, which is False if the learning rate is
@@ -81,6 +91,7 @@ def assign(
         ValueError: The rules are ambiguous and there is no map, or the map contradicts the rules or lacks a parameter.
     """
     dimensions = {without_half(name): len(tensor.shape) for name, tensor in weights.items()}
+    muon = {without_half(name) for name in muon}
     spread = any(group.get(EXPERTS, False) for group in groups)
     kinds = [_kind_of_group(group, args) for group in groups]
     decoupled = any(kind.decoupled for kind in kinds)
@@ -88,7 +99,8 @@ def assign(
         _check_map(mapping, dimensions, len(groups))
     assigned = {}
     for name, count in dimensions.items():
-        kind = Kind(spread and is_expert(name), _decays(name, count, args), decoupled and name in _ENDS)
+        by_muon = name in muon
+        kind = Kind(spread and is_expert(name), _decays(name, count, args), decoupled and name in _ENDS, by_muon)
         candidates = [group for group, found in zip(groups, kinds, strict=True) if found == kind]
         known = len(candidates) > 0 and all(group == candidates[0] for group in candidates)
         if mapping is not None:
@@ -124,7 +136,8 @@ def _kind_of_group(group: Group, args: argparse.Namespace) -> Kind:
     decays = group.get("weight_decay", 0.0) != 0 if multiplier is None else multiplier != 0
     rate = getattr(args, "decoupled_lr", None)
     own_rate = rate is not None and group.get("max_lr") == rate and not group.get("default_config", False)
-    return Kind(bool(group.get(EXPERTS)), decays, bool(group.get("is_decoupled_lr")) or own_rate)
+    by_muon = "momentum" in group and "betas" not in group
+    return Kind(bool(group.get(EXPERTS)), decays, bool(group.get("is_decoupled_lr")) or own_rate, by_muon)
 
 
 def _decays(name: str, dimensions: int, args: argparse.Namespace) -> bool:

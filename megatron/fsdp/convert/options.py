@@ -1,6 +1,7 @@
 """The options of a conversion."""
 
-from dataclasses import dataclass
+import argparse
+from dataclasses import dataclass, field
 from pathlib import Path
 
 
@@ -17,6 +18,8 @@ class ReadOptions:
         moe_grouped_gemm: Whether the experts of a layer are one grouped module. None: read it from the checkpoint.
         optimizer: Read optimizer state and main weights, not only the model.
         verify: Compare files with the checkpoint's checksums.
+        args: Training arguments to use if the checkpoint has none.
+        keeps_rest: Also read what only a conversion back needs.
     """
 
     swiglu: bool = False
@@ -26,6 +29,8 @@ class ReadOptions:
     moe_grouped_gemm: bool | None = None
     optimizer: bool = True
     verify: bool = True
+    args: argparse.Namespace = field(default_factory=argparse.Namespace)
+    keeps_rest: bool = True
 
     def __post_init__(self) -> None:
         if self.transformer_impl not in (None, "local", "transformer_engine"):

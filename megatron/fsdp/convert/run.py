@@ -52,7 +52,11 @@ def read_state(path: Path, options: ReadOptions | None = None) -> TrainingState:
         NotImplementedError: The checkpoint is of a kind that cannot be read.
     """
     options = options or ReadOptions()
-    reader = CheckpointReader(checkpoint_folder(path), verify=options.verify)
+    return read_opened(CheckpointReader(checkpoint_folder(path), verify=options.verify), options)
+
+
+def read_opened(reader: CheckpointReader, options: ReadOptions) -> TrainingState:
+    """Read a checkpoint that is open; see :func:`read_state`."""
     reader.check()
     return _READERS[reader.format](reader, options)
 

@@ -4,8 +4,6 @@ PyTorch offers no hook in these places. Each replacement does what the original 
 not belong to a sharded model.
 """
 
-import functools
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +15,6 @@ from megatron.fsdp.dtensor.placements import RaggedShard, SectionedShard, local_
 from megatron.fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from megatron.fsdp.helpers import patches
 from megatron.fsdp.helpers.patches import Patch, Patches
-
-logger = logging.getLogger(__name__)
 
 _HERE = "megatron.fsdp.dtensor.torch_patches"
 
@@ -81,18 +77,7 @@ def apply() -> None:
         ImportError: This version of PyTorch lacks one of the names; the message says which.
     """
     TORCH.install()
-    warn_if_untried(torch.__version__)
-
-
-@functools.cache  # warn once
-def warn_if_untried(version: str) -> None:
-    """Log a warning if the tests were not run with this version of PyTorch."""
-    if not patches.TORCH.cover(version):
-        logger.warning(
-            "Megatron-FSDP was not tested with torch %s. It was tested with torch %s.",
-            version,
-            ", ".join(patches.TORCH.checked),
-        )
+    patches.warn_if_untried(patches.TORCH, torch.__version__)
 
 
 def distribute_tensors(

@@ -8,7 +8,9 @@ prints them as docs/patches.md.
 import functools
 import importlib
 import importlib.metadata
+import logging
 import pkgutil
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +19,9 @@ from enum import Enum
 from typing import Any
 
 from megatron.fsdp.helpers.imports import AfterImport
-from megatron.fsdp.version import TRIED_TORCH
+from megatron.fsdp.version import TRIED_MEGATRON, TRIED_TORCH
+
+logger = logging.getLogger(__name__)
 
 TABLES = (
     "megatron.fsdp.comm.streams:GROUP_END",
@@ -47,17 +51,22 @@ class Versions:
     Attributes:
         distribution: Name of the distribution on PyPI.
         checked: Versions or leading components of versions: "2.13" covers 2.13.1. Empty: none could be checked.
+        module: A module whose ``__version__`` is the version. A checkout in the path has no metadata of its own, and
+            may hide an installed distribution of another version. Empty: the distribution's metadata.
     """
 
     distribution: str
     checked: tuple[str, ...] = ()
+    module: str = ""
 
     @property
     def installed(self) -> str | None:
         """The installed version; None if the distribution is not installed."""
         try:
+            if self.module:
+                return str(importlib.import_module(self.module).__version__)
             return importlib.metadata.version(self.distribution)
-        except importlib.metadata.PackageNotFoundError:
+        except ImportError:
             return None
 
     def cover(self, version: str) -> bool:
@@ -69,7 +78,19 @@ class Versions:
 
 
 TORCH = Versions("torch", TRIED_TORCH)
-MEGATRON_CORE = Versions("megatron-core", ("0.19.2",))
+MEGATRON_CORE = Versions("megatron-core", TRIED_MEGATRON, "megatron.core.package_info")
+
+
+@functools.cache  # warn once
+def warn_if_untried(versions: Versions, installed: str) -> None:
+    """Log a warning if the tests were not run with the installed version of a distribution."""
+    if not versions.cover(installed):
+        logger.warning(
+            "Megatron-FSDP was not tested with %s %s. It was tested with %s.",
+            versions.distribution,
+            installed,
+            versions,
+        )
 
 
 @dataclass(frozen=True)
@@ -84,6 +105,8 @@ class Patch:
         versions: The versions with which the patch was checked.
         kind: How the replacement is used.
         optional: Install the patch only if the target's module is imported, when it is.
+        since: The first version that has the name. Empty: all have it.
+        before: The first version that does not have the name any more. Empty: all have it.
     """
 
     target: str
@@ -92,6 +115,8 @@ class Patch:
     versions: Versions
     kind: Kind = Kind.AROUND
     optional: bool = False
+    since: str = ""
+    before: str = ""
 
     @property
     def module(self) -> str:
@@ -111,8 +136,20 @@ class Patch:
 
     @property
     def applies(self) -> bool:
-        """Whether the patch can be installed now."""
-        return not self.optional or self.module in sys.modules
+        """Whether the patch can be installed now, in the version that is installed."""
+        return not self.waits and self._has_version()
+
+    @property
+    def waits(self) -> bool:
+        """Whether the patch is to be installed only when a module is imported."""
+        return self.optional and self.module not in sys.modules
+
+    def _has_version(self) -> bool:
+        installed = self.versions.installed if self.since or self.before else None
+        if installed is None:
+            return True
+        version = _numbers(installed)
+        return _numbers(self.since) <= version and not (self.before and version >= _numbers(self.before))
 
     def problem(self) -> str | None:
         """A sentence about why the patch cannot be installed; None if it can."""
@@ -132,6 +169,11 @@ class Patch:
         if self.kind is Kind.VALUE:
             return replacement
         return replacement(original) if self.kind is Kind.FACTORY else _around(original, replacement)
+
+
+def _numbers(version: str) -> list[int]:
+    """The numbers of a version, for comparisons; "0.20.0+d98e8a6" is a version of a checkout."""
+    return [int(number) for number in re.findall(r"\d+", version.partition("+")[0])]
 
 
 def _around(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
@@ -175,7 +217,7 @@ class Patches:
             ImportError: A name does not exist. Nothing has been replaced then.
         """
         self._replace(self.rows, instead or {})
-        modules = frozenset(row.module for row in self.rows if not row.applies)
+        modules = frozenset(row.module for row in self.rows if row.waits)
         if modules and self._hook is None:
             self._hook = AfterImport(
                 modules, lambda name: self._replace([row for row in self.rows if row.module == name], instead or {})

@@ -1,7 +1,9 @@
 """FullyShardedDataParallel: this engine behind the interface of Megatron-Core's data-parallel wrappers."""
 
+import dataclasses
 import functools
 import logging
+import math
 import random
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,6 +18,7 @@ from megatron.core.distributed.distributed_data_parallel_config import Distribut
 from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.ssm.mamba_context_parallel import MambaContextParallel
 from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -23,16 +26,16 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import log_single_rank
 from megatron.fsdp.comm.backends import compute_device
 from megatron.fsdp.config import FSDPConfig
-from megatron.fsdp.ddp_config import from_megatron
+from megatron.fsdp.ddp_config import FLAGS, from_megatron
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.helpers.spelling import bare_name
 from megatron.fsdp.mcore.limits import Settings, adjust, check
 from megatron.fsdp.mcore.topology import make_index, mark_tensor_parallel
 from megatron.fsdp.module import MegatronFSDP
 from megatron.fsdp.optim.classes import ELEMENTWISE
-from megatron.fsdp.optim.hooks import attach_at_first_use, attach_local_step
+from megatron.fsdp.optim.hooks import attach_at_first_use, attach_local_step, require_synchronized_gradients
 from megatron.fsdp.runtime.engine import engines_of
-from megatron.fsdp.runtime.partition import UnitClasses
+from megatron.fsdp.runtime.partition import UnitClasses, resolve_unit_classes
 from megatron.fsdp.sharding.mesh import FSDPDistributedIndex
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
 from megatron.fsdp.state.loading import unsharded_state
@@ -60,8 +63,11 @@ class ShardedModule(MegatronFSDP):
 
 def _attach(optimizer: torch.optim.Optimizer) -> None:
     """Make torch's optimizers update local shards. Fused optimizers of other libraries handle DTensors themselves."""
+    engines = engines_of(p for group in optimizer.param_groups for p in group["params"])
+    require_synchronized_gradients(
+        optimizer, engines, "Call finish_grad_sync() of the wrapped model, or Megatron's finalize_model_grads(),"
+    )
     if type(optimizer) in ELEMENTWISE:
-        engines = engines_of(p for group in optimizer.param_groups for p in group["params"])
         attach_local_step(optimizer, [group for engine in engines for group in engine.groups])
 
 
@@ -129,10 +135,11 @@ class FullyShardedDataParallel(_BaseDataParallel):
             index,
             fsdp_unit_modules=units,
             device=device,
-            config=fsdp_config(config, ddp_config),
+            config=fsdp_config(config, ddp_config, largest_unit(module, units)),
         )
         super().__init__(config=config, module=sharded)
         if config.init_model_with_meta_device:
+            _update_helpers(sharded)
             self._share_embedding(pg_collection)
         attach_at_first_use(sharded.engine, _attach)
         self.ddp_config = sharded.ddp_config = ddp_config
@@ -150,11 +157,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
             }
             for name, value in marks.items():
                 setattr(param.main, name, value)
-        log_single_rank(
-            logger,
-            logging.INFO,
-            f"Megatron-FSDP: {len(sharded.engine.units)} units over {sharded.index.size} ranks, {sharded.fsdp_config}",
-        )
+        _log_plan(sharded)
 
     @property
     def mp_policy(self) -> MixedPrecisionPolicy:
@@ -224,7 +227,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
                 # shard of the sum, a plain tensor. A DTensor's .grad must be a DTensor; main_grad, which Megatron-Core
                 # prefers, may be anything.
                 param.main.main_grad = getattr(param.main, gradient)
-        if not USING_PYTORCH_OPTIMIZER:
+        if not USING_PYTORCH_OPTIMIZER and not self.module.fsdp_config.offload_optimizer:
             # Fused optimizers of Apex and Transformer Engine skip the tensors that follow an empty one.
             for param in self.module.engine.params():
                 if local_shard(param.main).numel() == 0:
@@ -300,6 +303,14 @@ class FullyShardedDataParallel(_BaseDataParallel):
         """Return main weights and buffers; Megatron calls this to save a checkpoint."""
         return self.module.state_dict_for_save_checkpoint(prefix=prefix, keep_vars=keep_vars)
 
+    def sharded_state_dict(self, *unused: Any, **also_unused: Any) -> dict[str, Any]:
+        """Raise NotImplementedError: Megatron's ShardedTensors describe parameters that every rank has whole."""
+        raise NotImplementedError(
+            "sharded_state_dict() would describe every rank's shard as a whole parameter. Save with "
+            "torch.distributed.checkpoint and state_dict(), or with Megatron's save_checkpoint() and ckpt_format "
+            "fsdp_dtensor."
+        )
+
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
         """Load main weights and buffers.
 
@@ -314,13 +325,52 @@ class FullyShardedDataParallel(_BaseDataParallel):
         return self.module.load_state_dict(renamed, strict=strict)
 
 
-def fsdp_config(config: TransformerConfig, ddp_config: DistributedDataParallelConfig) -> FSDPConfig:
-    """Translate Megatron's settings to the engine's."""
+def _log_plan(sharded: ShardedModule) -> None:
+    units, config = sharded.engine.units, sharded.fsdp_config
+    log_single_rank(
+        logger, logging.INFO, f"Megatron-FSDP: {len(units)} units over {sharded.index.size} ranks, {config}"
+    )
+    if config.offload_optimizer:
+        sizes = [(sum(group.layout.numel for group in unit.groups), unit.is_offloaded) for unit in units]
+        share = sum(size for size, offloaded in sizes if offloaded) / max(sum(size for size, _ in sizes), 1)
+        log_single_rank(
+            logger,
+            logging.WARNING,
+            f"Megatron-FSDP: the optimizer of {sum(offloaded for _, offloaded in sizes)} of {len(units)} units is in "
+            f"host memory, {share:.1%} of the parameters ({config.offload_fraction:.1%} requested)",
+        )
+
+
+def largest_unit(module: nn.Module, units: UnitClasses) -> int:
+    """The number of parameters of the largest unit; 0 if there is none."""
+    classes = resolve_unit_classes(module, units)
+    sizes = (sum(p.numel() for p in each.parameters()) for each in module.modules() if isinstance(each, classes))
+    return max(sizes, default=0)
+
+
+def fsdp_config(config: TransformerConfig, ddp_config: DistributedDataParallelConfig, unit_size: int = 0) -> FSDPConfig:
+    """Translate Megatron's settings to the engine's.
+
+    Args:
+        config: The model's settings.
+        ddp_config: Settings of data parallelism.
+        unit_size: The number of parameters of the largest unit; 0 if there is none.
+    """
     # Megatron's training loop finishes gradients once per step, not after each backward, and its optimizer reads the
     # gradient of every trainable parameter. MXFP8 weights (fp8_param_gather) need no
     # enable_fine_grained_param_gather, which Megatron-Core's FSDP sets for them: a unit's pass gathers only the bytes
     # that it reads, by rows in forward and by columns in backward.
-    return from_megatron(ddp_config, config, sync_model_each_microbatch=False, zero_unused_gradients=True)
+    settings: dict[str, bool] = {"sync_model_each_microbatch": False, "zero_unused_gradients": True}
+    if getattr(ddp_config, FLAGS["offload_optimizer"], False):
+        settings["use_decoupled_grad"] = True  # see megatron.fsdp.mcore.offload
+    found = from_megatron(ddp_config, config, **settings)
+    in_flight = ddp_config.suggested_communication_unit_size
+    if in_flight is None or not unit_size or found.fsdp_double_buffer:
+        return found
+    # Megatron-Core prefetches units until half as many parameters are in flight, and lets the reductions of at most so
+    # many go on.
+    prefetched, reducing = math.ceil(in_flight // 2 / unit_size), max(in_flight // unit_size, 1)
+    return dataclasses.replace(found, max_unsharded_units=1 + prefetched, max_reducing_units=reducing)
 
 
 def _random_states() -> dict[str, Any]:
@@ -347,6 +397,15 @@ def _set_random_states(states: dict[str, Any]) -> None:
 def units_of(module: nn.Module) -> list[type[nn.Module]]:
     """Return the classes of the modules that become units by default."""
     return [unit for unit in DEFAULT_UNITS if any(isinstance(m, unit) for m in module.modules())]
+
+
+def _update_helpers(module: ShardedModule) -> None:
+    """Replace the meta device's parameters in Mamba's helper for context parallelism, which is no module."""
+    compute = {id(param.original): param.compute for param in module.engine.params()}
+    helpers = (value for layer in module.modules() for value in vars(layer).values())
+    for helper in [value for value in helpers if isinstance(value, MambaContextParallel)]:
+        for name, value in vars(helper).items():
+            setattr(helper, name, compute.get(id(value), value))
 
 
 def _follow_settings(module: nn.Module, config: TransformerConfig) -> None:

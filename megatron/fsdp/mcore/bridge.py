@@ -1,4 +1,4 @@
-"""What Megatron-Bridge does with adapters (LoRA) of a sharded model: it saves them alone, and merges them in an export."""
+"""What Megatron-Bridge does with adapters (LoRA) of a sharded model: saving them alone, merging them in an export."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -53,12 +53,18 @@ def _random_state() -> Callable[[], Any]:
     return functools.partial(get_cuda_rng_tracker().fork, *_entered[-1]) if _entered else nullcontext
 
 
-class _EmptyOnMeta(TorchFunctionMode):
-    """Makes ``torch.empty`` allocate nothing: Megatron's own layers name a device, which overrides the default one."""
+class _InitialValuesOnMeta(TorchFunctionMode):
+    """Makes functions that create parameters do so on the meta device: Megatron's layers name another one.
+
+    Constants keep their device: some are in no buffer, such as the frequencies of rotary embeddings.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        return func(*args, **({**kwargs, "device": "meta"} if func is torch.empty else kwargs))
+        out = kwargs.get("out")
+        if func in (torch.empty, torch.rand) or (isinstance(out, torch.Tensor) and out.is_meta):
+            kwargs = {**kwargs, "device": "meta"}
+        return func(*args, **kwargs)
 
 
 def build_recorded(
@@ -80,7 +86,7 @@ def _record_on_meta(model_provider_func: Callable[..., Any], *args: Any, **kwarg
         return model_provider_func(*args, **kwargs)
 
     def build() -> Any:
-        with _EmptyOnMeta():
+        with _InitialValuesOnMeta():
             return model_provider_func(*args, **kwargs)
 
     with RANDOM_STATES.installed():

@@ -124,16 +124,30 @@ def _not_yet(setting: str, what: str, remedy: str = "Leave it off.", applies: Co
     return Limit(setting, applies or _is_set(setting), NotImplementedError, message, remedy)
 
 
+# Names of Muon; the second is deprecated.
+MUON = ("muon", "dist_muon")
+
+
+def _has_muon_setting(settings: Settings) -> bool:
+    names = ("fp16", "use_precision_aware_optimizer", "optimizer_cpu_offload")
+    return any(settings[name] for name in names) or settings["muon_scalar_optimizer"] == "lion"
+
+
 LIMITS: tuple[Limit, ...] = (
-    _never("use_torch_fsdp2", "use_torch_fsdp2 and use_megatron_fsdp choose different wrappers.", "Choose one."),
+    _never(
+        "use_torch_fsdp2",
+        "Using use_megatron_fsdp and use_torch_fsdp2 at the same time is not supported: choose one wrapper.",
+        "Choose one.",
+    ),
     _never(
         "use_tp_pp_dp_mapping",
-        "use_tp_pp_dp_mapping numbers ranks so that data-parallel ranks of one model replica are far apart. FSDP "
-        "communicates between them in every layer, and expects the order tp-cp-ep-dp-pp.",
+        "use_tp_pp_dp_mapping is not supported with Megatron FSDP: it numbers ranks so that data-parallel ranks of one "
+        "model replica are far apart. FSDP communicates between them in every layer, and expects the order "
+        "tp-cp-ep-dp-pp.",
     ),
     _never(
         "ckpt_format other than fsdp_dtensor",
-        "Sharded parameters are saved and loaded in the checkpoint format fsdp_dtensor only.",
+        "Megatron FSDP only supports fsdp_dtensor checkpoint format, which saves and loads sharded parameters.",
         "Set ckpt_format (--ckpt-format) to fsdp_dtensor.",
         lambda s: s["ckpt_format"] not in (None, "fsdp_dtensor"),
     ),
@@ -143,13 +157,44 @@ LIMITS: tuple[Limit, ...] = (
         "Leave gtp_weight_remat_size at 1, or train with Megatron's DistributedDataParallel.",
         lambda s: (s["gtp_weight_remat_size"] or 1) > 1,
     ),
-    _not_yet("optimizer_cpu_offload", "offloading the optimizer to the CPU"),
+    _never(
+        "optimizer_cpu_offload without use_precision_aware_optimizer",
+        "Megatron-Core offloads the optimizer only with use_precision_aware_optimizer, which says where it reads "
+        "gradients.",
+        "Set use_precision_aware_optimizer too.",
+        lambda s: bool(s["optimizer_cpu_offload"]) and s["use_precision_aware_optimizer"] is False,
+    ),
+    _not_yet(
+        "optimizer other than adam, sgd and muon",
+        "SOAP and adaptive Muon, which keep statistics of whole matrices, and Lion",
+        "Set optimizer (--optimizer) to muon, adam or sgd.",
+        lambda s: s["optimizer"] not in (None, "adam", "sgd", *MUON),
+    ),
+    _not_yet(
+        "muon with fp16, use_precision_aware_optimizer, optimizer_cpu_offload or muon_scalar_optimizer lion",
+        "loss scaling, gradients and moments of low precision, matrices in host memory, and Lion for the others",
+        "Train in bf16 without them, or set optimizer (--optimizer) to adam.",
+        lambda s: s["optimizer"] in MUON and _has_muon_setting(s),
+    ),
     _not_yet("delay_wgrad_compute", "delaying weight gradients"),
-    _not_yet("defer_embedding_wgrad_compute", "deferring the embedding's weight gradient"),
+    _never(
+        "defer_embedding_wgrad_compute",
+        "The output layer's weight gradient would be computed after its unit's gradients were reduced, and be lost. "
+        "Megatron-Core's FSDP does not read it.",
+    ),
     _not_yet("overlap_moe_expert_parallel_comm", "the 1F1B overlap of expert communication"),
     _not_yet("overlap_param_gather_with_optimizer_step", "all-gathering weights during the optimizer's step"),
-    _not_yet("param_name_patterns_for_fp32_local_accumulation", "fp32 accumulation of selected parameters"),
-    _not_yet("save_wgrads_interval", "saving whole weight gradients"),
+    _never(
+        "param_name_patterns_for_fp32_local_accumulation",
+        "The gradients of a unit are accumulated in one dtype. Megatron-Core's FSDP does not read the patterns.",
+        "Set megatron_fsdp_main_grads_dtype (--megatron-fsdp-main-grads-dtype) to fp32, for all gradients.",
+    ),
+    _never(
+        "save_wgrads_interval",
+        "It saves the gradients in main_grad after an all-reduce of whole gradients. Here they are sharded and have no "
+        "main_grad, as in Megatron-Core's FSDP, so the files would have none.",
+        "Train with Megatron's DistributedDataParallel to save them.",
+    ),
     _not_yet("optimizer_cuda_graph", "capturing the optimizer's step in a CUDA graph"),
     _not_yet(
         "create_all_gather_group with several optimizer instances",
@@ -229,6 +274,12 @@ ADJUSTMENTS: tuple[Adjustment, ...] = (
         "a graph of a whole iteration needs buffers and gradients at fixed addresses",
     ),
     Adjustment(
+        "megatron_fsdp_version",
+        lambda s: s["megatron_fsdp_version"] not in (None, 1),
+        1,
+        "it chooses one of Megatron-Core's two engines, and this one takes the place of both",
+    ),
+    Adjustment(
         "overlap_grad_reduce",
         _is_false("overlap_grad_reduce", _shards("gradients")),
         True,
@@ -242,14 +293,14 @@ ADJUSTMENTS: tuple[Adjustment, ...] = (
     ),
 )
 
-_UNITS = "all parameters of a unit are unsharded or reduced together, and the next unit is prefetched"
+_UNITS = "all parameters of a unit are unsharded or reduced together"
 
 
 def _without_registration(name: str) -> Condition:
     return lambda s: bool(s[name]) and not s["nccl_ub"]
 
 
-_REGISTERED = "it selects how nccl_ub registers buffers, and nccl_ub is off"
+_REGISTERED = "it selects how nccl_ub registers buffers"
 # Without a bucket size on the command line, Megatron's loop sets at least this many parameters, in such steps.
 _DEFAULT_BUCKET, _BUCKET_STEP = 40_000_000, 1_000_000
 
@@ -262,9 +313,21 @@ def _gives_bucket_size(settings: Settings) -> bool:
     return settings["ddp_bucket_size"] is not None or not by_default
 
 
+def _offloads_and_narrows(name: str) -> Condition:
+    return lambda s: bool(s["optimizer_cpu_offload"]) and s[name] not in (None, "fp32", torch.float32)
+
+
 IGNORED: tuple[Ignored, ...] = (
-    Ignored("suggested_communication_unit_size", lambda s: s["suggested_communication_unit_size"] is not None, _UNITS),
-    Ignored("num_buckets", lambda s: s["num_buckets"] is not None, _UNITS),
+    Ignored(
+        "suggested_communication_unit_size with fsdp_double_buffer",
+        lambda s: s["suggested_communication_unit_size"] is not None and bool(s["fsdp_double_buffer"]),
+        "two units have buffers, as in Megatron-Core",
+    ),
+    Ignored(
+        "num_buckets",
+        lambda s: s["num_buckets"] is not None,
+        f"{_UNITS}. Megatron-Core's FSDP does not read it either",
+    ),
     Ignored("bucket_size", _gives_bucket_size, _UNITS),
     Ignored(
         "pad_buckets_for_high_nccl_busbw",
@@ -277,19 +340,46 @@ IGNORED: tuple[Ignored, ...] = (
         "a rank divides only its shard, after the reduction",
     ),
     Ignored(
-        "outer_dp_sharding_strategy",
+        "outer_dp_sharding_strategy with one optimizer instance",
         lambda s: (
             s["outer_dp_sharding_strategy"] not in (None, "no_shard") and s["num_distributed_optimizer_instances"] == 1
         ),
-        "it applies to several optimizer instances (num_distributed_optimizer_instances), and there is one",
+        "it applies to several optimizer instances (num_distributed_optimizer_instances)",
     ),
     Ignored(
         "enable_full_sharding_in_hsdp",
         _is_set("enable_full_sharding_in_hsdp"),
         "the setting for that is outer_dp_sharding_strategy optim",
     ),
-    Ignored("disable_symmetric_registration", _without_registration("disable_symmetric_registration"), _REGISTERED),
-    Ignored("fsdp_manual_registration", _without_registration("fsdp_manual_registration"), _REGISTERED),
+    Ignored(
+        "overlap_cpu_optimizer_d2h_h2d",
+        lambda s: bool(s["overlap_cpu_optimizer_d2h_h2d"]) and bool(s["optimizer_cpu_offload"]),
+        "all gradients are copied to the host before its step, and each unit's weights are copied back when they are "
+        "unsharded, while others compute",
+    ),
+    *(
+        Ignored(name, _is_false(name, _is_set("optimizer_cpu_offload")), "copies from pageable memory block the host")
+        for name in ("pin_cpu_grads", "pin_cpu_params")
+    ),
+    Ignored(
+        "use_torch_optimizer_for_cpu_offload",
+        lambda s: bool(s["use_torch_optimizer_for_cpu_offload"]) and bool(s["optimizer_cpu_offload"]),
+        "with optimizer_cpu_offload, torch's optimizer also updates weights on the device",
+    ),
+    *(
+        Ignored(
+            f"{name} with optimizer_cpu_offload",
+            _offloads_and_narrows(name),
+            "moments have the main weights' dtype, as in Megatron-Core",
+        )
+        for name in ("exp_avg_dtype", "exp_avg_sq_dtype")
+    ),
+    Ignored(
+        "disable_symmetric_registration without nccl_ub",
+        _without_registration("disable_symmetric_registration"),
+        _REGISTERED,
+    ),
+    Ignored("fsdp_manual_registration without nccl_ub", _without_registration("fsdp_manual_registration"), _REGISTERED),
     Ignored(
         "torch_fsdp2_reshard_after_forward",
         _is_false("torch_fsdp2_reshard_after_forward"),
@@ -335,12 +425,23 @@ def _log_once(message: str) -> None:
 
 
 def validate_args(original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:
-    """Check and adjust the command line's settings before Megatron's ``validate_args`` sees them, if FSDP is on."""
-    if getattr(args, "use_megatron_fsdp", False):
-        settings = Settings(args)
-        check(settings)
-        adjust(settings)
-    return original(args, *rest, **kwargs)
+    """Check and adjust the command line's settings before Megatron's ``validate_args`` sees them, if FSDP is on.
+
+    Megatron rejects Muon with FSDP, and turns the distributed optimizer off. It validates Adam instead, which needs all
+    that Muon needs.
+    """
+    if not getattr(args, "use_megatron_fsdp", False):
+        return original(args, *rest, **kwargs)
+    settings = Settings(args)
+    check(settings)
+    adjust(settings)
+    is_muon = args.optimizer in MUON
+    if is_muon:
+        args.optimizer = "adam"
+    result = original(args, *rest, **kwargs)
+    if is_muon:
+        args.optimizer = "muon"
+    return result
 
 
 def as_markdown() -> str:

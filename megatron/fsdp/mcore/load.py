@@ -1,4 +1,4 @@
-"""Loads ``fsdp_dtensor`` checkpoints for Megatron's training loop."""
+"""Loads ``fsdp_dtensor`` checkpoints, and those of Megatron's DDP, for Megatron's training loop."""
 
 import re
 from collections.abc import Collection, Iterator
@@ -11,9 +11,12 @@ import torch.distributed.checkpoint as dcp
 from megatron.core import parallel_state
 from megatron.fsdp.checkpoint import loading
 from megatron.fsdp.checkpoint.matching import Reaction, Strictness
+from megatron.fsdp.checkpoint.reader import RELEASE
+from megatron.fsdp.convert.fsdp_dtensor import KEPT
 from megatron.fsdp.mcore.checkpoint_state import LAYOUTS_KEY, CheckpointState, Names
 from megatron.fsdp.mcore.replicas import check_replicas
 from megatron.fsdp.mcore.resuming import megatron_arguments, needs_checksums
+from megatron.fsdp.mcore.torch_dist import is_torch_dist, load_common, view
 from megatron.fsdp.naming.keys import other_names
 from megatron.fsdp.naming.names import FUSED_DOWN
 from megatron.fsdp.state.consistency import inconsistent_weights
@@ -25,6 +28,8 @@ _KERNEL_SETTINGS = re.compile(
 )
 # Settings of an optimizer's groups that depend on this run's parallel sizes and not on those of the saved run.
 _TOPOLOGY = ("is_expert_parallel",)
+# A conversion stores Adam's step in both places where an optimizer may expect it. Each run loads one of them.
+_STEP = re.compile(r"optimizer\.(?:state|param_to_group_meta)\..*\.step")
 _OPERATIONS = "num_floating_point_operations_so_far"
 
 # What to do about keys that only the run has, and about those that only the checkpoint has.
@@ -48,7 +53,10 @@ def strictness_of(args: Any) -> Strictness:
     def optional(key: str) -> bool:
         return bool(_KERNEL_SETTINGS.fullmatch(key)) or (lenient and not key.startswith("model."))
 
-    return Strictness(missing, unexpected, optional, extra=lambda key: key.startswith(f"{LAYOUTS_KEY}."))
+    def extra(key: str) -> bool:
+        return key == KEPT or key.startswith(f"{LAYOUTS_KEY}.") or bool(_STEP.fullmatch(key))
+
+    return Strictness(missing, unexpected, optional, extra)
 
 
 def load_objects(state_dict: dict[str, Any], *, checkpoint_id: Any = None, **options: Any) -> None:
@@ -56,7 +64,13 @@ def load_objects(state_dict: dict[str, Any], *, checkpoint_id: Any = None, **opt
     if options:
         dcp.load(state_dict, checkpoint_id=checkpoint_id, **options)
         return
-    state_dict.update(loading.load_objects(Path(checkpoint_id), list(state_dict)))
+    folder = Path(checkpoint_id)
+    if is_torch_dist(folder):
+        found = load_common(folder, list(state_dict))
+        state_dict.clear()  # Megatron takes its own arguments if there is no key of them
+        state_dict.update(found)
+        return
+    state_dict.update(loading.load_objects(folder, list(state_dict)))
 
 
 def load_state_dict(state_dict: dict[str, Any], storage_reader: Any, planner: Any = None) -> None:
@@ -70,15 +84,25 @@ def load_state_dict(state_dict: dict[str, Any], storage_reader: Any, planner: An
         dcp.load_state_dict(state_dict, storage_reader=storage_reader, planner=planner)
         return
     folder = Path(storage_reader.path)
-    keys = storage_reader.read_metadata().state_dict_metadata.keys()
     _use_own_random_state(state_dict)
-    if _OPERATIONS in keys:
-        state_dict[_OPERATIONS] = 0
-    check_sections(state_dict, keys, folder)
+    own: dict[str, Any] = {}
+    if is_torch_dist(folder):
+        own = _take_out_missing(state_dict, folder)
+    else:
+        keys = storage_reader.read_metadata().state_dict_metadata.keys()
+        if _OPERATIONS in keys:
+            state_dict[_OPERATIONS] = 0
+        check_sections(state_dict, keys, folder)
     with _own_topology(state_dict):
         loading.load(
-            state_dict, folder, other_names, strictness_of(megatron_arguments()), check=needs_checksums(folder)
+            state_dict,
+            folder,
+            other_names,
+            strictness_of(megatron_arguments()),
+            check=needs_checksums(folder),
+            view=view("optimizer" in state_dict),
         )
+    state_dict.update(own)
     state_dict.restore()
     for chunk in state_dict.chunks:
         chunk.install_optimized_model_weights()
@@ -87,6 +111,23 @@ def load_state_dict(state_dict: dict[str, Any], storage_reader: Any, planner: An
                 f"{folder}: after loading, compute weights differ from main weights: {', '.join(stale)}."
             )
     check_replicas(state_dict.chunks, f"after loading {folder}")
+
+
+def _take_out_missing(state_dict: CheckpointState, folder: Path) -> dict[str, Any]:
+    """Remove what Megatron does not load from such a ``torch_dist`` checkpoint either.
+
+    Returns:
+        This run's own values, to put back after loading, because Megatron expects them.
+    """
+    common = load_common(folder, ["args", _OPERATIONS])
+    if _OPERATIONS in common:
+        state_dict[_OPERATIONS] = 0
+    unused = [] if "args" in common else ["args"]
+    if folder.name == RELEASE:
+        unused += ["optimizer", "opt_param_scheduler", "rng_state"]
+    elif getattr(common.get("args"), "no_save_rng", False):
+        unused.append("rng_state")
+    return {key: state_dict.pop(key) for key in unused if key in state_dict}
 
 
 def _use_own_random_state(state_dict: CheckpointState) -> None:
@@ -132,8 +173,8 @@ def check_sections(state_dict: CheckpointState, keys: Collection[str], folder: P
             "the run instead."
         )
     spread = [name for chunk in state_dict.chunks for name in Names(chunk).spread]
-    # A converted checkpoint has the key "torch_dist", which holds what only the way back needs.
-    if not spread or any(key.startswith(f"{LAYOUTS_KEY}.") or key == "torch_dist" for key in keys):
+    # A conversion from torch_dist puts sections in order, and keeps what only the way back needs.
+    if not spread or any(key.startswith(f"{LAYOUTS_KEY}.") or key == KEPT for key in keys):
         return
     ranks = _tensor_parallel_size(folder, keys)
     if ranks > 1:

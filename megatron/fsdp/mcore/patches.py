@@ -3,10 +3,11 @@
 :func:`install` replaces the names in :data:`MEGATRON`, and :func:`uninstall` puts the originals back.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from megatron.fsdp.helpers.patches import MEGATRON_CORE, Kind, Patch, Patches, Versions
+from megatron.fsdp.helpers.import_name import warn_of_conflict
+from megatron.fsdp.helpers.patches import MEGATRON_CORE, Kind, Patch, Patches, Versions, warn_if_untried
 
 # Checked on the CPU, where stand-ins replace Transformer Engine, which Megatron-Bridge imports.
 MEGATRON_BRIDGE = Versions("megatron-bridge", ("0.6.2",))
@@ -17,14 +18,35 @@ _OPTIMIZERS = "megatron.core.optimizer.optimizer"
 _BRIDGE = "megatron.bridge.training"
 _PEFT_BRIDGE = "megatron.bridge.models.conversion.peft_bridge:MegatronPeftBridge"
 _WRAPPER = "megatron.fsdp.mcore.adapter:FullyShardedDataParallel"
+_ORIGINAL = "megatron.core.distributed.fsdp.src.megatron_fsdp"
+
+# What scripts import from Megatron-Core's FSDP: the module there, the module here, and the names.
+_PUBLIC = (
+    (
+        "",
+        "",
+        "MegatronFSDP MixedPrecisionPolicy FSDPDistributedIndex fully_shard fully_shard_model fully_shard_optimizer",
+    ),
+    (".fully_shard", "", "fully_shard fully_shard_model fully_shard_optimizer"),
+    (".megatron_fsdp", "", "MegatronFSDP"),
+    (".mixed_precision", "", "MixedPrecisionPolicy"),
+    (".utils", "", "FSDPDistributedIndex"),
+    (
+        ".uneven_dtensor",
+        ".dtensor.uneven",
+        "filter_unflattened_state_dict gather_and_compute_chunk_metadata gather_uneven_dtensor_to_full_tensor "
+        "get_unflattened_state_dict preprocess_state_dict_for_uneven_dtensor redistribute_uneven_dtensor_to_replicated "
+        "split_dtensor uneven_dtensor_to_full_tensor update_uneven_dtensor_chunk_metadata validate_uneven_dtensor",
+    ),
+)
 
 
-def _patch(target: str, reason: str, replacement: str, kind: Kind = Kind.AROUND) -> Patch:
-    return Patch(target, reason, f"megatron.fsdp.mcore.{replacement}", MEGATRON_CORE, kind)
+def _patch(target: str, reason: str, replacement: str, kind: Kind = Kind.AROUND, **versions: Any) -> Patch:
+    return Patch(target, reason, f"megatron.fsdp.mcore.{replacement}", MEGATRON_CORE, kind, **versions)
 
 
-def _wrapper(target: str, reason: str, versions: Versions = MEGATRON_CORE) -> Patch:
-    return Patch(target, reason, _WRAPPER, versions, Kind.VALUE, optional=versions is MEGATRON_BRIDGE)
+def _wrapper(target: str, reason: str, **versions: Any) -> Patch:
+    return Patch(target, reason, _WRAPPER, MEGATRON_CORE, Kind.VALUE, **versions)
 
 
 def _in_bridge(name: str, reason: str, replacement: str, kind: Kind = Kind.AROUND) -> Patch:
@@ -32,18 +54,55 @@ def _in_bridge(name: str, reason: str, replacement: str, kind: Kind = Kind.AROUN
     return Patch(target, reason, f"megatron.fsdp.mcore.{replacement}", MEGATRON_BRIDGE, kind, optional=True)
 
 
+def _public() -> Iterator[Patch]:
+    for theirs, ours, names in _PUBLIC:
+        for name in names.split():
+            reason = "is what scripts import, without Megatron's wrapper"
+            if name == "uneven_dtensor_to_full_tensor":
+                reason = "gathers shards of different lengths, which gloo cannot do"
+            target, replacement = f"{_ORIGINAL}{theirs}:{name}", f"megatron.fsdp{ours}:{name}"
+            yield Patch(target, reason, replacement, MEGATRON_CORE, Kind.VALUE)
+
+
+def refuse_original(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Raise an error: a name of Megatron-Core's FSDP was imported before it was replaced."""
+    raise RuntimeError(
+        "Megatron-Core's FSDP was called although megatron.fsdp.mcore.install() has replaced it: a name such as "
+        "FullyShardedDataParallel was imported before. Call install() before these imports, or start the script with "
+        "python -m megatron.fsdp.launch. Call megatron.fsdp.mcore.uninstall() to use Megatron-Core's FSDP."
+    )
+
+
 MEGATRON = Patches(
     "Megatron-Core and its training loop",
     [
-        # The wrapper.
+        # The wrapper. The class is looked up by its name, so this row precedes the one that replaces the name.
+        _patch(
+            f"{_ORIGINAL}.megatron_fsdp:MegatronFSDP.__init__",
+            "would run in place of this FSDP where its name was imported before it was replaced",
+            "patches:refuse_original",
+        ),
         _wrapper(
             "megatron.core.distributed.fsdp.mcore_fsdp_adapter:FullyShardedDataParallel",
             "is imported by unwrap_model() at every call, to find out which wrappers to remove",
         ),
+        _wrapper(
+            "megatron.core.distributed.fsdp.mcore_fsdp_adapter:FullyShardedDataParallelV1",
+            "is what unwrap_model() imports since FullyShardedDataParallel is a function that calls it",
+            since="0.20",
+        ),
+        _wrapper("megatron.core.distributed.fsdp:FullyShardedDataParallel", "is what scripts import to wrap a model"),
         _wrapper("megatron.core.distributed:FullyShardedDataParallel", "is what scripts import to wrap a model"),
         _wrapper(
             "megatron.training.training:megatron_FSDP",
             "is what get_model() wraps with, and how train() recognizes a model chunk that has no_sync()",
+            before="0.20",
+        ),
+        _wrapper("megatron.training.training:FullyShardedDataParallel", "is what get_model() wraps with", since="0.20"),
+        _wrapper(
+            "megatron.training.training:FullyShardedDataParallelV1",
+            "is how train() recognizes a model chunk that has no_sync()",
+            since="0.20",
         ),
         _wrapper(
             "megatron.training.models.dist_utils:FullyShardedDataParallel", "is what model builders wrap a model with"
@@ -64,6 +123,12 @@ MEGATRON = Patches(
             "builds models from a configuration, and loses how they are initialized in the same way",
             "initialization:build_recorded",
         ),
+        # The optimizer.
+        _patch(
+            "megatron.core.optimizer:_get_megatron_emerging_optimizer",
+            "orthogonalizes a rank's part of a matrix as if it were the matrix",
+            "muon:get_emerging_optimizer",
+        ),
         # Statistics of gradients.
         _patch(
             "megatron.training.training:get_megatron_optimizer",
@@ -74,6 +139,13 @@ MEGATRON = Patches(
             f"{_OPTIMIZERS}:MegatronOptimizer._filter_grads_for_norm",
             "selects a gradient on every rank that has a copy of it",
             "statistics:filter_grads_for_norm",
+            since="0.19",
+        ),
+        _patch(
+            f"{_OPTIMIZERS}:MegatronOptimizer.get_main_grads_for_grad_norm",
+            "selects a gradient on every rank that has a copy of it",
+            "statistics:main_grads_for_norm",
+            before="0.19",
         ),
         _patch(
             f"{_OPTIMIZERS}:MegatronOptimizer.count_zeros",
@@ -89,6 +161,22 @@ MEGATRON = Patches(
             "megatron.training.training:check_param_hashes_across_dp_replicas",
             "compares the parameters of data-parallel ranks, which are different shards",
             "replicas:check_param_hashes",
+        ),
+        # The optimizer in host memory.
+        _patch(
+            "megatron.training.training:get_megatron_ddp_config",
+            "does not tell the wrapper that the optimizer is offloaded to the CPU",
+            "offload:get_megatron_ddp_config",
+        ),
+        _patch(
+            "megatron.core.optimizer:HybridDeviceOptimizer",
+            "makes further copies of main weights on the host, and its state cannot be saved with FSDP",
+            "offload:build_optimizer",
+        ),
+        _patch(
+            "megatron.training.utils.common_utils:calc_dtensor_params_l2_norm",
+            "computes the norm of weights in host memory with a kernel of the device",
+            "offload:calc_dtensor_params_l2_norm",
         ),
         # Saving and loading.
         _patch(
@@ -110,7 +198,7 @@ MEGATRON = Patches(
         Patch(
             f"{_CHECKPOINTING}:FileSystemReader",
             "unpickles a checkpoint's metadata without restrictions",
-            "megatron.fsdp.checkpoint.backend:Reader",
+            "megatron.fsdp.mcore.torch_dist:Reader",
             MEGATRON_CORE,
             Kind.VALUE,
         ),
@@ -118,6 +206,16 @@ MEGATRON = Patches(
             f"{_CHECKPOINTING}:get_async_strategy",
             "chooses a background writer that makes no checksums and leaves files behind if it fails",
             "background:get_async_strategy",
+        ),
+        _patch(
+            f"{_CHECKPOINTING}:_get_checkpoint_format",
+            "does not load a torch_dist checkpoint into a run that saves fsdp_dtensor",
+            "torch_dist:checkpoint_format",
+        ),
+        _patch(
+            f"{_CHECKPOINTING}:get_load_checkpoint_path_by_args",
+            "raises a TypeError with fsdp_dtensor if --pretrained-checkpoint is given without --load",
+            "torch_dist:load_path",
         ),
         _patch(
             f"{_CHECKPOINTING}:read_metadata",
@@ -150,16 +248,15 @@ MEGATRON = Patches(
             "raises an error with FSDP after loading without optimizer state, although main weights were loaded",
             "optimizer_state:copy_model_params_to_main_params",
         ),
-        Patch(
-            "megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor:uneven_dtensor_to_full_tensor",
-            "gathers shards of different lengths, which gloo cannot do",
-            "megatron.fsdp.dtensor.uneven:uneven_dtensor_to_full_tensor",
-            MEGATRON_CORE,
-            Kind.VALUE,
-        ),
+        *_public(),
         # Megatron-Bridge has copies of these. It builds and wraps models with the functions above.
-        _wrapper(
-            f"{_BRIDGE}.setup:megatron_FSDP", "is how it recognizes a model chunk that has no_sync()", MEGATRON_BRIDGE
+        Patch(
+            f"{_BRIDGE}.setup:megatron_FSDP",
+            "is how it recognizes a model chunk that has no_sync()",
+            _WRAPPER,
+            MEGATRON_BRIDGE,
+            Kind.VALUE,
+            optional=True,
         ),
         _in_bridge("generate_state_dict", "is a copy of Megatron's function", "save:generate_state_dict"),
         _in_bridge("preprocess_fsdp_dtensor_state_dict", "is a copy of Megatron's function", "save:preprocess"),
@@ -189,7 +286,7 @@ def install(stand_in: Callable[..., Any] | None = None) -> None:
     """Make Megatron use this FSDP. Further calls change nothing.
 
     Call it before the model is built. If it is called before the command line is parsed, the command line is checked
-    too. Megatron-Bridge may be imported before or after.
+    too. Megatron-Bridge may be imported before or after. A version of Megatron-Core that was not tested is a warning.
 
     Args:
         stand_in: Called in place of the wrapper, with the wrapper's arguments.
@@ -202,6 +299,8 @@ def install(stand_in: Callable[..., Any] | None = None) -> None:
         MEGATRON.install(instead=None if stand_in is None else {_WRAPPER: stand_in})
     except ImportError as error:
         raise ImportError(f"megatron.fsdp.mcore.install() needs megatron-core[training]. {error}") from error
+    warn_of_conflict()
+    warn_if_untried(MEGATRON_CORE, MEGATRON_CORE.installed or "of an unknown version")
 
 
 def uninstall() -> None:

@@ -47,17 +47,17 @@ def read_metadata(original: Callable[..., Any], tracker_filename: str) -> tuple[
     """Read a tracker file; return the iteration to resume from, and whether it is a release.
 
     Raises:
-        RuntimeError: There is no whole checkpoint, or the tracker file names one that has to be converted.
+        RuntimeError: There is no whole checkpoint, or the tracker file names one of Megatron's legacy format.
     """
     folder = Path(tracker_filename).parent
     text = Path(tracker_filename).read_bytes().decode(errors="replace").strip()
     wanted = int(text) if _ITERATION.fullmatch(text) else None
     args = megatron_arguments()  # None: they will be taken from the checkpoint
-    if wanted is not None and _uses_fsdp_dtensor(args):
-        _require_fsdp_dtensor(folder_of(folder, wanted))
     torch_dist = wanted is not None and (folder_of(folder, wanted) / FORMAT_FILE).exists()
-    if torch_dist or text == RELEASE or (args is not None and not _uses_fsdp_dtensor(args)):
+    if text == RELEASE or (torch_dist if args is None else not uses_fsdp_dtensor(args)):
         return original(tracker_filename)
+    if wanted is not None:
+        _refuse_legacy(folder_of(folder, wanted))
     if getattr(args, "ckpt_step", None):  # explicitly requested: load it or fail
         return int(args.ckpt_step), False
     found = _newest(folder, wanted)
@@ -73,7 +73,7 @@ def load_base_checkpoint(original: Callable[..., Any], load_dir: Any, args: Any,
     """
     chosen = getattr(args, "ckpt_step", None)
     found = None
-    if load_dir is not None and not chosen and _uses_fsdp_dtensor(args) and not _has_tracker(Path(load_dir)):
+    if load_dir is not None and not chosen and uses_fsdp_dtensor(args) and not _has_tracker(Path(load_dir)):
         found = _untracked(Path(load_dir))
     if found is None:
         return original(load_dir, args, *rest, **kwargs)
@@ -88,7 +88,7 @@ def checkpoint_exists(original: Callable[..., bool], checkpoints_path: Any) -> b
     """Whether a folder has a checkpoint, with or without a tracker file."""
     if original(checkpoints_path):
         return True
-    ours = checkpoints_path is not None and _uses_fsdp_dtensor(megatron_arguments())
+    ours = checkpoints_path is not None and uses_fsdp_dtensor(megatron_arguments())
     return ours and bool(_completed(Path(checkpoints_path)))
 
 
@@ -96,7 +96,8 @@ def _verifies() -> bool:
     return os.environ.get(VERIFY, "1") != "0"
 
 
-def _uses_fsdp_dtensor(args: Any) -> bool:
+def uses_fsdp_dtensor(args: Any) -> bool:
+    """Whether a run, by its arguments, uses FSDP and its checkpoint format."""
     return args is not None and bool(args.use_megatron_fsdp) and args.ckpt_format == "fsdp_dtensor"
 
 
@@ -129,7 +130,6 @@ def _untracked(folder: Path) -> int | None:
     completed = _of_first_rank(_completed(folder))
     if not completed:
         return None
-    _require_fsdp_dtensor(completed[0])
     found = _newest(folder, None)
     if not found:  # Megatron takes neither iteration 0 nor a release by number
         raise RuntimeError(
@@ -149,9 +149,9 @@ def _newest(folder: Path, wanted: int | None) -> int | None:
     return found
 
 
-def _require_fsdp_dtensor(folder: Path) -> None:
-    if (folder / FORMAT_FILE).exists():
+def _refuse_legacy(folder: Path) -> None:
+    if not (folder / METADATA).exists() and any(folder.glob("mp_rank_*")):
         raise RuntimeError(
-            f"{folder}: expected an fsdp_dtensor checkpoint; got torch_dist. Convert it: "
-            "tools/checkpoint/checkpoint_inspector.py convert-torch-dist-to-fsdp-dtensor."
+            f"{folder}: expected an fsdp_dtensor or torch_dist checkpoint; got the legacy format torch. "
+            "Load it with Megatron's DDP and --auto-detect-ckpt-format, and save it with --ckpt-format torch_dist."
         )

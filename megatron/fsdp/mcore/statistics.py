@@ -7,6 +7,7 @@ is that over all ranks.
 """
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -47,11 +48,22 @@ def filter_grads_for_norm(
     original: Callable[..., Any], optimizer: Any, params: list[Any], *args: Any, **kwargs: Any
 ) -> Any:
     """Select the gradients that this rank counts."""
+    return original(optimizer, _counted(optimizer, params), *args, **kwargs)
+
+
+def main_grads_for_norm(original: Callable[..., Any], optimizer: Any) -> Any:
+    """Select the gradients that this rank counts: Megatron-Core 0.18 has no method that is given parameters."""
+    params = _counted(optimizer, optimizer.get_parameters())
+    tp_group = getattr(optimizer, "tp_group", None)
+    return original(SimpleNamespace(get_parameters=lambda: params, config=optimizer.config, tp_group=tp_group))
+
+
+def _counted(optimizer: Any, params: list[Any]) -> list[Any]:
     chunks = getattr(optimizer, "sharded_chunks", None)
-    if chunks is not None:
-        counted = {id(main) for chunk in chunks for main in _counted_here(chunk)}
-        params = [param for param in params if id(param) in counted]
-    return original(optimizer, params, *args, **kwargs)
+    if chunks is None:
+        return params
+    counted = {id(main) for chunk in chunks for main in _counted_here(chunk)}
+    return [param for param in params if id(param) in counted]
 
 
 def count_zeros(original: Callable[..., Any], optimizer: Any) -> Any:
@@ -60,10 +72,16 @@ def count_zeros(original: Callable[..., Any], optimizer: Any) -> Any:
     if chunks is None:
         return original(optimizer)
     total = torch.zeros((), dtype=torch.int64, device=chunks[0].device)
-    for grad in (grad for part in _parts(optimizer) for grad in part._filter_grads_for_norm(part.get_parameters())):
+    for grad in (grad for part in _parts(optimizer) for grad in _grads_for_norm(part)):
         total += grad.numel() - grad.count_nonzero().to(total.device)
     dist.all_reduce(total)
     return int(total)
+
+
+def _grads_for_norm(optimizer: Any) -> list[torch.Tensor]:
+    if hasattr(optimizer, "_filter_grads_for_norm"):
+        return list(optimizer._filter_grads_for_norm(optimizer.get_parameters()))
+    return list(optimizer.get_main_grads_for_grad_norm())
 
 
 def _parts(optimizer: Any) -> list[Any]:

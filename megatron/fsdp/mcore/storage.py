@@ -2,9 +2,10 @@
 
 from types import ModuleType
 
-from megatron.fsdp.checkpoint.backend import Planner, Reader, Writer
+from megatron.fsdp.checkpoint.backend import Planner, Writer
 from megatron.fsdp.mcore.load import load_objects, load_state_dict
 from megatron.fsdp.mcore.save import save, saves_objects
+from megatron.fsdp.mcore.torch_dist import Reader
 from megatron.fsdp.mcore.views import View
 
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Iterator
 
 from megatron.fsdp.checkpoint.matching import Rows
-from megatron.fsdp.naming.names import DOWN, DOWN_NORM, DOWN_PROJECTIONS, FUSED_DOWN, NORMS, PREDICTION
+from megatron.fsdp.naming.names import DOWN, DOWN_NORM, DOWN_PROJECTIONS, FUSED_DOWN, NORMS, OTHER_NORMS, PREDICTION
 
 _GROUPS = "optimizer.param_to_group_meta."
 _WRAPPERS = re.compile(r"^(optimizer\.(?:state|param_to_group_meta)\.|model\.)((?:module\.)+)")
@@ -33,7 +33,8 @@ def _variants(key: str) -> Iterator[str]:
         yield from (f"optimizer.state.{step[2]}{half}.step" for half in ("", "_w"))
     if key.startswith("rng_state."):
         yield re.sub(r"\(\d+, \d+\)", "(0, 0)", key, count=1)
-    for alias in (*NORMS, PREDICTION, DOWN_NORM, *(DOWN_PROJECTIONS if key.startswith(_GROUPS) else ())):
+    down = DOWN_PROJECTIONS if key.startswith(_GROUPS) else ()
+    for alias in (*NORMS, PREDICTION, DOWN_NORM, *OTHER_NORMS, *down):
         yield from (alias.to_live(key), alias.to_stored(key))
 
 

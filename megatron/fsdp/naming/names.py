@@ -110,6 +110,13 @@ NORMS = (
     Alias("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
     Alias("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
 )
+# Further norms for which this holds. torch_dist checkpoints have the names in the model for them.
+OTHER_NORMS = (
+    Alias("q_layernorm.", "linear_q_up_proj.layer_norm_"),
+    Alias("kv_layernorm.", "linear_kv_up_proj.layer_norm_"),
+    Alias("input_layernorm.", "self_attention.in_proj.layer_norm_"),
+    Alias("norm.", "mixer.in_proj.layer_norm_"),
+)
 # The first norm of a layer whose attention fuses its down projections.
 DOWN_NORM = Alias("input_layernorm.", f"self_attention.{FUSED_DOWN}.layer_norm_")
 # The layer that predicts a further token, before megatron-core 0.19 and since.

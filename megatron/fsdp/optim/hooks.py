@@ -19,7 +19,7 @@ import functools
 import inspect
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -203,6 +203,18 @@ def attach_local_step(optimizer: torch.optim.Optimizer, groups: list[ParameterGr
     LocalStep(groups).attach(optimizer)
 
 
+def require_synchronized_gradients(optimizer: torch.optim.Optimizer, engines: Iterable[Engine], how: str) -> None:
+    """Make the optimizer's step raise an error if a backward has ended since gradients were last synchronized.
+
+    Args:
+        optimizer: The optimizer.
+        engines: The engines of its models.
+        how: What the error tells the user to call.
+    """
+    _detach(optimizer, (_RequireSynchronizedGradients,))
+    optimizer.register_step_pre_hook(_RequireSynchronizedGradients(engines, how))
+
+
 def _detach(optimizer: torch.optim.Optimizer, kinds: tuple[type, ...]) -> None:
     """Remove the hooks of the given classes that an earlier call has added."""
     for hooks in (
@@ -280,6 +292,21 @@ class _FinishGradients:
             )
 
 
+class _RequireSynchronizedGradients:
+    """Step pre-hook that raises if gradients are not in ``.grad`` yet."""
+
+    def __init__(self, engines: Iterable[Engine], how: str) -> None:
+        self._engines: weakref.WeakSet[Engine] = weakref.WeakSet(engines)
+        self._how = how
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+        if any(engine.has_pending_gradients for engine in self._engines):
+            raise RuntimeError(
+                "The optimizer's step would ignore the gradients of the latest backward, which are not synchronized "
+                f"yet. {self._how} before the step."
+            )
+
+
 class _InvalidateWeights:
     """Step post-hook that marks compute weights as out of date, so that the next unshard reads the new main weights."""
 
@@ -353,7 +380,8 @@ class _UpdateByUnit:
         if engine is None or not self._arguments.install or not by_unit:
             return
         first = engine.units_to_prefetch_first if engine.config.gather_during_step else []
-        others = [unit for unit in engine.units if unit not in first] if is_on_host(engine.context.main_device) else []
+        on_host = engine.units if is_on_host(engine.device) else [unit for unit in engine.units if unit.is_offloaded]
+        others = [unit for unit in on_host if unit not in first]
         if first:
             # Before any all-gather starts: invalidating afterwards would drop the weights that it has gathered.
             engine.invalidate_weights()

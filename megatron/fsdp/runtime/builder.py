@@ -33,6 +33,7 @@ from megatron.fsdp.runtime.partition import (
     check_not_wrapped,
     check_quantized,
     mark_owner,
+    offloaded_units,
     partition,
     resolve_unit_classes,
     root_modules,
@@ -156,7 +157,7 @@ def _check_and_divide(
         raise ValueError("average_in_collective: gloo can sum only. Leave it off; the result is the same.")
     if config.nccl_ub:
         check_can_register(groups_of([index.dense, index.experts]), device)
-    if config.offload_optimizer and not backend_of(index.dense.inner, HOST).name:
+    if config.offloads_gradients and not backend_of(index.dense.inner, HOST).name:
         raise ValueError(
             "offload_optimizer: the process group has no backend for tensors in host memory, which clipping and saving "
             'send. Initialize it with init_process_group("cpu:gloo,cuda:nccl").'
@@ -241,6 +242,8 @@ def _build_units(
     config, index = blueprint.config, blueprint.index
     parts = list(blueprint.root.walk())
     places = {id(part): place for place, part in enumerate(parts)}
+    offloaded = offloaded_units(blueprint.root, config.offload_fraction if config.offload_optimizer else 0.0)
+    on_device = dataclasses.replace(context, main_device=context.device)
     depths = {id(blueprint.root): 0}
     for part in parts:
         depths |= {id(child): depths[id(part)] + 1 for child in part.children}
@@ -257,7 +260,8 @@ def _build_units(
         )
         own = own if blueprint.reshards else own.with_whole_weights()
         pool, slot = pools[place]
-        groups = [ParameterGroup(params, own, index, context, pool, blueprint.tp_mesh) for params in part.groups]
+        chosen = context if place in offloaded else on_device
+        groups = [ParameterGroup(params, own, index, chosen, pool, blueprint.tp_mesh) for params in part.groups]
         empty = [group for group in groups if not group.initialized]
         if empty or (place == 0 and modules_without_parameters):
             params = [param for group in empty for param in group.params]
@@ -266,7 +270,7 @@ def _build_units(
         for group in empty:
             group.initialize_main()
         units[place] = unit = Unit(part.name, groups, [], slot)
-        unit.keeps_weights = settings.keeps_weights
+        unit.keeps_weights, unit.is_offloaded = settings.keeps_weights, place in offloaded
         if settings.divisor is not None:
             unit.rescale_gradients(index.size / settings.divisor)
     for part in parts:

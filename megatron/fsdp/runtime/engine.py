@@ -343,6 +343,11 @@ class Engine:
         for param in arrived:
             param.run_gradient_hooks()
 
+    @property
+    def has_pending_gradients(self) -> bool:
+        """Whether a backward has ended since gradients were last put into ``.grad``."""
+        return self._sync.pending
+
     def finish_pending_gradients(self) -> None:
         """Call :meth:`finish_gradients` if a backward has ended since the last call."""
         if self._sync.pending:
@@ -353,7 +358,8 @@ class Engine:
         used = iter(self._used_anywhere(groups))
         taken = [group.take_gradients() for group in groups]
         # With offload the host reads the gradients from here on. All copies were started before it waits for them.
-        self.context.finish_offload()
+        if self.config.offloads_gradients:
+            self.context.finish_offload()
         arrived = []
         for group, reduced in zip(groups, taken, strict=True):
             flags = [next(used) for _ in group.params]
@@ -377,9 +383,11 @@ class Engine:
         """Multiply the gradients in ``.grad`` in place by a number, or by a tensor with one element."""
         grads = [getattr(param.main, self.config.grad_attribute, None) for param in self.params()]
         shards = [local_shard(grad) for grad in grads if grad is not None]
-        if isinstance(scaling_factor, torch.Tensor):
-            scaling_factor = scaling_factor.reshape(()).to(self.context.main_device)
-        torch._foreach_mul_(shards, scaling_factor)
+        for device in {shard.device for shard in shards}:
+            factor = scaling_factor
+            if isinstance(factor, torch.Tensor):
+                factor = factor.reshape(()).to(device)
+            torch._foreach_mul_([shard for shard in shards if shard.device == device], factor)
 
     def clear_gradients(self) -> None:
         """Drop all gradients: accumulated, reduced, and in ``.grad``."""

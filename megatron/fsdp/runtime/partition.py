@@ -1,6 +1,7 @@
 """Divides a model's parameters into units, and checks that the model can be sharded. Allocates no memory."""
 
 import importlib
+import math
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -57,6 +58,21 @@ class UnitPart:
     def params_inside(self) -> list[ShardedParameter]:
         """The parameters of all units inside this one, at any depth."""
         return [param for unit in self.walk() if unit is not self for param in unit.params]
+
+
+def offloaded_units(root: UnitPart, fraction: float) -> set[int]:
+    """Which units, by their places in :meth:`UnitPart.walk`, keep main weights in host memory.
+
+    In that order, every unit with which the offloaded ones have at most ``fraction`` of the parameters.
+    """
+    sizes = [sum(math.prod(param.local_shape) for param in part.params) for part in root.walk()]
+    left = fraction * sum(sizes)
+    chosen = set()
+    for place, size in enumerate(sizes):
+        if size <= left:
+            chosen.add(place)
+            left -= size
+    return chosen
 
 
 def resolve_unit_classes(module: nn.Module, unit_modules: UnitClasses | None) -> tuple[type[nn.Module], ...]:

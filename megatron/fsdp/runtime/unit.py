@@ -87,6 +87,7 @@ class Unit:
         took_part: Whether the gradient of an output has arrived in this backward.
         reduced: Whether the reduction of this backward's gradients has been issued.
         keeps_weights: Whether the weights stay unsharded from a forward until its backward, like the root's.
+        is_offloaded: Whether main weights are in host memory, away from the device of the computation.
         channel: Records the unit's collectives.
     """
 
@@ -106,7 +107,7 @@ class Unit:
         self.calls_done = 0
         self.took_part = False
         self.reduced = False
-        self.keeps_weights = False
+        self.keeps_weights = self.is_offloaded = False
         self.channel = Channel(Log([]))
         self._listener: Callable[[], UnitListener | None] = lambda: None
         self._before: Callable[..., Any] = weak_method(self.pre_forward)

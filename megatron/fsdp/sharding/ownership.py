@@ -9,6 +9,8 @@ each inner rank's range again. With two outer and two inner ranks, ``(outer, inn
 
 from dataclasses import dataclass
 
+import torch.distributed as dist
+
 from megatron.fsdp.sharding.layout import Layout
 from megatron.fsdp.sharding.mesh import DataParallelAxes
 from megatron.fsdp.sharding.strategy import Sharding
@@ -48,6 +50,18 @@ def shards_of(sharding: Sharding, axes: DataParallelAxes) -> int:
         return 1
     outer = axes.outer.size() if axes.outer is not None and sharding.outer.shards_optimizer else 1
     return axes.inner.size() * outer
+
+
+def sharing_ranks(sharding: Sharding, axes: DataParallelAxes) -> tuple[dist.ProcessGroup, list[int]]:
+    """The ranks that together hold main weights once, if these are sharded.
+
+    Returns:
+        Their process group, and for each rank of it the index of its range among the layout's shards.
+    """
+    if axes.outer is None or not sharding.outer.shards_optimizer:
+        return axes.inner, list(range(axes.inner.size()))
+    by_shard = axes.mesh.mesh.T.flatten().tolist()
+    return axes.dp_group, [by_shard.index(rank) for rank in dist.get_process_group_ranks(axes.dp_group)]
 
 
 def within(part: slice, whole: slice) -> slice:

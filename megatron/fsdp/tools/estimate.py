@@ -1,5 +1,6 @@
 """Estimates units, collectives and bytes per rank of a sharded model from its shapes. Allocates no memory."""
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 
@@ -10,13 +11,13 @@ from megatron.fsdp.buffers.parameter import ShardedParameter
 from megatron.fsdp.buffers.parameter_group import layout_of
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.quantized.storage import Direction, WeightStorage, storage_of
-from megatron.fsdp.runtime.partition import partition
+from megatron.fsdp.runtime.partition import offloaded_units, partition
 from megatron.fsdp.sharding.layout import parse_granularity
 from megatron.fsdp.sharding.strategy import UNSHARDED, Sharding
 from megatron.fsdp.tools.recipes import Recipe
 
-# Bytes of Adam's two fp32 moments per element.
-ADAM = 8
+# Bytes of fp32 moments per element: Adam has two, and Muon has one of each matrix.
+ADAM, MUON = 8, 4
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ class Bytes:
         padding: Number of padding elements.
         compute: Compute weights that stay allocated, and scales of quantized ones that every rank holds whole.
         main: Main weights, if they are not the compute weights.
-        optimizer: Adam's moments.
+        optimizer: Moments of the optimizer.
+        host: Main weights and moments in host memory, which the other numbers do not contain.
         gradients: Reduced gradients, until the optimizer's step.
         unsharded: All compute weights while the unit is unsharded.
         forward: Those of them that forward reads. Quantized weights may have bytes that only one pass reads.
@@ -57,6 +59,7 @@ class Bytes:
     compute: int = 0
     main: int = 0
     optimizer: int = 0
+    host: int = 0
     gradients: int = 0
     unsharded: int = 0
     forward: int = 0
@@ -133,7 +136,12 @@ class Estimate:
 
 
 def estimate(
-    module: nn.Module, classes: tuple[type[nn.Module], ...], config: FSDPConfig, dense: AxisSizes, experts: AxisSizes
+    module: nn.Module,
+    classes: tuple[type[nn.Module], ...],
+    config: FSDPConfig,
+    dense: AxisSizes,
+    experts: AxisSizes,
+    muon: bool = False,
 ) -> Estimate:
     """Plan a model's units and layouts as the engine does.
 
@@ -143,21 +151,28 @@ def estimate(
         config: Settings of the engine.
         dense: Axes of dense parameters.
         experts: Axes of experts.
+        muon: Whether the optimizer is Megatron's Muon and not Adam.
     """
     dtypes: dict[str, None] = {}
     units = []
     root = partition(module, classes, config.enable_fine_grained_param_gather)
-    for part in root.walk():
+    offloaded = offloaded_units(root, config.offload_fraction if config.offload_optimizer else 0.0)
+    for place, part in enumerate(root.walk()):
         total = Bytes()
         for params in part.groups:
-            found, text = _group(params, config, experts if params[0].key.expert else dense, part is root)
+            axes = experts if params[0].key.expert else dense
+            found, text = _group(params, config, axes, part is root, place in offloaded)
+            if muon:
+                found.optimizer = _moments_of_muon(params, found)
             total.add(found)
             dtypes[text] = None
         units.append(UnitEstimate(part.name, type(part.module).__name__, len(part.groups), total))
     return Estimate(tuple(units), tuple(dtypes))
 
 
-def _group(params: list[ShardedParameter], config: FSDPConfig, axes: AxisSizes, is_root: bool) -> tuple[Bytes, str]:
+def _group(
+    params: list[ShardedParameter], config: FSDPConfig, axes: AxisSizes, is_root: bool, on_host: bool
+) -> tuple[Bytes, str]:
     key, storage = params[0].key, storage_of(params[0].compute)
     sharding = config.sharding if key.divisible else UNSHARDED
     shards = axes.inner if sharding.inner.shards_optimizer else 1
@@ -171,17 +186,32 @@ def _group(params: list[ShardedParameter], config: FSDPConfig, axes: AxisSizes, 
     found = Bytes(
         elements=elements,
         padding=layout.numel - elements,
-        main=owned * dtypes.main_params.itemsize if apart else 0,
+        main=owned * dtypes.main_params.itemsize if apart or on_host else 0,
         optimizer=owned * ADAM if key.requires_grad else 0,
         gradients=owned * dtypes.main_params.itemsize if key.requires_grad else 0,
         produced=layout.numel * dtypes.compute.itemsize if key.requires_grad else 0,
         reducing=layout.numel * dtypes.grad_comm.itemsize if key.requires_grad else 0,
     )
+    if on_host:
+        found.host, found.main, found.optimizer = found.main + found.optimizer, 0, 0
     _add_compute(found, layout.numel, dtypes.compute, storage, sharding, axes, is_root)
     if config.keep_fp8_transpose_cache:
         found.compute, found.derived = found.compute + found.derived, 0
     stored = _name(dtypes.compute) if storage is None else f"{_format(storage)} (as {_name(dtypes.compute)})"
     return found, f"{stored} compute, {_name(dtypes.main_params)} main weights, {_name(dtypes.grad_comm)} reduction"
+
+
+def _moments_of_muon(params: list[ShardedParameter], found: Bytes) -> int:
+    """Bytes of moments if Muon updates the matrices that Megatron gives it, and Adam all others.
+
+    Matrices are counted with their share of what a rank has of the group, as if every rank had the same share.
+    """
+    matrices = sum(
+        math.prod(param.local_shape)
+        for param in params
+        if len(param.local_shape) == 2 and not getattr(param.original, "is_embedding_or_output_parameter", False)
+    )
+    return found.optimizer - found.optimizer * matrices // found.elements * (ADAM - MUON) // ADAM
 
 
 def _add_compute(

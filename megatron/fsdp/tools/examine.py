@@ -4,7 +4,8 @@ Megatron parses the command line, and the script builds its model as one rank of
 data. One process without a GPU is enough for any number of ranks.
 """
 
-import dataclasses
+import argparse
+import copy
 import functools
 import importlib
 import json
@@ -19,7 +20,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from megatron.fsdp.config import FSDPConfig
-from megatron.fsdp.mcore.limits import Limit, Settings, broken
+from megatron.fsdp.helpers.import_name import conflict
+from megatron.fsdp.mcore.limits import MUON, Limit, Settings, broken
 from megatron.fsdp.mcore.patches import install, uninstall
 from megatron.fsdp.tools.estimate import AxisSizes, Estimate, estimate
 from megatron.fsdp.tools.recipes import Recipe, plan_model, recipe_of
@@ -47,6 +49,7 @@ class Report:
         chunks: Model chunks of this pipeline stage.
         uses_fsdp: Whether the command line selects FSDP.
         recipe: How weights are quantized; None if they are not.
+        muon: Whether the optimizer of matrices is Muon.
     """
 
     world_size: int
@@ -57,6 +60,7 @@ class Report:
     chunks: list[Estimate] = field(default_factory=list)
     uses_fsdp: bool = True
     recipe: Recipe | None = None
+    muon: bool = False
 
     @property
     def accepted(self) -> bool:
@@ -71,6 +75,7 @@ class Report:
             "limits": [{"setting": x.setting, "message": x.message, "remedy": x.remedy} for x in self.limits],
             "refusal": self.refusal,
             "sizes": self.sizes,
+            "import_name": conflict(),
         }
         if self.config is not None:
             found["strategy"] = [self.config.zero_dp_strategy, self.config.outer_dp_sharding_strategy]
@@ -94,6 +99,8 @@ class Report:
         if not self.uses_fsdp:
             return "The command line does not contain --use-megatron-fsdp, so there is nothing to examine."
         lines = [f"{self.world_size} ranks"]
+        if (problem := conflict()) is not None:
+            lines.append(f"WARNING  {problem}")
         for limit in self.limits:
             lines += [f"NOT POSSIBLE  {limit.setting}: {limit.message}", f"              {limit.remedy}"]
         if self.refusal:
@@ -125,7 +132,8 @@ class Report:
         for title, name in (
             ("  compute weights", "compute"),
             ("  main weights", "main"),
-            ("  Adam's moments", "optimizer"),
+            ("  optimizer's moments", "optimizer"),
+            ("  in host memory", "host"),
         ):
             rows.append((title, _gib(sum(getattr(t, name) for t in totals))))
         rows.append(("  between steps", _gib(sum(t.resting for t in totals))))
@@ -155,6 +163,8 @@ def examine(script: Path, arguments: Sequence[str], world_size: int, rank: int =
     training_arguments: Any = importlib.import_module("megatron.training.arguments")
     training: Any = importlib.import_module("megatron.training.training")
     original, setup = training_arguments.validate_args, training.setup_model_and_optimizer
+    usage_error = argparse.ArgumentParser.error
+    argparse.ArgumentParser.error = _exit_with_message  # type: ignore[assignment, method-assign]
     install(functools.partial(_look_at, report))
     training_arguments.validate_args = _examining(training_arguments.validate_args, original, report)
     training.setup_model_and_optimizer = _without_memory(setup)
@@ -164,13 +174,19 @@ def examine(script: Path, arguments: Sequence[str], world_size: int, rank: int =
     except _Examined:
         pass
     except SystemExit as end:
-        report.refusal = f"The script ended with exit code {end.code}."
+        report.refusal = end.code if isinstance(end.code, str) else f"The script ended with exit code {end.code}."
     except Exception as error:  # noqa: BLE001 - any error of the script belongs in the report
         report.refusal = f"{type(error).__name__}: {error}"
     finally:
         uninstall()
+        argparse.ArgumentParser.error = usage_error  # type: ignore[method-assign]
         training_arguments.validate_args, training.setup_model_and_optimizer = original, setup
     return report
+
+
+def _exit_with_message(parser: argparse.ArgumentParser, message: str) -> None:
+    """Replaces ``ArgumentParser.error``, which prints the message and exits with a number."""
+    raise SystemExit(message)
 
 
 def _examining(validate_args: Callable[..., Any], original: Callable[..., Any], report: Report) -> Callable[..., Any]:
@@ -183,10 +199,12 @@ def _examining(validate_args: Callable[..., Any], original: Callable[..., Any], 
         if report.limits or not report.uses_fsdp:
             raise _Examined
         report.recipe = recipe_of(args)  # before it is switched off, since the model is built without a GPU
+        report.muon = args.optimizer in MUON
         args.fake_process_group = True
         args.use_gloo_process_groups = args.enable_gloo_process_groups = False
         result = validate_args(args, *rest, **kwargs)
         args.init_model_with_meta_device = True
+        args.perform_initialization = False  # only shapes are read
         return result
 
     return validate
@@ -218,7 +236,7 @@ def _without_memory(setup: Callable[..., Any]) -> Callable[..., Any]:
 def _look_at(report: Report, config: Any, ddp_config: Any, module: nn.Module, *rest: Any, **kwargs: Any) -> None:
     """Replaces the wrapper's constructor: adds the model chunk to the report."""
     from megatron.core import parallel_state as groups
-    from megatron.fsdp.mcore.adapter import fsdp_config, units_of
+    from megatron.fsdp.mcore.adapter import fsdp_config, largest_unit, units_of
     from megatron.fsdp.runtime.partition import resolve_unit_classes
 
     config.init_model_with_meta_device = False  # set by _examining and not by the user
@@ -227,8 +245,10 @@ def _look_at(report: Report, config: Any, ddp_config: Any, module: nn.Module, *r
     dense = groups.get_data_parallel_world_size(with_context_parallel=True)
     experts = groups.get_expert_data_parallel_world_size()
     # These two need CUDA. The report has named them, and goes on without them.
-    usable = dataclasses.replace(ddp_config, nccl_ub=False, megatron_fsdp_cuda_graph_mode=False)
-    report.config = fsdp_config(config, usable)
+    usable = copy.copy(ddp_config)
+    usable.nccl_ub = usable.megatron_fsdp_cuda_graph_mode = False
+    classes = kwargs.get("fsdp_unit_modules") or units_of(module)
+    report.config = fsdp_config(config, usable, largest_unit(module, classes))
     report.sizes = {
         "tensor": groups.get_tensor_model_parallel_world_size(),
         "pipeline": groups.get_pipeline_model_parallel_world_size(),
@@ -241,7 +261,6 @@ def _look_at(report: Report, config: Any, ddp_config: Any, module: nn.Module, *r
     }
     if report.recipe is not None:
         plan_model(module, report.recipe, config)
-    classes = kwargs.get("fsdp_unit_modules") or units_of(module)
     report.chunks.append(
         estimate(
             module,
@@ -249,6 +268,7 @@ def _look_at(report: Report, config: Any, ddp_config: Any, module: nn.Module, *r
             report.config,
             AxisSizes(dense // outer, outer),
             AxisSizes(max(experts // outer, 1), outer),
+            report.muon,
         )
     )
     if len(report.chunks) == (config.virtual_pipeline_model_parallel_size or 1):

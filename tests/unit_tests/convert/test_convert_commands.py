@@ -115,7 +115,7 @@ def test_user_errors_are_one_line(
 
 
 def test_existing_output_is_not_overwritten(tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes").mkdir(parents=True)
     result = run(TO_FSDP, sample("torch_dist_dp2") / ITERATION, tmp_path / "out")
     assert result.exit_code == 1 and "expected no such folder" in result.stderr
 
@@ -130,18 +130,40 @@ def test_tracker_file_never_moves_to_an_earlier_iteration(tmp_path: Path) -> Non
     assert tracker.read_text() == "2"
 
 
+@pytest.mark.parametrize("text", ["", "{}"])
+def test_empty_map_is_none(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "param_to_param_group_map.json"
+    path.write_text(text)
+    (tmp_path / "out").mkdir()
+    source = sample("torch_dist_dp2") / ITERATION
+    # As the original's documentation has it: options first, and a map after the folders. The output may be there.
+    words = ("--swiglu", f"{source}/", f"{tmp_path}/out/", "--param-to-param-group-map-json", path if text else "")
+    result = run(TO_FSDP, *words)
+    assert result.exit_code == 0, result.output
+    assert any(".param_to_group_meta." in key for key in plain_objects(tmp_path / "out"))
+    missing = run(TO_FSDP, source, tmp_path / "other", "--param-to-param-group-map-json", tmp_path / "none.json")
+    assert missing.exit_code == 1 and "none.json" in missing.stderr
+    again = run(TO_FSDP, *words)
+    assert again.exit_code == 1 and "out: expected no such folder yet, or an empty one" in again.stderr
+
+
 SCRIPT = "import sys; from megatron.fsdp.convert.convert_commands import COMMANDS; COMMANDS[0](sys.argv[1:])"
 
 
-def start(source: Path, target: Path, rank: int, processes: int) -> subprocess.Popen[str]:
-    environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(processes), "OMP_NUM_THREADS": "1"}
+LAUNCHERS = {"torchrun": ("RANK", "WORLD_SIZE"), "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")}
+
+
+def start(source: Path, target: Path, rank: int, processes: int, launcher: str) -> subprocess.Popen[str]:
+    variables = dict(zip(LAUNCHERS[launcher], (str(rank), str(processes)), strict=True))
+    environment = {**os.environ, **variables, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", SCRIPT, str(source), str(target), "--json"]
     return subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
 
-def test_processes_share_the_work(tmp_path: Path) -> None:
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_processes_share_the_work(tmp_path: Path, launcher: str) -> None:
     source = sample("torch_dist_moe_ep2") / ITERATION
-    started = [start(source, tmp_path / ITERATION, rank, 2) for rank in range(2)]
+    started = [start(source, tmp_path / ITERATION, rank, 2, launcher) for rank in range(2)]
     outputs = [process.communicate(timeout=100)[0] for process in started]
     assert [process.returncode for process in started] == [0, 0]
     assert json.loads(outputs[0])["output_format"] == "fsdp_dtensor" and not outputs[1]

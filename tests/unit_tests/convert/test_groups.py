@@ -48,6 +48,17 @@ def test_norms_of_queries_and_keys_decay_if_the_arguments_say_so() -> None:
     assert found["decoder.layers.0.self_attention.linear_qkv.bias"] == PLAIN
 
 
+def test_parameters_with_momentum_belong_to_the_groups_of_muon() -> None:
+    muon = {name: value for name, value in DECAYED.items() if name not in ("betas", "eps")} | {"momentum": 0.9}
+    names = [name for name in WEIGHTS if name.endswith(("linear_qkv.weight", "weight0_w", "weight0_v"))]
+    found = assign(WEIGHTS, [DECAYED, PLAIN, muon], NONE, muon=names)
+    assert {name for name, group in found.items() if group == muon} == {
+        "decoder.layers.0.self_attention.linear_qkv.weight",
+        "decoder.layers.0.mlp.experts.linear_fc1.weight0",
+    }
+    assert found["output_layer.weight"] == DECAYED
+
+
 def test_experts_spread_over_ranks_have_separate_groups() -> None:
     plain = EXPERTS | {"wd_mult": 0.0, "weight_decay": 0.0}
     found = assign(WEIGHTS, [DECAYED, PLAIN, EXPERTS, plain], NONE)

@@ -254,6 +254,12 @@ LLAMA3_8B = {
     "torch_dtype": "bfloat16",
     "vocab_size": 128256,
 }
+LLAMA3_70B = LLAMA3_8B | {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 80,
+}
 DEEPSEEK_V3 = {
     "architectures": ["DeepseekV3ForCausalLM"],
     "attention_bias": False,
@@ -319,8 +325,8 @@ def settings(words: list[str]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("config", "script_name", "alike"),
-    [(LLAMA3_8B, "llama3_8b.sh", 20), (DEEPSEEK_V3, "deepseek_v3.sbatch", 38)],
-    ids=["llama3-8b", "deepseek-v3"],
+    [(LLAMA3_70B, "llama3_70b.sbatch", 20), (DEEPSEEK_V3, "sbatch_mfsdp_deepseek_v3.sh", 39)],
+    ids=["llama3-70b", "deepseek-v3"],
 )
 def test_published_models_get_the_flags_of_the_example_scripts(
     config: dict[str, Any], script_name: str, alike: int

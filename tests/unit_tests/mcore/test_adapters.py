@@ -53,7 +53,6 @@ def adapted(config: Any) -> torch.nn.Module:
     return model
 
 
-
 def _sizes(tp: int) -> dict[str, Any]:
     # Initial weights then do not depend on the number of tensor-parallel ranks.
     return {"tensor_model_parallel_size": tp, "use_cpu_initialization": True}

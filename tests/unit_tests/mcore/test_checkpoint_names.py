@@ -75,6 +75,16 @@ OTHERS = {
     "model.module.decoder.layers.0.mlp.linear_fc1.layer_norm_bias": (
         "model.module.decoder.layers.0.pre_mlp_layernorm.bias"
     ),
+    "model.module.decoder.layers.0.self_attention.linear_q_up_proj.layer_norm_weight": (
+        "model.module.decoder.layers.0.self_attention.q_layernorm.weight"
+    ),
+    "model.module.decoder.layers.0.self_attention.kv_layernorm.weight": (
+        "model.module.decoder.layers.0.self_attention.linear_kv_up_proj.layer_norm_weight"
+    ),
+    "model.module.decoder.layers.0.self_attention.in_proj.layer_norm_weight": (
+        "model.module.decoder.layers.0.input_layernorm.weight"
+    ),
+    "model.module.decoder.layers.0.norm.weight": "model.module.decoder.layers.0.mixer.in_proj.layer_norm_weight",
     "model.module.mtp.layers.0.mtp_model_layer.mlp.linear_fc2.weight": (
         "model.module.mtp.layers.0.transformer_layer.mlp.linear_fc2.weight"
     ),
@@ -106,6 +116,10 @@ def test_strictness(chosen: str) -> None:
 
     found = strictness_of(SimpleNamespace(dist_ckpt_strictness=chosen))
     assert (found.missing, found.unexpected) == STRICTNESS[chosen]
+    # A conversion stores these for other runs: for the way back, and for optimizers of either kind.
+    assert found.extra("torch_dist") and found.extra("layouts.a.weight")
+    assert found.extra("optimizer.param_to_group_meta.module.a.weight.step")
+    assert not found.extra("optimizer.param_to_group_meta.module.a.weight.lr") and not found.extra("model.module.step")
 
 
 @pytest.mark.parametrize(("strict", "expected"), [(True, False), (False, True)])

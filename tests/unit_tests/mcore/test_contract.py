@@ -323,6 +323,29 @@ def optimizer_step_reaches_compute_weights() -> None:
         torch.testing.assert_close(seen["weight"], 2 * before)
 
 
+def step_without_synchronized_gradients_raises() -> None:
+    from tests.megatron_models import optimizer_of, tokens, wrapped
+
+    def of_torch(model: torch.nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    for build in (of_torch, optimizer_of):
+        model = wrapped("optim_grads_params")
+        optimizer = build(model)
+        forward_backward_without_finalizing(model, tokens(0, 1))
+        with pytest.raises(RuntimeError, match="finish_grad_sync"):
+            optimizer.step()
+        model.finish_grad_sync()
+        optimizer.step()
+
+
+def sharded_state_dict_raises() -> None:
+    from tests.megatron_models import wrapped
+
+    with pytest.raises(NotImplementedError, match="fsdp_dtensor"):
+        wrapped("optim_grads_params").sharded_state_dict()
+
+
 def _forward(model: torch.nn.Module) -> torch.Tensor:
     from tests.megatron_models import SEQUENCE, VOCABULARY
 
@@ -540,6 +563,8 @@ CASES = [
     start_param_sync_takes_megatrons_arguments,
     start_param_sync_prefetches_unless_disabled,
     optimizer_step_reaches_compute_weights,
+    step_without_synchronized_gradients_raises,
+    sharded_state_dict_raises,
     state_dict_has_main_weights_and_loads_back,
     stop_communication_leaves_main_weights,
     broadcast_params_makes_ranks_agree,

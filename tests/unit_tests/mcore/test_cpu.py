@@ -111,6 +111,14 @@ def test_adjusted_arguments_are_logged_once_by_rank_0(rank: int, caplog: pytest.
     assert all("gloo instead of nccl: NCCL connects GPUs only" in message for message in caplog.messages)
 
 
+@pytest.mark.parametrize("given", ["allgather", "alltoall", "flex"])
+def test_only_the_flex_dispatcher_is_replaced(given: str) -> None:
+    args = argparse.Namespace(**{row.argument: row.value for row in cpu.ADJUSTMENTS}, rank=1)
+    args.moe_token_dispatcher_type = given
+    arguments.adjust(args)
+    assert args.moe_token_dispatcher_type == ("alltoall" if given == "flex" else given)
+
+
 # Visibility of the changes ---------------------------------------------------------------------------------------
 
 
@@ -155,6 +163,29 @@ def test_methods_change_only_for_calls_from_megatron() -> None:
     assert as_megatron(lambda x: x.record_stream(None))(tensor) is None
     assert as_megatron(lambda x: x.cuda())(module) is module
     assert (lambda x: x.type())(tensor) == "torch.FloatTensor"
+
+
+def test_a_script_moves_its_batches_to_the_cpu() -> None:
+    tensor = torch.ones(1)
+    move = type(importing_as)((lambda x: x.cuda(non_blocking=True)).__code__, {"__name__": "__main__"})
+    assert move(tensor) is tensor
+
+
+@pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])
+def test_zero_centered_norms_start_as_the_others(kind: str) -> None:
+    build = importlib.import_module("megatron.core.transformer.torch_norm").WrappedTorchNorm
+    config = argparse.Namespace(
+        normalization=kind, sequence_parallel=False, persist_layer_norm=False, memory_efficient_layer_norm=False
+    )
+    x = torch.randn(3, 8)
+    config.layernorm_zero_centered_gamma = False
+    plain = build(config, 8)
+    config.layernorm_zero_centered_gamma = True
+    centered = build(config, 8)
+    assert not centered.weight.any() and torch.equal(centered(x), plain(x))
+    torch.nn.init.constant_(plain.weight, 1.5)
+    torch.nn.init.constant_(centered.weight, 0.5)
+    assert torch.equal(centered(x), plain(x))
 
 
 def importing_as(module: str) -> Callable[[str], Any]:

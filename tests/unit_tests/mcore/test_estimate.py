@@ -50,6 +50,16 @@ def test_estimated_bytes_equal_those_of_the_engine(ranks: RankPool, strategy: st
     ranks.run(3, _compare, strategy, dtype)
 
 
+def test_muon_has_one_moment_of_each_matrix_that_megatron_gives_it() -> None:
+    model = TinyModel()
+    model.embedding.weight.is_embedding_or_output_parameter = True
+    config, one = FSDPConfig(mixed_precision_policy=FP32_GRADS), AxisSizes(1)
+    adam, muon = (estimate(model, (Block,), config, one, one, muon).total.optimizer for muon in (False, True))
+    matrices = [p for p in model.parameters() if p.dim() == 2 and p is not model.embedding.weight]
+    # Padding is counted for both in proportion.
+    assert adam - muon == pytest.approx(4 * sum(matrix.numel() for matrix in matrices), rel=0.03)
+
+
 # Quantized weights ------------------------------------------------------------------------------------------------
 
 

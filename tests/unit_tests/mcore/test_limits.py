@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.ddp_config import FLAGS
@@ -32,6 +33,15 @@ BROKEN: dict[str, dict[str, Any]] = {
     "create_all_gather_group with several optimizer instances": {
         "create_all_gather_group": True,
         "num_distributed_optimizer_instances": 2,
+    },
+    "optimizer_cpu_offload without use_precision_aware_optimizer": {
+        "optimizer_cpu_offload": True,
+        "use_precision_aware_optimizer": False,
+    },
+    "optimizer other than adam, sgd and muon": {"optimizer": "soap"},
+    "muon with fp16, use_precision_aware_optimizer, optimizer_cpu_offload or muon_scalar_optimizer lion": {
+        "optimizer": "muon",
+        "muon_scalar_optimizer": "lion",
     },
     "save_wgrads_interval": {"save_wgrads_interval": 10},
     "param_name_patterns_for_fp32_local_accumulation": {"param_name_patterns_for_fp32_local_accumulation": ("all",)},
@@ -81,6 +91,7 @@ ADJUSTED: dict[str, dict[str, Any]] = {
     "reuse_grad_buf_for_mxfp8_param_ag": {"reuse_grad_buf_for_mxfp8_param_ag": True},
     "fsdp_double_buffer": {"nccl_ub": True, "fsdp_double_buffer": False},
     "megatron_fsdp_cuda_graph_mode": {"cuda_graph_impl": "full_iteration", "megatron_fsdp_cuda_graph_mode": False},
+    "megatron_fsdp_version": {"megatron_fsdp_version": 2},
     "overlap_grad_reduce": {"overlap_grad_reduce": False, "data_parallel_sharding_strategy": "optim_grads"},
     "overlap_param_gather": {"overlap_param_gather": False, "data_parallel_sharding_strategy": "optim_grads_params"},
 }
@@ -119,11 +130,23 @@ def test_nothing_is_adjusted_where_there_is_no_reason() -> None:
 
 
 ASKED_FOR: dict[str, dict[str, Any]] = {
-    "suggested_communication_unit_size": {"suggested_communication_unit_size": 1_000_000},
+    "suggested_communication_unit_size with fsdp_double_buffer": {
+        "suggested_communication_unit_size": 1_000_000,
+        "fsdp_double_buffer": True,
+    },
     "num_buckets": {"ddp_num_buckets": 4},
     "bucket_size": {"ddp_bucket_size": 40_000_000},
     "gradient_reduce_div_fusion": {"gradient_reduce_div_fusion": False},
-    "outer_dp_sharding_strategy": {"outer_dp_sharding_strategy": "optim", "num_distributed_optimizer_instances": 1},
+    "outer_dp_sharding_strategy with one optimizer instance": {
+        "outer_dp_sharding_strategy": "optim",
+        "num_distributed_optimizer_instances": 1,
+    },
+    "overlap_cpu_optimizer_d2h_h2d": {"overlap_cpu_optimizer_d2h_h2d": True, "optimizer_cpu_offload": True},
+    "pin_cpu_grads": {"pin_cpu_grads": False, "optimizer_cpu_offload": True},
+    "pin_cpu_params": {"pin_cpu_params": False, "optimizer_cpu_offload": True},
+    "use_torch_optimizer_for_cpu_offload": {"use_torch_optimizer_for_cpu_offload": True, "optimizer_cpu_offload": True},
+    "exp_avg_dtype with optimizer_cpu_offload": {"exp_avg_dtype": torch.bfloat16, "optimizer_cpu_offload": True},
+    "exp_avg_sq_dtype with optimizer_cpu_offload": {"exp_avg_sq_dtype": torch.bfloat16, "optimizer_cpu_offload": True},
     "torch_fsdp2_reshard_after_forward": {"torch_fsdp2_reshard_after_forward": False},
 }
 
@@ -134,7 +157,7 @@ def test_settings_without_effect_are_logged_once(
 ) -> None:
     limits._log_once.cache_clear()
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)  # on a CPU the fused division is off anyway
-    given = ASKED_FOR.get(ignored.setting, {ignored.setting: True})
+    given = ASKED_FOR.get(ignored.setting, {ignored.setting.split()[0]: True})
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             adjust(Settings(SimpleNamespace(**given)))
@@ -153,6 +176,18 @@ def test_megatrons_default_arguments_are_not_reported_as_ignored(caplog: pytest.
         for size in (None, 40_000_000, 512_000_000):
             adjust(Settings(DistributedDataParallelConfig(bucket_size=size)))
     assert not [record.message for record in caplog.records if "no effect" in record.message]
+
+
+@pytest.mark.parametrize("name", ["muon", "dist_muon"])
+def test_megatron_validates_adam_in_place_of_muon(name: str) -> None:
+    args = SimpleNamespace(use_megatron_fsdp=True, optimizer=name)
+    validated = []
+    validate_args(lambda args: validated.append(args.optimizer), args)
+    assert validated == ["adam"] and args.optimizer == "muon"
+    # Without FSDP, Megatron's own validation takes it.
+    args = SimpleNamespace(use_megatron_fsdp=False, optimizer=name)
+    validate_args(lambda args: validated.append(args.optimizer), args)
+    assert validated[1:] == [args.optimizer] == [name]
 
 
 # Every setting of data parallelism -----------------------------------------------------------------------------------
@@ -218,6 +253,7 @@ def test_every_ddp_setting_has_an_effect_or_is_listed() -> None:
 
 def test_megatrons_settings_map_to_the_engines() -> None:
     from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.fsdp.mcore.adapter import fsdp_config
     from tests.megatron_models import transformer_config
@@ -226,7 +262,7 @@ def test_megatrons_settings_map_to_the_engines() -> None:
         return {field.name for field in dataclasses.fields(config)}
 
     settings = {field.name: field.default for field in dataclasses.fields(FSDPConfig) if field.init}
-    megatrons = names(DistributedDataParallelConfig) | names(TransformerConfig)
+    megatrons = names(DistributedDataParallelConfig) | names(TransformerConfig) | names(OptimizerConfig)
     assert FLAGS.keys() <= settings.keys() | names(MixedPrecisionPolicy)
     assert set(FLAGS.values()) <= megatrons
     # A setting that has the same name in Megatron needs no row.

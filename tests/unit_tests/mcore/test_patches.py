@@ -5,6 +5,7 @@ import importlib
 import inspect
 import pkgutil
 import sys
+import types
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ def nothing_is_left() -> Any:
 @pytest.mark.parametrize(("table", "row"), ROWS, ids=IDS)
 def test_every_name_is_replaced_and_put_back(table: Patches, row: Patch) -> None:
     if not row.applies:
-        pytest.skip("the package is not installed")
+        pytest.skip("the package is not installed, or its version lacks the name")
     alone = Patches("one row", [row])
     original, seen = current(row), getattr(row.owner, row.attribute)
     alone.install()
@@ -131,6 +132,39 @@ def test_wrappers_are_ours() -> None:
     assert not is_installed()
 
 
+def test_names_of_the_original_are_ours_after_install() -> None:
+    install()
+    import megatron.core.distributed.fsdp.src.megatron_fsdp as package
+    import megatron_fsdp
+    from megatron.core.distributed.fsdp import FullyShardedDataParallel
+    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel as wrapper
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import MegatronFSDP, fully_shard
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.fully_shard import fully_shard_model
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp import MegatronFSDP as same
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.mixed_precision import MixedPrecisionPolicy
+    from megatron.fsdp import mcore
+
+    assert FullyShardedDataParallel is wrapper is mcore.FullyShardedDataParallel
+    assert MegatronFSDP is same is megatron_fsdp.MegatronFSDP
+    assert fully_shard is megatron_fsdp.fully_shard and fully_shard_model is megatron_fsdp.fully_shard_model
+    assert MixedPrecisionPolicy is megatron_fsdp.MixedPrecisionPolicy
+    behaviour = [name for name in package.__all__ if not name.startswith("__") and not name.endswith("Config")]
+    assert behaviour and all(getattr(package, name) is getattr(megatron_fsdp, name) for name in behaviour)
+
+
+def test_what_was_imported_before_install_raises_an_error() -> None:
+    """Megatron-Core's wrapper and its fully_shard() construct this class."""
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import MegatronFSDP
+
+    before = MegatronFSDP.__init__
+    install()
+    with pytest.raises(RuntimeError, match="imported before"):
+        MegatronFSDP(torch.nn.Linear(2, 2))
+    assert inspect.unwrap(MegatronFSDP.__init__) is before
+    uninstall()
+    assert MegatronFSDP.__init__ is before
+
+
 def test_a_stand_in_for_the_wrapper() -> None:
     def stand_in() -> None: ...
 
@@ -165,6 +199,7 @@ BRIDGE = {
     "checkpointing": """import torch
 def generate_state_dict(): return "theirs"
 def preprocess_fsdp_dtensor_state_dict(): return "theirs"
+def apply_peft_adapter_filter_to_state_dict(): return "theirs"
 SEEN_WHILE_IMPORTING = generate_state_dict()
 """,
 }
@@ -185,6 +220,19 @@ def bridge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     del sys.modules["megatron"].bridge
 
 
+def test_an_untried_version_warns_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    from megatron.core import package_info
+
+    helper.warn_if_untried.cache_clear()
+    install()
+    assert not caplog.records, "the version of the tests was tried"
+    monkeypatch.setattr(package_info, "__version__", "0.19.9")
+    install()
+    install()
+    said = "Megatron-FSDP was not tested with megatron-core 0.19.9. It was tested with megatron-core 0.18.2, "
+    assert [record.getMessage().startswith(said) for record in caplog.records] == [True]
+
+
 @pytest.mark.parametrize("first", [True, False], ids=["imported before install()", "imported after install()"])
 def test_megatron_bridge_is_patched(bridge: Any, first: bool) -> None:
     if first:
@@ -193,7 +241,7 @@ def test_megatron_bridge_is_patched(bridge: Any, first: bool) -> None:
     else:
         install()
         modules = [bridge(name) for name in BRIDGE]
-    rows = [row for row in MEGATRON.rows if row.versions is MEGATRON_BRIDGE]
+    rows = [row for row in MEGATRON.rows if row.versions is MEGATRON_BRIDGE and row.applies]
     assert {row.module for row in rows} == {module.__name__ for module in modules}
     replaced = {row: current(row) for row in rows}
     assert modules[1].SEEN_WHILE_IMPORTING == "theirs" and hasattr(modules[1].generate_state_dict, "__wrapped__")
@@ -277,6 +325,33 @@ def test_a_static_method_stays_static(importable: None) -> None:
     assert Base.static(3) == 6
     table.uninstall()
     assert vars(Base)["static"] is before and Base().static(3) == 3
+
+
+@pytest.mark.parametrize(("installed", "wanted"), [("0.18.9", "old"), ("0.19", "both"), ("0.20.0+abc1234", "new")])
+def test_a_patch_of_a_name_that_not_all_versions_have(
+    importable: None, monkeypatch: pytest.MonkeyPatch, installed: str, wanted: str
+) -> None:
+    module = types.ModuleType("a_package_info")
+    module.__version__ = installed
+    monkeypatch.setitem(sys.modules, "a_package_info", module)
+    versions = Versions("a-package", ("0.19",), "a_package_info")
+    names = {"old": {"before": "0.19"}, "both": {"since": "0.19", "before": "0.20"}, "new": {"since": "0.20"}}
+    rows = {
+        name: replace(_row("Base.inherited" if name == wanted else "Base.gone", "louder", **bounds), versions=versions)
+        for name, bounds in names.items()
+    }
+    assert [name for name, row in rows.items() if row.applies] == [wanted]
+    table = Patches("example", rows.values())
+    with table.installed():
+        assert Base().inherited() == "BASE"
+    assert len(table.check()) == (installed != "0.19")
+
+
+def test_the_version_of_a_checkout_hides_that_of_the_installed_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core import package_info
+
+    monkeypatch.setattr(package_info, "__version__", "99.0")
+    assert MEGATRON_CORE.installed == "99.0" and not MEGATRON_CORE.cover("99.0")
 
 
 def test_versions() -> None:

@@ -38,6 +38,7 @@ def _load(model: Any, optimizer: Any, scheduler: Any, folder: Path) -> int:
     from megatron.fsdp.checkpoint.loading import load
     from megatron.fsdp.mcore.checkpoint_state import preprocess_fsdp_dtensor_state_dict
     from megatron.fsdp.mcore.load import strictness_of
+    from megatron.fsdp.mcore.torch_dist import view
     from megatron.fsdp.naming.keys import other_names
 
     metadata = {"distrib_optim_sharding_type": "fsdp_dtensor"}
@@ -48,7 +49,7 @@ def _load(model: Any, optimizer: Any, scheduler: Any, folder: Path) -> int:
         "iteration": 0,
     }
     prepared = preprocess_fsdp_dtensor_state_dict(None, raw, model.module)
-    load(prepared, folder, other_names, strictness_of(None))
+    load(prepared, folder, other_names, strictness_of(None), view=view(optimizer=True))
     prepared.restore()
     model.load_state_dict(prepared["model"])
     optimizer.load_state_dict(prepared["optimizer"])

@@ -70,10 +70,39 @@ def test_no_complete_checkpoint_raises(monkeypatch: pytest.MonkeyPatch, checkpoi
         read(monkeypatch, checkpoints, "30", **OURS)
 
 
-def test_ddp_checkpoint_raises_with_the_conversion_command(monkeypatch: pytest.MonkeyPatch, checkpoints: Path) -> None:
-    (checkpoints / "iter_0000020" / "metadata.json").write_text("{}")
-    with pytest.raises(RuntimeError, match="convert-torch-dist-to-fsdp-dtensor"):
-        read(monkeypatch, checkpoints, "20", **OURS)
+def as_torch_dist(folder: Path, iteration: int) -> None:
+    (folder / f"iter_{iteration:07d}" / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+
+
+def test_checkpoints_of_ddp_are_loaded_like_others(monkeypatch: pytest.MonkeyPatch, checkpoints: Path) -> None:
+    as_torch_dist(checkpoints, 10)
+    assert read(monkeypatch, checkpoints, "10", **OURS) == (10, False)
+    assert read(monkeypatch, checkpoints, "30", **OURS) == (20, False)
+    # A run with FSDP that began with this one of DDP was killed while it saved its first.
+    (checkpoints / "iter_0000020" / ".metadata").unlink()
+    assert read(monkeypatch, checkpoints, "20", **OURS) == (10, False)
+    (checkpoints / TRACKER).unlink()
+    assert at_base(monkeypatch, checkpoints, **OURS, ckpt_step=None) == (10, None)
+    assert read(monkeypatch, checkpoints, "10") == (-7, False), "without arguments, it may be a run with DDP"
+
+
+def test_format_of_a_checkpoint(checkpoints: Path) -> None:
+    from megatron.fsdp.mcore.torch_dist import checkpoint_format
+
+    def format_of(iteration: int, **arguments: Any) -> str:
+        folder = str(checkpoints / f"iter_{iteration:07d}")
+        return checkpoint_format(lambda name, args: "Megatron's", folder, SimpleNamespace(**arguments))
+
+    as_torch_dist(checkpoints, 10)
+    assert format_of(10, **OURS) == "fsdp_dtensor"
+    assert format_of(20, **OURS) == "Megatron's"
+    assert format_of(10, use_megatron_fsdp=False, ckpt_format="torch_dist") == "Megatron's"
+
+
+def test_legacy_checkpoint_raises(monkeypatch: pytest.MonkeyPatch, checkpoints: Path) -> None:
+    (checkpoints / "iter_0000030" / "mp_rank_00_000").mkdir()
+    with pytest.raises(RuntimeError, match="legacy format torch.*--ckpt-format torch_dist"):
+        read(monkeypatch, checkpoints, "30", **OURS)
 
 
 @pytest.mark.parametrize("format", ["torch_dist", "torch"])
@@ -110,9 +139,6 @@ def test_unusable_checkpoints_raise(monkeypatch: pytest.MonkeyPatch, checkpoints
         shutil.rmtree(checkpoints / f"iter_{iteration:07d}")
     (checkpoints / "iter_0000020").rename(checkpoints / "release")
     with pytest.raises(RuntimeError, match="Write the iteration to load, or 'release'"):
-        at_base(monkeypatch, checkpoints, **OURS, ckpt_step=None)
-    (checkpoints / "release" / "metadata.json").write_text("{}")
-    with pytest.raises(RuntimeError, match="convert-torch-dist-to-fsdp-dtensor"):
         at_base(monkeypatch, checkpoints, **OURS, ckpt_step=None)
 
 

@@ -69,6 +69,45 @@ def test_strategies(ranks: RankPool, strategy: str, bf16: bool) -> None:
     ranks.run(2, _train, {"strategy": strategy, "bf16": bf16})
 
 
+def _offloaded(strategy: str, fraction: float) -> None:
+    """Train with --optimizer-cpu-offload and without, and compare norms, which are clipped, and weights."""
+    results = []
+    for settings in ({}, {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}):
+        with _megatron() as (sim, mm):
+            config = mm.transformer_config(bf16=True, finalize_model_grads_func=mm.finalize)
+            ddp_config = mm.ddp_config(strategy, check_for_nan_in_grad=False, grad_reduce_in_fp32=True)
+            vars(ddp_config).update(settings)
+            model = mm.FullyShardedDataParallel(config=config, ddp_config=ddp_config, module=mm.gpt(config).to(DEVICE))
+            precise = {"use_precision_aware_optimizer": True} if settings else {}
+            optimizer = mm.optimizer_of(model, **precise, **settings)
+            losses, norms = _losses(mm), []
+            for step in range(3):
+                model.zero_grad_buffer()
+                optimizer.zero_grad()
+                data = mm.tokens(step, 2).to(DEVICE)
+                with sim.no_host_wait() if step else contextlib.nullcontext():
+                    mm.forward_backward(model, data, losses)
+                norms.append(float(optimizer.step()[1]))
+            assert not sim.races, "\n".join(map(str, sim.races[:3]))
+            places = {unit.is_offloaded for unit in model.module.engine.units}
+            for unit in model.module.engine.units:
+                for param in (param for group in unit.groups for param in group.params):
+                    tensors = [param.main, optimizer.optimizer.state[param.main]["exp_avg"]]
+                    assert {sim.is_here(tensor) for tensor in tensors} == {not unit.is_offloaded}
+            results.append((norms, mm.weights_of(model), places))
+    (norms, weights, _), (offloaded_norms, offloaded_weights, places) = results
+    assert places == ({True} if fraction == 1 else {True, False})
+    torch.testing.assert_close(norms, offloaded_norms, rtol=1e-6, atol=0)
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, offloaded_weights[name], rtol=1e-6, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.4])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_offload(ranks: RankPool, strategy: str, fraction: float) -> None:
+    ranks.run(2, _offloaded, strategy, fraction)
+
+
 @contextlib.contextmanager
 def _host_waits() -> Iterator[set[str]]:
     """Collects where the host waits, as names of Megatron's functions."""

@@ -55,13 +55,13 @@ def read(reader: CheckpointReader, options: ReadOptions) -> TrainingState:
         ValueError: The checkpoint lacks information, or contradicts itself or the options.
         NotImplementedError: Its optimizer state is of a kind that cannot be read.
     """
-    common = common_state(reader.path)
-    args = common.get("args") or argparse.Namespace()
+    common = common_state(reader.path, options.verify)
+    args = common.get("args") or options.args
     model = {key: tensor for key, tensor in reader.tensors.items() if not _OPTIMIZER.match(key)}
     facts = read_facts(reader, model, args, options)
     live = to_canonical(model, TORCH_DIST, facts)
     weights = {name: tensor for name, tensor in live.items() if not is_buffer(name)}
-    optimizer = _optimizer(reader, model, facts, common) if options.optimizer else _Optimizer({}, [])
+    optimizer = _optimizer(reader, model, facts, common, args) if options.optimizer else _Optimizer({}, [])
     _check_states(reader, optimizer.states, weights)
     main = next((kind for kind in MAIN_WEIGHTS if kind in optimizer.states), None)
     mains = optimizer.states.pop(main) if main else {}
@@ -74,19 +74,22 @@ def read(reader: CheckpointReader, options: ReadOptions) -> TrainingState:
     }
     mapping = groups.read_map(options.group_map) if options.group_map else None
     held = {name: weights[name] for name in state_of}
+    muon = [name for name, state in state_of.items() if groups.MOMENTUM in state]
     return TrainingState(
         weights={name: mains.get(name, tensor) for name, tensor in weights.items()},
         common=_common(reader, common),
         buffers={name: tensor for name, tensor in live.items() if is_buffer(name)},
         optimizer_state=state_of,
-        group_of=groups.assign(held, optimizer.groups, args, mapping) if held else {},
+        group_of=groups.assign(held, optimizer.groups, args, mapping or None, muon) if held else {},
         model_dtypes={n: t.dtype for n, t in weights.items() if t.dtype != compute_dtype(args)},
-        torch_dist=_kept(reader, common, facts),
+        torch_dist=_kept(reader, common, facts) if options.keeps_rest else {},
         source=reader.fingerprint,
     )
 
 
-def _optimizer(reader: CheckpointReader, model: Tensors, facts: Facts, common: Mapping[str, Any]) -> _Optimizer:
+def _optimizer(
+    reader: CheckpointReader, model: Tensors, facts: Facts, common: Mapping[str, Any], args: argparse.Namespace
+) -> _Optimizer:
     refused = next((key for key in reader.objects if key.endswith(".param_state/shard_0_1")), None)
     if refused is not None:
         raise NotImplementedError(
@@ -94,7 +97,6 @@ def _optimizer(reader: CheckpointReader, model: Tensors, facts: Facts, common: M
             "load it with Megatron and save it with --dist-ckpt-optim-fully-reshardable."
         )
     if any(is_buffer_key(key) for key in reader.tensors):
-        args = common.get("args") or argparse.Namespace()
         return _Optimizer(read_buffers(reader, model, facts, args), _groups_in_objects(reader))
     stored: dict[str, Tensors] = {}
     for key, tensor in reader.tensors.items():
@@ -130,10 +132,13 @@ def _groups_in_objects(reader: CheckpointReader) -> list[groups.Group]:
 def _check_states(reader: CheckpointReader, states: Mapping[str, Tensors], weights: Tensors) -> None:
     """Check that all kinds of state exist for the same parameters, and are floating-point numbers."""
     names = {name for tensors in states.values() for name in tensors}
+    muon = set(states.get(groups.MOMENTUM, ()))
     for kind, tensors in states.items():
         # A float32 parameter of the model is also the main weight, and so is not stored twice.
         own = {n for n in names & set(weights) if kind in MAIN_WEIGHTS and weights[n].dtype == torch.float32}
-        missing = sorted(names - set(tensors) - own)
+        # Adam's moments are those of the parameters that are not Muon's.
+        others = set() if kind in MAIN_WEIGHTS else names - muon if kind == groups.MOMENTUM else muon
+        missing = sorted(names - set(tensors) - own - others)
         if missing:
             raise ValueError(
                 f"{reader.path}: expected {kind} of {missing[0]}, which has other optimizer state; got none."

@@ -11,7 +11,7 @@ from megatron.fsdp.checkpoint import safe_pickle
 from megatron.fsdp.checkpoint.reader import COMMON, COMMON_KEY, FORMAT_FILE
 from megatron.fsdp.checkpoint.writer import RawObject
 from megatron.fsdp.convert.canonical import Output, Tensors, TrainingState
-from megatron.fsdp.convert.groups import EXPERTS, Group, chains, is_expert
+from megatron.fsdp.convert.groups import EXPERTS, MOMENTUM, Group, chains, is_expert
 from megatron.fsdp.convert.options import WriteOptions
 from megatron.fsdp.convert.rewrites import TORCH_DIST, Facts, from_canonical, layers_with_own_norms
 from megatron.fsdp.convert.torch_dist.facts import written_facts
@@ -38,6 +38,7 @@ def lay_out(state: TrainingState, options: WriteOptions) -> Output:
 
     Raises:
         ValueError: Layers to be stacked in one tensor differ.
+        NotImplementedError: There is state of Muon and of another optimizer.
     """
     kept = state.torch_dist
     if options.like is not None:
@@ -95,6 +96,11 @@ def _by_kind(state: TrainingState) -> dict[str, Tensors]:
     for name in held:
         for kind, tensor in state.optimizer_state[name].items():
             kinds.setdefault(kind, {})[name] = tensor
+    if len(kinds.get(MOMENTUM, {})) not in (0, len(held)):
+        raise NotImplementedError(
+            "Megatron stores the state of Muon without its distributed optimizer, in a form that is not written here; "
+            "--no-optimizer converts only the model's weights."
+        )
     return kinds
 
 

@@ -7,7 +7,7 @@
 Where CUDA is present, ``enable()`` changes nothing and returns False, so a script can call it unconditionally. The
 tables ``CHANGES``, ``METHODS`` and ``MEGATRON`` list what it changes otherwise, and ``ADJUSTMENTS`` the command-line
 arguments that it sets. Only Megatron's modules see the changes to PyTorch. The engine, this adapter and the user's
-script do not.
+script do not, except that ``.cuda()`` and ``.pin_memory()`` do nothing in the script, which moves its batches.
 """
 
 from __future__ import annotations

@@ -20,11 +20,13 @@ class Adjustment:
         argument: The attribute's name in Megatron's argument namespace.
         value: The value for a CPU; for an enum, the member's name.
         reason: Why other values do not work.
+        only: The one value that needs a GPU; None if all values but ``value`` do.
     """
 
     argument: str
     value: Any
     reason: str
+    only: Any = None
 
 
 ADJUSTMENTS: tuple[Adjustment, ...] = (
@@ -41,6 +43,7 @@ ADJUSTMENTS: tuple[Adjustment, ...] = (
     Adjustment("no_persist_layer_norm", True, "the persistent layer norm is a CUDA kernel"),
     Adjustment("apply_rope_fusion", False, "the fused rotary embedding is a CUDA kernel"),
     Adjustment("moe_permute_fusion", False, "the fused permutation is a CUDA kernel"),
+    Adjustment("moe_token_dispatcher_type", "alltoall", "the flex dispatcher's libraries need CUDA", only="flex"),
     Adjustment("moe_router_fusion", False, "the fused router is a CUDA kernel"),
     Adjustment("cuda_graph_impl", "none", "CUDA graphs need CUDA"),
     Adjustment("gradient_reduce_div_fusion", False, "only NCCL can scale during a reduction"),
@@ -56,7 +59,7 @@ def adjust(args: Namespace) -> list[Adjustment]:
     for row in ADJUSTMENTS:
         current = getattr(args, row.argument)
         value = type(current)[row.value] if isinstance(current, Enum) else row.value
-        if current != value:
+        if current != value and row.only in (None, current):
             setattr(args, row.argument, value)
             changed.append(row)
             if args.rank == 0:

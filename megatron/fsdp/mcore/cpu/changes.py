@@ -277,7 +277,8 @@ MEGATRON = Patches(
         ),
         _megatron(
             "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
-            "refuses sequence parallelism, because it does not mark its parameters; other norms need Apex",
+            "refuses sequence parallelism, because it does not mark its parameters, and weights that are centered "
+            "at 0; other norms need Apex",
             "replacements:new_norm",
         ),
         _megatron(
@@ -287,6 +288,11 @@ MEGATRON = Patches(
         ),
         _megatron(
             f"{_ATTENTION}.forward", "attends to the keys and values of its own rank only", "attention:attend_to_all"
+        ),
+        _megatron(
+            "megatron.core.tensor_parallel.mappings:reduce_from_tensor_model_parallel_region",
+            "returns a view if there is one rank, to which experts with biases cannot add; other layers need CUDA",
+            "replacements:reduce_over_several",
         ),
         _megatron(
             "megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu",

@@ -11,10 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from megatron.fsdp.mcore.cpu.torch_view import called_from
 
 PACKAGES = ("megatron.core", "megatron.training", "megatron.bridge")
+# A training script moves its batches to the GPU.
+SCRIPT = "__main__"
 
 
 # Methods of PyTorch, for calls from Megatron's modules --------------------------------------------------------------
@@ -22,7 +25,7 @@ PACKAGES = ("megatron.core", "megatron.training", "megatron.bridge")
 
 def stay(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Return the object itself instead of moving it to a GPU or to pinned memory."""
-    return self if called_from(PACKAGES) else original(self, *args, **kwargs)
+    return self if called_from((*PACKAGES, SCRIPT)) else original(self, *args, **kwargs)
 
 
 def record_no_stream(original: Callable[..., Any], self: torch.Tensor, stream: Any) -> None:
@@ -52,13 +55,52 @@ def on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) ->
     return tensor.numpy() if as_numpy and hasattr(tensor, "numpy") else tensor
 
 
+class ZeroCenteredRMSNorm(torch.nn.RMSNorm):
+    """An RMS norm that multiplies by 1 + weight."""
+
+    def reset_parameters(self) -> None:
+        """Set the weight to 0."""
+        torch.nn.init.zeros_(self.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalize over the last dimension."""
+        return functional.rms_norm(x, self.normalized_shape, self.weight + 1, self.eps)
+
+
+class ZeroCenteredLayerNorm(torch.nn.LayerNorm):
+    """A layer norm that multiplies by 1 + weight."""
+
+    def reset_parameters(self) -> None:
+        """Set the weight and the bias to 0."""
+        torch.nn.init.zeros_(self.weight)
+        torch.nn.init.zeros_(self.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalize over the last dimension."""
+        return functional.layer_norm(x, self.normalized_shape, self.weight + 1, self.bias, self.eps)
+
+
+ZERO_CENTERED = {torch.nn.RMSNorm: ZeroCenteredRMSNorm, torch.nn.LayerNorm: ZeroCenteredLayerNorm}
+
+
+def reduce_over_several(original: Callable[..., Any], input_: torch.Tensor, group: Any = None) -> Any:
+    """Sum a tensor over tensor-parallel ranks, or return the tensor itself if there is one rank."""
+    from megatron.core.utils import get_tensor_model_parallel_group_if_none
+
+    group = get_tensor_model_parallel_group_if_none(group)
+    return input_ if group.size() == 1 else original(input_, group)
+
+
 def new_norm(original: Callable[..., torch.nn.Module], cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
     """Build a norm, and mark its parameters: tensor-parallel ranks have to sum their gradients."""
     accepted = copy.copy(config)
-    accepted.sequence_parallel = False
-    norm = original(cls, accepted, *args, **kwargs)
+    accepted.sequence_parallel = accepted.layernorm_zero_centered_gamma = False
+    norm: Any = original(cls, accepted, *args, **kwargs)
+    if config.layernorm_zero_centered_gamma:
+        norm.__class__ = ZERO_CENTERED[type(norm)]
+        norm.reset_parameters()
     for parameter in norm.parameters():
-        parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        parameter.sequence_parallel = config.sequence_parallel
     return norm
 
 

@@ -1,0 +1,80 @@
+"""Loads ``torch_dist`` checkpoints of Megatron's DDP as if they had been converted to ``fsdp_dtensor`` before."""
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from megatron.fsdp.checkpoint import backend
+from megatron.fsdp.checkpoint.loading import Contents, View
+from megatron.fsdp.checkpoint.reader import CheckpointReader, common_state, format_of
+from megatron.fsdp.convert.fsdp_dtensor import CHECKPOINT_VERSION
+from megatron.fsdp.convert.options import ReadOptions
+from megatron.fsdp.convert.rewrites import TORCH_DIST
+from megatron.fsdp.convert.view import ConvertedView
+from megatron.fsdp.mcore.resuming import megatron_arguments, uses_fsdp_dtensor
+
+
+def is_torch_dist(folder: Path) -> bool:
+    """Whether a checkpoint is one of Megatron's DDP."""
+    return format_of(folder) == TORCH_DIST
+
+
+def view(optimizer: bool) -> View:
+    """What to load of a checkpoint: the conversion of a ``torch_dist`` one, others as they are.
+
+    Args:
+        optimizer: Whether optimizer state is loaded. If not, nothing has to be known about it.
+    """
+    return partial(_view, optimizer=optimizer)
+
+
+def _view(opened: CheckpointReader, optimizer: bool) -> Contents:
+    if opened.format != TORCH_DIST:
+        return opened
+    args = megatron_arguments() or argparse.Namespace()
+    options = ReadOptions(optimizer=optimizer, verify=False, args=args, keeps_rest=False)
+    try:
+        return ConvertedView(opened, options)
+    except (ValueError, NotImplementedError) as error:
+        raise RuntimeError(
+            f"{opened.path}: this torch_dist checkpoint cannot be loaded as it is. {error} Options are those of "
+            "tools/checkpoint/checkpoint_inspector.py convert-torch-dist-to-fsdp-dtensor; its output can be loaded."
+        ) from error
+
+
+def load_common(folder: Path, keys: list[str]) -> dict[str, Any]:
+    """Read the common state of a ``torch_dist`` checkpoint on this rank alone; only those of the keys that it has."""
+    common = {"checkpoint_version": CHECKPOINT_VERSION, "iteration": 0, **common_state(folder, verify=False)}
+    return {key: common[key] for key in keys if key in common}
+
+
+class Reader(backend.Reader):
+    """Shows the metadata of a ``torch_dist`` checkpoint as that of its conversion where Megatron compares all keys."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Read the checkpoint's metadata, as in the base class."""
+        metadata, run = super().read_metadata(*args, **kwargs), megatron_arguments()
+        lenient = not getattr(run, "strict_fsdp_dtensor_load", True)
+        # A layer of a GPT model becomes several of a hybrid one, which Megatron finds by their keys.
+        compares = lenient or getattr(run, "hybrid_layer_pattern", None)
+        # The conversion of a large model takes seconds to plan.
+        if not compares or not is_torch_dist(Path(self.path)):
+            return metadata
+        loads = not (getattr(run, "finetune", False) or getattr(run, "no_load_optim", False))
+        return view(loads)(backend.open_checkpoint(Path(self.path))).metadata
+
+
+def load_path(original: Callable[..., str], args: Any, load_arg: str = "load") -> str:
+    """The folder of the checkpoint to load; with ``--pretrained-checkpoint`` alone, that of its checkpoint."""
+    return original(args, load_arg if getattr(args, load_arg) is not None else "pretrained_checkpoint")
+
+
+def checkpoint_format(original: Callable[..., str], checkpoint_name: Any, args: Any) -> str:
+    """The format of a checkpoint. A run with FSDP loads ``torch_dist`` in the same way as ``fsdp_dtensor``."""
+    if uses_fsdp_dtensor(args) and is_torch_dist(Path(checkpoint_name)):
+        return "fsdp_dtensor"
+    return original(checkpoint_name, args)

@@ -1,0 +1,132 @@
+"""A run with FSDP continues a run with Megatron's DDP from its checkpoint, exactly as after a conversion."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.checkpoints import plain_objects, plain_tensors, same
+from tests.functional_tests.test_convert import (
+    BY_PARAMETER,
+    ITERATION,
+    MODELS,
+    OURS,
+    SAVED,
+    TORCH_DIST,
+    Model,
+    converted,
+    losses,
+    save,
+    train,
+)
+from tests.ranks import DEVICE
+from tools.parity import fsdp_arguments, write_corpus
+from tools.parity_nd import ALLTOALL, EP, LLAMA, PP, TP
+
+pytestmark = [
+    pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here"),
+    pytest.mark.slow,
+    pytest.mark.timeout(1200),
+]
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+class Change(NamedTuple):
+    """A model that DDP trains and one that FSDP continues, the optimizer's format, the tolerance of losses."""
+
+    before: Model
+    after: Model
+    format: tuple[str, ...] = ()
+    tolerance: float = 1e-6
+    strategy: str = "optim_grads_params"
+
+
+MODEL = Model(LLAMA, 2)
+LATENT = MODELS["latent attention, multi-token prediction"]
+CHANGES = {
+    "sharded optimizer state": Change(MODEL, MODEL, strategy="optim"),
+    "sharded weights": Change(MODEL, MODEL, (BY_PARAMETER,)),
+    # Sums of bfloat16 gradients depend on their order.
+    "bf16": Change(Model(f"{LLAMA} --bf16", 2), Model(f"{LLAMA} --bf16", 2), tolerance=1e-3),
+    "no tensor parallelism": Change(Model(f"{LLAMA} {TP}", 2), MODEL),
+    "no pipeline": Change(Model(f"{LLAMA} {PP}", 2), MODEL, (BY_PARAMETER,)),
+    "tensor parallelism": Change(Model(f"{LLAMA} {TP} {PP}", 4), Model(f"{LLAMA} {TP}", 4)),
+    "no spread experts": Change(Model(f"{ALLTOALL} {EP}", 2), Model(ALLTOALL, 2)),
+    "spread experts": Change(Model(f"{ALLTOALL} {EP}", 2), Model(f"{ALLTOALL} {EP}", 2)),
+    "interleaved stages": Change(MODELS["interleaved stages"], Model(LLAMA, 2, 4)),
+    "multi-token prediction": Change(LATENT, LATENT, tolerance=2e-3),
+}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The dataset."""
+    yield write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def objects_of(folder: Path) -> dict[str, object]:
+    """All but the arguments, which have the folder's name."""
+    return {key: value for key, value in plain_objects(folder).items() if key != "args"}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_training_continues_as_after_a_conversion(corpus: Path, tmp_path: Path, name: str) -> None:
+    change = CHANGES[name]
+    source = save(corpus, change.before, tmp_path / "source", *change.format)
+    expected = train(corpus, change.before, *TORCH_DIST, *change.format, "--load", str(source.parent))
+    there = converted(source, tmp_path / "there", "fsdp_dtensor")
+    saved = {}
+    for folder in (source.parent, there.parent):
+        target = tmp_path / f"from_{folder.name}"
+        words = ("--load", str(folder), "--save", str(target), "--save-interval", "1")
+        found = train(corpus, change.after, *fsdp_arguments(change.strategy), *words)
+        assert losses(found) == pytest.approx(losses(expected), rel=change.tolerance)
+        saved[folder.name] = target / f"iter_{SAVED + 1:07d}"
+    tensors, wanted = plain_tensors(saved["source"]), plain_tensors(saved["there"])
+    assert [key for key, tensor in wanted.items() if not same(tensors.get(key), tensor)] == []
+    assert same(objects_of(saved["source"]), objects_of(saved["there"]))
+
+
+def test_both_kinds_of_checkpoints_in_one_folder(corpus: Path, tmp_path: Path) -> None:
+    folder = save(corpus, MODEL, tmp_path / "run").parent
+    words = (*OURS, "--load", str(folder), "--save", str(folder), "--save-interval", "1")
+    whole = train(corpus, MODEL, *words)
+    assert (folder / TRACKER).read_text() == str(SAVED + len(whole.iterations))
+    for iteration, killed in ((SAVED + 1, SAVED + 2), (SAVED, SAVED + 1)):
+        # Killed while it saved: the newest checkpoint is incomplete. The tracker file may name it or the one before.
+        (folder / f"iter_{killed:07d}" / ".metadata").unlink()
+        (folder / TRACKER).write_text(str(killed))
+        again = train(corpus, MODEL, *words)
+        assert losses(again) == losses(whole)[iteration - SAVED :]
+        for later in range(iteration + 1, SAVED + len(whole.iterations) + 1):
+            if later > killed:
+                (folder / f"iter_{later:07d}" / ".metadata").unlink()
+    assert (folder / ITERATION / "metadata.json").exists(), "that of DDP is still there"
+
+
+def test_options_of_loading(corpus: Path, tmp_path: Path) -> None:
+    folder = save(corpus, MODEL, tmp_path / "run").parent
+    whole = losses(train(corpus, MODEL, *OURS, "--load", str(folder)))
+    strict = train(corpus, MODEL, *OURS, "--load", str(folder), "--dist-ckpt-strictness", "raise_all")
+    assert losses(strict) == whole
+    assert losses(train(corpus, MODEL, *OURS, "--load", str(folder), "--no-load-rng")) == whole, "there is no dropout"
+    fresh = losses(train(corpus, MODEL, *OURS, "--load", str(folder), "--no-load-optim"))
+    assert fresh[0] == whole[0] and fresh[1] != whole[1]
+    finetuned = losses(train(corpus, MODEL, *OURS, "--load", str(folder), "--finetune"))
+    assert len(finetuned) == SAVED + len(whole)
+    pretrained = losses(train(corpus, MODEL, *OURS, "--pretrained-checkpoint", str(folder)))
+    assert pretrained == finetuned
+    (folder / ITERATION).rename(folder / "release")
+    (folder / TRACKER).write_text("release")
+    released = losses(train(corpus, MODEL, *OURS, "--load", str(folder)))
+    assert len(released) == SAVED + len(whole) and released[:2] == fresh
+
+
+def test_another_model_raises(corpus: Path, tmp_path: Path) -> None:
+    from tools.real_loop import RunFailure
+
+    folder = save(corpus, MODEL, tmp_path / "run").parent
+    with pytest.raises(RunFailure, match=r"expected \(\d+, 64\)|does not fit the model"):
+        train(corpus, MODEL._replace(arguments=f"{LLAMA} --ffn-hidden-size 96"), *OURS, "--load", str(folder))

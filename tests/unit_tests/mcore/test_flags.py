@@ -1,0 +1,111 @@
+"""docs/flags.md is up to date, and flags that the tables of limits.py do not have reach the engine."""
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import tests.megatron_models as mm
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.fsdp.mcore.adapter import fsdp_config, largest_unit, units_of
+from megatron.fsdp.mcore.limits import Settings, adjust, validate_args
+from megatron.fsdp.mcore.statistics import get_megatron_optimizer
+from tests.ranks import DEVICE, RankPool
+from tools import flag_table
+
+pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here")
+
+
+def test_the_page_is_up_to_date() -> None:
+    assert flag_table.PAGE.read_text() == flag_table.as_markdown(), "run: python tools/flag_table.py --write"
+
+
+def test_the_page_has_each_flag_with_its_status() -> None:
+    lines = {line.split("`")[1]: line for line in flag_table.as_markdown().splitlines() if line.startswith("| `")}
+    assert "refused" in lines["--use-tp-pp-dp-mapping"]
+    assert "adjusted (`False`)" in lines["--ddp-average-in-collective"]
+    assert "no effect" in lines["--ddp-num-buckets"]
+    assert "| supported |" in lines["--data-parallel-sharding-strategy"]
+    # Fields of the configs, and what validate_args reads where FSDP is on.
+    assert {"--nccl-ub", "--optimizer-cpu-offload", "--megatron-fsdp-max-pool-double-buffer"} <= lines.keys()
+    assert "check_weight_hash_across_dp_replicas_interval" in flag_table.read_for_fsdp()
+
+
+# What Megatron-Core's FSDP does with this size: prefetch until half of it is in flight, and reduce at most all of it.
+@pytest.mark.parametrize(
+    ("size", "unsharded", "reducing"), [(None, 2, 1), (1, 1, 1), (100, 2, 1), (200, 2, 2), (202, 3, 2), (1000, 6, 10)]
+)
+def test_the_communication_size_limits_units_in_flight(size: int | None, unsharded: int, reducing: int) -> None:
+    ddp_config = DistributedDataParallelConfig(suggested_communication_unit_size=size)
+    found = fsdp_config(mm.transformer_config(), ddp_config, unit_size=100)
+    assert (found.max_unsharded_units, found.max_reducing_units) == (unsharded, reducing)
+    double = dataclasses.replace(ddp_config, fsdp_double_buffer=True)
+    assert fsdp_config(mm.transformer_config(), double, unit_size=100).max_unsharded_units == 2
+
+
+def _through_the_wrapper() -> None:
+    with mm.megatron():
+        module = mm.gpt(mm.transformer_config())
+        layer = sum(p.numel() for p in module.decoder.layers[0].parameters())
+        assert largest_unit(module, units_of(module)) == layer
+        model = mm.wrapped("optim_grads_params", suggested_communication_unit_size=6 * layer)
+        config = model.module.fsdp_config
+        assert (config.max_unsharded_units, config.max_reducing_units) == (4, 6)
+
+
+def test_the_wrapper_measures_its_units(ranks: RankPool) -> None:
+    ranks.run(1, _through_the_wrapper)
+
+
+def test_the_largest_pool_is_a_double_buffer() -> None:
+    args = flag_table.parser().parse_args(["--megatron-fsdp-max-pool-double-buffer"])
+    later = DistributedDataParallelConfig()
+    later.megatron_fsdp_max_pool_double_buffer = args.megatron_fsdp_max_pool_double_buffer
+    for ddp_config in (DistributedDataParallelConfig(megatron_fsdp_max_pool_double_buffer=True), later):
+        assert fsdp_config(mm.transformer_config(), ddp_config).fsdp_double_buffer
+    assert not fsdp_config(mm.transformer_config(), DistributedDataParallelConfig()).fsdp_double_buffer
+
+
+# Settings that are set to False, from the command line and from config objects --------------------------------------
+
+FALSE = ("ddp_average_in_collective", "gradient_accumulation_fusion", "reuse_grad_buf_for_mxfp8_param_ag")
+
+
+def test_the_command_line_is_adjusted() -> None:
+    args = flag_table.parser().parse_args(
+        ["--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor", "--ddp-average-in-collective"]
+        + ["--reuse-grad-buf-for-mxfp8-param-ag"]
+    )
+    assert all(getattr(args, name) for name in FALSE)
+    seen: list[Any] = []
+    validate_args(lambda args: seen.extend(getattr(args, name) for name in FALSE), args)
+    assert seen == [False] * 3, "before Megatron's own validation"
+
+
+def test_config_objects_are_adjusted() -> None:
+    ddp_config = DistributedDataParallelConfig(average_in_collective=True, reuse_grad_buf_for_mxfp8_param_ag=True)
+    config = SimpleNamespace(gradient_accumulation_fusion=True)
+    adjust(Settings(ddp_config, config))  # as the wrapper does
+    assert not ddp_config.average_in_collective and not ddp_config.reuse_grad_buf_for_mxfp8_param_ag
+    assert not config.gradient_accumulation_fusion
+
+
+def _optimizers_config() -> None:
+    with mm.megatron():
+        model = mm.wrapped("optim", average_in_collective=True, reuse_grad_buf_for_mxfp8_param_ag=True)
+        assert not model.ddp_config.average_in_collective and not model.ddp_config.reuse_grad_buf_for_mxfp8_param_ag
+        config = OptimizerConfig(reuse_grad_buf_for_mxfp8_param_ag=True)
+        seen: list[bool] = []
+
+        def original(config: OptimizerConfig, chunks: list[Any]) -> SimpleNamespace:
+            seen.append(config.reuse_grad_buf_for_mxfp8_param_ag)
+            return SimpleNamespace()
+
+        get_megatron_optimizer(original, config, [model])
+        assert seen == [False]
+
+
+def test_the_wrapper_and_the_optimizer_adjust_their_configs(ranks: RankPool) -> None:
+    ranks.run(1, _optimizers_config)

@@ -1,0 +1,186 @@
+"""Megatron's Muon updates sharded matrices as it updates whole ones."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.ranks import DEVICE, RankPool
+
+pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here")
+
+# The fused QKV projection of two heads: the parts of each head are orthogonalized apart.
+QKV = [6, 2, 2]
+SHAPES = {"qkv": (20, 7), "tall": (33, 5), "wide": (4, 41), "row": (1, 9), "column": (3, 1)}
+SETTINGS: dict[str, Any] = {
+    "lr": 0.02,
+    "momentum": 0.9,
+    "weight_decay": 0.1,
+    "split_qkv": True,
+    "is_qkv_fn": lambda p: hasattr(p, "qkv_split_shapes"),
+    "tp_mode": "blockwise",
+    "fp32_matmul_prec": "highest",
+}
+
+
+class Matrices(torch.nn.Module):
+    """Matrices of odd shapes, and others that leave some ranks without any element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        for name, shape in SHAPES.items():
+            setattr(self, name, torch.nn.Parameter(torch.randn(shape)))
+        self.qkv.qkv_split_shapes = QKV
+        self.bias = torch.nn.Parameter(torch.randn(11))
+
+
+def _index(hybrid: bool) -> Any:
+    from megatron.fsdp.sharding.mesh import FSDPDistributedIndex, default_index
+
+    if not hybrid:
+        return default_index(torch.device("cpu"))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    return FSDPDistributedIndex(mesh, "inner", "outer")
+
+
+def _steps(nesterov: bool, steps: int, outer: str | None = None) -> None:
+    """Compare a few steps bit for bit with those of Megatron's own class on whole matrices, in one round or several."""
+    import tests.megatron_models  # noqa: F401 - switches Megatron to the CPU
+    from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
+    from megatron.fsdp.config import FSDPConfig
+    from megatron.fsdp.mcore.muon import ShardedMuon
+    from megatron.fsdp.module import MegatronFSDP
+    from megatron.fsdp.optim import matrix_exchange
+    from tests.models import whole
+
+    reference = Matrices()
+    config = FSDPConfig(outer_dp_sharding_strategy=outer or "no_shard")
+    model = MegatronFSDP(Matrices(), _index(outer is not None), fsdp_unit_modules=[], config=config)
+    entries = {p.names[0]: (group, i, p) for group in model.engine.groups for i, p in enumerate(group.params)}
+    matrices = {name: entry for name, entry in entries.items() if name in SHAPES}
+    assert len(matrices) == len(SHAPES)
+    ours = ShardedMuon([entry.main for _, _, entry in matrices.values()], nesterov=nesterov, **SETTINGS)
+    theirs = TensorParallelMuon([getattr(reference, name) for name in matrices], nesterov=nesterov, **SETTINGS)
+    generator = torch.Generator().manual_seed(5)
+    matrix_exchange.ROUND = 1 if nesterov else 1 << 24
+    for _ in range(steps):
+        for name, (group, i, entry) in matrices.items():
+            grad = torch.randn(SHAPES[name], generator=generator)
+            getattr(reference, name).grad = grad
+            entry.main.grad = group.shard(i, grad.clone())
+        ours.step()
+        theirs.step()
+    for name, (_, _, entry) in matrices.items():
+        expected = getattr(reference, name)
+        assert torch.equal(whole(entry, entry.main), expected), name
+        momentum = theirs.state[expected]["momentum_buffer"]
+        assert torch.equal(whole(entry, ours.state[entry.main]["momentum_buffer"]), momentum), name
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_steps_are_bit_equal_to_those_on_whole_matrices(ranks: RankPool, world_size: int, nesterov: bool) -> None:
+    ranks.run(world_size, _steps, nesterov, 3)
+
+
+@pytest.mark.parametrize("outer", ["no_shard", "optim"])
+def test_steps_with_two_data_parallel_axes_are_bit_equal(ranks: RankPool, outer: str) -> None:
+    ranks.run(4, _steps, True, 2, outer)
+
+
+@contextmanager
+def _megatron(**sizes: int) -> Iterator[None]:
+    from tests.megatron_models import (
+        destroy_rerun_state_machine,
+        initialize_rerun_state_machine,
+        install,
+        model_parallel_cuda_manual_seed,
+        parallel_state,
+        uninstall,
+    )
+
+    parallel_state.initialize_model_parallel(**sizes)
+    model_parallel_cuda_manual_seed(1234)
+    initialize_rerun_state_machine()
+    install()
+    try:
+        yield
+    finally:
+        uninstall()
+        destroy_rerun_state_machine()
+        parallel_state.destroy_model_parallel()
+
+
+def _optimizer(model: Any, **changes: Any) -> Any:
+    from tests.megatron_models import OptimizerConfig, get_megatron_optimizer
+
+    settings: dict[str, Any] = {"muon_fp32_matmul_prec": "highest", "muon_momentum": 0.9, "muon_nesterov": True}
+    config = OptimizerConfig(
+        optimizer="muon",
+        lr=1e-2,
+        weight_decay=0.1,
+        clip_grad=1.0,
+        use_distributed_optimizer=model.ddp_config.use_megatron_fsdp,
+        **{**settings, **changes},
+    )
+    return get_megatron_optimizer(config, [model])
+
+
+def _train(strategy: str | None, model: dict[str, Any], **changes: Any) -> Any:
+    from tests.megatron_models import Trained, forward_backward, parallel_state, tokens, weights_of, wrapped
+
+    extra = {} if strategy is not None else {"use_distributed_optimizer": False}
+    wrapper = wrapped(strategy, **{"add_bias_linear": False, **model, **extra})
+    optimizer = _optimizer(wrapper, **changes)
+    result = Trained()
+    for step in range(3):
+        wrapper.zero_grad_buffer()
+        optimizer.zero_grad()
+        # Tensor-parallel ranks have the same tokens.
+        data = tokens(step, 2)
+        dist.broadcast(data, group=parallel_state.get_tensor_model_parallel_group(), group_src=0)
+        forward_backward(wrapper, data)
+        success, norm, _ = optimizer.step()
+        assert success
+        result.norms.append(float(norm))
+    if not model:
+        result.weights = weights_of(wrapper)
+    return result
+
+
+def _compare(strategy: str) -> None:
+    with _megatron():
+        ours, reference = _train(strategy, {}), _train(None, {})
+    assert ours.norms == pytest.approx(reference.norms, rel=1e-5)
+    for name, weight in reference.weights.items():
+        torch.testing.assert_close(ours.weights[name], weight, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads_params"])
+def test_trains_as_megatrons_ddp(ranks: RankPool, strategy: str) -> None:
+    ranks.run(2, _compare, strategy)
+
+
+def _tensor_parallel() -> None:
+    """Gradient norms tell the modes apart: each mode takes another first step."""
+    import tests.megatron_models
+
+    model = {"tensor_model_parallel_size": 2}
+    divisible = patch.object(tests.megatron_models, "VOCABULARY", 30)
+    with _megatron(tensor_model_parallel_size=2), divisible:
+        norms = {}
+        for mode in ("blockwise", "duplicated", "distributed"):
+            reference = _train(None, model, muon_tp_mode=mode).norms
+            assert _train("optim_grads_params", model, muon_tp_mode=mode).norms == pytest.approx(reference, rel=1e-5)
+            norms[mode] = reference
+    assert norms["blockwise"] != pytest.approx(norms["duplicated"], rel=1e-4)
+
+
+def test_trains_as_megatrons_ddp_with_tensor_parallelism(ranks: RankPool) -> None:
+    ranks.run(4, _tensor_parallel)
