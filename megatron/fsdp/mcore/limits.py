@@ -130,15 +130,20 @@ MUON = ("muon", "dist_muon")
 _NOT_WITH_MUON = ("fp16", "use_precision_aware_optimizer", "optimizer_cpu_offload")
 
 LIMITS: tuple[Limit, ...] = (
-    _never("use_torch_fsdp2", "use_torch_fsdp2 and use_megatron_fsdp choose different wrappers.", "Choose one."),
+    _never(
+        "use_torch_fsdp2",
+        "Using use_megatron_fsdp and use_torch_fsdp2 at the same time is not supported: choose one wrapper.",
+        "Choose one.",
+    ),
     _never(
         "use_tp_pp_dp_mapping",
-        "use_tp_pp_dp_mapping numbers ranks so that data-parallel ranks of one model replica are far apart. FSDP "
-        "communicates between them in every layer, and expects the order tp-cp-ep-dp-pp.",
+        "use_tp_pp_dp_mapping is not supported with Megatron FSDP: it numbers ranks so that data-parallel ranks of one "
+        "model replica are far apart. FSDP communicates between them in every layer, and expects the order "
+        "tp-cp-ep-dp-pp.",
     ),
     _never(
         "ckpt_format other than fsdp_dtensor",
-        "Sharded parameters are saved and loaded in the checkpoint format fsdp_dtensor only.",
+        "Megatron FSDP only supports fsdp_dtensor checkpoint format, which saves and loads sharded parameters.",
         "Set ckpt_format (--ckpt-format) to fsdp_dtensor.",
         lambda s: s["ckpt_format"] not in (None, "fsdp_dtensor"),
     ),
