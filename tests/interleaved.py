@@ -161,25 +161,25 @@ def interleave(
         model.pre_forward()
         ahead = MicroBatch(model.module, tokens, delay)
     _run_blocks(model, ahead, behind, watch)
-    if ahead is not None:
-        ahead.compute_loss(count)
-        model.post_forward()
     if behind is not None:
         behind.end_backward()
         behind.delayed_gradients()
         model.post_backward()
+    if ahead is not None:
+        ahead.compute_loss(count)
+        model.post_forward()
     return ahead
 
 
 def interleaved_step(
-    model: MegatronFSDP, micro_batches: torch.Tensor, watch: Watch = _nothing, delay: bool = False
-) -> list[torch.Tensor]:
-    """Run forward and backward of a step; return the losses, divided by the number of micro-batches."""
-    behind, losses = None, []
+    model: MegatronFSDP,
+    micro_batches: torch.Tensor,
+    watch: Watch = _nothing,
+    delay: bool = False,
+    sync_each: bool = False,
+) -> None:
+    """Run forward and backward of a step. Only the last backward synchronizes gradients, or each does."""
+    behind = None
     for i, tokens in enumerate([*micro_batches, None]):
-        with model.no_sync() if i < len(micro_batches) else model.sync():
+        with model.sync() if sync_each or i == len(micro_batches) else model.no_sync():
             behind = interleave(model, tokens, behind, len(micro_batches), watch, delay)
-        if behind is not None:
-            assert behind.loss is not None
-            losses.append(behind.loss)
-    return losses

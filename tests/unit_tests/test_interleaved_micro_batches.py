@@ -8,9 +8,20 @@ import torch.distributed as dist
 
 from megatron.fsdp.runtime.unit import WeightState
 from megatron_fsdp import MegatronFSDP, fully_shard_model, fully_shard_optimizer
-from tests.interleaved import interleaved_step
-from tests.models import FP32_GRADS, STRATEGIES, Block, TinyModel, assert_same_weights, batches, sgd, train_reference
+from tests.interleaved import interleave, interleaved_step
+from tests.models import (
+    FP32_GRADS,
+    STRATEGIES,
+    Block,
+    TinyModel,
+    assert_same_weights,
+    batches,
+    loss_of,
+    sgd,
+    train_reference,
+)
 from tests.ranks import RankPool
+from tests.slow import all_but_slow
 
 
 def _shard(module: TinyModel, strategy: str = "optim_grads_params", **settings: object) -> MegatronFSDP:
@@ -45,6 +56,86 @@ def _equals_the_unsharded_loop(strategy: str, depth: int, micro_batches: int) ->
 @pytest.mark.parametrize(("depth", "micro_batches"), [(3, 3), (4, 2)])
 def test_it_equals_the_unsharded_loop(ranks: RankPool, strategy: str, depth: int, micro_batches: int) -> None:
     ranks.run(2, _equals_the_unsharded_loop, strategy, depth, micro_batches)
+
+
+def _ordinary_step(model: MegatronFSDP, micro_batches: torch.Tensor) -> None:
+    for i, tokens in enumerate(micro_batches):
+        with model.no_sync() if i + 1 < len(micro_batches) else model.sync():
+            (loss_of(model, tokens) / len(micro_batches)).backward()
+
+
+def _starts_as_the_reference(strategy: str) -> tuple[MegatronFSDP, TinyModel, torch.Tensor]:
+    torch.manual_seed(3)
+    module, reference = TinyModel(tied=True), TinyModel(tied=True)
+    reference.load_state_dict(module.state_dict())
+    return _shard(module, strategy), reference, batches(steps=4, per_step=3 * dist.get_world_size())
+
+
+def _alternates_with_the_ordinary_loop(strategy: str, delay: bool, sync_each: bool) -> None:
+    model, reference, data = _starts_as_the_reference(strategy)
+    optimizer = fully_shard_optimizer(sgd(model.parameters()))
+    for i, step in enumerate(data):
+        mine = step[dist.get_rank() :: dist.get_world_size()]
+        if i % 2 == 0:
+            interleaved_step(model, mine, delay=delay, sync_each=sync_each)
+        else:
+            _ordinary_step(model, mine)
+        optimizer.step()
+        optimizer.zero_grad()
+        train_reference(reference, step.unsqueeze(0))
+        # By the two ways to evaluate, and saved.
+        with torch.no_grad():
+            expected = loss_of(reference, mine[0])
+            torch.testing.assert_close(loss_of(model, mine[0]), expected)
+            torch.testing.assert_close(interleave(model, mine[0], None, 1).loss, expected)
+        assert all(unit.state is WeightState.SHARDED for unit in model.engine.units)
+        assert_same_weights(model, reference)
+
+
+@pytest.mark.parametrize(("delay", "sync_each"), [(True, False), (False, True)])
+@pytest.mark.parametrize("strategy", all_but_slow(STRATEGIES, "optim", "optim_grads_params"))
+def test_ordinary_steps_and_evaluations_in_between(
+    ranks: RankPool, strategy: str, delay: bool, sync_each: bool
+) -> None:
+    ranks.run(2, _alternates_with_the_ordinary_loop, strategy, delay, sync_each)
+
+
+def _continues_after_an_exception(strategy: str, at: int, abandon: bool, ordinary: bool) -> None:
+    model, reference, data = _starts_as_the_reference(strategy)
+    optimizer = fully_shard_optimizer(sgd(model.parameters()))
+    calls = 0
+
+    def fail(model: MegatronFSDP) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == at:
+            raise InterruptedError
+
+    for number, step in enumerate(data):
+        mine = step[dist.get_rank() :: dist.get_world_size()]
+        if number in (0, 2):
+            calls = 0
+            with pytest.raises(InterruptedError):
+                interleaved_step(model, mine, watch=fail)
+            if abandon:
+                model.engine.abandon_pass()
+            optimizer.zero_grad()
+        (_ordinary_step if ordinary else interleaved_step)(model, mine)
+        # The end of the last backward has put them there, without the optimizer's hook.
+        assert all(param.main.grad is not None for param in model.engine.params())
+        optimizer.step()
+        optimizer.zero_grad()
+    train_reference(reference, data)
+    assert_same_weights(model, reference)
+
+
+# Within the first micro-batch's forward, and the first and the last layer of the second's beside its backward.
+@pytest.mark.parametrize("ordinary", [True, False], ids=["ordinary", "interleaved"])
+@pytest.mark.parametrize("abandon", [True, False], ids=["abandoned", "not abandoned"])
+@pytest.mark.parametrize("at", [3, 14, 23])
+@pytest.mark.parametrize("strategy", all_but_slow(STRATEGIES, "optim_grads_params"))
+def test_exceptions(ranks: RankPool, strategy: str, at: int, abandon: bool, ordinary: bool) -> None:
+    ranks.run(2, _continues_after_an_exception, strategy, at, abandon, ordinary)
 
 
 def _most_unsharded(depth: int) -> int:
