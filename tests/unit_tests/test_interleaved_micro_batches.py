@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.fsdp.runtime.unit import WeightState
+from megatron.fsdp.runtime.unit import Unit, WeightState
 from megatron_fsdp import MegatronFSDP, fully_shard_model, fully_shard_optimizer
 from tests.interleaved import interleave, interleaved_step
 from tests.models import (
@@ -89,6 +89,7 @@ def _alternates_with_the_ordinary_loop(strategy: str, delay: bool, sync_each: bo
             torch.testing.assert_close(loss_of(model, mine[0]), expected)
             torch.testing.assert_close(interleave(model, mine[0], None, 1).loss, expected)
         assert all(unit.state is WeightState.SHARDED for unit in model.engine.units)
+        assert not model.engine.schedule.passes.by_caller
         assert_same_weights(model, reference)
 
 
@@ -136,6 +137,28 @@ def _continues_after_an_exception(strategy: str, at: int, abandon: bool, ordinar
 @pytest.mark.parametrize("strategy", all_but_slow(STRATEGIES, "optim_grads_params"))
 def test_exceptions(ranks: RankPool, strategy: str, at: int, abandon: bool, ordinary: bool) -> None:
     ranks.run(2, _continues_after_an_exception, strategy, at, abandon, ordinary)
+
+
+def _reductions(delay: bool) -> list[str]:
+    """Units whose gradients are reduced in a step of three micro-batches, in order."""
+    reduced: list[str] = []
+    reduce_gradients = Unit.reduce_gradients
+
+    def noted(unit: Unit, last: bool) -> bool:
+        reduced.append(unit.label)
+        return reduce_gradients(unit, last)
+
+    model = _shard(TinyModel(depth=3))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Unit, "reduce_gradients", noted)
+        interleaved_step(model, batches(1, 3)[0], delay=delay)
+    return reduced
+
+
+@pytest.mark.parametrize("delay", [False, True])
+def test_each_unit_is_reduced_once_per_micro_batch(ranks: RankPool, delay: bool) -> None:
+    for reduced in ranks.run(2, _reductions, delay):
+        assert reduced == ["blocks.2", "blocks.1", "blocks.0", "<root>"] * 3
 
 
 def _most_unsharded(depth: int) -> int:
