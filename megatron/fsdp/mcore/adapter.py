@@ -237,10 +237,10 @@ class FullyShardedDataParallel(_BaseDataParallel):
         gradient = self.module.fsdp_config.grad_attribute
         grads = [(param.name, getattr(param.main, gradient, None)) for param in self.module.engine.params()]
         named = [(name, local_shard(grad)) for name, grad in grads if grad is not None]
-        norms = torch._foreach_norm([grad for _, grad in named if grad.numel()])
-        if not norms:
+        shards = [grad for _, grad in named if grad.numel()]
+        if not shards:
             return
-        total = torch.linalg.vector_norm(torch.stack(norms).float())
+        total = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(shards)).float())
         message = "gradient norm of this rank's shards, after reduction"
         if not torch.isfinite(total):
             bad = [name for name, grad in named if not torch.isfinite(grad).all()]

@@ -527,6 +527,15 @@ def nan_in_a_gradient_is_reported_with_the_parameters_name() -> None:
         model.finish_grad_sync()
 
 
+def gradients_are_checked_where_everything_is_frozen() -> None:
+    """As on a pipeline stage that is not trained."""
+    from tests.megatron_models import gpt, wrapped
+
+    model = wrapped("optim_grads_params", lambda config: gpt(config).requires_grad_(False), check_for_nan_in_grad=True)
+    model.finish_grad_sync()
+    assert all(param.grad is None for param in model.parameters())
+
+
 def large_gradients_are_reported_and_no_error() -> None:
     from megatron.core import rerun_state_machine
     from tests.megatron_models import tokens, wrapped
@@ -576,6 +585,7 @@ CASES = [
     layers_follow_settings_that_were_adjusted_after_they_were_built,
     optimizer_state_has_equal_keys_on_all_ranks,
     nan_in_a_gradient_is_reported_with_the_parameters_name,
+    gradients_are_checked_where_everything_is_frozen,
     large_gradients_are_reported_and_no_error,
 ]
 
