@@ -39,7 +39,7 @@ class DistributedDataParallelConfig:
         bucket_size: No effect: a unit is one bucket per dtype.
         fp8_param_gather: No effect: the model's parameters are sharded as they are, quantized or not.
         gradient_reduce_div_fusion: No effect: each rank divides its shard after the reduction.
-        suggested_communication_unit_size: No effect: units are communicated as a whole.
+        suggested_communication_unit_size: Read by Megatron-Core's wrapper only.
         fsdp_all_gather_in_start_param_sync: Read by Megatron-Core's wrapper only.
         megatron_fsdp_max_pool_double_buffer: Implies ``fsdp_double_buffer``, whose buffers fit units of any size.
     """

@@ -160,6 +160,16 @@ def test_a_checkpoint_is_resumed_by_another_number_of_ranks(kind: str, folder: P
 
 
 @pytest.mark.slow
+@needs_muon
+def test_another_model_and_optimizer_than_the_saved_runs_are_named(folder: Path) -> None:
+    uninterrupted("ours_muon", folder)
+    arguments = f"{OURS} --load {folder / 'ours_muon'}"
+    result = launch("pretrain_gpt.py", arguments, 2, MODEL.replace("layers 2", "layers 3"))
+    assert result.returncode != 0
+    assert "was saved with --num-layers 2 (here 3), --optimizer muon (here adam)." in result.stderr
+
+
+@pytest.mark.slow
 def test_softmax_offsets_are_resumed_with_tensor_parallelism(folder: Path) -> None:
     model = f"{MODEL.replace('--lr 1e-3', '--lr 1e-2')} --softmax-type learnable"
     two = f"{OURS} --tensor-model-parallel-size 2"

@@ -172,6 +172,12 @@ LIMITS: tuple[Limit, ...] = (
         "Set optimizer (--optimizer) to adam or muon.",
         lambda s: s["optimizer"] not in (None, "adam", "sgd", *MUON),
     ),
+    _never(
+        "optimizer_offload_fraction below 0 or above 1",
+        "It is the share of the parameters whose optimizer state is in host memory.",
+        "Set optimizer_offload_fraction (--optimizer-offload-fraction) to a number from 0 to 1.",
+        lambda s: not 0 <= (s["optimizer_offload_fraction"] or 0) <= 1,
+    ),
     _not_yet(
         "optimizer muon with fp16, use_precision_aware_optimizer or optimizer_cpu_offload",
         "loss scaling, gradients and moments of low precision, and matrices in host memory with Muon",

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ _TOPOLOGY = ("is_expert_parallel",)
 # A conversion stores Adam's step in both places where an optimizer may expect it. Each run loads one of them.
 _STEP = re.compile(r"optimizer\.(?:state|param_to_group_meta)\..*\.step")
 _OPERATIONS = "num_floating_point_operations_so_far"
+# Arguments that decide which tensors a checkpoint has, and their shapes.
+_ARGUMENTS = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_experts", "optimizer")
 
 # What to do about keys that only the run has, and about those that only the checkpoint has.
 _REACTIONS = {
@@ -93,7 +95,7 @@ def load_state_dict(state_dict: dict[str, Any], storage_reader: Any, planner: An
         if _OPERATIONS in keys:
             state_dict[_OPERATIONS] = 0
         check_sections(state_dict, keys, folder)
-    with _own_topology(state_dict):
+    with _own_topology(state_dict), _naming_arguments(folder):
         loading.load(
             state_dict,
             folder,
@@ -111,6 +113,29 @@ def load_state_dict(state_dict: dict[str, Any], storage_reader: Any, planner: An
                 f"{folder}: after loading, compute weights differ from main weights: {', '.join(stale)}."
             )
     check_replicas(state_dict.chunks, f"after loading {folder}")
+
+
+@contextmanager
+def _naming_arguments(folder: Path) -> Iterator[None]:
+    """Context that adds to an error the arguments of the saved run that differ from this run's: they explain it."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        found: dict[str, Any] = {"args": None}
+        with suppress(RuntimeError):  # other projects' checkpoints may lack arguments
+            load_objects(found, checkpoint_id=folder)
+        saved, own = (vars(args) if args else {} for args in (found.get("args"), megatron_arguments()))
+        differing = [
+            f"--{name.replace('_', '-')} {saved[name]} (here {own[name]})"
+            for name in _ARGUMENTS
+            if name in saved and name in own and saved[name] != own[name]
+        ]
+        if differing:
+            error.add_note(
+                f"{folder} was saved with {', '.join(differing)}. Use the same arguments to continue that run; with "
+                "another optimizer, --no-load-optim loads weights only."
+            )
+        raise
 
 
 def _take_out_missing(state_dict: CheckpointState, folder: Path) -> dict[str, Any]:

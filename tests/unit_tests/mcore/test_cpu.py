@@ -107,8 +107,12 @@ def test_adjusted_arguments_are_logged_once_by_rank_0(rank: int, caplog: pytest.
         arguments.adjust(args)
     assert [row.argument for row in changed] == ["distributed_backend"]
     assert args.distributed_backend == "gloo"
-    assert len(caplog.messages) == (1 if rank == 0 else 0)
-    assert all("gloo instead of nccl: NCCL connects GPUs only" in message for message in caplog.messages)
+    assert len(caplog.messages) == (2 if rank == 0 else 0)
+    if rank == 0:
+        assert "gloo instead of nccl: NCCL connects GPUs only" in caplog.messages[0]
+        warning = caplog.records[1]
+        assert warning.levelno == logging.WARNING
+        assert "runs on the CPU" in warning.message and "distributed_backend." in warning.message
 
 
 @pytest.mark.parametrize("given", ["allgather", "alltoall", "flex"])

@@ -44,6 +44,7 @@ BROKEN: dict[str, dict[str, Any]] = {
         "optimizer": "muon",
         "fp16": True,
     },
+    "optimizer_offload_fraction below 0 or above 1": {"optimizer_offload_fraction": 2.0},
     "muon_scalar_optimizer lion": {"optimizer": "muon", "muon_scalar_optimizer": "lion"},
     "save_wgrads_interval": {"save_wgrads_interval": 10},
     "fsdp_double_buffer with overlap_moe_expert_parallel_comm": {

@@ -65,6 +65,9 @@ def adjust(args: Namespace) -> list[Adjustment]:
             changed.append(row)
             if args.rank == 0:
                 logger.info("CPU: %s = %s instead of %s: %s", row.argument, row.value, current, row.reason)
+    if changed and args.rank == 0:  # on a machine with GPUs, nothing else would tell
+        names = ", ".join(row.argument for row in changed)
+        logger.warning("No CUDA device was found: Megatron runs on the CPU. Arguments that were changed: %s.", names)
     return changed
 
 
