@@ -119,7 +119,8 @@ def optimizer_of(model: torch.nn.Module, **changes: Any) -> Any:
 
 def tokens(step: int, micro_batches: int) -> torch.Tensor:
     """This rank's micro-batches of one step: [micro_batches, 1, SEQUENCE + 1]."""
-    generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+    rank = parallel_state.get_data_parallel_rank() if parallel_state.is_initialized() else dist.get_rank()
+    generator = torch.Generator().manual_seed(1000 * step + rank)
     return torch.randint(0, VOCABULARY, (micro_batches, 1, SEQUENCE + 1), generator=generator)
 
 

@@ -260,6 +260,14 @@ CASES = (
     Case("option", "bf16", 2, "--clip-grad 1000", STRATEGIES, bf16=True),
     Case("option", "bf16, TP 2", 4, f"{TP} --clip-grad 1000", ONE, bf16=True),
     Case("option", "bf16, EP 2", 4, f"{ALLTOALL} {EP} --clip-grad 1000", ONE, bf16=True),
+    # DDP would add the two gradients of a tied embedding in fp32 here, and in bf16 without the overlap, as FSDP always.
+    Case(
+        "option",
+        "bf16, EP 2, overlapped micro-batches",
+        4,
+        f"{OVERLAPPED} --untie-embeddings-and-output-weights --clip-grad 1000",
+        bf16=True,
+    ),
     Case(
         "option",
         "bf16, EP 2, overlapped micro-batches, PP 2, interleaved",

@@ -147,6 +147,7 @@ class MegatronFSDP(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped model."""
         require_process_group()
+        self.engine.schedule.end_failed_callers_pass()
         try:
             return self.module(*args, **kwargs)
         except BaseException as error:

@@ -85,7 +85,6 @@ REDUCTIONS = (
     Reduction("tensorboard-dir", None, "nothing reads it"),
     Reduction("async-save", None, "needs nvidia-resiliency-ext"),
     Reduction("use-persistent-ckpt-worker", None, "needs nvidia-resiliency-ext"),
-    Reduction("delay-wgrad-compute", None, "Megatron requires Transformer Engine for it"),
     *_LIMITED,
 )
 # Flags that Megatron stores under another name.

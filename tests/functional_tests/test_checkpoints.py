@@ -99,8 +99,9 @@ def test_saving_in_the_background(corpus: Path, tmp_path: Path) -> None:
     topology = Topology(2)
     at_once, meanwhile = tmp_path / "at_once", tmp_path / "meanwhile"
     whole = save(corpus, LLAMA, topology, at_once)
-    words = ("--async-save", "--async-strategy", "mcore", "--save", str(meanwhile), "--save-interval", str(SAVED))
-    trained = train(corpus, LLAMA, topology, *words)
+    # Without the persistent worker, Megatron turns --async-save off.
+    words = ("--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore", "--save-interval", str(SAVED))
+    trained = train(corpus, LLAMA, topology, *words, "--save", str(meanwhile))
     assert trained.iterations[:SAVED] == whole.iterations, "saving in the background changed training"
     tensors, settings = content(meanwhile)
     expected, expected_settings = content(at_once)

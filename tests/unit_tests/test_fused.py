@@ -22,6 +22,8 @@ from tests.ranks import RankPool
 
 FP32 = MixedPrecisionPolicy(main_grads_dtype=torch.float32)
 NAN = float("nan")
+# The kernels of layers that compute weight gradients after their backward.
+DELAYED: list[Callable[[], object]] = []
 
 
 class _Fused(torch.autograd.Function):
@@ -45,8 +47,12 @@ class _Fused(torch.autograd.Function):
         if not hasattr(weight, "__fsdp_param__"):
             return to_input, flat_grad.t() @ flat_x, None
         assert ctx.overwrites
-        weight.main_grad = weight.get_main_grad()
-        torch.mm(flat_grad.to(weight.main_grad.dtype).t(), flat_x.to(weight.main_grad.dtype), out=weight.main_grad)
+        memory = weight.main_grad = weight.get_main_grad()
+        kernel = lambda: torch.mm(flat_grad.to(memory.dtype).t(), flat_x.to(memory.dtype), out=memory)  # noqa: E731
+        if hasattr(weight, "skip_backward_post_hook"):
+            DELAYED.append(kernel)
+        else:
+            kernel()
         if ctx.operation:
             return to_input, weight.main_grad.detach(), None
         weight.grad_added_to_main_grad = True
@@ -182,6 +188,37 @@ def test_fused_gradients_equal_autograds(ranks: RankPool, strategy: str, way: st
 @pytest.mark.parametrize("accumulates", [False, True])
 def test_fused_gradients_of_micro_batches(ranks: RankPool, strategy: str, way: str, accumulates: bool) -> None:
     ranks.run(2, _same_gradients, WAYS[way], strategy, 3, accumulates)
+
+
+def _delayed_gradients(calls: int) -> None:
+    way = Way(calls=calls)
+    data = batches(1, dist.get_world_size())[0, dist.get_rank()]
+    plain = _gradients(_shard(way, "optim_grads_params", fused=False), 1, False)
+    sharded = _shard(way, "optim_grads_params")
+    for entry in sharded.engine.params():
+        if "down" in entry.name:
+            entry.compute.skip_backward_post_hook = True
+    with _poison():
+        sharded.pre_forward()
+        sharded.pre_forward_unshard_module(sharded.module)
+        loss = loss_of(sharded.module, data)
+        sharded.post_forward()
+        sharded.pre_backward()
+        sharded.pre_backward_unshard_module(sharded.module)
+        loss.backward()
+        assert len(DELAYED) == 3 * calls
+        with torch.no_grad():
+            while DELAYED:
+                DELAYED.pop(0)()
+        sharded.post_backward()
+    for entry in sharded.engine.params():
+        torch.testing.assert_close(local_shard(entry.main.grad), plain[entry.name], msg=entry.name)
+    _nothing_is_left(sharded)
+
+
+@pytest.mark.parametrize("calls", [1, 2, 3])
+def test_fused_gradients_that_are_computed_after_the_backward(ranks: RankPool, calls: int) -> None:
+    ranks.run(2, _delayed_gradients, calls)
 
 
 # Requests --------------------------------------------------------------------------------------------------------

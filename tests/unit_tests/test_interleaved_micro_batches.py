@@ -1,130 +1,41 @@
 """A schedule that runs parts of units itself, the forward of one micro-batch beside the backward of another."""
 
-from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from megatron.fsdp.runtime.unit import WeightState
+from megatron.fsdp.runtime.unit import Unit, WeightState
 from megatron_fsdp import MegatronFSDP, fully_shard_model, fully_shard_optimizer
-from tests.models import FP32_GRADS, STRATEGIES, Block, TinyModel, assert_same_weights, batches, sgd, train_reference
+from tests.interleaved import interleave, interleaved_step
+from tests.models import (
+    FP32_GRADS,
+    STRATEGIES,
+    Block,
+    TinyModel,
+    assert_same_weights,
+    batches,
+    loss_of,
+    sgd,
+    train_reference,
+)
 from tests.ranks import RankPool
-
-Watch = Callable[[MegatronFSDP], None]
-
-
-def _parts(block: Block) -> list[Callable[..., torch.Tensor]]:
-    """The two parts of a block that are called one by one, each with the results of those before it."""
-    return [
-        lambda x: block.up(block.norm(x)),
-        lambda inner, x: x + block.down(nn.functional.gelu(inner)),
-    ]
-
-
-class _MicroBatch:
-    """One micro-batch whose parts are passes of autograd of their own."""
-
-    def __init__(self, model: TinyModel, tokens: torch.Tensor) -> None:
-        self.model, self.tokens = model, tokens
-        self.saved: list[tuple[list[torch.Tensor], torch.Tensor]] = []
-        self.grad: torch.Tensor | None = None
-        self.x = self._run(lambda: model.embedding(tokens))
-
-    def _run(self, function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
-        detached = [each.detach().requires_grad_() for each in inputs]
-        output = function(*detached)
-        self.saved.append((detached, output))
-        return output
-
-    def _back(self, grad: torch.Tensor | None) -> list[torch.Tensor]:
-        inputs, output = self.saved.pop()
-        output.backward(grad)
-        return [each.grad for each in inputs if each.grad is not None]
-
-    def forward_block(self, block: Block) -> Iterator[None]:
-        first, second = _parts(block)
-        inner = self._run(first, self.x)
-        yield
-        self.x = self._run(second, inner, self.x)
-        yield
-
-    def backward_block(self) -> Iterator[None]:
-        inner, through = self._back(self.grad)
-        yield
-        (below,) = self._back(inner)
-        self.grad = below + through
-        yield
-
-    def loss(self, micro_batches: int) -> float:
-        def mean(x: torch.Tensor) -> torch.Tensor:
-            logits = self.model.head(self.model.norm(x)).flatten(0, 1)
-            return nn.functional.cross_entropy(logits.float(), self.tokens.flatten()) / micro_batches
-
-        return self._run(mean, self.x).item()
-
-    def begin_backward(self) -> None:
-        (self.grad,) = self._back(None)
-
-    def end_backward(self) -> None:
-        self._back(self.grad)
-
-
-def _run_blocks(model: MegatronFSDP, ahead: _MicroBatch | None, behind: _MicroBatch | None, watch: Watch) -> None:
-    """Block by block, part by part: the forward of ``ahead`` and the backward of ``behind``."""
-    blocks = list(model.module.blocks)
-    for forward, backward in zip(blocks, reversed(blocks), strict=True):
-        if behind is not None:
-            model.pre_backward_unshard_module(backward)
-        if ahead is not None:
-            model.pre_forward_unshard_module(forward)
-        parts = [ahead.forward_block(forward) if ahead else iter(()), behind.backward_block() if behind else iter(())]
-        for part in [*parts, *parts]:
-            next(part, None)
-            watch(model)
-        if ahead is not None:
-            model.post_forward_release_module(forward)
-        if behind is not None:
-            model.post_backward_release_module(backward)
-
-
-def _interleave(
-    model: MegatronFSDP, tokens: torch.Tensor | None, behind: _MicroBatch | None, count: int, watch: Watch
-) -> _MicroBatch | None:
-    """The forward of ``tokens`` and the backward of ``behind``."""
-    ahead = None
-    if behind is not None:
-        model.pre_backward()
-        behind.begin_backward()
-    if tokens is not None:
-        model.pre_forward()
-        ahead = _MicroBatch(model.module, tokens)
-    _run_blocks(model, ahead, behind, watch)
-    if ahead is not None:
-        ahead.loss(count)
-        model.post_forward()
-    if behind is not None:
-        behind.end_backward()
-        model.post_backward()
-    return ahead
-
-
-def _train(model: MegatronFSDP, data: torch.Tensor, watch: Watch = lambda model: None) -> None:
-    optimizer = fully_shard_optimizer(sgd(model.parameters()))
-    for step in data:
-        behind = None
-        for i, tokens in enumerate([*step, None]):
-            with model.no_sync() if i < len(step) else model.sync():
-                behind = _interleave(model, tokens, behind, len(step), watch)
-        optimizer.step()
-        optimizer.zero_grad()
+from tests.slow import all_but_slow
 
 
 def _shard(module: TinyModel, strategy: str = "optim_grads_params", **settings: object) -> MegatronFSDP:
     return fully_shard_model(
         module, fsdp_unit_modules=[Block], zero_dp_strategy=strategy, mixed_precision_policy=FP32_GRADS, **settings
     )
+
+
+def _train(model: MegatronFSDP, data: torch.Tensor, **arguments: Any) -> None:
+    optimizer = fully_shard_optimizer(sgd(model.parameters()))
+    for step in data:
+        interleaved_step(model, step, **arguments)
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def _equals_the_unsharded_loop(strategy: str, depth: int, micro_batches: int) -> None:
@@ -147,6 +58,109 @@ def test_it_equals_the_unsharded_loop(ranks: RankPool, strategy: str, depth: int
     ranks.run(2, _equals_the_unsharded_loop, strategy, depth, micro_batches)
 
 
+def _ordinary_step(model: MegatronFSDP, micro_batches: torch.Tensor) -> None:
+    for i, tokens in enumerate(micro_batches):
+        with model.no_sync() if i + 1 < len(micro_batches) else model.sync():
+            (loss_of(model, tokens) / len(micro_batches)).backward()
+
+
+def _starts_as_the_reference(strategy: str) -> tuple[MegatronFSDP, TinyModel, torch.Tensor]:
+    torch.manual_seed(3)
+    module, reference = TinyModel(tied=True), TinyModel(tied=True)
+    reference.load_state_dict(module.state_dict())
+    return _shard(module, strategy), reference, batches(steps=4, per_step=3 * dist.get_world_size())
+
+
+def _alternates_with_the_ordinary_loop(strategy: str, delay: bool, sync_each: bool) -> None:
+    model, reference, data = _starts_as_the_reference(strategy)
+    optimizer = fully_shard_optimizer(sgd(model.parameters()))
+    for i, step in enumerate(data):
+        mine = step[dist.get_rank() :: dist.get_world_size()]
+        if i % 2 == 0:
+            interleaved_step(model, mine, delay=delay, sync_each=sync_each)
+        else:
+            _ordinary_step(model, mine)
+        optimizer.step()
+        optimizer.zero_grad()
+        train_reference(reference, step.unsqueeze(0))
+        # By the two ways to evaluate, and saved.
+        with torch.no_grad():
+            expected = loss_of(reference, mine[0])
+            torch.testing.assert_close(loss_of(model, mine[0]), expected)
+            torch.testing.assert_close(interleave(model, mine[0], None, 1).loss, expected)
+        assert all(unit.state is WeightState.SHARDED for unit in model.engine.units)
+        assert not model.engine.schedule.passes.by_caller
+        assert_same_weights(model, reference)
+
+
+@pytest.mark.parametrize(("delay", "sync_each"), [(True, False), (False, True)])
+@pytest.mark.parametrize("strategy", all_but_slow(STRATEGIES, "optim", "optim_grads_params"))
+def test_ordinary_steps_and_evaluations_in_between(
+    ranks: RankPool, strategy: str, delay: bool, sync_each: bool
+) -> None:
+    ranks.run(2, _alternates_with_the_ordinary_loop, strategy, delay, sync_each)
+
+
+def _continues_after_an_exception(strategy: str, at: int, abandon: bool, ordinary: bool) -> None:
+    model, reference, data = _starts_as_the_reference(strategy)
+    optimizer = fully_shard_optimizer(sgd(model.parameters()))
+    calls = 0
+
+    def fail(model: MegatronFSDP) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == at:
+            raise InterruptedError
+
+    for number, step in enumerate(data):
+        mine = step[dist.get_rank() :: dist.get_world_size()]
+        if number in (0, 2):
+            calls = 0
+            with pytest.raises(InterruptedError):
+                interleaved_step(model, mine, watch=fail)
+            if abandon:
+                model.engine.abandon_pass()
+            optimizer.zero_grad()
+        (_ordinary_step if ordinary else interleaved_step)(model, mine)
+        # The end of the last backward has put them there, without the optimizer's hook.
+        assert all(param.main.grad is not None for param in model.engine.params())
+        optimizer.step()
+        optimizer.zero_grad()
+    train_reference(reference, data)
+    assert_same_weights(model, reference)
+
+
+# Within the first micro-batch's forward, and the first and the last layer of the second's beside its backward.
+@pytest.mark.parametrize("ordinary", [True, False], ids=["ordinary", "interleaved"])
+@pytest.mark.parametrize("abandon", [True, False], ids=["abandoned", "not abandoned"])
+@pytest.mark.parametrize("at", [3, 14, 23])
+@pytest.mark.parametrize("strategy", all_but_slow(STRATEGIES, "optim_grads_params"))
+def test_exceptions(ranks: RankPool, strategy: str, at: int, abandon: bool, ordinary: bool) -> None:
+    ranks.run(2, _continues_after_an_exception, strategy, at, abandon, ordinary)
+
+
+def _reductions(delay: bool) -> list[str]:
+    """Units whose gradients are reduced in a step of three micro-batches, in order."""
+    reduced: list[str] = []
+    reduce_gradients = Unit.reduce_gradients
+
+    def noted(unit: Unit, last: bool) -> bool:
+        reduced.append(unit.label)
+        return reduce_gradients(unit, last)
+
+    model = _shard(TinyModel(depth=3))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Unit, "reduce_gradients", noted)
+        interleaved_step(model, batches(1, 3)[0], delay=delay)
+    return reduced
+
+
+@pytest.mark.parametrize("delay", [False, True])
+def test_each_unit_is_reduced_once_per_micro_batch(ranks: RankPool, delay: bool) -> None:
+    for reduced in ranks.run(2, _reductions, delay):
+        assert reduced == ["blocks.2", "blocks.1", "blocks.0", "<root>"] * 3
+
+
 def _most_unsharded(depth: int) -> int:
     most = 0
 
@@ -157,7 +171,7 @@ def _most_unsharded(depth: int) -> int:
         buffers = [unit.groups[0].weights.planes[0].buffer.flat for unit in units]
         most = max(most, sum(flat.untyped_storage().nbytes() > 0 for flat in buffers))
 
-    _train(_shard(TinyModel(depth=depth)), batches(steps=2, per_step=3), watch)
+    _train(_shard(TinyModel(depth=depth)), batches(steps=2, per_step=3), watch=watch)
     return most
 
 

@@ -373,6 +373,14 @@ class ShardedParameter:
         self.compute.grad_added_to_main_grad = value  # type: ignore[attr-defined]
 
     @property
+    def _is_delayed(self) -> bool:
+        """Whether kernels set that mark before they write: the layer computes weight gradients after its backward.
+
+        Transformer Engine's layers tell Megatron-Core's DDP so.
+        """
+        return bool(getattr(self.compute, "skip_backward_post_hook", False))
+
+    @property
     def is_lent_to_autograd(self) -> bool:
         """Whether autograd may have the memory itself, and add this backward's other gradients to it later.
 
@@ -389,7 +397,7 @@ class ShardedParameter:
         """
         if not self._is_written:
             self.fused.pop()
-        elif len(self.fused) > 1:
+        elif len(self.fused) > 1 and not self._is_delayed:
             self.fused[0].add_(self.fused.pop())
 
     def _take_fused(self, grad: torch.Tensor | None) -> torch.Tensor | None:
@@ -400,6 +408,8 @@ class ShardedParameter:
         self._settle()
         if self.fused:
             total = self.fused[0]
+            for other in self.fused[1:]:
+                total.add_(other)
             if grad is not None and getattr(self.compute, "zero_out_wgrad", False):
                 total.add_(grad)
             grad = total

@@ -148,8 +148,9 @@ class FullyShardedDataParallel(_BaseDataParallel):
         # The training loop sets this to request whole gradients, which are not supported; see limits.LIMITS.
         self.force_all_reduce = False
         for param in sharded.engine.params():
-            # Attributes that Megatron-Core reads from the parameters of its FSDP.
+            # Attributes that Megatron-Core and Megatron-Bridge read from the parameters of the original's FSDP.
             marks = {
+                "orig_param": param.compute,
                 "__fsdp_param__": True,
                 "megatron_fsdp_slice": slice(param.shard_slice.start, param.shard_slice.stop),
                 "megatron_fsdp_dist_index": sharded.index,

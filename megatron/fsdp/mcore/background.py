@@ -1,6 +1,7 @@
 """Makes Megatron's background saves write checksums, and leave no files behind if they fail."""
 
 import functools
+import inspect
 import queue
 from collections.abc import Callable
 from pathlib import Path
@@ -15,9 +16,31 @@ from megatron.fsdp.checkpoint.checksums import crc32_of
 def get_async_strategy(original: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[str, dict[str, Any]]:
     """Choose Megatron's strategy for background saves, with a writer and an end of the save that are ours."""
     name, modules = original(*args, **kwargs)
-    finalize = functools.partial(_finalize_or_remove, modules["save_state_dict_async_finalize"])
-    writer = _background_writer(modules["FileSystemWriterAsync"])
-    return name, {**modules, "FileSystemWriterAsync": writer, "save_state_dict_async_finalize": finalize}
+    return name, {
+        **modules,
+        "FileSystemWriterAsync": _background_writer(modules["FileSystemWriterAsync"]),
+        "save_state_dict_async_plan": _like_nvrx(modules["save_state_dict_async_plan"]),
+        "save_state_dict_async_finalize": functools.partial(
+            _finalize_or_remove, modules["save_state_dict_async_finalize"]
+        ),
+    }
+
+
+def _like_nvrx(plan: Callable[..., Any]) -> Callable[..., Any]:
+    """Make Megatron-Core's planning of a save usable in place of nvidia-resiliency-ext's, which Megatron calls it as.
+
+    Megatron-Core's has no ``enable_cache``, with which later saves reuse the first one's plan, and returns plans beside
+    what the end of the save needs.
+    """
+    if "enable_cache" in inspect.signature(plan).parameters:
+        return plan
+
+    @functools.wraps(plan)
+    def call(*args: Any, enable_cache: bool = False, **kwargs: Any) -> Any:
+        for_the_end, *_ = plan(*args, **kwargs)
+        return for_the_end
+
+    return call
 
 
 @functools.cache

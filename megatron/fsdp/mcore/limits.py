@@ -130,15 +130,20 @@ MUON = ("muon", "dist_muon")
 _NOT_WITH_MUON = ("fp16", "use_precision_aware_optimizer", "optimizer_cpu_offload")
 
 LIMITS: tuple[Limit, ...] = (
-    _never("use_torch_fsdp2", "use_torch_fsdp2 and use_megatron_fsdp choose different wrappers.", "Choose one."),
+    _never(
+        "use_torch_fsdp2",
+        "Using use_megatron_fsdp and use_torch_fsdp2 at the same time is not supported: choose one wrapper.",
+        "Choose one.",
+    ),
     _never(
         "use_tp_pp_dp_mapping",
-        "use_tp_pp_dp_mapping numbers ranks so that data-parallel ranks of one model replica are far apart. FSDP "
-        "communicates between them in every layer, and expects the order tp-cp-ep-dp-pp.",
+        "use_tp_pp_dp_mapping is not supported with Megatron FSDP: it numbers ranks so that data-parallel ranks of one "
+        "model replica are far apart. FSDP communicates between them in every layer, and expects the order "
+        "tp-cp-ep-dp-pp.",
     ),
     _never(
         "ckpt_format other than fsdp_dtensor",
-        "Sharded parameters are saved and loaded in the checkpoint format fsdp_dtensor only.",
+        "Megatron FSDP only supports fsdp_dtensor checkpoint format, which saves and loads sharded parameters.",
         "Set ckpt_format (--ckpt-format) to fsdp_dtensor.",
         lambda s: s["ckpt_format"] not in (None, "fsdp_dtensor"),
     ),
@@ -155,10 +160,16 @@ LIMITS: tuple[Limit, ...] = (
         "Set use_precision_aware_optimizer too.",
         lambda s: bool(s["optimizer_cpu_offload"]) and s["use_precision_aware_optimizer"] is False,
     ),
+    _never(
+        "optimizer sgd",
+        "Megatron-Core's DistributedOptimizer, which FSDP needs, rejects it.",
+        "Set optimizer (--optimizer) to adam or muon.",
+        lambda s: s["optimizer"] == "sgd",
+    ),
     _not_yet(
-        "optimizer other than adam, sgd and muon",
+        "optimizer other than adam and muon",
         "SOAP and adaptive Muon, which keep statistics of whole matrices, and Lion",
-        "Set optimizer (--optimizer) to muon, adam or sgd.",
+        "Set optimizer (--optimizer) to adam or muon.",
         lambda s: s["optimizer"] not in (None, "adam", "sgd", *MUON),
     ),
     _not_yet(

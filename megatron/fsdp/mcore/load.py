@@ -132,6 +132,9 @@ def _take_out_missing(state_dict: CheckpointState, folder: Path) -> dict[str, An
 
 def _use_own_random_state(state_dict: CheckpointState) -> None:
     """Ask for the random state of this rank's stage and tensor rank: Megatron may ask for that of (0, 0) instead."""
+    if state_dict.get("rng_state", {}) is None:
+        # Megatron-Bridge: not to be loaded, since the parallel sizes differ from those of the checkpoint.
+        del state_dict["rng_state"]
     if "rng_state" in state_dict:
         pp = parallel_state.get_pipeline_model_parallel_rank()
         tp = parallel_state.get_tensor_model_parallel_rank()

@@ -9,14 +9,15 @@ from typing import Any
 from megatron.fsdp.helpers.import_name import warn_of_conflict
 from megatron.fsdp.helpers.patches import MEGATRON_CORE, Kind, Patch, Patches, Versions, warn_if_untried
 
-# Nothing of Megatron-Bridge could be checked: it needs Transformer Engine.
-MEGATRON_BRIDGE = Versions("megatron-bridge")
+# Checked on the CPU, where stand-ins replace Transformer Engine, which Megatron-Bridge imports.
+MEGATRON_BRIDGE = Versions("megatron-bridge", ("0.6.2",))
 
 _CHECKPOINTING = "megatron.training.checkpointing"
 _DISTRIBUTED_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 _OPTIMIZERS = "megatron.core.optimizer.optimizer"
 _PIPELINE = "megatron.core.pipeline_parallel"
 _BRIDGE = "megatron.bridge.training"
+_PEFT_BRIDGE = "megatron.bridge.models.conversion.peft_bridge:MegatronPeftBridge"
 _WRAPPER = "megatron.fsdp.mcore.adapter:FullyShardedDataParallel"
 _ORIGINAL = "megatron.core.distributed.fsdp.src.megatron_fsdp"
 
@@ -277,6 +278,18 @@ MEGATRON = Patches(
         _in_bridge("generate_state_dict", "is a copy of Megatron's function", "save:generate_state_dict"),
         _in_bridge("preprocess_fsdp_dtensor_state_dict", "is a copy of Megatron's function", "save:preprocess"),
         _in_bridge("torch", "saves and loads as Megatron does", "storage:torch_view", Kind.FACTORY),
+        _in_bridge(
+            "apply_peft_adapter_filter_to_state_dict",
+            "removes base weights from a checkpoint's state, and loses the model chunks that it belongs to",
+            "bridge:filter_adapters",
+        ),
+        Patch(
+            f"{_PEFT_BRIDGE}.materialize_adapter_weights",
+            "computes with shards of adapters as with whole ones",
+            "megatron.fsdp.mcore.bridge:materialize_adapters",
+            MEGATRON_BRIDGE,
+            optional=True,
+        ),
     ],
 )
 

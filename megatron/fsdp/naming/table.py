@@ -212,7 +212,8 @@ _XBC, _QKVZ = _ZXBC[1:4], (*_QKV, "z", "beta", "alpha")
 _CONVOLUTION = ("conv1d_", "conv1d.")
 
 HALVES = Kind(
-    _linear("linear_fc1") + r"\d*",
+    # Megatron-Bridge's adapters: the layer that they are added to, and the second matrix, which has the layer's rows.
+    _linear(r"linear_fc1(?:\.to_wrap|\.adapter\.linear_out)?") + r"\d*",
     _halves,
     owner=r"mlp\.(?:shared_experts\.|experts\.(?:local_experts\.\d+\.)?)?",
     fsdp_dtensor=(Part("_w"), Part("_v")),

@@ -334,6 +334,14 @@ class Schedule:
             unit.new_backward()
         self.hold(self.units[0], Direction.BACKWARD)
 
+    def end_failed_callers_pass(self) -> None:
+        """Reshard every unit if a caller's pass has not ended: an exception has ended its schedule.
+
+        Called before an ordinary forward, which would not unshard units that the failed pass holds.
+        """
+        if self.in_callers_forward or self.passes.by_caller:
+            self.reset()
+
     def hold(self, unit: Unit, direction: Direction) -> None:
         """Unshard a unit for a pass, until :meth:`let_go`, and prefetch the next units of the pass."""
         if direction in unit.held_by:

@@ -38,7 +38,8 @@ BROKEN: dict[str, dict[str, Any]] = {
         "optimizer_cpu_offload": True,
         "use_precision_aware_optimizer": False,
     },
-    "optimizer other than adam, sgd and muon": {"optimizer": "soap"},
+    "optimizer sgd": {"optimizer": "sgd"},
+    "optimizer other than adam and muon": {"optimizer": "soap"},
     "optimizer muon with fp16, use_precision_aware_optimizer or optimizer_cpu_offload": {
         "optimizer": "muon",
         "fp16": True,

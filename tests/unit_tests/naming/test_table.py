@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from megatron.fsdp.naming.table import KINDS, Owner, kind_of
+from megatron.fsdp.naming.table import HALVES, KINDS, Owner, kind_of
 
 MIXER = SimpleNamespace(pg_collection=SimpleNamespace(tp=SimpleNamespace(size=lambda: 2)))
 GATED_DELTA = SimpleNamespace(
@@ -79,3 +79,9 @@ def test_no_two_kinds_of_one_name() -> None:
     ]
     for name in names:
         assert len([kind for kind in KINDS if kind.pattern.fullmatch(name)]) <= 1
+
+
+@pytest.mark.parametrize("layer", ["linear_fc1", "linear_fc1.to_wrap", "linear_fc1.adapter.linear_out"])
+def test_adapters_of_gated_layers_have_the_layers_rows(layer: str) -> None:
+    assert kind_of(f"decoder.layers.0.mlp.{layer}.weight") is HALVES
+    assert kind_of("decoder.layers.0.mlp.linear_fc1.adapter.linear_in.weight") is None

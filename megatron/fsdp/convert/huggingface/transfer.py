@@ -59,7 +59,8 @@ def prepare_export(
         state: The checkpoint.
         dtype: Of the weights; None keeps their dtypes.
         original: Folder of a Hugging Face model with the same architecture and sizes, whose config.json and tokenizer
-            files are copied. None: config.json is made from the checkpoint's arguments.
+            files are copied. None: config.json is made from the checkpoint's arguments, which those of Megatron-Bridge
+            lack.
         vocabulary: Number of tokens without padding, if neither ``original`` nor the arguments contain it.
 
     Raises:
@@ -68,7 +69,10 @@ def prepare_export(
     """
     config = read_config(original) if original is not None else {}
     wanted = from_config(config) if config else None
-    model = from_args(state.args, wanted.sizes.vocabulary if wanted else vocabulary)
+    if wanted is not None and not vars(state.args):
+        model = wanted  # a checkpoint of Megatron-Bridge; names and shapes are compared below
+    else:
+        model = from_args(state.args, wanted.sizes.vocabulary if wanted else vocabulary)
     if wanted is not None:
         _require_same(wanted, model)
         model = wanted

@@ -37,6 +37,7 @@ ADJUSTMENTS: tuple[Adjustment, ...] = (
     Adjustment("fp4", None, "Transformer Engine needs CUDA"),
     Adjustment("fp4_param_gather", False, "Transformer Engine needs CUDA"),
     Adjustment("te_rng_tracker", False, "Transformer Engine needs CUDA"),
+    Adjustment("delay_wgrad_compute", False, "Transformer Engine needs CUDA"),
     Adjustment("tp_comm_overlap", False, "Transformer Engine needs CUDA"),
     Adjustment("gradient_accumulation_fusion", False, "the fused weight gradient is a CUDA kernel"),
     Adjustment("masked_softmax_fusion", False, "the fused softmax is a CUDA kernel"),

@@ -73,9 +73,10 @@ class MegatronFinder(MetaPathFinder):
     ) -> Any:
         """Import as usual; return the view of the module, or the stand-in for an absent one, if one exists."""
         importer = (globals or {}).get("__name__", "")
-        if level == 0 and name.partition(".")[0] in self.hidden:
-            raise ModuleNotFoundError(f"{name} needs CUDA, and {importer} runs on the CPU", name=name)
+        package = name.partition(".")[0]
         try:
+            if level == 0 and package in self.hidden:
+                raise ModuleNotFoundError(f"{name} needs CUDA, and {importer} runs on the CPU", name=package)
             module = builtins.__import__(name, globals, locals, fromlist or (), level)
         except ModuleNotFoundError as error:
             if (importer, error.name) not in self.absent:

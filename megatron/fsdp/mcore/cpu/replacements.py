@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from megatron.fsdp.mcore.cpu.torch_view import called_from
 
-PACKAGES = ("megatron.core", "megatron.training")
+PACKAGES = ("megatron.core", "megatron.training", "megatron.bridge")
 # A training script moves its batches to the GPU.
 SCRIPT = "__main__"
 

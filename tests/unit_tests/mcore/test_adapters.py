@@ -1,0 +1,167 @@
+"""Low-rank adapters on a frozen Megatron model: training, memory, adapter-only checkpoints, merging."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import DEVICE, RankPool
+
+pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here")
+
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+RANK = 4
+
+
+def adapted(config: Any) -> torch.nn.Module:
+    """A frozen GPT with an adapter at every linear layer."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from tests.megatron_models import SEQUENCE, GPTModel, get_gpt_layer_local_spec
+
+    class Adapted(torch.nn.Module):
+        """A linear layer and its adapter, which tensor-parallel ranks divide as they divide the layer."""
+
+        def __init__(self, base: Any) -> None:
+            super().__init__()
+            by_rows = isinstance(base, RowParallelLinear)
+            options = {"config": config, "bias": False, "init_method": config.init_method}
+            self.base = base
+            if by_rows:
+                self.down = RowParallelLinear(
+                    base.input_size, RANK, input_is_parallel=True, skip_bias_add=True, **options
+                )
+            else:
+                self.down = ColumnParallelLinear(base.input_size, RANK, gather_output=True, **options)
+            self.up = ColumnParallelLinear(RANK, base.output_size, gather_output=by_rows, **options)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            output, bias = self.base(x)
+            return output + self.up(self.down(x)[0])[0], bias
+
+    torch.manual_seed(7)
+    model = GPTModel(config, get_gpt_layer_local_spec(), vocab_size=32, max_sequence_length=SEQUENCE)
+    model.requires_grad_(False)
+    for layer in model.decoder.layers:
+        for owner, name in (
+            (layer.self_attention, "linear_qkv"),
+            (layer.self_attention, "linear_proj"),
+            (layer.mlp, "linear_fc1"),
+            (layer.mlp, "linear_fc2"),
+        ):
+            setattr(owner, name, Adapted(getattr(owner, name)))
+    return model
+
+
+def _sizes(tp: int) -> dict[str, Any]:
+    # Initial weights then do not depend on the number of tensor-parallel ranks.
+    return {"tensor_model_parallel_size": tp, "use_cpu_initialization": True}
+
+
+def _train(strategy: str | None, tp: int) -> tuple[Any, Any, list[float]]:
+    """Model, optimizer, and gradient norms of a few steps."""
+    from tests.megatron_models import forward_backward, optimizer_of, tokens, wrapped
+
+    model = wrapped(strategy, adapted, **_sizes(tp))
+    optimizer, norms = optimizer_of(model), []
+    for step in range(4):
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        forward_backward(model, tokens(step, 2))
+        norms.append(float(optimizer.step()[1]))
+    return model, optimizer, norms
+
+
+def _trains(strategy: str, tp: int) -> None:
+    from megatron.fsdp.dtensor.ragged_dtensor import local_shard
+    from tests.megatron_models import megatron, weights_of
+
+    with megatron(tensor_model_parallel_size=tp):
+        ddp, _, expected = _train(None, tp)
+        model, optimizer, norms = _train(strategy, tp)
+        assert norms == pytest.approx(expected, rel=1e-6)
+        if tp == 1:
+            weights = weights_of(model)
+            for name, weight in weights_of(ddp).items():
+                torch.testing.assert_close(weights[name], weight, rtol=1e-6, atol=1e-6)
+
+        params = list(model.module.engine.params())
+        for param in params:
+            assert param.trained == (param.main.grad is not None) == (".up." in param.name or ".down." in param.name)
+        state = [t for of_param in optimizer.optimizer.state.values() for t in of_param.values() if t.numel() > 1]
+        adapters = sum(local_shard(param.main).nbytes for param in params if param.trained)
+        assert sum(local_shard(t).nbytes for t in state) == 2 * adapters
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_training(ranks: RankPool, strategy: str) -> None:
+    ranks.run(2, _trains, strategy, 1)
+
+
+def test_tensor_parallel_training(ranks: RankPool) -> None:
+    ranks.run(4, _trains, "optim_grads_params", 2)
+
+
+def _logits(model: torch.nn.Module) -> torch.Tensor:
+    from tests.megatron_models import gpt_losses, tokens
+
+    with torch.no_grad():
+        return gpt_losses(model, tokens(9, 1)[0]).clone()
+
+
+def _adapters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {n: weight for n, weight in model.state_dict().items() if n.endswith((".up.weight", ".down.weight"))}
+
+
+def _saves(folder: Path) -> None:
+    """Save adapters that are not those of :func:`adapted`, and what the model computes with them."""
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+
+    from megatron.fsdp.dtensor.ragged_dtensor import local_shard
+    from tests.megatron_models import megatron, wrapped
+
+    with megatron():
+        model = wrapped("optim_grads_params", adapted)
+        for weight in _adapters(model.module).values():
+            local_shard(weight).mul_(3)
+        model.module.install_optimized_model_weights()
+        dcp.save(_adapters(model.module), checkpoint_id=folder)
+        if dist.get_rank() == 0:
+            torch.save(_logits(model), folder / "expected.pt")
+        else:
+            _logits(model)
+
+
+def _merges(folder: Path, tp: int) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    from tests.megatron_models import megatron, parallel_state, wrapped
+
+    with megatron(tensor_model_parallel_size=tp):
+        model = wrapped("optim_grads_params", adapted, **_sizes(tp))
+        sharded = model.module
+        state = _adapters(sharded)
+        dcp.load(state, checkpoint_id=folder)
+        sharded.load_state_dict(state, strict=False)
+        first = parallel_state.get_data_parallel_rank() == 0
+        expected = torch.load(folder / "expected.pt")
+        loaded = _logits(model)
+        if first:
+            torch.testing.assert_close(loaded, expected)
+
+        state = sharded.state_dict()
+        for name in [name for name in state if name.endswith(".up.weight")]:
+            layer = name.removesuffix("up.weight")
+            up, down, base = (state[layer + part].full_tensor() for part in ("up.weight", "down.weight", "base.weight"))
+            merged = {f"{layer}base.weight": base + up @ down, name: torch.zeros_like(up)}
+            sharded.load_state_dict(merged, strict=False)
+        assert not any(state[name].full_tensor().any() for name in state if name.endswith(".up.weight"))
+        torch.testing.assert_close(_logits(model), loaded)
+
+
+def test_adapters_are_saved_alone_and_merged(ranks: RankPool, tmp_path: Path) -> None:
+    """On other numbers of ranks than they were saved on."""
+    ranks.run(2, _saves, tmp_path)
+    ranks.run(1, _merges, tmp_path, 1)
+    ranks.run(4, _merges, tmp_path, 2)
