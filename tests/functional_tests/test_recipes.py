@@ -58,6 +58,7 @@ def test_the_doctor_accepts_recipes_in_full(name: str, folder: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Megatron runs on CUDA here")
 @pytest.mark.parametrize("name", RECIPES)
 def test_reduced_recipes_train_and_resume(name: str, tmp_path: Path) -> None:
