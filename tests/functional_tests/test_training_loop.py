@@ -157,6 +157,8 @@ def test_a_checkpoint_is_resumed_by_another_number_of_ranks(kind: str, folder: P
     resumed = train(f"{KINDS[kind]} --load {folder / kind} --ckpt-step 2", ranks=3)
     for ours, reference in zip(resumed.iterations[3], whole.iterations[3], strict=True):
         assert float(ours) == pytest.approx(float(reference), rel=2e-6)
+    # After two steps with the state that was loaded.
+    assert [float(v) for v in resumed.validation] == pytest.approx([float(v) for v in whole.validation], rel=2e-6)
 
 
 @pytest.mark.slow
