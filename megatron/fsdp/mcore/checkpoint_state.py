@@ -8,12 +8,13 @@ this rank's model, and describes the rows of fused parameters.
 import argparse
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from megatron.core import parallel_state
 from megatron.core.transformer.module import Float16Module
 from megatron.fsdp.buffers.parameter import ShardedParameter
 from megatron.fsdp.dtensor.ragged_dtensor import narrow_rows
@@ -25,7 +26,7 @@ from megatron.fsdp.mcore.parameter_names import (
     layouts,
     renamed_in_checkpoints,
 )
-from megatron.fsdp.naming.names import DOWN_NORM, EMBEDDING, FUSED_DOWN, TIED_OUTPUT
+from megatron.fsdp.naming.names import DOWN_NORM, EMBEDDING, FUSED_DOWN, TIED_OUTPUT, Name
 from megatron.fsdp.naming.table import Part, RowLayout, Sections
 
 # The checkpoint's key for the description of the rows of fused parameters.
@@ -40,6 +41,9 @@ class Names:
 
     Attributes:
         params: The chunk's parameters by their names in the model itself, without wrappers. A tied one has several.
+
+    Raises:
+        NotImplementedError: Expert-parallel ranks have different parameters of the same name.
     """
 
     def __init__(self, chunk: ShardedModule) -> None:
@@ -48,6 +52,7 @@ class Names:
             model = model.module
         self._model: nn.Module = model
         self.params: dict[str, ShardedParameter] = {bare_name(n): e for e in chunk.engine.params() for n in e.names}
+        _require_numbers([name for name, param in self.params.items() if param.key.expert])
         self._layouts = layouts(model, {name: param.shape for name, param in self.params.items()})
         self._renamed = renamed_in_checkpoints(model)
 
@@ -104,6 +109,17 @@ class Names:
             facts[TIED_OUTPUT] = {"tied to": EMBEDDING}
         config = getattr(self._model, "config", None)
         return described(facts, by_number=bool(getattr(config, "heterogeneous_block_specs", False)))
+
+
+def _require_numbers(names: Iterable[str]) -> None:
+    """Raise an error if a rank's experts share a parameter: other ranks' would have its name in the checkpoint."""
+    unnumbered = [name for name in names if not Name.parse(name).expert]
+    if unnumbered and parallel_state.get_expert_model_parallel_world_size() > 1:
+        raise NotImplementedError(
+            f"{unnumbered[0]}: all experts of a rank share this parameter, and those of other expert-parallel ranks "
+            f"have another of the same name, so a checkpoint would hold one of them ({len(unnumbered)} such "
+            "parameters). Give each expert a parameter of its own, or set expert_model_parallel_size to 1."
+        )
 
 
 def optimizer_names(chunks: Sequence[nn.Module]) -> dict[nn.Parameter, str]:

@@ -132,3 +132,24 @@ def test_lenient_loading_still_needs_weights(strict: bool, expected: bool) -> No
     assert not optional("model.module.a.weight")
     assert optional("optimizer.param_to_group_meta.module.module.a.weight.foreach"), "says how, not what"
     assert not strictness_of(None).optional("optimizer.param_to_group_meta.module.module.a.weight.lr")
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_parameter_that_experts_share_cannot_be_named_with_expert_parallelism(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core import parallel_state
+    from megatron.fsdp.mcore.checkpoint_state import Names
+
+    monkeypatch.setattr(parallel_state, "get_expert_model_parallel_world_size", lambda: size)
+    names = ["mlp.experts.linear_fc1.adapter.weight", "mlp.experts.local_experts.1.weight", "mlp.experts.fc1.weight0"]
+    params = [
+        SimpleNamespace(names=[f"decoder.layers.0.{name}"], key=SimpleNamespace(expert=True), shape=(1, 1))
+        for name in names
+    ]
+    chunk: Any = SimpleNamespace(module=_model(), engine=SimpleNamespace(params=lambda: params))
+    if size == 1:
+        assert len(Names(chunk).params) == 3
+        return
+    with pytest.raises(NotImplementedError, match="linear_fc1.adapter.weight.*1 such parameters"):
+        Names(chunk)
