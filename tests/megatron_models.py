@@ -131,7 +131,7 @@ def gpt_losses(module: Callable, rows: torch.Tensor) -> torch.Tensor:
     return module(rows[:, :-1], positions, mask, labels=rows[:, 1:])
 
 
-def forward_backward(model: torch.nn.Module, data: torch.Tensor, losses_of: Losses = gpt_losses) -> list[float]:
+def forward_backward(model: torch.nn.Module, data: torch.Tensor, losses_of: Losses = gpt_losses) -> list[torch.Tensor]:
     """Megatron's schedule over the micro-batches, with the gradients' finalization at the end. Returns their losses."""
 
     def forward_step(
@@ -155,7 +155,7 @@ def forward_backward(model: torch.nn.Module, data: torch.Tensor, losses_of: Loss
         micro_batch_size=1,
         forward_only=False,
     )
-    return [float(each["sum"]) for each in results]
+    return [each["sum"] for each in results]
 
 
 @dataclass

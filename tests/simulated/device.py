@@ -249,8 +249,9 @@ def _by_device_and_dtype(lists: Any, with_indices: bool = False) -> dict[Any, An
     for place, tensors in enumerate(zip(*(each or itertools.repeat(None) for each in lists), strict=False)):
         of_key, indices = found.setdefault((tensors[0].device, tensors[0].dtype), ([[] for _ in lists], []))
         indices.append(place)
-        for listed, tensor in zip(of_key, tensors, strict=True):
-            listed += [] if tensor is None else [tensor]
+        # A list may be empty, or have None for a tensor, as SGD's momentum before the first step.
+        for listed, given, tensor in zip(of_key, lists, tensors, strict=True):
+            listed += [tensor] if given else []
     return found
 
 

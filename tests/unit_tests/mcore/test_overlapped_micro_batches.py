@@ -111,7 +111,7 @@ def _train(
     for step in range(3):
         model.zero_grad_buffer()
         optimizer.zero_grad()
-        found += forward_backward(model, tokens(step, micro_batches))
+        found += [float(loss) for loss in forward_backward(model, tokens(step, micro_batches))]
         success, norm, _ = optimizer.step()
         assert success
         found.append(float(norm))
