@@ -107,6 +107,12 @@ FEATURES = (
     ),
     Feature("quantized weights: torchao's float8", ("test_torchao.py",)),
     Feature("quantized weights: Transformer Engine (with stand-ins)", ("test_transformer_engine_storage.py",)),
+    Feature(
+        "units unsharded and resharded by the caller's schedule",
+        ("test_interleaved_micro_batches.py",),
+        simulated=("test_interleaved.py",),
+    ),
+    Feature("adapters of peft", ("test_peft.py",)),
     Feature("torchao's 8-bit Adam", ("test_block_state.py",)),
     Feature("state dicts, torch.distributed.checkpoint, other numbers of ranks", ("test_state_dict.py",)),
     Feature("checkpoints across granularities", ("test_granularity.py::test_checkpoint_is_loaded_whatever_was_cut",)),
@@ -116,6 +122,16 @@ FEATURES = (
     Feature("Megatron-Core: the wrapper's interface", ("mcore/test_contract.py",), simulated=("test_megatron.py",)),
     Feature("Megatron-Core: quantized weights, in reference formats", ("mcore/test_quantized_weights.py",)),
     Feature("Megatron-Core: fsdp_dtensor checkpoints", ("mcore/test_checkpoint.py",)),
+    Feature("Megatron-Core: Muon on sharded matrices", ("mcore/test_muon.py",)),
+    Feature(
+        "Megatron-Core: --optimizer-cpu-offload, all or some units",
+        ("mcore/test_cpu_offload.py",),
+        simulated=("test_megatron.py::test_offload",),
+    ),
+    Feature(
+        "Megatron-Core: forward and backward of two micro-batches at once", ("mcore/test_overlapped_micro_batches.py",)
+    ),
+    Feature("Megatron-Core: low-rank adapters on a frozen base", ("mcore/test_adapters.py",)),
 )
 
 
