@@ -112,7 +112,6 @@ FEATURES = (
         ("test_interleaved_micro_batches.py",),
         simulated=("test_interleaved.py",),
     ),
-    Feature("adapters of peft", ("test_peft.py",)),
     Feature("torchao's 8-bit Adam", ("test_block_state.py",)),
     Feature("state dicts, torch.distributed.checkpoint, other numbers of ranks", ("test_state_dict.py",)),
     Feature("checkpoints across granularities", ("test_granularity.py::test_checkpoint_is_loaded_whatever_was_cut",)),
