@@ -132,7 +132,7 @@ _NOT_WITH_MUON = ("fp16", "use_precision_aware_optimizer", "optimizer_cpu_offloa
 LIMITS: tuple[Limit, ...] = (
     _never(
         "use_torch_fsdp2",
-        "Using use_megatron_fsdp and use_torch_fsdp2 at the same time is not supported: choose one wrapper.",
+        "Using use_megatron_fsdp and use_torch_fsdp2 at the same time is not supported: they are different wrappers.",
         "Choose one.",
     ),
     _never(

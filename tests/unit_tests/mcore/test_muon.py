@@ -1,7 +1,5 @@
 """Megatron's Muon updates sharded matrices as it updates whole ones."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -94,29 +92,6 @@ def test_steps_with_two_data_parallel_axes_are_bit_equal(ranks: RankPool, outer:
     ranks.run(4, _steps, True, 2, outer)
 
 
-@contextmanager
-def _megatron(**sizes: int) -> Iterator[None]:
-    from tests.megatron_models import (
-        destroy_rerun_state_machine,
-        initialize_rerun_state_machine,
-        install,
-        model_parallel_cuda_manual_seed,
-        parallel_state,
-        uninstall,
-    )
-
-    parallel_state.initialize_model_parallel(**sizes)
-    model_parallel_cuda_manual_seed(1234)
-    initialize_rerun_state_machine()
-    install()
-    try:
-        yield
-    finally:
-        uninstall()
-        destroy_rerun_state_machine()
-        parallel_state.destroy_model_parallel()
-
-
 def _optimizer(model: Any, **changes: Any) -> Any:
     from tests.megatron_models import OptimizerConfig, get_megatron_optimizer
 
@@ -155,7 +130,9 @@ def _train(strategy: str | None, model: dict[str, Any], **changes: Any) -> Any:
 
 
 def _compare(strategy: str) -> None:
-    with _megatron():
+    from tests.megatron_models import megatron
+
+    with megatron():
         ours, reference = _train(strategy, {}), _train(None, {})
     assert ours.norms == pytest.approx(reference.norms, rel=1e-5)
     for name, weight in reference.weights.items():
@@ -173,7 +150,7 @@ def _tensor_parallel() -> None:
 
     model = {"tensor_model_parallel_size": 2}
     divisible = patch.object(tests.megatron_models, "VOCABULARY", 30)
-    with _megatron(tensor_model_parallel_size=2), divisible:
+    with tests.megatron_models.megatron(tensor_model_parallel_size=2), divisible:
         norms = {}
         for mode in ("blockwise", "duplicated", "distributed"):
             reference = _train(None, model, muon_tp_mode=mode).norms

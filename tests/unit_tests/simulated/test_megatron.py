@@ -46,18 +46,24 @@ def _losses(mm: Any) -> Callable[[torch.nn.Module, torch.Tensor], torch.Tensor]:
     return lambda module, rows: module(rows[:, :-1], positions, mask, labels=rows[:, 1:])
 
 
+def _backward(
+    sim: SimulatedDevice, mm: Any, model: torch.nn.Module, optimizer: Any, losses: Callable, step: int
+) -> None:
+    """Compute the gradients of a step, in which the wrapper must not wait."""
+    model.zero_grad_buffer()
+    optimizer.zero_grad()
+    data = mm.tokens(step, 2).to(DEVICE)
+    # In the first step, the ranks agree on an order. Megatron's optimizer, later, waits for the norm of the gradients.
+    with sim.no_host_wait() if step else contextlib.nullcontext():
+        mm.forward_backward(model, data, losses)
+
+
 def _train(settings: dict[str, Any]) -> None:
     with _megatron() as (sim, mm):
         model, optimizer = _built(mm, **settings)
         losses = _losses(mm)
         for step in range(3):
-            model.zero_grad_buffer()
-            optimizer.zero_grad()
-            data = mm.tokens(step, 2).to(DEVICE)
-            # The wrapper must not wait once the ranks have agreed on an order, which they do in the first step.
-            # Megatron's optimizer waits for the norm of the gradients.
-            with sim.no_host_wait() if step else contextlib.nullcontext():
-                mm.forward_backward(model, data, losses)
+            _backward(sim, mm, model, optimizer, losses, step)
             optimizer.step()
         assert not sim.races, "\n".join(map(str, sim.races[:3]))
         assert len(sim.timeline.streams) > 1
@@ -82,11 +88,7 @@ def _offloaded(strategy: str, fraction: float) -> None:
             optimizer = mm.optimizer_of(model, **precise, **settings)
             losses, norms = _losses(mm), []
             for step in range(3):
-                model.zero_grad_buffer()
-                optimizer.zero_grad()
-                data = mm.tokens(step, 2).to(DEVICE)
-                with sim.no_host_wait() if step else contextlib.nullcontext():
-                    mm.forward_backward(model, data, losses)
+                _backward(sim, mm, model, optimizer, losses, step)
                 norms.append(float(optimizer.step()[1]))
             assert not sim.races, "\n".join(map(str, sim.races[:3]))
             places = {unit.is_offloaded for unit in model.module.engine.units}
