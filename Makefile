@@ -103,7 +103,7 @@ bench-report: install ## write docs/performance_tables.md from benchmarks/result
 
 docs: install ## build the documentation site into site/ without warnings; run its code blocks and look at it in a browser
 	$(MKDOCS) build --strict --quiet
-	$(PYTEST) tests/functional_tests/test_docs_code.py tests/functional_tests/test_docs_site.py -n 2 --dist worksteal
+	$(PYTEST) tests/functional_tests/test_docs_code.py tests/functional_tests/test_docs_site.py -n 2 --dist loadfile
 
 docs-serve: install ## serve the documentation on port 8000, and build it again when a page changes
 	$(MKDOCS) serve

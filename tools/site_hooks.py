@@ -108,7 +108,11 @@ class Docstrings(griffe.Extension):
 
 def _as_markdown(text: str) -> str:
     text = re.sub(r":\w+:`~?([\w.]+)`", _reference, text)
-    return re.sub(r"::\n\n((?: {4}.*\n?|\n)+)", lambda block: f":\n\n```python\n{textwrap.dedent(block[1])}```\n", text)
+    return re.sub(r"::\n\n((?: {4}.*\n?|\n)+)", _fenced, text)
+
+
+def _fenced(block: re.Match[str]) -> str:
+    return f":\n\n```python\n{textwrap.dedent(block[1]).rstrip()}\n```\n\n"
 
 
 def _reference(role: re.Match[str]) -> str:

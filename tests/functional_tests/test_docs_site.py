@@ -3,6 +3,7 @@
 import functools
 import http.server
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -127,6 +128,14 @@ def test_every_page(site: Site) -> None:
     tab.close()
     assert len(found) > 20
     assert not problems, "\n".join(problems)
+
+
+def test_docstrings_are_rendered(site: Site) -> None:
+    for page in (site.folder / "reference").glob("*.html"):
+        text = page.read_text()
+        left = re.findall(r":\w+:`.*|``.*|.*\b(?:Args|Returns|Raises|Attributes):\s*\n.*", text)
+        assert not left, (page.name, left)
+    assert "The model. It stays accessible as" in (site.folder / "reference/sharding.html").read_text()
 
 
 def test_search(site: Site) -> None:
