@@ -19,6 +19,7 @@ MOVED = {
     "doctor": "tools.doctor",
     "verify": "tools.verify",
     "launch": "tools.launch",
+    "pretrain_gpt": "tools.pretrain_gpt",
     "uneven_dtensor": "dtensor.uneven",
     "export": "state.export",
     "device": "comm.streams",

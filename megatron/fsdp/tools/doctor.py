@@ -1,6 +1,6 @@
 """Checks a training command without GPUs: reports how it would be sharded, or why it cannot run with our FSDP.
 
-    python -m megatron.fsdp.doctor [--world-size N] [--rank R] [--json] SCRIPT ARGS...
+    python -m megatron.fsdp.doctor [--world-size N] [--rank R] [--json] [-m] SCRIPT ARGS...
 
 One process is enough for any number of ranks, and no memory is allocated for weights. The report lists the mesh, units,
 dtypes, collectives and bytes per rank, or every unsupported setting with a remedy. The exit code is 0 if the command
@@ -10,7 +10,6 @@ would start to train, else 1.
 import os
 import sys
 
-from megatron.fsdp.mcore import cpu
 from megatron.fsdp.tools import script
 
 
@@ -22,7 +21,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument("--verbose", action="store_true", help="show the output of the script")
     options = script.parse(parser)
-    cpu.enable()
+    script.prepare_megatron()
     from megatron.fsdp.tools.examine import examine
 
     # Redirect the file descriptors: output of libraries and subprocesses does not go through sys.stdout.
