@@ -1,5 +1,6 @@
 """Small models, data and settings for training with Hugging Face's libraries on a CPU, without downloads."""
 
+import os
 import random
 from typing import Any
 
@@ -14,6 +15,8 @@ def fresh_process() -> None:
     """Make accelerate and the random states forget what earlier tests in this process did."""
     from accelerate.state import AcceleratorState, GradientState
 
+    # As a launcher sets them.
+    os.environ.update(MASTER_ADDR="localhost", LOCAL_WORLD_SIZE=str(dist.get_world_size()))
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     random.seed(0)

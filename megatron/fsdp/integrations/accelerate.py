@@ -124,8 +124,14 @@ class FSDPAccelerator(Accelerator):
             return super().get_state_dict(model, unwrap)
         if self._hidden is not None:  # called by save_state, which saves shards instead
             return {}
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        return get_model_state_dict(self.unwrap_model(model) if unwrap else model, options=options)
+        module = self.unwrap_model(model) if unwrap else model
+        whole = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        # The names of a tied parameter have one tensor, as in an unsharded model: it is then written to a file once.
+        first: dict[nn.Parameter, str] = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            if first.setdefault(parameter, name) in whole:
+                whole[name] = whole[first[parameter]]
+        return whole
 
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
         """Save to a folder. Models and optimizers are saved as shards, which any number of ranks can load.

@@ -39,7 +39,7 @@ def sharded(trainer_class: type[Trainer], **sharding: Any) -> type[Trainer]:
         **sharding: Arguments of :func:`megatron_fsdp.fully_shard_model`. ``fsdp_unit_modules`` defaults to the model's
             transformer blocks.
     """
-    return type(trainer_class.__name__, (_ShardedTrainer, trainer_class), {"_sharding": sharding})
+    return type(f"Sharded{trainer_class.__name__}", (_ShardedTrainer, trainer_class), {"_sharding": sharding})
 
 
 class _ShardedTrainer(Trainer):
@@ -63,7 +63,7 @@ class _ShardedTrainer(Trainer):
         if not self.accelerator.shards:
             super()._move_model_to_device(model, device)
 
-    # Checkpoints: a folder as ``save_pretrained`` writes it, with main weights, and the shards of the optimizer's state.
+    # A checkpoint has the files of ``save_pretrained``, with main weights, and the shards of the optimizer's state.
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if not self.accelerator.shards:
