@@ -42,7 +42,7 @@ class Loop:
         model = model or llama(seed)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-5)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
-        data = DataLoader(samples(4 * BATCHES), batch_size=4, shuffle=True)
+        data: Any = DataLoader(samples(4 * BATCHES), batch_size=4, shuffle=True)
         # The order of the arguments does not matter.
         self.optimizer, self.model, self.data, self.scheduler = self.accelerator.prepare(
             optimizer, model, data, scheduler
@@ -230,13 +230,21 @@ def test_prepare_wraps_once(ranks: RankPool) -> None:
 
 
 def rejected() -> None:
+    from accelerate import Accelerator
     from accelerate.utils import ProjectConfiguration
     from torch.nn.parallel import DistributedDataParallel
 
     from megatron.fsdp.integrations.accelerate import FSDPAccelerator
 
+    def with_plugin() -> None:
+        accelerator = Accelerator(cpu=True)
+        # accelerate ignores the plugin on a CPU.
+        accelerator.state.fsdp_plugin = object()
+        FSDPAccelerator.adopt(accelerator, {})
+
     cases: list[tuple[Callable[[], Any], str]] = [
-        (lambda: FSDPAccelerator(cpu=True, dynamo_backend="eager"), "dynamo"),
+        (lambda: FSDPAccelerator(cpu=True, dynamo_backend="eager"), "torch.compile"),
+        (with_plugin, "fsdp_plugin: leave it out"),
         (
             lambda: FSDPAccelerator(cpu=True, project_config=ProjectConfiguration(save_on_each_node=True)),
             "save_on_each_node",

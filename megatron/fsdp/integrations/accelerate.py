@@ -24,6 +24,7 @@ from megatron.fsdp.runtime.partition import is_wrapped
 
 # The folder that ``save_state`` adds for sharded models and optimizers.
 FOLDER = "megatron_fsdp"
+_PLUGINS = ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin")
 
 
 class FSDPAccelerator(Accelerator):
@@ -40,6 +41,10 @@ class FSDPAccelerator(Accelerator):
     Raises:
         ValueError: accelerate is configured for another engine, or for a feature that does not work with this one.
     """
+
+    # Lists of the base class.
+    _models: list[nn.Module]
+    _optimizers: list[Any]
 
     def __init__(self, *args: Any, sharding: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -189,19 +194,16 @@ def _unit_classes(model: nn.Module) -> list[str]:
 
 def _check_settings(accelerator: Accelerator) -> None:
     """Raise ValueError if accelerate is configured for something that cannot work."""
-    engine = accelerator.distributed_type
-    others = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM, DistributedType.XLA)
+    state = accelerator.state
+    plugins = [name for name in _PLUGINS if getattr(state, name, None) is not None]
     problems = {
-        f"distributed_type {engine.value}: leave out its plugin, and choose MULTI_GPU in `accelerate config`": (
-            engine in others
+        f"{', '.join(plugins)}: leave it out, also in `accelerate config` and in TrainingArguments": bool(plugins),
+        "TPUs": accelerator.distributed_type == DistributedType.XLA,
+        "parallelism_config: give device_mesh and its dimensions to the sharding": state.parallelism_config is not None,
+        "torch.compile of the whole model: call compile() of its blocks before prepare": (
+            state.dynamo_plugin.backend != DynamoBackend.NO
         ),
-        "parallelism_config: give device_mesh and its dimensions in sharding={...}": (
-            accelerator.parallelism_config is not None
-        ),
-        "dynamo (torch_compile): call compile() on the model's blocks before prepare": (
-            accelerator.state.dynamo_plugin.backend != DynamoBackend.NO
-        ),
-        "mixed_precision fp8: give mixed_precision_policy in sharding={...}": accelerator.mixed_precision == "fp8",
+        "fp8: give mixed_precision_policy to the sharding": accelerator.mixed_precision == "fp8",
         "save_on_each_node: only rank 0 has whole weights": accelerator.project_configuration.save_on_each_node,
     }
     found = [text for text, applies in problems.items() if applies]
