@@ -25,9 +25,18 @@ class Loop:
         strategy: Of sharding; None for a plain Accelerator.
         seed: Of the model's initial weights.
         model: The model; None for a small Llama.
+        scale: Where loss scaling starts, as accelerate has it for fp16 on a GPU; None for none.
+        **options: Of the Accelerator.
     """
 
-    def __init__(self, strategy: int | None, seed: int = 0, model: Any = None, **options: Any) -> None:
+    def __init__(
+        self,
+        strategy: int | None,
+        seed: int = 0,
+        model: Any = None,
+        scale: float | None = None,
+        **options: Any,
+    ) -> None:
         from accelerate import Accelerator, DataLoaderConfiguration
 
         from megatron.fsdp.integrations.accelerate import FSDPAccelerator
@@ -39,6 +48,8 @@ class Loop:
             self.accelerator = Accelerator(**options)
         else:
             self.accelerator = FSDPAccelerator(sharding={"zero_dp_strategy": strategy}, **options)
+        if scale is not None:
+            self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=3)
         model = model or llama(seed)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-5)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
@@ -47,6 +58,8 @@ class Loop:
         self.optimizer, self.model, self.data, self.scheduler = self.accelerator.prepare(
             optimizer, model, data, scheduler
         )
+        if scale is not None:  # so that clip_grad_norm_ removes the scale
+            self.accelerator.native_amp, self.accelerator.state._mixed_precision = True, "fp16"
         self.losses: list[float] = []
         self.norms: list[float] = []
 
@@ -92,6 +105,22 @@ def test_training_equals_unsharded(ranks: RankPool) -> None:
             assert found[1] == pytest.approx(norms, rel=2e-4)
             assert found[2] == rate
             torch.testing.assert_close(found[3], weights, rtol=1e-3, atol=2e-5)
+
+
+def scaled(strategy: int | None, scale: float) -> tuple[list[float], list[float], float, float]:
+    loop = Loop(strategy, scale=scale).epochs(0)
+    return loop.losses, loop.norms, loop.accelerator.scaler.get_scale(), loop.scheduler.get_last_lr()[0]
+
+
+# With the second scale, gradients overflow in the first steps, which are skipped.
+@pytest.mark.parametrize("scale", [pytest.param(256.0, marks=pytest.mark.slow), 3e38])
+def test_loss_scaling_is_as_with_ddp(ranks: RankPool, scale: float) -> None:
+    expected = ranks.run(2, scaled, None, scale)[0]
+    assert expected[2] != scale and (math.inf in expected[1]) == (scale > 1e38)
+    for found in ranks.run(2, scaled, 3, scale):
+        assert found[2:] == expected[2:]
+        assert found[0] == pytest.approx(expected[0], rel=2e-4)
+        assert found[1] == pytest.approx(expected[1], rel=2e-4)
 
 
 def from_state(strategy: int, folder: Path, saves: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -244,6 +273,7 @@ def rejected() -> None:
 
     cases: list[tuple[Callable[[], Any], str]] = [
         (lambda: FSDPAccelerator(cpu=True, dynamo_backend="eager"), "torch.compile"),
+        (FSDPAccelerator, "cpu=True"),
         (with_plugin, "fsdp_plugin: leave it out"),
         (
             lambda: FSDPAccelerator(cpu=True, project_config=ProjectConfiguration(save_on_each_node=True)),
@@ -256,6 +286,27 @@ def rejected() -> None:
         fresh_process()
         with pytest.raises((ValueError, TypeError), match=message):
             build()
+    with pytest.raises(NotImplementedError, match="even_batches"):
+        FSDPAccelerator(cpu=True).join_uneven_inputs([])
+
+
+def automatic_units(name: str) -> None:
+    from megatron.fsdp.integrations.accelerate import unit_classes
+    from tests.functional_tests.test_transformers import LOSSES, MODELS, adamw, batches, build, language_loss
+    from tests.models import assert_same_training
+
+    model, _ = build(name)
+    found = unit_classes(model)
+    assert set(found) >= set(MODELS[name].units)
+    assert_same_training(
+        model, batches(), adamw, LOSSES.get(name, language_loss), tolerance=1e-5, fsdp_unit_modules=found
+    )
+
+
+# Some models list their embeddings as well, which may be tied to the head.
+@pytest.mark.parametrize("name", ["bert", pytest.param("t5", marks=pytest.mark.slow)])
+def test_units_are_found(ranks: RankPool, name: str) -> None:
+    ranks.run(2, automatic_units, name)
 
 
 def test_what_does_not_work_raises_an_error(ranks: RankPool) -> None:

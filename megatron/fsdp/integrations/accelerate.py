@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -65,6 +67,11 @@ class FSDPAccelerator(Accelerator):
             # The hooks may remove from the lists what the base class need not write or read.
             self.register_save_state_pre_hook(lambda models, weights, folder: weights.clear())
             self.register_load_state_pre_hook(self._load_sharded)
+        elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ValueError(
+                f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but accelerate found no devices to distribute over: each "
+                "process would train alone. On a CPU, set cpu=True; in TrainingArguments, use_cpu=True."
+            )
 
     @property
     def shards(self) -> bool:
@@ -86,11 +93,19 @@ class FSDPAccelerator(Accelerator):
         super().prepare_model(model, device_placement=False, evaluation_mode=True)
         self._models.pop()
         place = self.device_placement if device_placement is None else device_placement
-        defaults = {"fsdp_unit_modules": _unit_classes(model), "device": self.device if place else None}
+        units = unit_classes(model)
+        if not units and "fsdp_unit_modules" not in self._sharding:
+            warnings.warn(
+                f"{type(model).__name__} does not say which of its classes are transformer blocks, so all of it is one "
+                "unit, which is unsharded at once. Name the classes: fsdp_unit_modules=[...].",
+                stacklevel=3,
+            )
+        defaults = {"fsdp_unit_modules": units, "device": self.device if place else None}
         sharded = fully_shard_model(model, **{**defaults, **self._sharding})
         sharded._is_accelerate_prepared = True  # type: ignore[assignment]
-        # Tells transformers that generate() has to run on all ranks until the last one has finished.
-        model._is_fsdp_managed_module = True  # type: ignore[assignment]
+        # Makes transformers' generate() run on all ranks until the last one has finished, also inside of an adapter.
+        for module in model.modules():
+            module._is_fsdp_managed_module = True  # type: ignore[assignment]
         self._models.append(sharded)
         self._shard_optimizers()
         return sharded
@@ -120,6 +135,15 @@ class FSDPAccelerator(Accelerator):
         """Clip gradients by their total norm over all ranks, and return that norm as a plain tensor. A collective."""
         norm = super().clip_grad_norm_(*args, **kwargs)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def join_uneven_inputs(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise an error if there are ranks: each must run the same number of forwards."""
+        if self.shards:
+            raise NotImplementedError(
+                "join_uneven_inputs: ranks that shard a model run the same number of batches. Keep even_batches=True, "
+                "or drop_last=True in the DataLoader."
+            )
+        return super().join_uneven_inputs(*args, **kwargs)
 
     # State -----------------------------------------------------------------------------------------------------
 
@@ -185,8 +209,8 @@ def _engines_of(optimizer: torch.optim.Optimizer) -> list[Engine]:
     return engines_of(p for options in optimizer.param_groups for p in options["params"])
 
 
-def _unit_classes(model: nn.Module) -> list[str]:
-    """The names of classes whose modules a Hugging Face model, or one inside it, keeps on one device."""
+def unit_classes(model: nn.Module) -> list[str]:
+    """The names of a Hugging Face model's classes of transformer blocks: those that it keeps on one device."""
     names = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
     present = {type(module).__name__ for module in model.modules()}
     return sorted(names & present)
@@ -199,7 +223,8 @@ def _check_settings(accelerator: Accelerator) -> None:
     problems = {
         f"{', '.join(plugins)}: leave it out, also in `accelerate config` and in TrainingArguments": bool(plugins),
         "TPUs": accelerator.distributed_type == DistributedType.XLA,
-        "parallelism_config: give device_mesh and its dimensions to the sharding": state.parallelism_config is not None,
+        "parallelism_config: give device_mesh, dp_shard_dim and dp_outer_dim to the sharding": state.parallelism_config
+        is not None,
         "torch.compile of the whole model: call compile() of its blocks before prepare": (
             state.dynamo_plugin.backend != DynamoBackend.NO
         ),
