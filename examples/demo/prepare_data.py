@@ -114,7 +114,7 @@ def split_documents(documents: list[Document], validation_percent: int) -> dict[
         raise ValueError(f"expected at least two documents to split, got {len(documents)}")
 
     def position(document: Document) -> float:
-        return int.from_bytes(hashlib.sha256(document.path.encode()).digest()[:8]) / 2**64
+        return int.from_bytes(hashlib.sha256(document.path.encode()).digest()[:8], "big") / 2**64
 
     ranked = sorted(documents, key=position)
     chosen = sum(position(document) < validation_percent / 100 for document in ranked)
