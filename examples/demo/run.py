@@ -288,7 +288,8 @@ def demo(arguments: argparse.Namespace, console: Console) -> int:
     console.print(f"[bold]data[/bold]      {data_line(meta)}", soft_wrap=True)
     run = Run(training, machine, paths, console)
     resumed = f", from the checkpoint of iteration {run.done}" if run.done else ""
-    console.print(f"[bold]training[/bold]  {training.iterations} iterations{resumed}, {machine.name}", soft_wrap=True)
+    console.print(f"[bold]machine[/bold]   {machine.name}", soft_wrap=True)
+    console.print(f"[bold]training[/bold]  {training.iterations} iterations{resumed}", soft_wrap=True)
     console.print(f"[bold]log[/bold]       {shown(paths.log)}", soft_wrap=True)
     run.start()
     iteration = latest_iteration(paths.checkpoints)
