@@ -17,6 +17,7 @@ MOVED = {
     "compat": "fsdp2",
     "trace": "tools.trace",
     "doctor": "tools.doctor",
+    "memory": "tools.memory",
     "verify": "tools.verify",
     "launch": "tools.launch",
     "pretrain_gpt": "tools.pretrain_gpt",
