@@ -17,8 +17,8 @@ PYTEST := $(PYTHON) -m pytest $(PYTEST_FLAGS)
 # megatron/fsdp/version.py lists all of them.
 TORCH_VERSIONS := 2.11.0 2.15.0
 TORCH_STAMPS := $(TORCH_VERSIONS:%=.venv-torch-%/.installed)
-# The tests of what depends on torch's internals. They take about half of the time of all unit tests.
-TORCH_TESTS := $(addprefix tests/unit_tests/,checkpoint mcore/test_patches.py mcore/test_uneven_dtensor.py \
+# The tests of what depends on torch's internals.
+TORCH_TESTS := $(addprefix tests/unit_tests/,$(patsubst %,checkpoint/test_%.py,backend safe_pickle saving) mcore/test_patches.py mcore/test_uneven_dtensor.py \
 	$(patsubst %,test_%.py,clipping compile deferred deletion exceptions export fsdp2 fsdp2_interface fsdp2_state \
 	gradient_hooks host_pool meta_device mixed_precision offload optimizer_classes optimizers parity ragged_dtensor recompute \
 	resuming state_dict tensor_parallel versions))
@@ -52,7 +52,8 @@ demo: install ## train a small GPT on Python's standard library; a second run re
 test: lint typecheck unit functional ## run before every commit: lint, types, unit tests, short functional tests
 
 test-slow: install ## the tests marked slow; CI runs them after make test
-	$(PYTEST) tests -m slow
+	$(PYTEST) tests/unit_tests -m slow -n 2 --dist worksteal
+	$(PYTEST) tests/functional_tests -m slow -n 2 --dist loadfile
 
 lint: install ## ruff (style, annotations, docstrings, sizes, format) and import-linter (direction of imports)
 	$(PYTHON) -m ruff check
@@ -76,7 +77,7 @@ torch-versions: install $(TORCH_STAMPS) ## run all unit tests on every supported
 
 torch-reduced: $(TORCH_STAMPS) ## run the unit tests that depend on torch's internals, on the oldest and the newest version; CI runs this
 	for version in $(TORCH_VERSIONS); do \
-		.venv-torch-$$version/bin/python -m pytest $(PYTEST_FLAGS) $(TORCH_TESTS) -m "not slow" -n 2 --dist worksteal || exit 1; \
+		.venv-torch-$$version/bin/python -m pytest $(PYTEST_FLAGS) $(TORCH_TESTS) -m "not slow" --one-strategy -n 2 --dist worksteal || exit 1; \
 	done
 
 mcore-versions: install ## train, save and resume with other versions of megatron-core from PyPI
