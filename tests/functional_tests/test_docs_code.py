@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs_code import Page, PageError, read_page, run_command, run_scripts
+from tests.docs_code import Command, Page, PageError, read_page, run_command, run_scripts
 from tests.ranks import ROOT
 
 PATHS = sorted((ROOT / "docs").rglob("*.md"))
@@ -22,7 +22,14 @@ def readable(path: Path) -> Page:
 
 
 PAGES = [readable(path) for path in PATHS]
-COMMANDS = [(page, command) for page in PAGES for command in page.commands]
+COMMANDS = [
+    # The doctor imports Megatron, which takes half of a minute on a busy machine.
+    pytest.param(
+        page, command, id=f"{name(page.path)}:{command.line}", marks=[pytest.mark.slow] if command.doctor else []
+    )
+    for page in PAGES
+    for command in page.commands
+]
 
 
 @pytest.mark.parametrize("path", PATHS, ids=name)
@@ -37,10 +44,8 @@ def test_python_blocks_run(page: Page, tmp_path: Path) -> None:
     run_scripts(page, folder)
 
 
-@pytest.mark.parametrize(
-    ("page", "command"), COMMANDS, ids=[f"{name(page.path)}:{command.line}" for page, command in COMMANDS]
-)
-def test_bash_blocks_run(page: Page, command: object, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("page", "command"), COMMANDS)
+def test_bash_blocks_run(page: Page, command: Command, tmp_path: Path) -> None:
     run_command(page, command, tmp_path)
 
 
