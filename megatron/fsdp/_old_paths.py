@@ -17,9 +17,10 @@ MOVED = {
     "compat": "fsdp2",
     "trace": "tools.trace",
     "doctor": "tools.doctor",
-    "memory": "tools.memory",
+    "memory": "tools.memory",  # never was there, but its neighbors were
     "verify": "tools.verify",
     "launch": "tools.launch",
+    "pretrain_gpt": "tools.pretrain_gpt",
     "uneven_dtensor": "dtensor.uneven",
     "export": "state.export",
     "device": "comm.streams",

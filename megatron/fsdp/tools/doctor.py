@@ -1,6 +1,6 @@
 """Checks a training command without GPUs: reports how it would be sharded, or why it cannot run with our FSDP.
 
-    python -m megatron.fsdp.doctor [--world-size N] [--gpu NAME] [--rank R] [--json] SCRIPT ARGS...
+    python -m megatron.fsdp.doctor [--world-size N] [--gpu NAME] [--rank R] [--json] [-m] SCRIPT ARGS...
 
 One process is enough for any number of ranks, and no memory is allocated for weights. The report lists the mesh, units,
 dtypes, collectives and bytes per rank, or every unsupported setting with a remedy. With --gpu or --device-memory, it
@@ -15,7 +15,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from megatron.fsdp.mcore import cpu
 from megatron.fsdp.tools import script
 from megatron.fsdp.tools.devices import add_device
 from megatron.fsdp.tools.progress import Progress
@@ -32,9 +31,9 @@ def main() -> int:
     options = script.parse(parser)
     if not 0 <= (options.rank or 0) < options.world_size:
         parser.error(f"argument --rank: expected a rank below {options.world_size} (--world-size); got {options.rank}")
+    script.prepare_megatron()
     with os.fdopen(os.dup(2), "w") as errors, _silent(not options.verbose):
         progress = Progress(errors)
-        cpu.enable()
         from megatron.fsdp.tools.examine import examine
 
         report = examine(
