@@ -132,7 +132,7 @@ def test_the_engine_trains_where_only_torch_is_installed(wheel: Path, installed:
     assert losses[1] < losses[0]
 
 
-SCRIPTS = ("megatron-fsdp-doctor", "megatron-fsdp-verify", "megatron-fsdp-trace", "megatron-fsdp-convert")
+SCRIPTS = tuple(f"megatron-fsdp-{name}" for name in "doctor verify memory trace convert inspector".split())
 
 
 @pytest.mark.slow
