@@ -126,7 +126,8 @@ def test_commands_without_their_extra_say_what_to_install(fresh: Path, tmp_path:
         name, *arguments = command.split()
         result = in_fresh(tmp_path, fresh.with_name(name), *arguments)
         if problem:
-            assert (result.returncode, result.stdout, result.stderr) == (2, "", f"error: {problem}\n"), command
+            assert (result.returncode, result.stdout) == (2, ""), command
+            assert result.stderr.endswith(f"error: {problem}\n"), result.stderr  # after torch's warning, without numpy
         else:
             assert result.returncode == 0 and "usage: " in result.stdout, result.stderr
 
@@ -134,9 +135,8 @@ def test_commands_without_their_extra_say_what_to_install(fresh: Path, tmp_path:
 @pytest.mark.slow
 def test_commands_with_their_extra_print_help(installed: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(installed)}
-    commands = [[str(installed / "bin" / name)] for name in sorted(SCRIPTS)]
-    for command in (*commands, [sys.executable, "-m", "megatron.fsdp.pretrain_gpt"]):
-        run = [*command, "--help"]
+    for name in sorted(SCRIPTS):
+        run = [str(installed / "bin" / name), "--help"]
         result = subprocess.run(run, env=environment, cwd=installed, capture_output=True, text=True, timeout=200)
         assert result.returncode == 0, result.stderr
         assert "usage: " in result.stdout.lower()
