@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import Trainer
@@ -25,7 +25,10 @@ _UNSUPPORTED = {
 }
 
 
-def sharded(trainer_class: type[Trainer], **sharding: Any) -> type[Trainer]:
+TrainerClass = TypeVar("TrainerClass", bound=Trainer)
+
+
+def sharded(trainer_class: type[TrainerClass], **sharding: Any) -> type[TrainerClass]:  # noqa: UP047 - Python 3.10
     """Return a subclass of a Trainer's class that shards the model and optimizer with Megatron-FSDP.
 
     In a single process, the subclass behaves like the class and shards nothing.
