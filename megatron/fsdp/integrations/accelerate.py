@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, DynamoBackend
 from torch import nn
@@ -32,7 +33,7 @@ _PLUGINS = ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin")
 class FSDPAccelerator(Accelerator):
     """An Accelerator that shards models and optimizers with Megatron-FSDP, where accelerate's own uses DDP.
 
-    In a single process it is a plain Accelerator and shards nothing.
+    In a process that no launcher has started, it is a plain Accelerator and shards nothing.
 
     Args:
         *args: Arguments of ``accelerate.Accelerator``.
@@ -75,8 +76,8 @@ class FSDPAccelerator(Accelerator):
 
     @property
     def shards(self) -> bool:
-        """Whether there are several ranks to shard over."""
-        return bool(self.use_distributed)
+        """Whether there are ranks to shard over; a launcher may have started one only."""
+        return dist.is_initialized()
 
     # Preparing -------------------------------------------------------------------------------------------------
 

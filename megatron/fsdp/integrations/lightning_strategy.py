@@ -234,7 +234,9 @@ class ShardedStrategy(_Base):
         state = {_MODEL: checkpoint.pop("state_dict")}
         state |= {f"{_OPTIMIZER}{i}": each for i, each in enumerate(checkpoint.pop("optimizer_states", []))}
         # Such as the weights that WeightAveraging has put aside.
-        others = [key for key, value in checkpoint.items() if any(isinstance(leaf, DTensor) for leaf in tree_leaves(value))]
+        others = [
+            key for key, value in checkpoint.items() if any(isinstance(leaf, DTensor) for leaf in tree_leaves(value))
+        ]
         state |= {key: checkpoint.pop(key) for key in others}
         dcp.save(state, checkpoint_id=path)
         if self.is_global_zero:
