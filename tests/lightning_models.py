@@ -1,4 +1,4 @@
-"""A small LightningModule, its data and its Trainer. Imported by rank processes only: importing Lightning takes seconds."""
+"""A small LightningModule, its data and its Trainer. Only ranks import this: it takes seconds."""
 
 import functools
 import warnings

@@ -191,7 +191,7 @@ def _manual(folder: Path) -> None:
             super().__init__()
             self.automatic_optimization = False
 
-        def training_step(self, batch: Any, index: int) -> None:
+        def training_step(self, batch: Any, index: int) -> Any:
             first, second = self.optimizers()
             for optimizer in (first, second):
                 loss = self._loss(batch)

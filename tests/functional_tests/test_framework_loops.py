@@ -1,4 +1,4 @@
-"""The examples of plain loops train as without sharding: generation and LoRA adapters with transformers, and resuming."""
+"""The examples of plain loops train as without sharding: generation, LoRA adapters, resuming."""
 
 import re
 import subprocess
@@ -69,6 +69,10 @@ def _generate(zero: int) -> None:
             if rank == 0:
                 logits = wrappers[0](input_ids=prompt).logits
                 torch.testing.assert_close(logits, models[2](input_ids=prompt).logits, rtol=1e-4, atol=1e-4)
+        # Without the context, transformers' own way keeps ranks in step.
+        settings_of_both = {"do_sample": False, "max_new_tokens": 3 + 4 * rank, "pad_token_id": 0}
+        in_step = models[1].generate(prompt, synced_gpus=True, **settings_of_both)
+        assert torch.equal(in_step, answers[0])
         answers.append(models[2].generate(prompt, do_sample=False, max_new_tokens=3 + 4 * rank, pad_token_id=0))
         assert torch.equal(*answers)
     assert all(p.device.type == "cpu" and hasattr(p, "full_tensor") for p in models[0].parameters())
@@ -78,6 +82,20 @@ def _generate(zero: int) -> None:
 def test_ranks_generate_independently_and_training_goes_on(ranks: RankPool, zero: int) -> None:
     pytest.importorskip("transformers")
     ranks.run(2, _generate, zero)
+
+
+def _double_buffer() -> None:
+    from megatron_fsdp import fully_shard_model
+
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4)) for _ in range(4)))
+    sharded = fully_shard_model(model, fsdp_unit_modules=[nn.Linear], fsdp_double_buffer=True)
+    with pytest.raises(RuntimeError, match="fsdp_double_buffer"), sharded.unsharded():
+        pass
+    sharded(torch.ones(1, 4)).sum().backward()  # the model is still usable
+
+
+def test_units_that_share_a_buffer_cannot_all_be_unsharded(ranks: RankPool) -> None:
+    ranks.run(2, _double_buffer)
 
 
 @pytest.mark.slow
@@ -175,3 +193,16 @@ def test_plain_loop_resumes_in_a_new_process(tmp_path: Path) -> None:
 def test_plain_loop_with_replicas_and_compilation() -> None:
     output = _run(["plain_loop.py", "--steps", "4", "--replicas", "2", "--compile"], ranks=4)
     assert _losses(output) == pytest.approx(_reference(4, 2), abs=2e-5)
+
+
+# PyTorch Lightning ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_example_of_lightning(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    expected = _losses(_run(["lightning_fit.py", str(tmp_path / "ddp"), "--epochs", "3", "--ddp"]))
+    folder = str(tmp_path / "sharded")
+    first, second = (_run(["lightning_fit.py", folder, "--epochs", epochs]) for epochs in ("2", "3"))
+    assert len(expected) == 3
+    assert _losses(first) + _losses(second) == pytest.approx(expected, abs=2e-5)
