@@ -41,7 +41,8 @@ class Block(nn.TransformerEncoderLayer):
 
 def build() -> nn.Module:
     """The language model."""
-    return nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), Block(), Block(), nn.Linear(WIDTH, VOCABULARY))
+    first, last = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+    return nn.Sequential(first, Block(), Block(), last)
 
 
 def batch(step: int, micro: int, rank: int, ranks: int) -> torch.Tensor:

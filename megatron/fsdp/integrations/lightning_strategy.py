@@ -226,8 +226,9 @@ class ShardedStrategy(_Base):
         if self.is_global_zero:
             if path.is_file():
                 path.unlink()
+            elif _is_folder_of_shards(path):
+                shutil.rmtree(path)
             path.mkdir(parents=True, exist_ok=True)
-            (path / _META).unlink(missing_ok=True)
         self.barrier()
         state = {_MODEL: checkpoint.pop("state_dict")}
         state |= {f"{_OPTIMIZER}{i}": each for i, each in enumerate(checkpoint.pop("optimizer_states", []))}
