@@ -280,6 +280,19 @@ class MegatronFSDP(nn.Module):
         """Make ranks agree on weights that they may have initialized differently. A collective."""
         self.engine.broadcast_weights()
 
+    @contextmanager
+    def unsharded(self) -> Iterator[None]:
+        """Context without gradients in which every rank holds all compute weights, for ``generate()`` and the like.
+
+        Forwards inside it communicate nothing, so ranks may run different numbers of them, or none. All ranks enter and
+        leave it together. Weights that are changed inside it are lost, and it needs memory for the whole model.
+
+        Raises:
+            RuntimeError: ``fsdp_double_buffer`` is on: units then share buffers.
+        """
+        with torch.no_grad(), self.engine.unsharded():
+            yield
+
     def all_gather_and_wait_parameters_ready(
         self,
         params: Iterable[nn.Parameter],

@@ -252,6 +252,19 @@ class Engine:
         for unit in units if direction is Direction.FORWARD else reversed(units):
             self.schedule.let_go(unit, direction)
 
+    @contextmanager
+    def unsharded(self) -> Iterator[None]:
+        """Context in which all units stay unsharded, so that forwards communicate nothing. A collective."""
+        self.schedule.begin_callers_forward()
+        try:
+            for unit in self.units[1:]:
+                self.schedule.hold(unit, Direction.FORWARD)
+            # Otherwise the model's forward would take this for a pass that has failed, and reshard all units.
+            self.schedule.in_callers_forward = False
+            yield
+        finally:
+            self.schedule.end_callers_forward()
+
     def show_main(self) -> None:
         """Make main weights the parameters of all modules, including those of unsharded units."""
         self.schedule.show_main()
