@@ -9,8 +9,8 @@ DEMO_FLAGS ?=
 PARITY_FLAGS ?=
 BENCH_FLAGS ?=
 PYTEST_FLAGS ?=
-# Without its advertisement of a successor.
-MKDOCS := NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs
+# Without the theme's notice of its successor, and without warnings about the code of other packages.
+MKDOCS := NO_MKDOCS_2_WARNING=1 PYTHONWARNINGS=ignore .venv/bin/mkdocs
 PYTEST := $(PYTHON) -m pytest $(PYTEST_FLAGS)
 
 # The versions of torch that are tested beside the one in constraints.txt, oldest first. TRIED_TORCH in
@@ -106,8 +106,8 @@ bench-report: install ## write docs/performance_tables.md from benchmarks/result
 	$(PYTHON) -m benchmarks.report
 
 docs: install ## build the documentation site into site/ without warnings; run its code blocks and look at it in a browser
-	$(MKDOCS) build --strict --quiet
-	$(PYTEST) tests/functional_tests/test_docs_code.py tests/functional_tests/test_docs_site.py -n 2 --dist worksteal
+	$(MKDOCS) build --strict
+	$(PYTEST) tests/functional_tests/test_docs_code.py tests/functional_tests/test_docs_site.py -n 2 --dist loadfile
 
 docs-serve: install ## serve the documentation on port 8000, and build it again when a page changes
 	$(MKDOCS) serve

@@ -16,9 +16,9 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
-OUTSIDE = {"README.md": "readme.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"} | {
-    f"examples/{path.parent.name}/README.md": f"examples/{path.parent.name}.md"
-    for path in sorted(ROOT.glob("examples/*/README.md"))
+_EXAMPLES = sorted(ROOT.glob("examples/**/README.md"))
+OUTSIDE = {path.name: path.name.lower() for path in sorted(ROOT.glob("*.md"))} | {
+    str(path.relative_to(ROOT)): f"{path.parent.relative_to(ROOT)}.md" for path in _EXAMPLES
 }
 ORIGINS = {page: source for source, page in OUTSIDE.items()}
 # Code comes first, so that nothing in it is taken for a link.
@@ -70,7 +70,7 @@ def _path_in_repository(uri: str, target: str) -> str:
 
 
 def _is_source(path: str) -> bool:
-    return path not in OUTSIDE and not path.startswith("docs") and (ROOT / path).is_file()
+    return not path.startswith("docs/") and not path.endswith(".md") and (ROOT / path).is_file()
 
 
 def _collect(nav: Any, listed: set[str]) -> None:
@@ -108,7 +108,11 @@ class Docstrings(griffe.Extension):
 
 def _as_markdown(text: str) -> str:
     text = re.sub(r":\w+:`~?([\w.]+)`", _reference, text)
-    return re.sub(r"::\n\n((?: {4}.*\n?|\n)+)", lambda block: f":\n\n```python\n{textwrap.dedent(block[1])}```\n", text)
+    return re.sub(r"::\n\n((?: {4}.*\n?|\n)+)", _fenced, text)
+
+
+def _fenced(block: re.Match[str]) -> str:
+    return f":\n\n```python\n{textwrap.dedent(block[1]).rstrip()}\n```\n\n"
 
 
 def _reference(role: re.Match[str]) -> str:

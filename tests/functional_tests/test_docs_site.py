@@ -3,6 +3,7 @@
 import functools
 import http.server
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -73,7 +74,7 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     folder = tmp_path_factory.mktemp("site")
-    command = [Path(sys.executable).parent / "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder]
+    command = [Path(sys.executable).parent / "mkdocs", "build", "--strict", "--site-dir", folder]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)}
     built = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
     assert built.returncode == 0 and "WARNING" not in built.stderr, built.stdout + built.stderr
@@ -127,6 +128,14 @@ def test_every_page(site: Site) -> None:
     tab.close()
     assert len(found) > 20
     assert not problems, "\n".join(problems)
+
+
+def test_docstrings_are_rendered(site: Site) -> None:
+    for page in (site.folder / "reference").glob("*.html"):
+        text = page.read_text()
+        left = re.findall(r":\w+:`.*|``.*|.*\b(?:Args|Returns|Raises|Attributes):\s*\n.*", text)
+        assert not left, (page.name, left)
+    assert "The model. It stays accessible as" in (site.folder / "reference/sharding.html").read_text()
 
 
 def test_search(site: Site) -> None:
