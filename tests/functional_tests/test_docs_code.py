@@ -1,10 +1,11 @@
 """The code blocks of the documentation's pages run."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.docs_code import Page, PageError, read_page, run_command, run_scripts
+from tests.docs_code import Command, Page, PageError, read_page, run_command, run_scripts
 from tests.ranks import ROOT
 
 PATHS = sorted((ROOT / "docs").rglob("*.md"))
@@ -37,10 +38,14 @@ def test_python_blocks_run(page: Page, tmp_path: Path) -> None:
     run_scripts(page, folder)
 
 
-@pytest.mark.parametrize(
-    ("page", "command"), COMMANDS, ids=[f"{name(page.path)}:{command.line}" for page, command in COMMANDS]
-)
-def test_bash_blocks_run(page: Page, command: object, tmp_path: Path) -> None:
+def bash_block(page: Page, command: Command) -> Any:
+    # The guide's commands take ten seconds each and differ in a flag or two.
+    marks = [pytest.mark.slow] if command.doctor and page.path.parent.name == "guide" else []
+    return pytest.param(page, command, id=f"{name(page.path)}:{command.line}", marks=marks)
+
+
+@pytest.mark.parametrize(("page", "command"), [bash_block(page, command) for page, command in COMMANDS])
+def test_bash_blocks_run(page: Page, command: Command, tmp_path: Path) -> None:
     run_command(page, command, tmp_path)
 
 
