@@ -1,7 +1,7 @@
 # `make` or `make help` lists the commands. Everything runs in .venv, which `make install` creates.
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow lint typecheck unit functional torch-versions torch-reduced mcore-versions parity parity-nd bench bench-report gpu-test gpu-checks gpu-bench compatibility wheel clean clean-demo
+.PHONY: help install demo test test-slow lint typecheck unit functional torch-versions torch-reduced mcore-versions parity parity-nd bench bench-report docs docs-serve gpu-test gpu-checks gpu-bench compatibility wheel clean clean-demo
 
 PYTHON := .venv/bin/python
 STAMP := .venv/.installed
@@ -9,6 +9,8 @@ DEMO_FLAGS ?=
 PARITY_FLAGS ?=
 BENCH_FLAGS ?=
 PYTEST_FLAGS ?=
+# Without its advertisement of a successor.
+MKDOCS := NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs
 PYTEST := $(PYTHON) -m pytest $(PYTEST_FLAGS)
 
 # The versions of torch that are tested beside the one in constraints.txt, oldest first. TRIED_TORCH in
@@ -100,6 +102,13 @@ bench: install ## benchmark beside FSDP2, the original and DDP; write docs/perfo
 bench-report: install ## write docs/performance_tables.md from benchmarks/results
 	$(PYTHON) -m benchmarks.report
 
+docs: install ## build the documentation site into site/ without warnings; run its code blocks and look at it in a browser
+	$(MKDOCS) build --strict --quiet
+	$(PYTEST) tests/functional_tests/test_docs_code.py tests/functional_tests/test_docs_site.py -n 2 --dist worksteal
+
+docs-serve: install ## serve the documentation on port 8000, and build it again when a page changes
+	$(MKDOCS) serve
+
 gpu-test: ## run the unit tests on CUDA: one rank over NCCL, several over gloo; skipped without a device (GPU_PYTHON=python3)
 	FSDP_TEST_DEVICE=cuda PYTHONPATH=$(CURDIR) $(GPU_PYTHON) -m pytest $(PYTEST_FLAGS) tests/unit_tests
 
@@ -122,5 +131,5 @@ clean-demo: ## remove the demo's output
 	rm -rf demo_output
 
 clean: clean-demo ## remove .venv, the demo's output, build outputs and caches
-	rm -rf .venv .venv-torch-* .bench gpu_checks build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-torch-* .bench gpu_checks site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
