@@ -1,7 +1,7 @@
 # `make` or `make help` lists the commands. Everything runs in .venv, which `make install` creates.
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow lint typecheck unit functional torch-versions torch-reduced mcore-versions parity parity-nd bench bench-report gpu-test gpu-checks gpu-bench compatibility wheel clean clean-demo
+.PHONY: help install demo test test-slow lint typecheck unit functional torch-versions torch-reduced python-versions mcore-versions parity parity-nd bench bench-report docs docs-serve gpu-test gpu-checks gpu-bench compatibility dist wheel clean clean-demo
 
 PYTHON := .venv/bin/python
 STAMP := .venv/.installed
@@ -9,14 +9,16 @@ DEMO_FLAGS ?=
 PARITY_FLAGS ?=
 BENCH_FLAGS ?=
 PYTEST_FLAGS ?=
+# Without the theme's notice of its successor, and without warnings about the code of other packages.
+MKDOCS := NO_MKDOCS_2_WARNING=1 PYTHONWARNINGS=ignore .venv/bin/mkdocs
 PYTEST := $(PYTHON) -m pytest $(PYTEST_FLAGS)
 
 # The versions of torch that are tested beside the one in constraints.txt, oldest first. TRIED_TORCH in
 # megatron/fsdp/version.py lists all of them.
 TORCH_VERSIONS := 2.11.0 2.15.0
 TORCH_STAMPS := $(TORCH_VERSIONS:%=.venv-torch-%/.installed)
-# The tests of what depends on torch's internals. They take about half of the time of all unit tests.
-TORCH_TESTS := $(addprefix tests/unit_tests/,checkpoint mcore/test_patches.py mcore/test_uneven_dtensor.py \
+# The tests of what depends on torch's internals.
+TORCH_TESTS := $(addprefix tests/unit_tests/,$(patsubst %,checkpoint/test_%.py,backend safe_pickle saving) mcore/test_patches.py mcore/test_uneven_dtensor.py \
 	$(patsubst %,test_%.py,clipping compile deferred deletion exceptions export fsdp2 fsdp2_interface fsdp2_state \
 	gradient_hooks host_pool meta_device mixed_precision offload optimizer_classes optimizers parity ragged_dtensor recompute \
 	resuming state_dict tensor_parallel versions))
@@ -50,7 +52,8 @@ demo: install ## train a small GPT on Python's standard library; a second run re
 test: lint typecheck unit functional ## run before every commit: lint, types, unit tests, short functional tests
 
 test-slow: install ## the tests marked slow; CI runs them after make test
-	$(PYTEST) tests -m slow
+	$(PYTEST) tests/unit_tests -m slow -n 2 --dist worksteal
+	$(PYTEST) tests/functional_tests -m slow -n 2 --dist loadfile
 
 lint: install ## ruff (style, annotations, docstrings, sizes, format) and import-linter (direction of imports)
 	$(PYTHON) -m ruff check
@@ -74,8 +77,11 @@ torch-versions: install $(TORCH_STAMPS) ## run all unit tests on every supported
 
 torch-reduced: $(TORCH_STAMPS) ## run the unit tests that depend on torch's internals, on the oldest and the newest version; CI runs this
 	for version in $(TORCH_VERSIONS); do \
-		.venv-torch-$$version/bin/python -m pytest $(PYTEST_FLAGS) $(TORCH_TESTS) -m "not slow" -n 2 --dist worksteal || exit 1; \
+		.venv-torch-$$version/bin/python -m pytest $(PYTEST_FLAGS) $(TORCH_TESTS) -m "not slow" --one-strategy -n 2 --dist worksteal || exit 1; \
 	done
+
+python-versions: install ## import, train, save and resume with the wheel and torch alone on every supported version of Python
+	$(PYTEST) tests/functional_tests/test_python_versions.py
 
 mcore-versions: install ## train, save and resume with other versions of megatron-core from PyPI
 	$(PYTEST) tests/functional_tests/test_megatron_versions.py
@@ -84,7 +90,7 @@ $(TORCH_STAMPS): .venv-torch-%/.installed: constraints.txt pyproject.toml
 	@python="$$(scripts/find_python.sh)" || exit 2; "$$python" -m venv --clear $(@D)
 	@echo "installing torch $* into $(@D)"
 	@grep -vE '^(torch|triton|setuptools|cuda-|nvidia-)' constraints.txt >$(@D)/constraints.txt
-	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(@D)/bin/python -m pip install --quiet --constraint $(@D)/constraints.txt 'torch==$*' --editable '.[demo,dev]'
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(@D)/bin/python -m pip install --quiet --constraint $(@D)/constraints.txt 'torch==$*' --editable '.[mcore,convert,test]'
 	@touch $@
 
 parity: install ## train with Megatron's DDP and with each strategy in Megatron's loop, and compare (PARITY_FLAGS="--ranks 2")
@@ -98,6 +104,13 @@ bench: install ## benchmark beside FSDP2, the original and DDP; write docs/perfo
 
 bench-report: install ## write docs/performance_tables.md from benchmarks/results
 	$(PYTHON) -m benchmarks.report
+
+docs: install ## build the documentation site into site/ without warnings; run its code blocks and look at it in a browser
+	$(MKDOCS) build --strict
+	$(PYTEST) tests/functional_tests/test_docs_code.py tests/functional_tests/test_docs_site.py -n 2 --dist loadfile
+
+docs-serve: install ## serve the documentation on port 8000, and build it again when a page changes
+	$(MKDOCS) serve
 
 gpu-test: ## run the unit tests on CUDA: one rank over NCCL, several over gloo; skipped without a device (GPU_PYTHON=python3)
 	FSDP_TEST_DEVICE=cuda PYTHONPATH=$(CURDIR) $(GPU_PYTHON) -m pytest $(PYTEST_FLAGS) tests/unit_tests
@@ -113,6 +126,11 @@ compatibility: install ## run all tests, and write docs/compatibility.md from th
 	$(PYTEST) tests -n 2 --dist worksteal --results docs/compatibility.json --deselect tests/unit_tests/test_pages.py::test_compatibility
 	$(PYTHON) tools/compatibility_table.py > docs/compatibility.md
 
+dist: install ## build the sdist, and the wheel from it, into dist/
+	rm -rf dist *.egg-info
+	$(PYTHON) -c 'from setuptools import build_meta; build_meta.build_sdist("dist")' >/dev/null
+	$(PYTHON) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist dist/*.tar.gz
+
 wheel: install ## build the wheel into dist/
 	rm -rf build
 	$(PYTHON) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
@@ -121,5 +139,5 @@ clean-demo: ## remove the demo's output
 	rm -rf demo_output
 
 clean: clean-demo ## remove .venv, the demo's output, build outputs and caches
-	rm -rf .venv .venv-torch-* .bench gpu_checks build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-torch-* .bench gpu_checks site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -131,7 +131,7 @@ def about() -> dict[str, Any]:
     """When, with what, how and where this process measures."""
     original = (Path(__file__).parent / "original.txt").read_text().split()[0]
     return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": re.sub(r" --results[ =]\S+", "", "python -m benchmarks " + " ".join(sys.argv[1:])),
         "commit": _commit(),
         "versions": {

@@ -162,7 +162,8 @@ def write_torch_dist(
     """
     whole = {"args": argparse.Namespace(), "iteration": 7, "checkpoint_version": 3.0, **common}
     items = {**tensors, **(objects or {})}
-    with warnings.catch_warnings(action="ignore"):  # that there is one process
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is one process
         dcp.save(items, checkpoint_id=path, no_dist=True, planner=DefaultSavePlanner(flatten_state_dict=False))
     torch.save(whole, path / "common.pt")
     (path / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')

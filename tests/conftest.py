@@ -14,6 +14,8 @@ from tests.slow import LATER_STRATEGIES
 LEFT_OUT = left_out(Path(__file__).parent)
 collect_ignore = list(LEFT_OUT)
 RESULTS = "--results"
+ONE_STRATEGY = "--one-strategy"
+ZERO_3 = "optim_grads_params"
 WORST_LAST = ("skipped", "passed", "failed")
 
 
@@ -36,7 +38,8 @@ def exchange(request: pytest.FixtureRequest, ranks: RankPool) -> Iterator[None]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option that asks for the record."""
+    """Add the options of ``make compatibility`` and ``make torch-reduced``."""
+    parser.addoption(ONE_STRATEGY, action="store_true", help="of a test's strategies, run only ZeRO-3")
     parser.addoption(RESULTS, type=Path, help="JSON file to add this run's results to: device, test, strategy")
 
 
@@ -54,7 +57,7 @@ def pytest_report_header() -> list[str]:
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marker
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Put strategies into reports. Leave ZeRO-0 and ZeRO-2 to ``make test-slow``, but not where ``every_strategy``."""
     for item in items:
         parameters = getattr(getattr(item, "callspec", None), "params", {})
@@ -63,6 +66,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.user_properties.append(("strategy", str(strategy) if is_named else ""))
         if strategy in LATER_STRATEGIES and item.get_closest_marker("every_strategy") is None:
             item.add_marker(pytest.mark.slow)
+    if config.getoption(ONE_STRATEGY):
+        _leave_out(config, items)
+
+
+def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the other strategies of tests that take ZeRO-3, too."""
+    strategies = {item: dict(item.user_properties).get("strategy") for item in items}
+    has_zero_3 = {item.nodeid.split("[")[0] for item in items if strategies[item] == ZERO_3}
+    others = [
+        item for item in items if strategies[item] not in ("", ZERO_3) and item.nodeid.split("[")[0] in has_zero_3
+    ]
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if item not in others]
 
 
 class Record:

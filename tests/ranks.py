@@ -52,7 +52,7 @@ class Rank:
         context.set_forkserver_preload([*PRELOADED])
         self.pipe, theirs = context.Pipe()
         self.process: BaseProcess = context.Process(target=_serve, args=(theirs, str(output)), daemon=True)
-        with _path_for_children():
+        with path_for_children():
             self.process.start()
         # Otherwise the pipe would not end when the process does.
         theirs.close()
@@ -146,7 +146,8 @@ def _report(rank: int, error: Error, output: list[str]) -> str:
 
 
 @contextlib.contextmanager
-def _path_for_children() -> Iterator[None]:
+def path_for_children() -> Iterator[None]:
+    """Processes that start here find this project."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     with patch.dict(os.environ, {"PYTHONPATH": path}):
         yield

@@ -148,7 +148,8 @@ def as_markdown() -> str:
     for name, method in {name: method for kind in classes[::-1] for name, method in vars(kind).items()}.items():
         if not name.startswith("_") and (callable(method) or isinstance(method, property)):
             text = (inspect.getdoc(method) or "").split("\n\n")[0].replace("\n", " ").replace("``", "`")
-            lines.append(f"| `{name}` | {re.sub(r':meth:`~?([^`]*)`', r'`\1`', text)} |")
+            text = re.sub(r":meth:`~?([^`]*)`", r"`\1`", text)
+            lines.append(f"| `{name}` | {text} |")
     return "\n".join(lines) + "\n"
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
+from files import iteration_folder, latest_iteration
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import PreTrainedTokenizerFast
@@ -35,17 +36,6 @@ class Checkpoint(NamedTuple):
     arguments: SimpleNamespace
     iteration: int
     weights: dict[str, Tensor]
-
-
-def latest_iteration(checkpoints: Path) -> int:
-    """The iteration of the newest complete checkpoint below ``checkpoints``; 0 if there is none."""
-    tracker = checkpoints / "latest_checkpointed_iteration.txt"
-    return int(tracker.read_text()) if tracker.exists() else 0
-
-
-def iteration_folder(checkpoints: Path, iteration: int) -> Path:
-    """The folder of the checkpoint of ``iteration``."""
-    return checkpoints / f"iter_{iteration:07d}"
 
 
 def read_checkpoint(checkpoints: Path) -> Checkpoint:

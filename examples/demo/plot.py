@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 import matplotlib
-from prepare_data import read_meta
+from files import read_meta
 from train_log import Point, read_history
 
 matplotlib.use("Agg")  # there may be no display

@@ -13,12 +13,13 @@ import math
 import sysconfig
 import tokenize
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy
 import torch
+from files import DataMeta, dataset_prefix, meta_path, read_meta, tokenizer_path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -58,44 +59,9 @@ class DataSettings:
             raise ValueError(f"validation_percent: expected 1 to 99, got {self.validation_percent}")
 
 
-@dataclass(frozen=True)
-class DataMeta:
-    """Description of the data. Entropies are in nats per token; ``vocab_size`` is the tokenizer's actual size."""
-
-    corpus: str
-    requested_vocab_size: int
-    validation_percent: int
-    vocab_size: int
-    unigram_entropy: float
-    corpus_entropy: float
-    files: dict[str, int] = field(default_factory=dict)
-    characters: dict[str, int] = field(default_factory=dict)
-    tokens: dict[str, int] = field(default_factory=dict)
-
-
 def standard_library() -> Path:
     """The folder of the running interpreter's standard library."""
     return Path(sysconfig.get_paths()["stdlib"])
-
-
-def tokenizer_path(output: Path) -> Path:
-    """The tokenizer's folder, which Megatron's HuggingFaceTokenizer reads."""
-    return output / "tokenizer"
-
-
-def dataset_prefix(output: Path, split: str) -> Path:
-    """The path of a split's indexed dataset without ``.bin`` and ``.idx``: what Megatron's data flags take."""
-    return output / split
-
-
-def meta_path(output: Path) -> Path:
-    """The file whose presence marks the data in ``output`` as complete."""
-    return output / "meta.json"
-
-
-def read_meta(output: Path) -> DataMeta:
-    """Reads the description of the data in ``output``."""
-    return DataMeta(**json.loads(meta_path(output).read_text()))
 
 
 def help_topics(source: str) -> str:
@@ -148,7 +114,7 @@ def split_documents(documents: list[Document], validation_percent: int) -> dict[
         raise ValueError(f"expected at least two documents to split, got {len(documents)}")
 
     def position(document: Document) -> float:
-        return int.from_bytes(hashlib.sha256(document.path.encode()).digest()[:8]) / 2**64
+        return int.from_bytes(hashlib.sha256(document.path.encode()).digest()[:8], "big") / 2**64
 
     ranked = sorted(documents, key=position)
     chosen = sum(position(document) < validation_percent / 100 for document in ranked)
@@ -254,7 +220,7 @@ def prepare(settings: DataSettings) -> DataMeta:
     if expected != got:
         raise ValueError(
             f"{settings.output} was built with (vocab_size, validation_percent) {got}, expected {expected}: "
-            "remove the folder (`make clean`) to build it again"
+            "remove the folder (`make clean-demo`) to build it again"
         )
     return meta
 

@@ -6,8 +6,8 @@ A second run reuses the data of the first and resumes training from its last che
 """
 
 import argparse
-import math
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -17,20 +17,20 @@ from types import FrameType
 from typing import NoReturn
 
 import psutil
-from generate import iteration_folder, latest_iteration
-from plot import plot
-from prepare_data import DataMeta, meta_path, read_meta, tokenizer_path
+from display import Display
+from files import DataMeta, Paths, iteration_folder, latest_iteration, meta_path, read_meta, tokenizer_path
 from rich.console import Console
+from rich.markup import escape
 from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.status import Status
 from rich.table import Table
 from rich.text import Text
-from train_log import LogReader, Point, failure_excerpt, read_history, write_history
-from training import IMPLEMENTATIONS, ROOT, Machine, Paths, Training, command
+from train_log import BEGINNING, LogReader, Point, failure_excerpt, read_history, stage, write_history
+from training import IMPLEMENTATIONS, ROOT, Machine, Training, command
 
 PROMPT = "def __init__(self"
 SECONDS_TO_STOP = 10
-SECONDS_BETWEEN_LINES = 15  # if the output is not a terminal, where a progress bar cannot be redrawn
+OUTPUT = ROOT / "demo_output"
 
 
 class StepFailed(RuntimeError):
@@ -41,67 +41,40 @@ class StepFailed(RuntimeError):
         self.excerpt = excerpt
 
 
-def stop(process: subprocess.Popen[str]) -> None:
-    """Terminates torchrun and its children; kills those that are still running after ``SECONDS_TO_STOP``."""
+def ranks_of(torchrun: int) -> list[psutil.Process]:
+    """The training processes: the children of ``torchrun``, the first rank first."""
     try:
-        parent = psutil.Process(process.pid)
-        processes = [parent, *parent.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return
-    for member in processes:
-        try:
-            member.terminate()
-        except psutil.NoSuchProcess:
-            continue
-    _, alive = psutil.wait_procs(processes, timeout=SECONDS_TO_STOP)
-    for member in alive:
-        member.kill()
-    process.wait()
-
-
-def resident_gigabytes(torchrun: int) -> list[float]:
-    """Resident memory of each rank, in GB (10^9 bytes): the ranks are the children of ``torchrun``."""
-    try:
-        children = psutil.Process(torchrun).children()
-        return [child.memory_info().rss / 1e9 for child in sorted(children, key=lambda child: child.pid)]
+        return sorted(psutil.Process(torchrun).children(), key=lambda child: child.pid)
     except psutil.NoSuchProcess:
         return []
 
 
-class Display:
-    """A progress bar on a terminal, otherwise a line every few seconds."""
+def signal_all(processes: list[psutil.Process], number: signal.Signals) -> None:
+    """Send a signal to the processes that still exist."""
+    for process in processes:
+        try:
+            process.send_signal(number)
+        except psutil.NoSuchProcess:
+            continue
 
-    def __init__(self, console: Console, total: int) -> None:
-        self.console, self.total, self.step = console, total, 0
-        self.last_line = time.monotonic()
-        self.status = "loss   -   val   -  "
-        self.progress = Progress(
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[status]}"),
-            TimeElapsedColumn(),
-            console=console,
-            disable=not console.is_terminal,
-        )
-        self.task = self.progress.add_task("starting", total=total, status=self.status)
 
-    def show(self, step: int, loss: float, validation: float, speed: float, memory: str) -> None:
-        """Displays the state after ``step`` iterations of this invocation."""
-        parts = [f"loss {loss:.2f}", f"val {validation:.2f}" if math.isfinite(validation) else "val   - "]
-        self.status = "  ".join([*parts, f"{speed:,.0f} tokens/s", memory])
-        self.step = step
-        description = "training" if step < self.total else "saving  "
-        self.progress.update(self.task, completed=step, status=self.status, description=description)
-        if time.monotonic() - self.last_line > SECONDS_BETWEEN_LINES:
-            self.print_line()
+def stop(process: subprocess.Popen[str]) -> None:
+    """Ends the ranks, which would answer a SIGTERM by saving, and torchrun."""
+    if process.poll() is None:
+        members = [*ranks_of(process.pid), psutil.Process(process.pid)]
+        signal_all(members[:-1], signal.SIGKILL)
+        signal_all(members[-1:], signal.SIGTERM)
+        _, alive = psutil.wait_procs(members, timeout=SECONDS_TO_STOP)
+        signal_all(alive, signal.SIGKILL)
+    process.wait()
 
-    def print_line(self) -> None:
-        """Prints the state, unless a progress bar shows it."""
-        self.last_line = time.monotonic()
-        if not self.console.is_terminal:
-            self.console.print(f"  {self.step}/{self.total}  {self.status}", soft_wrap=True)
+
+def resident_gigabytes(torchrun: int) -> list[float]:
+    """Resident memory of each rank, in GB (10^9 bytes)."""
+    try:
+        return [rank.memory_info().rss / 1e9 for rank in ranks_of(torchrun)]
+    except psutil.NoSuchProcess:
+        return []
 
 
 class Run:
@@ -131,20 +104,35 @@ class Run:
     def follow(self, process: subprocess.Popen[str], display: Display) -> None:
         """Copies the processes' output to the log and displays the losses in it, until the output ends."""
         assert process.stdout is not None
-        validation = math.nan
         with self.paths.log.open("a") as log:
             for line in process.stdout:
                 log.write(line)
                 log.flush()
-                point = self.reader.read(line)
-                if point is None:
-                    continue
-                self.points.append(point)
-                if point.kind == "validation":
-                    validation = point.loss
-                train = self.points[-1] if point.kind == "train" else self.new_points("train")[-1]
-                step, memory = train.iteration - self.done, self.memory(process.pid)
-                display.show(step, train.loss, validation, train.tokens_per_second, memory)
+                if name := stage(line):
+                    display.stage(name)
+                    if name == BEGINNING:
+                        display.begin()
+                elif point := self.reader.read(line):
+                    self.points.append(point)
+                    self.show(point, display, process.pid)
+
+    def show(self, point: Point, display: Display, torchrun: int) -> None:
+        """Displays a loss."""
+        memory = self.memory(torchrun)
+        if point.kind == "validation":
+            display.message(f"  validation loss {point.loss:.2f} after iteration {point.iteration}  ({memory})")
+            return
+        display.show(point.iteration - self.done, point)
+        if point.iteration % self.machine.evaluation_interval == 0:
+            display.stage("validating")
+
+    def save_and_exit(self, process: subprocess.Popen[str], display: Display) -> None:
+        """Lets the ranks finish their iteration, save and exit. A second Ctrl-C does not wait for them."""
+        if self.new_points("train"):
+            display.message("  stopping after this iteration, and saving; Ctrl-C again stops at once")
+            signal_all(ranks_of(process.pid), signal.SIGTERM)
+            self.follow(process, display)
+            write_history(self.paths.history, self.points)
 
     def start(self) -> None:
         """Trains.
@@ -167,10 +155,15 @@ class Run:
             errors="replace",
             start_new_session=True,  # so that Ctrl-C reaches this process only, which then stops the others
         )
-        display = Display(self.console, self.training.iterations)
+        display = Display(self.console, self.training.iterations, self.training.minutes)
         try:
             with display.progress:
-                self.follow(process, display)
+                display.stage("loading PyTorch and Megatron")
+                try:
+                    self.follow(process, display)
+                except KeyboardInterrupt:
+                    self.save_and_exit(process, display)
+                    raise
                 code = process.wait()
             display.print_line()
         finally:
@@ -184,8 +177,8 @@ def data_line(meta: DataMeta) -> str:
     """Summarizes the data in one line."""
     files, tokens = meta.files, meta.tokens
     return (
-        f"{files['train']} + {files['validation']} files, {tokens['train'] / 1e6:.2f} + "
-        f"{tokens['validation'] / 1e6:.2f} million tokens (training + validation), vocabulary {meta.vocab_size}"
+        f"{sum(files.values())} files, {tokens['train'] / 1e6:.2f} million tokens for training and "
+        f"{tokens['validation'] / 1e6:.2f} for validation"
     )
 
 
@@ -259,46 +252,84 @@ def written(run: Run, iteration: int) -> Table:
         "losses": paths.history,
         "sample": paths.sample,
         "data": paths.data,
+        "TensorBoard": paths.tensorboard,
         "log": paths.log,
     }.items():
-        shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-        table.add_row(name, Text(str(shown), overflow="fold"))
+        table.add_row(name, Text(shown(path), overflow="fold"))
     return table
+
+
+def shown(path: Path) -> str:
+    """The path as the user may type it in the current folder."""
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+def next_steps(paths: Paths, iteration: int) -> dict[str, str]:
+    """Three things to try next, each with its command."""
+    python, folder = shown(Path(sys.executable)), Path(__file__).resolve().parent
+    again, generate = ["make", "demo"], [python, shown(folder / "generate.py"), "--prompt", "class Parser"]
+    if paths.output != OUTPUT or Path.cwd() != ROOT:
+        again = [python, shown(folder / "run.py"), "--output", shown(paths.output)]
+        generate += ["--checkpoints", shown(paths.checkpoints), "--tokenizer", shown(tokenizer_path(paths.data))]
+    return {
+        f"Train on from the checkpoint of iteration {iteration}": shlex.join(again),
+        "Let the model continue a text": shlex.join(generate),
+        "Look at the curves": shlex.join([python, "-m", "tensorboard.main", "--logdir", shown(paths.tensorboard)]),
+    }
 
 
 def demo(arguments: argparse.Namespace, console: Console) -> int:
     """Runs all steps and returns the exit code: 1 if the model does not beat the unigram entropy."""
     began = time.monotonic()
     paths = Paths(arguments.output.resolve())
-    machine = Machine.detect()
-    training = Training(arguments.iterations or machine.iterations, arguments.minutes, arguments.fsdp_implementation)
-    with console.status("preparing data"):
+    with working(console, "preparing data"):
         meta = prepare_data(paths)
+        machine = Machine.detect()
+    training = Training(arguments.iterations or machine.iterations, arguments.minutes, arguments.fsdp_implementation)
     console.print(f"[bold]data[/bold]      {data_line(meta)}", soft_wrap=True)
     run = Run(training, machine, paths, console)
     resumed = f", from the checkpoint of iteration {run.done}" if run.done else ""
-    console.print(f"[bold]training[/bold]  {training.iterations} iterations{resumed}, {machine.name}", soft_wrap=True)
-    console.print(f"[bold]log[/bold]       {paths.log}", soft_wrap=True)
+    console.print(f"[bold]machine[/bold]   {machine.name}", soft_wrap=True)
+    console.print(f"[bold]training[/bold]  {training.iterations} iterations{resumed}", soft_wrap=True)
+    console.print(f"[bold]log[/bold]       {shown(paths.log)}", soft_wrap=True)
     run.start()
     iteration = latest_iteration(paths.checkpoints)
-    plot(run.points, meta.unigram_entropy, paths.plot, "GPT on the source and documentation of Python's library")
-    with console.status("generating text"):
+    with working(console, "drawing the losses, generating text"):
+        draw(run, meta)
         text = write_sample(paths)
     console.print(Panel(Text(text), title=f"sample after {PROMPT!r}", title_align="left"))
     console.print(summary(run, meta, time.monotonic() - began))
     console.print(written(run, iteration))
+    console.print("\nThree things to try next:")
+    for purpose, line in next_steps(paths, iteration).items():
+        console.print(f"  {purpose}:\n    [bold]{escape(line)}[/bold]", soft_wrap=True)
+    if paths.output == OUTPUT:
+        console.print("`make clean-demo` removes what the demo wrote.")
     validation = run.new_points("validation")
     if not validation or validation[-1].loss >= min(meta.unigram_entropy, meta.corpus_entropy):
         console.print("[red]The validation loss is not below the unigram entropy: train for more iterations.[/red]")
         return 1
-    console.print("Run it again to resume from this checkpoint; `make clean` removes everything.")
     return 0
+
+
+def working(console: Console, what: str) -> Status:
+    """Context that says what takes seconds now: on a terminal as long as it takes, elsewhere as a line."""
+    if not console.is_terminal:
+        console.print(f"  {what}")
+    return console.status(what)
+
+
+def draw(run: Run, meta: DataMeta) -> None:
+    """Draws the losses of all invocations."""
+    from plot import plot  # imports matplotlib, which takes seconds
+
+    plot(run.points, meta.unigram_entropy, run.paths.plot, "GPT on the source and documentation of Python's library")
 
 
 def parse_arguments() -> argparse.Namespace:
     """The command line of the demo."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--output", type=Path, default=ROOT / "demo_output", help="folder for all output")
+    parser.add_argument("--output", type=Path, default=OUTPUT, help="folder for all output")
     parser.add_argument("--iterations", type=int, help="iterations of this run (default: depends on the machine)")
     parser.add_argument("--minutes", type=int, default=Training.minutes, help="save and stop training after this time")
     parser.add_argument(
@@ -327,7 +358,9 @@ def main() -> int:
         console.print(f"The complete log: {Paths(arguments.output.resolve()).log}", soft_wrap=True)
         return 1
     except KeyboardInterrupt:
-        console.print("interrupted; the training processes were stopped, and the last checkpoint is kept")
+        iteration = latest_iteration(Paths(arguments.output.resolve()).checkpoints)
+        kept = f"the next run resumes after iteration {iteration}" if iteration else "there is no checkpoint yet"
+        console.print(f"interrupted: the training processes have ended; {kept}")
         return 130
 
 

@@ -12,6 +12,16 @@ TRAINING = re.compile(
 )
 VALIDATION = re.compile(rf"validation loss at iteration (\d+).*?lm loss value: {NUMBER} \|")
 MEMORY = re.compile(rf"\[Rank \d+\].*? memory \(MB\).*?max allocated: {NUMBER}")
+# What the ranks begin when Megatron prints a line with this text.
+BEGINNING = "the first iteration"
+STAGES = {
+    "> initializing torch distributed": "connecting the ranks",
+    "time to initialize megatron": "building and sharding the model",
+    "> building train, validation": "opening the data",
+    "[before the start of training step]": BEGINNING,
+    "] saving checkpoint at iteration": "saving",
+    "Evaluating on": "validating",
+}
 # The first of torchrun's messages with an exit code names the rank that failed. Torchrun's traceback follows it.
 LAUNCHER_FAILURE = re.compile(r"torch/distributed/elastic/.*exitcode")
 
@@ -25,6 +35,11 @@ class Point:
     loss: float
     tokens: int
     tokens_per_second: float = 0.0
+
+
+def stage(line: str) -> str:
+    """What the ranks begin with this line of the log; empty if it says nothing of it."""
+    return next((name for text, name in STAGES.items() if text in line), "")
 
 
 class LogReader:

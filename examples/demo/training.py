@@ -7,49 +7,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from prepare_data import dataset_prefix, tokenizer_path
+from files import Paths, dataset_prefix, tokenizer_path
 
 ROOT = Path(__file__).resolve().parents[2]
 IMPLEMENTATIONS = ("this", "megatron-core")
 CPU_RANKS = 2
-
-
-@dataclass(frozen=True)
-class Paths:
-    """The files that the demo writes, below one folder."""
-
-    output: Path
-
-    @property
-    def data(self) -> Path:
-        """Text, tokenizer, indexed datasets and Megatron's index cache."""
-        return self.output / "data"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Megatron's --save and --load."""
-        return self.output / "checkpoints"
-
-    @property
-    def log(self) -> Path:
-        """Output of the training processes."""
-        return self.output / "train.log"
-
-    @property
-    def history(self) -> Path:
-        """The losses of all runs so far, one JSON object per line."""
-        return self.output / "history.jsonl"
-
-    @property
-    def plot(self) -> Path:
-        """The plot of ``history``."""
-        return self.output / "loss.png"
-
-    @property
-    def sample(self) -> Path:
-        """Text written by the trained model."""
-        return self.output / "sample.txt"
 
 
 def has_bf16(cpuinfo: str) -> bool:
@@ -73,6 +35,8 @@ class Machine:
     @classmethod
     def detect(cls) -> "Machine":
         """Describes the devices and cores that this process may use."""
+        import torch  # takes seconds, so the demo prints something before
+
         devices, cpuinfo = torch.cuda.device_count(), Path("/proc/cpuinfo")
         bf16 = devices > 0 or not cpuinfo.exists() or has_bf16(cpuinfo.read_text())
         return cls(devices, len(os.sched_getaffinity(0)), bf16)
@@ -96,6 +60,14 @@ class Machine:
         if self.cuda_devices:
             return 1000
         return 300 if self.bf16 else 200
+
+    @property
+    def evaluation_interval(self) -> int:
+        """Iterations between validations. Megatron derives from it how much of the validation data earlier runs have
+        used, so it may not depend on the length of a run. No run of the default length ends with one, because Megatron
+        adds another at the end.
+        """
+        return self.iterations // 4 + 1
 
     @property
     def micro_batch_size(self) -> int:
@@ -142,11 +114,6 @@ class Training:
         if self.implementation not in IMPLEMENTATIONS:
             raise ValueError(f"implementation: expected one of {IMPLEMENTATIONS}, got {self.implementation!r}")
 
-    @property
-    def evaluation_interval(self) -> int:
-        """Interval for three validations during training. Megatron adds another at the end, so none may fall there."""
-        return self.iterations // 4 + 1
-
 
 def model_flags(training: Training) -> list[str]:
     """A Llama-like GPT: RoPE, RMSNorm, SwiGLU, no biases, separate input and output embeddings."""
@@ -186,13 +153,14 @@ def schedule_flags(training: Training, machine: Machine, done: int) -> list[str]
         *("--micro-batch-size", str(machine.micro_batch_size)),
         *("--global-batch-size", str(machine.micro_batch_size * machine.ranks)),
         *("--train-iters", str(done + training.iterations), "--exit-duration-in-mins", str(training.minutes)),
+        "--exit-signal-handler",  # at SIGTERM, the ranks finish their iteration, save and exit
         *("--lr", str(training.learning_rate), "--min-lr", str(training.learning_rate / 20)),
         *("--lr-warmup-iters", str(min(training.warmup, training.iterations // 2))),
         *("--lr-decay-style", "WSD", "--lr-wsd-decay-style", "linear", "--lr-wsd-decay-iters", str(decay)),
         # The schedule in the checkpoint ends with the invocation that saved it.
         "--override-opt-param-scheduler",
         *("--weight-decay", "0.1", "--adam-beta2", "0.95", "--clip-grad", "1.0"),
-        *("--eval-interval", str(training.evaluation_interval), "--eval-iters", str(training.evaluation_batches)),
+        *("--eval-interval", str(machine.evaluation_interval), "--eval-iters", str(training.evaluation_batches)),
     ]
 
 
@@ -204,7 +172,7 @@ def file_flags(paths: Paths, machine: Machine) -> list[str]:
         *("--data-cache-path", str(paths.data / "cache"), "--num-workers", "1" if machine.cuda_devices else "0"),
         *("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tokenizer_path(paths.data))),
         *("--save", str(paths.checkpoints), "--load", str(paths.checkpoints), "--save-interval", "1000000"),
-        *("--log-interval", "1"),
+        *("--log-interval", "1", "--tensorboard-dir", str(paths.tensorboard), "--log-timers-to-tensorboard"),
     ]
     return flags + (["--log-memory-interval", "1"] if machine.cuda_devices else [])
 

@@ -17,8 +17,10 @@ MOVED = {
     "compat": "fsdp2",
     "trace": "tools.trace",
     "doctor": "tools.doctor",
+    "memory": "tools.memory",  # not an old path: the command has the same form as its neighbors
     "verify": "tools.verify",
     "launch": "tools.launch",
+    "pretrain_gpt": "tools.pretrain_gpt",
     "uneven_dtensor": "dtensor.uneven",
     "export": "state.export",
     "device": "comm.streams",

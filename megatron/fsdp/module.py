@@ -13,6 +13,7 @@ from torch import nn
 from megatron.fsdp.comm.process_groups import require_process_group
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.ddp_config import DistributedDataParallelConfig, from_megatron, to_megatron
+from megatron.fsdp.helpers.notes import add_note
 from megatron.fsdp.quantized.storage import KEEP_TRANSPOSE, Direction, storage_of
 from megatron.fsdp.runtime.builder import build_engine, make_blueprint
 from megatron.fsdp.runtime.other_engines import reject_other_engines
@@ -152,7 +153,7 @@ class MegatronFSDP(nn.Module):
             return self.module(*args, **kwargs)
         except BaseException as error:
             if isinstance(error, RuntimeError) and "DTensor" in str(error):
-                error.add_note(_OUTSIDE_OF_FORWARD)
+                add_note(error, _OUTSIDE_OF_FORWARD)
             self.engine.schedule.forward_failed()
             raise
 

@@ -4,6 +4,7 @@ The tests run in order on one output folder, because each uses the files of the 
 """
 
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -53,6 +54,14 @@ def test_trains_and_writes_everything(output: Path) -> None:
     assert "iterations         0 -> 3" in printed
     assert history(output, "train") == [1, 2, 3]
     assert history(output, "validation")[-1] == 3
+    lines = printed.splitlines()
+    first = next(index for index, line in enumerate(lines) if line.startswith("  1/3  loss "))
+    assert lines[first - 1] == "  the first iteration"
+    assert len(set(lines[1:first])) == len(lines[1:first])
+    generate = lines[lines.index("  Let the model continue a text:") + 1]
+    text = subprocess.run(shlex.split(generate), capture_output=True, text=True, timeout=SECONDS)
+    assert text.stdout.startswith("class Parser"), text.stderr
+    assert list((output / "tensorboard").glob("events.*"))
     for name in ("train.log", "loss.png", "sample.txt", "data/meta.json", "checkpoints/iter_0000003/.metadata"):
         assert (output / name).stat().st_size > 0, name
     assert (output / "sample.txt").read_text().startswith("def __init__(self")
@@ -71,7 +80,7 @@ def test_resumes_from_its_checkpoint(output: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(SECONDS)
-def test_an_interrupt_stops_the_training_processes(output: Path) -> None:
+def test_an_interrupt_saves_and_stops_the_training_processes(output: Path) -> None:
     log = output / "train.log"
     offset = log.stat().st_size
     process = subprocess.Popen(command(output, 1000), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -85,7 +94,9 @@ def test_an_interrupt_stops_the_training_processes(output: Path) -> None:
     finally:
         process.kill()
     assert process.returncode == 130
-    assert "interrupted" in printed
+    saved = int((output / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
+    assert saved >= 7 and history(output, "train") == [*range(1, saved + 1)]
+    assert " ".join(printed.split()).endswith(f"the next run resumes after iteration {saved}")
     assert processes_of(output) == []
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.doctor_cases import Result
+from tests.doctor_cases import run as run_doctor
 from tests.slow import all_but_slow
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,7 +31,8 @@ def doctor(arguments: str, world_size: int = 8, flags: str = "--json") -> subpro
 
 def test_bytes_of_a_command_line() -> None:
     result = doctor(
-        MODEL + " --bf16 --global-batch-size 8 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+        MODEL + " --bf16 --global-batch-size 8 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
+        flags="--json --rank 0",
     )
     assert result.returncode == 0, result.stdout + result.stderr
     found = json.loads(result.stdout)
@@ -62,21 +65,115 @@ def test_bytes_of_quantized_weights() -> None:
     assert sizes["forward"] == sizes["backward"] == sizes["unsharded"] - matrices
 
 
-def test_all_limits_are_reported_at_once() -> None:
-    result = doctor(MODEL + " --global-batch-size 8 --optimizer-cpu-offload --save-wgrads-interval 10", flags="")
-    assert result.returncode == 1
-    assert "NOT POSSIBLE  optimizer_cpu_offload" in result.stdout
-    assert "NOT POSSIBLE  save_wgrads_interval" in result.stdout
+# Many command lines, one process -----------------------------------------------------------------------------------
+
+SCRIPT = str(ROOT / "pretrain_gpt.py")
+WORDS = [SCRIPT, *MODEL.split(), "--global-batch-size", "8"]
+FILES = {
+    "crash.py": "import os\nimport no_such_module\n",
+    "never.py": "print('no model here')\n",
+    "exit.py": "import sys\nsys.exit(5)\n",
+    "silent.py": "import sys\nsys.exit()\n",
+    "says.py": "import sys\nsys.exit('no data')\n",
+    "at_once.py": "import os\nos._exit(4)\n",
+    "false.py": "x = 1\nassert x == 2\n",
+}
+# Commands with an exit code, and what the report or, with code 2, stderr contains.
+MISTAKES: dict[str, tuple[list[str], int, tuple[str, ...]]] = {
+    "limits": (
+        [*WORDS, "--optimizer-cpu-offload", "--save-wgrads-interval", "10"],
+        1,
+        ("NOT POSSIBLE  optimizer_cpu_offload", "NOT POSSIBLE  save_wgrads_interval"),
+    ),
+    "megatron": ([*WORDS, "--global-batch-size", "7"], 1, ("ERROR  AssertionError: ", "at ")),
+    "unknown": ([*WORDS, "--no-such-flag", "3"], 1, ("ERROR  unrecognized arguments: --no-such-flag 3",)),
+    "misspelled": (
+        [*WORDS, "--use-megatron-fsd"],
+        1,
+        ("unrecognized arguments: --use-megatron-fsd", "Did you mean '--use-megatron-fsdp'?"),
+    ),
+    "choice": (
+        [*WORDS, "--ckpt-format", "fsdp_dtens"],
+        1,
+        (
+            "argument --ckpt-format: invalid choice: 'fsdp_dtens'",
+            "Did you mean 'fsdp_dtensor'?",
+            "usage: --ckpt-format {",
+        ),
+    ),
+    "no value": (
+        [*WORDS, "--hidden-size"],
+        1,
+        ("argument --hidden-size: expected one argument", "usage: --hidden-size"),
+    ),
+    "no number": ([*WORDS, "--num-layers", "four"], 1, ("argument --num-layers: invalid int value: 'four'",)),
+    "no fsdp": ([SCRIPT, "--num-layers", "2"], 1, ("does not contain --use-megatron-fsdp",)),
+    "crash": (["crash.py"], 1, ("ModuleNotFoundError: No module named 'no_such_module'", "at crash.py:2")),
+    "never": (["never.py"], 1, ("The script ended without wrapping a model",)),
+    "exit": (["exit.py"], 1, ("The script ended with exit code 5",)),
+    "silent": (["silent.py"], 1, ("The script ended with exit code 0",)),
+    "says": (["says.py"], 1, ("ERROR  no data",)),
+    "at once": (["at_once.py"], 1, ("os._exit(4)",)),
+    "false": (["false.py"], 1, ("ERROR  AssertionError", "at false.py:2: assert x == 2")),
+    "no script": (["nowhere.py"], 2, ("no such script: nowhere.py",)),
+    "own flag": (["--word-size", "8", *WORDS], 2, ("unrecognized arguments: --word-size",)),
+    "gpu": (["--gpu", "h10", *WORDS], 2, ("argument --gpu: expected one of", "Did you mean 'h100'?")),
+    "size": (["--device-memory", "80XB", *WORDS], 2, ("argument --device-memory: expected a size such as 80",)),
+    "rank": (["--rank", "8", *WORDS], 2, ("expected a rank below 8",)),
+}
+STAGES = "--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights --vocab-size 60000".split()
+ACCEPTED = {
+    "plain": WORDS,
+    "fits": ["--gpu", "h100", "--json", *WORDS, *STAGES],
+    "does not fit": ["--device-memory", "1GB", *WORDS],
+}
 
 
-def test_errors_of_megatron_are_reported() -> None:
-    result = doctor(MODEL + " --global-batch-size 7", flags="")
-    assert result.returncode == 1 and "ERROR" in result.stdout
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
+    folder = tmp_path_factory.mktemp("scripts")
+    for name, text in FILES.items():
+        (folder / name).write_text(text)
+    commands = {**{name: words for name, (words, _, _) in MISTAKES.items()}, **ACCEPTED}
+    return dict(zip(commands, run_doctor(list(commands.values()), folder), strict=True))
 
 
-def test_mistakes_in_the_command_line_are_reported() -> None:
-    result = doctor(f"{MODEL} --no-such-flag 3", flags="")
-    assert result.returncode == 1 and "ERROR  unrecognized arguments: --no-such-flag 3" in result.stdout
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_reported(results: dict[str, Result], name: str) -> None:
+    found, (_, code, texts) = results[name], MISTAKES[name]
+    assert found.code == code, found
+    report = found.err if code == 2 else found.out
+    assert all(text in report for text in texts), report
+    assert "Traceback" not in found.out + found.err
+
+
+def test_progress_is_shown_on_stderr(results: dict[str, Result]) -> None:
+    phases = [line.partition(" ... ")[0] for line in results["plain"].err.splitlines()]
+    assert phases[0] == "importing Megatron" and phases[-1] == "planning units and layouts" and len(phases) == 5
+    assert all(line.endswith(" s") for line in results["plain"].err.splitlines())
+
+
+def test_the_report_says_how_to_ask_for_a_device(results: dict[str, Result]) -> None:
+    found = results["plain"]
+    assert found.code == 0 and "add --gpu h100 or --device-memory" in found.out and "activations " not in found.out
+
+
+def test_the_fullest_stage_is_compared_with_the_device(results: dict[str, Result]) -> None:
+    assert results["fits"].code == 0
+    found = json.loads(results["fits"].out)
+    # The last stage has the output layer, and the logits of it.
+    assert found["stage"] == 1 and len(found["stages"]) == 2 and found["stages"][1] > found["stages"][0]
+    fit = found["fit"]
+    assert fit["fits"] and fit["missing"] == 0 and fit["capacity"] == 81559 << 20
+    assert fit["memory"]["total"] == found["stages"][1] == sum(v for k, v in fit["memory"].items() if k != "total")
+    without = sum(fit["memory"][name] for name in ("weights", "gradients", "optimizer", "buffers"))
+    assert without == found["peak_without_activations"]
+    assert fit["memory"]["activations"] > 6 * 60_000 * 32 and fit["fewest_ranks"] == 2
+
+
+def test_what_does_not_fit_has_its_own_exit_code(results: dict[str, Result]) -> None:
+    found = results["does not fit"]
+    assert found.code == 3 and "does not fit by 0.8 GiB: 1.8 of 0.9 GiB" in found.out
 
 
 def words_of(script: Path, **variables: str) -> list[str]:

@@ -9,7 +9,9 @@ ROOT = Path(__file__).resolve().parents[2]
 ENGINE = ROOT / "megatron" / "fsdp"
 FOLDERS = ("megatron", "megatron_fsdp", "tools", "examples", "tests", "benchmarks")
 # Packages that may import more than torch, and the distributions that they may import.
-NEED_MORE = {"mcore": None, "convert": None, "tools": None, "checkpoint": {"numpy"}}
+NEED_MORE = {"mcore": None, "convert": None, "integrations": None, "tools": None, "checkpoint": {"numpy"}}
+# What torch itself requires on every version of Python.
+WITH_TORCH = {"torch", "typing_extensions"}
 # Distributions that are imported on first use.
 OPTIONAL = {"state/export.py": {"safetensors"}, "quantized/torchao.py": {"torchao"}}
 
@@ -36,7 +38,7 @@ def test_engine_needs_torch_only() -> None:
         name = path.relative_to(ENGINE).as_posix()
         more = NEED_MORE.get(name.split("/")[0], OPTIONAL.get(name, set()))
         if more is not None:
-            foreign = _imports(path) - {"torch", "megatron.fsdp", *sys.stdlib_module_names, *more}
+            foreign = _imports(path) - {*WITH_TORCH, "megatron.fsdp", *sys.stdlib_module_names, *more}
             assert not foreign, f"{name} imports {sorted(foreign)}"
 
 

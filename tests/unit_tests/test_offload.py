@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megatron.fsdp.buffers.weights import PlaneSet
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
+from megatron.fsdp.helpers.notes import add_note
 from megatron.fsdp.runtime.unit import Unit
 from megatron_fsdp import fully_shard
 from tests.models import (
@@ -89,7 +90,7 @@ def _each_optimizer() -> None:
         try:
             assert_same_training(TinyModel(), data, make, offload_optimizer=True)
         except AssertionError as error:
-            error.add_note(name)
+            add_note(error, name)
             raise
 
 

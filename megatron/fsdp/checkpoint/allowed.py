@@ -18,7 +18,7 @@ import signal
 import sys
 import types
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata, planner
@@ -32,6 +32,8 @@ else:
 
 # Objects and functions of these packages are represented by stand-ins; none of their code runs.
 INERT = ("megatron", "transformer_engine", "transformer_engine_torch", "torch.nn", "torch._C._nn")
+
+T = TypeVar("T")
 
 NUMPY_DTYPE = "numpy.dtype"
 # Limits ranges, because a few bytes of pickle could otherwise fill a container with billions of elements.
@@ -218,7 +220,7 @@ def _text(text: str = "") -> str:
     return str(_short(text, str))
 
 
-def _short[T](value: T, *kinds: type) -> T:
+def _short(value: T, *kinds: type) -> T:
     """Check that a constructor's argument is no larger than its pickle.
 
     ``bytes(10**10)`` allocates as many bytes, and ``str`` of nested tuples can grow exponentially.

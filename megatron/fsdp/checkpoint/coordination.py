@@ -2,8 +2,11 @@
 
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 # Seconds to wait for another process that makes no progress.
 PATIENCE = 600.0
@@ -14,7 +17,7 @@ def rank_and_world_size() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def gather_from_ranks[T](value: T) -> list[T]:
+def gather_from_ranks(value: T) -> list[T]:
     """Return every rank's value, in the order of the ranks. A collective."""
     _, count = rank_and_world_size()
     values = [value] * count

@@ -7,12 +7,12 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Buffer
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from typing_extensions import Buffer
 
 from megatron.fsdp.checkpoint import safe_pickle
 from megatron.fsdp.checkpoint.allowed import Foreign

@@ -5,6 +5,7 @@ import copyreg
 import enum
 import io
 import pickle
+import signal
 import struct
 import types
 from collections.abc import Callable
@@ -69,11 +70,13 @@ class _Unpickler(pickle.Unpickler):
             return sealed(module, name, self._dtype)
         if full in ALLOWED:
             return ALLOWED[full]
-        kind = enumeration(module, name)
+        # Python 3.10 pickles a signal, which Megatron's arguments contain, by its name in the module.
+        signals = signal.Signals.__members__ if module == "signal" else {}
+        kind = signal.Signals if name in signals else enumeration(module, name)
         if kind is not None:
             # A pickle can set attributes of a member, and members belong to the whole process: see _check_changes.
             self._members |= {member: dict(vars(member)) for member in kind.__members__.values()}
-            return members(kind)
+            return signals[name] if name in signals else members(kind)
         if is_inert(module):
             return foreign(module, name)
         raise UnsafePickle(f"{self._source}: refers to {full}, which is not allowed in a checkpoint; nothing was run.")

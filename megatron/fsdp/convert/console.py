@@ -34,7 +34,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 msc_option = click.option("--enable-msc", is_flag=True, help="Require the Multi-Storage Client to be installed.")
 
 
-def layer_options[C: Callable[..., Any]](command: C) -> C:
+def layer_options(command: _Command) -> _Command:
     """Add the options that describe a model's layers, for ``torch_dist`` checkpoints that do not."""
     implementation = click.option(
         "--transformer-impl",

@@ -137,7 +137,8 @@ def as_text(values: torch.Tensor, cut: tuple[bool, ...]) -> str:
         texts = [_number(value) for value in listed(values)]
         return f"[{', '.join([*texts[:_EDGE], '...', *texts[_EDGE:]] if cut[0] else texts)}]"
     rows = [as_text(row, cut[1:]).replace("\n", "\n ") for row in values]
-    return f"[{',\n '.join([*rows[:_EDGE], '...', *rows[_EDGE:]] if cut[0] else rows)}]"
+    text = ",\n ".join([*rows[:_EDGE], "...", *rows[_EDGE:]] if cut[0] else rows)
+    return f"[{text}]"
 
 
 def listed(values: torch.Tensor) -> Any:

@@ -35,7 +35,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -64,6 +64,8 @@ from megatron.fsdp.sharding.precision import MixedPrecisionPolicy as EnginePolic
 from megatron.fsdp.state.loading import NO_COPY, NO_PICKLE, reject_conversion
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T", bound=nn.Module | list[nn.Module])
 
 
 @dataclass(frozen=True)
@@ -374,7 +376,7 @@ def _marked_class(cls: type[nn.Module]) -> type[FSDPModule]:
     return _classes[cls]
 
 
-def fully_shard[T: nn.Module | list[nn.Module]](
+def fully_shard(
     module: T,
     *,
     mesh: DeviceMesh | None = None,

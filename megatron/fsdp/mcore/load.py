@@ -13,6 +13,7 @@ from megatron.fsdp.checkpoint import loading
 from megatron.fsdp.checkpoint.matching import Reaction, Strictness
 from megatron.fsdp.checkpoint.reader import RELEASE
 from megatron.fsdp.convert.fsdp_dtensor import KEPT
+from megatron.fsdp.helpers.notes import add_note
 from megatron.fsdp.mcore.checkpoint_state import LAYOUTS_KEY, CheckpointState, Names
 from megatron.fsdp.mcore.replicas import check_replicas
 from megatron.fsdp.mcore.resuming import megatron_arguments, needs_checksums
@@ -131,9 +132,10 @@ def _naming_arguments(folder: Path) -> Iterator[None]:
             if name in saved and name in own and saved[name] != own[name]
         ]
         if differing:
-            error.add_note(
+            add_note(
+                error,
                 f"{folder} was saved with {', '.join(differing)}. Use the same arguments to continue that run; with "
-                "another optimizer, --no-load-optim loads weights only."
+                "another optimizer, --no-load-optim loads weights only.",
             )
         raise
 

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -18,6 +18,8 @@ from megatron.fsdp.checkpoint.newest import folder_of, iterations_in, newest_com
 from megatron.fsdp.checkpoint.reader import FORMAT_FILE, RELEASE, TRACKER
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # Environment variable: 0 to load without reading all files twice.
 VERIFY = "MEGATRON_FSDP_VERIFY_CHECKPOINT"
@@ -101,7 +103,7 @@ def uses_fsdp_dtensor(args: Any) -> bool:
     return args is not None and bool(args.use_megatron_fsdp) and args.ckpt_format == "fsdp_dtensor"
 
 
-def _of_first_rank[T](value: T) -> T:
+def _of_first_rank(value: T) -> T:
     """The first rank's value: a shared file system may show a new file to some machines before others."""
     values = [value]
     if dist.is_initialized() and dist.get_world_size() > 1:

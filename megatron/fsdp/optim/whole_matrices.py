@@ -1,6 +1,7 @@
 """Applies a function to whole matrices among an optimizer's main weights, however these are sharded."""
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from megatron.fsdp.optim.matrix_exchange import Matrix, MatrixExchange
 from megatron.fsdp.runtime.engine import Engine, engines_of
 from megatron.fsdp.sharding.ownership import sharing_ranks
 
+T = TypeVar("T")
 Read = Callable[[nn.Parameter, torch.Tensor], None]
 Compute = Callable[[nn.Parameter, torch.Tensor], torch.Tensor]
 
@@ -59,7 +61,7 @@ class WholeMatrices:
             exchange.map(_by_number(read, mains), _by_number(compute, mains), _by_number(write, mains))
 
 
-def _by_number[T](
+def _by_number(
     function: Callable[[nn.Parameter, torch.Tensor], T], mains: list[nn.Parameter]
 ) -> Callable[[int, torch.Tensor], T]:
     return lambda i, tensor: function(mains[i], tensor)

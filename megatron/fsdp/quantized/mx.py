@@ -6,9 +6,9 @@ over rows, so there are two copies of the weight, and a pass gathers the one tha
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
 
 import torch
+from typing_extensions import Self
 
 from megatron.fsdp.quantized.reference import E4M3, ReferenceStorage, ReferenceTensor, matrices, to_e4m3
 from megatron.fsdp.quantized.storage import Direction, Plane, ReduceMax, WeightShard, register_format

@@ -7,9 +7,10 @@ roundings, is that of Transformer Engine.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
+from typing_extensions import Self
 
 from megatron.fsdp.quantized.reference import E4M3, ReferenceStorage, ReferenceTensor, divide, matrices, to_e4m3
 from megatron.fsdp.quantized.storage import Direction, Plane, ReduceMax, WeightShard, register_format

@@ -7,13 +7,14 @@ run on dequantized weights, in the dtype that the weight appears to have.
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map
+from typing_extensions import Self
 
 from megatron.fsdp.quantized.storage import Direction, Plane, ReduceMax, WeightShard
 

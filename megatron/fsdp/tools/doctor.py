@@ -1,41 +1,67 @@
 """Checks a training command without GPUs: reports how it would be sharded, or why it cannot run with our FSDP.
 
-    python -m megatron.fsdp.doctor [--world-size N] [--rank R] [--json] SCRIPT ARGS...
+    python -m megatron.fsdp.doctor [--world-size N] [--gpu NAME] [--rank R] [--json] [-m] SCRIPT ARGS...
 
 One process is enough for any number of ranks, and no memory is allocated for weights. The report lists the mesh, units,
-dtypes, collectives and bytes per rank, or every unsupported setting with a remedy. The exit code is 0 if the command
-would start to train, else 1.
+dtypes, collectives and bytes per rank, or every unsupported setting with a remedy. With --gpu or --device-memory, it
+says whether the command fits into a device's memory, and which changes would make it fit. Progress is shown on stderr.
+
+Exit codes: 0 the command would start to train; 1 it would not; 2 these options or the script's path are wrong; 3 it
+would start, and is estimated not to fit into the device's memory.
 """
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from megatron.fsdp.mcore import cpu
+from megatron.fsdp.helpers.extras import require
 from megatron.fsdp.tools import script
+from megatron.fsdp.tools.devices import add_device
+from megatron.fsdp.tools.progress import Progress
 
 
 def main() -> int:
     """Examine the command and print the report. Returns the exit code."""
     parser = script.parser("megatron.fsdp.doctor", __doc__)
     parser.add_argument("--world-size", type=int, default=int(os.environ.get("WORLD_SIZE", "8")), help="ranks (or 8)")
-    parser.add_argument("--rank", type=int, default=0, help="the rank to examine, because pipeline stages differ")
+    parser.add_argument("--rank", type=int, help="the rank to examine (or one of the fullest pipeline stage)")
+    add_device(parser)
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument("--verbose", action="store_true", help="show the output of the script")
     options = script.parse(parser)
-    cpu.enable()
-    from megatron.fsdp.tools.examine import examine
+    if not 0 <= (options.rank or 0) < options.world_size:
+        parser.error(f"argument --rank: expected a rank below {options.world_size} (--world-size); got {options.rank}")
+    require("mcore")
+    with os.fdopen(os.dup(2), "w") as errors, _silent(not options.verbose):
+        progress = Progress(errors)
+        script.prepare_megatron()
+        from megatron.fsdp.tools.examine import examine
 
-    # Redirect the file descriptors: output of libraries and subprocesses does not go through sys.stdout.
-    shown = os.dup(1)
-    if not options.verbose:
-        silence = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(silence, 1)
-        os.dup2(silence, 2)
-    report = examine(options.script, options.arguments, options.world_size, options.rank)
-    sys.stdout.flush()
-    os.dup2(shown, 1)
+        report = examine(
+            options.script, options.arguments, options.world_size, options.rank, options.device_memory, progress
+        )
     print(report.as_json() if options.json else report.as_text())
-    return 0 if report.accepted else 1
+    return report.exit_code
+
+
+@contextmanager
+def _silent(active: bool) -> Iterator[None]:
+    """Discard what is written to stdout and stderr, also by libraries and subprocesses, which bypass ``sys.stdout``."""
+    kept = [(number, os.dup(number)) for number in (1, 2)]
+    if active:
+        silence = os.open(os.devnull, os.O_WRONLY)
+        for number, _ in kept:
+            os.dup2(silence, number)
+        os.close(silence)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for number, copy in kept:
+            os.dup2(copy, number)
+            os.close(copy)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,20 @@
 """Estimates units, collectives and bytes per rank of a sharded model from its shapes. Allocates no memory."""
 
+import functools
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from megatron.fsdp.buffers.parameter import ShardedParameter
+from megatron.fsdp.buffers.parameter import GroupKey, ShardedParameter
 from megatron.fsdp.buffers.parameter_group import layout_of
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.quantized.storage import Direction, WeightStorage, storage_of
-from megatron.fsdp.runtime.partition import offloaded_units, partition
-from megatron.fsdp.sharding.layout import parse_granularity
+from megatron.fsdp.runtime.partition import UnitPart, offloaded_units, partition
 from megatron.fsdp.sharding.strategy import UNSHARDED, Sharding
 from megatron.fsdp.tools.recipes import Recipe
 
@@ -44,7 +46,7 @@ class Bytes:
         main: Main weights, if they are not the compute weights.
         optimizer: Moments of the optimizer.
         host: Main weights and moments in host memory, which the other numbers do not contain.
-        gradients: Reduced gradients, until the optimizer's step.
+        gradients: Gradients that are kept until the optimizer's step: reduced ones, or whole sums of micro-batches.
         unsharded: All compute weights while the unit is unsharded.
         forward: Those of them that forward reads. Quantized weights may have bytes that only one pass reads.
         backward: Those of them that backward reads.
@@ -135,6 +137,90 @@ class Estimate:
         return total.resting + total.gradients + root.unsharded + root.derived + root.reducing + unsharded + reducing
 
 
+@dataclass(frozen=True)
+class Usage:
+    """Bytes on a rank at the peak of a step, without activations.
+
+    Attributes:
+        compute: Compute weights that stay allocated.
+        main: Main weights apart from them.
+        optimizer: Moments of the optimizer.
+        gradients: Gradients that are kept until the optimizer's step.
+        buffers: Unsharded units and gradients in flight.
+        host: Main weights and moments in host memory, which are not part of the total.
+    """
+
+    compute: int
+    main: int
+    optimizer: int
+    gradients: int
+    buffers: int
+    host: int = 0
+
+    @property
+    def total(self) -> int:
+        """The sum on the device."""
+        return self.compute + self.main + self.optimizer + self.gradients + self.buffers
+
+
+def usage(chunks: Sequence[Estimate], config: FSDPConfig) -> Usage:
+    """The memory of a rank with some model chunks, of which only one is active at a time."""
+    totals = [chunk.total for chunk in chunks]
+    names = ("compute", "main", "optimizer", "gradients", "host")
+    kept = {name: sum(getattr(t, name) for t in totals) for name in names}
+    return Usage(**kept, buffers=max(c.peak(config) - c.total.resting - c.total.gradients for c in chunks))
+
+
+class GroupShape(NamedTuple):
+    """What the bytes of a parameter group depend on. Layers with equal groups are planned once.
+
+    Attributes:
+        key: What its parameters have in common.
+        shapes: Shape of each parameter on this tensor-parallel rank.
+        storage: How quantized parameters are stored; None for others.
+        matrices: Elements that Muon updates.
+        is_root: Whether it belongs to the root unit.
+    """
+
+    key: GroupKey
+    shapes: tuple[tuple[int, ...], ...]
+    storage: WeightStorage | None
+    matrices: int
+    is_root: bool
+
+
+class Outline(NamedTuple):
+    """A model chunk's units with the shapes of their groups.
+
+    Attributes:
+        root: The root unit.
+        units: Name, class and groups of every unit, root first.
+    """
+
+    root: UnitPart
+    units: tuple[tuple[str, str, tuple[GroupShape, ...]], ...]
+
+
+def outline(module: nn.Module, classes: tuple[type[nn.Module], ...], config: FSDPConfig) -> Outline:
+    """Find the units of a model, which may be on the meta device."""
+    root = partition(module, classes, config.enable_fine_grained_param_gather)
+    units = tuple(
+        (part.name, type(part.module).__name__, tuple(_shape(params, part is root) for params in part.groups))
+        for part in root.walk()
+    )
+    return Outline(root, units)
+
+
+def _shape(params: list[ShardedParameter], is_root: bool) -> GroupShape:
+    shapes = tuple(tuple(param.local_shape) for param in params)
+    matrices = sum(
+        math.prod(shape)
+        for param, shape in zip(params, shapes, strict=True)
+        if len(shape) == 2 and not getattr(param.original, "is_embedding_or_output_parameter", False)
+    )
+    return GroupShape(params[0].key, shapes, storage_of(params[0].compute), matrices, is_root)
+
+
 def estimate(
     module: nn.Module,
     classes: tuple[type[nn.Module], ...],
@@ -153,33 +239,35 @@ def estimate(
         experts: Axes of experts.
         muon: Whether the optimizer is Megatron's Muon and not Adam.
     """
+    return estimate_outline(outline(module, classes, config), config, dense, experts, muon)
+
+
+def estimate_outline(
+    found: Outline, config: FSDPConfig, dense: AxisSizes, experts: AxisSizes, muon: bool = False
+) -> Estimate:
+    """As :func:`estimate`, for a model whose units have been found."""
     dtypes: dict[str, None] = {}
     units = []
-    root = partition(module, classes, config.enable_fine_grained_param_gather)
-    offloaded = offloaded_units(root, config.offload_fraction if config.offload_optimizer else 0.0)
-    for place, part in enumerate(root.walk()):
+    offloaded = offloaded_units(found.root, config.offload_fraction if config.offload_optimizer else 0.0)
+    for place, (name, kind, groups) in enumerate(found.units):
         total = Bytes()
-        for params in part.groups:
-            axes = experts if params[0].key.expert else dense
-            found, text = _group(params, config, axes, part is root, place in offloaded)
-            if muon:
-                found.optimizer = _moments_of_muon(params, found)
-            total.add(found)
+        for group in groups:
+            of_group, text = _group(group, config, experts if group.key.expert else dense, place in offloaded, muon)
+            total.add(of_group)
             dtypes[text] = None
-        units.append(UnitEstimate(part.name, type(part.module).__name__, len(part.groups), total))
+        units.append(UnitEstimate(name, kind, len(groups), total))
     return Estimate(tuple(units), tuple(dtypes))
 
 
-def _group(
-    params: list[ShardedParameter], config: FSDPConfig, axes: AxisSizes, is_root: bool, on_host: bool
-) -> tuple[Bytes, str]:
-    key, storage = params[0].key, storage_of(params[0].compute)
+@functools.lru_cache(maxsize=1024)
+def _group(group: GroupShape, config: FSDPConfig, axes: AxisSizes, on_host: bool, muon: bool) -> tuple[Bytes, str]:
+    """The bytes of a group, which callers must not change, and a description of its dtypes."""
+    key, storage = group.key, group.storage
     sharding = config.sharding if key.divisible else UNSHARDED
     shards = axes.inner if sharding.inner.shards_optimizer else 1
     shards *= axes.outer if sharding.outer.shards_optimizer else 1
-    granularity = parse_granularity(config.shard_granularity)
-    layout = layout_of([param.local_shape for param in params], shards, granularity, storage)
-    dtypes = config.mixed_precision_policy.resolve(key.dtype, params[0].name)
+    layout = layout_of(group.shapes, shards, config.granularity, storage)
+    dtypes = config.mixed_precision_policy.resolve(key.dtype, "of the model")
     elements = sum(slot.numel for slot in layout.slots)
     owned = layout.numel // shards
     apart = sharding.inner.shards_parameters or storage is not None or dtypes.main_params != dtypes.compute
@@ -187,31 +275,24 @@ def _group(
         elements=elements,
         padding=layout.numel - elements,
         main=owned * dtypes.main_params.itemsize if apart or on_host else 0,
-        optimizer=owned * ADAM if key.requires_grad else 0,
-        gradients=owned * dtypes.main_params.itemsize if key.requires_grad else 0,
-        produced=layout.numel * dtypes.compute.itemsize if key.requires_grad else 0,
-        reducing=layout.numel * dtypes.grad_comm.itemsize if key.requires_grad else 0,
     )
+    if key.requires_grad:
+        found.optimizer = owned * ADAM
+        if muon:  # as if every rank had the same share of each matrix
+            found.optimizer -= found.optimizer * group.matrices // elements * (ADAM - MUON) // ADAM
+        between = layout.numel // (axes.inner if sharding.inner.shards_gradients else 1)
+        found.gradients = max(owned * dtypes.main_params.itemsize, between * dtypes.main_grads.itemsize)
+        found.produced = layout.numel * dtypes.compute.itemsize
+        # A sum of whole gradients is reduced where it is, unless that takes another dtype.
+        if sharding.inner.shards_gradients or dtypes.grad_comm != dtypes.main_grads:
+            found.reducing = layout.numel * dtypes.grad_comm.itemsize
     if on_host:
         found.host, found.main, found.optimizer = found.main + found.optimizer, 0, 0
-    _add_compute(found, layout.numel, dtypes.compute, storage, sharding, axes, is_root)
+    _add_compute(found, layout.numel, dtypes.compute, storage, sharding, axes, group.is_root)
     if config.keep_fp8_transpose_cache:
         found.compute, found.derived = found.compute + found.derived, 0
     stored = _name(dtypes.compute) if storage is None else f"{_format(storage)} (as {_name(dtypes.compute)})"
     return found, f"{stored} compute, {_name(dtypes.main_params)} main weights, {_name(dtypes.grad_comm)} reduction"
-
-
-def _moments_of_muon(params: list[ShardedParameter], found: Bytes) -> int:
-    """Bytes of moments if Muon updates the matrices that Megatron gives it, and Adam all others.
-
-    Matrices are counted with their share of what a rank has of the group, as if every rank had the same share.
-    """
-    matrices = sum(
-        math.prod(param.local_shape)
-        for param in params
-        if len(param.local_shape) == 2 and not getattr(param.original, "is_embedding_or_output_parameter", False)
-    )
-    return found.optimizer - found.optimizer * matrices // found.elements * (ADAM - MUON) // ADAM
 
 
 def _add_compute(

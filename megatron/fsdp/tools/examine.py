@@ -8,26 +8,31 @@ import argparse
 import copy
 import functools
 import importlib
-import json
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+import re
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from megatron.fsdp.config import FSDPConfig
-from megatron.fsdp.helpers.import_name import conflict
-from megatron.fsdp.mcore.limits import MUON, Limit, Settings, broken
+from megatron.fsdp.helpers.spelling import did_you_mean
+from megatron.fsdp.mcore.limits import MUON, Settings, broken
 from megatron.fsdp.mcore.patches import install, uninstall
-from megatron.fsdp.tools.estimate import AxisSizes, Estimate, estimate
-from megatron.fsdp.tools.recipes import Recipe, plan_model, recipe_of
+from megatron.fsdp.tools.activations import activation_bytes, workload
+from megatron.fsdp.tools.estimate import AxisSizes, Outline, estimate_outline, outline, usage
+from megatron.fsdp.tools.fit import Situation, memory, verdict
+from megatron.fsdp.tools.progress import Progress
+from megatron.fsdp.tools.recipes import plan_model, recipe_of
+from megatron.fsdp.tools.report import Report
 from megatron.fsdp.tools.script import run
+from megatron.fsdp.tools.stages import Stages
 
-GIB = 1 << 30
 # Tensors with at most this many elements are created on the requested device.
 SMALL = 1 << 12
 
@@ -36,161 +41,185 @@ class _Examined(BaseException):
     """Ends the script once the model has been examined. Not an ``Exception``, which the script might catch."""
 
 
-@dataclass
-class Report:
-    """The result of an examination.
+class _Examination:
+    """One examination: its report, and what is known before the model is built.
 
-    Attributes:
+    Args:
         world_size: Number of ranks.
-        limits: Unsupported settings.
-        refusal: The error of Megatron or of the script, if one ended it.
-        sizes: Number of ranks of each kind of parallelism.
-        config: Settings of the engine.
-        chunks: Model chunks of this pipeline stage.
-        uses_fsdp: Whether the command line selects FSDP.
-        recipe: How weights are quantized; None if they are not.
-        muon: Whether the optimizer of matrices is Muon.
+        rank: The rank to examine; None for the fullest pipeline stage.
+        capacity: Bytes of the device's memory; None if it was not given.
+        progress: Where phases are shown.
     """
 
-    world_size: int
-    limits: list[Limit] = field(default_factory=list)
-    refusal: str = ""
-    sizes: dict[str, int] = field(default_factory=dict)
-    config: FSDPConfig | None = None
-    chunks: list[Estimate] = field(default_factory=list)
-    uses_fsdp: bool = True
-    recipe: Recipe | None = None
-    muon: bool = False
+    def __init__(self, world_size: int, rank: int | None, capacity: int | None, progress: Progress) -> None:
+        self.report = Report(world_size)
+        self.rank = rank
+        self.capacity = capacity
+        self.progress = progress
+        self.stages = Stages()
+        self.args: Any = None
+        self.fused = True
+        self.modules: list[nn.Module] = []
+        self.outlines: list[Outline] = []
 
-    @property
-    def accepted(self) -> bool:
-        """Whether the command would start to train with our FSDP."""
-        return bool(self.chunks) and not self.limits and not self.refusal
+    def visit_stages(self, args: Any) -> None:
+        """Continue in one process per pipeline stage, unless a rank was chosen."""
+        count = args.pipeline_model_parallel_size
+        if self.rank is not None or count == 1:
+            return
+        self.progress.start(f"examining pipeline stages 1 to {count - 1}")
+        stage = self.stages.fork(range(1, count))
+        if stage is None:
+            self.progress.start("examining pipeline stage 0")
+            return
+        self.progress = Progress()
+        self.report.stage = stage
+        args.rank = stage * (self.report.world_size // count)  # Megatron numbers ranks stage by stage
+        os.environ["RANK"] = str(args.rank)
 
-    def as_json(self) -> str:
-        """The report for programs."""
-        found: dict[str, Any] = {
-            "accepted": self.accepted,
-            "world_size": self.world_size,
-            "limits": [{"setting": x.setting, "message": x.message, "remedy": x.remedy} for x in self.limits],
-            "refusal": self.refusal,
-            "sizes": self.sizes,
-            "import_name": conflict(),
-        }
-        if self.config is not None:
-            found["strategy"] = [self.config.zero_dp_strategy, self.config.outer_dp_sharding_strategy]
-            found["units"] = [{**chunk.kinds} for chunk in self.chunks]
-            found["dtypes"] = sorted({text for chunk in self.chunks for text in chunk.dtypes})
-            found["bytes"] = [asdict(chunk.total) for chunk in self.chunks]
-            found["resting"] = sum(chunk.total.resting for chunk in self.chunks)
-            found["peak_without_activations"] = self.peak
-        return json.dumps(found, indent=2)
-
-    @property
-    def peak(self) -> int:
-        """Peak bytes on a rank during a step, without activations. Only one chunk is active at a time."""
-        if self.config is None or not self.chunks:
-            return 0
-        resting = sum(chunk.total.resting + chunk.total.gradients for chunk in self.chunks)
-        return resting + max(c.peak(self.config) - c.total.resting - c.total.gradients for c in self.chunks)
-
-    def as_text(self) -> str:
-        """The report for people."""
-        if not self.uses_fsdp:
-            return "The command line does not contain --use-megatron-fsdp, so there is nothing to examine."
-        lines = [f"{self.world_size} ranks"]
-        if (problem := conflict()) is not None:
-            lines.append(f"WARNING  {problem}")
-        for limit in self.limits:
-            lines += [f"NOT POSSIBLE  {limit.setting}: {limit.message}", f"              {limit.remedy}"]
-        if self.refusal:
-            lines.append(f"ERROR  {self.refusal}")
-        if self.accepted and self.config is not None:
-            lines += self._plan(self.config)
-        return "\n".join(lines)
-
-    def _plan(self, config: FSDPConfig) -> list[str]:
-        totals = [chunk.total for chunk in self.chunks]
-        rows = [("parallelism", ", ".join(f"{name} {size}" for name, size in self.sizes.items()))]
-        outer = f", outer axis: {config.outer_dp_sharding_strategy}" if self.sizes.get("outer data", 1) > 1 else ""
-        rows.append(("strategy", f"{config.zero_dp_strategy}{outer}"))
-        for number, chunk in enumerate(self.chunks):
-            kinds = ", ".join(f"{count} x {kind}" for kind, count in chunk.kinds.items()) or "none"
-            name = f"units, chunk {number}" if len(self.chunks) > 1 else "units"
-            largest = max((unit.bytes.elements for unit in chunk.units[1:]), default=0)
-            root = chunk.units[0].bytes.elements
-            rows.append((name, f"{kinds}; the largest has {largest:,} parameters here; {root:,} are in no unit"))
-        rows.append(("dtypes", "; ".join(sorted({text for chunk in self.chunks for text in chunk.dtypes}))))
-        buffers = f"{config.max_unsharded_units} unsharded units, {config.max_reducing_units} reducing gradients"
-        rows.append(("buffers", buffers + (", fixed (double buffer)" if config.fsdp_double_buffer else "")))
-        gathers = sum(unit.groups for chunk in self.chunks for unit in chunk.units)
-        passes = 2 if config.sharding.inner.shards_parameters else 1
-        rows.append(("collectives", f"up to {passes * gathers} all-gathers and {gathers} reductions per micro-batch"))
-        elements, padding = sum(t.elements for t in totals), sum(t.padding for t in totals)
-        rows.append(("parameters", f"{elements:,} on this pipeline and tensor-parallel rank, {padding:,} padding"))
-        rows.append(("bytes per rank", ""))
-        for title, name in (
-            ("  compute weights", "compute"),
-            ("  main weights", "main"),
-            ("  optimizer's moments", "optimizer"),
-            ("  in host memory", "host"),
-        ):
-            rows.append((title, _gib(sum(getattr(t, name) for t in totals))))
-        rows.append(("  between steps", _gib(sum(t.resting for t in totals))))
-        rows.append(("  peak of a step", f"{_gib(self.peak)}, plus activations"))
-        rows.append(("  all-gathered", f"up to {_gib(sum(t.gathered for t in totals))} in a step with one micro-batch"))
-        width = max(len(name) for name, _ in rows)
-        return [f"{name:<{width}}  {text}".rstrip() for name, text in rows]
+    def fullest(self) -> Report:
+        """The report of the fullest stage, or of one that was refused."""
+        reports = {self.report.stage: self.report, **self.stages.results}
+        for stage, found in sorted(reports.items()):
+            if found is None or not found.accepted:
+                failed = found or Report(self.report.world_size, refusal="It ended without a result.", stage=stage)
+                if stage and failed.refusal:
+                    failed.refusal = f"pipeline stage {stage}: {failed.refusal}"
+                return failed
+        best = max(reports.values(), key=lambda found: found.memory.total)
+        if self.stages.results:
+            best.stages = [reports[stage].memory.total for stage in sorted(reports)]
+        return best
 
 
-def _gib(count: int) -> str:
-    return f"{count / GIB:.3f} GiB"
-
-
-def examine(script: Path, arguments: Sequence[str], world_size: int, rank: int = 0) -> Report:
+def examine(
+    script: Path,
+    arguments: Sequence[str],
+    world_size: int,
+    rank: int | None = None,
+    capacity: int | None = None,
+    progress: Progress | None = None,
+) -> Report:
     """Examine a training command.
 
     Args:
         script: A training script for Megatron.
         arguments: Its command line.
         world_size: Number of ranks.
-        rank: The rank to examine, because pipeline stages differ.
+        rank: The rank to examine. None: a rank of every pipeline stage, of which the fullest is reported.
+        capacity: Bytes of the device's memory, if it shall be compared.
+        progress: Where phases are shown.
     """
-    report = Report(world_size)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    examination = _Examination(world_size, rank, capacity, progress or Progress())
+    report = examination.report
+    os.environ.update(RANK=str(rank or 0), WORLD_SIZE=str(world_size), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29500")
-    training_arguments: Any = importlib.import_module("megatron.training.arguments")
-    training: Any = importlib.import_module("megatron.training.training")
-    original, setup = training_arguments.validate_args, training.setup_model_and_optimizer
-    usage_error = argparse.ArgumentParser.error
-    argparse.ArgumentParser.error = _exit_with_message  # type: ignore[assignment, method-assign]
-    install(functools.partial(_look_at, report))
-    training_arguments.validate_args = _examining(training_arguments.validate_args, original, report)
-    training.setup_model_and_optimizer = _without_memory(setup)
+    examination.progress.start("importing Megatron")
     try:
-        run(script, arguments)
+        with _prepared(examination):
+            examination.progress.start("running the script up to its arguments")
+            run(script, arguments)
         report.refusal = "The script ended without wrapping a model."
     except _Examined:
         pass
     except SystemExit as end:
-        report.refusal = end.code if isinstance(end.code, str) else f"The script ended with exit code {end.code}."
+        report.refusal = end.code if isinstance(end.code, str) else f"The script ended with exit code {end.code or 0}."
     except Exception as error:  # noqa: BLE001 - any error of the script belongs in the report
-        report.refusal = f"{type(error).__name__}: {error}"
+        report.refusal = _described(error, script)
+    if examination.stages.is_child:
+        examination.stages.send(report)
+    examination.progress.end()
+    return examination.fullest()
+
+
+@contextmanager
+def _prepared(examination: _Examination) -> Iterator[None]:
+    """Replace what a script must not do here, or what would take long, while it runs."""
+    arguments: Any = importlib.import_module("megatron.training.arguments")
+    training: Any = importlib.import_module("megatron.training.training")
+    initialization: Any = importlib.import_module("megatron.fsdp.mcore.initialization")
+    original = arguments.validate_args
+    with ExitStack() as stack:
+        stack.enter_context(_replaced(argparse.ArgumentParser, "error", _exit_with_message))
+        stack.enter_context(_replaced(os, "_exit", _exit_at_once))
+        install(functools.partial(_look_at, examination))
+        stack.callback(uninstall)
+        validate = _examining(arguments.validate_args, original, examination)
+        stack.enter_context(_replaced(arguments, "validate_args", validate, original))
+        setup = training.setup_model_and_optimizer
+        stack.enter_context(_replaced(training, "setup_model_and_optimizer", _without_memory(setup, examination)))
+        # Nothing is initialized, so nothing needs to be recorded for it.
+        stack.enter_context(_replaced(initialization, "record", lambda build, _: build()))
+        stack.enter_context(_replaced(dist, "new_group", _own_groups(dist.new_group)))
+        yield
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any, restored: Any = None) -> Iterator[None]:
+    before = getattr(owner, name) if restored is None else restored
+    setattr(owner, name, value)
+    try:
+        yield
     finally:
-        uninstall()
-        argparse.ArgumentParser.error = usage_error  # type: ignore[method-assign]
-        training_arguments.validate_args, training.setup_model_and_optimizer = original, setup
-    return report
+        setattr(owner, name, before)
+
+
+def _own_groups(new_group: Callable[..., Any]) -> Callable[..., Any]:
+    """A ``new_group`` that creates no groups of other ranks, of which there are thousands at scale."""
+
+    @functools.wraps(new_group)
+    def create(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if ranks is not None and dist.get_rank() not in ranks:
+            return dist.GroupMember.NON_GROUP_MEMBER
+        return new_group(ranks, *args, **kwargs)
+
+    return create
+
+
+def _described(error: Exception, script: Path) -> str:
+    """An error of the script with its place: in the script, and where it was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename == str(script)]
+    lines = [f"{type(error).__name__}: {error}"]
+    lines += [f"at {frame.filename}:{frame.lineno}: {frame.line}" for frame in (*own[-1:], *frames[-1:]) if frame.line]
+    return "\n".join(dict.fromkeys(lines))
+
+
+def _exit_at_once(code: int) -> None:
+    """Replaces ``os._exit``, which would end the examination without a report."""
+    raise SystemExit(f"The script called os._exit({code}).")
 
 
 def _exit_with_message(parser: argparse.ArgumentParser, message: str) -> None:
-    """Replaces ``ArgumentParser.error``, which prints the message and exits with a number."""
-    raise SystemExit(message)
+    """Replaces ``ArgumentParser.error``, which prints to stderr and exits with a number. Adds hints."""
+    flags = parser._option_string_actions
+    lines = [message]
+    if message.startswith("unrecognized arguments:"):
+        for word in message.split():
+            if word.startswith("--") and (hint := did_you_mean(word.partition("=")[0], flags, 0.7)):
+                lines.append(f"{word}:{hint}")
+    choice = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
+    if choice is not None:
+        lines.append(did_you_mean(choice[1], re.findall(r"[\w.-]+", choice[2])).strip())
+    for flag in re.findall(r"--[\w-]+", message):
+        if flag in flags:
+            lines.append(f"usage: {_usage(flags[flag])}")
+            break
+    raise SystemExit("\n".join(line for line in lines if line))
 
 
-def _examining(validate_args: Callable[..., Any], original: Callable[..., Any], report: Report) -> Callable[..., Any]:
+def _usage(action: argparse.Action) -> str:
+    """The option with its values and help. argparse's own formatter fails on a stray % in a help text."""
+    values = f"{{{','.join(map(str, action.choices))}}}" if action.choices else action.metavar or action.dest.upper()
+    return " ".join(f"{action.option_strings[-1]} {values}  {action.help or ''}".split())
+
+
+def _examining(
+    validate_args: Callable[..., Any], original: Callable[..., Any], examination: _Examination
+) -> Callable[..., Any]:
     """A ``validate_args`` that checks limits first, and then selects the fake process group and the meta device."""
+    report = examination.report
 
     @functools.wraps(original)
     def validate(args: Any, *rest: Any, **kwargs: Any) -> Any:
@@ -200,12 +229,17 @@ def _examining(validate_args: Callable[..., Any], original: Callable[..., Any], 
             raise _Examined
         report.recipe = recipe_of(args)  # before it is switched off, since the model is built without a GPU
         report.muon = args.optimizer in MUON
+        backend = getattr(args.attention_backend, "name", str(args.attention_backend))
+        examination.fused = args.transformer_impl != "local" and backend not in ("unfused", "local")
         args.fake_process_group = True
         args.async_save = False  # nothing is saved, and its library may be missing on this machine
         args.use_gloo_process_groups = args.enable_gloo_process_groups = False
         result = validate_args(args, *rest, **kwargs)
         args.init_model_with_meta_device = True
         args.perform_initialization = False  # only shapes are read
+        examination.args = args
+        examination.visit_stages(args)
+        examination.progress.start("reading the tokenizer, creating process groups")
         return result
 
     return validate
@@ -225,21 +259,26 @@ class _LargeOnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _without_memory(setup: Callable[..., Any]) -> Callable[..., Any]:
+def _without_memory(setup: Callable[..., Any], examination: _Examination) -> Callable[..., Any]:
     @functools.wraps(setup)
     def setup_without_memory(*args: Any, **kwargs: Any) -> Any:
+        examination.progress.start("building the model on the meta device")
         with _LargeOnMeta():
             return setup(*args, **kwargs)
 
     return setup_without_memory
 
 
-def _look_at(report: Report, config: Any, ddp_config: Any, module: nn.Module, *rest: Any, **kwargs: Any) -> None:
+def _look_at(
+    examination: _Examination, config: Any, ddp_config: Any, module: nn.Module, *rest: Any, **kwargs: Any
+) -> None:
     """Replaces the wrapper's constructor: adds the model chunk to the report."""
     from megatron.core import parallel_state as groups
     from megatron.fsdp.mcore.adapter import fsdp_config, largest_unit, units_of
     from megatron.fsdp.runtime.partition import resolve_unit_classes
 
+    examination.progress.start("planning units and layouts")
+    report = examination.report
     config.init_model_with_meta_device = False  # set by _examining and not by the user
     report.limits = broken(Settings(ddp_config, config))
     outer = ddp_config.num_distributed_optimizer_instances or 1
@@ -248,8 +287,8 @@ def _look_at(report: Report, config: Any, ddp_config: Any, module: nn.Module, *r
     # These two need CUDA. The report has named them, and goes on without them.
     usable = copy.copy(ddp_config)
     usable.nccl_ub = usable.megatron_fsdp_cuda_graph_mode = False
-    classes = kwargs.get("fsdp_unit_modules") or units_of(module)
-    report.config = fsdp_config(config, usable, largest_unit(module, classes))
+    units = kwargs.get("fsdp_unit_modules") or units_of(module)
+    report.config = fsdp_config(config, usable, largest_unit(module, units))
     report.sizes = {
         "tensor": groups.get_tensor_model_parallel_world_size(),
         "pipeline": groups.get_pipeline_model_parallel_world_size(),
@@ -262,15 +301,24 @@ def _look_at(report: Report, config: Any, ddp_config: Any, module: nn.Module, *r
     }
     if report.recipe is not None:
         plan_model(module, report.recipe, config)
-    report.chunks.append(
-        estimate(
-            module,
-            resolve_unit_classes(module, classes),
-            report.config,
-            AxisSizes(dense // outer, outer),
-            AxisSizes(max(experts // outer, 1), outer),
-            report.muon,
-        )
-    )
+    classes = resolve_unit_classes(module, units)
+    axes = AxisSizes(dense // outer, outer), AxisSizes(max(experts // outer, 1), outer)
+    examination.modules.append(module)
+    examination.outlines.append(outline(module, classes, report.config))
+    report.chunks.append(estimate_outline(examination.outlines[-1], report.config, *axes, report.muon))
     if len(report.chunks) == (config.virtual_pipeline_model_parallel_size or 1):
+        report.stage = groups.get_pipeline_model_parallel_rank()
+        _compare(examination, config, *axes)
         raise _Examined
+
+
+def _compare(examination: _Examination, config: Any, dense: AxisSizes, experts: AxisSizes) -> None:
+    """Add the memory of the stage and its comparison with the device to the report."""
+    report, modules = examination.report, examination.modules
+    assert report.config is not None, "a chunk was examined"
+    work = workload(modules, config, examination.args, examination.fused, report.stage)
+    report.memory = memory(usage(report.chunks, report.config), activation_bytes(work) if work else 0)
+    if examination.capacity is not None:
+        examination.progress.start("comparing with the device")
+        situation = Situation(examination.outlines, report.config, dense, experts, report.muon, work)
+        report.verdict = verdict(situation, examination.capacity, report.world_size)

@@ -8,8 +8,7 @@
 import sys
 from pathlib import Path
 
-from megatron.fsdp.mcore import cpu, install
-from megatron.fsdp.tools.script import run
+from megatron.fsdp.tools.script import prepare_megatron, run
 
 
 def main() -> None:
@@ -21,7 +20,9 @@ def main() -> None:
     if not script.is_file():
         print(f"megatron.fsdp.launch: no such script: {script}", file=sys.stderr)
         sys.exit(2)
-    cpu.enable()
+    prepare_megatron()
+    from megatron.fsdp.mcore import install
+
     install()
     run(script, sys.argv[2:])
 

@@ -1,10 +1,12 @@
-"""Command lines of the form ``[OPTIONS] SCRIPT ARGS...``, and running such a script as ``python SCRIPT`` does."""
+"""Command lines of the form ``[OPTIONS] [-m] SCRIPT ARGS...``, and running such a script as ``python`` does."""
 
 import argparse
 import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from megatron.fsdp.helpers.extras import require
 
 
 def parser(module: str, description: str | None) -> argparse.ArgumentParser:
@@ -23,18 +25,34 @@ def parser(module: str, description: str | None) -> argparse.ArgumentParser:
 
 
 def parse(options: argparse.ArgumentParser) -> argparse.Namespace:
-    """Parse a command line that ends with ``script`` and its ``arguments``. Exits if the script does not exist."""
+    """Parse a command line that ends with ``script`` and its ``arguments``. Exits if the script does not exist.
+
+    After ``-m``, the script is the name of a module.
+    """
+    options.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT names a module, as in python -m")
     options.add_argument("script", type=Path)
     options.add_argument("arguments", nargs=argparse.REMAINDER)
     parsed = options.parse_args()
-    if not parsed.script.is_file():
+    if not parsed.is_module and not parsed.script.is_file():
         options.error(f"no such script: {parsed.script}")
     return parsed
 
 
+def prepare_megatron() -> None:
+    """Make Megatron run on this machine, with or without CUDA. Exits if Megatron is not installed."""
+    require("mcore")
+    from megatron.fsdp.mcore import cpu
+
+    cpu.enable()
+
+
 def run(script: Path, arguments: Sequence[str]) -> None:
-    """Run a script as ``__main__``, with its folder first in ``sys.path``, as ``python SCRIPT`` does."""
+    """Run a script as ``__main__``, with its folder first in ``sys.path``, as ``python SCRIPT`` does; or a module."""
     argv, folder = sys.argv, sys.path[0]
+    if not script.is_file():
+        sys.argv = [str(script), *arguments]
+        runpy.run_module(str(script), run_name="__main__", alter_sys=True)
+        return
     sys.argv, sys.path[0] = [str(script), *arguments], str(script.resolve().parent)
     try:
         runpy.run_path(str(script), run_name="__main__")

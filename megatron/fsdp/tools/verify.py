@@ -1,6 +1,6 @@
 """Trains with Megatron's DDP and with our FSDP, and reports the first difference.
 
-    python -m megatron.fsdp.verify [--ranks N] [--steps 5] [--layers L] [--hidden H] SCRIPT ARGS...
+    python -m megatron.fsdp.verify [--ranks N] [--steps 5] [--layers L] [--hidden H] [-m] SCRIPT ARGS...
 
 It compares loss and gradient norm of every step, all gradients of the first step, and all weights after the last step.
 Give the command line of the FSDP run; options that only FSDP takes are removed for DDP. Nothing is loaded or saved.
@@ -13,14 +13,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-from megatron.fsdp.mcore import cpu
 from megatron.fsdp.tools import script
 
 
 def main() -> int:
     """Run the command with both, compare, and print the result. Returns the exit code."""
     if sys.argv[1:2] == ["--record"]:
-        cpu.enable()
+        script.prepare_megatron()
         from megatron.fsdp.tools.compare_runs import record
 
         record(Path(sys.argv[2]), sys.argv[3:])
@@ -31,7 +30,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, help="overrides --num-layers")
     parser.add_argument("--hidden", type=int, help="overrides --hidden-size, and sets --ffn-hidden-size to 4 times it")
     options = script.parse(parser)
-    cpu.enable()
+    script.prepare_megatron()
     from megatron.fsdp.tools.compare_runs import compare, launch, with_value
 
     arguments = options.arguments

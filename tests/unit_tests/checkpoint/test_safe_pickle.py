@@ -296,6 +296,14 @@ def test_members_of_enumerations_are_immutable(member: enum.Enum) -> None:
     assert vars(member) == before
 
 
+def test_signals_as_python_3_10_pickles_them() -> None:
+    before, data = dict(vars(signal.SIGTERM)), b"\x80\x02csignal\nSIGTERM\n"
+    assert loads(data + b".", "x") is signal.SIGTERM
+    with pytest.raises(UnsafePickle, match="x: modifies .*SIGTERM"):
+        loads(build(data, {"planted": 1}), "x")
+    assert vars(signal.SIGTERM) == before
+
+
 def test_allowed_objects_are_immutable() -> None:
     for name, value in ALLOWED.items():
         with pytest.raises((TypeError, AttributeError)):

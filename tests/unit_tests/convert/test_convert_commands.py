@@ -217,7 +217,8 @@ def test_converting_back_verifies_checksums(tmp_path: Path) -> None:
     weights = random_tensors({"decoder.final_layernorm.weight": (500,)})
     state: dict[str, Any] = {"model": {f"module.{name}": tensor for name, tensor in weights.items()}}
     state |= {"args": argparse.Namespace(), "iteration": 3, "checkpoint_version": 3.0}
-    with warnings.catch_warnings(action="ignore"):  # that there is one process
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is one process
         dcp.save(state, checkpoint_id=tmp_path / "source", no_dist=True)
     assert run(TO_TORCH_DIST, tmp_path / "source", tmp_path / "good").exit_code == 0
     damaged(tmp_path / "source", weights["decoder.final_layernorm.weight"])

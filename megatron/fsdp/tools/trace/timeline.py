@@ -3,14 +3,20 @@
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
+from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
 MILLISECOND = 1e6  # in nanoseconds
 
 
-class Row(StrEnum):
+class _Text(str, Enum):
+    """What ``StrEnum`` is, which Python 3.10 lacks: a member's text is its value."""
+
+    __str__ = str.__str__
+
+
+class Row(_Text):
     """The row in which a span is drawn. Spans of one row do not overlap."""
 
     COMPUTE = "compute"
@@ -19,7 +25,7 @@ class Row(StrEnum):
     REDUCTIONS = "reductions"
 
 
-class Kind(StrEnum):
+class Kind(_Text):
     """The kind of a span. In the row of waits, it is the kind of communication that is waited for."""
 
     FORWARD = "forward"

@@ -1,0 +1,237 @@
+"""An Accelerator of Hugging Face's accelerate whose ``prepare`` shards models and optimizers."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, DynamoBackend
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.tensor import DTensor
+
+from megatron.fsdp.api import fully_shard_model, fully_shard_optimizer
+from megatron.fsdp.checkpoint.backend import save
+from megatron.fsdp.checkpoint.loading import load
+from megatron.fsdp.module import MegatronFSDP
+from megatron.fsdp.optim.hooks import is_attached
+from megatron.fsdp.runtime.engine import Engine, engines_of
+from megatron.fsdp.runtime.partition import is_wrapped
+
+# The folder that ``save_state`` adds for sharded models and optimizers.
+FOLDER = "megatron_fsdp"
+_PLUGINS = ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin")
+
+
+class FSDPAccelerator(Accelerator):
+    """An Accelerator that shards models and optimizers with Megatron-FSDP, where accelerate's own uses DDP.
+
+    In a process that no launcher has started, it is a plain Accelerator and shards nothing.
+
+    Args:
+        *args: Arguments of ``accelerate.Accelerator``.
+        sharding: Arguments of :func:`megatron_fsdp.fully_shard_model`. ``fsdp_unit_modules`` defaults to the classes
+            that the model lists in ``_no_split_modules``: a Hugging Face model's transformer blocks.
+        **kwargs: Arguments of ``accelerate.Accelerator``.
+
+    Raises:
+        ValueError: accelerate is configured for another engine, or for a feature that does not work with this one.
+    """
+
+    # Lists of the base class.
+    _models: list[nn.Module]
+    _optimizers: list[Any]
+
+    def __init__(self, *args: Any, sharding: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._start(sharding or {})
+
+    @classmethod
+    def adopt(cls, accelerator: Accelerator, sharding: Mapping[str, Any]) -> None:
+        """Make an Accelerator that has not prepared anything yet an instance of this class, in place."""
+        accelerator.__class__ = cls
+        accelerator._start(sharding)
+
+    def _start(self, sharding: Mapping[str, Any]) -> None:
+        self._sharding = sharding
+        # During save_state and load_state: the sharded optimizers, which the base class must not see.
+        self._hidden: list[Any] | None = None
+        if self.shards:
+            _check_settings(self)
+            # The hooks may remove from the lists what the base class need not write or read.
+            self.register_save_state_pre_hook(lambda models, weights, folder: weights.clear())
+            self.register_load_state_pre_hook(self._load_sharded)
+        elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ValueError(
+                f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but accelerate found no devices to distribute over: each "
+                "process would train alone. On a CPU, set cpu=True; in TrainingArguments, use_cpu=True."
+            )
+
+    @property
+    def shards(self) -> bool:
+        """Whether there are ranks to shard over; a launcher may have started one only."""
+        return dist.is_initialized()
+
+    # Preparing -------------------------------------------------------------------------------------------------
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Shard a model, unless it is sharded already. A model for evaluation only is sharded as well."""
+        if not self.shards:
+            return super().prepare_model(model, device_placement, evaluation_mode)
+        # The base class applies autocast. Without evaluation_mode, it would also add DDP.
+        if is_wrapped(model):
+            wrapper = next((known for known in self._models if getattr(known, "module", None) is model), model)
+            return super().prepare_model(wrapper, device_placement=False, evaluation_mode=True)
+        super().prepare_model(model, device_placement=False, evaluation_mode=True)
+        self._models.pop()
+        place = self.device_placement if device_placement is None else device_placement
+        units = unit_classes(model)
+        if not units and "fsdp_unit_modules" not in self._sharding:
+            warnings.warn(
+                f"{type(model).__name__} does not say which of its classes are transformer blocks, so all of it is one "
+                "unit, which is unsharded at once. Name the classes: fsdp_unit_modules=[...].",
+                stacklevel=3,
+            )
+        defaults = {"fsdp_unit_modules": units, "device": self.device if place else None}
+        sharded = fully_shard_model(model, **{**defaults, **self._sharding})
+        sharded._is_accelerate_prepared = True  # type: ignore[assignment]
+        # Makes transformers' generate() run on all ranks until the last one has finished, also inside of an adapter.
+        for module in model.modules():
+            module._is_fsdp_managed_module = True  # type: ignore[assignment]
+        self._models.append(sharded)
+        self._shard_optimizers()
+        return sharded
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
+        """Wrap an optimizer, and shard it if its model is sharded. Otherwise :meth:`prepare_model` shards it later."""
+        if not self.shards:
+            return super().prepare_optimizer(optimizer, device_placement)
+        # Existing state goes to the device when it is sharded.
+        prepared = super().prepare_optimizer(optimizer, device_placement=False)
+        self._shard_optimizers()
+        return prepared
+
+    def _shard_optimizers(self) -> None:
+        for prepared in self._optimizers:
+            engines = _engines_of(prepared)
+            if engines and not all(is_attached(prepared.optimizer, engine) for engine in engines):
+                fully_shard_optimizer(prepared.optimizer)
+
+    def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        """Return the model that was sharded. Its parameters are main weights, of which each rank holds its shard."""
+        return super().unwrap_model(model.module if isinstance(model, MegatronFSDP) else model, *args, **kwargs)
+
+    # Training --------------------------------------------------------------------------------------------------
+
+    def clip_grad_norm_(self, *args: Any, **kwargs: Any) -> Any:
+        """Clip gradients by their total norm over all ranks, and return that norm as a plain tensor. A collective."""
+        norm = super().clip_grad_norm_(*args, **kwargs)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def join_uneven_inputs(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise an error if there are ranks: each must run the same number of forwards."""
+        if self.shards:
+            raise NotImplementedError(
+                "join_uneven_inputs: ranks that shard a model run the same number of batches. Keep even_batches=True, "
+                "or drop_last=True in the DataLoader."
+            )
+        return super().join_uneven_inputs(*args, **kwargs)
+
+    # State -----------------------------------------------------------------------------------------------------
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Return whole main weights in host memory: on rank 0, and an empty dict on other ranks. A collective."""
+        if not is_wrapped(model):
+            return super().get_state_dict(model, unwrap)
+        if self._hidden is not None:  # called by save_state, which saves shards instead
+            return {}
+        module = self.unwrap_model(model) if unwrap else model
+        whole = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        # The names of a tied parameter have one tensor, as in an unsharded model: it is then written to a file once.
+        first: dict[nn.Parameter, str] = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            if first.setdefault(parameter, name) in whole:
+                whole[name] = whole[first[parameter]]
+        return whole
+
+    def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Save to a folder. Models and optimizers are saved as shards, which any number of ranks can load.
+
+        The shards are written last, and atomically: a folder without them is from a save that did not finish, and
+        :meth:`load_state` raises an error.
+        """
+        if not self.shards:
+            return super().save_state(output_dir, *args, **kwargs)
+        with self._hiding_optimizers():
+            folder = super().save_state(output_dir, *args, **kwargs)
+            save(self._sharded_state(), Path(folder) / FOLDER)
+        return folder
+
+    def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """Load what :meth:`save_state` has saved."""
+        with self._hiding_optimizers():
+            super().load_state(input_dir, *args, **kwargs)
+
+    def _load_sharded(self, models: list[nn.Module], folder: str) -> None:
+        state = self._sharded_state()
+        load(state, Path(folder) / FOLDER)
+        for i, model in enumerate(self._models):
+            model.load_state_dict(state[f"model_{i}"])
+        for i, optimizer in enumerate(self._hidden or ()):
+            optimizer.load_state_dict(state[f"optimizer_{i}"])
+        models.clear()
+
+    def _sharded_state(self) -> dict[str, Any]:
+        state = {f"model_{i}": model.state_dict() for i, model in enumerate(self._models)}
+        return state | {f"optimizer_{i}": optimizer.state_dict() for i, optimizer in enumerate(self._hidden or ())}
+
+    @contextmanager
+    def _hiding_optimizers(self) -> Iterator[None]:
+        """Context in which the base class, which saves and loads the optimizers it knows, knows no sharded ones."""
+        everything = self._optimizers
+        self._hidden = [optimizer for optimizer in everything if _engines_of(optimizer)]
+        self._optimizers = [optimizer for optimizer in everything if not _engines_of(optimizer)]
+        try:
+            yield
+        finally:
+            self._optimizers, self._hidden = everything, None
+
+
+def _engines_of(optimizer: torch.optim.Optimizer) -> list[Engine]:
+    return engines_of(p for options in optimizer.param_groups for p in options["params"])
+
+
+def unit_classes(model: nn.Module) -> list[str]:
+    """The names of a Hugging Face model's classes of transformer blocks: those that it keeps on one device."""
+    names = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+    present = {type(module).__name__ for module in model.modules()}
+    return sorted(names & present)
+
+
+def _check_settings(accelerator: Accelerator) -> None:
+    """Raise ValueError if accelerate is configured for something that cannot work."""
+    state = accelerator.state
+    plugins = [name for name in _PLUGINS if getattr(state, name, None) is not None]
+    problems = {
+        f"{', '.join(plugins)}: leave it out, also in `accelerate config` and in TrainingArguments": bool(plugins),
+        "TPUs": accelerator.distributed_type == DistributedType.XLA,
+        "parallelism_config: give device_mesh, dp_shard_dim and dp_outer_dim to the sharding": state.parallelism_config
+        is not None,
+        "torch.compile of the whole model: call compile() of its blocks before prepare": (
+            state.dynamo_plugin.backend != DynamoBackend.NO
+        ),
+        "fp8: give mixed_precision_policy to the sharding": accelerator.mixed_precision == "fp8",
+        "save_on_each_node: only rank 0 has whole weights": accelerator.project_configuration.save_on_each_node,
+    }
+    found = [text for text, applies in problems.items() if applies]
+    if found:
+        raise ValueError(f"Megatron-FSDP shards the model itself and does not work with {'; '.join(found)}.")

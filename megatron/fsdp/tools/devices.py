@@ -1,0 +1,81 @@
+"""Memory of GPUs by name, and sizes of memory as people write them."""
+
+import argparse
+import re
+from collections.abc import Callable
+
+from megatron.fsdp.helpers.spelling import did_you_mean
+
+MIB, GIB = 1 << 20, 1 << 30
+
+# Total memory in MiB that nvidia-smi reports, which is less than the number in the product's name times 1,024: ECC and
+# firmware take a part. Drivers differ by some hundred MiB.
+GPUS = {
+    "v100-16": 16384,
+    "v100-32": 32768,
+    "t4": 15360,
+    "a10": 23028,
+    "l4": 23034,
+    "l40s": 46068,
+    "a100-40": 40960,
+    "a100-80": 81920,
+    "h100": 81559,
+    "h100-nvl": 95830,
+    "h200": 143771,
+    "b200": 183359,
+    "gb200": 189471,
+    "rtx3090": 24576,
+    "rtx4090": 24564,
+    "rtx5090": 32607,
+}
+_UNITS = {"": 10**9, "gb": 10**9, "gib": GIB, "mb": 10**6, "mib": MIB, "tb": 10**12, "tib": 1 << 40}
+
+
+def gpu_memory(name: str) -> int:
+    """Bytes of a GPU in the table. Capitals, spaces and underscores do not matter.
+
+    Raises:
+        ValueError: The name is not in the table. The message lists the names.
+    """
+    key = re.sub(r"[\s_]+", "-", name.strip().lower())
+    if key not in GPUS:
+        raise ValueError(
+            f"expected one of {', '.join(GPUS)}; got {name!r}.{did_you_mean(key, GPUS)} "
+            "Give any other device's memory with --device-memory."
+        )
+    return GPUS[key] * MIB
+
+
+def parse_memory(text: str) -> int:
+    """Bytes of a size such as ``80`` or ``80GB`` (10^9 bytes each), ``79.6GiB`` (2^30 bytes each) or ``81559MiB``.
+
+    Raises:
+        ValueError: It is not a positive number with one of these units.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
+    if match is None or match[2] not in _UNITS or float(match[1]) <= 0:
+        raise ValueError(f"expected a size such as 80, 80GB (10^9 bytes) or 79.6GiB (2^30 bytes); got {text!r}.")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """Add the options that name a device, whose bytes become ``device_memory``."""
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument(
+        "--gpu", dest="device_memory", type=_reported(gpu_memory), metavar="NAME", help="compare with a GPU, as in h100"
+    )
+    group.add_argument(
+        "--device-memory", type=_reported(parse_memory), metavar="SIZE", help="or with a size, as in 80GB or 79.6GiB"
+    )
+
+
+def _reported(convert: Callable[[str], int]) -> Callable[[str], int]:
+    """A converter whose message argparse shows."""
+
+    def converted(text: str) -> int:
+        try:
+            return convert(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return converted

@@ -1,0 +1,146 @@
+"""Shows the memory of your model on each rank, by sharding strategy: as a table and as a chart.
+
+    python -m megatron.fsdp.memory --model mymodule:build --units Block --ranks 8 64 --plot memory.svg
+    python -m megatron.fsdp.memory --model path/of/a/config.json --gpu h100 --plot memory.png
+
+The model is built on the meta device: no weights are allocated, and one process stands for any number of ranks. The
+engine's own planner divides it. Activations are not part of the result. The exit code is 0, or 2 for wrong arguments.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from megatron.fsdp.config import FSDPConfig
+from megatron.fsdp.runtime.partition import resolve_unit_classes
+from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
+from megatron.fsdp.tools.by_strategy import Bar, bars
+from megatron.fsdp.tools.devices import GIB, add_device
+from megatron.fsdp.tools.estimate import outline
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def build(target: str) -> nn.Module:
+    """Build a model on the meta device.
+
+    Args:
+        target: ``module:function``, which returns the model, or a Hugging Face ``config.json`` or its folder.
+
+    Raises:
+        ValueError: The target cannot be found or returns something else.
+    """
+    path = Path(target)
+    with torch.device("meta"):
+        if path.exists():
+            model = _huggingface(path)
+        else:
+            module, colon, name = target.partition(":")
+            if not colon:
+                raise ValueError(f"expected module:function or a config.json that exists; got {target!r}")
+            sys.path.insert(0, os.getcwd())
+            try:
+                model = getattr(importlib.import_module(module), name)()
+            except (ImportError, AttributeError, TypeError) as error:
+                raise ValueError(f"cannot call {target!r}: {error}") from error
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"expected {target} to return an nn.Module; got {type(model).__name__}")
+    return model
+
+
+def _huggingface(path: Path) -> nn.Module:
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise ValueError("a config.json needs transformers: pip install transformers") from error
+    model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+    return model
+
+
+def unit_classes(model: nn.Module, names: Sequence[str]) -> tuple[type[nn.Module], ...]:
+    """Classes of the units: those named, else the most frequent class in the model's longest ``nn.ModuleList``.
+
+    Raises:
+        ValueError: The model has none of these.
+    """
+    if names:
+        return resolve_unit_classes(model, list(names))
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
+    if not lists:
+        raise ValueError("the model has no nn.ModuleList of layers: name the classes of its units with --units")
+    return (Counter(type(layer) for layer in max(lists, key=len)).most_common(1)[0][0],)
+
+
+def table(found: Sequence[Bar]) -> str:
+    """The bars as text, in GiB per rank."""
+    header = ["ranks", "strategy", "weights", "main", "gradients", "optimizer", "in flight", "total"]
+    rows = [header]
+    for bar in found:
+        u = bar.usage
+        sizes = (u.compute, u.main, u.gradients, u.optimizer, u.buffers, u.total)
+        rows.append([str(bar.ranks), bar.strategy, *(f"{size / GIB:.2f}" for size in sizes)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(
+            f"{cell:<{w}}" if i == 1 else f"{cell:>{w}}" for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Print the table and write the chart. Returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron.fsdp.memory",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", required=True, help="module:function, or a Hugging Face config.json or its folder")
+    parser.add_argument("--units", nargs="+", default=[], metavar="CLASS", help="classes of units (or the layers')")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64], help="numbers of ranks (or 8 64)")
+    parser.add_argument("--inner", type=int, default=8, help="ranks that HSDP shards over (or 8)")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of the compute weights (or bf16)")
+    parser.add_argument("--main-dtype", choices=DTYPES, default="fp32", help="of the main weights (or fp32)")
+    parser.add_argument(
+        "--grad-dtype", choices=DTYPES, default="fp32", help="of summed and reduced gradients (or fp32)"
+    )
+    add_device(parser)
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write the chart: .svg, .png or .pdf")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    options = parser.parse_args()
+    policy = MixedPrecisionPolicy(
+        main_params_dtype=DTYPES[options.main_dtype], main_grads_dtype=DTYPES[options.grad_dtype]
+    )
+    try:
+        model = build(options.model).to(DTYPES[options.dtype])
+        classes = unit_classes(model, options.units)
+    except ValueError as error:
+        parser.error(str(error))
+    units = outline(model, classes, FSDPConfig())
+    found = [bar for ranks in options.ranks for bar in bars(units, ranks, policy, options.inner)]
+    elements = sum(parameter.numel() for parameter in model.parameters())
+    title = f"{type(model).__name__}, {elements / 1e9:.2f} billion parameters, {options.dtype}"
+    if options.json:
+        print(json.dumps([{**asdict(bar), "total": bar.usage.total} for bar in found], indent=2))
+    else:
+        print(f"{title}; units: {', '.join(cls.__name__ for cls in classes)}; GiB per rank\n{table(found)}")
+        print("Peak of a step without activations, which come on top.")
+    if options.plot is not None:
+        from megatron.fsdp.tools.memory_chart import draw
+
+        draw(found, title, options.plot, options.device_memory)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

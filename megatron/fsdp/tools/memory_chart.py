@@ -1,0 +1,90 @@
+"""Draws the memory of a rank by strategy: stacked bars, a panel for each number of ranks."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron.fsdp.tools.by_strategy import Bar
+from megatron.fsdp.tools.devices import GIB
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Okabe and Ito's palette, whose colors people with any color vision tell apart.
+PARTS = (
+    ("compute", "compute weights", "#0072B2"),
+    ("main", "main weights", "#56B4E9"),
+    ("gradients", "gradients", "#E69F00"),
+    ("optimizer", "optimizer state", "#009E73"),
+    ("buffers", "unsharded units and gradients in flight", "#CC79A7"),
+)
+
+
+def draw(found: Sequence[Bar], title: str, path: Path, capacity: int | None = None) -> None:
+    """Draw the chart and write it to a file, whose extension determines the format.
+
+    Args:
+        found: The bars.
+        title: What is drawn.
+        path: The file.
+        capacity: Bytes of a device, which are drawn as a line.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("--plot needs matplotlib: pip install 'megatron-fsdp-engine[trace]'") from error
+    panels = [[bar for bar in found if bar.ranks == ranks] for ranks in dict.fromkeys(bar.ranks for bar in found)]
+    height = 1.5 + sum(0.62 + 0.36 * len(panel) for panel in panels)
+    figure = Figure(figsize=(9.0, height), dpi=140, layout="constrained")
+    drawn = figure.subplots(
+        len(panels), 1, sharex=True, squeeze=False, height_ratios=[len(panel) + 0.6 for panel in panels]
+    )
+    axes: list[Axes] = [row[0] for row in drawn]
+    most = max([bar.usage.total for bar in found] + [capacity or 0]) / GIB
+    for panel, on in zip(panels, axes, strict=True):
+        _draw_panel(on, panel, most)
+        if capacity is not None:
+            on.axvline(capacity / GIB, color="#333333", linestyle="--", linewidth=1.2)
+    if capacity is not None:
+        label = f"device: {capacity / GIB:.1f} GiB"
+        axes[0].annotate(
+            label,
+            (capacity / GIB, 1),
+            xycoords=("data", "axes fraction"),
+            xytext=(4, 3),
+            textcoords="offset points",
+            fontsize=9,
+            ha="center",
+            color="#333333",
+        )
+    axes[-1].set_xlabel("GiB per rank at the peak of a step, without activations")
+    figure.suptitle(title, fontsize=12, x=0.02, ha="left")
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower left", ncols=3, frameon=False, fontsize=9)
+    # A picture that is drawn again is the same file.
+    with rc_context({"svg.hashsalt": "memory"}):
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else {})
+
+
+def _draw_panel(on: "Axes", panel: Sequence[Bar], most: float) -> None:
+    names = [bar.strategy for bar in panel]
+    left = [0.0] * len(panel)
+    for attribute, label, color in PARTS:
+        sizes = [getattr(bar.usage, attribute) / GIB for bar in panel]
+        on.barh(names, sizes, left=left, color=color, label=label, height=0.72, edgecolor="white", linewidth=0.5)
+        left = [start + size for start, size in zip(left, sizes, strict=True)]
+    for place, total in enumerate(left):
+        text = f"{total:.1f}" if total >= 1 else f"{total:.2f}"
+        on.text(total + most * 0.008, place, text, va="center", fontsize=9)
+    on.set_xlim(0, most * 1.08)
+    on.invert_yaxis()
+    on.set_title(f"{panel[0].ranks} ranks", loc="left", fontsize=10, fontweight="bold")
+    on.grid(axis="x", color="#dddddd", linewidth=0.6)
+    on.set_axisbelow(True)
+    on.tick_params(labelsize=9, length=0)
+    for side in ("top", "right", "left"):
+        on.spines[side].set_visible(False)

@@ -1,0 +1,80 @@
+"""Runs the doctor on many command lines in one process, which imports Megatron once and forks for each.
+
+    python -m tests.doctor_cases < COMMANDS.json
+
+The commands are a list of lists of words, without the program. It prints the exit code, stdout and stderr of each.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Result(NamedTuple):
+    """What one command returned and wrote."""
+
+    code: int
+    out: str
+    err: str
+
+
+def run(commands: list[list[str]], folder: Path) -> list[Result]:
+    """Run the doctor once per command, in ``folder``."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "tests.doctor_cases"],
+        input=json.dumps(commands),
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return [Result(*found) for found in json.loads(ended.stdout)]
+
+
+def _run_one(words: list[str]) -> Result:
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        pid = os.fork()
+        if pid == 0:
+            from megatron.fsdp.tools import doctor
+
+            os.dup2(out.fileno(), 1)
+            os.dup2(err.fileno(), 2)
+            sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+            sys.argv = ["doctor", *words]
+            code = 70  # of a traceback
+            try:
+                code = doctor.main()
+            except SystemExit as end:
+                code = int(end.code or 0)
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+        _, status = os.waitpid(pid, 0)
+        out.seek(0)
+        err.seek(0)
+        return Result(os.waitstatus_to_exitcode(status), out.read(), err.read())
+
+
+def _main() -> None:
+    from megatron.fsdp.mcore import cpu
+
+    commands = json.load(sys.stdin)
+    cpu.enable()
+    # What takes seconds is shared by all.
+    import megatron.core.tokenizers.text.text_tokenizer
+    import megatron.training.training  # noqa: F401
+
+    print(json.dumps([_run_one(words) for words in commands]))
+
+
+if __name__ == "__main__":
+    _main()

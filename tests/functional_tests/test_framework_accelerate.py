@@ -1,0 +1,334 @@
+"""Hugging Face's accelerate with sharded models: its loop trains, saves and resumes as it does without sharding."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import DataLoader
+
+from tests.huggingface_training import fresh_process, llama, samples
+from tests.ranks import RankPool
+
+pytest.importorskip("accelerate")
+# Batches of an epoch, and how many of them one step accumulates: the last step of an epoch has fewer.
+BATCHES, ACCUMULATED, EPOCHS = 7, 2, 2
+
+
+class Loop:
+    """A loop as accelerate's documentation has it, on a global micro-batch of four samples.
+
+    Args:
+        strategy: Of sharding; None for a plain Accelerator.
+        seed: Of the model's initial weights.
+        model: The model; None for a small Llama.
+        scale: Where loss scaling starts, as accelerate has it for fp16 on a GPU; None for none.
+        sharding: Further arguments of sharding.
+        **options: Of the Accelerator.
+    """
+
+    def __init__(
+        self,
+        strategy: int | None,
+        seed: int = 0,
+        model: Any = None,
+        scale: float | None = None,
+        sharding: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        from accelerate import Accelerator, DataLoaderConfiguration
+
+        from megatron.fsdp.integrations.accelerate import FSDPAccelerator
+
+        fresh_process()
+        order = DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True, data_seed=0)
+        options = {"cpu": True, "gradient_accumulation_steps": ACCUMULATED, "dataloader_config": order, **options}
+        if strategy is None:
+            self.accelerator = Accelerator(**options)
+        else:
+            self.accelerator = FSDPAccelerator(sharding={"zero_dp_strategy": strategy, **(sharding or {})}, **options)
+        if scale is not None:
+            self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=3)
+        model = model or llama(seed)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-5)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+        data: Any = DataLoader(samples(4 * BATCHES), batch_size=4, shuffle=True)
+        # The order of the arguments does not matter.
+        self.optimizer, self.model, self.data, self.scheduler = self.accelerator.prepare(
+            optimizer, model, data, scheduler
+        )
+        if scale is not None:  # so that clip_grad_norm_ removes the scale
+            self.accelerator.native_amp, self.accelerator.state._mixed_precision = True, "fp16"
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+
+    def epochs(self, *numbers: int) -> "Loop":
+        """Train for epochs with these numbers."""
+        for epoch in numbers:
+            self.data.set_epoch(epoch)
+            for batch in self.data:
+                with self.accelerator.accumulate(self.model):
+                    # A mean over as many tokens on each rank: the mean over ranks is that of all samples.
+                    loss = self.model(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss
+                    self.accelerator.backward(loss)
+                    if self.accelerator.sync_gradients:
+                        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), 0.5)
+                        assert type(norm) is torch.Tensor
+                        self.norms.append(norm.item())
+                    self.optimizer.step()
+                    self.scheduler.step()
+                    self.optimizer.zero_grad()
+                self.losses.append(self.accelerator.gather(loss.detach()[None]).mean().item())
+        return self
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """All parameters, whole, on every rank."""
+        parameters = self.accelerator.unwrap_model(self.model).named_parameters()
+        return {name: getattr(p.detach(), "full_tensor", p.detach().clone)() for name, p in parameters}
+
+
+def train(strategy: int | None) -> tuple[list[float], list[float], float, dict[str, torch.Tensor]]:
+    loop = Loop(strategy).epochs(*range(EPOCHS))
+    return loop.losses, loop.norms, loop.scheduler.get_last_lr()[0], loop.weights()
+
+
+def test_training_equals_unsharded(ranks: RankPool) -> None:
+    (expected,) = ranks.run(1, train, None)
+    losses, norms, rate, weights = expected
+    assert len(losses) == EPOCHS * BATCHES and min(norms) > 0.5
+    assert len(norms) == EPOCHS * math.ceil(BATCHES / ACCUMULATED)
+    assert rate == pytest.approx(1e-2 * 0.9 ** len(norms))
+    for strategy in (1, 2, 3):
+        for found in ranks.run(2, train, strategy):
+            assert found[0] == pytest.approx(losses, rel=2e-4)
+            assert found[1] == pytest.approx(norms, rel=2e-4)
+            assert found[2] == rate
+            torch.testing.assert_close(found[3], weights, rtol=1e-3, atol=2e-5)
+
+
+def hybrid() -> tuple[list[float], list[float]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "shard"))
+    loop = Loop(3, sharding={"device_mesh": mesh, "dp_shard_dim": "shard", "dp_outer_dim": "outer"}).epochs(0)
+    return loop.losses, loop.norms
+
+
+@pytest.mark.slow
+def test_replicated_shards(ranks: RankPool) -> None:
+    ((losses, norms, *unused),) = ranks.run(1, train, None)
+    for found in ranks.run(4, hybrid):
+        assert found[0] == pytest.approx(losses[:BATCHES], rel=2e-4)
+        assert found[1] == pytest.approx(norms[: len(norms) // EPOCHS], rel=2e-4)
+
+
+def scaled(strategy: int | None, scale: float) -> tuple[list[float], list[float], float, float]:
+    loop = Loop(strategy, scale=scale).epochs(0)
+    return loop.losses, loop.norms, loop.accelerator.scaler.get_scale(), loop.scheduler.get_last_lr()[0]
+
+
+# With the second scale, gradients overflow in the first steps, which are skipped.
+@pytest.mark.parametrize("scale", [pytest.param(256.0, marks=pytest.mark.slow), 3e38])
+def test_loss_scaling_is_as_with_ddp(ranks: RankPool, scale: float) -> None:
+    expected = ranks.run(2, scaled, None, scale)[0]
+    assert expected[2] != scale and (math.inf in expected[1]) == (scale > 1e38)
+    for found in ranks.run(2, scaled, 3, scale):
+        assert found[2:] == expected[2:]
+        assert found[0] == pytest.approx(expected[0], rel=2e-4)
+        assert found[1] == pytest.approx(expected[1], rel=2e-4)
+
+
+def from_state(strategy: int, folder: Path, saves: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train two epochs, and save in between; or load what was saved, and train the second."""
+    # The dropout shows whether random states are restored.
+    loop = Loop(strategy, model=llama(0 if saves else 7, attention_dropout=0.2))
+    seen: list[int] = []
+    loop.accelerator.register_save_state_pre_hook(lambda models, *unused: seen.append(len(models)))
+    if saves:
+        loop.epochs(0).accelerator.save_state(str(folder))
+        assert seen == [1]
+    else:
+        loop.accelerator.load_state(str(folder))
+    loop.losses.clear()
+    return loop.epochs(1).losses, loop.weights()
+
+
+def test_resumed_training_is_bit_equal(ranks: RankPool, tmp_path: Path) -> None:
+    for strategy in (1, 3):
+        folder = tmp_path / str(strategy)
+        saved = ranks.run(2, from_state, strategy, folder, True)
+        loaded = ranks.run(2, from_state, strategy, folder, False)
+        for (losses, weights), (expected, expected_weights) in zip(loaded, saved, strict=True):
+            assert losses == expected
+            assert all(torch.equal(weights[name], value) for name, value in expected_weights.items())
+
+
+def on_other_ranks(folder: Path, saves: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+    loop = Loop(3, seed=0 if saves else 7)
+    if saves:
+        loop.epochs(0).accelerator.save_state(str(folder))
+    else:
+        loop.accelerator.load_state(str(folder))
+    loop.losses.clear()
+    return loop.epochs(1).losses, loop.weights()
+
+
+@pytest.mark.slow
+def test_resuming_on_other_numbers_of_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    losses, weights = ranks.run(2, on_other_ranks, tmp_path, True)[0]
+    for found in ranks.run(4, on_other_ranks, tmp_path, False):
+        assert found[0] == pytest.approx(losses, rel=2e-4)
+        torch.testing.assert_close(found[1], weights, rtol=1e-3, atol=2e-5)
+
+
+def unfinished(folder: Path) -> None:
+    """A save that was killed before its shards were complete leaves the earlier one, and is not loaded itself."""
+    from accelerate.utils import ProjectConfiguration
+
+    naming = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True)
+    # With ZeRO-1, compute weights stay on every rank: loading has to replace them, too.
+    loop = Loop(1, project_config=naming).epochs(0)
+    loop.accelerator.save_state()
+    expected, batch = loop.weights(), samples(2, seed=3)
+    tokens = torch.stack([sample["input_ids"] for sample in batch])
+    logits = loop.model(input_ids=tokens).logits.detach()
+    loop.epochs(1).accelerator.save_state()
+    dist.barrier()
+    (folder / "checkpoints" / "checkpoint_1" / "megatron_fsdp" / ".metadata").unlink(missing_ok=True)
+    dist.barrier()
+    before = loop.weights()
+    with pytest.raises(Exception, match="checkpoint_1"):
+        loop.accelerator.load_state()
+    assert all(torch.equal(loop.weights()[name], value) for name, value in before.items())
+    loop.accelerator.load_state(str(folder / "checkpoints" / "checkpoint_0"))
+    assert all(torch.equal(loop.weights()[name], value) for name, value in expected.items())
+    assert torch.equal(loop.model(input_ids=tokens).logits, logits)
+
+
+def test_state_of_a_killed_save(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, unfinished, tmp_path)
+
+
+def saves_models(folder: Path) -> None:
+    from safetensors.torch import load_model
+    from transformers import LlamaForCausalLM
+
+    loop = Loop(3).epochs(0)
+    accelerator, weights = loop.accelerator, loop.weights()
+    whole = accelerator.get_state_dict(loop.model)
+    assert bool(whole) == accelerator.is_main_process
+    # As accelerate's documentation has it.
+    accelerator.unwrap_model(loop.model).save_pretrained(
+        folder / "pretrained",
+        is_main_process=accelerator.is_main_process,
+        save_function=accelerator.save,
+        state_dict=whole,
+    )
+    accelerator.save_model(loop.model, folder / "model")
+    # Without a state dict, an error says that the parameters are shards.
+    with pytest.raises(NotImplementedError, match="sharded DTensor"):
+        accelerator.unwrap_model(loop.model).save_pretrained(folder / "wrong")
+    accelerator.wait_for_everyone()
+    for name in ("pretrained", "model"):
+        assert [path.name for path in (folder / name).glob("*.safetensors")] == ["model.safetensors"]
+    pretrained, other = LlamaForCausalLM.from_pretrained(folder / "pretrained"), llama(7)
+    load_model(other, folder / "model" / "model.safetensors")
+    for model in (pretrained, other):
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        assert all(torch.equal(parameter, weights[name]) for name, parameter in model.named_parameters())
+
+
+def test_whole_models_are_saved(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, saves_models, tmp_path)
+
+
+def wraps_once() -> None:
+    from megatron_fsdp import MegatronFSDP, fully_shard
+
+    loop = Loop(2)
+    accelerator, model = loop.accelerator, loop.model
+    assert isinstance(model, MegatronFSDP) and model.fsdp_config.zero_dp_strategy == "optim_grads"
+    assert len(model.engine.units) == 3, "one unit per transformer block, and the root"
+    again = accelerator.prepare(model, accelerator.unwrap_model(model), loop.optimizer)
+    assert again[0] is again[1] is model and again[2] is loop.optimizer
+    assert accelerator._models == [model] and accelerator._optimizers == [loop.optimizer]
+
+    # A second model, sharded by the user, and an optimizer prepared later.
+    other, optimizer = fully_shard(
+        whole := llama(1), torch.optim.SGD(whole.parameters(), 0.1), fsdp_unit_modules=["LlamaDecoderLayer"]
+    )
+    assert accelerator.prepare(other) is other
+    prepared = accelerator.prepare(optimizer)
+    assert prepared.optimizer is optimizer
+    # And a third one, by another Accelerator of the same process.
+    third = type(accelerator)(cpu=True).prepare(llama(2))
+    batch = next(iter(loop.data))["input_ids"]
+    for each in (other, third, model):
+        each(input_ids=batch, labels=batch).loss.backward()
+        assert all(p.grad is not None for p in each.parameters())
+    before = {name: value.clone() for name, value in other.state_dict().items()}
+    prepared.step()
+    assert any(
+        not torch.equal(value.full_tensor(), other.state_dict()[name].full_tensor()) for name, value in before.items()
+    )
+
+
+def test_prepare_wraps_once(ranks: RankPool) -> None:
+    ranks.run(2, wraps_once)
+
+
+def rejected() -> None:
+    from accelerate import Accelerator
+    from accelerate.utils import ProjectConfiguration
+    from torch.nn.parallel import DistributedDataParallel
+
+    from megatron.fsdp.integrations.accelerate import FSDPAccelerator
+
+    def with_plugin() -> None:
+        accelerator = Accelerator(cpu=True)
+        # accelerate ignores the plugin on a CPU.
+        accelerator.state.fsdp_plugin = object()
+        FSDPAccelerator.adopt(accelerator, {})
+
+    cases: list[tuple[Callable[[], Any], str]] = [
+        (lambda: FSDPAccelerator(cpu=True, dynamo_backend="eager"), "torch.compile"),
+        (FSDPAccelerator, "cpu=True"),
+        (with_plugin, "fsdp_plugin: leave it out"),
+        (
+            lambda: FSDPAccelerator(cpu=True, project_config=ProjectConfiguration(save_on_each_node=True)),
+            "save_on_each_node",
+        ),
+        (lambda: FSDPAccelerator(cpu=True).prepare(DistributedDataParallel(llama())), "DistributedDataParallel"),
+        (lambda: FSDPAccelerator(cpu=True, sharding={"zero_stage": 3}).prepare(llama()), "zero_stage"),
+    ]
+    for build, message in cases:
+        fresh_process()
+        with pytest.raises((ValueError, TypeError), match=message):
+            build()
+    with pytest.raises(NotImplementedError, match="even_batches"):
+        FSDPAccelerator(cpu=True).join_uneven_inputs([])
+
+
+def automatic_units(name: str) -> None:
+    from megatron.fsdp.integrations.accelerate import unit_classes
+    from tests.functional_tests.test_transformers import LOSSES, MODELS, adamw, batches, build, language_loss
+    from tests.models import assert_same_training
+
+    model, _ = build(name)
+    found = unit_classes(model)
+    assert set(found) >= set(MODELS[name].units)
+    assert_same_training(
+        model, batches(), adamw, LOSSES.get(name, language_loss), tolerance=1e-5, fsdp_unit_modules=found
+    )
+
+
+# Some models list their embeddings as well, which may be tied to the head.
+@pytest.mark.parametrize("name", ["bert", pytest.param("t5", marks=pytest.mark.slow)])
+def test_units_are_found(ranks: RankPool, name: str) -> None:
+    ranks.run(2, automatic_units, name)
+
+
+def test_what_does_not_work_raises_an_error(ranks: RankPool) -> None:
+    ranks.run(2, rejected)

@@ -1,0 +1,249 @@
+"""Hugging Face's Trainer with a sharded model: it trains, saves and resumes as it does without sharding."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.huggingface_training import arguments, fresh_process, history, llama, samples
+from tests.ranks import RankPool
+
+pytest.importorskip("transformers")
+STEPS = 6
+
+
+def trainer_of(model: Any, folder: Path, strategy: int | None, data: tuple[int, int] = (48, 8), **changes: Any) -> Any:
+    """A Trainer that is sharded by a strategy, or not at all."""
+    from transformers import Trainer, TrainingArguments
+
+    from megatron.fsdp.integrations.transformers import sharded
+
+    callbacks = changes.pop("callbacks", None)
+    trainer_class = Trainer if strategy is None else sharded(Trainer, zero_dp_strategy=strategy)
+    return trainer_class(
+        model=model,
+        args=TrainingArguments(**arguments(folder, **changes)),
+        train_dataset=samples(data[0]),
+        eval_dataset=samples(data[1], seed=2),
+        callbacks=callbacks,
+    )
+
+
+def whole_weights(model: Any) -> dict[str, torch.Tensor]:
+    """All parameters, whole, on every rank."""
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return {name: getattr(p, "full_tensor", p.clone)() for name, p in parameters.items()}
+
+
+def run(folder: Path, strategy: int | None) -> tuple[dict[str, list[float]], dict[str, torch.Tensor]]:
+    """Train, with evaluations."""
+    fresh_process()
+    model = llama()
+    trainer = trainer_of(model, folder, strategy, max_steps=STEPS, eval_strategy="steps", eval_steps=2)
+    trainer.train()
+    return history(trainer), whole_weights(model)
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    assert len(expected[0]["loss"]) == STEPS and len(expected[0]["eval_loss"]) == STEPS // 2
+    # All gradients are clipped, and the learning rate falls.
+    assert min(expected[0]["grad_norm"]) > 0.5
+    assert len(set(expected[0]["learning_rate"])) == STEPS
+    assert found[0].keys() == expected[0].keys()
+    for name, values in expected[0].items():
+        assert found[0][name] == pytest.approx(values, rel=2e-4), name
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-3, atol=2e-5)
+
+
+def test_training_equals_unsharded(ranks: RankPool, tmp_path: Path) -> None:
+    (expected,) = ranks.run(1, run, tmp_path, None)
+    for strategy in (1, 3):
+        for found in ranks.run(2, run, tmp_path, strategy):
+            assert_same(found, expected)
+
+
+def resume(folder: Path, strategy: int | None, seed: int, checkpoint: Any) -> tuple[dict, dict]:
+    """Train from a checkpoint, or from the start, and save one at steps 2 and 4 of an epoch of six."""
+    fresh_process()
+    # The dropout shows whether random states are restored, and the seed whether weights are.
+    trainer = trainer_of(llama(seed, attention_dropout=0.2), folder, strategy, max_steps=STEPS, **SAVING)
+    trainer.train(resume_from_checkpoint=checkpoint)
+    return history(trainer), whole_weights(trainer.model)
+
+
+SAVING = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
+
+
+@pytest.mark.parametrize(
+    "strategy", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3]
+)
+def test_resumed_training_is_bit_equal(ranks: RankPool, tmp_path: Path, strategy: int) -> None:
+    whole = ranks.run(2, resume, tmp_path, strategy, 0, None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-4", "checkpoint-6"]
+    # A run that was killed while it saved leaves a folder without the state that is written last.
+    (tmp_path / "checkpoint-6" / "trainer_state.json").unlink()
+    resumed = ranks.run(2, resume, tmp_path, strategy, 7, True)
+    for (logs, weights), (expected_logs, expected_weights) in zip(resumed, whole, strict=True):
+        assert logs == expected_logs
+        assert all(torch.equal(weights[name], value) for name, value in expected_weights.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 4])
+def test_resuming_on_other_numbers_of_ranks(ranks: RankPool, tmp_path: Path, count: int) -> None:
+    (logs, weights), _ = ranks.run(2, run_with_checkpoints, tmp_path, 3, None)
+    for found in ranks.run(count, run_with_checkpoints, tmp_path, 3, str(tmp_path / "checkpoint-4")):
+        for name, values in logs.items():
+            assert found[0][name] == pytest.approx(values, rel=2e-4), name
+        torch.testing.assert_close(found[1], weights, rtol=1e-3, atol=2e-5)
+
+
+def run_with_checkpoints(folder: Path, strategy: int | None, checkpoint: str | None) -> tuple[dict, dict]:
+    """As ``resume``, without dropout: ranks draw different random numbers."""
+    fresh_process()
+    trainer = trainer_of(llama(), folder, strategy, max_steps=STEPS, **SAVING)
+    trainer.train(resume_from_checkpoint=checkpoint)
+    return history(trainer), whole_weights(trainer.model)
+
+
+def save_and_load_best(folder: Path) -> None:
+    """The model gets worse after some steps; ranks generate; the best model is loaded and saved as a usual folder."""
+    from safetensors.torch import load_file
+    from transformers import LlamaForCausalLM, TrainerCallback
+
+    fresh_process()
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "eval_strategy": "steps", "eval_steps": 2}
+    at_step: dict[int, dict[str, torch.Tensor]] = {}
+
+    class Remember(TrainerCallback):
+        generated: list[list[int]] = []
+
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **unused: Any) -> None:
+            at_step[state.global_step] = whole_weights(model)
+            # Ranks finish after different numbers of tokens.
+            prompt = torch.arange(1, 4)[None]
+            tokens = model.generate(prompt, max_new_tokens=3 + 4 * dist.get_rank(), do_sample=False)
+            self.generated.append(tokens[0].tolist())
+
+    remember = Remember()
+    # The learning rate is too high.
+    changes = {"learning_rate": 0.3, "max_grad_norm": 0.0, "lr_scheduler_type": "constant", "callbacks": [remember]}
+    trainer = trainer_of(llama(), folder, 3, max_steps=STEPS, **SAVING, **best, **changes)
+    trainer.train()
+    losses = history(trainer)["eval_loss"]
+    assert min(losses) < losses[-1] - 0.1
+    best_step = 2 * (losses.index(min(losses)) + 1)
+    assert trainer.state.best_model_checkpoint == str(folder / f"checkpoint-{best_step}")
+    loaded = whole_weights(trainer.model)
+    assert all(torch.equal(loaded[name], value) for name, value in at_step[best_step].items())
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(min(losses))
+    assert len(remember.generated) == STEPS and all(
+        len(tokens) == 6 + 4 * dist.get_rank() for tokens in remember.generated
+    )
+
+    trainer.save_model(folder / "final")
+    dist.barrier()
+    assert {path.name for path in (folder / "final").iterdir()} >= {"config.json", "model.safetensors"}
+    assert "lm_head.weight" not in load_file(folder / "final" / "model.safetensors")
+    saved = LlamaForCausalLM.from_pretrained(folder / "final")
+    assert saved.lm_head.weight is saved.model.embed_tokens.weight
+    assert all(torch.equal(parameter, loaded[name]) for name, parameter in saved.named_parameters())
+
+
+def test_best_model_and_saved_model(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, save_and_load_best, tmp_path)
+
+
+def uneven(folder: Path, strategy: int | None) -> tuple[dict, dict]:
+    """Two epochs of data that neither batches nor accumulation divide."""
+    fresh_process()
+    trainer = trainer_of(llama(), folder, strategy, data=(21, 7), num_train_epochs=2, eval_strategy="epoch")
+    trainer.train()
+    return history(trainer), whole_weights(trainer.model)
+
+
+def test_last_batches_are_as_with_ddp(ranks: RankPool, tmp_path: Path) -> None:
+    expected = ranks.run(2, uneven, tmp_path, None)
+    for found in ranks.run(2, uneven, tmp_path, 2):
+        for name, values in expected[0][0].items():
+            assert found[0][name] == pytest.approx(values, rel=2e-4), name
+        torch.testing.assert_close(found[1], expected[0][1], rtol=1e-3, atol=2e-5)
+
+
+def adapters(folder: Path, strategy: int | None, seed: int, checkpoint: Any) -> tuple[dict, dict]:
+    """Train low-rank adapters, with checkpoints, bfloat16 and activation checkpointing."""
+    import peft
+
+    fresh_process()
+    config = peft.LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1, task_type="CAUSAL_LM")
+    model = llama()
+    torch.manual_seed(seed)
+    changes = {"max_steps": STEPS, "bf16": True, "activation_checkpointing": True}
+    trainer = trainer_of(peft.get_peft_model(model, config), folder, strategy, **SAVING, **changes)
+    trainer.train(resume_from_checkpoint=checkpoint)
+    return history(trainer), whole_weights(trainer.model)
+
+
+@pytest.mark.slow
+def test_adapters(ranks: RankPool, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    ((logs, weights), _) = ranks.run(2, adapters, tmp_path, 3, 0, None)
+    assert not (tmp_path / "checkpoint-4" / "model.safetensors").exists()
+    assert json.loads((tmp_path / "checkpoint-4" / "adapter_config.json").read_text())["r"] == 4
+    for found_logs, found_weights in ranks.run(2, adapters, tmp_path, 3, 7, str(tmp_path / "checkpoint-4")):
+        assert found_logs == logs
+        assert all(torch.equal(found_weights[name], value) for name, value in weights.items())
+    expected = ranks.run(2, adapters, tmp_path / "ddp", None, 0, None)
+    assert logs["loss"] == pytest.approx(expected[0][0]["loss"], rel=1e-3)
+
+
+def rejected(folder: Path) -> None:
+    for name in ("auto_find_batch_size", "bf16_full_eval", "save_on_each_node", "torch_compile"):
+        fresh_process()
+        message = "torch.compile" if name == "torch_compile" else f"{name}: expected False"
+        with pytest.raises(ValueError, match=message):
+            trainer_of(llama(), folder, 3, **{name: True})
+    fresh_process()
+    with pytest.raises(ValueError, match="found none"):
+        trainer_of(llama(), folder / "empty", 3).train(resume_from_checkpoint=True)
+
+
+def test_what_does_not_work_raises_an_error(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, rejected, tmp_path)
+
+
+def preferences(folder: Path, strategy: int | None) -> list[float]:
+    """Train on pairs of answers with TRL, which needs a reference model."""
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    from trl import DPOConfig, DPOTrainer
+
+    from megatron.fsdp.integrations.transformers import sharded
+
+    fresh_process()
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, **{f"w{i}": i for i in range(2, 32)}}, "<pad>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
+    rows = [{"prompt": f"w{i + 2} w4", "chosen": f" w{i + 3}", "rejected": f" w{i + 5} w9"} for i in range(24)]
+    trainer = (DPOTrainer if strategy is None else sharded(DPOTrainer, zero_dp_strategy=strategy))(
+        model=llama(0, eos_token_id=1),
+        ref_model=llama(1, eos_token_id=1),
+        args=DPOConfig(**arguments(folder, max_steps=3, bf16=False)),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+    )
+    trainer.train()
+    return history(trainer)["loss"]
+
+
+@pytest.mark.slow
+def test_preferences_with_a_reference_model(ranks: RankPool, tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    (expected,) = ranks.run(1, preferences, tmp_path, None)
+    assert len(expected) == 3
+    for found in ranks.run(2, preferences, tmp_path, 3):
+        assert found == pytest.approx(expected, rel=2e-4)
