@@ -1,7 +1,7 @@
 """Writes docs/mistakes.md: what users write by mistake, and the message that they get.
 
     python tools/mistake_table.py --write           # makes every mistake on two ranks; a few minutes
-    python tools/mistake_table.py --write dtype     # those with a word in the title; the others keep their messages
+    python tools/mistake_table.py --write dtype     # those with a word in a title; the others keep their messages
 
 The mistakes are those of ``tests/mistakes``. Messages are captured, not typed: ``tests/unit_tests/test_mistakes.py``
 compares each of them with the page.
@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.mistakes import THEMES, find  # noqa: E402
+from tests.mistakes import THEMES  # noqa: E402
 from tests.mistakes.case import Mistake, Theme, run, shown  # noqa: E402
 from tests.ranks import RankPool  # noqa: E402
 
@@ -70,10 +70,13 @@ def _escaped(text: str) -> str:
 
 
 def captured(word: str = "") -> dict[str, str]:
-    """Make the mistakes that have a word in their title; return what is to be said about each of them."""
+    """Make the mistakes that have a word in their title or their theme's; return what is to be said about each."""
     pool, said = RankPool(), {}
-    for mistake in (mistake for theme in THEMES for mistake in theme.mistakes if word in mistake.title):
-        outcomes = run(pool, *find(mistake.title))
+    wanted = [
+        (each, mistake) for each in THEMES for mistake in each.mistakes if word in f"{each.title} {mistake.title}"
+    ]
+    for theme, mistake in wanted:
+        outcomes = run(pool, theme, mistake)
         said[mistake.title] = shown(outcomes, mistake)
         print(f"{max(each.seconds for each in outcomes):5.1f} s  {mistake.title}: {said[mistake.title]}")
     pool.close()
