@@ -65,8 +65,9 @@ def _code(code: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Text in a cell of a table: no character of it has a meaning in HTML or Markdown."""
-    return re.sub(r"[|*_`\[\]\\~]", lambda found: f"&#{ord(found[0])};", html.escape(text, quote=False))
+    """Text in a cell of a table: no character of it has a meaning in HTML or Markdown where it stands."""
+    special = r"[|*`\\~]|\](?=[(\[])|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])"
+    return re.sub(special, lambda found: f"&#{ord(found[0])};", html.escape(text, quote=False))
 
 
 def captured(word: str = "") -> dict[str, str]:
