@@ -23,7 +23,14 @@ def readable(path: Path) -> Page:
 
 
 PAGES = [readable(path) for path in PATHS]
-COMMANDS = [(page, command) for page in PAGES for command in page.commands]
+COMMANDS = [
+    # The doctor imports Megatron, which takes half of a minute on a busy machine.
+    pytest.param(
+        page, command, id=f"{name(page.path)}:{command.line}", marks=[pytest.mark.slow] if command.doctor else []
+    )
+    for page in PAGES
+    for command in page.commands
+]
 
 
 @pytest.mark.parametrize("path", PATHS, ids=name)
@@ -38,6 +45,7 @@ def test_python_blocks_run(page: Page, tmp_path: Path) -> None:
     run_scripts(page, folder)
 
 
+<<<<<<< HEAD
 def bash_block(page: Page, command: Command) -> Any:
     # The guide's commands take ten seconds each and differ in a flag or two.
     marks = [pytest.mark.slow] if command.doctor and page.path.parent.name == "guide" else []
@@ -45,6 +53,9 @@ def bash_block(page: Page, command: Command) -> Any:
 
 
 @pytest.mark.parametrize(("page", "command"), [bash_block(page, command) for page, command in COMMANDS])
+=======
+@pytest.mark.parametrize(("page", "command"), COMMANDS)
+>>>>>>> site
 def test_bash_blocks_run(page: Page, command: Command, tmp_path: Path) -> None:
     run_command(page, command, tmp_path)
 

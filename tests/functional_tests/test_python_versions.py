@@ -16,7 +16,8 @@ import pytest
 from tests.environments import interpreter, make_environment
 from tests.ranks import ROOT
 
-pytestmark = pytest.mark.slow
+# Installing torch may take minutes.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 VERSIONS = ("3.10", "3.12", "3.13")
 HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -75,7 +76,6 @@ def test_training_resumes_in_a_new_process(python: Path, tmp_path: Path) -> None
     assert (tmp_path / "checkpoint" / ".metadata").exists()
 
 
-@pytest.mark.timeout(400)
 def test_unit_tests(python: Path, tmp_path: Path) -> None:
     paths = [ROOT / "tests" / "unit_tests" / name for name in UNIT_TESTS]
     options = ("-q", "-p", "no:cacheprovider", "-c", ROOT / "pyproject.toml", "--rootdir", ROOT, "-m", "not slow")
