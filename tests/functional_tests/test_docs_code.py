@@ -45,17 +45,7 @@ def test_python_blocks_run(page: Page, tmp_path: Path) -> None:
     run_scripts(page, folder)
 
 
-<<<<<<< HEAD
-def bash_block(page: Page, command: Command) -> Any:
-    # The guide's commands take ten seconds each and differ in a flag or two.
-    marks = [pytest.mark.slow] if command.doctor and page.path.parent.name == "guide" else []
-    return pytest.param(page, command, id=f"{name(page.path)}:{command.line}", marks=marks)
-
-
-@pytest.mark.parametrize(("page", "command"), [bash_block(page, command) for page, command in COMMANDS])
-=======
 @pytest.mark.parametrize(("page", "command"), COMMANDS)
->>>>>>> site
 def test_bash_blocks_run(page: Page, command: Command, tmp_path: Path) -> None:
     run_command(page, command, tmp_path)
 
