@@ -1,7 +1,6 @@
 """The code blocks of the documentation's pages run."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
