@@ -1,7 +1,7 @@
 # `make` or `make help` lists the commands. Everything runs in .venv, which `make install` creates.
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow lint typecheck unit functional torch-versions torch-reduced mcore-versions parity parity-nd bench bench-report docs docs-serve gpu-test gpu-checks gpu-bench compatibility wheel clean clean-demo
+.PHONY: help install demo test test-slow lint typecheck unit functional torch-versions torch-reduced python-versions mcore-versions parity parity-nd bench bench-report docs docs-serve gpu-test gpu-checks gpu-bench compatibility dist wheel clean clean-demo
 
 PYTHON := .venv/bin/python
 STAMP := .venv/.installed
@@ -80,6 +80,9 @@ torch-reduced: $(TORCH_STAMPS) ## run the unit tests that depend on torch's inte
 		.venv-torch-$$version/bin/python -m pytest $(PYTEST_FLAGS) $(TORCH_TESTS) -m "not slow" --one-strategy -n 2 --dist worksteal || exit 1; \
 	done
 
+python-versions: install ## import, train, save and resume with the wheel and torch alone on every supported version of Python
+	$(PYTEST) tests/functional_tests/test_python_versions.py
+
 mcore-versions: install ## train, save and resume with other versions of megatron-core from PyPI
 	$(PYTEST) tests/functional_tests/test_megatron_versions.py
 
@@ -87,7 +90,7 @@ $(TORCH_STAMPS): .venv-torch-%/.installed: constraints.txt pyproject.toml
 	@python="$$(scripts/find_python.sh)" || exit 2; "$$python" -m venv --clear $(@D)
 	@echo "installing torch $* into $(@D)"
 	@grep -vE '^(torch|triton|setuptools|cuda-|nvidia-)' constraints.txt >$(@D)/constraints.txt
-	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(@D)/bin/python -m pip install --quiet --constraint $(@D)/constraints.txt 'torch==$*' --editable '.[demo,dev]'
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(@D)/bin/python -m pip install --quiet --constraint $(@D)/constraints.txt 'torch==$*' --editable '.[mcore,convert,test]'
 	@touch $@
 
 parity: install ## train with Megatron's DDP and with each strategy in Megatron's loop, and compare (PARITY_FLAGS="--ranks 2")
@@ -122,6 +125,11 @@ compatibility: install ## run all tests, and write docs/compatibility.md from th
 	rm -f docs/compatibility.json
 	$(PYTEST) tests -n 2 --dist worksteal --results docs/compatibility.json --deselect tests/unit_tests/test_pages.py::test_compatibility
 	$(PYTHON) tools/compatibility_table.py > docs/compatibility.md
+
+dist: install ## build the sdist, and the wheel from it, into dist/
+	rm -rf dist *.egg-info
+	$(PYTHON) -c 'from setuptools import build_meta; build_meta.build_sdist("dist")' >/dev/null
+	$(PYTHON) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist dist/*.tar.gz
 
 wheel: install ## build the wheel into dist/
 	rm -rf build

@@ -55,8 +55,11 @@ def make_environment(folder: Path, python: Path, *requirements: str) -> Path:
 
 
 def pip(python: Path | str, *arguments: str) -> None:
-    """Run pip with a version of Python; an AssertionError shows what it printed."""
-    run = [str(python), "-m", "pip", "--disable-pip-version-check", *arguments]
+    """Run pip with a version of Python; an AssertionError shows what it printed.
+
+    ``-I`` keeps what PYTHONPATH names, such as this checkout, from counting as installed.
+    """
+    run = [str(python), "-I", "-m", "pip", "--disable-pip-version-check", *arguments]
     result = subprocess.run(run, capture_output=True, text=True, timeout=400)
     assert result.returncode == 0, result.stdout + result.stderr
 

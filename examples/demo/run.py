@@ -22,6 +22,7 @@ from files import DataMeta, Paths, iteration_folder, latest_iteration, meta_path
 from rich.console import Console
 from rich.markup import escape
 from rich.panel import Panel
+from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 from train_log import BEGINNING, LogReader, Point, failure_excerpt, read_history, stage, write_history
@@ -157,7 +158,7 @@ class Run:
         display = Display(self.console, self.training.iterations, self.training.minutes)
         try:
             with display.progress:
-                display.stage("starting the ranks")
+                display.stage("loading PyTorch and Megatron")
                 try:
                     self.follow(process, display)
                 except KeyboardInterrupt:
@@ -267,7 +268,7 @@ def next_steps(paths: Paths, iteration: int) -> dict[str, str]:
     """Three things to try next, each with its command."""
     python, folder = shown(Path(sys.executable)), Path(__file__).resolve().parent
     again, generate = ["make", "demo"], [python, shown(folder / "generate.py"), "--prompt", "class Parser"]
-    if paths.output != OUTPUT:
+    if paths.output != OUTPUT or Path.cwd() != ROOT:
         again = [python, shown(folder / "run.py"), "--output", shown(paths.output)]
         generate += ["--checkpoints", shown(paths.checkpoints), "--tokenizer", shown(tokenizer_path(paths.data))]
     return {
@@ -281,7 +282,7 @@ def demo(arguments: argparse.Namespace, console: Console) -> int:
     """Runs all steps and returns the exit code: 1 if the model does not beat the unigram entropy."""
     began = time.monotonic()
     paths = Paths(arguments.output.resolve())
-    with console.status("preparing data"):
+    with working(console, "preparing data"):
         meta = prepare_data(paths)
         machine = Machine.detect()
     training = Training(arguments.iterations or machine.iterations, arguments.minutes, arguments.fsdp_implementation)
@@ -293,7 +294,7 @@ def demo(arguments: argparse.Namespace, console: Console) -> int:
     console.print(f"[bold]log[/bold]       {shown(paths.log)}", soft_wrap=True)
     run.start()
     iteration = latest_iteration(paths.checkpoints)
-    with console.status("generating text"):
+    with working(console, "drawing the losses, generating text"):
         draw(run, meta)
         text = write_sample(paths)
     console.print(Panel(Text(text), title=f"sample after {PROMPT!r}", title_align="left"))
@@ -309,6 +310,13 @@ def demo(arguments: argparse.Namespace, console: Console) -> int:
         console.print("[red]The validation loss is not below the unigram entropy: train for more iterations.[/red]")
         return 1
     return 0
+
+
+def working(console: Console, what: str) -> Status:
+    """Context that says what takes seconds now: on a terminal as long as it takes, elsewhere as a line."""
+    if not console.is_terminal:
+        console.print(f"  {what}")
+    return console.status(what)
 
 
 def draw(run: Run, meta: DataMeta) -> None:

@@ -17,7 +17,7 @@ MOVED = {
     "compat": "fsdp2",
     "trace": "tools.trace",
     "doctor": "tools.doctor",
-    "memory": "tools.memory",
+    "memory": "tools.memory",  # not an old path: the command has the same form as its neighbors
     "verify": "tools.verify",
     "launch": "tools.launch",
     "pretrain_gpt": "tools.pretrain_gpt",

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.fsdp.comm.process_groups import require_process_group
 from megatron.fsdp.config import FSDPConfig
+from megatron.fsdp.helpers.arguments import check_arguments, check_type
 from megatron.fsdp.module import MegatronFSDP
 from megatron.fsdp.optim.classes import require_known
 from megatron.fsdp.optim.hooks import ZeroGrad, attach_at_first_use, attach_optimizer, require_attachment
@@ -19,6 +20,7 @@ from megatron.fsdp.sharding.mesh import FSDPDistributedIndex
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
 
 
+@check_arguments
 def fully_shard_model(
     module: nn.Module,
     device_mesh: DeviceMesh | None = None,
@@ -189,12 +191,15 @@ def fully_shard_model(
             expt_fsdp_group_ag,
         )
     elif (dp_shard_dim, dp_outer_dim, tp_dim) != (None, None, None):
-        raise ValueError("dp_shard_dim, dp_outer_dim and tp_dim name axes of a mesh: give device_mesh too.")
+        raise ValueError(
+            "device_mesh: got None, but dp_shard_dim, dp_outer_dim or tp_dim names an axis of it. Give it too."
+        )
     model = MegatronFSDP(module, index, fsdp_unit_modules=fsdp_unit_modules, device=device, config=config)
     attach_at_first_use(model.engine, require_attachment)
     return model
 
 
+@check_arguments
 def fully_shard_optimizer(
     optimizer: torch.optim.Optimizer, preproc_state_dict_for_dcp_ckpt: bool = True
 ) -> torch.optim.Optimizer:
@@ -221,11 +226,13 @@ def fully_shard_optimizer(
             the optimizer uses whole matrices or parameters that are divided between ranks.
         NotImplementedError: The optimizer's class does not work on shards of parameters, or is not registered.
     """
+    check_type("optimizer", optimizer, torch.optim.Optimizer)
     attach_optimizer(optimizer)
     optimizer.zero_grad = ZeroGrad(optimizer)  # type: ignore[method-assign]
     return optimizer
 
 
+@check_arguments
 def fully_shard(
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -292,6 +299,7 @@ def fully_shard(
         The sharded model, and the same optimizer.
     """
     arguments: dict[str, Any] = dict(locals())
+    check_type("optimizer", optimizer, torch.optim.Optimizer)
     require_known(arguments.pop("optimizer"))
     model = fully_shard_model(**arguments)
     return model, fully_shard_optimizer(optimizer)
@@ -306,7 +314,7 @@ def _replace_deprecated(arguments: dict[str, Any]) -> None:
     }
     given = {name: arguments[name] for name in replaced if arguments[name] is not None}
     for name in given:
-        warnings.warn(f"{name} is deprecated; use {replaced[name]}.", DeprecationWarning, stacklevel=3)
+        warnings.warn(f"{name} is deprecated; use {replaced[name]}.", DeprecationWarning, stacklevel=4)
     arguments["keep_fp8_transpose_cache"] |= given.pop("keep_fp8_transpose_cache_when_using_custom_fsdp", False)
     if not given:
         return

@@ -1,10 +1,12 @@
 """The settings of a sharded model: one frozen dataclass, validated when it is created."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 
+from megatron.fsdp.helpers.arguments import check_type
 from megatron.fsdp.sharding.layout import Granularity, parse_granularity
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
 from megatron.fsdp.sharding.strategy import INNER, OUTER, Sharding, resolve_strategy
@@ -111,7 +113,7 @@ class FSDPConfig:
 
     def __post_init__(self) -> None:
         inner = resolve_strategy(self.zero_dp_strategy)
-        outer = resolve_strategy(self.outer_dp_sharding_strategy, OUTER)
+        outer = resolve_strategy(self.outer_dp_sharding_strategy, OUTER, "outer_dp_sharding_strategy")
         derived = {
             "zero_dp_strategy": inner,
             "outer_dp_sharding_strategy": outer,
@@ -124,10 +126,7 @@ class FSDPConfig:
         for name, value in derived.items():
             object.__setattr__(self, name, value)
         parse_granularity(self.shard_granularity)
-        if not isinstance(self.mixed_precision_policy, MixedPrecisionPolicy):
-            raise ValueError(
-                f"mixed_precision_policy: expected a MixedPrecisionPolicy; got {self.mixed_precision_policy!r}."
-            )
+        self._check_types()
         if self.average_in_collective and self.calculate_per_token_loss:
             raise ValueError("average_in_collective divides gradients by the ranks; calculate_per_token_loss must not.")
         for name in ("max_unsharded_units", "max_reducing_units"):
@@ -139,6 +138,21 @@ class FSDPConfig:
         if not 0 <= self.offload_fraction <= 1:
             raise ValueError(f"offload_fraction: expected a number from 0 to 1; got {self.offload_fraction}.")
         self._check_devices()
+
+    def _check_types(self) -> None:
+        check_type(
+            "mixed_precision_policy",
+            self.mixed_precision_policy,
+            MixedPrecisionPolicy,
+            "It has compute_dtype for the param_dtype of torch's policy, and grad_comm_dtype for its reduce_dtype.",
+        )
+        kinds: dict[str, Any] = {"bool": bool, "int": int, "float": (int, float)}
+        for each in fields(self):
+            # Annotations are classes, or their names where evaluation is postponed. Flags from Megatron may be None.
+            kind = each.type if isinstance(each.type, str) else getattr(each.type, "__name__", "")
+            value = getattr(self, each.name, None)
+            if kind in kinds and value is not None and not isinstance(value, kinds[kind]):
+                raise TypeError(f"{each.name}: expected {kind}; got {value!r}.")
 
     def _check_devices(self) -> None:
         for name in ("nccl_ub", "cuda_graph_mode"):

@@ -89,7 +89,7 @@ def from_megatron(*configs: Any, **settings: Any) -> FSDPConfig:
         if field.init and (value := _first(configs, FLAGS.get(field.name, field.name))) is not None
     }
     values = {"mixed_precision_policy": policy_of(configs[0]), **found, **settings}
-    sharding = INNER[resolve_strategy(values["zero_dp_strategy"])]
+    sharding = INNER[resolve_strategy(values["zero_dp_strategy"], argument=FLAGS["zero_dp_strategy"])]
     values["fsdp_double_buffer"] |= bool(_first(configs, "megatron_fsdp_max_pool_double_buffer"))
     values["overlap_param_gather"] |= sharding.shards_parameters
     values["overlap_grad_reduce"] |= sharding.shards_gradients

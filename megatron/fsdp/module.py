@@ -13,11 +13,13 @@ from torch import nn
 from megatron.fsdp.comm.process_groups import require_process_group
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.ddp_config import DistributedDataParallelConfig, from_megatron, to_megatron
+from megatron.fsdp.helpers.arguments import check_type, described
 from megatron.fsdp.helpers.notes import add_note
 from megatron.fsdp.quantized.storage import KEEP_TRANSPOSE, Direction, storage_of
 from megatron.fsdp.runtime.builder import build_engine, make_blueprint
 from megatron.fsdp.runtime.other_engines import reject_other_engines
 from megatron.fsdp.runtime.partition import UnitClasses, is_wrapped, root_modules
+from megatron.fsdp.runtime.structure import reject_conversion
 from megatron.fsdp.runtime.unit import WeightState
 from megatron.fsdp.sharding.mesh import FSDPDistributedIndex
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
@@ -28,7 +30,6 @@ from megatron.fsdp.state.loading import (
     NO_PICKLE,
     hook_state_dict,
     load,
-    reject_conversion,
     with_prefix,
 )
 
@@ -114,13 +115,14 @@ class MegatronFSDP(nn.Module):
         *,
         config: FSDPConfig | None = None,
     ) -> None:
+        check_type("module", module, nn.Module)
         if isinstance(dist_index, FSDPConfig):  # earlier versions took (module, config, index)
             config, dist_index, ddp_config = dist_index, ddp_config, None
         arguments = dict(locals())
         if dist_index is not None and not isinstance(dist_index, FSDPDistributedIndex):
             raise TypeError(
-                f"dist_index: expected megatron_fsdp.FSDPDistributedIndex; got {type(dist_index).__module__}."
-                f"{type(dist_index).__name__}."
+                f"dist_index: expected megatron_fsdp.FSDPDistributedIndex; got {described(dist_index)}. Make one: "
+                "FSDPDistributedIndex(device_mesh, ...)."
             )
         if config is None:
             config = _config_from(arguments)
@@ -280,6 +282,19 @@ class MegatronFSDP(nn.Module):
         """Make ranks agree on weights that they may have initialized differently. A collective."""
         self.engine.broadcast_weights()
 
+    @contextmanager
+    def unsharded(self) -> Iterator[None]:
+        """Context without gradients in which every rank holds all compute weights, for ``generate()`` and the like.
+
+        Forwards inside it communicate nothing, so ranks may run different numbers of them, or none. All ranks enter and
+        leave it together. Weights that are changed inside it are lost, and it needs memory for the whole model.
+
+        Raises:
+            RuntimeError: ``fsdp_double_buffer`` is on: units then share buffers.
+        """
+        with torch.no_grad(), self.engine.unsharded():
+            yield
+
     def all_gather_and_wait_parameters_ready(
         self,
         params: Iterable[nn.Parameter],
@@ -405,6 +420,7 @@ class MegatronFSDP(nn.Module):
             RuntimeError: ``strict``, and keys are missing or unexpected.
             ValueError: A shape differs, or ``assign`` is set.
         """
+        check_type("state_dict", state_dict, Mapping)
         if assign:
             raise ValueError("load_state_dict: assign=True would replace the main weights; expected assign=False.")
         # A model with a submodule called "module" has such names without the wrapper.
@@ -444,7 +460,7 @@ class MegatronFSDP(nn.Module):
         return getattr(module, name)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "MegatronFSDP":
-        reject_conversion(self.engine.params(), fn)
+        reject_conversion((param.main for param in self.engine.params()), fn)
         return self
 
     def __deepcopy__(self, memo: dict) -> "MegatronFSDP":

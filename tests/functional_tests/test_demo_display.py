@@ -1,4 +1,4 @@
-"""The demo's progress: one line on a terminal of 80 columns; elsewhere lines that do not repeat."""
+"""The demo's progress, which is one line on a terminal of 80 columns, and what it suggests to try next."""
 
 import io
 import shlex
@@ -10,6 +10,7 @@ from files import Paths
 from rich.console import Console
 from run import OUTPUT, next_steps
 from train_log import STAGES, Point, stage
+from training import ROOT, Machine, Training, schedule_flags
 
 WIDTH = 80
 CONTROL_C = 2  # what a terminal prints at the end of the line
@@ -87,7 +88,8 @@ def test_stages_are_recognized_in_the_log() -> None:
 
 
 @pytest.mark.parametrize("output", [OUTPUT, Path("/elsewhere/with a space")])
-def test_three_things_to_try_are_commands_of_this_repository(output: Path) -> None:
+def test_three_things_to_try_are_commands_of_this_repository(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
     steps = next_steps(Paths(output), 7)
     assert len(steps) == 3 and any("iteration 7" in purpose for purpose in steps)
     again, generate, board = (shlex.split(line) for line in steps.values())
@@ -98,3 +100,9 @@ def test_three_things_to_try_are_commands_of_this_repository(output: Path) -> No
         assert again[2:] == ["--output", str(output)]
         assert generate[-4:] == ["--checkpoints", f"{output}/checkpoints", "--tokenizer", f"{output}/data/tokenizer"]
     assert board[1:3] == ["-m", "tensorboard.main"]
+
+
+def test_validations_come_at_the_same_iterations_in_runs_of_any_length() -> None:
+    machine = Machine(cuda_devices=0, cores=2)
+    flags = [schedule_flags(Training(iterations), machine, done) for iterations, done in ((3, 0), (300, 3), (20, 303))]
+    assert len({each[each.index("--eval-interval") + 1] for each in flags}) == 1

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
 from tests.huggingface_training import fresh_process, llama, samples
@@ -26,6 +27,7 @@ class Loop:
         seed: Of the model's initial weights.
         model: The model; None for a small Llama.
         scale: Where loss scaling starts, as accelerate has it for fp16 on a GPU; None for none.
+        sharding: Further arguments of sharding.
         **options: Of the Accelerator.
     """
 
@@ -35,6 +37,7 @@ class Loop:
         seed: int = 0,
         model: Any = None,
         scale: float | None = None,
+        sharding: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
         from accelerate import Accelerator, DataLoaderConfiguration
@@ -47,7 +50,7 @@ class Loop:
         if strategy is None:
             self.accelerator = Accelerator(**options)
         else:
-            self.accelerator = FSDPAccelerator(sharding={"zero_dp_strategy": strategy}, **options)
+            self.accelerator = FSDPAccelerator(sharding={"zero_dp_strategy": strategy, **(sharding or {})}, **options)
         if scale is not None:
             self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=3)
         model = model or llama(seed)
@@ -105,6 +108,20 @@ def test_training_equals_unsharded(ranks: RankPool) -> None:
             assert found[1] == pytest.approx(norms, rel=2e-4)
             assert found[2] == rate
             torch.testing.assert_close(found[3], weights, rtol=1e-3, atol=2e-5)
+
+
+def hybrid() -> tuple[list[float], list[float]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "shard"))
+    loop = Loop(3, sharding={"device_mesh": mesh, "dp_shard_dim": "shard", "dp_outer_dim": "outer"}).epochs(0)
+    return loop.losses, loop.norms
+
+
+@pytest.mark.slow
+def test_replicated_shards(ranks: RankPool) -> None:
+    ((losses, norms, *unused),) = ranks.run(1, train, None)
+    for found in ranks.run(4, hybrid):
+        assert found[0] == pytest.approx(losses[:BATCHES], rel=2e-4)
+        assert found[1] == pytest.approx(norms[: len(norms) // EPOCHS], rel=2e-4)
 
 
 def scaled(strategy: int | None, scale: float) -> tuple[list[float], list[float], float, float]:
@@ -171,9 +188,12 @@ def unfinished(folder: Path) -> None:
     from accelerate.utils import ProjectConfiguration
 
     naming = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True)
-    loop = Loop(3, project_config=naming).epochs(0)
+    # With ZeRO-1, compute weights stay on every rank: loading has to replace them, too.
+    loop = Loop(1, project_config=naming).epochs(0)
     loop.accelerator.save_state()
-    expected = loop.weights()
+    expected, batch = loop.weights(), samples(2, seed=3)
+    tokens = torch.stack([sample["input_ids"] for sample in batch])
+    logits = loop.model(input_ids=tokens).logits.detach()
     loop.epochs(1).accelerator.save_state()
     dist.barrier()
     (folder / "checkpoints" / "checkpoint_1" / "megatron_fsdp" / ".metadata").unlink(missing_ok=True)
@@ -184,6 +204,7 @@ def unfinished(folder: Path) -> None:
     assert all(torch.equal(loop.weights()[name], value) for name, value in before.items())
     loop.accelerator.load_state(str(folder / "checkpoints" / "checkpoint_0"))
     assert all(torch.equal(loop.weights()[name], value) for name, value in expected.items())
+    assert torch.equal(loop.model(input_ids=tokens).logits, logits)
 
 
 def test_state_of_a_killed_save(ranks: RankPool, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.huggingface_training import fresh_process, history
 from tests.ranks import ROOT, RankPool
@@ -25,6 +26,9 @@ NAMES = ("trainer", "accelerate_loop", "sft")
 def run(name: str, folder: Path, *options: str) -> list[float]:
     """Run an example in this process; return the losses that it prints."""
     fresh_process()
+    if dist.get_world_size() == 1:  # as without a launcher
+        dist.destroy_process_group()
+        os.environ.pop("LOCAL_RANK", None)
     output = io.StringIO()
     with patch.object(sys, "argv", [name, str(folder), *options]), contextlib.redirect_stdout(output):
         names = runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")

@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 STEPS = 6
 
 
-def trainer_of(model: Any, folder: Path, strategy: int | None, data: int = 48, **changes: Any) -> Any:
+def trainer_of(model: Any, folder: Path, strategy: int | None, data: tuple[int, int] = (48, 8), **changes: Any) -> Any:
     """A Trainer that is sharded by a strategy, or not at all."""
     from transformers import Trainer, TrainingArguments
 
@@ -26,8 +26,8 @@ def trainer_of(model: Any, folder: Path, strategy: int | None, data: int = 48, *
     return trainer_class(
         model=model,
         args=TrainingArguments(**arguments(folder, **changes)),
-        train_dataset=samples(data),
-        eval_dataset=samples(8, seed=2),
+        train_dataset=samples(data[0]),
+        eval_dataset=samples(data[1], seed=2),
         callbacks=callbacks,
     )
 
@@ -160,7 +160,7 @@ def test_best_model_and_saved_model(ranks: RankPool, tmp_path: Path) -> None:
 def uneven(folder: Path, strategy: int | None) -> tuple[dict, dict]:
     """Two epochs of data that neither batches nor accumulation divide."""
     fresh_process()
-    trainer = trainer_of(llama(), folder, strategy, data=21, num_train_epochs=2)
+    trainer = trainer_of(llama(), folder, strategy, data=(21, 7), num_train_epochs=2, eval_strategy="epoch")
     trainer.train()
     return history(trainer), whole_weights(trainer.model)
 
@@ -198,3 +198,52 @@ def test_adapters(ranks: RankPool, tmp_path: Path) -> None:
         assert all(torch.equal(found_weights[name], value) for name, value in weights.items())
     expected = ranks.run(2, adapters, tmp_path / "ddp", None, 0, None)
     assert logs["loss"] == pytest.approx(expected[0][0]["loss"], rel=1e-3)
+
+
+def rejected(folder: Path) -> None:
+    for name in ("auto_find_batch_size", "bf16_full_eval", "save_on_each_node", "torch_compile"):
+        fresh_process()
+        message = "torch.compile" if name == "torch_compile" else f"{name}: expected False"
+        with pytest.raises(ValueError, match=message):
+            trainer_of(llama(), folder, 3, **{name: True})
+    fresh_process()
+    with pytest.raises(ValueError, match="found none"):
+        trainer_of(llama(), folder / "empty", 3).train(resume_from_checkpoint=True)
+
+
+def test_what_does_not_work_raises_an_error(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, rejected, tmp_path)
+
+
+def preferences(folder: Path, strategy: int | None) -> list[float]:
+    """Train on pairs of answers with TRL, which needs a reference model."""
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    from trl import DPOConfig, DPOTrainer
+
+    from megatron.fsdp.integrations.transformers import sharded
+
+    fresh_process()
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, **{f"w{i}": i for i in range(2, 32)}}, "<pad>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
+    rows = [{"prompt": f"w{i + 2} w4", "chosen": f" w{i + 3}", "rejected": f" w{i + 5} w9"} for i in range(24)]
+    trainer = (DPOTrainer if strategy is None else sharded(DPOTrainer, zero_dp_strategy=strategy))(
+        model=llama(0, eos_token_id=1),
+        ref_model=llama(1, eos_token_id=1),
+        args=DPOConfig(**arguments(folder, max_steps=3, bf16=False)),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+    )
+    trainer.train()
+    return history(trainer)["loss"]
+
+
+@pytest.mark.slow
+def test_preferences_with_a_reference_model(ranks: RankPool, tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    (expected,) = ranks.run(1, preferences, tmp_path, None)
+    assert len(expected) == 3
+    for found in ranks.run(2, preferences, tmp_path, 3):
+        assert found == pytest.approx(expected, rel=2e-4)

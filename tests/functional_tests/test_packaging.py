@@ -1,4 +1,4 @@
-"""The wheel: what it holds, and that it works with torch alone; and the search for a Python to install with."""
+"""The sdist and the wheel: what they hold, and that the wheel works once installed; the search for a Python."""
 
 import importlib.metadata
 import json
@@ -7,35 +7,18 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
+import tarfile
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.environments import make_environment, pip
+from tests.functional_tests.conftest import Distributions, build_wheel
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("megatron/fsdp", "megatron_fsdp")
-SITE_PACKAGES = Path(sysconfig.get_path("purelib"))
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel; built from a copy, so that the checkout stays as it is."""
-    source, output = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    for name in PACKAGES:
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    pip("wheel", "--no-build-isolation", "-w", str(output), str(source))
-    (built,) = output.glob("*.whl")
-    return built
-
-
-def pip(command: str, *arguments: str) -> None:
-    run = [sys.executable, "-m", "pip", command, "--no-deps", "--no-index", *arguments]
-    result = subprocess.run(run, capture_output=True, text=True, timeout=200)
-    assert result.returncode == 0, result.stdout + result.stderr
 
 
 @pytest.fixture(scope="module")
@@ -57,91 +40,105 @@ def test_wheel_holds_nothing_of_megatron_core(wheel_names: set[str]) -> None:
     assert "megatron/__init__.py" not in wheel_names | theirs
 
 
+def test_the_sdist_holds_what_the_wheel_is_built_of(distributions: Distributions, tmp_path: Path) -> None:
+    with tarfile.open(distributions.sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    packages = {"megatron/fsdp", "megatron_fsdp", "megatron_fsdp_engine.egg-info"}
+    rest = {name for name in names if not name.startswith(tuple(f"{package}/" for package in packages))}
+    files = {"LICENSE", "PKG-INFO", "README.md", "pyproject.toml", "setup.cfg", "setup.py"}
+    assert rest == {"", "megatron", *packages, *files}
+
+    build_wheel(distributions.sdist, tmp_path)
+    (again,) = tmp_path.glob("*.whl")
+    assert again.name == distributions.wheel.name
+    assert _contents(again) == _contents(distributions.wheel)
+
+
+def _contents(wheel: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the installed wheel and nothing else."""
     folder = tmp_path_factory.mktemp("installed")
-    pip("install", "--quiet", "--target", str(folder), str(wheel))
+    pip(sys.executable, "install", "--no-deps", "--no-index", "--target", str(folder), str(wheel))
     return folder
 
 
 @pytest.fixture(scope="module")
-def torch_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with links to torch and the packages that torch requires. An environment of its own takes gigabytes."""
-    folder = tmp_path_factory.mktemp("torch_alone")
-    for distribution in with_requirements("torch"):
-        for path in distribution.files or ():
-            link, target = folder / path.parts[0], SITE_PACKAGES / path.parts[0]
-            # A copy that setuptools vendors may be found in place of a package; its files are elsewhere.
-            if path.parts[0] not in ("..", "__pycache__") and target.exists() and not link.exists():
-                link.symlink_to(target)
-    assert (folder / "torch").exists() and not (folder / "megatron").exists()
-    return folder
+def fresh(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The Python of a fresh environment, in which pip has installed the wheel beside torch, and nothing else."""
+    folder = tmp_path_factory.mktemp("fresh")
+    yield make_environment(folder, Path(sys.executable), str(wheel))
+    shutil.rmtree(folder)
 
 
-def with_requirements(name: str, seen: set[str] | None = None) -> Iterator[importlib.metadata.Distribution]:
-    """A distribution and, of those it requires directly or indirectly, all that are installed."""
-    seen = set() if seen is None else seen
-    try:
-        distribution = importlib.metadata.distribution(name)
-    except importlib.metadata.PackageNotFoundError:
-        return  # required on other platforms
-    yield distribution
-    for requirement in distribution.requires or ():
-        required = re.split(r"[^\w.-]", requirement)[0]
-        if "extra ==" not in requirement and required not in seen:
-            seen.add(required)
-            yield from with_requirements(required, seen)
+def in_fresh(folder: Path, *command: object) -> subprocess.CompletedProcess[str]:
+    environment = {"PATH": os.environ["PATH"], "HOME": str(folder), "OMP_NUM_THREADS": "1"}
+    run = [str(word) for word in command]
+    return subprocess.run(run, env=environment, cwd=folder, capture_output=True, text=True, timeout=200)
 
 
-IMPORT_AND_TRAIN = """
-import importlib.util, json
-import torch, torch.distributed as dist
-import megatron.fsdp, megatron_fsdp
-
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
-model, optimizer = megatron_fsdp.fully_shard(
-    model, torch.optim.SGD(model.parameters(), lr=0.01), fsdp_unit_modules=[torch.nn.Linear]
-)
-losses = []
-for _ in range(2):
-    loss = model(torch.ones(2, 4)).square().sum()
-    losses.append(loss.item())
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-dist.destroy_process_group()
+INSTALLED = """
+import importlib.util, json, megatron.fsdp, megatron_fsdp
 others = [name for name in ("megatron.core", "numpy", "pytest", "click") if importlib.util.find_spec(name)]
-versions = [megatron.fsdp.__version__, megatron_fsdp.__version__]
-print(json.dumps([megatron.fsdp.__file__, megatron_fsdp.__file__, versions, others, losses]))
+print(json.dumps([megatron.fsdp.__file__, megatron_fsdp.__file__, megatron.fsdp.__version__, others]))
 """
 
 
 @pytest.mark.slow
-def test_the_engine_trains_where_only_torch_is_installed(wheel: Path, installed: Path, torch_alone: Path) -> None:
-    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": f"{installed}:{torch_alone}"}
-    # -S: no site-packages; they would bring what the project's own environment has.
-    command = [sys.executable, "-S", "-c", IMPORT_AND_TRAIN]
-    result = subprocess.run(command, env=environment, cwd=installed, capture_output=True, text=True, timeout=200)
-    assert result.returncode == 0, result.stderr
-    engine, public, versions, others, losses = json.loads(result.stdout)
-    assert Path(engine).is_relative_to(installed) and Path(public).is_relative_to(installed)
-    assert versions == [wheel.name.split("-")[1]] * 2
-    assert not others
-    assert losses[1] < losses[0]
+def test_the_readmes_example_trains_in_a_fresh_environment(wheel: Path, fresh: Path, tmp_path: Path) -> None:
+    *files, version, others = json.loads(in_fresh(tmp_path, fresh, "-c", INSTALLED).stdout)
+    assert all(Path(file).is_relative_to(fresh.parents[1]) for file in files)
+    assert version == wheel.name.split("-")[1] and not others
+    (example,) = re.findall(r"```python\n(import os\n.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    (tmp_path / "script.py").write_text(example)
+    torchrun = (fresh, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
+    result = in_fresh(tmp_path, *torchrun, "script.py")
+    losses = [float(loss) for loss in re.findall(r"^step \d: loss (\S+)$", result.stdout, flags=re.MULTILINE)]
+    assert len(losses) == 10 and losses[-1] < losses[0], result.stderr
 
 
-SCRIPTS = ("megatron-fsdp-doctor", "megatron-fsdp-verify", "megatron-fsdp-trace", "megatron-fsdp-convert")
+CONVERT = "click, rich not found: run pip install 'megatron-fsdp-engine[convert]'"
+MCORE = "megatron.core, megatron.training, psutil not found: run pip install 'megatron-fsdp-engine[mcore]'"
+# What is missing for each command in an environment with torch alone; empty if it prints its help.
+COMMANDS = {
+    "megatron-fsdp-convert --help": CONVERT,
+    "megatron-fsdp-inspector --help": CONVERT,
+    "megatron-fsdp-doctor --help": "",
+    "megatron-fsdp-doctor script.py": MCORE,
+    "megatron-fsdp-memory --help": "",
+    "megatron-fsdp-trace --help": "",
+    "megatron-fsdp-verify --help": "",
+    "megatron-fsdp-verify script.py": MCORE,
+    "python -m megatron.fsdp.launch script.py": MCORE,
+    "python -m megatron.fsdp.pretrain_gpt --help": MCORE,
+}
+SCRIPTS = {command.split()[0] for command in COMMANDS} - {"python"}
 
 
 @pytest.mark.slow
-def test_console_scripts_start(installed: Path) -> None:
+def test_commands_without_their_extra_say_what_to_install(fresh: Path, tmp_path: Path) -> None:
+    assert {path.name for path in fresh.parent.glob("megatron-fsdp-*")} == SCRIPTS
+    (tmp_path / "script.py").touch()
+    for command, problem in COMMANDS.items():
+        name, *arguments = command.split()
+        result = in_fresh(tmp_path, fresh.with_name(name), *arguments)
+        if problem:
+            assert (result.returncode, result.stdout) == (2, ""), command
+            assert result.stderr.endswith(f"error: {problem}\n"), result.stderr  # after torch's warning, without numpy
+        else:
+            assert result.returncode == 0 and "usage: " in result.stdout, result.stderr
+
+
+@pytest.mark.slow
+def test_commands_with_their_extra_print_help(installed: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(installed)}
-    assert {path.name for path in (installed / "bin").iterdir()} == set(SCRIPTS)
-    for name in SCRIPTS:
-        command = [str(installed / "bin" / name), "--help"]
-        result = subprocess.run(command, env=environment, cwd=installed, capture_output=True, text=True, timeout=200)
+    for name in sorted(SCRIPTS):
+        run = [str(installed / "bin" / name), "--help"]
+        result = subprocess.run(run, env=environment, cwd=installed, capture_output=True, text=True, timeout=200)
         assert result.returncode == 0, result.stderr
         assert "usage: " in result.stdout.lower()
 

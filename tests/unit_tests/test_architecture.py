@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ENGINE = ROOT / "megatron" / "fsdp"
 FOLDERS = ("megatron", "megatron_fsdp", "tools", "examples", "tests", "benchmarks")
 # Packages that may import more than torch, and the distributions that they may import.
-NEED_MORE = {"mcore": None, "convert": None, "tools": None, "checkpoint": {"numpy"}}
+NEED_MORE = {"mcore": None, "convert": None, "integrations": None, "tools": None, "checkpoint": {"numpy"}}
 # What torch itself requires on every version of Python.
 WITH_TORCH = {"torch", "typing_extensions"}
 # Distributions that are imported on first use.

@@ -41,23 +41,25 @@ def _unit_path_that_cannot_be_imported() -> None:
 
 
 def _unit_that_is_no_class() -> None:
-    _unchanged_after(ValueError, "expected module classes", lambda m: fully_shard_model(m, fsdp_unit_modules=[3]))
+    _unchanged_after(TypeError, "expected classes of modules", lambda m: fully_shard_model(m, fsdp_unit_modules=[3]))
 
 
 def _unknown_strategy() -> None:
-    _unchanged_after(ValueError, "Unknown sharding strategy", lambda m: fully_shard_model(m, zero_dp_strategy=7))
+    _unchanged_after(
+        ValueError, "zero_dp_strategy: expected 0 or 'no_shard'", lambda m: fully_shard_model(m, zero_dp_strategy=7)
+    )
 
 
 def _axis_that_is_not_in_the_mesh() -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicas", "shards"))
     match = r"no axis 'shard'; its axes are \['replicas', 'shards'\]. Did you mean 'shards'"
     _unchanged_after(ValueError, match, lambda m: fully_shard_model(m, device_mesh=mesh, dp_shard_dim="shard"))
-    match = "give the name of the one to shard over"
+    match = "Give the name of the one to shard over"
     _unchanged_after(ValueError, match, lambda m: fully_shard_model(m, device_mesh=mesh))
 
 
 def _axis_without_a_mesh() -> None:
-    _unchanged_after(ValueError, "give device_mesh too", lambda m: fully_shard_model(m, dp_shard_dim="shards"))
+    _unchanged_after(ValueError, "device_mesh: got None", lambda m: fully_shard_model(m, dp_shard_dim="shards"))
 
 
 def _parameter_on_another_device() -> None:
@@ -80,7 +82,7 @@ def _mismatched_dtypes() -> None:
     match = "Mismatched dtypes: main_params_dtype is torch.bfloat16 and parameter embedding.weight is torch.float16"
     _unchanged_after(ValueError, match, lambda m: fully_shard_model(m, mixed_precision_policy=policy))
     _unchanged_after(
-        ValueError,
+        TypeError,
         "MixedPrecisionPolicy; got 'bf16'",
         lambda m: MegatronFSDP(m, FSDPConfig(mixed_precision_policy="bf16")),
     )  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -72,3 +73,25 @@ def _average() -> None:
 @pytest.mark.skipif(DEVICE == "cuda", reason="NCCL can average")
 def test_gloo_cannot_average(ranks: RankPool) -> None:
     ranks.run(1, _average)
+
+
+GUIDE = sorted(page for page in (DOCS / "guide").glob("*.md") if page.stem not in ("index", "doctor"))
+HEAD = "| Megatron flag / field | `fully_shard` argument | default | values |\n"
+SECTIONS = ["What it does", "Should I turn it on?", "Example", "Works with / not with", "How to see that it works"]
+# Described elsewhere: the model itself, where it computes, and arguments without effect or with another name today.
+NOT_IN_GUIDE = """module device disable_bucketing preserve_fp32_weights grad_reduce_in_fp32
+    keep_fp8_transpose_cache_when_using_custom_fsdp"""
+
+
+@pytest.mark.parametrize("page", GUIDE, ids=lambda page: page.stem)
+def test_pages_of_the_guide_have_one_form(page: Path) -> None:
+    text = page.read_text()
+    assert text.count(HEAD) == 1 and text.index(HEAD) < text.index("\n## ")
+    assert [line[3:] for line in text.splitlines() if line.startswith("## ")] == SECTIONS
+    assert f"({page.name})" in (DOCS / "guide" / "index.md").read_text(), "add it to docs/guide/index.md"
+
+
+def test_the_guide_describes_every_argument() -> None:
+    text = "".join(page.read_text() for page in GUIDE)
+    arguments = set(inspect.signature(fully_shard_model).parameters) - set(NOT_IN_GUIDE.split())
+    assert not [name for name in arguments if not re.search(rf"`{name}\b", text)]

@@ -138,10 +138,10 @@ def _wrong_keys() -> None:
     missing = {key: value for key, value in state.items() if "norm.bias" not in key}
     with pytest.raises(
         RuntimeError,
-        match=r"Missing: \['module.norm.bias', 'module.blocks.0.norm.bias', .*'module.blocks.2.norm.bias'\]",
+        match=r"Missing: module.norm.bias, module.blocks.0.norm.bias, .*module.blocks.2.norm.bias\.",
     ):
         sharded.load_state_dict(missing)
-    with pytest.raises(RuntimeError, match=r"Unexpected: \['module.tail'\]"):
+    with pytest.raises(RuntimeError, match=r"Unexpected: module.tail\."):
         sharded.load_state_dict({**state, "module.tail": torch.zeros(1)})
     with pytest.raises(ValueError, match=r"module.head.weight: expected shape \(31, 13\); got \(13, 31\)"):
         sharded.load_state_dict({**state, "module.head.weight": torch.zeros(13, 31)})

@@ -94,6 +94,8 @@ def local_device(device: torch.device | str) -> torch.device:
     launchers set, says which one, so that the ranks of a machine do not all compute on the first device.
     """
     device = torch.device(device)
+    if runs_ahead(device) and not torch.cuda.is_available():
+        raise ValueError(f"device: got {str(device)!r}, but torch finds no CUDA device. Leave it out to use the CPU.")
     if not runs_ahead(device) or device.index is not None:
         return device
     # Device 0 is current if none was chosen. A launcher may also show each process a single device.

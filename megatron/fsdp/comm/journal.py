@@ -50,6 +50,21 @@ _REMEDY = (
 )
 
 
+class InProgress(Handle):
+    """The handle of something that is no task of a stream. It has not ended until ``over`` is set."""
+
+    def __init__(self) -> None:
+        self.over = False
+
+    def wait(self) -> None:
+        """Do nothing."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether ``over`` is set."""
+        return self.over
+
+
 class Log:
     """The operations that this process has issued with a set of ranks, in one order for all models of these ranks.
 
@@ -123,6 +138,21 @@ class Journal:
         log = self._logs.setdefault(tuple(peers), Log(peers))
         log.models += 1
         return Channel(log, f"model {log.models}: " if log.models > 1 else "", watches)
+
+    @contextmanager
+    def recorded(self, what: str, peers: Sequence[int]) -> Iterator[None]:
+        """Record a collective that the main thread waits for in this context, if models of these ranks exist.
+
+        Ranks do not issue the collectives of other threads, such as one that saves, in the same order as the others.
+        """
+        log, handle = self._logs.get(tuple(peers)), InProgress()
+        if log is not None and threading.current_thread() is threading.main_thread():
+            log.add(what, [handle])
+        try:
+            with report_on_failure():
+                yield
+        finally:
+            handle.over = True
 
     def clear(self) -> None:
         """Drop all logs. Numbers start at 0 in the next process group."""
@@ -235,7 +265,7 @@ class ReportDesk:
                 return text, proven
             except RuntimeError as error:
                 reason = _without_frames(error)
-                return f"Cannot collect the positions of other ranks; rank 0 may have ended ({reason}).", False
+                return f"Rank 0 holds their positions and cannot be reached ({reason}): it has ended. {_REMEDY}", False
 
     def answer(self) -> tuple[str, bool] | None:
         """Answer if a rank has requested a report, and return that report; None if no rank has."""
@@ -260,7 +290,7 @@ class ReportDesk:
         rank, error = dist.get_rank(), error_at_end()
         how = "it has ended" if error is None else f"it has ended with {type(error).__name__}: {str(error)[:200]}"
         # Another rank's process may hold the store and be gone already; torch would log that at length.
-        if rank == 0 or error is not None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        if holds_store() or error is not None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             open_store().set(f"{_PREFIX}/ended/{rank}", JOURNAL.as_json(how))
 
 
@@ -281,6 +311,11 @@ def open_store() -> dist.Store:
         number = store.add(f"megatron_fsdp/groups/{dist.get_rank()}", 1)
         _stores[world] = dist.PrefixStore(f"megatron_fsdp/{number}", store)
     return _stores[world]
+
+
+def holds_store() -> bool:
+    """Whether the store may end with this process: rank 0 holds it, unless the launcher does."""
+    return dist.get_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def wait_for_key(store: dist.Store, key: str, end: float) -> bool:
@@ -323,7 +358,7 @@ def describe(answers: dict[int, dict], size: int) -> tuple[str, bool]:
     for rank in range(size):
         text = _describe_rank(answers[rank]) if rank in answers else "no answer; it has ended or is busy"
         lines.append(f"  rank {rank}: {text}")
-    conclusion, proven = _compare(answers)
+    conclusion, proven = _compare(answers, size)
     return "\n".join([*lines, conclusion]), proven
 
 
@@ -340,7 +375,7 @@ def _describe_rank(answer: dict) -> str:
     return f"last issued {issued[last]} (number {last}); {place}{waiting}"
 
 
-def _compare(answers: dict[int, dict]) -> tuple[str, bool]:
+def _compare(answers: dict[int, dict], size: int) -> tuple[str, bool]:
     """Describe the first difference between ranks, or the ranks that are behind. Returns whether they differ."""
     logs: dict[tuple[int, ...], dict[int, dict[int, str]]] = {}
     for rank, answer in sorted(answers.items()):
@@ -358,7 +393,10 @@ def _compare(answers: dict[int, dict]) -> tuple[str, bool]:
         reached = {rank: max(issued, default=-1) for rank, issued in of_rank.items()}
         if behind := [rank for rank, number in reached.items() if number < max(reached.values())]:
             return f"The operations issued so far agree, but {name_ranks(behind)} issued fewer. {_REMEDY}", False
-    return "The operations issued so far agree.", False
+    silent = (
+        f" Look at the output of {name_ranks(absent)}." if (absent := sorted(set(range(size)) - set(answers))) else ""
+    )
+    return f"The operations issued so far agree.{silent}", False
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
@@ -384,7 +422,7 @@ class Watchdog(threading.Thread):
         journal: Journal,
         seconds: float,
         on_report: Callable[[str], object] | None = None,
-        interval: float = 2.0,
+        interval: float = 1.0,
         compare_after: float = SECONDS_TO_COMPARE,
     ) -> None:
         super().__init__(name="megatron-fsdp-watchdog", daemon=True)

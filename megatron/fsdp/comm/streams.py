@@ -128,6 +128,23 @@ def fail_all_waits(reason: str) -> None:
     _disagreement[:] = [reason]
 
 
+def wait_for(work: dist.Work, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Wait for a collective that was started with ``async_op=True``. :func:`fail_all_waits` ends a wait on the host.
+
+    Args:
+        work: The collective.
+        group: Its ranks.
+        device: The device of its tensors.
+    """
+    pause = 0.0
+    while not runs_ahead(device) and moves_data(group) and not work.is_completed():
+        if _disagreement:
+            raise Disagreement(_disagreement[0])
+        time.sleep(pause)
+        pause = min(pause + 1e-5, 0.01)
+    work.wait()
+
+
 class _CpuHandle(Handle):
     """Set by the stream's thread."""
 

@@ -10,11 +10,20 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from megatron.fsdp.comm.gloo import ensure_released
+from megatron.fsdp.comm.journal import JOURNAL
+from megatron.fsdp.comm.streams import wait_for
 from megatron.fsdp.dtensor.placements import SectionedShard, is_ragged, local_slice, ragged_axes
 
 
 def gather_whole(tensor: DTensor) -> torch.Tensor:
     """Gather the whole tensor on every rank. A collective over every mesh axis that the tensor is sharded over."""
+    # The journal tells ranks that wait for something else, such as a forward, what this one waits for.
+    ranks = tensor.device_mesh.mesh.flatten().tolist()
+    with JOURNAL.recorded(f"gather a tensor of shape {tuple(tensor.shape)}", ranks):
+        return _gather_whole(tensor)
+
+
+def _gather_whole(tensor: DTensor) -> torch.Tensor:
     spec, mesh = tensor._spec, tensor.device_mesh
     if not is_ragged(spec):
         return _gather_uneven(tensor)
@@ -35,6 +44,11 @@ def gather_whole(tensor: DTensor) -> torch.Tensor:
         if isinstance(other, (Shard, SectionedShard)):
             own = _gather_chunks(own, other, tensor.shape, mesh, axis)
     return own
+
+
+def _finish(work: dist.Work | None, group: dist.ProcessGroup, tensor: torch.Tensor) -> None:
+    if work is not None:  # as for ranks outside of the group
+        wait_for(work, group, tensor.device)
 
 
 def _gather_uneven(tensor: DTensor) -> torch.Tensor:
@@ -58,7 +72,7 @@ def _is_even_everywhere(tensor: DTensor) -> bool:
     for axis in range(tensor.device_mesh.ndim):
         group = tensor.device_mesh.get_group(axis)
         with ensure_released(group, even):
-            dist.all_reduce(even, dist.ReduceOp.MIN, group=group)
+            _finish(dist.all_reduce(even, dist.ReduceOp.MIN, group=group, async_op=True), group, even)
     return bool(even)
 
 
@@ -85,7 +99,7 @@ def lengths_on_ranks(length: int, group: dist.ProcessGroup, device: str) -> list
     mine = torch.tensor([length], dtype=torch.int64, device=device)
     lengths = [torch.zeros_like(mine) for _ in range(group.size())]
     with ensure_released(group, mine, *lengths):
-        dist.all_gather(lengths, mine, group=group)
+        _finish(dist.all_gather(lengths, mine, group=group, async_op=True), group, mine)
     return [int(each) for each in lengths]
 
 
@@ -99,7 +113,8 @@ def _gather_ranges(mine: torch.Tensor, bounds: list[int], group: dist.ProcessGro
         shards[group.rank()].copy_(mine)
         for owner in owners:
             with ensure_released(group, shards[owner]):
-                dist.broadcast(shards[owner], group=group, group_src=owner)
+                work = dist.broadcast(shards[owner], group=group, group_src=owner, async_op=True)
+                _finish(work, group, shards[owner])
         return whole
     received = _all_gather_padded(mine, 0, max(shard.numel() for shard in shards), group)
     for shard, from_rank in zip(shards, received, strict=True):
@@ -126,5 +141,5 @@ def _all_gather_padded(own: torch.Tensor, dim: int, size: int, group: dist.Proce
     padded.narrow(dim, 0, own.shape[dim]).copy_(own)
     received = [torch.empty_like(padded) for _ in range(group.size())]
     with ensure_released(group, padded, *received):
-        dist.all_gather(received, padded, group=group)
+        _finish(dist.all_gather(received, padded, group=group, async_op=True), group, padded)
     return received

@@ -101,6 +101,11 @@ class RaggedDTensor(_OwnDispatch):
         tensor._local_tensor = local_tensor
         return tensor
 
+    def _copy_data(self, value: torch.Tensor) -> None:
+        self.detach().copy_(value)  # torch's setter would replace the memory of the wrapper, which has none
+
+    data = property(torch.Tensor.data.__get__, _copy_data)  # type: ignore[attr-defined]
+
     @property
     def placements(self) -> tuple[Placement, ...]:
         """The placements as torch's types, with ``Shard(0)`` instead of ragged ones."""
@@ -337,13 +342,11 @@ def _dispatch(func: Any, args: tuple, kwargs: dict) -> Any:
     raise _unsupported(func)
 
 
-def _unsupported(
-    func: Any, why: str = "the operation is neither element-wise nor a reduction of the whole tensor"
-) -> Exception:
+def _unsupported(func: Any, why: str = "it is neither element-wise nor a reduction of the whole tensor") -> Exception:
     return NotImplementedError(
-        f"{func} on a sharded DTensor: {why}. Use .full_tensor() for the whole tensor (a collective), or .to_local() "
-        "for this rank's rows. Parameters are unsharded only while the forward of their unit runs; other methods that "
-        "compute with them need megatron_fsdp.register_forward_method(module, 'name')."
+        f"{func} on a sharded parameter or gradient: {why}. Parameters are whole only in the forward of the sharded "
+        "model: call that, and megatron_fsdp.register_forward_method(module, 'name') for another method. Elsewhere, "
+        "use .full_tensor(), which all ranks must call, or .to_local() for this rank's shard."
     )
 
 

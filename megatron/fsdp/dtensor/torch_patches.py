@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
@@ -19,7 +20,7 @@ from megatron.fsdp.helpers.patches import Patch, Patches
 _HERE = "megatron.fsdp.dtensor.torch_patches"
 
 TORCH = Patches(
-    "State dicts of PyTorch",
+    "PyTorch",
     [
         Patch(
             "torch.distributed._state_dict_utils:_distribute_tensors",
@@ -39,6 +40,12 @@ TORCH = Patches(
             f"{_HERE}:reduce_at_offset_zero",
             patches.TORCH,
         ),
+        Patch(
+            "torch.nn:Module._apply",
+            "converts or moves the parameters of a part of a sharded model, which then would not be trained",
+            f"{_HERE}:apply_if_allowed",
+            patches.TORCH,
+        ),
         *(
             Patch(
                 f"torch.optim:Optimizer.{name}",
@@ -53,6 +60,7 @@ TORCH = Patches(
 
 _initializers: list[Callable[[torch.optim.Optimizer], bool]] = []
 _attachers: list[Callable[[torch.optim.Optimizer], Any]] = []
+_guards: list[Callable[[nn.Module, Callable[[torch.Tensor], torch.Tensor]], None]] = []
 
 
 def prepare_with(initializer: Callable[[torch.optim.Optimizer], bool]) -> None:
@@ -68,6 +76,12 @@ def attach_with(attacher: Callable[[torch.optim.Optimizer], Any]) -> None:
     """Call ``attacher`` with every optimizer whose state is about to be saved or loaded."""
     if attacher not in _attachers:
         _attachers.append(attacher)
+
+
+def ask_before_apply(guard: Callable[[nn.Module, Callable[[torch.Tensor], torch.Tensor]], None]) -> None:
+    """Call ``guard`` with every module that is converted or moved, and the function that does so. It may raise."""
+    if guard not in _guards:
+        _guards.append(guard)
 
 
 def apply() -> None:
@@ -91,6 +105,15 @@ def distribute_tensors(
             local._local_tensor.copy_(local_slice(local._spec).take_from(whole))
             local_state_dict[key] = local
     original(local_state_dict, keys, *args, **kwargs)
+
+
+def apply_if_allowed(
+    original: Callable[..., nn.Module], module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any
+) -> nn.Module:
+    """Ask the guards before ``fn`` is applied to the module's parameters."""
+    for guard in _guards:
+        guard(module, fn)
+    return original(module, fn, *args)
 
 
 def reduce_at_offset_zero(original: Callable[..., Any], tensor: DTensor, *args: Any) -> Any:

@@ -58,10 +58,11 @@ from megatron.fsdp.fsdp2.marked import (
     set_mark,
     shard_if_pending,
 )
+from megatron.fsdp.runtime.structure import reject_conversion
 from megatron.fsdp.runtime.unit import Unit, WeightState
 from megatron.fsdp.sharding.layout import parse_granularity
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy as EnginePolicy
-from megatron.fsdp.state.loading import NO_COPY, NO_PICKLE, reject_conversion
+from megatron.fsdp.state.loading import NO_COPY, NO_PICKLE
 
 logger = logging.getLogger(__name__)
 
@@ -216,7 +217,7 @@ class FSDPModule(MarkedModule):
             p.is_meta for m in self.modules() for p in m._parameters.values() if p is not None
         ):
             return super()._apply(fn, recurse)
-        reject_conversion(model_of(self).engine.params(), fn)
+        reject_conversion((param.main for param in model_of(self).engine.params()), fn)
         for module in self.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:

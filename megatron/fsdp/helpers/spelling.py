@@ -1,7 +1,7 @@
 """Names in error messages: suggestions for misspelled names, and parameter names without wrappers."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 def did_you_mean(name: object, choices: Iterable[str], cutoff: float = 0.5) -> str:
@@ -21,3 +21,9 @@ def bare_name(name: str) -> str:
     while name.startswith("module."):
         name = name.removeprefix("module.")
     return name
+
+
+def shortened(names: Sequence[str], most: int = 5) -> str:
+    """The names, or the first of them and the number of the others."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more}"

@@ -23,6 +23,7 @@ from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from megatron.fsdp.helpers.arguments import described
 from megatron.fsdp.helpers.patches import TORCH, Patch, Patches
 
 # Key in a module's __dict__ for the recipes of its direct parameters and buffers, by name.
@@ -324,7 +325,15 @@ def deferred_init(function: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
     Returns:
         The result of ``function``.
+
+    Raises:
+        TypeError: ``function`` is a model, or cannot be called.
     """
+    if isinstance(function, nn.Module) or not callable(function):
+        raise TypeError(
+            f"deferred_init: expected a class, or a function that builds the model; got {described(function)}. Call "
+            "deferred_init(Model, ...) instead of deferred_init(Model(...))."
+        )
     return record(functools.partial(function, *args, **kwargs), lambda: nullcontext)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, DynamoBackend
 from torch import nn
@@ -32,7 +33,7 @@ _PLUGINS = ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin")
 class FSDPAccelerator(Accelerator):
     """An Accelerator that shards models and optimizers with Megatron-FSDP, where accelerate's own uses DDP.
 
-    In a single process it is a plain Accelerator and shards nothing.
+    In a process that no launcher has started, it is a plain Accelerator and shards nothing.
 
     Args:
         *args: Arguments of ``accelerate.Accelerator``.
@@ -62,21 +63,22 @@ class FSDPAccelerator(Accelerator):
         self._sharding = sharding
         # During save_state and load_state: the sharded optimizers, which the base class must not see.
         self._hidden: list[Any] | None = None
+        started = dist.get_world_size() if self.shards else int(os.environ.get("WORLD_SIZE", "1"))
+        if started != self.num_processes:
+            raise ValueError(
+                f"{started} processes were started, but accelerate distributes over {self.num_processes}: each process "
+                "would train alone. On a CPU, set cpu=True; in TrainingArguments, use_cpu=True."
+            )
         if self.shards:
             _check_settings(self)
             # The hooks may remove from the lists what the base class need not write or read.
             self.register_save_state_pre_hook(lambda models, weights, folder: weights.clear())
             self.register_load_state_pre_hook(self._load_sharded)
-        elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise ValueError(
-                f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but accelerate found no devices to distribute over: each "
-                "process would train alone. On a CPU, set cpu=True; in TrainingArguments, use_cpu=True."
-            )
 
     @property
     def shards(self) -> bool:
-        """Whether there are several ranks to shard over."""
-        return bool(self.use_distributed)
+        """Whether there are ranks to shard over; a launcher may have started one only."""
+        return dist.is_initialized()
 
     # Preparing -------------------------------------------------------------------------------------------------
 

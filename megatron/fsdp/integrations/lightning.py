@@ -5,5 +5,5 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from megatron.fsdp.integrations.lightning_strategy import ShardedStrategy
 
 
-class MegatronFSDPStrategy(ShardedStrategy, ModelParallelStrategy):  # type: ignore[misc]
-    __doc__ = ShardedStrategy.__doc__
+class MegatronFSDPStrategy(ShardedStrategy, ModelParallelStrategy):
+    """See :class:`megatron.fsdp.integrations.lightning_strategy.ShardedStrategy`, which has all of its arguments."""

@@ -7,7 +7,6 @@ The two packages contain the same code under two names, and a Trainer accepts on
 
 import inspect
 import shutil
-import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -40,7 +38,8 @@ _POLICIES = {
 _OWN_ARGUMENTS = ("module", "device_mesh", "dp_shard_dim", "dp_outer_dim", "tp_dim", "device")
 # Names in a checkpoint folder. Lightning's consolidate_checkpoint reads folders with these names.
 _META, _MODEL, _OPTIMIZER = "meta.pt", "model", "optimizer_"
-# On a LightningModule, a weak reference to its sharded model. The sharded model holds the LightningModule.
+# On a LightningModule, its sharded model, for later calls of fit, test ... by this Trainer or another. The two form a
+# cycle, as a LightningModule and its Trainer do anyway.
 _SHARDED = "_megatron_fsdp_sharded"
 _REPLICAS, _DATA, _TENSOR = "replicas", "data_parallel", "tensor_parallel"
 
@@ -116,8 +115,7 @@ class ShardedStrategy(_Base):
         """Shard the model, and the optimizers that ``configure_optimizers`` creates from its parameters."""
         self.accelerator.setup(trainer)
         _check_callbacks(trainer.callbacks)
-        reference = self.lightning_module.__dict__.get(_SHARDED)
-        self.model = self._shard(self.lightning_module) if reference is None else _alive(reference())
+        self.model = self.lightning_module.__dict__.get(_SHARDED) or self._shard(self.lightning_module)
         average_of_shards(trainer.callbacks, self.lightning_module)
         self.barrier()
         fitting = trainer.state.fn == "fit"
@@ -151,7 +149,7 @@ class ShardedStrategy(_Base):
             device=self.root_device,
             **settings,
         )
-        module.__dict__[_SHARDED] = weakref.ref(model)
+        module.__dict__[_SHARDED] = model
         return model
 
     # Training --------------------------------------------------------------------------------------------------
@@ -228,13 +226,16 @@ class ShardedStrategy(_Base):
         if self.is_global_zero:
             if path.is_file():
                 path.unlink()
+            elif _is_folder_of_shards(path):
+                shutil.rmtree(path)
             path.mkdir(parents=True, exist_ok=True)
-            (path / _META).unlink(missing_ok=True)
         self.barrier()
         state = {_MODEL: checkpoint.pop("state_dict")}
         state |= {f"{_OPTIMIZER}{i}": each for i, each in enumerate(checkpoint.pop("optimizer_states", []))}
         # Such as the weights that WeightAveraging has put aside.
-        others = [key for key, value in checkpoint.items() if any(isinstance(leaf, DTensor) for leaf in tree_leaves(value))]
+        others = [
+            key for key, value in checkpoint.items() if any(isinstance(leaf, DTensor) for leaf in tree_leaves(value))
+        ]
         state |= {key: checkpoint.pop(key) for key in others}
         dcp.save(state, checkpoint_id=path)
         if self.is_global_zero:
@@ -270,15 +271,6 @@ class ShardedStrategy(_Base):
         if optimizers:
             checkpoint["optimizer_states"] = [state.pop(f"{_OPTIMIZER}{i}") for i in range(len(optimizers))]
         return checkpoint | state
-
-
-def _alive(model: MegatronFSDP | None) -> MegatronFSDP:
-    if model is None:
-        raise RuntimeError(
-            "The LightningModule was sharded by the strategy of a Trainer that has been deleted. Keep that Trainer, or "
-            "create the LightningModule again and load its checkpoint."
-        )
-    return model
 
 
 def _check_callbacks(callbacks: list[Any]) -> None:

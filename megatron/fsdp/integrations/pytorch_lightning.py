@@ -6,4 +6,4 @@ from megatron.fsdp.integrations.lightning_strategy import ShardedStrategy
 
 
 class MegatronFSDPStrategy(ShardedStrategy, ModelParallelStrategy):  # type: ignore[misc]
-    __doc__ = ShardedStrategy.__doc__
+    """See :class:`megatron.fsdp.integrations.lightning_strategy.ShardedStrategy`, which has all of its arguments."""

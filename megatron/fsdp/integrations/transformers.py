@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import Trainer
@@ -25,10 +25,13 @@ _UNSUPPORTED = {
 }
 
 
-def sharded(trainer_class: type[Trainer], **sharding: Any) -> type[Trainer]:
+TrainerClass = TypeVar("TrainerClass", bound=Trainer)
+
+
+def sharded(trainer_class: type[TrainerClass], **sharding: Any) -> type[TrainerClass]:  # noqa: UP047 - Python 3.10
     """Return a subclass of a Trainer's class that shards the model and optimizer with Megatron-FSDP.
 
-    In a single process, the subclass behaves like the class and shards nothing.
+    In a process that no launcher has started, the subclass behaves like the class and shards nothing.
 
     Example::
 
@@ -97,14 +100,14 @@ class _ShardedTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None and self.accelerator.shards:
             self._load_from_checkpoint(checkpoint, self.model)
-            folder = Path(checkpoint) / FOLDER
-            if folder.exists():
-                state = {"optimizer": self.optimizer.state_dict()}
-                load(state, folder)
-                self.optimizer.load_state_dict(state["optimizer"])
-                self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER_NAME)))
-                return
-        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None or not (folder := Path(checkpoint) / FOLDER).exists():
+            return super()._load_optimizer_and_scheduler(checkpoint)
+        if not self.accelerator.shards:
+            raise ValueError(f"{folder} has shards. To resume in one process: torchrun --nproc-per-node 1 SCRIPT.")
+        state = {"optimizer": self.optimizer.state_dict()}
+        load(state, folder)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER_NAME)))
 
 
 def _newest_complete(folder: str) -> str:

@@ -42,7 +42,7 @@ def _view(opened: CheckpointReader, optimizer: bool) -> Contents:
     except (ValueError, NotImplementedError) as error:
         raise RuntimeError(
             f"{opened.path}: this torch_dist checkpoint cannot be loaded as it is. {error} Options are those of "
-            "tools/checkpoint/checkpoint_inspector.py convert-torch-dist-to-fsdp-dtensor; its output can be loaded."
+            "megatron-fsdp-inspector convert-torch-dist-to-fsdp-dtensor; its output can be loaded."
         ) from error
 
 

@@ -25,13 +25,14 @@ from megatron.fsdp.comm.backends import moves_data
 from megatron.fsdp.comm.journal import (
     SECONDS_FOR_ANSWERS,
     Channel,
+    InProgress,
+    holds_store,
     name_ranks,
     open_store,
     report_on_failure,
     wait_for_key,
 )
 from megatron.fsdp.comm.process_groups import timeout_of
-from megatron.fsdp.comm.streams import Handle
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.runtime.partition import UnitPart
 from megatron.fsdp.sharding.mesh import DataParallelAxes, FSDPDistributedIndex
@@ -40,6 +41,8 @@ from megatron.fsdp.sharding.mesh import DataParallelAxes, FSDPDistributedIndex
 Fingerprint = dict[str, str]
 
 _ERROR = "the model"
+# How long a rank whose own check has failed stays for others that have not read that yet.
+SECONDS_FOR_OTHERS = 2.0
 # These follow from other differences, so they are reported last.
 _LAST = ("number of units", "order of parameters")
 _MISSING = "does not exist"
@@ -103,20 +106,6 @@ def _describe(param: ShardedParameter, unit: UnitPart) -> str:
     return f"{text}, in unit {unit.name or '<root>'}"
 
 
-class _InProgress(Handle):
-    """A handle for the journal, which reports the comparison as unfinished until ``over`` is set."""
-
-    def __init__(self) -> None:
-        self.over = False
-
-    def wait(self) -> None:
-        pass
-
-    @property
-    def ended(self) -> bool:
-        return self.over
-
-
 # Number of comparisons with the same ranks, by world process group. It makes the keys of every comparison unique.
 _counts: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
@@ -161,7 +150,7 @@ class Comparison:
         """
         if self._alone:
             return
-        handle, timeout = _InProgress(), timeout_of(self._group) or timedelta(minutes=30)
+        handle, timeout = InProgress(), timeout_of(self._group) or timedelta(minutes=30)
         channel.note(f"compare models with {name_ranks(self._ranks)}", [handle])
         try:
             with report_on_failure(f"Not all of {name_ranks(self._ranks)} have started to shard this model."):
@@ -182,6 +171,12 @@ class Comparison:
             time.sleep(pause)
             pause = min(2 * pause, 0.25)
 
+    def publish_error(self) -> None:
+        """Store this rank's error for ranks that wait for it, and let them read it before this process may end."""
+        if not self._alone:
+            self.publish()
+            self._let_others_read(time.monotonic() + SECONDS_FOR_OTHERS)
+
     def publish(self) -> None:
         """Store this rank's hash and, if no other rank has done so, the fingerprint behind it. Does not wait."""
         if self._alone:
@@ -192,7 +187,6 @@ class Comparison:
 
     def _verdict(self) -> str:
         """The message about the first difference. One rank computes it, so that all ranks have the same."""
-        self._store.add("waiting", 1)
         self.publish()
         end = time.monotonic() + SECONDS_FOR_ANSWERS
         if self._store.add("judges", 1) == 1:
@@ -200,11 +194,14 @@ class Comparison:
         elif not wait_for_key(self._store, "verdict", end + 2.0):
             return "The ranks that shard this model differ, and the rank that was to report the difference has ended."
         verdict = self._store.get("verdict").decode()
-        self._store.add("read", 1)
-        # The store may live in this process, so it must not end before the other ranks have read the verdict.
-        while self._store.add("read", 0) < self._store.add("waiting", 0) and time.monotonic() < end:
-            time.sleep(0.01)
+        self._let_others_read(end)
         return verdict
+
+    def _let_others_read(self, end: float) -> None:
+        """If this process holds the store, wait until all ranks have read why the model cannot be sharded."""
+        self._store.add("read", 1)
+        while holds_store() and self._store.add("read", 0) < len(self._ranks) and time.monotonic() < end:
+            time.sleep(0.01)
 
     def _fingerprints(self, end: float) -> list[tuple[list[int], Fingerprint]]:
         """The different fingerprints, each with the ranks that have it."""
@@ -271,7 +268,7 @@ def propagate_errors(index: FSDPDistributedIndex) -> Iterator[None]:
     """Run checks of this rank. If they raise an error, the other ranks raise one as well, instead of waiting for it."""
     try:
         yield
-    except (ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         with suppress(RuntimeError):  # the rank that holds the store may have ended already
-            Comparison(index.dense.dp_group, {_ERROR: f"{type(error).__name__}: {error}"}).publish()
+            Comparison(index.dense.dp_group, {_ERROR: f"{type(error).__name__}: {error}"}).publish_error()
         raise

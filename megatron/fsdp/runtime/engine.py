@@ -96,6 +96,8 @@ class Engine:
         self._unit_of = unit_of
         self._units_in: weakref.WeakKeyDictionary[nn.Module, list[Unit]] = weakref.WeakKeyDictionary()
         self._sync = _Synchronization(config.sync_model_each_microbatch)
+        # Which parameters took gradients at the last synchronization.
+        self._trained: list[bool] = []
         self.schedule = Schedule(
             units,
             Limits(
@@ -252,6 +254,19 @@ class Engine:
         for unit in units if direction is Direction.FORWARD else reversed(units):
             self.schedule.let_go(unit, direction)
 
+    @contextmanager
+    def unsharded(self) -> Iterator[None]:
+        """Context in which all units stay unsharded, so that forwards communicate nothing. A collective."""
+        self.schedule.begin_callers_forward()
+        try:
+            for unit in self.units[1:]:
+                self.schedule.hold(unit, Direction.FORWARD)
+            # Otherwise the model's forward would take this for a pass that has failed, and reshard all units.
+            self.schedule.in_callers_forward = False
+            yield
+        finally:
+            self.schedule.end_callers_forward()
+
     def show_main(self) -> None:
         """Make main weights the parameters of all modules, including those of unsharded units."""
         self.schedule.show_main()
@@ -396,10 +411,19 @@ class Engine:
             return used_here
         used_anywhere = self.context.any_rank(used_here)
         # Reading the flags makes the host wait for the device. If this rank has used every parameter, the result is
-        # clear without reading it.
-        if all(used for used, needed in zip(used_here, trained, strict=True) if needed):
+        # clear without reading it, unless parameters were frozen, which must be the same ones on all ranks.
+        frozen, self._trained = trained != self._trained, trained
+        if not frozen and all(used for used, needed in zip(used_here, trained, strict=True) if needed):
             return used_here
-        return used_anywhere.read()
+        result = used_anywhere.read()
+        params = [param for group in groups for param in group.params]
+        for param, here, anywhere in zip(params, used_here, result, strict=True):
+            if anywhere and not here and not param.trained:
+                raise RuntimeError(
+                    f"requires_grad of {param.name} is False on this rank, but another rank has a gradient for it. "
+                    "Freeze the same parameters on all ranks."
+                )
+        return result
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
         """Multiply the gradients in ``.grad`` in place by a number, or by a tensor with one element."""

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from megatron.fsdp.buffers.flat_buffer import storage_id
 from megatron.fsdp.buffers.parameter import TENSOR_PARALLEL, GroupKey, ShardedParameter, check_class
 from megatron.fsdp.comm.backends import is_on_host
+from megatron.fsdp.helpers.arguments import described
 from megatron.fsdp.helpers.spelling import did_you_mean
 from megatron.fsdp.quantized.storage import storage_of
 from megatron.fsdp.runtime.other_engines import check_no_other_engine
@@ -28,7 +29,7 @@ OWNER = "_fsdp_owner"
 # torch's wrapper for activation checkpointing removes this prefix from the names of parameters and in state dicts.
 _CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."
 
-UnitClasses = Sequence[type[nn.Module] | str]
+UnitClasses = Sequence[type[nn.Module] | str] | type[nn.Module] | str
 
 
 @dataclass
@@ -81,23 +82,31 @@ def resolve_unit_classes(module: nn.Module, unit_modules: UnitClasses | None) ->
     Args:
         module: The model, which must contain a module of every class.
         unit_modules: Classes, import paths such as ``"torch.nn.TransformerEncoderLayer"``, or names of classes that
-            occur in the model.
+            occur in the model. A single one needs no list.
 
     Raises:
-        ValueError: A path cannot be imported or is not a module class, a class does not occur in the model (the
+        TypeError: An entry is neither a class of modules nor a string.
+        ValueError: A path cannot be imported or is no class of modules, a class does not occur in the model (the
             message suggests the closest one that does), or several classes of the model have the given name.
     """
     kinds = {type(m) for m in module.modules()}
     present = {kind.__name__: kind for kind in kinds}
     classes = []
-    for entry in unit_modules or ():
+    single = isinstance(unit_modules, (str, type, nn.Module)) or not isinstance(unit_modules or (), Iterable)
+    entries: Iterable[Any] = [unit_modules] if single else unit_modules or ()  # type: ignore[assignment]
+    for entry in entries:
         if isinstance(entry, str) and sum(kind.__name__ == entry for kind in kinds) > 1:
             raise ValueError(f"fsdp_unit_modules: the model has several classes called {entry}; give the class itself.")
         cls = _import_class(entry, present) if isinstance(entry, str) else entry
         if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
-            raise ValueError(f"fsdp_unit_modules: expected module classes or import paths; got {entry!r}.")
+            hint = (
+                f" Give its class: fsdp_unit_modules=[{type(entry).__name__}]." if isinstance(entry, nn.Module) else ""
+            )
+            raise TypeError(
+                f"fsdp_unit_modules: expected classes of modules, or their names; got {described(entry)}.{hint}"
+            )
         if not any(isinstance(m, cls) for m in module.modules()):
-            raise ValueError(f"fsdp_unit_modules: the model has no {cls.__name__}.{_nearest(cls.__name__, present)}")
+            raise _absent(cls.__name__, present)
         classes.append(cls)
     return tuple(classes)
 
@@ -106,10 +115,17 @@ def _import_class(path: str, present: Mapping[str, type]) -> object:
     if path in present:
         return present[path]
     module_path, _, name = path.rpartition(".")
+    if not module_path:
+        raise _absent(name, present)
     try:
         return getattr(importlib.import_module(module_path), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"fsdp_unit_modules: cannot import {path!r} ({error}).{_nearest(name, present)}") from error
+        hint = _nearest(name, present)
+        raise ValueError(f"fsdp_unit_modules: cannot import {path!r} ({error}).{hint}") from error
+
+
+def _absent(name: str, present: Iterable[str]) -> ValueError:
+    return ValueError(f"fsdp_unit_modules: the model has no {name}.{_nearest(name, present)}")
 
 
 def _nearest(name: str, present: Iterable[str]) -> str:
@@ -126,8 +142,11 @@ def check_not_wrapped(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
         owner = getattr(parameter, OWNER, None)
         if owner is not None:
-            gone = "" if owner() is not None else " that is gone: keep what fully_shard returns"
-            raise ValueError(f"The model is already wrapped: parameter {name} belongs to a MegatronFSDP{gone}.")
+            gone = "" if owner() is not None else " that is gone"
+            raise ValueError(
+                f"The model is already wrapped: parameter {name} belongs to a MegatronFSDP{gone}. Call fully_shard "
+                "once, and use what it returns."
+            )
     check_no_other_engine(module)
 
 

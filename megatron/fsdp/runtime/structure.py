@@ -1,14 +1,17 @@
-"""Raises an error when code adds or replaces parameters of a sharded model, which would not be trained."""
+"""Raises an error when code adds, replaces or converts parameters of a sharded model, which would not be trained."""
 
 import functools
 import weakref
+from collections.abc import Callable, Iterable
 
+import torch
 from torch import nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
 
+from megatron.fsdp.dtensor.torch_patches import ask_before_apply
 from megatron.fsdp.runtime.partition import OWNER
 
 # The modules of sharded models, each with a reference to its engine.
@@ -22,6 +25,24 @@ def reject_structural_changes(root: nn.Module, owner: object) -> None:
     _watch()
 
 
+def reject_conversion(parameters: Iterable[torch.Tensor], fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Raise NotImplementedError if ``fn``, the function that ``nn.Module._apply`` gets, changes dtype or device."""
+    # Applied to an empty tensor of each dtype and device: nothing is converted for the check.
+    for dtype, device in {(parameter.dtype, parameter.device): None for parameter in parameters}:
+        changed = fn(torch.empty(0, dtype=dtype, device=device))
+        if (changed.dtype, changed.device) != (dtype, device):
+            raise NotImplementedError(
+                f"The model is sharded: its parameters stay {dtype} on {device} and cannot become {changed.dtype} on "
+                f"{changed.device}. Convert or move the model before sharding it, or set dtypes by the mixed precision "
+                "policy."
+            )
+
+
+def _reject_conversion_of_part(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    if _is_sharded(module):
+        reject_conversion((p for p in module._parameters.values() if p is not None and hasattr(p, OWNER)), fn)
+
+
 def _is_sharded(module: nn.Module) -> bool:
     owner = _sharded.get(module)
     return owner is not None and owner() is not None
@@ -30,6 +51,7 @@ def _is_sharded(module: nn.Module) -> bool:
 @functools.cache
 def _watch() -> None:
     # torch's registration hooks are global, so they are registered once for all models.
+    ask_before_apply(_reject_conversion_of_part)
     register_module_parameter_registration_hook(_parameter_registered)
     register_module_module_registration_hook(_module_registered)
 

@@ -87,8 +87,8 @@ def parse_granularity(text: str) -> Granularity:
     match = re.fullmatch(r"(row|tensor|parameter|element)|block\((\d*[1-9]\d*)\)", text.strip())
     if match is None:
         raise ValueError(
-            "granularity: expected row, whole_row, tensor, parameter, element or block(<rows>), as in block(128); got "
-            f"{text!r}."
+            "shard_granularity: expected row, whole_row, tensor, parameter, element or block(<rows>), as in "
+            f"block(128); got {text!r}."
         )
     return Granularity(match[1]) if match[1] else block(int(match[2]))
 

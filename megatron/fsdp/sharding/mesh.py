@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron.fsdp.comm.process_groups import new_group
+from megatron.fsdp.helpers.arguments import check_type
 from megatron.fsdp.helpers.spelling import did_you_mean
 
 DEFAULT_SHARD_DIM = "dp_shard"
@@ -84,15 +85,23 @@ class FSDPDistributedIndex:
         fsdp_group_ag: dist.ProcessGroup | None = None,
         expt_fsdp_group_ag: dist.ProcessGroup | None = None,
     ) -> None:
+        check_type("device_mesh", device_mesh, DeviceMesh, "torch's init_device_mesh makes one.")
         if dp_shard_dim is None:
             names = device_mesh.mesh_dim_names or ()
             if device_mesh.ndim != 1:
                 raise ValueError(
-                    f"dp_shard_dim: the mesh has axes {list(names)}; give the name of the one to shard over."
+                    f"dp_shard_dim: expected one of the axes {list(names)} of device_mesh; got None. Give the name of "
+                    "the one to shard over."
                 )
             dp_shard_dim = names[0] if names else None
         if hybrid_fsdp_group is not None and dp_outer_dim is None:
             raise ValueError("hybrid_fsdp_group spans two axes, so it needs dp_outer_dim, the name of the outer one.")
+        if dp_shard_dim is not None and dp_shard_dim in (dp_outer_dim, tp_dim):
+            raise ValueError(f"dp_shard_dim: expected another axis than dp_outer_dim and tp_dim; got {dp_shard_dim!r}.")
+        given = {"dp_shard_dim": dp_shard_dim, "dp_outer_dim": dp_outer_dim, "tp_dim": tp_dim}
+        for argument, name in given.items():
+            if name is not None:
+                submesh(device_mesh, (name,), argument)
         self.device_mesh = device_mesh
         self.expt_device_mesh = expt_device_mesh
         self.dp_shard_dim = dp_shard_dim
@@ -106,8 +115,6 @@ class FSDPDistributedIndex:
             self.expt_device_mesh = None
         elif expt_device_mesh is not None:
             self.experts = self._axes(expt_device_mesh, hybrid_fsdp_expt_group, expt_fsdp_group_ag)
-        if tp_dim is not None:
-            self.get_submesh(tp_dim)
 
     def _missing_axis(self, mesh: DeviceMesh) -> str | None:
         """The error message for a mesh that lacks a data-parallel axis; None if it has all of them."""
@@ -256,8 +263,13 @@ class FSDPDistributedIndex:
         return (self.experts if is_expert_parallel else self.dense).dp_group
 
 
-def submesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+def submesh(mesh: DeviceMesh, names: tuple[str, ...], argument: str = "") -> DeviceMesh:
     """The sub-mesh of the named axes, which may be flattened.
+
+    Args:
+        mesh: The mesh.
+        names: Names of its axes.
+        argument: The argument that the names are from, for the error message.
 
     Raises:
         ValueError: A name is not an axis of the mesh. The message suggests the closest one.
@@ -270,7 +282,8 @@ def submesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
             mesh[name]
         except (KeyError, RuntimeError) as error:
             hint = did_you_mean(name, axes, cutoff=0.4)
-            raise ValueError(f"The mesh has no axis {name!r}; its axes are {list(axes)}.{hint}") from error
+            start = f"{argument}: the" if argument else "The"
+            raise ValueError(f"{start} mesh has no axis {name!r}; its axes are {list(axes)}.{hint}") from error
     return mesh[names]
 
 

@@ -6,9 +6,19 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from megatron.fsdp.helpers.arguments import check_fields
+
 logger = logging.getLogger(__name__)
 
 _WIDTH = {torch.float64: 8, torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
+# What else people write for a dtype.
+_SHORT = {str(dtype).removeprefix("torch."): dtype for dtype in _WIDTH} | {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "half": torch.float16,
+}
 
 
 @dataclass(frozen=True)
@@ -28,6 +38,7 @@ class Dtypes:
     grad_comm: torch.dtype
 
 
+@check_fields
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
     """Dtypes of main weights, gradients and compute weights. None stands for the dtype of the model's parameters.
@@ -53,7 +64,11 @@ class MixedPrecisionPolicy:
             dtype = getattr(self, field.name)
             if dtype is not None and dtype not in _WIDTH:
                 expected = ", ".join(str(d) for d in _WIDTH)
-                raise ValueError(f"MixedPrecisionPolicy.{field.name}: expected None or one of {expected}; got {dtype}.")
+                like = _SHORT.get(str(dtype).lower().removeprefix("torch."))
+                hint = f" Did you mean {like}?" if like is not None and like is not dtype else ""
+                raise ValueError(
+                    f"MixedPrecisionPolicy: {field.name}: expected None or one of {expected}; got {dtype!r}.{hint}"
+                )
         _reject_mixed_halves("main_grads_dtype", self.main_grads_dtype, "grad_comm_dtype", self.grad_comm_dtype)
 
     def resolve(self, given: torch.dtype, name: str) -> Dtypes:
@@ -68,7 +83,8 @@ class MixedPrecisionPolicy:
         """
         if given not in _WIDTH:
             expected = ", ".join(str(d) for d in _WIDTH)
-            raise ValueError(f"Parameter {name}: expected one of the dtypes {expected}; got {given}.")
+            hint = "" if given.is_floating_point else " Make it a buffer if it is not trained."
+            raise ValueError(f"Parameter {name}: expected one of the dtypes {expected}; got {given}.{hint}")
         compute = self.compute_dtype or given
         main_params = self.main_params_dtype or given
         if _WIDTH[main_params] < _WIDTH[given]:

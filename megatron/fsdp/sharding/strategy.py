@@ -77,9 +77,8 @@ class Sharding:
     def __post_init__(self) -> None:
         if self.outer.shards_optimizer and not self.inner.shards_optimizer:
             raise ValueError(
-                "The outer axis shards the optimizer state that the inner axis has sharded, but the inner strategy "
-                "'no_shard' does not shard it. Use 'optim', 'optim_grads' or 'optim_grads_params' as the inner "
-                "strategy."
+                "outer_dp_sharding_strategy='optim' divides the optimizer state that zero_dp_strategy shards, but "
+                "'no_shard' does not shard it. Use zero_dp_strategy='optim', 'optim_grads' or 'optim_grads_params'."
             )
 
     @property
@@ -101,8 +100,26 @@ class Sharding:
 UNSHARDED = Sharding(INNER["no_shard"])
 
 
-def resolve_strategy(strategy: str | int, table: dict[str, AxisStrategy] | None = None) -> str:
+# Values that torch's FSDP and DeepSpeed have for the same, in lower case.
+_ELSEWHERE = {
+    "full_shard": "optim_grads_params",
+    "shard_grad_op": "optim_grads",
+    "zero1": "optim",
+    "zero2": "optim_grads",
+    "zero3": "optim_grads_params",
+    "ddp": "no_shard",
+}
+
+
+def resolve_strategy(
+    strategy: str | int, table: dict[str, AxisStrategy] | None = None, argument: str = "zero_dp_strategy"
+) -> str:
     """The canonical name of ``strategy``, which is a name or a ZeRO stage (a position in the table).
+
+    Args:
+        strategy: The name or the stage.
+        table: The strategies to choose from. None: those of the inner axis.
+        argument: What the setting is called in the error message.
 
     Raises:
         ValueError: ``strategy`` is not in the table. The message lists the choices and suggests the closest one.
@@ -113,6 +130,7 @@ def resolve_strategy(strategy: str | int, table: dict[str, AxisStrategy] | None 
         return names[strategy]
     if isinstance(strategy, str) and strategy in table:
         return strategy
-    hint = did_you_mean(strategy, names, cutoff=0.4)
+    same = _ELSEWHERE.get(str(strategy).lower().rpartition(".")[2])
+    hint = f" Use {same!r}." if same in names else did_you_mean(strategy, names, cutoff=0.4)
     choices = ", ".join(f"{stage} or {name!r}" for stage, name in enumerate(names))
-    raise ValueError(f"Unknown sharding strategy: expected {choices}; got {strategy!r}.{hint}")
+    raise ValueError(f"{argument}: expected {choices}; got {strategy!r}.{hint}")

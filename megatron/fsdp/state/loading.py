@@ -1,7 +1,7 @@
 """Loading a state dict of whole or sharded tensors into a sharded model."""
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from megatron.fsdp.buffers.parameter import ShardedParameter
 from megatron.fsdp.dtensor.placements import local_slice
 from megatron.fsdp.dtensor.ragged_dtensor import is_sharded, local_shard, reduced, same_layout
 from megatron.fsdp.helpers.codes import check_values
+from megatron.fsdp.helpers.spelling import did_you_mean, shortened
 from megatron.fsdp.runtime.engine import Engine
 from megatron.fsdp.runtime.partition import public_name
 
@@ -20,8 +21,17 @@ from megatron.fsdp.runtime.partition import public_name
 def _check(param: ShardedParameter, value: torch.Tensor, key: str) -> None:
     """Raise ValueError if ``value``, named ``key`` in the message, cannot be a value of the parameter."""
     check_values(key, value.dtype, param.main.dtype)
+    own = local_shard(param.main).shape
+    if is_sharded(value) and same_layout(value, param.main) and local_shard(value).shape != own:  # type: ignore[arg-type]
+        raise ValueError(
+            f"{key}: expected this rank's shard, of shape {tuple(own)}; got another rank's. torch.save writes what "
+            "one rank has: save and load a file per rank, or use torch.distributed.checkpoint."
+        )
     if value.shape != param.main.shape:
-        raise ValueError(f"{key}: expected shape {tuple(param.main.shape)}; got {tuple(value.shape)}.")
+        raise ValueError(
+            f"{key}: expected shape {tuple(param.main.shape)}; got {tuple(value.shape)}. Give the state of a model of "
+            "the same sizes."
+        )
 
 
 def own_shard(param: ShardedParameter, value: torch.Tensor) -> torch.Tensor:
@@ -63,14 +73,25 @@ def match_keys(wanted: Mapping[str, object], given: Mapping[str, object], strict
     """Return the keys of ``wanted`` that ``given`` has.
 
     Raises:
-        RuntimeError: ``strict``, and keys are missing or unexpected; the message lists all of them.
+        RuntimeError: ``strict``, and keys are missing or unexpected; the message names the first of them.
     """
     # Extra state is never required: whether a layer has any depends on its version and settings.
     missing = [key for key in wanted if key not in given and not key.endswith("_extra_state")]
     unexpected = [key for key in given if key not in wanted and not key.endswith("_extra_state")]
     if strict and (missing or unexpected):
-        raise RuntimeError(f"state_dict does not fit the model. Missing: {missing}. Unexpected: {unexpected}.")
+        raise RuntimeError(
+            f"state_dict does not fit the model. Missing: {shortened(missing) or 'none'}. "
+            f"Unexpected: {shortened(unexpected) or 'none'}.{_renamed(missing, unexpected)} Give the state of the same "
+            "model, or strict=False to load what fits."
+        )
     return [key for key in wanted if key in given]
+
+
+def _renamed(missing: list[str], unexpected: list[str]) -> str:
+    for name in unexpected[:1] if missing else ():
+        if hint := did_you_mean(name, missing, cutoff=0.8):
+            return f" {name}:{hint}"
+    return ""
 
 
 def with_prefix(state_dict: Mapping[str, Any], prefix: str, params: Iterable[ShardedParameter]) -> dict[str, Any]:
@@ -144,19 +165,6 @@ def load(engine: Engine, module: nn.Module, prefix: str, state_dict: Mapping[str
             target.copy_(state_dict[key])
     engine.invalidate_weights()
     return _IncompatibleKeys([k for k in wanted if k not in keys], [k for k in state_dict if k not in keys])
-
-
-def reject_conversion(params: Iterable[ShardedParameter], fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Raise NotImplementedError if ``fn``, the function that ``nn.Module._apply`` gets, changes dtype or device."""
-    # Applied to an empty tensor of each dtype and device that main weights have: nothing is converted for the check.
-    for dtype, device in {(local_shard(e.main).dtype, local_shard(e.main).device): None for e in params}:
-        changed = fn(torch.empty(0, dtype=dtype, device=device))
-        if (changed.dtype, changed.device) != (dtype, device):
-            raise NotImplementedError(
-                f"The model is sharded: its parameters stay {dtype} on {device} and cannot become {changed.dtype} on "
-                f"{changed.device}. Convert or move the model before sharding it, or set dtypes by the mixed precision "
-                "policy."
-            )
 
 
 NO_COPY = (

@@ -2,7 +2,7 @@
 
 It follows Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (arXiv:2205.05198), and
 adds flash attention, grouped queries, multi-latent attention, gated and expert layers. Activations have 2 bytes.
-docs/guide/doctor.md has the formulas and says how far off they may be.
+docs/guide/doctor.md has the formulas. They have not been compared with a GPU.
 """
 
 import math

@@ -1,6 +1,7 @@
 """docs/flags.md is up to date, and flags that the tables of limits.py do not have reach the engine."""
 
 import dataclasses
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,6 +32,22 @@ def test_the_page_has_each_flag_with_its_status() -> None:
     # Fields of the configs, and what validate_args reads where FSDP is on.
     assert {"--use-nccl-ub", "--optimizer-cpu-offload", "--megatron-fsdp-max-pool-double-buffer"} <= lines.keys()
     assert "check_weight_hash_across_dp_replicas_interval" in flag_table.read_for_fsdp()
+
+
+def test_megatrons_flags_in_the_guide_exist() -> None:
+    docs = flag_table.PAGE.parent
+    known = {option for action in flag_table.parser()._actions for option in action.option_strings}
+    for page in [
+        *docs.glob("guide/*.md"),
+        docs / "start" / "megatron.md",
+        docs / "troubleshooting.md",
+        docs / "faq.md",
+    ]:
+        # Names in code, without placeholders such as `--muon-...`.
+        named = set(re.findall(r"`(--[a-z0-9-]*[a-z0-9])(?![a-z0-9-])", page.read_text()))
+        # Those of doctor and verify, and Megatron's own name for --use-nccl-ub in its messages.
+        unknown = named - known - {"--world-size", "--ranks", "--nccl-ub"}
+        assert not unknown, page
 
 
 # What Megatron-Core's FSDP does with this size: prefetch until half of it is in flight, and reduce at most all of it.

@@ -1,0 +1,338 @@
+"""PyTorch Lightning's Trainer with MegatronFSDPStrategy trains, saves and resumes as with its own DDP."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.ranks import RankPool
+
+pytest.importorskip("lightning")
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "accumulation and clipping": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05},
+    "clipping of values": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    "bf16-true": {"precision": "bf16-true"},
+}
+
+
+def _compare(folder: Path, zero: int, settings: dict[str, Any]) -> None:
+    from tests import lightning_models as m
+
+    _, expected = m.fit("ddp", 2, folder / "ddp", **settings)
+    run, net = m.fit(m.sharded(zero_dp_strategy=zero), 2, folder / "fsdp", **settings)
+    tolerance = 1e-2 if settings.get("precision") else 1e-5
+    assert len(net.losses) == 12 and sum(net.losses[6:]) < sum(net.losses[:6])
+    torch.testing.assert_close(net.losses, expected.losses, rtol=tolerance, atol=tolerance)
+    for name, value in m.whole(net.state_dict()).items():
+        torch.testing.assert_close(value, expected.state_dict()[name], rtol=tolerance, atol=tolerance, msg=name)
+    assert run.callback_metrics["val"] < 1
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_trains_as_with_ddp(ranks: RankPool, tmp_path: Path, settings: str) -> None:
+    ranks.run(2, _compare, tmp_path, 3, SETTINGS[settings])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_trains_as_with_ddp_by_other_strategies(ranks: RankPool, tmp_path: Path, zero: int) -> None:
+    ranks.run(2, _compare, tmp_path, zero, SETTINGS["accumulation and clipping"])
+
+
+def _save(folder: Path, full: bool) -> tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    from tests import lightning_models as m
+
+    run, net = m.fit(m.sharded(save_distributed_checkpoint=not full), 2, folder, accumulate_grad_batches=2)
+    assert (folder / "epoch=0.ckpt").is_file() == full
+    return net.losses, m.whole(net.state_dict()), _moments(run)
+
+
+def _moments(run: Any) -> dict[str, torch.Tensor]:
+    from tests import lightning_models as m
+
+    state = run.optimizers[0].state_dict()["state"]
+    return {f"{number}.{n}": v for number, each in state.items() for n, v in m.whole(each).items()}
+
+
+def _resume(folder: Path, path: Path, full: bool) -> tuple[list[float], dict[str, torch.Tensor], int, list[float]]:
+    from tests import lightning_models as m
+
+    strategy = m.sharded(save_distributed_checkpoint=not full)
+    run, net = m.fit(strategy, 2, folder, path, accumulate_grad_batches=2)
+    return net.losses, m.whole(net.state_dict()), run.global_step, run.lr_scheduler_configs[0].scheduler.get_last_lr()
+
+
+@pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_resumes_in_a_new_process_bit_for_bit(ranks: RankPool, tmp_path: Path, full: bool) -> None:
+    straight = ranks.run(2, _save, tmp_path, full)
+    ranks.close()  # the next run has new processes
+    resumed = ranks.run(2, _resume, tmp_path / "resumed", tmp_path / "epoch=0.ckpt", full)
+    for (losses, weights, _), (later, weights_again, steps, rates) in zip(straight, resumed, strict=True):
+        assert later == losses[6:]
+        assert steps == 6 and rates == [0.0025]
+        assert all(torch.equal(weights_again[name], value) for name, value in weights.items())
+    if not full:
+        ranks.run(3, _load_only, tmp_path / "three", tmp_path / "epoch=1.ckpt", 3, *straight[0][1:])
+        ranks.run(1, _load_only, tmp_path / "one", tmp_path / "epoch=1.ckpt", 1, *straight[0][1:])
+
+
+def _load_only(folder: Path, path: Path, ranks: int, weights: dict, moments: dict) -> None:
+    from tests import lightning_models as m
+
+    # The checkpoint is that of the end of training: everything is loaded, and no step follows.
+    run, net = m.fit(m.sharded(), ranks, folder, path, accumulate_grad_batches=2)
+    assert not net.losses and run.global_step == 6
+    loaded = m.whole(net.state_dict())
+    assert all(torch.equal(loaded[name], value) for name, value in weights.items())
+    state = _moments(run)
+    assert state.keys() == moments.keys() and all(torch.equal(state[name], value) for name, value in moments.items())
+
+
+def _full_file(folder: Path) -> None:
+    from tests import lightning_models as m
+
+    run, net = m.fit(m.sharded(save_distributed_checkpoint=False), 2, folder)
+    path = folder / "epoch=0.ckpt"
+    # A plain model, and Lightning's own DDP, take the file.
+    loaded = m.Net.load_from_checkpoint(folder / "epoch=1.ckpt")
+    assert loaded.hparams.lr == 1e-2
+    for name, value in m.whole(net.state_dict()).items():
+        assert torch.equal(value, loaded.state_dict()[name])
+    _, by_ddp = m.fit("ddp", 2, folder / "ddp", path)
+    torch.testing.assert_close(by_ddp.losses, net.losses[6:], rtol=1e-5, atol=1e-5)
+    # The other way round: a sharded model takes DDP's file.
+    run.save_checkpoint(folder / "weights.ckpt", weights_only=True)
+    m.fit("ddp", 2, folder / "from", max_epochs=1)
+    _, by_fsdp = m.fit(m.sharded(), 2, folder / "to", folder / "from" / "epoch=0.ckpt")
+    torch.testing.assert_close(by_fsdp.losses, net.losses[6:], rtol=1e-5, atol=1e-5)
+    with pytest.raises(KeyError, match="contains only the model"):
+        m.fit(m.sharded(), 2, folder / "none", folder / "weights.ckpt")
+
+
+def test_a_file_with_whole_tensors_goes_to_and_from_ddp(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, _full_file, tmp_path)
+
+
+def _without_fit(folder: Path) -> None:
+    from tests import lightning_models as m
+
+    run, net = m.fit(m.sharded(), 2, folder)
+    logged = run.validate(net, m.loader(2, 16), verbose=False)
+    path = folder / "epoch=1.ckpt"
+    for full in (False, True):
+        run.strategy._save_distributed_checkpoint = not full
+        run.save_checkpoint(folder / f"weights {full}", weights_only=True)
+    predictions = run.predict(net, m.loader(2, 16))
+    for checkpoint in (path, folder / "weights False", folder / "weights True"):
+        other, fresh = m.trainer(m.sharded(), 2, folder / "new"), m.Net()
+        assert other.validate(fresh, m.loader(2, 16), checkpoint, verbose=False) == logged
+        assert other.test(fresh, m.loader(2, 16), checkpoint, verbose=False) == logged
+        for one, two in zip(other.predict(fresh, m.loader(2, 16), ckpt_path=checkpoint), predictions, strict=True):
+            assert torch.equal(one, two)
+    assert run.strategy.broadcast(run.global_rank, 1) == 1
+    assert run.strategy.reduce(torch.tensor(float(run.global_rank)), reduce_op="sum") == 1
+
+
+def _fit_twice(folder: Path) -> None:
+    from tests import lightning_models as m
+
+    losses = []
+    for strategy in ("ddp", m.sharded(zero_dp_strategy=1), m.sharded()):
+        run, net = m.fit(strategy, 2, folder, max_epochs=1)
+        run.fit_loop.max_epochs = 2
+        run.fit(net, m.loader(2))
+        # Another Trainer trains the same model.
+        m.trainer(m.sharded() if strategy != "ddp" else "ddp", 2, folder, max_epochs=1).fit(net, m.loader(2))
+        losses.append(net.losses)
+    assert len(losses[0]) == 18
+    torch.testing.assert_close(losses[1:], losses[:1] * 2, rtol=1e-5, atol=1e-5)
+
+
+def test_fit_twice(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, _fit_twice, tmp_path)
+
+
+def test_validate_test_and_predict_alone(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, _without_fit, tmp_path)
+
+
+def _average(folder: Path) -> None:
+    from lightning.pytorch.callbacks import EMAWeightAveraging
+
+    from tests import lightning_models as m
+
+    results = []
+    for strategy, name in (("ddp", "ddp"), (m.sharded(zero_dp_strategy=1), "1"), (m.sharded(), "3")):
+        run, net = m.fit(strategy, 2, folder / name, callbacks=[EMAWeightAveraging(decay=0.5)])
+        results.append((net.losses, run.callback_metrics["val"].item(), m.whole(net.state_dict())))
+    expected, *others = results
+    for result in others:
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
+    _, net = m.fit(
+        m.sharded(), 2, folder / "resumed", folder / "3" / "epoch=0.ckpt", callbacks=[EMAWeightAveraging(decay=0.5)]
+    )
+    assert net.losses == results[-1][0][6:]
+    for name, value in m.whole(net.state_dict()).items():
+        assert torch.equal(value, results[-1][2][name]), name
+
+
+def test_weight_averaging(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, _average, tmp_path)
+
+
+def _manual(folder: Path) -> None:
+    from tests import lightning_models as m
+
+    class Manual(m.Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            first, second = self.optimizers()
+            for optimizer in (first, second):
+                loss = self._loss(batch)
+                self.losses.append(loss.item())
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                self.clip_gradients(optimizer, 0.1, "norm")
+                optimizer.step()
+
+        def configure_optimizers(self) -> Any:
+            body = torch.optim.AdamW([*self.inputs.parameters(), *self.blocks.parameters()], lr=1e-2, eps=1e-5)
+            return body, torch.optim.SGD(self.head.parameters(), lr=1e-2)
+
+    losses = []
+    for strategy in ("ddp", m.sharded()):
+        net = Manual()
+        m.trainer(strategy, 2, folder, limit_train_batches=4).fit(net, m.loader(2))
+        losses.append(net.losses)
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-5)
+
+
+def test_manual_optimization(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, _manual, tmp_path)
+
+
+def _configure_model(folder: Path) -> None:
+    from tests import lightning_models as m
+
+    class Deferred(m.Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = None
+
+        def configure_model(self) -> None:
+            if self.blocks is None:
+                with torch.device("meta"):
+                    self.blocks = nn.Sequential(m.Block(), m.Block())
+
+    net = Deferred()
+    m.trainer(m.sharded(), 2, folder).fit(net, m.loader(2))
+    assert len(net.losses) == 12 and sum(net.losses[6:]) < sum(net.losses[:6])
+    weights = m.whole(net.state_dict())
+    other = Deferred()
+    run = m.trainer(m.sharded(), 2, folder / "other", max_epochs=2)
+    run.fit(other, m.loader(2), ckpt_path=folder / "epoch=1.ckpt")
+    assert all(torch.equal(value, weights[name]) for name, value in m.whole(other.state_dict()).items())
+
+
+def test_layers_made_in_configure_model_on_the_meta_device(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, _configure_model, tmp_path)
+
+
+def _mistakes(folder: Path) -> None:
+    from lightning.pytorch.callbacks import StochasticWeightAveraging
+
+    from tests import lightning_models as m
+
+    with pytest.raises(TypeError, match="zero_dp_strategi: .*Did you mean 'zero_dp_strategy'"):
+        m.sharded(zero_dp_strategi=3)
+    with pytest.raises(TypeError, match="device_mesh: the strategy sets it"):
+        m.sharded(device_mesh=None)
+    with pytest.raises(ValueError, match="divide the 2 ranks; got 3"):
+        m.fit(m.sharded(replicas=3), 2, folder)
+    with pytest.raises(ValueError, match="16-mixed"):
+        m.fit(m.sharded(), 2, folder, precision="16-mixed")
+    with pytest.raises(NotImplementedError, match="EMAWeightAveraging"):
+        m.fit(m.sharded(), 2, folder, callbacks=[StochasticWeightAveraging(1e-2)])
+    with pytest.raises(ValueError, match="Expected the path of a checkpoint"):
+        m.fit(m.sharded(), 2, folder, folder)
+    run, net = m.fit(m.sharded(), 2, folder, max_epochs=1)
+    with pytest.raises(TypeError, match="storage_options"):
+        run.save_checkpoint(folder / "x", storage_options={})
+
+
+def test_mistakes(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, _mistakes, tmp_path)
+
+
+def _other_import_name(folder: Path) -> None:
+    import pytorch_lightning
+
+    from megatron.fsdp.integrations.pytorch_lightning import MegatronFSDPStrategy
+    from tests import lightning_models as m
+
+    class Net(pytorch_lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.body = nn.Sequential(nn.Linear(5, m.WIDTH), m.Block(), m.Block(), nn.Linear(m.WIDTH, 1))
+            self.losses: list[float] = []
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            loss = nn.functional.mse_loss(self.body(batch[0]), batch[1])
+            self.losses.append(loss.item())
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    losses = []
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    for strategy in ("ddp", MegatronFSDPStrategy([m.Block])):
+        net = Net()
+        run = pytorch_lightning.Trainer(
+            accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, default_root_dir=folder, **quiet
+        )
+        run.fit(net, m.loader(2))
+        losses.append(net.losses)
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_pytorch_lightning_as_import_name(ranks: RankPool, tmp_path: Path) -> None:
+    pytest.importorskip("pytorch_lightning")
+    ranks.run(2, _other_import_name, tmp_path)
+
+
+def _replicas(folder: Path) -> None:
+    from tests import lightning_models as m
+
+    _, expected = m.fit("ddp", 4, folder / "ddp", gradient_clip_val=0.05)
+    _, net = m.fit(m.sharded(replicas=2), 4, folder / "hsdp", gradient_clip_val=0.05)
+    torch.testing.assert_close(net.losses, expected.losses, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_replicas(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(4, _replicas, tmp_path)
+
+
+def _mixed(folder: Path) -> None:
+    from tests import lightning_models as m
+
+    _, expected = m.fit("ddp", 2, folder / "ddp", precision="32-true")
+    _, net = m.fit(m.sharded(), 2, folder / "mixed", precision="bf16-mixed")
+    assert net.losses != expected.losses
+    torch.testing.assert_close(net.losses, expected.losses, rtol=0.05, atol=0.02)
+    assert {p.dtype for p in net.parameters()} == {torch.float32}
+    groups = net.__dict__["_megatron_fsdp_sharded"].engine.groups
+    assert {(g.dtypes.compute, g.dtypes.grad_comm) for g in groups} == {(torch.bfloat16, torch.float32)}
+
+
+def test_bf16_mixed_computes_in_bf16_and_updates_fp32_weights(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, _mixed, tmp_path)

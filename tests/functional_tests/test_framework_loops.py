@@ -1,0 +1,208 @@
+"""The examples of plain loops train as without sharding: generation, LoRA adapters, resuming."""
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.launch import ROOT, torchrun
+from tests.ranks import RankPool
+
+EXAMPLES = ROOT / "examples" / "frameworks"
+
+
+def _run(arguments: list[str], ranks: int = 2) -> str:
+    name, *rest = arguments
+    result: subprocess.CompletedProcess[str] = torchrun([str(EXAMPLES / name), *rest], ranks=ranks, timeout=200)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result.stdout
+
+
+def _losses(output: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"^step \d+: loss (\d+\.\d+)", output, flags=re.MULTILINE)]
+
+
+def _llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    size = {"hidden_size": 40, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=61, **size))
+
+
+# Generation ----------------------------------------------------------------------------------------------------
+
+
+def _generate(zero: int) -> None:
+    from megatron_fsdp import fully_shard
+
+    rank = dist.get_rank()
+    models = [_llama() for _ in range(3)]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-5) for model in models]
+    settings = {"fsdp_unit_modules": ["LlamaDecoderLayer"], "zero_dp_strategy": zero}
+    wrappers = [fully_shard(m, o, **settings)[0] for m, o in list(zip(models, optimizers, strict=True))[:2]]
+    prompt = torch.arange(7, 10 + 2 * rank)[None]
+    for step in range(4):
+        tokens = torch.randint(61, (2, 10), generator=torch.Generator().manual_seed(step))
+        losses = []
+        for model, optimizer, rows in zip(models, optimizers, [tokens[[rank]]] * 2 + [tokens], strict=True):
+            loss = model(input_ids=rows, labels=rows).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        # Generating changes no bit of what follows.
+        assert torch.equal(losses[0], losses[1])
+        dist.all_reduce(losses[0])
+        torch.testing.assert_close(losses[0] / 2, losses[2], rtol=1e-5, atol=1e-5)
+        if step % 2:
+            continue
+        answers = []
+        with wrappers[0].unsharded():
+            # Ranks run different numbers of forwards, and one of them an additional one of the wrapper.
+            answers = [models[0].generate(prompt, do_sample=False, max_new_tokens=3 + 4 * rank, pad_token_id=0)]
+            if rank == 0:
+                logits = wrappers[0](input_ids=prompt).logits
+                torch.testing.assert_close(logits, models[2](input_ids=prompt).logits, rtol=1e-4, atol=1e-4)
+        # Without the context, transformers' own way keeps ranks in step.
+        settings_of_both = {"do_sample": False, "max_new_tokens": 3 + 4 * rank, "pad_token_id": 0}
+        in_step = models[1].generate(prompt, synced_gpus=True, **settings_of_both)
+        assert torch.equal(in_step, answers[0])
+        answers.append(models[2].generate(prompt, do_sample=False, max_new_tokens=3 + 4 * rank, pad_token_id=0))
+        assert torch.equal(*answers)
+    assert all(p.device.type == "cpu" and hasattr(p, "full_tensor") for p in models[0].parameters())
+
+
+@pytest.mark.parametrize("zero", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_ranks_generate_independently_and_training_goes_on(ranks: RankPool, zero: int) -> None:
+    pytest.importorskip("transformers")
+    ranks.run(2, _generate, zero)
+
+
+def _double_buffer() -> None:
+    from megatron_fsdp import fully_shard_model
+
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4)) for _ in range(4)))
+    sharded = fully_shard_model(model, fsdp_unit_modules=[nn.Linear], fsdp_double_buffer=True)
+    with pytest.raises(RuntimeError, match="fsdp_double_buffer"), sharded.unsharded():
+        pass
+    sharded(torch.ones(1, 4)).sum().backward()  # the model is still usable
+
+
+def test_units_that_share_a_buffer_cannot_all_be_unsharded(ranks: RankPool) -> None:
+    ranks.run(2, _double_buffer)
+
+
+@pytest.mark.slow
+def test_example_of_generation() -> None:
+    pytest.importorskip("transformers")
+    output = _run(["generate_in_training.py"])
+    model = _llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-5)
+    generator, expected, answers = torch.Generator().manual_seed(1), [], {}
+    for step in range(6):
+        tokens = (torch.randint(61, (4, 1), generator=generator) + torch.arange(12)).remainder(61)
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+        for rank in range(2) if step % 3 == 2 else ():
+            prompt = torch.arange(7, 10 + 2 * rank)[None]
+            answer = model.generate(prompt, do_sample=False, max_new_tokens=4 + 3 * rank, pad_token_id=0)
+            answers[f"step {step}, rank {rank}: {answer[0].tolist()}"] = True
+    assert _losses(output) == pytest.approx(expected, abs=2e-5)
+    assert set(re.findall(r"^step \d, rank .*$", output, flags=re.MULTILINE)) == set(answers)
+
+
+# Adapters ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_example_of_adapters(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path / "adapters"
+    first, second = _run(["lora.py", str(folder)]), _run(["lora.py", str(folder), "--resume"], ranks=1)
+    model = peft.get_peft_model(_llama(), peft.LoraConfig(r=4, target_modules="all-linear"))
+    for output in (first, second):
+        # As in the example, the optimizer starts anew in the second process.
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        generator, expected = torch.Generator().manual_seed(1), []
+        for _ in range(5):
+            tokens = torch.randint(61, (4, 12), generator=generator)
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            expected.append(loss.item())
+        assert _losses(output) == pytest.approx(expected, abs=1e-4)
+    assert (folder / "adapter_model.safetensors").stat().st_size < 50_000
+    merged = transformers.LlamaForCausalLM.from_pretrained(folder / "merged")
+    tokens = torch.arange(24).view(2, 12)
+    with torch.no_grad():
+        torch.testing.assert_close(merged(tokens).logits, model(tokens).logits, rtol=1e-3, atol=1e-3)
+
+
+# A plain loop --------------------------------------------------------------------------------------------------
+
+
+def _reference(steps: int, micro_batches: int) -> list[float]:
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("plain_loop", EXAMPLES / "plain_loop.py")
+    assert spec is not None and spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    torch.manual_seed(0)
+    model = example.build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-5)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 3))
+    losses = []
+    for step in range(steps):
+        total = 0.0
+        for micro in range(micro_batches):
+            tokens = example.batch(step, micro, 0, 1)
+            logits = model(tokens[:, :-1])
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()) / micro_batches
+            loss.backward()
+            total += loss.item()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        losses.append(total)
+    return losses
+
+
+def test_plain_loop_resumes_in_a_new_process(tmp_path: Path) -> None:
+    expected = _reference(6, 2)
+    first = _run(["plain_loop.py", "--steps", "3", "--save", str(tmp_path)])
+    second = _run(["plain_loop.py", "--steps", "6", "--save", str(tmp_path)], ranks=1)
+    assert _losses(first) == pytest.approx(expected[:3], abs=2e-5)
+    assert _losses(second) == pytest.approx(expected[3:], abs=2e-5)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-3", "step-6"]
+
+
+@pytest.mark.slow
+def test_plain_loop_with_replicas_and_compilation() -> None:
+    output = _run(["plain_loop.py", "--steps", "4", "--replicas", "2", "--compile"], ranks=4)
+    assert _losses(output) == pytest.approx(_reference(4, 2), abs=2e-5)
+
+
+# PyTorch Lightning ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_example_of_lightning(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    expected = _losses(_run(["lightning_fit.py", str(tmp_path / "ddp"), "--epochs", "3", "--ddp"]))
+    folder = str(tmp_path / "sharded")
+    first, second = (_run(["lightning_fit.py", folder, "--epochs", epochs]) for epochs in ("2", "3"))
+    assert len(expected) == 3
+    assert _losses(first) + _losses(second) == pytest.approx(expected, abs=2e-5)

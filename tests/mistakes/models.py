@@ -1,0 +1,246 @@
+"""Mistakes with the model: before it is sharded, and what is done to it afterwards."""
+
+from tests.mistakes.case import Mistake, Theme
+
+_CHECK = "assert_trains(model, optimizer)"
+_ALONE = ("on a sharded parameter", "in the forward of the sharded model: call that", "register_forward_method(module")
+_STAYS = ("The model is sharded: its parameters stay torch.float32 on cpu", "before sharding it")
+
+_BEFORE = (
+    Mistake(
+        "A model on the meta device",
+        """
+        with torch.device("meta"):
+            model = Model()
+        fully_shard_model(model, fsdp_unit_modules=[Block])
+        """,
+        ValueError,
+        ("Parameter embedding.weight is on the meta device", "init_model_with_meta_device=True"),
+    ),
+    Mistake(
+        "A module on the meta device that cannot initialize itself",
+        """
+        class Scale(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.factor = nn.Parameter(torch.ones(3, device="meta"))
+
+        fully_shard_model(nn.Sequential(Scale()), init_model_with_meta_device=True)
+        """,
+        ValueError,
+        (
+            "init_model_with_meta_device: 0 (Scale) has factor on the meta device and no method reset_parameters",
+            "Add one",
+        ),
+    ),
+    Mistake(
+        "A model that has not got its shapes yet",
+        "fully_shard_model(nn.Sequential(nn.LazyLinear(4)))",
+        ValueError,
+        ("Parameter 0.weight", "which has no shape yet. Run the model once before it is sharded."),
+    ),
+    Mistake(
+        "A sparse parameter",
+        "fully_shard_model(nn.ParameterList([nn.Parameter(torch.eye(3).to_sparse())]))",
+        NotImplementedError,
+        ("Parameter 0 has the layout torch.sparse_coo: only strided ones are supported.",),
+    ),
+    Mistake(
+        "Parameters of integers",
+        "fully_shard_model(nn.ParameterList([nn.Parameter(torch.arange(3), requires_grad=False)]))",
+        ValueError,
+        ("Parameter 0: expected one of the dtypes torch.float64", "got torch.int64", "buffer"),
+    ),
+    Mistake(
+        "DDP inside",
+        "fully_shard_model(DistributedDataParallel(model), fsdp_unit_modules=[Block])",
+        ValueError,
+        ("The model cannot be sharded: it is already synchronized by", "DistributedDataParallel", "(its .module)"),
+    ),
+    Mistake(
+        "FSDP2 inside",
+        """
+        for block in model.blocks:
+            torch.distributed.fsdp.fully_shard(block)
+        fully_shard_model(model, fsdp_unit_modules=[Block])
+        """,
+        ValueError,
+        (
+            "The model cannot be sharded: its module blocks.0 is already synchronized by",
+            "Leave out torch's fully_shard",
+        ),
+    ),
+    Mistake(
+        "A copy of a model before it is sharded",
+        """
+        average = copy.deepcopy(model)
+        model, optimizer = fully_shard(model, optimizer, fsdp_unit_modules=[Block])
+        """,
+        None,
+        "the copy is a model of its own.",
+        _CHECK + "; loss_of(average, tokens_of())",
+    ),
+    Mistake(
+        "A method registered before the model is sharded",
+        'register_forward_method(model, "forward")',
+        ValueError,
+        ("register_forward_method: expected a module of a sharded model; got a TinyModel", "Shard the model first."),
+    ),
+    Mistake(
+        "Deferred initialization of a model that is built",
+        "deferred_init(Model())",
+        TypeError,
+        ("deferred_init: expected a class, or a function", "got a tests.models.TinyModel"),
+    ),
+)
+
+_AFTER = (
+    Mistake(
+        "Sharding twice",
+        "fully_shard(model, optimizer, fsdp_unit_modules=[Block])",
+        ValueError,
+        (
+            "The model is already wrapped: parameter module.embedding.weight belongs to a MegatronFSDP",
+            "Call fully_shard once",
+        ),
+    ),
+    Mistake(
+        "Sharding the inner model again",
+        "fully_shard_model(model.module, fsdp_unit_modules=[Block])",
+        ValueError,
+        ("The model is already wrapped: parameter embedding.weight belongs to a MegatronFSDP", "Call fully_shard once"),
+    ),
+    Mistake(
+        "DDP around a sharded model",
+        "DistributedDataParallel(model)",
+        ValueError,
+        (
+            "DistributedDataParallel cannot wrap a model that Megatron-FSDP has sharded",
+            "Use the sharded model directly.",
+        ),
+    ),
+    Mistake(
+        "FSDP2 around a sharded model",
+        "torch.distributed.fsdp.fully_shard(model)",
+        ValueError,
+        ("torch's fully_shard was called on a model that Megatron-FSDP has sharded. Leave it out.",),
+    ),
+    Mistake(
+        "The inner model instead of the sharded one",
+        "model.module(tokens_of())",
+        None,
+        "the model that was given to fully_shard is sharded itself.",
+        "train(model.module, optimizer); assert_same_weights(model, unsharded())",
+    ),
+    Mistake("A unit alone", "model.module.blocks[0](torch.randn(2, 13))", None, "a unit unshards itself.", _CHECK),
+    Mistake("An embedding alone", "model.module.embedding(tokens_of())", NotImplementedError, _ALONE),
+    Mistake("A head alone", "model.module.head(torch.randn(2, 13))", NotImplementedError, _ALONE),
+    Mistake(
+        "A method other than forward",
+        """
+        def encode(model, tokens):
+            return model.blocks[0](model.embedding(tokens))
+
+        Model.encode = encode
+        model.module.encode(tokens_of())
+        """,
+        NotImplementedError,
+        _ALONE,
+    ),
+    Mistake(
+        "A method other than forward, registered",
+        """
+        Model.encode = lambda model, tokens: model.blocks[0](model.embedding(tokens))
+        register_forward_method(model, "encode")
+        model.encode(tokens_of())
+        """,
+        None,
+        "the method runs with whole parameters.",
+        _CHECK,
+    ),
+    Mistake(
+        "A method that does not exist",
+        'register_forward_method(model, "forwrad")',
+        ValueError,
+        ("register_forward_method: TinyModel has no method 'forwrad'. Did you mean 'forward'?",),
+    ),
+    Mistake("Another dtype after sharding", "model.to(torch.bfloat16)", NotImplementedError, _STAYS),
+    Mistake("half() after sharding", "model.half()", NotImplementedError, _STAYS),
+    Mistake("half() of the inner model", "model.module.half()", NotImplementedError, _STAYS),
+    Mistake("A move to where the model is", 'model.to("cpu")', None, "nothing is moved.", _CHECK),
+    Mistake(
+        "A copy of a sharded model",
+        "copy.deepcopy(model)",
+        NotImplementedError,
+        ("A sharded model cannot be copied.", "state_dict()"),
+    ),
+    Mistake(
+        "A pickle of a sharded model",
+        "torch.save(model, io.BytesIO())",
+        NotImplementedError,
+        ("A sharded model cannot be pickled. Save its state with torch.distributed.checkpoint.save",),
+    ),
+    Mistake(
+        "A parameter that is replaced",
+        "model.module.head.weight = nn.Parameter(torch.zeros(31, 13))",
+        RuntimeError,
+        (
+            "Linear.weight is sharded: a parameter that replaces it would be neither sharded nor trained.",
+            "copy_(value)",
+        ),
+    ),
+    Mistake(
+        "A new module",
+        "model.module.extra = nn.Linear(2, 2)",
+        RuntimeError,
+        ("parameters of a new module 'extra'", "Add modules, such as adapters, before the model is sharded."),
+    ),
+    Mistake(
+        "A whole tensor as .data",
+        "model.module.head.weight.data = torch.zeros(31, 13)",
+        None,
+        "the values are copied into the shards.",
+        "assert abs(loss_of(model, tokens_of()).item() - math.log(31)) < 1e-5",
+    ),
+    Mistake(
+        "Values written in place",
+        """
+        with torch.no_grad():
+            model.module.head.weight.zero_()
+        """,
+        None,
+        "the next forward uses the new values.",
+        "assert abs(loss_of(model, tokens_of()).item() - math.log(31)) < 1e-5",
+    ),
+    Mistake(
+        "Initialization after sharding",
+        "nn.init.xavier_uniform_(model.module.head.weight)",
+        None,
+        "every rank initializes its shard, with the variance of the whole tensor.",
+        "assert abs(model.module.head.weight.full_tensor().std().item() - (2 / 44) ** 0.5) < 0.02",
+    ),
+    Mistake(
+        "register_buffers without nccl_ub",
+        "model.register_buffers()",
+        RuntimeError,
+        ("register_buffers: expected nccl_ub=True",),
+    ),
+)
+
+THEME = Theme(
+    "The model, before it is sharded",
+    """
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    """,
+    _BEFORE,
+)
+SHARDED = Theme(
+    "The model, after it is sharded",
+    """
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    model, optimizer = fully_shard(model, optimizer, fsdp_unit_modules=[Block])
+    """,
+    _AFTER,
+)
