@@ -81,7 +81,7 @@ torch-reduced: $(TORCH_STAMPS) ## run the unit tests that depend on torch's inte
 	done
 
 python-versions: install ## import, train, save and resume with the wheel and torch alone on every supported version of Python
-	$(PYTEST) tests/functional_tests/test_python_versions.py
+	$(PYTEST) tests/functional_tests/test_python_versions.py tests/functional_tests/test_packaging.py
 
 mcore-versions: install ## train, save and resume with other versions of megatron-core from PyPI
 	$(PYTEST) tests/functional_tests/test_megatron_versions.py

@@ -1,5 +1,6 @@
 """Collects the code blocks of the documentation and runs them. CONTRIBUTING.md describes the convention."""
 
+import json
 import os
 import re
 import subprocess
@@ -216,17 +217,32 @@ def _be_rank(page: Page, script: Script, folder: Path, rank: int, port: int, out
         sys.exit(1)
 
 
-# Stands for torchrun: everything before the script is the launcher's. A script of the reader's own is taken for ours.
-DOCTOR = """
+# Stands for torchrun: prints what the doctor is asked, as JSON. What comes before the script is the launcher's. A
+# script of the reader's own is taken for ours.
+TORCHRUN = """
 torchrun() {
     while [[ $# -gt 0 && $1 != *.py ]]; do shift; done
     local script=pretrain_gpt.py
     if [[ -e $1 ]]; then script=$1; fi
     shift
-    python -m megatron.fsdp.doctor --world-size %d "$script" "$@" && echo "doctor accepts the command"
+    python -c 'import json, sys; print(json.dumps(sys.argv[1:]))' --world-size %d "$script" "$@"
 }
 export -f torchrun
 """
+
+
+def doctor_commands(page: Page, command: Command, folder: Path) -> list[list[str]]:
+    """What the doctor is asked about a bash block, as words of its command lines.
+
+    Raises:
+        PageError: The block starts nothing with torchrun, or fails.
+    """
+    code = TORCHRUN % command.doctor + command.code
+    output = run_command(page, Command(command.line, code), folder)
+    asked = [json.loads(line) for line in output.splitlines() if line.startswith('["--world-size"')]
+    if not asked:
+        raise PageError(f"{page.path}:{command.line}: 'doctor' needs a command that begins with torchrun\n{output}")
+    return asked
 
 
 def run_command(page: Page, command: Command, folder: Path, timeout: float = TIMEOUT) -> str:
@@ -238,11 +254,10 @@ def run_command(page: Page, command: Command, folder: Path, timeout: float = TIM
     Raises:
         PageError: A command of it failed.
     """
-    code = command.code if command.doctor is None else DOCTOR % command.doctor + command.code
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     python_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PATH": path, "PYTHONPATH": python_path, "TMPDIR": str(folder)}
-    shell = ["bash", "-euo", "pipefail", "-c", f"exec 2>&1\n{code}"]
+    shell = ["bash", "-euo", "pipefail", "-c", f"exec 2>&1\n{command.code}"]
     where = f"{page.path}:{command.line}"
     try:
         result = subprocess.run(shell, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
@@ -251,6 +266,4 @@ def run_command(page: Page, command: Command, folder: Path, timeout: float = TIM
     output = "\n".join(result.stdout.splitlines()[-LINES_OF_OUTPUT:])
     if result.returncode:
         raise PageError(f"{where}: exit code {result.returncode}\n{output}")
-    if command.doctor is not None and "doctor accepts the command" not in output:
-        raise PageError(f"{where}: 'doctor' needs a command that begins with torchrun\n{output}")
     return output

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs_code import Command, Page, PageError, read_page, run_command, run_scripts
+from tests.docs_code import Command, Page, PageError, doctor_commands, read_page, run_command, run_scripts
+from tests.doctor_cases import run as run_doctor
 from tests.ranks import ROOT
 
 PATHS = sorted((ROOT / "docs").rglob("*.md"))
@@ -22,14 +23,7 @@ def readable(path: Path) -> Page:
 
 
 PAGES = [readable(path) for path in PATHS]
-COMMANDS = [
-    # The doctor imports Megatron, which takes half of a minute on a busy machine.
-    pytest.param(
-        page, command, id=f"{name(page.path)}:{command.line}", marks=[pytest.mark.slow] if command.doctor else []
-    )
-    for page in PAGES
-    for command in page.commands
-]
+COMMANDS = [(page, command) for page in PAGES for command in page.commands]
 
 
 @pytest.mark.parametrize("path", PATHS, ids=name)
@@ -44,9 +38,39 @@ def test_python_blocks_run(page: Page, tmp_path: Path) -> None:
     run_scripts(page, folder)
 
 
-@pytest.mark.parametrize(("page", "command"), COMMANDS)
+@pytest.mark.parametrize(
+    ("page", "command"),
+    [
+        pytest.param(page, command, id=f"{name(page.path)}:{command.line}")
+        for page, command in COMMANDS
+        if command.doctor is None
+    ],
+)
 def test_bash_blocks_run(page: Page, command: Command, tmp_path: Path) -> None:
     run_command(page, command, tmp_path)
+
+
+def rejected(blocks: list[tuple[Page, Command]], folder: Path) -> list[str]:
+    """What the doctor answers to those commands that it does not accept."""
+    asked = [
+        (f"{name(page.path)}:{command.line}", words)
+        for page, command in blocks
+        for words in doctor_commands(page, command, folder)
+    ]
+    results = run_doctor([words for _, words in asked], ROOT)
+    return [
+        f"{where}: {result.out}{result.err}" for (where, _), result in zip(asked, results, strict=True) if result.code
+    ]
+
+
+@pytest.mark.slow
+def test_the_doctor_accepts_the_commands(tmp_path: Path) -> None:
+    blocks = [(page, command) for page, command in COMMANDS if command.doctor is not None]
+    assert len(blocks) > 10
+    wrong = (PAGES[0], Command(1, "torchrun train.py --no-such-flag", 8))
+    *answers, last = rejected([*blocks, wrong], tmp_path)
+    assert not answers, "\n".join(answers)
+    assert "--no-such-flag" in last
 
 
 # The collector and the runner themselves.

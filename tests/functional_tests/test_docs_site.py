@@ -24,12 +24,12 @@ CHROMIUM = shutil.which("chromium")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium")
 DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 
-# Of a page: the links and anchors of its text, images without a picture, and what is wider than a phone.
+# Of a page: links and anchors, images without a picture, and whether a comment shows as text.
 LOOK = """() => ({
     links: [...document.querySelectorAll("a[href]")].map(a => a.href),
     ids: [...document.querySelectorAll("[id]")].map(e => e.id),
     broken: [...document.images].filter(i => !i.complete || i.naturalWidth === 0).map(i => i.src),
-    hidden: document.body.innerText.includes("<!--"),
+    hidden: [...document.querySelectorAll("article p")].some(e => e.textContent.startsWith("<!--")),
 })"""
 # A text, the first block that is its ground, and the size of the text in pixels.
 COLORS = """selector => {

@@ -124,7 +124,7 @@ MISTAKES: dict[str, tuple[list[str], int, tuple[str, ...]]] = {
 STAGES = "--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights --vocab-size 60000".split()
 ACCEPTED = {
     "plain": WORDS,
-    "fits": ["--gpu", "h100", "--json", *WORDS, *STAGES],
+    "fits": ["--gpu", "h100", "--json", *WORDS, "--bf16", *STAGES],
     "does not fit": ["--device-memory", "1GB", *WORDS],
 }
 

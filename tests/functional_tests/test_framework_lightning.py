@@ -2,9 +2,11 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tests.ranks import RankPool
@@ -89,6 +91,33 @@ def _load_only(folder: Path, path: Path, ranks: int, weights: dict, moments: dic
     assert all(torch.equal(loaded[name], value) for name, value in weights.items())
     state = _moments(run)
     assert state.keys() == moments.keys() and all(torch.equal(state[name], value) for name, value in moments.items())
+
+
+def _replace(folder: Path) -> None:
+    from megatron.fsdp.integrations import lightning_strategy
+    from tests import lightning_models as m
+
+    run, _ = m.fit(m.sharded(), 2, folder)
+    path = folder / "epoch=1.ckpt"
+    files = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
+    dist.barrier()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lightning_strategy.dcp, "save", Mock(side_effect=OSError("disk full")))
+        with pytest.raises(OSError, match="disk full"):
+            run.save_checkpoint(path)
+    assert len(files) > 2 and all(file.read_bytes() == content for file, content in files.items())
+    dist.barrier()
+    run.save_checkpoint(path)
+    run.save_checkpoint(path)
+    assert sorted(entry.name for entry in folder.iterdir() if "ckpt" in entry.name) == ["epoch=0.ckpt", "epoch=1.ckpt"]
+    (folder / "mine").mkdir(exist_ok=True)
+    (folder / "mine" / "notes.txt").touch()
+    with pytest.raises(ValueError, match="earlier checkpoint"):
+        run.save_checkpoint(folder / "mine")
+
+
+def test_a_save_that_fails_leaves_the_earlier_checkpoint(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, _replace, tmp_path)
 
 
 def _full_file(folder: Path) -> None:

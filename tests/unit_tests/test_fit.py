@@ -172,6 +172,10 @@ def test_changes_are_combined_if_none_suffices() -> None:
     (both,) = verdict(present, smallest - 1, 8).suggestions
     assert both.change.startswith("--micro-batch-size 1 --recompute-granularity ") and both.total < smallest
     assert verdict(present, CONTEXT + NCCL, 8).suggestions == ()
+    (every,) = verdict(present, both.total - 1, 8).suggestions
+    assert "--optimizer-cpu-offload" in every.change and "ranks" not in every.change
+    (wider,) = verdict(present, every.total - 15 * MIB, 8).suggestions
+    assert wider.change == f"{every.change} on 32 ranks" and wider.total <= every.total - 15 * MIB
 
 
 def test_more_ranks_need_less_and_are_suggested() -> None:

@@ -63,6 +63,24 @@ def test_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
     assert "units: Block" in text
     assert [line.split()[0] for line in text.splitlines()[2:-1]] == ["4"] * 4 + ["16"] * 6
     assert "HSDP 4 x 4" in text and "hybrid FSDP" in text
+    assert "bf16 weights, fp32 main weights, fp32 gradients" in text and "left" not in text
+
+
+def test_what_a_device_leaves_for_activations(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(monkeypatch, "--model", f"{__file__}:model", "--ranks", "4", "--device-memory", "1GiB") == 0
+    text = capsys.readouterr().out
+    rows = [line.split() for line in text.splitlines()[1:6]]
+    assert rows[0][-2:] == ["total", "left"] and "of 1.0 GiB" in text
+    assert all(float(row[-1]) == pytest.approx(1 - float(row[-2]), abs=0.011) for row in rows[1:])
+
+
+def test_a_chart_without_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(memory, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit) as end:
+        command(monkeypatch, "--model", TARGET, "--plot", "memory.svg")
+    assert end.value.code == 2 and "--plot needs matplotlib: pip install" in capsys.readouterr().err
 
 
 def test_json_and_a_huggingface_config(
@@ -93,7 +111,7 @@ def test_chart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> No
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("no_colon", "expected module:function or a config.json"),
+        ("no_colon", "expected module:function, or a config.json that exists (nothing is downloaded)"),
         ("no_such_module:f", "cannot call 'no_such_module:f'"),
         ("math:pi", "cannot call"),
         ("builtins:list", "expected builtins:list to return an nn.Module; got list"),

@@ -223,12 +223,13 @@ class ShardedStrategy(_Base):
         self.barrier()
 
     def _save_folder(self, checkpoint: dict[str, Any], path: Path) -> None:
+        if path.is_dir() and any(path.iterdir()) and not _is_folder_of_shards(path):
+            raise ValueError(f"Expected an empty folder or an earlier checkpoint to replace; got {str(path)!r}.")
+        # The new checkpoint gets its name when it is complete: a run that is killed before leaves the earlier one.
+        new = path.with_name(f".{path.name}.new")
         if self.is_global_zero:
-            if path.is_file():
-                path.unlink()
-            elif _is_folder_of_shards(path):
-                shutil.rmtree(path)
-            path.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(new, ignore_errors=True)
+            new.mkdir(parents=True)
         self.barrier()
         state = {_MODEL: checkpoint.pop("state_dict")}
         state |= {f"{_OPTIMIZER}{i}": each for i, each in enumerate(checkpoint.pop("optimizer_states", []))}
@@ -237,9 +238,10 @@ class ShardedStrategy(_Base):
             key for key, value in checkpoint.items() if any(isinstance(leaf, DTensor) for leaf in tree_leaves(value))
         ]
         state |= {key: checkpoint.pop(key) for key in others}
-        dcp.save(state, checkpoint_id=path)
+        dcp.save(state, checkpoint_id=new)
         if self.is_global_zero:
-            torch.save(checkpoint, path / _META)  # last: a folder without it is no checkpoint
+            torch.save(checkpoint, new / _META)  # last: a folder without it is no checkpoint
+            _replace(path, new)
         self.barrier()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -307,6 +309,18 @@ def _gather(value: Any, keep: bool) -> Any:
         return value
     whole = value.full_tensor()
     return whole.cpu() if keep else None
+
+
+def _replace(path: Path, new: Path) -> None:
+    """Give a folder the name of an earlier checkpoint, which is removed afterwards."""
+    old = path.with_name(f".{path.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if path.is_file():
+        path.unlink()
+    elif path.exists():
+        path.rename(old)
+    new.rename(path)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _is_folder_of_shards(path: Path) -> bool:

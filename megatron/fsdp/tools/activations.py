@@ -103,7 +103,7 @@ def workload(modules: list[nn.Module], config: Any, args: Any, fused: bool, stag
         config=config,
         micro_batch=args.micro_batch_size,
         sequence=args.seq_length,
-        vocabulary=args.padded_vocab_size if any(getattr(m, "post_process", False) for m in modules) else 0,
+        vocabulary=args.padded_vocab_size if any(getattr(m, "post_process", False) for m in inside) else 0,
         dense=len(layers) - experts,
         experts=experts,
         scores=not fused,

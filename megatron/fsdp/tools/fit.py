@@ -170,6 +170,10 @@ def _suggestions(situation: Situation, capacity: int, world_size: int) -> Iterat
         if (total := current.memory().total) <= capacity:
             yield Suggestion(" ".join(applied), total)
             return
+    for ranks, other in _more_ranks(current, world_size):
+        if (total := other.memory().total) <= capacity:
+            yield Suggestion(" ".join([*applied, f"on {ranks}"]), total)
+            return
 
 
 Changes = Iterator[tuple[str, Situation]]
@@ -178,6 +182,10 @@ Changes = Iterator[tuple[str, Situation]]
 def _changes(situation: Situation, world_size: int) -> Changes:
     for step in _STEPS:
         yield from step(situation)
+    yield from _more_ranks(situation, world_size)
+
+
+def _more_ranks(situation: Situation, world_size: int) -> Changes:
     for doublings in itertools.count(1):
         ranks = world_size << doublings
         other = situation.on(2.0**doublings)

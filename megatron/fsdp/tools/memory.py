@@ -10,11 +10,11 @@ engine's own planner divides it. Activations are not part of the result. The exi
 import argparse
 import importlib
 import json
-import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -34,7 +34,8 @@ def build(target: str) -> nn.Module:
     """Build a model on the meta device.
 
     Args:
-        target: ``module:function``, which returns the model, or a Hugging Face ``config.json`` or its folder.
+        target: ``module:function`` or ``file.py:function``, which returns the model, or a Hugging Face
+            ``config.json`` or its folder.
 
     Raises:
         ValueError: The target cannot be found or returns something else.
@@ -46,8 +47,12 @@ def build(target: str) -> nn.Module:
         else:
             module, colon, name = target.partition(":")
             if not colon:
-                raise ValueError(f"expected module:function or a config.json that exists; got {target!r}")
-            sys.path.insert(0, os.getcwd())
+                raise ValueError(
+                    f"expected module:function, or a config.json that exists (nothing is downloaded); got {target!r}"
+                )
+            file = Path(module)
+            sys.path.insert(0, str(file.parent.resolve()))
+            module = file.stem if file.suffix == ".py" else module
             try:
                 model = getattr(importlib.import_module(module), name)()
             except (ImportError, AttributeError, TypeError) as error:
@@ -80,13 +85,14 @@ def unit_classes(model: nn.Module, names: Sequence[str]) -> tuple[type[nn.Module
     return (Counter(type(layer) for layer in max(lists, key=len)).most_common(1)[0][0],)
 
 
-def table(found: Sequence[Bar]) -> str:
-    """The bars as text, in GiB per rank."""
+def table(found: Sequence[Bar], capacity: int | None = None) -> str:
+    """The bars as text, in GiB per rank, and what they leave of a device with ``capacity`` bytes."""
     header = ["ranks", "strategy", "weights", "main", "gradients", "optimizer", "in flight", "total"]
-    rows = [header]
+    rows = [header if capacity is None else [*header, "left"]]
     for bar in found:
         u = bar.usage
-        sizes = (u.compute, u.main, u.gradients, u.optimizer, u.buffers, u.total)
+        sizes = [u.compute, u.main, u.gradients, u.optimizer, u.buffers, u.total]
+        sizes += [] if capacity is None else [capacity - u.total]
         rows.append([str(bar.ranks), bar.strategy, *(f"{size / GIB:.2f}" for size in sizes)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
@@ -98,8 +104,7 @@ def table(found: Sequence[Bar]) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
-    """Print the table and write the chart. Returns the exit code."""
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m megatron.fsdp.memory",
         description=__doc__,
@@ -117,7 +122,15 @@ def main() -> int:
     add_device(parser)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write the chart: .svg, .png or .pdf")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    return parser
+
+
+def main() -> int:
+    """Print the table and write the chart. Returns the exit code."""
+    parser = _parser()
     options = parser.parse_args()
+    if options.plot is not None and find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib: pip install 'megatron-fsdp-engine[trace]'")
     policy = MixedPrecisionPolicy(
         main_params_dtype=DTYPES[options.main_dtype], main_grads_dtype=DTYPES[options.grad_dtype]
     )
@@ -129,12 +142,18 @@ def main() -> int:
     units = outline(model, classes, FSDPConfig())
     found = [bar for ranks in options.ranks for bar in bars(units, ranks, policy, options.inner)]
     elements = sum(parameter.numel() for parameter in model.parameters())
-    title = f"{type(model).__name__}, {elements / 1e9:.2f} billion parameters, {options.dtype}"
+    title = (
+        f"{type(model).__name__}, {elements / 1e9:.2f} billion parameters, {options.dtype} weights, "
+        f"{options.main_dtype} main weights, {options.grad_dtype} gradients"
+    )
     if options.json:
         print(json.dumps([{**asdict(bar), "total": bar.usage.total} for bar in found], indent=2))
     else:
-        print(f"{title}; units: {', '.join(cls.__name__ for cls in classes)}; GiB per rank\n{table(found)}")
+        print(f"{title}; units: {', '.join(cls.__name__ for cls in classes)}; GiB per rank")
+        print(table(found, options.device_memory))
         print("Peak of a step without activations, which come on top.")
+        if options.device_memory is not None:
+            print(f"'left' is what remains for them of {options.device_memory / GIB:.1f} GiB.")
     if options.plot is not None:
         from megatron.fsdp.tools.memory_chart import draw
 

@@ -28,15 +28,10 @@ def draw(found: Sequence[Bar], title: str, path: Path, capacity: int | None = No
         title: What is drawn.
         path: The file.
         capacity: Bytes of a device, which are drawn as a line.
-
-    Raises:
-        ImportError: matplotlib is not installed.
     """
-    try:
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("--plot needs matplotlib: pip install 'megatron-fsdp-engine[trace]'") from error
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
     panels = [[bar for bar in found if bar.ranks == ranks] for ranks in dict.fromkeys(bar.ranks for bar in found)]
     height = 1.5 + sum(0.62 + 0.36 * len(panel) for panel in panels)
     figure = Figure(figsize=(9.0, height), dpi=140, layout="constrained")
