@@ -20,6 +20,8 @@ _EXAMPLES = sorted(ROOT.glob("examples/**/README.md"))
 OUTSIDE = {path.name: path.name.lower() for path in sorted(ROOT.glob("*.md"))} | {
     str(path.relative_to(ROOT)): f"{path.parent.relative_to(ROOT)}.md" for path in _EXAMPLES
 }
+# What the search multiplies the rank of a page by: answers come before generated tables.
+BOOST = {"troubleshooting.md": 4, "faq.md": 2, "compatibility.md": 0.2, "performance_tables.md": 0.2, "patches.md": 0.5}
 ORIGINS = {page: source for source, page in OUTSIDE.items()}
 # Code comes first, so that nothing in it is taken for a link.
 LINK = re.compile(
@@ -48,6 +50,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Rewrite links that leave docs/ or come from outside it, and escaped bars in the code of tables, as on GitHub."""
     uri = page.file.src_uri
+    if uri in BOOST:
+        page.meta["search"] = {"boost": BOOST[uri]}
 
     def rewritten(link: re.Match[str]) -> str:
         if link["target"] is None:

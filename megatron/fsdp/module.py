@@ -13,7 +13,7 @@ from torch import nn
 from megatron.fsdp.comm.process_groups import require_process_group
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.ddp_config import DistributedDataParallelConfig, from_megatron, to_megatron
-from megatron.fsdp.helpers.arguments import check_type, described
+from megatron.fsdp.helpers.arguments import METHODS, check_type, described
 from megatron.fsdp.helpers.notes import add_note
 from megatron.fsdp.quantized.storage import KEEP_TRANSPOSE, Direction, storage_of
 from megatron.fsdp.runtime.builder import build_engine, make_blueprint
@@ -457,6 +457,8 @@ class MegatronFSDP(nn.Module):
                 raise
         if name == "save_pretrained" and hasattr(module, name):
             return functools.partial(save_safetensors, self)
+        if name in METHODS and not hasattr(module, name):
+            raise AttributeError(f"{type(self).__name__} and {type(module).__name__} have no {name!r}. {METHODS[name]}")
         return getattr(module, name)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "MegatronFSDP":

@@ -220,6 +220,24 @@ _AFTER = (
         "assert abs(model.module.head.weight.full_tensor().std().item() - (2 / 44) ** 0.5) < 0.02",
     ),
     Mistake(
+        "backward of DeepSpeed's engine",
+        "model.backward(loss_of(model, tokens_of()))",
+        AttributeError,
+        ("have no 'backward'", "Call loss.backward()"),
+    ),
+    Mistake(
+        "clip_grad_norm_ of torch's FSDP",
+        "model.clip_grad_norm_(1.0)",
+        AttributeError,
+        ("have no 'clip_grad_norm_'", "torch.nn.utils.clip_grad_norm_"),
+    ),
+    Mistake(
+        "set_requires_gradient_sync of FSDP2",
+        "model.set_requires_gradient_sync(False)",
+        AttributeError,
+        ("have no 'set_requires_gradient_sync'", "no_sync()"),
+    ),
+    Mistake(
         "register_buffers without nccl_ub",
         "model.register_buffers()",
         RuntimeError,

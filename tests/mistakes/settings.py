@@ -64,6 +64,12 @@ MISTAKES = (
         ("fsdp_unit_modules: cannot import 'torch.nn.Linaer'", "Did you mean 'Linear'?"),
     ),
     Mistake(
+        "The list of layers instead of their class",
+        "fully_shard(model, optimizer, fsdp_unit_modules=model.blocks)",
+        TypeError,
+        ("got a torch.nn.modules.container.ModuleList", "fsdp_unit_modules=[Block]"),
+    ),
+    Mistake(
         "A module instead of its class",
         "fully_shard(model, optimizer, fsdp_unit_modules=[model.blocks[0]])",
         TypeError,

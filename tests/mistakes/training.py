@@ -123,6 +123,16 @@ MISTAKES = (
         ("The gradient of blocks.2.", "has NaN on this rank, before it is reduced"),
     ),
     Mistake(
+        "A whole gradient that is set by hand",
+        """
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros(parameter.shape)
+        optimizer.step()
+        """,
+        TypeError,
+        ("expected a sharded tensor (a DTensor), such as torch.zeros_like(parameter); got Tensor",),
+    ),
+    Mistake(
         "A gradient hook that returns another tensor",
         """
         model.module.head.weight.register_hook(lambda gradient: torch.zeros(3))

@@ -285,7 +285,9 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
         TypeError: ``tensor`` is not a DTensor.
     """
     if not isinstance(tensor, DTensor):
-        raise TypeError(f"expected a DTensor; got {type(tensor).__name__}.")
+        raise TypeError(
+            f"expected a sharded tensor (a DTensor), such as torch.zeros_like(parameter); got {type(tensor).__name__}."
+        )
     return tensor._local_tensor
 
 

@@ -47,6 +47,16 @@ _EQUIVALENTS = {
     "overlap_comm": "Use overlap_grad_reduce=True and overlap_param_gather=True, the defaults.",
     "optimizer": "To shard a model without one, call fully_shard_model.",
 }
+# Methods of the same engines, which the sharded model does not have.
+METHODS = {
+    "backward": "Call loss.backward().",
+    "step": "Call step() of the optimizer that fully_shard returned.",
+    "clip_grad_norm_": "Call torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm) on all ranks.",
+    "set_requires_gradient_sync": "Use the context no_sync().",
+    "summon_full_params": "Use the context unsharded().",
+    "save_checkpoint": "Save state_dict() of the model and the optimizer with torch.distributed.checkpoint.",
+    "load_checkpoint": "Load state_dict() of the model and the optimizer with torch.distributed.checkpoint.",
+}
 
 
 def check_arguments(function: Callable[P, R]) -> Callable[P, R]:  # noqa: UP047 - for Python 3.10

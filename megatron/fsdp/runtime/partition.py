@@ -99,9 +99,10 @@ def resolve_unit_classes(module: nn.Module, unit_modules: UnitClasses | None) ->
             raise ValueError(f"fsdp_unit_modules: the model has several classes called {entry}; give the class itself.")
         cls = _import_class(entry, present) if isinstance(entry, str) else entry
         if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
-            hint = (
-                f" Give its class: fsdp_unit_modules=[{type(entry).__name__}]." if isinstance(entry, nn.Module) else ""
-            )
+            owner, one = "its class", entry
+            if isinstance(entry, nn.ModuleList) and len(entry):
+                owner, one = "the class of its modules", entry[0]
+            hint = f" Give {owner}: fsdp_unit_modules=[{type(one).__name__}]." if isinstance(one, nn.Module) else ""
             raise TypeError(
                 f"fsdp_unit_modules: expected classes of modules, or their names; got {described(entry)}.{hint}"
             )
