@@ -1,6 +1,7 @@
 """Fresh environments with a wheel of this project and torch, for any version of Python."""
 
 import importlib.metadata
+import os
 import re
 import shutil
 import subprocess
@@ -68,7 +69,12 @@ def _link(distribution: importlib.metadata.Distribution, site: Path, metadata_on
     for name in {path.parts[0] for path in distribution.files or ()} - {"..", "__pycache__"}:
         link, target = site / name, SITE_PACKAGES / name
         # A copy that setuptools vendors may be found in place of a package; its files are elsewhere.
-        if target.exists() and not link.exists() and (name.endswith(".dist-info") or not metadata_only):
+        if not target.exists() or link.exists() or (metadata_only and not name.endswith(".dist-info")):
+            continue
+        if target.is_dir():
+            # Link files, not folders: what pip installs into a linked folder would change this environment, too.
+            shutil.copytree(target, link, copy_function=os.symlink, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
             link.symlink_to(target)
 
 

@@ -110,6 +110,19 @@ def test_training_equals_unsharded(ranks: RankPool) -> None:
             torch.testing.assert_close(found[3], weights, rtol=1e-3, atol=2e-5)
 
 
+def accumulates() -> None:
+    """Only the last micro-batch of a step communicates gradients, which no loss shows."""
+    loop, entered = Loop(1), []
+    no_sync = loop.model.no_sync
+    loop.model.no_sync = lambda: entered.append(None) or no_sync()
+    loop.epochs(0)
+    assert len(entered) == BATCHES - len(loop.norms) > 0
+
+
+def test_micro_batches_that_are_accumulated_do_not_communicate(ranks: RankPool) -> None:
+    ranks.run(2, accumulates)
+
+
 def hybrid() -> tuple[list[float], list[float]]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "shard"))
     loop = Loop(3, sharding={"device_mesh": mesh, "dp_shard_dim": "shard", "dp_outer_dim": "outer"}).epochs(0)

@@ -2,13 +2,18 @@
 
 from pathlib import Path
 from typing import Any
+<<<<<<< HEAD
 from unittest.mock import Mock
+=======
+from unittest.mock import patch
+>>>>>>> fwadv
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron_fsdp import MegatronFSDP
 from tests.ranks import RankPool
 
 pytest.importorskip("lightning")
@@ -24,7 +29,9 @@ def _compare(folder: Path, zero: int, settings: dict[str, Any]) -> None:
     from tests import lightning_models as m
 
     _, expected = m.fit("ddp", 2, folder / "ddp", **settings)
-    run, net = m.fit(m.sharded(zero_dp_strategy=zero), 2, folder / "fsdp", **settings)
+    with patch.object(MegatronFSDP, "no_sync", autospec=True, side_effect=MegatronFSDP.no_sync) as no_sync:
+        run, net = m.fit(m.sharded(zero_dp_strategy=zero), 2, folder / "fsdp", **settings)
+    assert no_sync.call_count == 12 - run.global_step, "all micro-batches of a step but the last"
     tolerance = 1e-2 if settings.get("precision") else 1e-5
     assert len(net.losses) == 12 and sum(net.losses[6:]) < sum(net.losses[:6])
     torch.testing.assert_close(net.losses, expected.losses, rtol=tolerance, atol=tolerance)

@@ -215,6 +215,36 @@ def test_what_does_not_work_raises_an_error(ranks: RankPool, tmp_path: Path) -> 
     ranks.run(2, rejected, tmp_path)
 
 
+def translate(folder: Path, strategy: int | None) -> list[Any]:
+    """Train an encoder and decoder, whose predictions are generated: the encoder then runs alone."""
+    from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration
+
+    from megatron.fsdp.integrations.transformers import sharded
+
+    fresh_process()
+    sizes = {"vocab_size": 32, "d_model": 24, "d_kv": 6, "d_ff": 40, "num_layers": 2, "num_heads": 4}
+    tokens = {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
+    data = [{"input_ids": each["input_ids"], "labels": each["input_ids"].flip(0)} for each in samples(24)]
+    changes = {"max_steps": 3, "predict_with_generate": True, "generation_max_length": 9}
+    trainer = (Seq2SeqTrainer if strategy is None else sharded(Seq2SeqTrainer, zero_dp_strategy=strategy))(
+        model=T5ForConditionalGeneration(T5Config(**sizes, **tokens, dropout_rate=0.0)),
+        args=Seq2SeqTrainingArguments(**arguments(folder, **changes)),
+        train_dataset=data,
+        eval_dataset=data[:7],
+        compute_metrics=lambda found: {"tokens": int(found.predictions.sum())},
+    )
+    trainer.train()
+    found = trainer.evaluate()
+    return [*history(trainer)["loss"], found["eval_loss"], found["eval_tokens"]]
+
+
+def test_generated_predictions_of_an_encoder_and_decoder(ranks: RankPool, tmp_path: Path) -> None:
+    expected = ranks.run(2, translate, tmp_path, None)[0]
+    assert len(expected) == 5
+    for found in ranks.run(2, translate, tmp_path, 3):
+        assert found == pytest.approx(expected, rel=2e-4)
+
+
 def preferences(folder: Path, strategy: int | None) -> list[float]:
     """Train on pairs of answers with TRL, which needs a reference model."""
     from datasets import Dataset

@@ -2,10 +2,13 @@
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp import fully_shard, fully_shard_model, fully_shard_optimizer, register_optimizer
@@ -117,6 +120,16 @@ def _closure() -> None:
     for name, parameter in reference.named_parameters():
         torch.testing.assert_close(weights[name], parameter.detach().cpu(), rtol=2e-5, atol=2e-5)
 
+    def fails() -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step(fails)
+    # What is saved now is not this rank's shards as if they were whole tensors.
+    state = optimizer.state_dict()["state"].values()
+    assert all(isinstance(each["exp_avg"], DTensor) for each in state)
+    assert all(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
+
 
 def test_step_with_a_closure(ranks: RankPool) -> None:
     ranks.run(2, _closure)
@@ -152,6 +165,52 @@ def _step_that_raises() -> None:
 
 def test_step_after_one_that_raised(ranks: RankPool) -> None:
     ranks.run(2, _step_that_raises)
+
+
+class Counting(torch.optim.Optimizer):
+    """Takes smaller steps with time. Its count of steps is an int, as in optimizers of Hugging Face."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                state.setdefault("step", 0)
+                state.setdefault("sum", torch.zeros_like(p)).add_(p.grad)
+                state["step"] += 1
+                p.sub_(state["sum"], alpha=group["lr"] / state["step"])
+
+
+register_optimizer(Counting, "element")
+
+
+def _count_is_an_int(folder: Path) -> None:
+    runs = []
+    for loads in (False, True):
+        whole = TinyModel()
+        model, optimizer = fully_shard(whole, Counting(whole.parameters()), fsdp_unit_modules=[Block])
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        if loads:
+            dcp.load(state, checkpoint_id=folder)
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+        for number, tokens in list(enumerate(batches(3, 1)[:, 0]))[2 * loads :]:
+            if number == 2 and not loads:
+                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                dcp.save(state, checkpoint_id=folder)
+            loss_of(model, tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert {each["step"] for each in optimizer.state_dict()["state"].values()} == {3}
+        runs.append(main_weights(model))
+    assert all(torch.equal(runs[1][name], value) for name, value in runs[0].items())
+
+
+def test_state_with_numbers_is_loaded_by_torch(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, _count_is_an_int, tmp_path)
 
 
 def _state_from_before() -> None:

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
@@ -128,7 +127,18 @@ def _load(state_dict: dict[str, Any], opened: Contents, folder: Path, aliases: A
         raise CheckpointException("load", failures)
     for key, value in values.items():
         if value is not wanted[key]:
-            set_element(state_dict, paths[key], value)
+            _replace(state_dict, paths[key], value)
+
+
+def _replace(container: Any, path: tuple[str | int, ...], value: Any) -> None:
+    """Set an element that exists. Paths have the keys of dicts as text, also those that are numbers."""
+    key, *rest = path
+    if isinstance(container, Mapping) and key not in container:
+        key = int(key)
+    if rest:
+        _replace(container[key], tuple(rest), value)
+    else:
+        container[key] = value
 
 
 def _read(target: Any, name: str, start: int, opened: Contents) -> Any:

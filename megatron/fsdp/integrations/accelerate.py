@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from megatron.fsdp.api import fully_shard_model, fully_shard_optimizer
 from megatron.fsdp.checkpoint.backend import save
 from megatron.fsdp.checkpoint.loading import load
+from megatron.fsdp.forward_methods import register_forward_method
 from megatron.fsdp.module import MegatronFSDP
 from megatron.fsdp.optim.hooks import is_attached
 from megatron.fsdp.runtime.engine import Engine, engines_of
@@ -108,6 +109,8 @@ class FSDPAccelerator(Accelerator):
         # Makes transformers' generate() run on all ranks until the last one has finished, also inside of an adapter.
         for module in model.modules():
             module._is_fsdp_managed_module = True  # type: ignore[assignment]
+        if hasattr(type(model), "generate"):  # which calls an encoder without the model around it
+            register_forward_method(sharded, "generate")
         self._models.append(sharded)
         self._shard_optimizers()
         return sharded

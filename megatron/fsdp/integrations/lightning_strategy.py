@@ -203,8 +203,7 @@ class ShardedStrategy(_Base):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load whole tensors or DTensors into the state of every optimizer."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            # A consolidated folder has the numbers of parameters as text.
-            optimizer.load_state_dict(state | {"state": {int(key): value for key, value in state["state"].items()}})
+            optimizer.load_state_dict(state)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save a folder of shards, or one file with whole tensors. A collective: all ranks must call this."""

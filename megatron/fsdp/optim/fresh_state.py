@@ -51,6 +51,7 @@ class FreshState:
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Register hooks for the optimizer's state dicts and its step."""
         optimizer.register_state_dict_post_hook(self.add_missing)
+        optimizer.register_load_state_dict_pre_hook(_join_text_keys)
         optimizer.register_load_state_dict_post_hook(self.discard_unloaded)
         optimizer.register_step_pre_hook(self.before_step)
 
@@ -81,7 +82,8 @@ class FreshState:
     def discard_unloaded(self, optimizer: torch.optim.Optimizer) -> None:
         """Load-state-dict post-hook: remove state whose tensors have not changed since they were created."""
         for main in list(optimizer.state):
-            values = [value for value in optimizer.state[main].values() if isinstance(value, torch.Tensor)]
+            # Of tensors without elements, the versions do not tell. Such state may be kept: nothing depends on it.
+            values = [v for v in optimizer.state[main].values() if isinstance(v, torch.Tensor) and _local(v).numel()]
             if values and all(self._versions.get(value) == _version(value) for value in values):
                 del optimizer.state[main]
         self._versions.clear()
@@ -117,6 +119,19 @@ class FreshState:
         return state
 
 
+def _join_text_keys(optimizer: torch.optim.Optimizer, state_dict: dict) -> None:
+    """Load-state-dict pre-hook: move state under a parameter's number as text to the number.
+
+    ``torch.distributed.checkpoint.load`` fills tensors in place, but adds other values, such as a step count that is an
+    int, under the number as text. The optimizer would ignore them.
+    """
+    state: dict[Any, State] = {}
+    for key, values in state_dict["state"].items():
+        number = int(key) if isinstance(key, str) and key.isdigit() else key
+        state[number] = {**state.get(number, {}), **values}
+    state_dict["state"] = state
+
+
 def _parameters(optimizer: torch.optim.Optimizer) -> list[tuple[dict, nn.Parameter]]:
     """All parameters with their options, in the order of their numbers in state dicts."""
     found: dict[int, tuple[dict, nn.Parameter]] = {}
@@ -126,8 +141,12 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[tuple[dict, nn.Paramet
     return list(found.values())
 
 
+def _local(value: torch.Tensor) -> torch.Tensor:
+    return value._local_tensor if hasattr(value, "_local_tensor") else value
+
+
 def _version(value: torch.Tensor) -> int:
-    return (value._local_tensor if hasattr(value, "_local_tensor") else value)._version
+    return _local(value)._version
 
 
 def _state_after_a_step(optimizer: torch.optim.Optimizer, options: dict, value: torch.Tensor) -> State:

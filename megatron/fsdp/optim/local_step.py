@@ -68,10 +68,10 @@ class LocalStep:
 
         def call() -> Any:
             self._restore(optimizer)
-            try:
-                return closure()
-            finally:
-                self._swap(optimizer)
+            # If the closure raises an error, DTensors stay in place: callers may save a checkpoint then.
+            loss = closure()
+            self._swap(optimizer)
+            return loss
 
         return call
 

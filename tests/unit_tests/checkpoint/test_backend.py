@@ -51,6 +51,15 @@ def test_round_trip(tmp_path: Path) -> None:
     assert same(loaded(tmp_path), 3)
 
 
+def test_keys_that_are_numbers(tmp_path: Path) -> None:
+    wanted = {"state": {0: {"step": 3, "sum": torch.ones(2)}, "1": {"step": 4}}, "milestones": {5: 1}}
+    dcp.save(wanted, storage_writer=Writer(tmp_path), planner=Planner())
+    into = {"state": {0: {"step": 0, "sum": torch.zeros(2)}, "1": {"step": 0}}, "milestones": {5: 0}}
+    load(into, tmp_path)
+    assert torch.equal(into["state"][0].pop("sum"), wanted["state"][0].pop("sum"))
+    assert into == wanted
+
+
 def test_plain_torch_reads_it(tmp_path: Path) -> None:
     save(tmp_path, 3)
     into = state(0)
