@@ -1,7 +1,7 @@
 # `make` or `make help` lists the commands. Everything runs in .venv, which `make install` creates.
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow lint typecheck unit functional torch-versions torch-reduced python-versions mcore-versions parity parity-nd bench bench-report docs docs-serve gpu-test gpu-checks gpu-bench compatibility dist wheel clean clean-demo
+.PHONY: help install demo test test-slow slow-reduced lint typecheck unit functional torch-versions torch-reduced python-versions mcore-versions parity parity-nd bench bench-report docs docs-serve gpu-test gpu-checks gpu-bench compatibility dist wheel clean clean-demo
 
 PYTHON := .venv/bin/python
 STAMP := .venv/.installed
@@ -22,6 +22,9 @@ TORCH_TESTS := $(addprefix tests/unit_tests/,$(patsubst %,checkpoint/test_%.py,b
 	$(patsubst %,test_%.py,clipping compile deferred deletion exceptions export fsdp2 fsdp2_interface fsdp2_state \
 	gradient_hooks host_pool meta_device mixed_precision offload optimizer_classes optimizers parity ragged_dtensor recompute \
 	resuming state_dict tensor_parallel versions))
+
+# Minutes each: runs with other versions of Megatron-Core, with Megatron-Bridge, of whole recipes, and of tools that compare runs.
+LONGEST_TESTS := megatron_versions megatron_bridge recipes benchmarks parity_command parallelism verify
 
 # A machine with a GPU may have no registry: these commands use the Python that has torch, and install nothing.
 GPU_PYTHON ?= $(if $(wildcard $(STAMP)),$(PYTHON),python3)
@@ -54,6 +57,10 @@ test: lint typecheck unit functional ## run before every commit: lint, types, un
 test-slow: install ## the tests marked slow; CI runs them after make test
 	$(PYTEST) tests/unit_tests -m slow -n 2 --dist worksteal
 	$(PYTEST) tests/functional_tests -m slow -n 2 --dist loadfile
+
+slow-reduced: install ## test-slow without its longest files, and with ZeRO-3 where a test has several strategies; CI runs this
+	$(PYTEST) tests/unit_tests -m slow --one-strategy -n 2 --dist worksteal
+	$(PYTEST) tests/functional_tests -m slow --one-strategy -n 2 --dist loadfile $(LONGEST_TESTS:%=--ignore=tests/functional_tests/test_%.py)
 
 lint: install ## ruff (style, annotations, docstrings, sizes, format) and import-linter (direction of imports)
 	$(PYTHON) -m ruff check

@@ -112,7 +112,8 @@ def test_training_equals_unsharded(ranks: RankPool) -> None:
 
 def accumulates() -> None:
     """Only the last micro-batch of a step communicates gradients, which no loss shows."""
-    loop, entered = Loop(1), []
+    loop = Loop(1)
+    entered: list[None] = []
     no_sync = loop.model.no_sync
     loop.model.no_sync = lambda: entered.append(None) or no_sync()
     loop.epochs(0)

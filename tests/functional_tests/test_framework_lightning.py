@@ -2,11 +2,7 @@
 
 from pathlib import Path
 from typing import Any
-<<<<<<< HEAD
-from unittest.mock import Mock
-=======
-from unittest.mock import patch
->>>>>>> fwadv
+from unittest.mock import Mock, patch
 
 import pytest
 import torch

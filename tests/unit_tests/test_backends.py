@@ -57,6 +57,7 @@ def test_a_process_computes_on_its_own_device(
 ) -> None:
     chosen: list[int] = []
     monkeypatch.setenv("LOCAL_RANK", "2")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: chosen[-1] if chosen else current)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)

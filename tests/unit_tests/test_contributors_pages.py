@@ -69,7 +69,7 @@ def test_every_example_is_in_the_index() -> None:
 
 @pytest.mark.parametrize("page", ["SECURITY.md", "examples/README.md", *CONTRIBUTING])
 def test_links_of_other_pages_lead_to_files(page: str) -> None:
-    for target in re.findall(r"\]\(([^)#:]+)", (ROOT / page).read_text()):
+    for target in re.findall(r"\]\(([^)#:]+)[)#]", (ROOT / page).read_text()):
         assert ((ROOT / page).parent / target).exists(), target
 
 

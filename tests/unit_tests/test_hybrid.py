@@ -141,7 +141,7 @@ def test_reduces_over_the_outer_axis_after_the_last_micro_batch_only(
 
 
 def _undefined() -> str:
-    with pytest.raises(ValueError, match="inner strategy 'no_shard' does not shard it") as error:
+    with pytest.raises(ValueError, match="'no_shard' does not shard it") as error:
         fully_shard_model(TinyModel(), zero_dp_strategy="no_shard", outer_dp_sharding_strategy="optim", **_mesh(1, 2))
     return str(error.value)
 

@@ -108,12 +108,16 @@ def distribute_tensors(
 
 
 def apply_if_allowed(
-    original: Callable[..., nn.Module], module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any
+    original: Callable[..., nn.Module],
+    module: nn.Module,
+    fn: Callable[[torch.Tensor], torch.Tensor],
+    *args: Any,
+    **kwargs: Any,
 ) -> nn.Module:
     """Ask the guards before ``fn`` is applied to the module's parameters."""
     for guard in _guards:
         guard(module, fn)
-    return original(module, fn, *args)
+    return original(module, fn, *args, **kwargs)
 
 
 def reduce_at_offset_zero(original: Callable[..., Any], tensor: DTensor, *args: Any) -> Any:

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron.fsdp.api import fully_shard_model, fully_shard_optimizer
+from megatron.fsdp.comm.backends import HOST
 from megatron.fsdp.helpers.spelling import did_you_mean
 from megatron.fsdp.module import MegatronFSDP
 from megatron.fsdp.runtime.partition import UnitClasses
@@ -247,13 +248,13 @@ class ShardedStrategy(_Base):
         """Load a folder of shards or a file with whole tensors, saved by any number of ranks."""
         path = Path(self.broadcast(checkpoint_path))
         if path.is_file():
-            checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+            checkpoint: dict[str, Any] = torch.load(path, map_location=HOST, mmap=True, weights_only=weights_only)
             return checkpoint
         if not _is_folder_of_shards(path):
             raise ValueError(
                 f"Expected the path of a checkpoint: a file, or a folder with {_META} in it; got {str(path)!r}."
             )
-        checkpoint = torch.load(path / _META, map_location="cpu", weights_only=weights_only)
+        checkpoint = torch.load(path / _META, map_location=HOST, weights_only=weights_only)
         saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
         names: dict[str, set[str]] = {}
         for key in saved:

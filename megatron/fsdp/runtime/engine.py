@@ -96,8 +96,8 @@ class Engine:
         self._unit_of = unit_of
         self._units_in: weakref.WeakKeyDictionary[nn.Module, list[Unit]] = weakref.WeakKeyDictionary()
         self._sync = _Synchronization(config.sync_model_each_microbatch)
-        # Which parameters took gradients at the last synchronization.
-        self._trained: list[bool] = []
+        # Which parameters take gradients, as of the last synchronization.
+        self._trained = [param.trained for group in self.groups if group.requires_grad for param in group.params]
         self.schedule = Schedule(
             units,
             Limits(

@@ -48,7 +48,7 @@ def test_megatrons_flags_in_the_guide_exist() -> None:
         if page.name == "doctor.md":
             continue  # its options are not Megatron's
         # Those of doctor and verify, and Megatron's own name for --use-nccl-ub in its messages.
-        unknown = named - known - {"--world-size", "--ranks", "--nccl-ub"}
+        unknown = named - known - {"--world-size", "--ranks", "--gpu", "--device-memory", "--nccl-ub"}
         assert not unknown, page
 
 
