@@ -23,8 +23,10 @@ TORCH_TESTS := $(addprefix tests/unit_tests/,$(patsubst %,checkpoint/test_%.py,b
 	gradient_hooks host_pool meta_device mixed_precision offload optimizer_classes optimizers parity ragged_dtensor recompute \
 	resuming state_dict tensor_parallel versions))
 
-# Minutes each: runs with other versions of Megatron-Core, with Megatron-Bridge, of whole recipes, and of tools that compare runs.
-LONGEST_TESTS := megatron_versions megatron_bridge recipes benchmarks parity_command parallelism verify
+# Slow tests of what the quick ones of no other file show: frameworks, the installed package, commands in the documentation.
+# The others take most of an hour: longer runs of Megatron's loop, whose files have quick tests as well.
+SLOW_IN_CI := $(patsubst %,tests/functional_tests/test_%.py,docs_code framework_accelerate framework_huggingface_examples \
+	framework_lightning framework_loops framework_trainer huggingface packaging python_versions)
 
 # A machine with a GPU may have no registry: these commands use the Python that has torch, and install nothing.
 GPU_PYTHON ?= $(if $(wildcard $(STAMP)),$(PYTHON),python3)
@@ -58,9 +60,9 @@ test-slow: install ## the tests marked slow; CI runs them after make test
 	$(PYTEST) tests/unit_tests -m slow -n 2 --dist worksteal
 	$(PYTEST) tests/functional_tests -m slow -n 2 --dist loadfile
 
-slow-reduced: install ## test-slow without its longest files, and with ZeRO-3 where a test has several strategies; CI runs this
+slow-reduced: install ## slow tests of units, with ZeRO-3 where one has several strategies, of frameworks and the package; CI runs this
 	$(PYTEST) tests/unit_tests -m slow --one-strategy -n 2 --dist worksteal
-	$(PYTEST) tests/functional_tests -m slow --one-strategy -n 2 --dist loadfile $(LONGEST_TESTS:%=--ignore=tests/functional_tests/test_%.py)
+	$(PYTEST) $(SLOW_IN_CI) -m slow -n 2 --dist loadfile
 
 lint: install ## ruff (style, annotations, docstrings, sizes, format) and import-linter (direction of imports)
 	$(PYTHON) -m ruff check
