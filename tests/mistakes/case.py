@@ -3,10 +3,12 @@
 import tempfile
 import textwrap
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
+from torch import nn
 
 from tests.ranks import RankPool
 
@@ -41,6 +43,18 @@ class Mistake(NamedTuple):
         """The names of the classes that the error may have."""
         kinds = self.error if isinstance(self.error, tuple) else [self.error] if self.error else []
         return [kind.__name__ for kind in kinds]
+
+
+# Code that several themes begin with.
+BUILT_MODEL = """
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    """
+SHARDED_MODEL = """
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    model, optimizer = fully_shard(model, optimizer, fsdp_unit_modules=[Block])
+    """
 
 
 class Theme(NamedTuple):
@@ -79,7 +93,7 @@ def make(theme: Theme, mistake: Mistake) -> Outcome:
     dist.broadcast_object_list(shared)
     names: dict[str, Any] = {"rank": dist.get_rank(), "folder": shared[0]}
     exec(f"from {theme.names} import *", names)
-    with names.get("context", nullcontext)():
+    with names.get("context", nullcontext)(), _restored(names.get("Model", nn.Module)):
         exec(textwrap.dedent(theme.setup), names)
         begin = time.monotonic()
         try:
@@ -90,6 +104,17 @@ def make(theme: Theme, mistake: Mistake) -> Outcome:
         seconds = time.monotonic() - begin
         exec(textwrap.dedent(mistake.check), names)
     return Outcome([], "", seconds)
+
+
+@contextmanager
+def _restored(cls: type) -> Iterator[None]:
+    """Context after which a class has no methods that a mistake has added: later ones run in the same process."""
+    before = set(vars(cls))
+    try:
+        yield
+    finally:
+        for name in set(vars(cls)) - before:
+            delattr(cls, name)
 
 
 def run(pool: RankPool, theme: Theme, mistake: Mistake) -> list[Outcome]:

@@ -2,7 +2,7 @@
 
 from torch.distributed.checkpoint import CheckpointException as _FAILED
 
-from tests.mistakes.case import Mistake, Theme
+from tests.mistakes.case import SHARDED_MODEL, Mistake, Theme
 
 _CHECK = "assert_trains(model, optimizer)"
 
@@ -144,10 +144,6 @@ MISTAKES = (
 
 THEME = Theme(
     "State dicts and checkpoints",
-    """
-    model = Model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-    model, optimizer = fully_shard(model, optimizer, fsdp_unit_modules=[Block])
-    """,
+    SHARDED_MODEL,
     MISTAKES,
 )

@@ -46,12 +46,6 @@ MISTAKES = (
         "forward_backward(model, tokens(0, 1))",
     ),
     Mistake(
-        "No initialize_model_parallel",
-        "parallel_state.destroy_model_parallel()\n" + _WRAP,
-        (AssertionError, RuntimeError),
-        ("not initialized",),
-    ),
-    Mistake(
         "Several optimizer instances without their group",
         "FullyShardedDataParallel(config, ddp_config(num_distributed_optimizer_instances=2), gpt(config))",
         ValueError,

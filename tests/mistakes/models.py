@@ -1,6 +1,6 @@
 """Mistakes with the model: before it is sharded, and what is done to it afterwards."""
 
-from tests.mistakes.case import Mistake, Theme
+from tests.mistakes.case import BUILT_MODEL, SHARDED_MODEL, Mistake, Theme
 
 _CHECK = "assert_trains(model, optimizer)"
 _ALONE = ("on a sharded parameter", "in the forward of the sharded model: call that", "register_forward_method(module")
@@ -247,18 +247,11 @@ _AFTER = (
 
 THEME = Theme(
     "The model, before it is sharded",
-    """
-    model = Model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-    """,
+    BUILT_MODEL,
     _BEFORE,
 )
 SHARDED = Theme(
     "The model, after it is sharded",
-    """
-    model = Model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-    model, optimizer = fully_shard(model, optimizer, fsdp_unit_modules=[Block])
-    """,
+    SHARDED_MODEL,
     _AFTER,
 )

@@ -1,6 +1,6 @@
 """Mistakes in the arguments of ``fully_shard``."""
 
-from tests.mistakes.case import Mistake, Theme
+from tests.mistakes.case import BUILT_MODEL, Mistake, Theme
 
 _CHECK = "assert_trains(model, optimizer)"
 
@@ -314,9 +314,6 @@ MISTAKES = (
 
 THEME = Theme(
     "Arguments of fully_shard",
-    """
-    model = Model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-    """,
+    BUILT_MODEL,
     MISTAKES,
 )

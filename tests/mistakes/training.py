@@ -1,6 +1,6 @@
 """Mistakes in the training loop."""
 
-from tests.mistakes.case import Mistake, Theme
+from tests.mistakes.case import SHARDED_MODEL, Mistake, Theme
 
 _CHECK = "assert_trains(model, optimizer)"
 
@@ -155,10 +155,6 @@ MISTAKES = (
 
 THEME = Theme(
     "The training loop",
-    """
-    model = Model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-    model, optimizer = fully_shard(model, optimizer, fsdp_unit_modules=[Block])
-    """,
+    SHARDED_MODEL,
     MISTAKES,
 )

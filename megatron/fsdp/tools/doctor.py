@@ -15,7 +15,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from megatron.fsdp.helpers.extras import require
 from megatron.fsdp.tools import script
 from megatron.fsdp.tools.devices import add_device
 from megatron.fsdp.tools.progress import Progress
@@ -32,10 +31,9 @@ def main() -> int:
     options = script.parse(parser)
     if not 0 <= (options.rank or 0) < options.world_size:
         parser.error(f"argument --rank: expected a rank below {options.world_size} (--world-size); got {options.rank}")
-    require("mcore")
+    script.prepare_megatron()
     with os.fdopen(os.dup(2), "w") as errors, _silent(not options.verbose):
         progress = Progress(errors)
-        script.prepare_megatron()
         from megatron.fsdp.tools.examine import examine
 
         report = examine(
