@@ -261,6 +261,14 @@ class MegatronFSDP(nn.Module):
         """Mark compute weights as out of date after a step or a load has changed main weights."""
         self.engine.invalidate_weights()
 
+    def mark_weights_changed(self) -> None:
+        """Tell the model that main weights were written in a way that PyTorch does not count.
+
+        Writes through parameters, their ``.data``, ``detach()``, ``state_dict()`` and ``to_local()`` are noticed. Those
+        of a collective, of NumPy or of ``to_local().data`` are not: call this before the next forward, on all ranks.
+        """
+        self.engine.invalidate_weights()
+
     def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
         """Start to unshard the units that the next forward needs first.
 

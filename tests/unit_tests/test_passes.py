@@ -87,8 +87,8 @@ def test_a_backward_that_has_ended_cannot_fail() -> None:
 
 def test_reset_discards_prefetches_and_the_end_of_backward_does_not() -> None:
     passes = Pass()
-    passes.prefetched = [[1]]
+    passes.prefetched = True
     passes.end_backward()
-    assert passes.prefetched == [[1]]
+    assert passes.prefetched
     passes.reset()
-    assert passes.prefetched is None
+    assert not passes.prefetched

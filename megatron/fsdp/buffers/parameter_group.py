@@ -195,7 +195,7 @@ class ParameterGroup:
             mesh = self._index.with_tensor_parallel(mesh, tp_mesh, param.name, expert)
             tp_placements = [Replicate()] if param.tensor_parallel is None else param.tensor_parallel[1]
             placements += tp_placements if param.sections is None else [SectionedShard(param.sections)]
-        return make_dtensor(local, mesh, param.shape, placements)
+        return make_dtensor(local, mesh, param.shape, placements, main=True)
 
     def shard(self, i: int, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of this rank's slice of a whole tensor in parameter ``i``'s shape, as a DTensor."""
@@ -206,11 +206,15 @@ class ParameterGroup:
         return make_like(local, self.params[i].main)
 
     def show(self, compute: bool) -> None:
-        """Register compute weights (or else main weights) as the modules' parameters."""
+        """Register compute weights (or else main weights) as the modules' parameters.
+
+        Other tensors stay: ``torch.func.functional_call`` puts those in their place that forward is to use.
+        """
         for param in self.params:
-            parameter = param.compute if compute else param.main
+            shown, hidden = (param.compute, param.main) if compute else (param.main, param.compute)
             for module, attribute in param.sites:
-                module._parameters[attribute] = parameter
+                if module._parameters.get(attribute) is hidden:
+                    module._parameters[attribute] = shown
 
     def follow_freezing(self) -> bool:
         """Freeze and unfreeze parameters as the user has; True if that changes anything."""

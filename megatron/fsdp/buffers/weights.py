@@ -137,6 +137,7 @@ class WeightBuffer:
         main: Main weights, flat: the elements ``owned.main`` of the buffer.
         stream: Runs unshards.
         batch: Quantizes main weights into the planes; None if compute weights are not quantized.
+        version: Version counter of the main weights when they were last read or found to have changed.
     """
 
     def __init__(
@@ -170,6 +171,7 @@ class WeightBuffer:
             self.main = self.planes[0].own
         self._loaded: torch.Tensor | None = None
         self.batch: QuantizationBatch | None = None
+        self.version = self.main._version
 
     def shared_by(self) -> SharedBy:
         """The ranks that share main weights. The first call may be a collective of these ranks."""
@@ -193,7 +195,17 @@ class WeightBuffer:
         return self.planes[0].resident is None or self._casts
 
     @property
-    def _needs_nothing(self) -> bool:
+    def is_outdated(self) -> bool:
+        """Whether main weights were written after the compute weights were unsharded from them.
+
+        The counter sees every write through the sharded parameters, their ``.data`` and their local tensors. It is
+        the same on all ranks that run the same code, also where a shard is empty.
+        """
+        read = any(plane.is_current or plane.is_resident_current or plane.handle is not None for plane in self.planes)
+        return read and self.version != self.main._version and not self.needs_nothing
+
+    @property
+    def needs_nothing(self) -> bool:
         """True if compute weights and main weights are the same memory on every rank."""
         return not self._casts and not self.sharding.inner.shards_optimizer
 
@@ -228,7 +240,7 @@ class WeightBuffer:
         if self.main_is_apart:
             self.main.copy_(flat[self.owned.main])
         # Ranks may have initialized their parameters differently. The first unshard gets the owners' values.
-        self._set_current(self._needs_nothing)
+        self._set_current(self.needs_nothing)
         if self.temporary:
             self._free()
 
@@ -241,7 +253,7 @@ class WeightBuffer:
         # An unshard that nothing has waited for was of the old ones, so every rank has to start another. Waiting keeps
         # the compute from writing main weights that the stream still reads.
         self.wait()
-        self._set_current(self._needs_nothing)
+        self._set_current(self.needs_nothing)
         if self.batch is not None:
             self.batch.version += 1
 
@@ -250,6 +262,7 @@ class WeightBuffer:
         wanted = [p for p in self.planes if not p.is_current and p.handle is None and planes.includes(p)]
         if not wanted:
             return None
+        self.version = self.main._version
         refresh = [not plane.is_resident_current for plane in wanted]
         version = 0 if self.batch is None else self.batch.version
         handle = self.stream.run(functools.partial(self._unshard, wanted, refresh, version))

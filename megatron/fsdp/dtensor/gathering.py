@@ -12,7 +12,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from megatron.fsdp.comm.gloo import ensure_released
 from megatron.fsdp.comm.journal import JOURNAL
 from megatron.fsdp.comm.streams import wait_for
-from megatron.fsdp.dtensor.placements import SectionedShard, is_ragged, local_slice, ragged_axes
+from megatron.fsdp.dtensor.placements import SectionedShard, is_ragged, is_replicated, local_slice, ragged_axes
 
 
 def gather_whole(tensor: DTensor) -> torch.Tensor:
@@ -25,6 +25,8 @@ def gather_whole(tensor: DTensor) -> torch.Tensor:
 
 def _gather_whole(tensor: DTensor) -> torch.Tensor:
     spec, mesh = tensor._spec, tensor.device_mesh
+    if is_replicated(spec.placements):
+        return tensor._local_tensor.detach().to(mesh.device_type)
     if not is_ragged(spec):
         return _gather_uneven(tensor)
     mine = local_slice(spec)
@@ -54,7 +56,7 @@ def _finish(work: dist.Work | None, group: dist.ProcessGroup, tensor: torch.Tens
 def _gather_uneven(tensor: DTensor) -> torch.Tensor:
     """Gather a DTensor with torch's placements, whose local tensors may have any size."""
     if any(placement.is_partial() for placement in tensor._spec.placements) or _is_even_everywhere(tensor):
-        by_torch: torch.Tensor = tensor.full_tensor()
+        by_torch: torch.Tensor = DTensor(tensor._local_tensor, tensor._spec, requires_grad=False).full_tensor()
         return by_torch.detach()
     whole = tensor._local_tensor.detach().to(tensor.device_mesh.device_type)
     for axis, dim in sharded_axes(tensor):

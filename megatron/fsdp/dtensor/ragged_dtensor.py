@@ -14,6 +14,7 @@ Every other operation raises NotImplementedError, with a hint to use ``full_tens
 DTensor with uneven shards without communication; tests on every supported version of torch notice a change.
 """
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
@@ -228,7 +229,7 @@ class _ToLocal(torch.autograd.Function):
 
 
 def make_dtensor(
-    local: torch.Tensor, mesh: DeviceMesh, shape: tuple[int, ...], placements: Sequence[Placement]
+    local: torch.Tensor, mesh: DeviceMesh, shape: tuple[int, ...], placements: Sequence[Placement], main: bool = False
 ) -> DTensor:
     """A DTensor with local tensor ``local``, which is not copied.
 
@@ -237,10 +238,11 @@ def make_dtensor(
         mesh: Mesh that the tensor is sharded over.
         shape: Shape of the whole tensor.
         placements: One per mesh axis, from torch or from :mod:`megatron.fsdp.dtensor.placements`.
+        main: Return a :class:`RaggedDTensor` even if no placement needs one. Only these count writes to their shards.
     """
     meta = TensorMeta(torch.Size(shape), contiguous_stride(shape), local.dtype)
     spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
-    kind = RaggedDTensor if is_ragged(spec) else DTensor
+    kind = RaggedDTensor if main or is_ragged(spec) else DTensor
     return kind(local, spec, requires_grad=False)
 
 
@@ -330,7 +332,27 @@ _ELEMENTWISE = {
 }
 
 
+_ALIASES = (aten.alias.default, aten.detach.default)
+
+
 def _dispatch(func: Any, args: tuple, kwargs: dict) -> Any:
+    result = _run(func, args, kwargs)
+    if func._schema.is_mutable:
+        # Autograd counts writes to a tensor, but not those to its ``.data`` or in a list, and not in the shard.
+        written = [args[i] if i < len(args) else kwargs.get(name) for i, name in _written(func)]
+        tensors = [each for each in tree_flatten(written)[0] if isinstance(each, RaggedDTensor)]
+        torch._C._increment_version([*tensors, *(each._local_tensor for each in tensors)])
+    return result
+
+
+@functools.cache
+def _written(func: Any) -> list[tuple[int, str]]:
+    """Position and name of the arguments that an operation writes."""
+    arguments = enumerate(func._schema.arguments)
+    return [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
+
+
+def _run(func: Any, args: tuple, kwargs: dict) -> Any:
     name = func._schema.name
     handler = _HANDLERS.get(name)
     if handler is not None:
@@ -341,7 +363,15 @@ def _dispatch(func: Any, args: tuple, kwargs: dict) -> Any:
         return _random(func, args, kwargs)
     if torch.Tag.pointwise in func.tags or name in _ELEMENTWISE:
         return _elementwise(func, args, kwargs)
-    raise _unsupported(func)
+    flat, tree = tree_flatten((args, kwargs))
+    if any(isinstance(value, RaggedDTensor) and is_ragged(value._spec) for value in flat):
+        raise _unsupported(func)
+    # torch has rules for tensors that are not sharded, or evenly over a tensor-parallel axis only.
+    plain = [
+        DTensor(v._local_tensor, v._spec, requires_grad=False) if isinstance(v, RaggedDTensor) else v for v in flat
+    ]
+    args, kwargs = tree_unflatten(plain, tree)
+    return func(*args, **kwargs)
 
 
 def _unsupported(func: Any, why: str = "it is neither element-wise nor a reduction of the whole tensor") -> Exception:
@@ -377,6 +407,13 @@ def _operand(func: Any, value: Any, spec: DTensorSpec, local: torch.Tensor) -> A
 def _elementwise(func: Any, args: tuple, kwargs: dict) -> Any:
     flat, tree = tree_flatten((args, kwargs))
     first = _first(flat)
+    if func._schema.is_mutable and not isinstance(args[0], DTensor):
+        # A plain tensor that is changed in place needs all elements, for instance an average of weights.
+        args, kwargs = tree_unflatten([reduced(value) for value in flat], tree)
+        return func(*args, **kwargs)
+    if func in _ALIASES:
+        # The result shares the shard itself, and with it the counter of writes.
+        return RaggedDTensor(first._local_tensor, first._spec, requires_grad=False)
     spec, local = first._spec, first._local_tensor
     operands = [_operand(func, value, spec, local) for value in flat]
     own_args, own_kwargs = tree_unflatten(operands, tree)
@@ -431,8 +468,10 @@ def _checked(func: Any, results: Sequence[torch.Tensor], leading: Sequence[Any])
 def _copy(func: Any, args: tuple, kwargs: dict) -> Any:
     """``copy_`` into a ragged tensor from a whole tensor or from one with another layout."""
     target, source = args[:2]
+    if not isinstance(target, DTensor):
+        return target.copy_(reduced(source), *args[2:], **kwargs)
     if not isinstance(target, RaggedDTensor):
-        raise _unsupported(func, "the target is not sharded")
+        raise _unsupported(func, "the target is sharded evenly")
     if isinstance(source, DTensor) and not (isinstance(source, RaggedDTensor) and same_layout(source, target)):
         source = gather_whole(source)
     if isinstance(source, RaggedDTensor):

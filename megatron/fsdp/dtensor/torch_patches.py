@@ -46,6 +46,12 @@ TORCH = Patches(
             f"{_HERE}:apply_if_allowed",
             patches.TORCH,
         ),
+        Patch(
+            "torch.autograd:_engine_run_backward",
+            "weights that backward reads are unsharded before, however it comes to them",
+            "megatron.fsdp.runtime.graph:run_backward",
+            patches.TORCH,
+        ),
         *(
             Patch(
                 f"torch.optim:Optimizer.{name}",

@@ -273,6 +273,10 @@ class FSDPModule(MarkedModule):
         elif unit is not None and unit.state is WeightState.UNSHARDED:
             unit.reshard()
 
+    def mark_weights_changed(self) -> None:
+        """See :meth:`megatron.fsdp.MegatronFSDP.mark_weights_changed`."""
+        model_of(self).engine.invalidate_weights()
+
     def reset_iter_state(self) -> None:
         """Reset the model after a forward or backward that raised, and drop gradients that are not in ``.grad`` yet.
 

@@ -60,8 +60,11 @@ class LocalStep:
         return id(self._local.get(main, main))
 
     def after_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-        """Step post-hook: restore the DTensors."""
+        """Step post-hook: restore the DTensors, and count the writes to them, which their local tensors have seen."""
         self._restore(optimizer)
+        with torch._C.DisableTorchFunctionSubclass():
+            mains = [main for options in optimizer.param_groups for main in options["params"]]
+            torch._C._increment_version([m for m in mains if m in self._dp_groups and m.grad is not None])
 
     def _with_dtensors(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Wrap a closure, which runs forward and backward, so that it runs with the DTensors in place."""

@@ -94,6 +94,7 @@ class Engine:
         self.index = index
         self.resources = resources
         self._unit_of = unit_of
+        self._unit_with = {id(e.compute): unit for unit in units for group in unit.groups for e in group.params}
         self._units_in: weakref.WeakKeyDictionary[nn.Module, list[Unit]] = weakref.WeakKeyDictionary()
         self._sync = _Synchronization(config.sync_model_each_microbatch)
         # Which parameters take gradients, as of the last synchronization.
@@ -150,6 +151,10 @@ class Engine:
     def unit_around(self, module: nn.Module) -> Unit | None:
         """The innermost unit that contains ``module``; None if it is no part of the model."""
         return self._unit_of.get(module)
+
+    def unit_with(self, weight: torch.Tensor) -> Unit | None:
+        """The unit that a compute weight belongs to; None if it is no compute weight of the model."""
+        return self._unit_with.get(id(weight))
 
     def units_in(self, module: nn.Module) -> list[Unit]:
         """The units, except the root, that parameters in ``module`` may belong to, in the order of registration."""

@@ -189,6 +189,13 @@ def check_dtypes(module: nn.Module, policy: MixedPrecisionPolicy) -> None:
         NotImplementedError: A parameter has an unknown tensor class (see :func:`check_class`).
     """
     plain: dict[int, str] = {}
+    for name, part in module.named_modules():
+        if getattr(part, "max_norm", None) is not None and isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
+            raise NotImplementedError(
+                f"{name or type(part).__name__}: {type(part).__name__}(max_norm=...) changes rows in its forward, on "
+                "each rank those of its own batch, so that the ranks' weights would differ. Leave max_norm out, and "
+                "renormalize the main weights after the optimizer's step."
+            )
     for name, parameter in module.named_parameters():
         check_class(name, parameter)
         policy.resolve(parameter.dtype, name)

@@ -23,8 +23,7 @@ class Pass:
         state: State of the backward.
         kept: A unit that stays unsharded after its forward because its backward is expected next.
         by_caller: The caller has begun the backward and will end it. It may consist of several of autograd's.
-        prefetched: Versions of all main weights when the first unshards of the next forward were started; None if none
-            were started.
+        prefetched: The first unshards of the next forward were started.
         number: Number of backward passes so far.
     """
 
@@ -32,7 +31,7 @@ class Pass:
         self.state = PassState.NO_BACKWARD
         self.kept: Unit | None = None
         self.by_caller = False
-        self.prefetched: list[list[int]] | None = None
+        self.prefetched = False
         self.number = 0
 
     @property
@@ -86,7 +85,7 @@ class Pass:
     def reset(self) -> None:
         """Return to the initial state, without prefetched units."""
         self.end_backward()
-        self.prefetched = None
+        self.prefetched = False
 
 
 class _EndOfBackward:

@@ -40,8 +40,8 @@ class Plans:
 
     def _guessed_backward(self) -> Plan:
         # The root, and the unit that forward ends with, are still unsharded when backward begins.
-        last = self.forward.requested[-1]
-        kept = [Op(OpKind.UNSHARD, 0), *([] if self._units[last.unit_index].is_directional else [last])]
+        last = [op for op in self.forward.requested[-1:] if not self._units[op.unit_index].is_directional]
+        kept = [Op(OpKind.UNSHARD, 0), *last]
         kept += [Op(OpKind.UNSHARD, i) for i, unit in enumerate(self._units) if unit.keeps_weights]
         index = {id(unit): i for i, unit in enumerate(self._units)}
 
@@ -70,6 +70,8 @@ class Plans:
         """Make what was recorded the plans, if the ranks' recordings can be merged. A collective."""
         self.recording = False
         forward, backward = (self._merged(plan.recorded) for plan in (self.forward, self.backward))
+        if forward == []:
+            forward = self.forward.requested  # a second backward of the forward that was recorded
         if forward is None or backward is None:
             logger.warning(
                 "FSDP: ranks ran different units in the first iteration, in orders that cannot be merged. "

@@ -72,9 +72,7 @@ class Schedule:
         self.refresh_weights = False
         self.in_callers_forward = False
         self._index = {id(unit): i for i, unit in enumerate(units)}
-        weights = [group.weights for unit in units for group in unit.groups]
-        self._keeps_copies = any(each.resident is not None and each.main_is_apart for each in weights)
-        self._seen: list[list[int]] = []
+        self._weights = [group.weights for unit in units for group in unit.groups]
         self._on_backward_end = weak_method(on_backward_end)
 
     # Passes ----------------------------------------------------------------------------------------------------
@@ -86,15 +84,11 @@ class Schedule:
         """
         if self.passes.state is not PassState.NO_BACKWARD:
             return
-        if self.passes.prefetched is None:
+        if not self.passes.prefetched:
             # The backward of the forward that is recorded may still follow.
             self.plans.forward.rewind()
-            self.passes.prefetched = self._main_versions()
+            self.passes.prefetched = True
         self._prefetch(self.plans.forward, until)
-
-    def _main_versions(self) -> list[list[int]]:
-        """Version counters of all main weights. In-place changes increment them, except by optimizers and ``.data``."""
-        return [[e.main._version for group in unit.groups for e in group.params] for unit in self.units]
 
     def units_to_prefetch_first(self) -> list[Unit]:
         """The units that :meth:`prefetch_first` unshards, in order, while main weights of others are still updated.
@@ -152,35 +146,45 @@ class Schedule:
             # The first forward of an iteration, or one without gradients, may be captured, and must contain its
             # unshards. A replayed optimizer step does not mark weights as out of date either.
             self.refresh_weights = not torch.is_grad_enabled()
-            for unit in self.units:
-                unit.invalidate()
+            self._invalidate()
         for unit in self.units:
-            unit.new_pass()
+            # The graph of an earlier forward may still be pending, and counts its own calls.
+            if torch.is_grad_enabled():
+                unit.new_pass()
             # The last forward ended with an exception outside of all hooks.
             if unit.state in (WeightState.FORWARD, WeightState.BACKWARD):
                 unit.abandon()
         self._reshard_kept()
-        self.plans.follow_freezing()
-        if self.passes.prefetched not in (None, self._main_versions()):
-            # Main weights have changed since their unshards were started, which may have read a mixture of values.
+        self._follow_freezing()
+        if self._is_outdated and not self.passes.by_caller:
+            # Unshards that were started may have read a mixture of values.
             self.reset()
-            for unit in self.units:
-                unit.invalidate()
-        self._follow_changes()
-        if self.passes.prefetched is None:
+            self._invalidate()
+        if not self.passes.prefetched:
             self.plans.forward.rewind()
         self.plans.forward.recorded = []
-        self.passes.prefetched = None
+        self.passes.prefetched = False
 
-    def _follow_changes(self) -> None:
-        """Mark weights as out of date if main weights were changed in place by something else than an optimizer.
+    def _invalidate(self) -> None:
+        for unit in self.units:
+            unit.invalidate()
 
-        Without this, a swap of main weights with averages would be seen only by units that copy them at every unshard.
+    @property
+    def _is_outdated(self) -> bool:
+        """Whether main weights were written by something else than an optimizer since they were unsharded.
+
+        All weights are then unsharded again, in the order of the plan.
         """
-        if self._keeps_copies and self._seen != (versions := self._main_versions()):
-            self._seen = versions
-            for unit in self.units:
-                unit.invalidate()
+        changed = [weights for weights in self._weights if weights.version != weights.main._version]
+        return any(weights.is_outdated for weights in changed)
+
+    def _follow_freezing(self) -> None:
+        """Apply changes of ``requires_grad`` since the last pass."""
+        with torch._C.DisableTorchFunctionSubclass():
+            params = [param for unit in self.units for group in unit.groups for param in group.params]
+            shown = [(param.trained, param.main.requires_grad, param.compute.requires_grad) for param in params]
+        if any([trained is not main or trained is not compute for trained, main, compute in shown]):
+            self.plans.follow_freezing()
 
     def _begin_backward(self) -> None:
         """Prepare a backward, if none is running. Called with the first gradient."""
@@ -189,9 +193,16 @@ class Schedule:
         if self._in_backward:
             return
         self.passes.begin_backward(weak_method(self.finish_backward))
+        # Autograd looks at ``requires_grad`` of the weights when it has their gradients, as in an unsharded model.
+        self._follow_freezing()
         self.plans.backward.restart()
         for unit in self.units:
             unit.new_backward()
+        if self._is_outdated:
+            self._invalidate()
+            for unit in self.units:
+                if unit.state is WeightState.UNSHARDED:
+                    unit.unshard()
 
     def finish_backward(self) -> None:
         """End a backward: reshard the remaining units and reduce the remaining gradients, in the order of the plan."""
@@ -260,6 +271,10 @@ class Schedule:
             self.passes.kept = unit
         else:
             unit.reshard()
+        if self.units[0].state is not WeightState.FORWARD and not self._in_backward:
+            # Outside of the model's forward its parameters are main weights, also those of units that stay unsharded:
+            # what users write to them must not be lost.
+            self.show_main()
         return grad
 
     def _is_last(self, unit: Unit) -> bool:
@@ -284,9 +299,19 @@ class Schedule:
             self.passes.kept = None
         self._use(self.plans.backward, unit, WeightState.BACKWARD)
 
+    def enter_aside(self, units: list[Unit]) -> None:
+        """Unshard units for the whole of a backward that enters them at something else than their outputs."""
+        if self.passes.by_caller:
+            return
+        for unit in sorted(units, key=lambda each: self._index[id(each)], reverse=True):
+            self.before_backward(unit)
+            unit.aside = True
+
     def after_backward(self, unit: Unit) -> None:
         """See :class:`megatron.fsdp.runtime.unit.UnitListener`."""
         unit.calls_done += 1
+        if unit.aside:
+            return
         if unit.state is WeightState.BACKWARD:
             unit.reshard()
         if unit.trainable and unit.calls_done >= unit.calls:

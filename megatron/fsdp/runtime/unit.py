@@ -1,6 +1,5 @@
 """One FSDP unit: the parameters of a module that are unsharded and resharded together, with their state and hooks."""
 
-import dataclasses
 import functools
 import logging
 import weakref
@@ -11,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_map
 
 from megatron.fsdp.buffers.flat_buffer import storage_id
 from megatron.fsdp.buffers.parameter_group import ParameterGroup
@@ -21,6 +20,7 @@ from megatron.fsdp.comm.journal import Channel, Log, report_on_failure
 from megatron.fsdp.helpers.labels import profiled
 from megatron.fsdp.helpers.weak import not_compiled, weak_method
 from megatron.fsdp.quantized.storage import Direction, storage_of
+from megatron.fsdp.runtime.graph import tensors_in, watch_inputs, watch_outputs
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +68,9 @@ class UnitListener(Protocol):
     def before_backward(self, unit: "Unit") -> None:
         """Handle the gradient of an output: the unit's backward starts."""
 
+    def enter_aside(self, units: list["Unit"]) -> None:
+        """Handle the start of a backward that enters units at something else than their outputs."""
+
     def after_backward(self, unit: "Unit") -> None:
         """Handle complete gradients of the inputs of one call: this call's backward has ended."""
 
@@ -89,6 +92,7 @@ class Unit:
         calls_done: Number of these calls whose backward has ended.
         took_part: Whether the gradient of an output has arrived in this backward.
         reduced: Whether the reduction of this backward's gradients has been issued.
+        aside: This backward enters the unit at something else than its outputs, and may leave it at any time.
         keeps_weights: Whether the weights stay unsharded from a forward until its backward, like the root's.
         is_offloaded: Whether main weights are in host memory, away from the device of the computation.
         held_by: The passes that hold the unit: the caller has unsharded it for them.
@@ -112,6 +116,7 @@ class Unit:
         self.calls_done = 0
         self.took_part = False
         self.reduced = False
+        self.aside = False
         self.keeps_weights = self.is_offloaded = False
         self.held_by: set[Direction] = set()
         self.expected_by: set[Direction] = set()
@@ -122,6 +127,11 @@ class Unit:
         self._state = WeightState.SHARDED
         self._shows_compute = False
         self._depth = 0
+        # See [Note: versions of compute weights].
+        apart = [g for g in groups if g.storage is None and (g.weights.temporary or g.weights.main_is_apart)]
+        self._versioned = [param for group in apart for param in group.params]
+        self._versions: list[int] = []
+        self._end: Any = None
 
     def __repr__(self) -> str:
         return f"Unit({self.label}, {self._state.value})"
@@ -237,12 +247,14 @@ class Unit:
         """Make compute wait for the unshard, and make compute weights the module's parameters."""
         self.prepare(Direction.BACKWARD if state is WeightState.BACKWARD else Direction.FORWARD)
         self.to(state)
+        self._set_versions(readable=True)
         self.show(compute=True)
 
     def hold(self, direction: Direction) -> None:
         """As :meth:`use`, for a pass whose caller unshards and reshards the unit."""
         self.prepare(direction)
         self.to(WeightState.HELD)
+        self._set_versions(readable=True)
         self.show(compute=True)
         self.expected_by.discard(direction)
         self.held_by.add(direction)
@@ -282,7 +294,35 @@ class Unit:
         for group in self.groups:
             group.weights.reshard()
         self.to(WeightState.SHARDED)
+        self._set_versions(readable=False)
         self.show(compute=False)
+
+    def _set_versions(self, readable: bool) -> None:
+        """Set the version counters of the compute weights.
+
+        [Note: versions of compute weights] Autograd remembers the version of every weight that it saves, and raises if
+        it has changed when backward reads the weight. Unsharded weights get twice the version of their main weights:
+        a graph can read them after they were resharded and unsharded again, unless the weight was changed meanwhile,
+        as in an unsharded model. Resharded weights have another version, so that backward cannot read freed memory, or
+        that of another unit, through a part of the graph that no hook guards. Weights whose memory contains the main
+        weights count their versions themselves.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            self._versions = [2 * param.main._version + (not readable) for param in self._versioned]
+        weights = [param.compute for param in self._versioned]
+        torch._C._autograd._unsafe_set_version_counter(tuple(weights), tuple(self._versions))
+
+    def _check_not_written(self) -> None:
+        """Raise if the module's forward has written a weight: the next unshard would undo that."""
+        if [param.compute._version for param in self._versioned] == self._versions:
+            return
+        written = zip(self._versioned, self._versions, strict=True)
+        name = next(param.name for param, version in written if param.compute._version != version)
+        raise RuntimeError(
+            f"The forward of FSDP unit {self.label} has changed its parameter {name} in place. Expected weights that "
+            "only change between forwards: this change would be lost. Change the parameter before or after the model's "
+            "forward, where it is the main weight."
+        )
 
     def _drop_derived(self) -> None:
         """Drop what formats of quantized weights have computed for the forward or backward that has ended."""
@@ -356,7 +396,7 @@ class Unit:
     def new_backward(self) -> None:
         """Reset the counters at the start of a backward."""
         self.calls_done = 0
-        self.took_part = self.reduced = False
+        self.took_part = self.reduced = self.aside = False
 
     def abandon_gradients(self) -> None:
         """Drop gradients that are not synchronized yet."""
@@ -405,7 +445,7 @@ class Unit:
         self._depth += 1
         if self._depth > 1 or not listener.before_forward(self):
             return None
-        watched = _watch_inputs(self, args, kwargs)
+        watched, self._end = watch_inputs(self, args, kwargs)
         if watched is not None:
             self.calls += 1
         return watched
@@ -416,12 +456,13 @@ class Unit:
         listener = self._listener()
         if listener is None or self._depth:
             return None
+        if output is not None:
+            self._check_not_written()
         copied = self._copy_own_weights(output)
         output = output if copied is None else copied
+        end, self._end = self._end, None
         if listener.after_forward(self):
-            for tensor in tensors_in(output):
-                if tensor.grad_fn is not None:
-                    tensor.register_hook(weak_method(self.pre_backward))
+            watch_outputs(self, output, end)
         return copied
 
     def _copy_own_weights(self, output: Any) -> Any:
@@ -466,8 +507,13 @@ class Unit:
         if listener is not None:
             listener.before_backward(self)
 
+    @property
+    def listener(self) -> UnitListener | None:
+        """What the hooks call; None once it is gone."""
+        return self._listener()
+
     def post_backward(self) -> None:
-        """Called by :class:`_EndOfBackward` when the gradients of one call's inputs are complete."""
+        """Called when the gradients of one call's inputs are complete."""
         listener = self._listener()
         if listener is not None:
             listener.after_backward(self)
@@ -501,49 +547,7 @@ def as_forward(unit: Unit, module: nn.Module, function: Callable[..., Any]) -> C
     return call
 
 
-class _EndOfBackward(torch.autograd.Function):
-    """An identity whose backward runs when the gradients of its inputs are complete. FSDP2 uses the same technique."""
-
-    @staticmethod
-    def forward(ctx: Any, notify: Callable[[], None], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.notify = notify
-        return tensors
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        ctx.notify()
-        return None, *grads
-
-
-def _watch_inputs(unit: Unit, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-    """Pass inputs that need gradients through :class:`_EndOfBackward`; None if there are none."""
-    values, structure = tree_flatten((args, kwargs))
-    found = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor) and value.requires_grad]
-    if not found:
-        return None
-    passed = _EndOfBackward.apply(weak_method(unit.post_backward), *(values[i] for i in found))
-    for i, value in zip(found, passed, strict=True):
-        values[i] = value
-    watched: tuple[tuple, dict] = tree_unflatten(values, structure)
-    return watched
-
-
 def _stored_in(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The plain tensors that have a tensor's memory: itself, or the parts of a quantized one."""
     storage = storage_of(tensor)
     return iter([tensor]) if storage is None else tensors_in([getattr(tensor, field, None) for field in storage.fields])
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield all tensors in nested containers and dataclasses."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name, None))

@@ -1,0 +1,168 @@
+"""How the forwards of units appear in autograd's graph, and which units a backward needs."""
+
+import dataclasses
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from megatron.fsdp.helpers.autograd import in_backward
+from megatron.fsdp.helpers.notes import add_note
+from megatron.fsdp.helpers.weak import weak_method
+from megatron.fsdp.runtime.partition import owner_of
+
+if TYPE_CHECKING:
+    from megatron.fsdp.runtime.unit import Unit
+
+# The key in the metadata of an autograd node under which outputs of a unit's forward are marked: for each number of an
+# output the unit, and the node at the unit's inputs if there is one.
+_DOORS = "megatron_fsdp"
+
+
+def watch_outputs(unit: "Unit", output: Any, end: Any) -> None:
+    """Tell the unit when backward begins with one of the outputs of its forward, and mark these in the graph.
+
+    Args:
+        unit: The unit.
+        output: What its forward returned.
+        end: The node that :func:`watch_inputs` returned.
+    """
+    for tensor in tensors_in(output):
+        if tensor.grad_fn is not None:
+            tensor.register_hook(weak_method(unit.pre_backward))
+            node: Any = tensor.grad_fn
+            doors = node.metadata.setdefault(_DOORS, {})
+            doors[tensor.output_nr] = weakref.ref(unit), end
+
+
+class _EndOfBackward(torch.autograd.Function):
+    """An identity whose backward runs when the gradients of its inputs are complete. FSDP2 uses the same technique."""
+
+    @staticmethod
+    def forward(ctx: Any, unit: "weakref.ref[Unit]", *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.unit = unit
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if (unit := ctx.unit()) is not None:
+            unit.post_backward()
+        return None, *grads
+
+
+def watch_inputs(unit: "Unit", args: tuple, kwargs: dict) -> tuple[tuple[tuple, dict] | None, Any]:
+    """Pass inputs that need gradients through :class:`_EndOfBackward`.
+
+    Returns:
+        The inputs, and the node that they come from; None for both if no input needs a gradient.
+    """
+    values, structure = tree_flatten((args, kwargs))
+    found = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor) and value.requires_grad]
+    if not found:
+        return None, None
+    passed = _EndOfBackward.apply(weakref.ref(unit), *(values[i] for i in found))
+    for i, value in zip(found, passed, strict=True):
+        values[i] = value
+    return tree_unflatten(values, structure), passed[0].grad_fn
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield all tensors in nested containers and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name, None))
+    elif type(value).__module__ != "builtins" and not isinstance(value, (type, nn.Module)):
+        # An object of the user's own class. What is hidden deeper is found when backward begins.
+        yield from (each for each in getattr(value, "__dict__", {}).values() if isinstance(each, torch.Tensor))
+
+
+def run_backward(original: Callable[..., Any], outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+    """Run autograd's engine, and unshard the units that it enters at something else than the outputs of their forward.
+
+    Hooks on the outputs unshard a unit when its backward begins. They do not see a loss of an activation that was
+    captured inside, a tensor that a module keeps as an attribute, or the second backward of a gradient penalty.
+    """
+    # Only reentrant checkpointing runs a backward in a backward. The units' hooks see what it recomputes.
+    entered = {} if in_backward() else _entered_aside([_edge(output) for output in outputs])
+
+    def enter(*unused: Any) -> None:
+        while entered:
+            schedule, units = entered.popitem()
+            schedule.enter_aside(units)
+
+    handles = [
+        _edge(output)[0].register_prehook(enter) for output in outputs if entered and _edge(output)[0] is not None
+    ]
+    try:
+        return original(outputs, *args, **kwargs)
+    except RuntimeError as error:
+        if "modified by an inplace operation" in str(error):
+            add_note(error, _MODIFIED)
+        raise
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+_MODIFIED = (
+    "FSDP: if this is a weight of a sharded model, it was changed after the forward, by the optimizer or in place; or "
+    "backward was not started by backward() or torch.autograd.grad, and reads a unit that is resharded."
+)
+
+
+def _edge(output: Any) -> tuple[Any, int]:
+    """The node and its output that a tensor, or an edge of the graph, stands for."""
+    return (output.grad_fn, output.output_nr) if isinstance(output, torch.Tensor) else tuple(output)
+
+
+def _entered_aside(edges: list[tuple[Any, int]]) -> dict[Any, list["Unit"]]:
+    """The units that a backward from these edges enters at something else than an output of their forward.
+
+    The search goes around units without others inside: from their outputs to their inputs. It therefore visits the
+    nodes between units only, and takes no Python call per node.
+
+    Returns:
+        The units by their schedules.
+    """
+    # With each edge: the units whose outputs guard it.
+    stack: list[tuple[Any, int, frozenset[Unit]]] = [(*edge, frozenset()) for edge in edges]
+    seen: set[tuple[Any, frozenset[Unit]]] = set()
+    entered: defaultdict[Any, dict[Unit, None]] = defaultdict(dict)
+    while stack:
+        node, number, inside = stack.pop()
+        if node is None or (node, inside) in seen:
+            continue
+        reference, end = node.metadata.get(_DOORS, _NO_DOOR).get(number, (None, None))
+        unit = None if reference is None else reference()
+        if unit is not None and not unit.children:
+            stack += [(*edge, inside) for edge in (() if end is None else end.next_functions)]
+            continue
+        if unit is not None:
+            inside |= {unit}
+        seen.add((node, inside))
+        unit = None
+        if type(node) is _END:
+            unit = node.unit()
+        elif (weight := getattr(node, "variable", None)) is not None and (engine := owner_of(weight)) is not None:
+            unit = engine.unit_with(weight)
+        if unit is not None and unit not in inside and unit.listener is not None:
+            entered[unit.listener][unit] = None
+        inside = inside - {unit} if type(node) is _END else inside
+        stack += [(*edge, inside) for edge in node.next_functions]
+    return {schedule: list(units) for schedule, units in entered.items()}
+
+
+_NO_DOOR: dict[int, Any] = {}
+_END: Any = _EndOfBackward._backward_cls

@@ -1,0 +1,305 @@
+"""Programs that plain PyTorch allows train a sharded model as an unsharded one, or raise."""
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron_fsdp import fully_shard, fully_shard_model
+from tests.models import assert_same_weights, device, sgd
+from tests.ranks import RankFailure, RankPool
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "no_shard": {"zero_dp_strategy": 0},
+    "optim": {"zero_dp_strategy": 1},
+    "optim_grads": {"zero_dp_strategy": 2},
+    "optim_grads_params": {"zero_dp_strategy": 3},
+    "without units": {"zero_dp_strategy": 3, "fsdp_unit_modules": None},
+    "double buffer": {"zero_dp_strategy": 3, "fsdp_double_buffer": True},
+}
+
+
+class Block(nn.Module):
+    """A residual MLP that keeps its second activation, and may return an object of a class of its own."""
+
+    def __init__(self, kind: str = "") -> None:
+        super().__init__()
+        self.kind = kind
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 17), nn.Linear(17, 8)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        hidden = self.up(self.norm(x)).tanh()
+        if self.kind == "checkpoint":
+            hidden = checkpoint(lambda y: self.up(self.norm(y)).tanh(), x, use_reentrant=False)
+        if self.kind == "penalized":
+            self.penalty = self.up(x + self.down(hidden)).pow(2).mean()
+        result = x + self.down(hidden)
+        if self.kind == "writes":
+            with torch.no_grad():
+                self.up.weight.clamp_(-0.05, 0.05)
+        return Result(result) if self.kind == "own class" else result
+
+
+class Result:
+    """What a block may return."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+class Model(nn.Module):
+    """Blocks between two linear layers."""
+
+    def __init__(self, depth: int = 3, kind: str = "") -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.blocks = nn.ModuleList(Block(kind) for _ in range(depth))
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+            x = x.value if isinstance(x, Result) else x
+        return self.head(x) + sum(getattr(block, "penalty", 0.0) for block in self.blocks)
+
+
+class Side:
+    """One of two runs of a program: with the sharded model, or with the unsharded one on the same data."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+
+    @property
+    def inner(self) -> Model:
+        return self.model.module if hasattr(self.model, "module") else self.model
+
+    def step(self) -> None:
+        self.sync()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def sync(self) -> None:
+        """Average the gradients of an unsharded model."""
+        if self.inner is self.model:
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    dist.all_reduce(parameter.grad)
+                    parameter.grad /= dist.get_world_size()
+
+
+Program = Callable[[Side], torch.Tensor]
+
+
+def _batch() -> torch.Tensor:
+    return torch.randn(4, 6).to(device())
+
+
+def _same(program: Program, build: Callable[[], nn.Module], settings: list[str], optimizer: Any = sgd) -> None:
+    """Run a program with both models, three times, and compare losses and weights."""
+    for name in settings:
+        torch.manual_seed(0)
+        reference = build().to(device())
+        model = copy.deepcopy(reference)
+        arguments = {"fsdp_unit_modules": [Block], **SETTINGS[name]}
+        sides = (
+            Side(reference, optimizer(reference.parameters())),
+            Side(*fully_shard(model, optimizer(model.parameters()), **arguments)),
+        )
+        for step in range(3):
+            losses = []
+            for side in sides:
+                torch.manual_seed(10 * step + dist.get_rank())
+                losses.append(program(side).detach())
+            torch.testing.assert_close(losses[1], losses[0], rtol=1e-4, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
+        assert_same_weights(sides[1].model, reference)
+
+
+def _freeze_forward_thaw(side: Side) -> torch.Tensor:
+    """As adapters that are disabled for a reference."""
+    x = _batch()
+    y, block = side.model(x), side.inner.blocks[0]
+    block.requires_grad_(False)
+    with torch.no_grad():
+        reference = side.model(x)
+    block.requires_grad_(True)
+    loss = (y - reference).pow(2).mean() + y.pow(2).mean()
+    loss.backward()
+    side.step()
+    return loss
+
+
+def _sam(side: Side) -> torch.Tensor:
+    x = _batch()
+    side.model(x).pow(2).mean().backward()
+    side.sync()
+    before = [p.detach().clone() for p in side.model.parameters()]
+    with torch.no_grad():
+        for p in side.model.parameters():
+            p.add_(p.grad, alpha=0.5)
+    side.optimizer.zero_grad()
+    loss = side.model(x).pow(2).mean()
+    loss.backward()
+    with torch.no_grad():
+        for p, q in zip(side.model.parameters(), before, strict=True):
+            p.copy_(q)
+    side.step()
+    return loss
+
+
+def _writes() -> Iterator[Callable[[nn.Parameter], object]]:
+    yield lambda p: p.zero_()
+    yield lambda p: p.copy_(torch.ones(p.shape))
+    yield lambda p: p.data.mul_(0.5)
+    yield lambda p: setattr(p, "data", torch.full_like(p, 0.25))
+    yield lambda p: nn.init.constant_(p, 0.125)
+    yield lambda p: torch._foreach_mul_([p], 3.0)
+    yield lambda p: p.detach().add_(1.0)
+    yield lambda p: (p.to_local() if hasattr(p, "to_local") else p).mul_(0.5)
+
+
+def _write(side: Side) -> torch.Tensor:
+    """Main weights are written in every way, between evaluations and after a forward whose loss is not used."""
+    x, total = _batch(), torch.zeros((), device=device())
+    for grad in (False, True):
+        for write in _writes():
+            with torch.set_grad_enabled(grad):
+                total = total + side.model(x).mean().detach()
+            with torch.no_grad():
+                for p in (side.inner.first.bias, side.inner.blocks[1].up.weight, side.inner.head.weight):
+                    write(p)
+    loss = side.model(x).pow(2).mean()
+    side.inner.blocks[0].up.weight.data.mul_(0.5)  # not counted by autograd: backward reads the new values
+    loss.backward()
+    side.step()
+    return loss + total
+
+
+def _penalized(side: Side) -> torch.Tensor:
+    y = side.model(_batch())
+    loss = y.pow(2).mean() + sum(getattr(block, "penalty", 0.0) for block in side.inner.blocks)
+    loss.backward()
+    side.step()
+    return loss
+
+
+def _gradient_penalty(side: Side) -> torch.Tensor:
+    x = _batch().requires_grad_()
+    y = side.model(x)
+    (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    side.model(_batch())  # another forward before the backward of the penalty
+    loss = y.pow(2).mean() + (gradient.norm(dim=1) - 1).pow(2).mean()
+    loss.backward()
+    side.step()
+    return loss
+
+
+def _captured(side: Side) -> torch.Tensor:
+    """A backward, then one of an activation that a hook has captured."""
+    side.model(_batch()).pow(2).mean().backward()
+    seen: list[torch.Tensor] = []
+    handle = side.inner.blocks[0].up.register_forward_hook(lambda *given: seen.append(given[2]))
+    side.model(_batch())
+    handle.remove()
+    side.inner.blocks[1].requires_grad_(not side.inner.blocks[1].up.weight.requires_grad)
+    loss = seen[0].pow(2).mean()
+    loss.backward()
+    side.step()
+    return loss
+
+
+def _given_weights(side: Side) -> torch.Tensor:
+    given = {name: torch.full(p.shape, 0.01, device=device()) for name, p in side.inner.named_parameters()}
+    del given["head.bias"]
+    loss = torch.func.functional_call(side.inner, given, (_batch(),)).pow(2).mean()
+    loss.backward()
+    side.step()
+    return loss
+
+
+PROGRAMS: dict[str, tuple[Program, Callable[[], nn.Module], list[str]]] = {
+    "freeze, forward, thaw": (_freeze_forward_thaw, Model, list(SETTINGS)),
+    "sharpness-aware": (_sam, Model, list(SETTINGS)),
+    "write": (_write, Model, list(SETTINGS)),
+    "own class": (_penalized, lambda: Model(4, "own class"), list(SETTINGS)),
+    "penalty in an attribute": (_penalized, lambda: Model(4, "penalized"), list(SETTINGS)[:5]),
+    "gradient penalty": (_gradient_penalty, lambda: Model(4), list(SETTINGS)[:5]),
+    "captured": (_captured, Model, list(SETTINGS)),
+    "captured, checkpointed": (_captured, lambda: Model(2, "checkpoint"), list(SETTINGS)),
+    "functional_call": (_given_weights, Model, list(SETTINGS)),
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_program(ranks: RankPool, program: str) -> None:
+    ranks.run(2, _run, program)
+
+
+def _run(name: str) -> None:
+    _same(*PROGRAMS[name])
+
+
+def _raises(kind: str, setting: str) -> None:
+    model = Model(4, kind).to(device())
+    model, optimizer = fully_shard(model, sgd(model.parameters()), fsdp_unit_modules=[Block], **SETTINGS[setting])
+    program = _gradient_penalty if kind == "" else _penalized
+    program(Side(model, optimizer))
+
+
+@pytest.mark.parametrize(
+    ("kind", "setting", "message"),
+    [
+        ("writes", "optim_grads_params", r"blocks\.0 has changed its parameter blocks\.0\.up\.weight in place"),
+        ("penalized", "double buffer", "share a buffer"),
+        ("", "double buffer", "share a buffer"),
+    ],
+)
+def test_what_cannot_be_equal_raises(ranks: RankPool, kind: str, setting: str, message: str) -> None:
+    with pytest.raises(RankFailure, match=message):
+        ranks.run(2, _raises, kind, setting)
+
+
+def _rows_are_renormalized() -> None:
+    fully_shard_model(nn.Sequential(nn.Embedding(9, 4, max_norm=1.0)).to(device()))
+
+
+def test_an_embedding_that_writes_its_weight_raises(ranks: RankPool) -> None:
+    with pytest.raises(RankFailure, match=r"0: Embedding\(max_norm"):
+        ranks.run(2, _rows_are_renormalized)
+
+
+def _uncounted() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4)).to(device())
+    model, _ = fully_shard(model, sgd(model.parameters()), zero_dp_strategy=2, fsdp_unit_modules=[nn.Linear])
+    x = torch.ones(1, 4, device=device())
+    with torch.no_grad():
+        model(x)
+        for parameter in model.parameters():
+            parameter.to_local().data.zero_()
+        model.mark_weights_changed()
+        assert not model(x).any()
+
+
+def test_writes_that_nothing_counts(ranks: RankPool) -> None:
+    ranks.run(2, _uncounted)
+
+
+def _stale() -> None:
+    """As without sharding, backward does not read weights that a step has changed."""
+    model = Model().to(device())
+    model, optimizer = fully_shard(model, sgd(model.parameters()), fsdp_unit_modules=[Block], zero_dp_strategy=3)
+    pending = model(_batch()).mean()
+    model(_batch()).mean().backward()
+    optimizer.step()
+    pending.backward()
+
+
+def test_a_pending_backward_does_not_read_newer_weights(ranks: RankPool) -> None:
+    with pytest.raises(RankFailure, match="modified by an inplace operation"):
+        ranks.run(2, _stale)
