@@ -16,10 +16,10 @@ MISTAKES = (
         """
         optimizer = adamw(model.parameters())
         model = fully_shard_model(model, fsdp_unit_modules=[Block])
-        train(model, optimizer)
         """,
-        RuntimeError,
-        ("The optimizer (AdamW) has embedding.weight from before the model was sharded", "Call fully_shard_optimizer"),
+        None,
+        "its parameters stand for the main weights, and it is prepared at its first step.",
+        _CHECK,
     ),
     Mistake(
         "An optimizer from after, that is not sharded",

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from megatron.fsdp.dtensor.ragged_dtensor import refuse_reads
 from megatron_fsdp import fully_shard, fully_shard_model
 from tests.models import assert_same_weights, device, sgd
 from tests.ranks import RankFailure, RankPool
@@ -76,7 +77,7 @@ class Side:
         self.model, self.optimizer = model, optimizer
 
     @property
-    def inner(self) -> Model:
+    def inner(self) -> Any:
         return self.model.module if hasattr(self.model, "module") else self.model
 
     def step(self) -> None:
@@ -303,3 +304,97 @@ def _stale() -> None:
 def test_a_pending_backward_does_not_read_newer_weights(ranks: RankPool) -> None:
     with pytest.raises(RankFailure, match="modified by an inplace operation"):
         ranks.run(2, _stale)
+
+
+def _kept() -> None:
+    """Lists, optimizers, averages and clipping that hold parameters from before sharding act on the sharded ones."""
+    for name, setting in SETTINGS.items():
+        torch.manual_seed(0)
+        models = [Model().to(device())]
+        models.append(copy.deepcopy(models[0]))
+        kept = [list(model.parameters()) for model in models]
+        averages = [[p.detach().clone() for p in each] for each in kept]
+        view = models[1].head.weight.detach()
+        before = view.clone()
+        arguments = {"fsdp_unit_modules": [Block], **setting}
+        sides = Side(models[0], sgd(kept[0])), Side(fully_shard_model(models[1], **arguments), sgd(kept[1]))
+        for step in range(2):
+            norms = []
+            for side, parameters, average in zip(sides, kept, averages, strict=True):
+                torch.manual_seed(10 * step + dist.get_rank())
+                (side.model(_batch()).pow(2).mean() * 100).backward()
+                side.sync()
+                norms.append(float(nn.utils.clip_grad_norm_(parameters, 0.1)))
+                side.step()
+                for p, q in zip(parameters, average, strict=True):
+                    q.lerp_(p.detach(), 0.5)
+            assert norms[1] == pytest.approx(norms[0], rel=1e-4), name
+        assert_same_weights(sides[1].model, models[0])
+        for expected, average in zip(*averages, strict=True):
+            torch.testing.assert_close(average, expected, rtol=1e-4, atol=2e-5)
+        assert torch.equal(view, before)
+        assert kept[1][0].shape == kept[0][0].shape
+        assert copy.deepcopy(kept[1][0]).full_tensor().shape == kept[0][0].shape
+
+
+def test_parameters_from_before_sharding(ranks: RankPool) -> None:
+    ranks.run(2, _kept)
+
+
+class Recurrent(nn.Module):
+    """An LSTM, which keeps its parameters in a list as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block()])
+        self.lstm = nn.LSTM(6, 8, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[0](self.lstm(x[None])[0])
+
+
+def _loss(side: Side) -> torch.Tensor:
+    loss = side.model(_batch()).pow(2).mean()
+    loss.backward()
+    side.step()
+    return loss
+
+
+def _recurrent(units: Any) -> None:
+    for name in SETTINGS:
+        SETTINGS[name].setdefault("fsdp_unit_modules", units)
+    _same(_loss, Recurrent, list(SETTINGS))
+
+
+@pytest.mark.parametrize("units", ["Block", "LSTM"])
+def test_modules_that_keep_their_parameters_in_a_list(ranks: RankPool, units: str) -> None:
+    ranks.run(2, _recurrent, [units])
+
+
+def _keep_a_weight(view: bool) -> None:
+    model = Model().to(device())
+    kept = []
+    model.blocks[0].up.register_forward_hook(lambda m, *unused: kept.append(m.weight.t() if view else m.weight))
+    model = fully_shard_model(model, fsdp_unit_modules=[Block])
+    model(_batch())
+    kept[0].sum()
+
+
+@pytest.mark.skipif(refuse_reads is None, reason="torch cannot refuse to read freed memory")
+@pytest.mark.parametrize("view", [False, True])
+def test_reading_a_weight_that_was_kept_from_forward_raises(ranks: RankPool, view: bool) -> None:
+    with pytest.raises(RankFailure, match=r"blocks\.0\.norm\.weight or one of its group\) that was kept"):
+        ranks.run(2, _keep_a_weight, view)
+
+
+def _take_data() -> None:
+    model = fully_shard_model(Model().to(device()), fsdp_unit_modules=[Block])
+    plain = nn.Linear(8, 17)
+    plain.weight.data = model.module.blocks[0].up.weight.data
+    plain.weight.sum()
+
+
+@pytest.mark.skipif(refuse_reads is None, reason="torch cannot refuse to read memory")
+def test_a_plain_parameter_with_sharded_data_raises(ranks: RankPool) -> None:
+    with pytest.raises(RankFailure, match="given the .data of a sharded tensor"):
+        ranks.run(2, _take_data)

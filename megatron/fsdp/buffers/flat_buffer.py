@@ -5,7 +5,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.buffers.pool import Pool
 from megatron.fsdp.dtensor.placements import contiguous_stride
-from megatron.fsdp.dtensor.ragged_dtensor import local_shard
+from megatron.fsdp.dtensor.ragged_dtensor import local_shard, refuse_reads
 from megatron.fsdp.sharding.layout import Layout
 
 
@@ -21,6 +21,7 @@ class FlatBuffer:
     Attributes:
         flat: The whole buffer, one-dimensional, ``layout.numel`` elements.
         views: One view per parameter, in its shape.
+        kept: The error of reading a view after the memory was freed. torch 2.11 and 2.12 end the process instead.
     """
 
     def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device, pool: Pool | None) -> None:
@@ -30,17 +31,25 @@ class FlatBuffer:
         else:
             self.flat = pool.reserve(layout.numel, dtype, device)
         self.views = [slot_view(self.flat, layout, index) for index in range(len(layout.slots))]
+        self.kept = ""
         self._pool = pool
+        # Buffers of a fixed pool keep their memory.
+        self._refuses_reads = pool is not None and not pool.is_fixed and refuse_reads is not None
+        self._storage = self.flat.untyped_storage()._cdata
 
     def allocate(self) -> None:
         """Allocate the memory, unless it is. The content is undefined."""
         if self._pool is not None:
+            if self._refuses_reads:
+                torch._C._clear_storage_data_ptr_access_error_msg(self._storage)
             self._pool.allocate(self.flat)
 
     def free(self) -> None:
         """Free the memory. The views must not be read until it is allocated again."""
         if self._pool is not None:
             self._pool.free(self.flat)
+            if self._refuses_reads:
+                torch._C._set_storage_data_ptr_access_error_msg(self._storage, self.kept)
 
 
 def slot_view(flat: torch.Tensor, layout: Layout, index: int) -> torch.Tensor:

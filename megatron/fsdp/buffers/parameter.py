@@ -1,6 +1,8 @@
 """One sharded parameter of the model: its compute weight, its main weight, and where it is registered."""
 
+import copy
 import functools
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, Shard
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_map
 
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard, make_dtensor, make_like
 from megatron.fsdp.helpers.weak import weak_method
@@ -92,8 +95,8 @@ class ShardedParameter:
         compute: The compute weight: the Parameter that forward and backward read.
         sites: Every (module, attribute) under which it is registered: more than one if it is tied.
         names: Its name at each site.
-        original: The Parameter that the model had before it was sharded, which an optimizer may hold. ``compute``
-            itself, except for DTensors and parameters that were on the meta device.
+        original: The Parameter that the model had before it was sharded, which an optimizer may hold. From then on it
+            stands for the present one, unless it is a DTensor or quantized.
         main: The main weight: the Parameter that the optimizer updates, a DTensor.
         shard_slice: The slice of it that this rank owns.
         trained: Whether it takes gradients, as of the last :meth:`follow_freezing`.
@@ -180,18 +183,17 @@ class ShardedParameter:
 
     def point_to(self, memory: torch.Tensor) -> None:
         """Make the compute weight a view of ``memory``, which has its local shape."""
-        is_dtensor = isinstance(self.compute.data, DTensor)
-        if not is_dtensor and not self.is_meta:
-            self.compute.data = memory
-            return
         # ``.data`` shares no version counter with the buffer. Otherwise autograd would take an unshard, which writes to
         # this memory, for a change of the parameter.
-        value = memory = memory.data
-        if is_dtensor:
+        value, before = memory.data, self.compute
+        if isinstance(before.data, DTensor):
             assert self.tensor_parallel is not None
-            mesh, placements = self.tensor_parallel
-            value = make_dtensor(memory, mesh, tuple(self.compute.shape), placements)
-        self._replace(nn.Parameter(value, requires_grad=self.compute.requires_grad))
+            value = make_dtensor(value, self.tensor_parallel[0], tuple(before.shape), self.tensor_parallel[1])
+            self._replace(nn.Parameter(value, requires_grad=before.requires_grad))
+            return
+        # The new object has the class of the old one, which only adds attributes (see check_class).
+        self._replace(torch.Tensor._make_subclass(type(before), value, before.requires_grad))
+        before.data = value.new_empty(0)  # drops the parameter's own memory, which users may still share
 
     def _replace(self, parameter: nn.Parameter) -> None:
         """Make ``parameter`` the compute weight, with the marks of the present one."""
@@ -284,9 +286,11 @@ class ShardedParameter:
                 hooks[key] = _no_hook
                 with _requiring_grad(self.main):
                     register(self.main, functools.partial(_if_kept, hooks, key, hook))
-        for parameter in (self.original, self.compute):
-            parameter.register_hook = weak_method(self._register_hook)  # type: ignore[method-assign]
-            parameter.register_post_accumulate_grad_hook = weak_method(self._refuse_hook)  # type: ignore[method-assign]
+        self.compute.register_hook = weak_method(self._register_hook)  # type: ignore[method-assign]
+        self.compute.register_post_accumulate_grad_hook = weak_method(self._refuse_hook)  # type: ignore[method-assign]
+        if self.original is not self.compute and not isinstance(self.original, DTensor):
+            self.original.__class__ = _Earlier
+            self.original._fsdp_stands_for = weakref.ref(self), self.main  # type: ignore[attr-defined]
 
     def _register_hook(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:
         """Register a hook of a layer with its compute weight, for the gradient of this micro-batch and rank."""
@@ -427,6 +431,45 @@ class ShardedParameter:
         self.compute.grad = None
         if self.fused:
             self._end_fusing()
+
+
+class _Earlier(nn.Parameter):
+    """A parameter object from before the model was sharded. It stands for what the model has in its place.
+
+    Lists, optimizers, averages and modules that hold such objects then act on the sharded parameter. In forward, that
+    is the compute weight: recurrent layers of torch keep their parameters in a list.
+    """
+
+    @property
+    def present(self) -> nn.Parameter:
+        """The parameter that the model has now."""
+        reference, main = vars(self)["_fsdp_stands_for"]
+        if (param := reference()) is None:
+            return main
+        module, attribute = param.sites[0]
+        return param.compute if module._parameters.get(attribute) is param.compute else main
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        args, kwargs = tree_map(lambda value: value.present if isinstance(value, cls) else value, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def _set_data(self, value: torch.Tensor) -> None:
+        self.present.data = value
+
+    data = property(lambda self: self.present.data, _set_data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.present, name)
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        return copy.deepcopy(self.present, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.present.__reduce_ex__(protocol)
+
+    def __repr__(self, **unused: Any) -> str:
+        return repr(self.present)
 
 
 def _copy_marks(source: torch.Tensor, target: torch.Tensor) -> None:

@@ -78,6 +78,11 @@ class ParameterGroup:
         self.layout = layout_of([e.local_shape for e in params], shards, config.granularity, self.storage)
         planes = () if self.storage is None else self.storage.planes
         self.weights = WeightBuffer(self.layout, self.dtypes, self.sharding, self.axes, context, pool, planes)
+        for plane in self.weights.planes:
+            plane.buffer.kept = (
+                f"This tensor is a weight of a sharded model ({params[0].name} or one of its group) that was kept from "
+                "the forward of its FSDP unit. Its memory is freed after that: keep a copy, .clone(), instead."
+            )
         reduction = Reduction(self.layout, self.dtypes, self.sharding, self.axes, config, context, pool)
         self.gradients = GradientBuffer(reduction)
         self.used = [False] * len(params)

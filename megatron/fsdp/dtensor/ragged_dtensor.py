@@ -332,6 +332,13 @@ _ELEMENTWISE = {
 }
 
 
+# Sets the error that an access of a storage's memory raises. torch 2.11 and 2.12 lack it.
+refuse_reads = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
+# ``plain.data = sharded.data`` takes the storage of the wrapper.
+_NO_MEMORY = (
+    "This tensor was given the .data of a sharded tensor, which has no memory of its own. Copy the full tensor "
+    "instead: plain.data.copy_(sharded.full_tensor())."
+)
 _ALIASES = (aten.alias.default, aten.detach.default)
 
 
@@ -413,7 +420,10 @@ def _elementwise(func: Any, args: tuple, kwargs: dict) -> Any:
         return func(*args, **kwargs)
     if func in _ALIASES:
         # The result shares the shard itself, and with it the counter of writes.
-        return RaggedDTensor(first._local_tensor, first._spec, requires_grad=False)
+        alias = RaggedDTensor(first._local_tensor, first._spec, requires_grad=False)
+        if refuse_reads is not None:
+            refuse_reads(alias.untyped_storage()._cdata, _NO_MEMORY)
+        return alias
     spec, local = first._spec, first._local_tensor
     operands = [_operand(func, value, spec, local) for value in flat]
     own_args, own_kwargs = tree_unflatten(operands, tree)

@@ -172,22 +172,12 @@ class ZeroGrad:
                 group.abandon_gradients()
 
 
-def require_attachment(optimizer: torch.optim.Optimizer) -> None:
-    """Attach an optimizer of main weights; raise if it has parameters from before the model was sharded.
-
-    Raises:
-        RuntimeError: The optimizer has such parameters, which forward does not use any more.
-    """
+def attach_of_wrapped(optimizer: torch.optim.Optimizer) -> None:
+    """Attach an optimizer that :func:`attach_optimizer` was not called with, or that has got parameters since."""
     parameters = {p for options in optimizer.param_groups for p in options["params"]}
-    engines = [engine for engine in engines_of(parameters) if _attach_of.get(engine) is require_attachment]
-    for param in (param for engine in engines for param in engine.params()):
-        if not parameters.isdisjoint({param.original, param.compute}):
-            raise RuntimeError(
-                f"The optimizer ({type(optimizer).__name__}) has {param.name} from before the model was sharded, which "
-                "forward does not use any more: a step would not train it. Call fully_shard_optimizer(optimizer) after "
-                "fully_shard_model, and again after adding parameters."
-            )
-    if any(not is_attached(optimizer, engine) for engine in engines):
+    engines = [engine for engine in engines_of(parameters) if _attach_of.get(engine) is attach_of_wrapped]
+    earlier = {p for engine in engines for param in engine.params() for p in (param.original, param.compute)}
+    if not parameters.isdisjoint(earlier) or any(not is_attached(optimizer, engine) for engine in engines):
         attach_optimizer(optimizer, needs_gradient=False)
 
 
