@@ -410,8 +410,8 @@ class MegatronFSDP(nn.Module):
         self.engine.clear_gradients()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients."""
-        self.engine.clear_gradients()
+        """Drop all gradients, or fill those in ``.grad`` with zeros."""
+        self.engine.clear_gradients(set_to_none)
 
     # State -----------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from megatron.fsdp import fsdp2
 from megatron.fsdp.dtensor.ragged_dtensor import refuse_reads
 from megatron_fsdp import fully_shard, fully_shard_model
 from tests.models import assert_same_weights, device, sgd
@@ -398,3 +399,39 @@ def _take_data() -> None:
 def test_a_plain_parameter_with_sharded_data_raises(ranks: RankPool) -> None:
     with pytest.raises(RankFailure, match="given the .data of a sharded tensor"):
         ranks.run(2, _take_data)
+
+
+def _zeroed(side: Side) -> torch.Tensor:
+    """Momentum and weight decay act on gradients of zeros, and not on parameters without gradients."""
+    loss = side.model(_batch()).pow(2).mean()
+    loss.backward()
+    side.step()
+    for zero_grad in (side.optimizer.zero_grad, side.model.zero_grad):
+        side.model(_batch()).pow(2).mean().backward()
+        zero_grad(set_to_none=False)
+        side.optimizer.step()
+    side.optimizer.zero_grad()
+    return loss
+
+
+def _momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, 0.1, momentum=0.9, weight_decay=0.1)
+
+
+def test_gradients_are_filled_with_zeros(ranks: RankPool) -> None:
+    ranks.run(2, _same, _zeroed, Model, ["optim_grads_params", "no_shard"], _momentum)
+
+
+def _evaluate_first() -> None:
+    model = Model().to(device())
+    for block in model.blocks:
+        fsdp2.fully_shard(block)
+    fsdp2.fully_shard(model)
+    with torch.inference_mode():
+        model(_batch())
+    model(_batch()).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_an_evaluation_in_inference_mode_may_come_first(ranks: RankPool) -> None:
+    ranks.run(2, _evaluate_first)

@@ -374,16 +374,22 @@ class ParameterGroup:
                 self._lent = None
                 self.gradients.give_back(lent)
 
-    def clear_gradients(self) -> None:
-        """Drop all gradients: collected, reduced, and in ``.grad``, or fill that with zeros in ``cuda_graph_mode``."""
+    def clear_gradients(self, set_to_none: bool = True) -> None:
+        """Drop all gradients: collected, reduced, and in ``.grad``, or fill that with zeros.
+
+        Args:
+            set_to_none: Drop ``.grad`` as well; has no effect in ``cuda_graph_mode``.
+        """
         self.abandon_gradients()
         if self._persistent is not None:
             self._persistent.zero_()
             return
         for param in self.params:
-            param.main.grad = None
-            if hasattr(param.main, self._config.grad_attribute):
-                setattr(param.main, self._config.grad_attribute, None)
+            for name in {"grad", self._config.grad_attribute}:
+                if set_to_none and hasattr(param.main, name):
+                    setattr(param.main, name, None)
+                elif (grad := getattr(param.main, name, None)) is not None:
+                    grad.detach().zero_()
 
     def abandon_gradients(self) -> None:
         """Drop gradients that are not synchronized yet."""

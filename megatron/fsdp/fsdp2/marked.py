@@ -206,6 +206,7 @@ def shard_if_pending(module: MarkedModule) -> None:
         _shard(max(around, key=lambda m: sum(1 for _ in m.modules())))
 
 
+@torch.inference_mode(False)  # the first forward may be an evaluation, whose tensors could not be trained later
 def _shard(root: MarkedModule) -> None:
     mark = mark_of(root)
     marked = {name: module for name, module in root.named_modules() if isinstance(module, MarkedModule)}

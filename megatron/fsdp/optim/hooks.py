@@ -165,11 +165,7 @@ class ZeroGrad:
             shared = any(param.main.requires_grad and param.main not in parameters for param in engine.params())
             if shared or not zero_grad_buffer:
                 continue
-            if set_to_none:
-                engine.clear_gradients()
-                continue
-            for group in engine.groups:
-                group.abandon_gradients()
+            engine.clear_gradients(set_to_none)
 
 
 def attach_of_wrapped(optimizer: torch.optim.Optimizer) -> None:

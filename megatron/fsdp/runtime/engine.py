@@ -440,10 +440,10 @@ class Engine:
                 factor = factor.reshape(()).to(device)
             torch._foreach_mul_([shard for shard in shards if shard.device == device], factor)
 
-    def clear_gradients(self) -> None:
-        """Drop all gradients: accumulated, reduced, and in ``.grad``."""
+    def clear_gradients(self, set_to_none: bool = True) -> None:
+        """Drop all gradients: accumulated, reduced, and in ``.grad``, or fill the latter with zeros."""
         for group in self.groups:
-            group.clear_gradients()
+            group.clear_gradients(set_to_none)
 
     def abandon_pass(self) -> None:
         """Reshard all units, and drop gradients that are not in ``.grad`` yet."""
