@@ -102,10 +102,20 @@ class RaggedDTensor(_OwnDispatch):
         tensor._local_tensor = local_tensor
         return tensor
 
+    def _get_data(self) -> torch.Tensor:
+        data: torch.Tensor = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        if refuse_reads is not None:
+            refuse_reads(data.untyped_storage()._cdata, _NO_MEMORY)
+        return data
+
     def _copy_data(self, value: torch.Tensor) -> None:
         self.detach().copy_(value)  # torch's setter would replace the memory of the wrapper, which has none
 
-    data = property(torch.Tensor.data.__get__, _copy_data)  # type: ignore[attr-defined]
+    data = property(_get_data, _copy_data)
+
+    def data_ptr(self) -> int:
+        """Return 0: the wrapper has no memory, and torch pickles it for that."""
+        return 0
 
     @property
     def placements(self) -> tuple[Placement, ...]:
@@ -420,10 +430,7 @@ def _elementwise(func: Any, args: tuple, kwargs: dict) -> Any:
         return func(*args, **kwargs)
     if func in _ALIASES:
         # The result shares the shard itself, and with it the counter of writes.
-        alias = RaggedDTensor(first._local_tensor, first._spec, requires_grad=False)
-        if refuse_reads is not None:
-            refuse_reads(alias.untyped_storage()._cdata, _NO_MEMORY)
-        return alias
+        return RaggedDTensor(first._local_tensor, first._spec, requires_grad=False)
     spec, local = first._spec, first._local_tensor
     operands = [_operand(func, value, spec, local) for value in flat]
     own_args, own_kwargs = tree_unflatten(operands, tree)
