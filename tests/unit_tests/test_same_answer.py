@@ -224,12 +224,23 @@ def _given_weights(side: Side) -> torch.Tensor:
     return loss
 
 
+class Headless(Model):
+    """A model that returns what its last block has returned."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
 PROGRAMS: dict[str, tuple[Program, Callable[[], nn.Module], list[str]]] = {
     "freeze, forward, thaw": (_freeze_forward_thaw, Model, list(SETTINGS)),
     "sharpness-aware": (_sam, Model, list(SETTINGS)),
     "write": (_write, Model, list(SETTINGS)),
     "own class": (_penalized, lambda: Model(4, "own class"), list(SETTINGS)),
     "penalty in an attribute": (_penalized, lambda: Model(4, "penalized"), list(SETTINGS)[:5]),
+    "no head": (_penalized, lambda: Headless(4), list(SETTINGS)),
     "gradient penalty": (_gradient_penalty, lambda: Model(4), list(SETTINGS)[:5]),
     "captured": (_captured, Model, list(SETTINGS)),
     "captured, checkpointed": (_captured, lambda: Model(2, "checkpoint"), list(SETTINGS)),

@@ -18,8 +18,8 @@ from megatron.fsdp.runtime.partition import owner_of
 if TYPE_CHECKING:
     from megatron.fsdp.runtime.unit import Unit
 
-# The key in the metadata of an autograd node under which outputs of a unit's forward are marked: for each number of an
-# output the unit, and the node at the unit's inputs if there is one.
+# The key in the metadata of an autograd node under which outputs of units' forwards are marked: for each number of an
+# output the units, and the node at the inputs of each if there is one.
 _DOORS = "megatron_fsdp"
 
 
@@ -35,8 +35,8 @@ def watch_outputs(unit: "Unit", output: Any, end: Any) -> None:
         if tensor.grad_fn is not None:
             tensor.register_hook(weak_method(unit.pre_backward))
             node: Any = tensor.grad_fn
-            doors = node.metadata.setdefault(_DOORS, {})
-            doors[tensor.output_nr] = weakref.ref(unit), end
+            doors = node.metadata.setdefault(_DOORS, {}).setdefault(tensor.output_nr, [])
+            doors.append((weakref.ref(unit), end))  # a unit may return what a unit inside has returned
 
 
 class _EndOfBackward(torch.autograd.Function):
@@ -144,13 +144,15 @@ def _entered_aside(edges: list[tuple[Any, int]]) -> dict[Any, list["Unit"]]:
         node, number, inside = stack.pop()
         if node is None or (node, inside) in seen:
             continue
-        reference, end = node.metadata.get(_DOORS, _NO_DOOR).get(number, (None, None))
-        unit = None if reference is None else reference()
-        if unit is not None and not unit.children:
-            stack += [(*edge, inside) for edge in (() if end is None else end.next_functions)]
+        doors = [
+            (unit, end)
+            for reference, end in node.metadata.get(_DOORS, _NO_DOOR).get(number, ())
+            if (unit := reference())
+        ]
+        inside |= {unit for unit, _ in doors if unit.children}
+        if ends := [end for unit, end in doors if not unit.children]:
+            stack += [(*edge, inside) for end in ends if end is not None for edge in end.next_functions]
             continue
-        if unit is not None:
-            inside |= {unit}
         seen.add((node, inside))
         unit = None
         if type(node) is _END:

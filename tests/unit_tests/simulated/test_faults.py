@@ -134,6 +134,7 @@ def _resharded_before_backward(use: Callable[..., None], unit: Unit, state: Weig
     use(unit, state)
     if state is WeightState.BACKWARD and not unit.is_root:
         unit.reshard()
+        unit._set_versions(readable=True)  # autograd would notice
 
 
 def _waits_for_unshard_stream(reduce: Callable[..., Handle], self: GradientBuffer, grads: list, last: bool) -> Handle:
