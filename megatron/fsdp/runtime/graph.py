@@ -132,9 +132,9 @@ def _check_inputs(inputs: Sequence[Any]) -> None:
             computes = wanted is param.compute and engine.unit_with(wanted).state.name != "FORWARD"
             if wanted is param.main or computes:
                 raise RuntimeError(
-                    f"torch.autograd.grad or backward(inputs=...): gradients of {param.name} are reduced over the ranks "
-                    "and sharded, which only a backward of the model does. Call loss.backward() and read .grad of the "
-                    "parameter. Gradients of gradients by parameters (create_graph, MAML) are not supported."
+                    f"torch.autograd.grad or backward(inputs=...): the gradient of {param.name} is reduced over the "
+                    "ranks and sharded, which only a backward of the whole model does. Call loss.backward() and read "
+                    ".grad of the parameter. Gradients of gradients by them (create_graph, MAML) are not supported."
                 )
 
 
