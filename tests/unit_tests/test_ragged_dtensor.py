@@ -118,6 +118,9 @@ def _operations(case: str) -> None:
         assert operation(ragged).item() == pytest.approx(expected.item(), rel=1e-5, abs=1e-6), name
     assert torch.equal(ragged, ragged.clone()) and not torch.equal(ragged, ragged + (ragged > 2.9))
     assert torch.allclose(ragged, ragged * (1 + 1e-9))
+    # A mask or weights of the full shape, also without memory of their own.
+    _same(ragged * whole, whole * whole)
+    _same(ragged + torch.ones(()).expand(whole.shape), whole + 1)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -136,7 +139,6 @@ def _unsupported_operations() -> None:
         lambda: ragged.sort(),
         lambda: torch.cat([ragged, ragged]),
         lambda: ragged + other,
-        lambda: ragged + whole,
         lambda: ragged * whole[0],
     ):
         with pytest.raises(NotImplementedError, match=r"full_tensor\(\)"):

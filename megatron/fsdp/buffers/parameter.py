@@ -292,6 +292,12 @@ class ShardedParameter:
             self.original.__class__ = _Earlier
             self.original._fsdp_stands_for = weakref.ref(self), self.main  # type: ignore[attr-defined]
 
+    def watch_reads(self, callback: Callable[[tuple], tuple]) -> None:
+        """Call ``callback`` with the gradient that autograd would accumulate in the main weight; it returns another."""
+        with _requiring_grad(self.main), torch.enable_grad():
+            self._reads = self.main.to_local().grad_fn.next_functions[0][0]  # type: ignore[operator]
+        self._reads.register_prehook(callback)
+
     def _register_hook(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:
         """Register a hook of a layer with its compute weight, for the gradient of this micro-batch and rank."""
         module, attribute = self.sites[0]
@@ -311,7 +317,9 @@ class ShardedParameter:
         Raises:
             ValueError: A hook returned something else than a DTensor like the gradient.
         """
-        for hook in tuple((self.main._backward_hooks or {}).values()):
+        with torch._C.DisableTorchFunctionSubclass():
+            hooks = tuple((self.main._backward_hooks or {}).values())
+        for hook in hooks:
             with torch.no_grad():
                 returned = hook(grad)
             if returned is None:
@@ -326,7 +334,9 @@ class ShardedParameter:
 
     def run_gradient_hooks(self) -> None:
         """Call the main weight's post-accumulate hooks: its gradient is complete."""
-        for hook in tuple((self.main._post_accumulate_grad_hooks or {}).values()):
+        with torch._C.DisableTorchFunctionSubclass():
+            hooks = tuple((self.main._post_accumulate_grad_hooks or {}).values())
+        for hook in hooks:
             with torch.no_grad():
                 hook(self.main)
 

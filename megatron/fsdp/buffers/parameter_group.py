@@ -143,6 +143,7 @@ class ParameterGroup:
                 if not callable(value) and name not in stored:
                     setattr(param.main, name, value)
             param.take_hooks()
+            param.watch_reads(functools.partial(weak_method(self._add_read), i))
 
     def quantize_with(self, batch: QuantizationBatch) -> None:
         """Let ``batch`` quantize the main weights of this group, whose compute weights are quantized."""
@@ -223,7 +224,8 @@ class ParameterGroup:
 
     def follow_freezing(self) -> bool:
         """Freeze and unfreeze parameters as the user has; True if that changes anything."""
-        changed = any([param.follow_freezing() for param in self.params])
+        with torch._C.DisableTorchFunctionSubclass():
+            changed = any([param.follow_freezing() for param in self.params])
         self.requires_grad = any(param.trained for param in self.params)
         return changed
 
@@ -233,7 +235,8 @@ class ParameterGroup:
             self.gradients.lent = None
         grads = [param.take_gradient() for param in self.params]
         # As in torch, parameters that were frozen since forward get none.
-        grads = [grad if e.main.requires_grad else None for e, grad in zip(self.params, grads, strict=True)]
+        with torch._C.DisableTorchFunctionSubclass():
+            grads = [grad if e.main.requires_grad else None for e, grad in zip(self.params, grads, strict=True)]
         if self._config.report_nan_in_param_grad:
             for param, grad in zip(self.params, grads, strict=True):
                 _require_finite(param.name, grad)
@@ -307,6 +310,10 @@ class ParameterGroup:
         decoupled = self._config.grad_attribute != "grad"
         return self.dtypes.main_grads if decoupled else self.dtypes.main_params
 
+    @property
+    def _grad_device(self) -> torch.device:
+        return self.weights.main.device if self._config.offloads_gradients else self.device
+
     def attach_gradients(
         self, reduced: torch.Tensor | None, used: list[bool], zero_unused: bool
     ) -> list[ShardedParameter]:
@@ -320,8 +327,7 @@ class ParameterGroup:
         if self._config.cuda_graph_mode:
             return self._add_to_persistent(reduced)
         if reduced is None and zero_unused:
-            device = self.weights.main.device if self._config.offloads_gradients else self.device
-            reduced = torch.zeros(self.weights.main.numel(), dtype=self._grad_dtype, device=device)
+            reduced = torch.zeros(self.weights.main.numel(), dtype=self._grad_dtype, device=self._grad_device)
         if reduced is None:
             return []
         self._lent = (reduced, users_of(reduced)) if self._pool.keeps_gradients else None
@@ -334,14 +340,39 @@ class ParameterGroup:
 
     def _add_gradient(self, param: ShardedParameter, local: torch.Tensor) -> None:
         """Add this rank's slice of a reduced gradient to the main weight's ``.grad``, or make it that."""
-        before = getattr(param.main, self._config.grad_attribute, None)
-        if before is None or param.main._backward_hooks:
+        with torch._C.DisableTorchFunctionSubclass():
+            before = getattr(param.main, self._config.grad_attribute, None)
+            hooks = param.main._backward_hooks
+        if before is None or hooks:
             grad = param.hooked(make_like(local, param.main))
             local = local_shard(grad)
         if before is None:
-            setattr(param.main, self._config.grad_attribute, grad)
+            with torch._C.DisableTorchFunctionSubclass():
+                setattr(param.main, self._config.grad_attribute, grad)
         else:
             local_shard(before).add_(local)
+
+    def _add_read(self, i: int, grads: tuple[torch.Tensor | None]) -> tuple[None]:
+        """Add a gradient that autograd would accumulate in main weight ``i``, which was read outside of forward.
+
+        Raises:
+            NotImplementedError: The main weight has gradient hooks, which would see parts of its gradient.
+        """
+        param, (grad,) = self.params[i], grads
+        if grad is not None:
+            if param.main._backward_hooks or param.main._post_accumulate_grad_hooks:
+                raise NotImplementedError(
+                    f"{param.name} has gradient hooks, and a loss reads it outside of the model's forward, as a "
+                    "penalty on weights does. The hooks would see a part of its gradient. Read it in the forward of "
+                    "the sharded model, or change .grad before the optimizer's step in place of the hooks."
+                )
+            if self._config.cuda_graph_mode:
+                self._add_to_persistent(None)
+            own = local_shard(grad)
+            local = torch.zeros_like(local_shard(param.main), dtype=self._grad_dtype, device=self._grad_device)
+            local.add_(own.to(local.device), alpha=self.gradients.reduction.factor_of_mean)
+            self._add_gradient(param, local)
+        return (None,)
 
     def _add_to_persistent(self, reduced: torch.Tensor | None) -> list[ShardedParameter]:
         """Add gradients to ``.grad`` tensors that keep their memory.
@@ -384,12 +415,13 @@ class ParameterGroup:
         if self._persistent is not None:
             self._persistent.zero_()
             return
-        for param in self.params:
-            for name in {"grad", self._config.grad_attribute}:
-                if set_to_none and hasattr(param.main, name):
-                    setattr(param.main, name, None)
-                elif (grad := getattr(param.main, name, None)) is not None:
-                    grad.detach().zero_()
+        with torch._C.DisableTorchFunctionSubclass():
+            for param in self.params:
+                for name in {"grad", self._config.grad_attribute}:
+                    if set_to_none and hasattr(param.main, name):
+                        setattr(param.main, name, None)
+                    elif (grad := getattr(param.main, name, None)) is not None:
+                        local_shard(grad).zero_()
 
     def abandon_gradients(self) -> None:
         """Drop gradients that are not synchronized yet."""

@@ -99,6 +99,7 @@ class Reduction:
         self.sent_dtype = dtypes.compute if narrow else dtypes.grad_comm
         average = config.average_in_collective and not narrow
         self._op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+        self._size = axes.size
         self._factor = 1.0 if config.calculate_per_token_loss else 1.0 / context.dp_group.size()
         if average:
             self._factor *= axes.size
@@ -122,6 +123,11 @@ class Reduction:
         """
         self._factor *= ratio
         return ratio if self._stage is Stage.PLACED else 1.0
+
+    @property
+    def factor_of_mean(self) -> float:
+        """What the mean over the ranks that hold a parameter is multiplied by, to get the gradient of its reads."""
+        return self._factor * (1 if self._op == dist.ReduceOp.AVG else self._size)
 
     # Before the reduction, in the computation ------------------------------------------------------------------
 

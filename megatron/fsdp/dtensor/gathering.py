@@ -1,18 +1,28 @@
 """Gathers whole tensors from DTensors with shards of any size. All functions with a process group are collectives."""
 
 import itertools
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from megatron.fsdp.comm.gloo import ensure_released
 from megatron.fsdp.comm.journal import JOURNAL
 from megatron.fsdp.comm.streams import wait_for
-from megatron.fsdp.dtensor.placements import SectionedShard, is_ragged, is_replicated, local_slice, ragged_axes
+from megatron.fsdp.dtensor.placements import (
+    SectionedShard,
+    is_ragged,
+    is_replicated,
+    local_slice,
+    ragged_axes,
+    spec_like,
+)
 
 
 def gather_whole(tensor: DTensor) -> torch.Tensor:
@@ -21,6 +31,79 @@ def gather_whole(tensor: DTensor) -> torch.Tensor:
     ranks = tensor.device_mesh.mesh.flatten().tolist()
     with JOURNAL.recorded(f"gather a tensor of shape {tuple(tensor.shape)}", ranks):
         return _gather_whole(tensor)
+
+
+class ToLocal(torch.autograd.Function):
+    """This rank's shard, with the gradient that this rank has for it."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any) -> torch.Tensor:
+        """Return the local tensor."""
+        ctx.spec, ctx.kind = tensor._spec, type(tensor)
+        local: torch.Tensor = tensor._local_tensor
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        """Return the gradient as a sharded tensor."""
+        sharded: torch.Tensor = ctx.kind(grad, spec_like(ctx.spec, grad.dtype), requires_grad=False)
+        return sharded
+
+
+class ToFull(torch.autograd.Function):
+    """The full tensor of a sharded one. Forward and backward are collectives.
+
+    The ranks' losses may use it differently. Backward averages its gradient over all ranks of the mesh, as gradients
+    of the data are averaged. Tensor-parallel ranks have the same gradient, which their mean does not change.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any) -> torch.Tensor:
+        """Gather the tensor."""
+        ctx.spec, ctx.kind, ctx.device = tensor._spec, type(tensor), tensor._local_tensor.device
+        return gather_whole(tensor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        """Return this rank's slice of the mean."""
+        own = local_slice(ctx.spec).take_from(_averaged(grad, ctx.spec)).to(ctx.device)
+        sharded: torch.Tensor = ctx.kind(own, spec_like(ctx.spec, own.dtype), requires_grad=False)
+        return sharded
+
+
+class OfAllShards(torch.autograd.Function):
+    """The scalars that the ranks have computed from their shards, as a vector. The gradient is that of ToFull."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+        """Gather the scalars over the axes that shard the tensor."""
+        ctx.spec, ctx.device, ctx.mine = spec, value.device, 0
+        values = value.detach().to(spec.mesh.device_type, copy=True).reshape(1)
+        with JOURNAL.recorded(f"reduce a tensor of shape {tuple(spec.shape)}", spec.mesh.mesh.flatten().tolist()):
+            for axis, placement in enumerate(spec.placements):
+                if not isinstance(placement, Replicate):
+                    group = spec.mesh.get_group(axis)
+                    ctx.mine += group.rank() * len(values)
+                    values = torch.cat(_all_gather_padded(values, 0, len(values), group))
+        return values
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Return this rank's element of the mean."""
+        return _averaged(grad, ctx.spec)[ctx.mine].to(ctx.device), None
+
+
+def _averaged(grad: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+    mesh, mean = spec.mesh, grad.clone(memory_format=torch.contiguous_format)
+    what = f"average the gradient of a tensor of shape {tuple(spec.shape)} that a loss has read"
+    with JOURNAL.recorded(what, mesh.mesh.flatten().tolist()):
+        for axis in range(mesh.ndim):
+            group = mesh.get_group(axis)
+            with ensure_released(group, mean):
+                _finish(dist.all_reduce(mean, group=group, async_op=True), group, mean)
+    return mean.div_(mesh.size())
 
 
 def _gather_whole(tensor: DTensor) -> torch.Tensor:

@@ -172,7 +172,11 @@ class LocalSlice(NamedTuple):
         own = whole[tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))]
         if self.blocks is not None:
             own = torch.cat([whole.narrow(0, row, rows) for rows, row in self.blocks])
-        return own.reshape(-1)[self.start : self.stop].view(self.local_shape)
+        row = max(math.prod(self.shape[1:]), 1)
+        # Only these rows are copied if the tensor is not contiguous, as a broadcast one.
+        rows = own[self.start // row : -(-self.stop // row)] if self.shape else own
+        start = self.start % row
+        return rows.reshape(-1)[start : start + self.stop - self.start].view(self.local_shape)
 
 
 def _moved(box: Box, by: Sequence[int]) -> Box:

@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim import optimizer as torch_optimizer
@@ -35,17 +35,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from megatron.fsdp.comm.gloo import ensure_released
-from megatron.fsdp.dtensor.gathering import gather_whole
+from megatron.fsdp.dtensor.gathering import ToFull, ToLocal, gather_whole
 from megatron.fsdp.dtensor.placements import (
     contiguous_stride,
     is_ragged,
     is_replicated,
     local_slice,
-    narrowed_spec,
     reported,
     spec_like,
 )
-from megatron.fsdp.dtensor.reductions import shard_norm, shard_result
+from megatron.fsdp.dtensor.reductions import NeedsFullTensor, call, in_graph, shard_norm, shard_result
 
 
 class _Dispatching(TorchDispatchMode):
@@ -60,24 +59,25 @@ class _Dispatching(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+_IS_OLD = TorchVersion(torch.__version__) < "2.13"
+_dispatching: Any = _Dispatching if _IS_OLD else torch._C.DisableTorchFunctionSubclass
+
+
 class _OwnDispatch(DTensor):
     """Base class of DTensors with a different dispatch.
 
     Up to torch 2.12, DTensor's C++ dispatch ignores ``__torch_dispatch__`` of subclasses. A dispatch mode runs before
-    it, and ``__torch_function__`` enables one for every operation that is called from Python.
+    it, and ``__torch_function__`` enables one for every operation that is called from Python. Attributes pass through
+    that, too: code that runs in every step reads them in ``torch._C.DisableTorchFunctionSubclass()``.
     """
 
     def __init__(self, *unused: Any, **unused_options: Any) -> None:
         """Do nothing: ``__new__`` sets all attributes."""
 
-    if TorchVersion(torch.__version__) < "2.13":
-
-        @classmethod
-        def __torch_function__(
-            cls, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict | None = None
-        ) -> Any:
-            with torch._C.DisableTorchFunctionSubclass(), _Dispatching():
-                return func(*args, **(kwargs or {}))
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict | None = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass(), _dispatching():
+            return call(func, args, kwargs or {}) if torch.is_grad_enabled() else func(*args, **(kwargs or {}))
 
 
 class RaggedDTensor(_OwnDispatch):
@@ -129,26 +129,28 @@ class RaggedDTensor(_OwnDispatch):
         return _dispatch(func, args, kwargs or {})
 
     def full_tensor(self, *, grad_placements: object = None) -> torch.Tensor:
-        """Gather the whole tensor. A collective over the mesh; not differentiable."""
+        """Gather the whole tensor. Differentiable. A collective over the mesh, and so is its backward."""
+        if in_graph([self]):
+            full: torch.Tensor = ToFull.apply(self)
+            return full
         return gather_whole(self)
 
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **options: Any
     ) -> DTensor:
-        """Gather the whole tensor and distribute it with torch's placements. A collective; not differentiable."""
+        """Gather the whole tensor and distribute it with torch's placements. Differentiable. A collective."""
         if placements is None:
             raise ValueError("redistribute: expected placements.")
         if tuple(placements) == self.placements:
             return self
         mesh = device_mesh or self.device_mesh
-        if is_replicated(placements):
-            return DTensor.from_local(self.full_tensor(), mesh, placements, run_check=False)
-        return distribute_tensor(self.full_tensor(), mesh, placements, src_data_rank=None)
+        replicated = DTensor.from_local(self.full_tensor(), mesh, [Replicate()] * mesh.ndim, run_check=False)
+        return replicated if is_replicated(placements) else replicated.redistribute(mesh, placements)
 
     def to_local(self, *, grad_placements: object = None) -> torch.Tensor:
         """This rank's shard: rows of the tensor, or a one-dimensional range if it cuts a row. Differentiable."""
-        if torch.is_grad_enabled() and self.requires_grad:
-            local: torch.Tensor = _ToLocal.apply(self)
+        if in_graph([self]):
+            local: torch.Tensor = ToLocal.apply(self)
             return local
         return self._local_tensor
 
@@ -209,6 +211,9 @@ class PartialDTensor(_OwnDispatch):
     Reading torch's DTensor with a ``Partial`` placement would return this rank's value instead.
     """
 
+    if not _IS_OLD:
+        __torch_function__ = torch._C._disabled_torch_function_impl  # in no graph, so nothing is to be replaced
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict | None = None
@@ -216,23 +221,16 @@ class PartialDTensor(_OwnDispatch):
         if any(issubclass(each, RaggedDTensor) for each in types):
             return NotImplemented
         flat, tree = tree_flatten((args, kwargs or {}))
-        meshes = {value.device_mesh for value in flat if isinstance(value, DTensor)}
+        # None for plain tensors, with which it becomes one.
+        meshes = {getattr(value, "device_mesh", None) for value in flat if isinstance(value, torch.Tensor)}
         if func is aten._local_scalar_dense.default or len(meshes) > 1:
             args, kwargs = tree_unflatten([reduced(value) for value in flat], tree)
             return func(*args, **kwargs)
         args, kwargs = tree_unflatten([_as_plain(value) for value in flat], tree)
         return tree_map(_as_partial, func(*args, **kwargs))
 
-
-class _ToLocal(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: RaggedDTensor) -> torch.Tensor:
-        ctx.spec = tensor._spec
-        return tensor._local_tensor.view_as(tensor._local_tensor)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> RaggedDTensor:
-        return RaggedDTensor(grad, spec_like(ctx.spec, grad.dtype), requires_grad=False)
+    def __format__(self, format_spec: str) -> str:
+        return format(self.item(), format_spec)
 
 
 # Creating and reading DTensors ----------------------------------------------------------------------------------
@@ -262,22 +260,6 @@ def make_like(local: torch.Tensor, other: torch.Tensor) -> DTensor:
     assert isinstance(other, DTensor)
     kind = RaggedDTensor if isinstance(other, RaggedDTensor) else DTensor
     return kind(local, spec_like(other._spec, local.dtype), requires_grad=False)
-
-
-def narrow_rows(tensor: DTensor, start: int, stop: int, shape: tuple[int, ...]) -> DTensor:
-    """Some rows of a DTensor as a DTensor, without copying.
-
-    Args:
-        tensor: The tensor.
-        start: First element of the rows, in the flattened tensor of a tensor-parallel rank.
-        stop: One past their last element.
-        shape: Shape of the result, over all tensor-parallel ranks.
-    """
-    spec, mine = narrowed_spec(tensor._spec, start, stop, shape), local_slice(tensor._spec)
-    wanted = local_slice(spec)
-    begin = max(start - mine.start, 0)
-    local = tensor._local_tensor.reshape(-1)[begin : begin + wanted.stop - wanted.start].view(wanted.local_shape)
-    return (RaggedDTensor if is_ragged(spec) else DTensor)(local, spec, requires_grad=False)
 
 
 def is_sharded(value: object) -> TypeGuard[DTensor]:
@@ -325,7 +307,7 @@ def _as_plain(value: Any) -> Any:
 
 
 def _as_partial(value: Any) -> Any:
-    if isinstance(value, DTensor) and any(placement.is_partial() for placement in value._spec.placements):
+    if isinstance(value, DTensor):
         return PartialDTensor(value._local_tensor, value._spec, requires_grad=False)
     return value
 
@@ -410,15 +392,24 @@ def _operand(func: Any, value: Any, spec: DTensorSpec, local: torch.Tensor) -> A
             shapes = f"{tuple(spec.shape)} and {tuple(value.shape)}"
             raise _unsupported(func, f"operands of shapes {shapes} are sharded differently")
         return value._local_tensor
-    if isinstance(value, DTensor):
-        value = reduced(value)
-        if value.dim() and value.shape == spec.shape:
-            return local_slice(spec).take_from(value)
+    value = reduced(value)
     if isinstance(value, torch.Tensor) and value.dim():
+        if value.shape == spec.shape:
+            return local_slice(spec).take_from(value)
         if value.numel() != 1 or value.dim() > len(spec.shape):
             raise _unsupported(func, f"an operand is a plain tensor of shape {tuple(value.shape)}")
         return value.reshape((1,) * local.dim())
     return value
+
+
+def _needs_full(func: Any, value: Any, spec: DTensorSpec) -> bool:
+    """Whether, in a graph, an operand may differ between ranks or would take a gradient that a shard does not have."""
+    if isinstance(value, RaggedDTensor):
+        return not _same(value._spec, spec)
+    if isinstance(value, torch.Tensor):
+        return value.requires_grad or not isinstance(value, DTensor)
+    # Exponents are constants, such as the 2 of squares.
+    return type(value) in (int, float) and torch.Tag.pointwise in func.tags and func._schema.name != "aten::pow"
 
 
 def _elementwise(func: Any, args: tuple, kwargs: dict) -> Any:
@@ -432,6 +423,10 @@ def _elementwise(func: Any, args: tuple, kwargs: dict) -> Any:
         # The result shares the shard itself, and with it the counter of writes.
         return RaggedDTensor(first._local_tensor, first._spec, requires_grad=False)
     spec, local = first._spec, first._local_tensor
+    if in_graph(flat) and any(_needs_full(func, value, spec) for value in flat):
+        if func._schema.is_mutable:
+            raise _unsupported(func, "in a loss, it is supported in place only with tensors that are sharded alike")
+        raise NeedsFullTensor(f"{func} in a loss")
     operands = [_operand(func, value, spec, local) for value in flat]
     own_args, own_kwargs = tree_unflatten(operands, tree)
     result = func(*own_args, **own_kwargs)
@@ -456,6 +451,8 @@ def _wrapped(
 def _on_lists(func: Any, args: tuple, kwargs: dict) -> Any:
     """``_foreach_`` and fused operations: element-wise between tensors at the same position of each list."""
     lists = [value for value in args if isinstance(value, (list, tuple)) and value]
+    if in_graph([value for each in lists for value in each]) and not func._schema.is_mutable:
+        raise NeedsFullTensor(f"{func} in a loss")
     leading: Sequence[Any] = lists[0]
     specs = [value._spec if isinstance(value, RaggedDTensor) else None for value in leading]
 
@@ -548,6 +545,9 @@ def _reduction(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _arguments(func: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
+    """The arguments of a reduction by name. In a graph, :func:`call` reduces instead."""
+    if in_graph(args[0] if isinstance(args[0], (list, tuple)) else args[:1]):
+        raise NeedsFullTensor(f"{func} in a loss")
     names = [argument.name for argument in func._schema.arguments]
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
@@ -575,21 +575,11 @@ def _partial(value: torch.Tensor, placement: Placement, spec: DTensorSpec) -> DT
     return PartialDTensor(value, known[key], requires_grad=False)
 
 
-def _spread(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Variance or standard deviation, in two passes over the shards: one for the mean and one for the deviations."""
-    tensor, given = args[0], _arguments(func, args, kwargs)
-    _require_all_dims(func, tensor, given.get("dim"))
-    correction = given.get("correction")
-    if correction is None:
-        correction = 1 if given.get("unbiased", True) else 0
-    local, numel = tensor._local_tensor.reshape(-1), tensor.numel()
-    wide = local.double()
-    mean = reduced(_partial(wide.sum(), Partial("sum"), tensor._spec)) / numel
-    squares = reduced(_partial((wide - mean).square().sum(), Partial("sum"), tensor._spec))
-    variance = squares / max(numel - correction, 0)
-    value = (variance.sqrt() if func._schema.name == "aten::std" else variance).to(local.dtype)
-    replicated = tuple(Replicate() for _ in tensor._spec.placements)
-    return DTensor.from_local(value, tensor.device_mesh, replicated, run_check=False)
+def _spread(func: Any, args: tuple, kwargs: dict) -> DTensor:
+    """Variance or standard deviation, of the full tensor."""
+    tensor, _ = args[0], _arguments(func, args, kwargs)
+    value = func(gather_whole(tensor), *args[1:], **kwargs)
+    return DTensor.from_local(value, tensor.device_mesh, [Replicate()] * tensor.device_mesh.ndim, run_check=False)
 
 
 def _foreach_norm(func: Any, args: tuple, kwargs: dict) -> Any:

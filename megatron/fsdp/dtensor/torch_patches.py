@@ -64,30 +64,21 @@ TORCH = Patches(
     ],
 )
 
-_initializers: list[Callable[[torch.optim.Optimizer], bool]] = []
-_attachers: list[Callable[[torch.optim.Optimizer], Any]] = []
-_guards: list[Callable[[nn.Module, Callable[[torch.Tensor], torch.Tensor]], None]] = []
+_called: dict[str, list[Callable[..., Any]]] = {"initialize": [], "attach": [], "apply": []}
 
 
-def prepare_with(initializer: Callable[[torch.optim.Optimizer], bool]) -> None:
-    """Call ``initializer`` with every optimizer for which ``torch.distributed.checkpoint.state_dict`` needs state.
+def call_at(event: str, function: Callable[..., Any]) -> None:
+    """Call a function from now on.
 
-    It returns True if it has created the state, so that PyTorch does not take a step for that.
+    Args:
+        event: "initialize": with every optimizer for which ``torch.distributed.checkpoint.state_dict`` needs state. It
+            returns True if it has created the state, so that PyTorch does not take a step for that.
+            "attach": with every optimizer whose state is about to be saved or loaded.
+            "apply": with every module that is converted or moved, and the function that does so. It may raise.
+        function: The function. A second call with it changes nothing.
     """
-    if initializer not in _initializers:
-        _initializers.append(initializer)
-
-
-def attach_with(attacher: Callable[[torch.optim.Optimizer], Any]) -> None:
-    """Call ``attacher`` with every optimizer whose state is about to be saved or loaded."""
-    if attacher not in _attachers:
-        _attachers.append(attacher)
-
-
-def ask_before_apply(guard: Callable[[nn.Module, Callable[[torch.Tensor], torch.Tensor]], None]) -> None:
-    """Call ``guard`` with every module that is converted or moved, and the function that does so. It may raise."""
-    if guard not in _guards:
-        _guards.append(guard)
+    if function not in _called[event]:
+        _called[event].append(function)
 
 
 def apply() -> None:
@@ -121,7 +112,7 @@ def apply_if_allowed(
     **kwargs: Any,
 ) -> nn.Module:
     """Ask the guards before ``fn`` is applied to the module's parameters."""
-    for guard in _guards:
+    for guard in _called["apply"]:
         guard(module, fn)
     return original(module, fn, *args, **kwargs)
 
@@ -145,16 +136,16 @@ def reduce_at_offset_zero(original: Callable[..., Any], tensor: DTensor, *args: 
 
 def initialize_optimizer_state(original: Callable[..., None], optimizer: torch.optim.Optimizer) -> None:
     """Create optimizer state without a step where the optimizer updates a sharded model."""
-    for attach in _attachers:
+    for attach in _called["attach"]:
         attach(optimizer)
     # A list: every initializer has to be called.
-    if not any([initialize(optimizer) for initialize in _initializers]):
+    if not any([initialize(optimizer) for initialize in _called["initialize"]]):
         original(optimizer)
 
 
 def attach_before(original: Callable[..., Any], optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
     """Attach the optimizer to the sharded models it updates, then save or load its state."""
-    for attach in _attachers:
+    for attach in _called["attach"]:
         attach(optimizer)
     return original(optimizer, *args, **kwargs)
 

@@ -17,12 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from megatron.fsdp.comm.gloo import ensure_released
 from megatron.fsdp.dtensor.gathering import gather_whole, lengths_on_ranks, sharded_axes
-from megatron.fsdp.dtensor.placements import RaggedShard, contiguous_stride, local_slice
-from megatron.fsdp.dtensor.ragged_dtensor import (
-    RaggedDTensor,
-    make_dtensor,
-    narrow_rows,
-)
+from megatron.fsdp.dtensor.placements import RaggedShard, contiguous_stride, is_ragged, local_slice, narrowed_spec
+from megatron.fsdp.dtensor.ragged_dtensor import RaggedDTensor, make_dtensor
 
 
 def gather_and_compute_chunk_metadata(dtensor: DTensor) -> ChunkStorageMetadata:
@@ -160,6 +156,22 @@ def redistribute_uneven_dtensor_to_replicated(dtensor: DTensor) -> DTensor:
 def gather_uneven_dtensor_to_full_tensor(dtensor: DTensor) -> DTensor:
     """Alias of :func:`redistribute_uneven_dtensor_to_replicated`, its name in earlier versions."""
     return redistribute_uneven_dtensor_to_replicated(dtensor)
+
+
+def narrow_rows(tensor: DTensor, start: int, stop: int, shape: tuple[int, ...]) -> DTensor:
+    """Some rows of a DTensor as a DTensor, without copying.
+
+    Args:
+        tensor: The tensor.
+        start: First element of the rows, in the flattened tensor of a tensor-parallel rank.
+        stop: One past their last element.
+        shape: Shape of the result, over all tensor-parallel ranks.
+    """
+    spec, mine = narrowed_spec(tensor._spec, start, stop, shape), local_slice(tensor._spec)
+    wanted = local_slice(spec)
+    begin = max(start - mine.start, 0)
+    local = tensor._local_tensor.reshape(-1)[begin : begin + wanted.stop - wanted.start].view(wanted.local_shape)
+    return (RaggedDTensor if is_ragged(spec) else DTensor)(local, spec, requires_grad=False)
 
 
 def split_dtensor(

@@ -15,6 +15,7 @@ All hooks refer to engines and models weakly. The optimizer owns its hooks, and 
 than the model: a strong reference would keep the memory of a deleted model.
 """
 
+import contextlib
 import functools
 import inspect
 import itertools
@@ -30,7 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from megatron.fsdp.buffers.parameter_group import ParameterGroup
 from megatron.fsdp.comm.backends import is_on_host
 from megatron.fsdp.dtensor.ragged_dtensor import make_like, same_layout
-from megatron.fsdp.dtensor.torch_patches import attach_with, prepare_with
+from megatron.fsdp.dtensor.torch_patches import call_at
 from megatron.fsdp.helpers.weak import weak_method
 from megatron.fsdp.optim.block_state import attach_block_state
 from megatron.fsdp.optim.classes import BY_PARAMETER, check_optimizer, looks_at
@@ -62,7 +63,7 @@ def attach_at_first_use(engine: Engine, attach: Attach) -> None:
     _generation = next(_generations)
     _attach_of[engine] = attach
     _watch_steps()
-    attach_with(_attach_if_needed)
+    call_at("attach", _attach_if_needed)
 
 
 @functools.cache
@@ -119,7 +120,7 @@ def attach_optimizer(optimizer: torch.optim.Optimizer, needs_gradient: bool = Tr
     attach_fresh_state(optimizer)
     if looks_at(optimizer) == "block":
         attach_block_state(optimizer)
-    prepare_with(initialize_state)
+    call_at("initialize", initialize_state)
     local.attach(optimizer)
     for engine in engines:
         by_unit = _UpdateByUnit(engine, local, arguments)
@@ -160,9 +161,11 @@ class ZeroGrad:
         engines = engines_of(parameters)
         # A graph writes to the gradients that it was captured with. Without ``.grad``, the step would ignore them.
         set_to_none = set_to_none and not any(engine.config.cuda_graph_mode for engine in engines)
-        type(optimizer).zero_grad(optimizer, set_to_none)
+        with torch._C.DisableTorchFunctionSubclass() if set_to_none else contextlib.nullcontext():
+            type(optimizer).zero_grad(optimizer, set_to_none)
         for engine in engines:
-            shared = any(param.main.requires_grad and param.main not in parameters for param in engine.params())
+            with torch._C.DisableTorchFunctionSubclass():
+                shared = any(param.main.requires_grad and param.main not in parameters for param in engine.params())
             if shared or not zero_grad_buffer:
                 continue
             engine.clear_gradients(set_to_none)

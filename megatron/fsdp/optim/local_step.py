@@ -80,8 +80,9 @@ class LocalStep:
 
     def _swap(self, optimizer: torch.optim.Optimizer) -> None:
         self._replaced = [options["params"] for options in optimizer.param_groups]
-        for options in optimizer.param_groups:
-            options["params"] = [self._localize(optimizer, main) for main in options["params"]]
+        with torch._C.DisableTorchFunctionSubclass():
+            for options in optimizer.param_groups:
+                options["params"] = [self._localize(optimizer, main) for main in options["params"]]
 
     def _localize(self, optimizer: torch.optim.Optimizer, main: nn.Parameter) -> nn.Parameter:
         """The plain parameter for a main weight, with its gradient and state; other parameters stay as they are."""

@@ -94,6 +94,8 @@ def run_backward(original: Callable[..., Any], outputs: Sequence[Any], *args: An
     Hooks on the outputs unshard a unit when its backward begins. They do not see a loss of an activation that was
     captured inside, a tensor that a module keeps as an attribute, or the second backward of a gradient penalty.
     """
+    if not in_backward():
+        _check_inputs(args[3])
     # Only reentrant checkpointing runs a backward in a backward. The units' hooks see what it recomputes.
     entered = {} if in_backward() else _entered_aside([_edge(output) for output in outputs])
 
@@ -120,6 +122,20 @@ _MODIFIED = (
     "FSDP: if this is a weight of a sharded model, it was changed after the forward, by the optimizer or in place; or "
     "backward was not started by backward() or torch.autograd.grad, and reads a unit that is resharded."
 )
+
+
+def _check_inputs(inputs: Sequence[Any]) -> None:
+    """Raise if gradients of parameters of a sharded model are wanted, except in a forward of their unit."""
+    for wanted in inputs:
+        engine = owner_of(wanted)
+        for param in () if engine is None else engine.params():
+            computes = wanted is param.compute and engine.unit_with(wanted).state.name != "FORWARD"
+            if wanted is param.main or computes:
+                raise RuntimeError(
+                    f"torch.autograd.grad or backward(inputs=...): the gradient of {param.name} is reduced over the "
+                    "ranks and sharded, which only a backward of the whole model does. Call loss.backward() and read "
+                    ".grad of the parameter. Gradients of gradients by them (create_graph, MAML) are not supported."
+                )
 
 
 def _edge(output: Any) -> tuple[Any, int]:

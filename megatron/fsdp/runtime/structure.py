@@ -11,7 +11,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from megatron.fsdp.dtensor.torch_patches import ask_before_apply
+from megatron.fsdp.dtensor.torch_patches import call_at
 from megatron.fsdp.runtime.partition import OWNER
 
 # The modules of sharded models, each with a reference to its engine.
@@ -51,7 +51,7 @@ def _is_sharded(module: nn.Module) -> bool:
 @functools.cache
 def _watch() -> None:
     # torch's registration hooks are global, so they are registered once for all models.
-    ask_before_apply(_reject_conversion_of_part)
+    call_at("apply", _reject_conversion_of_part)
     register_module_parameter_registration_hook(_parameter_registered)
     register_module_module_registration_hook(_module_registered)
 
