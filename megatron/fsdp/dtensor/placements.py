@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
@@ -288,3 +290,40 @@ def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
 def is_replicated(placements: Sequence[Placement]) -> bool:
     """Whether every rank holds the whole tensor."""
     return all(isinstance(placement, Replicate) for placement in placements)
+
+
+class InChunks:
+    """The protocol of torch.distributed.checkpoint, for tensors whose shard may be several boxes of the full tensor."""
+
+    _spec: DTensorSpec
+    _local_tensor: torch.Tensor
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        # NVIDIA's functions for uneven DTensors store the chunks in an attribute of the local tensor.
+        described = getattr(self._local_tensor, "__create_chunk_list__", None)
+        return described() if described is not None else _chunks(self._spec)
+
+    def __create_write_items__(self, fqn: str, tensor: DTensor) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self._local_tensor)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=tensor.size()),
+            )
+            for chunk in _chunks(self._spec)
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        """A view of one chunk, in its shape. The local tensor holds the chunks one after another."""
+        begin, flat = 0, self._local_tensor.detach().reshape(-1)
+        for chunk in _chunks(self._spec):
+            numel = chunk.sizes.numel()
+            if index.offset is None or chunk.offsets == torch.Size(index.offset):
+                return flat[begin : begin + numel].view(chunk.sizes)
+            begin += numel
+        raise ValueError(f"{index.fqn}: expected the offset of a chunk of this rank; got {index.offset}.")
+
+
+def _chunks(spec: DTensorSpec) -> list[ChunkStorageMetadata]:
+    return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in local_slice(spec).boxes()]

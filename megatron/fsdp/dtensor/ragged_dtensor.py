@@ -22,8 +22,6 @@ from typing import Any, TypeGuard
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -37,6 +35,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from megatron.fsdp.comm.gloo import ensure_released
 from megatron.fsdp.dtensor.gathering import ToFull, ToLocal, gather_whole
 from megatron.fsdp.dtensor.placements import (
+    InChunks,
     contiguous_stride,
     is_ragged,
     is_replicated,
@@ -80,7 +79,7 @@ class _OwnDispatch(DTensor):
             return call(func, args, kwargs or {}) if torch.is_grad_enabled() else func(*args, **(kwargs or {}))
 
 
-class RaggedDTensor(_OwnDispatch):
+class RaggedDTensor(InChunks, _OwnDispatch):
     """A DTensor with :class:`RaggedShard` or :class:`SectionedShard` among the placements of its spec."""
 
     def __new__(cls, local_tensor: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool = False) -> "RaggedDTensor":
@@ -176,34 +175,6 @@ class RaggedDTensor(_OwnDispatch):
         local = inner["_local_tensor"]
         return RaggedDTensor(local, spec_like(spec, local.dtype), requires_grad=requires_grad)
 
-    # The protocol of torch.distributed.checkpoint ---------------------------------------------------------------
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        # NVIDIA's functions for uneven DTensors store the chunks in an attribute of the local tensor.
-        described = getattr(self._local_tensor, "__create_chunk_list__", None)
-        return described() if described is not None else _chunks(self._spec)
-
-    def __create_write_items__(self, fqn: str, tensor: DTensor) -> list[WriteItem]:
-        properties = TensorProperties.create_from_tensor(self._local_tensor)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
-            )
-            for chunk in _chunks(self._spec)
-        ]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        """A view of one chunk, in its shape. The local tensor holds the chunks one after another."""
-        begin, flat = 0, self._local_tensor.detach().reshape(-1)
-        for chunk in _chunks(self._spec):
-            numel = chunk.sizes.numel()
-            if index.offset is None or chunk.offsets == torch.Size(index.offset):
-                return flat[begin : begin + numel].view(chunk.sizes)
-            begin += numel
-        raise ValueError(f"{index.fqn}: expected the offset of a chunk of this rank; got {index.offset}.")
-
 
 class PartialDTensor(_OwnDispatch):
     """A partial result that is reduced over the ranks when it is read as a number.
@@ -290,10 +261,6 @@ def reduced(value: Any) -> Any:
     if not isinstance(value, DTensor):
         return value
     return value._local_tensor if is_replicated(value._spec.placements) else value.full_tensor()
-
-
-def _chunks(spec: DTensorSpec) -> list[ChunkStorageMetadata]:
-    return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in local_slice(spec).boxes()]
 
 
 def _same(one: DTensorSpec, other: DTensorSpec) -> bool:
