@@ -43,6 +43,8 @@ READS: dict[str, Callable[[Any], Any]] = {
     "number": lambda p: (0.5 * p - 0.1).abs().sum(),
     "plain operand": lambda p: ((p - torch.linspace(-1, 1, p.numel()).view(p.shape)) * p).sum(),
     "full tensor": lambda p: (_full(p) @ _full(p).T).square().sum() if p.dim() == 2 else _full(p).prod(),
+    "into a plain tensor": lambda p: torch.zeros(p.shape, device=p.device).add_(p).pow(2).sum(),
+    "copied to a plain tensor": lambda p: torch.zeros(p.shape, device=p.device).copy_(p).norm(),
     "redistributed": lambda p: _replicated(p).exp().sum(),
     "zero": lambda p: (p - p.detach()).norm(),
 }

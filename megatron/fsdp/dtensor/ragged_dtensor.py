@@ -43,7 +43,7 @@ from megatron.fsdp.dtensor.placements import (
     reported,
     spec_like,
 )
-from megatron.fsdp.dtensor.reductions import NeedsFullTensor, call, in_graph, shard_norm, shard_result
+from megatron.fsdp.dtensor.reductions import call, in_graph, require_no_graph, shard_norm, shard_result
 
 
 class _Dispatching(TorchDispatchMode):
@@ -332,6 +332,7 @@ def _run(func: Any, args: tuple, kwargs: dict) -> Any:
     flat, tree = tree_flatten((args, kwargs))
     if any(isinstance(value, RaggedDTensor) and is_ragged(value._spec) for value in flat):
         raise _unsupported(func)
+    require_no_graph(func, flat)
     # torch has rules for tensors that are not sharded, or evenly over a tensor-parallel axis only.
     plain = [
         DTensor(v._local_tensor, v._spec, requires_grad=False) if isinstance(v, RaggedDTensor) else v for v in flat
@@ -384,6 +385,7 @@ def _elementwise(func: Any, args: tuple, kwargs: dict) -> Any:
     first = _first(flat)
     if func._schema.is_mutable and not isinstance(args[0], DTensor):
         # A plain tensor that is changed in place needs all elements, for instance an average of weights.
+        require_no_graph(func, flat)
         args, kwargs = tree_unflatten([reduced(value) for value in flat], tree)
         return func(*args, **kwargs)
     if func in _ALIASES:
@@ -393,7 +395,7 @@ def _elementwise(func: Any, args: tuple, kwargs: dict) -> Any:
     if in_graph(flat) and any(_needs_full(func, value, spec) for value in flat):
         if func._schema.is_mutable:
             raise _unsupported(func, "in a loss, it is supported in place only with tensors that are sharded alike")
-        raise NeedsFullTensor(f"{func} in a loss")
+        require_no_graph(func, flat)
     operands = [_operand(func, value, spec, local) for value in flat]
     own_args, own_kwargs = tree_unflatten(operands, tree)
     result = func(*own_args, **own_kwargs)
@@ -418,8 +420,8 @@ def _wrapped(
 def _on_lists(func: Any, args: tuple, kwargs: dict) -> Any:
     """``_foreach_`` and fused operations: element-wise between tensors at the same position of each list."""
     lists = [value for value in args if isinstance(value, (list, tuple)) and value]
-    if in_graph([value for each in lists for value in each]) and not func._schema.is_mutable:
-        raise NeedsFullTensor(f"{func} in a loss")
+    if not func._schema.is_mutable:
+        require_no_graph(func, [value for each in lists for value in each])
     leading: Sequence[Any] = lists[0]
     specs = [value._spec if isinstance(value, RaggedDTensor) else None for value in leading]
 
@@ -450,6 +452,7 @@ def _copy(func: Any, args: tuple, kwargs: dict) -> Any:
     """``copy_`` into a ragged tensor from a whole tensor or from one with another layout."""
     target, source = args[:2]
     if not isinstance(target, DTensor):
+        require_no_graph(func, args)
         return target.copy_(reduced(source), *args[2:], **kwargs)
     if not isinstance(target, RaggedDTensor):
         raise _unsupported(func, "the target is sharded evenly")
@@ -513,8 +516,7 @@ def _reduction(func: Any, args: tuple, kwargs: dict) -> Any:
 
 def _arguments(func: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
     """The arguments of a reduction by name. In a graph, :func:`call` reduces instead."""
-    if in_graph(args[0] if isinstance(args[0], (list, tuple)) else args[:1]):
-        raise NeedsFullTensor(f"{func} in a loss")
+    require_no_graph(func, args[0] if isinstance(args[0], (list, tuple)) else args[:1])
     names = [argument.name for argument in func._schema.arguments]
     return {**dict(zip(names, args, strict=False)), **kwargs}
 

@@ -74,6 +74,12 @@ def in_graph(values: Sequence[Any]) -> bool:
     return torch.is_grad_enabled() and any(isinstance(v, torch.Tensor) and v.requires_grad for v in values)
 
 
+def require_no_graph(func: Any, values: Sequence[Any]) -> None:
+    """Raise NeedsFullTensor if autograd records an operation of these arguments: see :func:`call`."""
+    if in_graph(values):
+        raise NeedsFullTensor(f"{func} in a loss")
+
+
 def call(func: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
     """Call a function of torch with sharded tensors under grad: on shards where that is exact, else on full tensors."""
     if (result := _sum_or_norm(func, args, kwargs)) is not None:
