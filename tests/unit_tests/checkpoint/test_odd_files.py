@@ -1,5 +1,6 @@
 """Pipes and folders instead of files, invalid JSON, and pickles that explode cause an immediate error or a fallback."""
 
+import codecs
 import json
 import os
 import pickle
@@ -139,6 +140,42 @@ GROWING: dict[str, Any] = {
     "bytearray": Made(deque, Made(bytearray, 10**10)),
     "text": doubled(60),
 }
+
+
+def as_key(value: bytes) -> bytes:
+    return b"\x80\x02}" + value + b"Ns."
+
+
+def _large(number: int) -> bytes:
+    return b"\x8a\x0a" + number.to_bytes(10, "little")
+
+
+def _tower(levels: int, level: bytes) -> bytes:
+    """Values that each refer to the one before it, which is number 0 in the pickle's memo."""
+    return b")q\0" + (level + b"q\0") * levels
+
+
+def _tower_of_objects(levels: int) -> bytes:
+    """Objects that get their state, which refers to the object before them, after a tuple refers to them twice."""
+    made = b")q\0" + b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\nq\3" + b"00"
+    state = b"}X\3\0\0\0fqnh\0sX\6\0\0\0offsetNs"
+    return made + (b"h\3)\x81q\1" + b"h\1h\1\x86q\2" + b"0" + state + b"b0" + b"h\2q\0" + b"0") * levels + b"h\0"
+
+
+# The same as bytes, of less than two kilobytes but for the keys of one hash and the deepest tuple.
+CRAFTED: dict[str, bytes] = {
+    "a tower of tuples": as_key(_tower(60, b"h\0\x86")),
+    "a tower of objects": as_key(_tower_of_objects(60)),
+    "a deep tuple": as_key(b")" + b"\x85" * 300_000),
+    "lists of the same lists": b"\x80\x02]" + b"q\0](hhhhhhhhhhe".replace(b"h", b"h\0") * 12 + b".",
+    "keys of one hash": b"\x80\x02}(" + b"".join(_large(key * (2**61 - 1)) + b"N" for key in range(80_000)) + b"u.",
+    "a range of one hash": pickle.dumps(Made(set, range(0, (2**61 - 1) << 16, 2**61 - 1))),
+    "many lists of one range": pickle.dumps((lambda long: [Made(list, long) for _ in range(2000)])(range(1 << 16))),
+    "many copies of one text": pickle.dumps(
+        (lambda text: [Made(codecs.encode, text, "latin1") for _ in range(2000)])("a" * 100_000)
+    ),
+    "a far reference": b"\x80\x02Nr\0\0\0\x10.",
+}
 TRY = """
 import io, resource, sys, time
 from pathlib import Path
@@ -162,6 +199,8 @@ def test_pickles_that_explode_are_rejected(tmp_path: Path) -> None:
     for name, value in GROWING.items():
         (tmp_path / f"{name}.pickle").write_bytes(pickle.dumps({"args": value}))
         torch.save({"args": value}, tmp_path / f"{name}.pt")
+    for name, data in CRAFTED.items():
+        (tmp_path / f"{name.replace(' ', '_')}.pickle").write_bytes(data)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", TRY, str(tmp_path)]
     output = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60).stdout
