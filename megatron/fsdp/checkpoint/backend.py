@@ -429,8 +429,8 @@ def check_files(opened: CheckpointReader) -> None:
     for check in checks[rank::ranks]:
         try:
             check()
-        except (DamagedCheckpoint, OSError) as damage:
-            found.append(str(damage))
+        except Exception as damage:  # noqa: BLE001 - other ranks wait for this one
+            found.append(str(damage) or repr(damage))
     found = list(dict.fromkeys(message for of_rank in gather_from_ranks(found) for message in of_rank))
     if found:
         more = [f"... and {len(found) - SHOWN} more."] if len(found) > SHOWN else []

@@ -60,9 +60,7 @@ _DEEPEST = 1000
 # above the last mark.
 _LENGTHS = {ord(opcode.code): opcode.arg.n if opcode.arg else 0 for opcode in pickletools.opcodes}
 _TAKEN: dict[int, int | None] = {
-    code: count
-    for count, codes in enumerate((b"]}\x8f", b"\x85abQ", b"\x86R\x81\x93s", b"\x87\x92"))
-    for code in codes
+    code: count for count, codes in enumerate((b"]}\x8f", b"\x85abQ", b"\x86R\x81\x93s", b"\x87\x92")) for code in codes
 } | dict.fromkeys(b"tldeu\x90\x91oi")
 _ADDING, _TUPLES, _CALLS = frozenset(b"abseu\x90"), frozenset(b"t\x85\x86\x87"), frozenset(b"R\x81\x92oi")
 _STOP, _MARK, _MEMOIZE, _GET, _PUT = 46, 40, 148, frozenset(b"hjg"), frozenset(b"qrp")

@@ -45,6 +45,18 @@ def infinite(folder: Path) -> None:
     (folder / NAME).write_text(json.dumps(content))
 
 
+def crafted(change: Callable[[Any, Any], object]) -> Callable[[Path], None]:
+    """Change the entry of the tensor and its place in the metadata."""
+
+    def write(folder: Path) -> None:
+        metadata = pickle.loads((folder / ".metadata").read_bytes())
+        change(metadata.state_dict_metadata["w"], next(iter(metadata.storage_data.values())))
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+        (folder / NAME).unlink(missing_ok=True)
+
+    return write
+
+
 ODD: dict[str, Callable[[Path], object]] = {
     "data is a pipe": lambda folder: replaced(data_of(folder), os.mkfifo),
     "data is a folder": lambda folder: replaced(data_of(folder), os.mkdir),
@@ -57,6 +69,12 @@ ODD: dict[str, Callable[[Path], object]] = {
     "checksums are a number": lambda folder: (folder / NAME).write_text("3"),
     "checksums are no text": lambda folder: (folder / NAME).write_bytes(b"\xff\xfe\x00\xd8"),
     "the format is a pipe": lambda folder: os.mkfifo(folder / "metadata.json"),
+    "an offset of a half": crafted(lambda entry, place: setattr(entry.chunks[0], "offsets", (0.5,))),
+    "sizes of text": crafted(lambda entry, place: setattr(entry.chunks[0], "sizes", ("a",))),
+    "sizes of floats": crafted(lambda entry, place: setattr(entry, "size", (5.0,))),
+    "a size beyond all memory": crafted(lambda entry, place: setattr(entry, "size", (1 << 80,))),
+    "an infinite length": crafted(lambda entry, place: setattr(place, "length", float("inf"))),
+    "a length of True": crafted(lambda entry, place: setattr(place, "length", True)),
     "a deep format": lambda folder: (folder / "metadata.json").write_text('{"a":' * 100_000),
 }
 

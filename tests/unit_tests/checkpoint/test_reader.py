@@ -455,5 +455,6 @@ def test_boxes_that_tile() -> None:
     assert untiled((), [Region((), ())]) == untiled((0, 3), []) == untiled((0, 3), [Region((0, 0), (0, 3))]) == ""
     assert "overlaps" in untiled((), [Region((), ()), Region((), ())])
     assert "0 of 1 elements" in untiled((), [])
-    assert "overlaps" in untiled((4, 2), [Region((0, 0), (4, 1)), Region((3, 0), (1, 2))])
+    assert "6 of 8" in untiled((4, 2), [Region((0, 0), (4, 1)), Region((3, 0), (1, 2))])
+    assert "overlaps" in untiled((4, 2), [Region((0, 0), (4, 1)), Region((0, 0), (2, 2))])
     assert "is not inside" in untiled((4,), [Region((3,), (2,))])
