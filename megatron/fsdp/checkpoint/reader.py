@@ -62,32 +62,29 @@ class _Index(NamedTuple):
     """The chunks of a tensor, sorted, so that those at given rows are found quickly among tens of thousands.
 
     Attributes:
-        regions: The chunks, in the order of their offsets.
-        filled: Those that are not empty.
-        starts: The first row of each filled chunk.
+        regions: The chunks that are not empty, in the order of their offsets.
+        starts: The first row of each chunk.
         longest: The largest number of rows of a chunk.
     """
 
     regions: list[Region]
-    filled: list[Region]
     starts: list[int]
     longest: int
 
     @staticmethod
     def of(entry: TensorStorageMetadata) -> "_Index":
-        ordered = sorted(Region(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks)
-        filled = [region for region in ordered if 0 not in region.sizes]
-        if not filled or not filled[0].offsets:
-            return _Index(ordered, filled, [], 0)
-        starts, rows = [region.offsets[0] for region in filled], max(region.sizes[0] for region in filled)
-        return _Index(ordered, filled, starts, rows)
+        chunks = (chunk for chunk in entry.chunks if 0 not in chunk.sizes)
+        ordered = sorted(Region(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks)
+        if not ordered or not ordered[0].offsets:
+            return _Index(ordered, [], 0)
+        return _Index(ordered, [region.offsets[0] for region in ordered], max(region.sizes[0] for region in ordered))
 
     def near(self, region: Region) -> list[Region]:
         """Return the chunks that may overlap with a region."""
         if not self.starts:
-            return self.filled
+            return self.regions
         first = bisect.bisect_left(self.starts, region.offsets[0] - self.longest + 1)
-        return self.filled[first : bisect.bisect_left(self.starts, region.offsets[0] + region.sizes[0])]
+        return self.regions[first : bisect.bisect_left(self.starts, region.offsets[0] + region.sizes[0])]
 
 
 class StoredChunk(NamedTuple):
@@ -175,12 +172,15 @@ class CheckpointReader:
     def unlisted(self) -> list[tuple[str, Region | None]]:
         """List the items in files that ``checksums.json`` does not list: keys with a chunk, or with None for objects.
 
+        Of items that are stored at the same place, it lists one.
+
         Raises:
             DamagedCheckpoint: The metadata lacks the place of an item.
         """
         items: list[tuple[str, Region | None]] = [(key, None) for key in self.objects]
         items += [(key, chunk) for key in self.tensors for chunk in self.chunks(key)]
-        return [(key, chunk) for key, chunk in items if not self._is_listed(self.place(key, chunk).file)]
+        places = {self.place(*item): item for item in items}
+        return [item for place, item in places.items() if not self._is_listed(place.file)]
 
     def files(self) -> dict[str, int]:
         """Return the data files that the metadata refers to, with the minimum size of each in bytes."""
@@ -191,7 +191,7 @@ class CheckpointReader:
         return sizes
 
     def chunks(self, key: str) -> list[Region]:
-        """Return the chunks that a tensor is stored in, in the order of their offsets.
+        """Return the chunks that a tensor is stored in, in the order of their offsets, without empty ones.
 
         Raises:
             KeyError: There is no tensor of this name.
