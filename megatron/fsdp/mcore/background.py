@@ -109,9 +109,9 @@ def end_with_parent() -> None:
     _ending[0].start()
 
 
-def _run_with_parent(target: Callable[..., None], *args: Any) -> None:
+def _run_with_parent(target: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     end_with_parent()
-    target(*args)
+    target(*args, **kwargs)
 
 
 class _Context:

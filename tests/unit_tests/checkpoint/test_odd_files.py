@@ -1,12 +1,15 @@
 """Pipes and folders instead of files, invalid JSON, and pickles that explode cause an immediate error or a fallback."""
 
 import codecs
+import copy
+import io
 import json
 import os
 import pickle
 import subprocess
 import sys
 import time
+import zipfile
 from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
@@ -15,15 +18,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from megatron.fsdp.checkpoint import safe_pickle
 from megatron.fsdp.checkpoint.backend import save
 from megatron.fsdp.checkpoint.checksums import NAME, DamagedCheckpoint
+from megatron.fsdp.checkpoint.lazy import Region
 from megatron.fsdp.checkpoint.loading import load
 from megatron.fsdp.checkpoint.newest import newest_complete
-from megatron.fsdp.checkpoint.reader import TRACKER, CheckpointReader, checkpoint_folder
+from megatron.fsdp.checkpoint.reader import TRACKER, CheckpointReader, checkpoint_folder, untiled
+from megatron.fsdp.checkpoint.safe_pickle import UnsafePickle
 from megatron.fsdp.convert.huggingface.folder import read_config, read_weights
+from megatron.fsdp.convert.verifying import verify
+from megatron.fsdp.integrations.lightning_strategy import ShardedStrategy
 from tests.checkpoints import ROOT
+from tests.small_checkpoints import write_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
@@ -236,3 +245,52 @@ def test_values_as_large_as_their_pickle_are_read() -> None:
     }
     for protocol in (2, 4, 5):
         assert safe_pickle.loads(pickle.dumps(value, protocol=protocol), "here") == value
+
+
+# Many parts, and odd names ------------------------------------------------------------------------------------------
+
+
+def test_many_chunks_are_read_quickly(tmp_path: Path) -> None:
+    begun = time.process_time()
+    rows = [Region((i, 0), (1, 9)) for i in range(100_000)]
+    columns = [Region((0, i), (9, 1)) for i in range(20_000)]
+    assert untiled((100_000, 9), rows) == untiled((9, 20_000), columns) == ""
+    assert "overlaps" in untiled((9, 20_000), [*columns, columns[0]])
+    write_checkpoint(tmp_path / "c", {"w": torch.ones(5)})
+    empty = [ChunkStorageMetadata(torch.Size((0,)), torch.Size((0,))) for _ in range(50_000)]
+    crafted(lambda entry, place: entry.chunks.extend(empty))(tmp_path / "c")
+    assert not verify(tmp_path / "c").problems
+    assert time.process_time() - begun < 6 * SECONDS  # it would take minutes to compare each with each
+
+
+def test_files_of_an_archive_that_overlap(tmp_path: Path) -> None:
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w") as archive:
+        archive.writestr("archive/data.pkl", pickle.dumps("a" * 10_000))
+        first = archive.getinfo("archive/data.pkl")
+        for name in range(100):
+            archive.filelist.append(copy.copy(first))
+            archive.filelist[-1].filename = f"archive/{name}"
+    with pytest.raises(DamagedCheckpoint, match="its files overlap"):
+        safe_pickle.load_torch(stream, "file x")
+
+
+def test_names_that_are_not_utf_8(tmp_path: Path) -> None:
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff\xc3\xbc"))
+    write_checkpoint(folder, {"w": torch.ones(5)}, {"o": "ü"})
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
+    for words in (["inspect", folder], ["print-tensor", folder, "o"], ["verify", folder / "ü"]):
+        command = [sys.executable, "-m", "megatron.fsdp.convert", *words]
+        done = subprocess.run(command, env=environment, capture_output=True, timeout=120)
+        shown = done.stdout + done.stderr
+        assert b"codec" not in shown and b"Traceback" not in shown, shown
+
+
+def test_lightning_does_not_run_what_the_metadata_refers_to(tmp_path: Path) -> None:
+    torch.save({}, tmp_path / "meta.pt")
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Made(os.mkdir, str(tmp_path / "ran"))))
+    strategy = object.__new__(ShardedStrategy)
+    strategy.broadcast = lambda value: value
+    with pytest.raises(UnsafePickle):
+        strategy.load_checkpoint(tmp_path)
+    assert not (tmp_path / "ran").exists()
