@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.fsdp.comm import gloo
+from megatron.fsdp.comm.streams import CpuStream
 from tests.ranks import RankPool
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for tensors in host memory")
@@ -50,3 +51,22 @@ def _compare(numel: int, dtype: torch.dtype) -> None:
 def test_all_gather_and_reduce_scatter(ranks: RankPool, size: int, dtype: torch.dtype) -> None:
     for numel in (64, 0):
         ranks.run(size, _compare, numel, dtype)
+
+
+def _groups_of_a_stream() -> list[int]:
+    stream, counts = CpuStream(), []
+    for _ in range(3):
+        group = dist.new_group([0, 1])
+        own = stream.group(group)
+        total = torch.ones(1)
+        stream.run(lambda own=own, total=total: dist.all_reduce(total, group=own)).wait()
+        assert total.item() == 2
+        dist.destroy_process_group(group)
+        counts.append(len(dist.distributed_c10d._world.pg_map))
+    stream.close()
+    return counts
+
+
+def test_a_streams_own_groups_do_not_pile_up(ranks: RankPool) -> None:
+    for counts in ranks.run(2, _groups_of_a_stream):
+        assert len(set(counts)) == 1

@@ -36,8 +36,6 @@ INERT = ("megatron", "transformer_engine", "transformer_engine_torch", "torch.nn
 T = TypeVar("T")
 
 NUMPY_DTYPE = "numpy.dtype"
-# Limits ranges, because a few bytes of pickle could otherwise fill a container with billions of elements.
-_LONGEST_RANGE = 1 << 16
 # Numbers, booleans and text, but neither objects nor records.
 _PLAIN_DTYPE = re.compile(r"[<>=|]?[biufcSU?]\d*")
 
@@ -230,14 +228,6 @@ def _short(value: T, *kinds: type) -> T:
     return value
 
 
-def _range(*bounds: Any) -> range:
-    """A range of limited length."""
-    found = range(*map(operator.index, bounds))
-    if not found or abs(found[-1] - found[0]) // abs(found.step) < _LONGEST_RANGE:
-        return found
-    raise ValueError(f"expected a range of at most {_LONGEST_RANGE} elements; got {found}")
-
-
 def plain_dtype(name: Any, align: bool = False, copy: bool = True) -> Any:
     """A numpy dtype of numbers, booleans or text.
 
@@ -293,7 +283,7 @@ def _functions() -> dict[str, Callable[..., Any]]:
         "argparse.Namespace": _plain(argparse.Namespace),
         "builtins.bytearray": _bytearray,
         "builtins.bytes": _bytes,
-        "builtins.range": _range,
+        "builtins.range": range,  # the unpickler limits its length
         "builtins.str": _text,
         "collections.Counter": collections.Counter,
         "torch.serialization._get_layout": _layout,

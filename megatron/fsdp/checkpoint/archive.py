@@ -56,9 +56,11 @@ class Archive:
         self._stream = stream
         with _damage(source):
             self._zip = zipfile.ZipFile(stream)
-            names = self._zip.namelist()
+            self._end, names = stream.seek(0, io.SEEK_END), self._zip.namelist()
             if not names:
                 raise ValueError("it is empty")
+            if sum(info.file_size for info in self._zip.infolist()) > self._end:
+                raise ValueError("its files overlap")
             self._prefix = names[0].partition("/")[0] + "/"
         order = self.read("byteorder").decode("latin-1") if f"{self._prefix}byteorder" in names else sys.byteorder
         if order != sys.byteorder:
@@ -91,7 +93,7 @@ class Archive:
             if fields[0] != b"PK\3\4":
                 raise ValueError(f"{name} has no header")
             offset = info.header_offset + _LOCAL.size + fields[-2] + fields[-1]
-            if offset + info.file_size > self._stream.seek(0, io.SEEK_END):
+            if offset + info.file_size > self._end:
                 raise ValueError(f"{name} is cut off")
             return Entry(offset, info.file_size, info.CRC)
 
@@ -102,10 +104,15 @@ class Archive:
             DamagedCheckpoint: A file is damaged or compressed.
         """
         for name in self._zip.namelist():
-            self.entry(name.removeprefix(self._prefix))
-        with _damage(self.source):
-            if (damaged := self._zip.testzip()) is not None:
-                raise ValueError(f"{damaged.removeprefix(self._prefix)} does not match its CRC-32")
+            entry, crc = self.entry(name.removeprefix(self._prefix)), 0
+            self._stream.seek(entry.offset)
+            for start in range(0, entry.size, _PIECE):
+                crc = zlib.crc32(self._stream.read(min(_PIECE, entry.size - start)), crc)
+            if crc != entry.crc32:
+                raise DamagedCheckpoint(
+                    f"{self.source}: expected a file of torch.save; {name.removeprefix(self._prefix)} does not match "
+                    "its CRC-32."
+                )
 
     def storage(self, key: str) -> torch.UntypedStorage:
         """Read a tensor's storage and verify its checksum.

@@ -34,6 +34,7 @@ from megatron.fsdp.checkpoint.checksums import (
     FileSum,
     as_hex,
     crc32_of,
+    sync_folder,
     write_file,
 )
 from megatron.fsdp.checkpoint.coordination import gather_from_ranks, rank_and_world_size
@@ -110,6 +111,10 @@ class AtomicSaveMixin:
             except BaseException:
                 _restore_sums(folder, before)
                 raise
+            # The folder itself may be new, too.
+            for parent in folder.absolute().parents[:2]:
+                with suppress(OSError):
+                    sync_folder(parent)
             if good.metadata:
                 sums.save(folder)
             self._remove_earlier(folder, files)
@@ -118,7 +123,7 @@ class AtomicSaveMixin:
         """Remove the files of the earlier save, and this save's reserved file if rank 0 had nothing to write."""
         earlier = {path.name for path in folder.glob(_DATA)} if self._earlier is None else self._earlier
         for name in {*earlier, *self._reserved} - set(files):
-            (folder / name).unlink(missing_ok=True)
+            _remove(folder / name)
         if _is_torch_dist(folder):
             # Otherwise readers would take the new checkpoint for a torch_dist one.
             for name in (FORMAT_FILE, COMMON):
@@ -154,7 +159,13 @@ def remove_save(file: Path) -> None:
     listed = _earlier_sums(file.parent) or Checksums()
     for path in file.parent.glob(_DATA):
         if _generation(path.name) == _generation(file.name) and path.name not in listed.files:
-            path.unlink(missing_ok=True)
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """Remove a data file. A folder of such a name is somebody else's."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -429,8 +440,8 @@ def check_files(opened: CheckpointReader) -> None:
     for check in checks[rank::ranks]:
         try:
             check()
-        except (DamagedCheckpoint, OSError) as damage:
-            found.append(str(damage))
+        except Exception as damage:  # noqa: BLE001 - other ranks wait for this one
+            found.append(str(damage) or repr(damage))
     found = list(dict.fromkeys(message for of_rank in gather_from_ranks(found) for message in of_rank))
     if found:
         more = [f"... and {len(found) - SHOWN} more."] if len(found) > SHOWN else []

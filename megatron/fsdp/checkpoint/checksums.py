@@ -1,12 +1,17 @@
 """Checksums of a checkpoint's files, and atomic writes."""
 
 import functools
+import glob
 import hashlib
 import json
 import os
+import re
+import secrets
 import stat
+import time
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -16,6 +21,8 @@ METADATA = ".metadata"
 ALGORITHM = "crc32"
 
 _BLOCK = 4 << 20
+# Age in seconds from which no process still writes a temporary file.
+_ABANDONED = 3600.0
 # The generator polynomial of CRC-32 in zlib's bit order: the lowest power is the highest bit.
 _POLYNOMIAL = 0xEDB88320
 
@@ -206,9 +213,11 @@ def _product(a: int, b: int) -> int:
 
 def write_file(path: Path, data: bytes) -> None:
     """Write or replace a file atomically: after a crash or power failure, it is either complete or unchanged."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
+    # Fails if there is such a file or link. Links could lead to files of others.
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
     try:
-        with open(temporary, "wb") as file:
+        with open(descriptor, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -217,7 +226,30 @@ def write_file(path: Path, data: bytes) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+    for left in path.parent.glob(f"{glob.escape(path.name)}.*.tmp"):  # by processes that were killed
+        with suppress(OSError):
+            if time.time() - left.lstat().st_mtime > _ABANDONED:
+                left.unlink()
     sync_folder(path.parent)
+
+
+def require_own(folder: Path, names: str) -> None:
+    """Check that a folder that a writer is about to fill or empty is missing, or holds files of such a writer only.
+
+    Args:
+        folder: The folder.
+        names: Regular expression for the names of the writer's files, and for the files in its folders.
+
+    Raises:
+        FileExistsError: The folder or a file in it is a link, or a file has another name.
+    """
+    left = sorted(folder.rglob("*")) if folder.is_dir() else []
+    foreign = [path for path in left if path.is_symlink() or not re.fullmatch(names, path.name)]
+    if folder.is_symlink() or foreign:
+        found = f"{foreign[0].name!r} in it" if foreign else "a link"
+        raise FileExistsError(
+            f"{folder}: expected no such folder, or one of an interrupted run; got {found}. Move it away."
+        )
 
 
 def write_files(folder: Path, files: Mapping[str, bytes]) -> dict[str, FileSum]:

@@ -99,8 +99,8 @@ def _viewed(opened: CheckpointReader, view: View) -> Contents:
     contents, error = None, ""
     try:
         contents = view(opened)
-    except (OSError, ValueError, RuntimeError) as caught:
-        error = str(caught) or type(caught).__name__
+    except Exception as caught:  # noqa: BLE001 - other ranks wait for this one
+        error = str(caught) or repr(caught)
     error = next(filter(None, gather_from_ranks(error)), "")
     if contents is None or error:
         raise RuntimeError(error)
@@ -167,7 +167,7 @@ def _open_on_all_ranks(folder: Path) -> CheckpointReader:
         opened, error = None, None
         try:
             opened = open_checkpoint(folder)
-        except (OSError, ValueError, NotImplementedError) as caught:
+        except Exception as caught:  # noqa: BLE001 - other ranks wait for this one
             error = caught
         mine = (opened.metadata_crc32 if opened else "", str(error) if error else "")
         of_ranks = gather_from_ranks(mine)

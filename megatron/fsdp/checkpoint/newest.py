@@ -57,8 +57,8 @@ def _damage(folder: Path, check: bool) -> str:
     try:
         opened = open_checkpoint(folder)
         opened.check_sizes()
-    except (OSError, ValueError, NotImplementedError) as error:
-        found = str(error)
+    except Exception as error:  # noqa: BLE001 - other ranks wait for this one
+        found = str(error) or repr(error)
     found = next(filter(None, gather_from_ranks(found)), "")
     if not found and check and opened is not None:
         try:

@@ -1,8 +1,10 @@
 """Reads checkpoints in part: the metadata, single objects, and regions of tensors."""
 
 import bisect
+import collections
 import functools
 import io
+import itertools
 import math
 import os
 import re
@@ -37,6 +39,10 @@ COMMON = "common.pt"
 FORMAT_FILE = "metadata.json"
 COMMON_KEY = "common_state/shard_0_1"
 
+_LARGEST = 1 << 63
+# Dimensions along which a tensor may be cut into chunks.
+_MOST_CUTS = 8
+
 
 class Place(NamedTuple):
     """Where an item of a checkpoint is stored.
@@ -56,7 +62,7 @@ class _Index(NamedTuple):
     """The chunks of a tensor, sorted, so that those at given rows are found quickly among tens of thousands.
 
     Attributes:
-        regions: The chunks, in the order of their offsets.
+        regions: The chunks that are not empty, in the order of their offsets.
         starts: The first row of each chunk.
         longest: The largest number of rows of a chunk.
     """
@@ -67,7 +73,8 @@ class _Index(NamedTuple):
 
     @staticmethod
     def of(entry: TensorStorageMetadata) -> "_Index":
-        ordered = sorted(Region(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks)
+        chunks = (chunk for chunk in entry.chunks if 0 not in chunk.sizes)
+        ordered = sorted(Region(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks)
         if not ordered or not ordered[0].offsets:
             return _Index(ordered, [], 0)
         return _Index(ordered, [region.offsets[0] for region in ordered], max(region.sizes[0] for region in ordered))
@@ -165,12 +172,15 @@ class CheckpointReader:
     def unlisted(self) -> list[tuple[str, Region | None]]:
         """List the items in files that ``checksums.json`` does not list: keys with a chunk, or with None for objects.
 
+        Of items that are stored at the same place, it lists one.
+
         Raises:
             DamagedCheckpoint: The metadata lacks the place of an item.
         """
         items: list[tuple[str, Region | None]] = [(key, None) for key in self.objects]
         items += [(key, chunk) for key in self.tensors for chunk in self.chunks(key)]
-        return [(key, chunk) for key, chunk in items if not self._is_listed(self.place(key, chunk).file)]
+        places = {self.place(*item): item for item in items}
+        return [item for place, item in places.items() if not self._is_listed(place.file)]
 
     def files(self) -> dict[str, int]:
         """Return the data files that the metadata refers to, with the minimum size of each in bytes."""
@@ -181,7 +191,7 @@ class CheckpointReader:
         return sizes
 
     def chunks(self, key: str) -> list[Region]:
-        """Return the chunks that a tensor is stored in, in the order of their offsets.
+        """Return the chunks that a tensor is stored in, in the order of their offsets, without empty ones.
 
         Raises:
             KeyError: There is no tensor of this name.
@@ -344,13 +354,7 @@ class CheckpointReader:
         info, path = self.metadata.storage_data.get(index), self.path / METADATA
         if info is None:
             raise DamagedCheckpoint(f"{path}: expected the place of {index.fqn} at {index.offset}; got none.")
-        try:
-            place = Place(info.relative_path, info.offset, info.length)
-            right = isinstance(place.file, str) and min(place.offset, place.length) >= 0
-        except (AttributeError, TypeError):
-            right = False
-        if not right:
-            raise DamagedCheckpoint(f"{path}: expected the place of {index.fqn}; its entry is damaged.")
+        place = Place(info.relative_path, info.offset, info.length)
         # Metadata from elsewhere must not make us read files outside of the checkpoint.
         if not is_inside(place.file):
             raise DamagedCheckpoint(f"{path}: expected {index.fqn} in a file of this folder; got {place.file!r}.")
@@ -437,24 +441,46 @@ def _as_metadata(found: Any, path: Path) -> Metadata:
     if not isinstance(found, Metadata) or not isinstance(vars(found).get("state_dict_metadata"), dict):
         raise DamagedCheckpoint(f"{path}: expected checkpoint metadata; got {type(found).__name__}.")
     places = vars(found).get("storage_data")
-    if not isinstance(places, dict) or not all(isinstance(index, MetadataIndex) for index in places):
+    if not isinstance(places, dict):
         raise DamagedCheckpoint(f"{path}: expected a table of its items' places; got {type(places).__name__}.")
+    for index, info in places.items():
+        if not _is_index(index) or not _is_place(info):
+            name = index.fqn if isinstance(index, MetadataIndex) else type(index).__name__
+            raise DamagedCheckpoint(f"{path}: expected the place of {name}; its entry is damaged.")
     for key, entry in found.state_dict_metadata.items():
         if not isinstance(key, str) or not (isinstance(entry, BytesStorageMetadata) or _is_tensor(entry)):
             raise DamagedCheckpoint(f"{path}: expected {key!r} to be a tensor or an object; its entry is damaged.")
     return found
 
 
+def _are_sizes(values: Any, count: int) -> bool:
+    """Whether these are as many integers as there are dimensions, none of them negative or beyond torch's largest."""
+    right = isinstance(values, tuple) and len(values) == count
+    return right and all(type(value) is int and 0 <= value < _LARGEST for value in values)
+
+
 def _is_tensor(entry: Any) -> bool:
     if not isinstance(entry, TensorStorageMetadata):
         return False
     try:
-        if not isinstance(entry.properties.dtype, torch.dtype):
-            return False
-        sizes = [entry.size, *(part for chunk in entry.chunks for part in (chunk.offsets, chunk.sizes))]
+        count = len(entry.size)
+        right = isinstance(entry.properties.dtype, torch.dtype) and _are_sizes(entry.size, count)
+        return right and all(_are_sizes(c.offsets, count) and _are_sizes(c.sizes, count) for c in entry.chunks)
     except (AttributeError, TypeError):
         return False
-    return all(isinstance(s, tuple) and len(s) == len(entry.size) and min(s, default=0) >= 0 for s in sizes)
+
+
+def _is_index(index: Any) -> bool:
+    if not isinstance(index, MetadataIndex) or not isinstance(index.fqn, str):
+        return False
+    return index.offset is None or (isinstance(index.offset, tuple) and _are_sizes(index.offset, len(index.offset)))
+
+
+def _is_place(info: Any) -> bool:
+    try:
+        return isinstance(info.relative_path, str) and _are_sizes((info.offset, info.length), 2)
+    except AttributeError:
+        return False
 
 
 def _inside(region: Region, shape: tuple[int, ...]) -> bool:
@@ -475,15 +501,21 @@ def untiled(shape: tuple[int, ...], regions: list[Region]) -> str:
     for region in regions:
         if not _inside(region, shape):
             return f"one, {region}, is not inside {shape}"
-    # Sweep along the first dimension: only regions that have not ended yet can overlap with the next one.
-    open_regions: list[Region] = []
-    for region in sorted(regions):
-        open_regions = [o for o in open_regions if not o.offsets or o.offsets[0] + o.sizes[0] > region.offsets[0]]
-        if any(intersection(o, region) for o in open_regions):
-            return f"one, {region}, overlaps with another"
-        open_regions.append(region)
+    cut = [dim for dim, size in enumerate(shape) if any(region.sizes[dim] != size for region in regions)]
+    if len(cut) > _MOST_CUTS:
+        return f"they cut it along {len(cut)} dimensions, more than {_MOST_CUTS}"
     covered, wanted = sum(math.prod(region.sizes) for region in regions), math.prod(shape)
-    return "" if covered == wanted else f"they have {covered} of {wanted} elements"
+    # Differences along all dimensions are zero but at corners, and tell any two sums of regions apart.
+    corners: dict[tuple[int, ...], int] = collections.defaultdict(int)
+    whole = [Region((0,) * len(shape), shape)] if wanted else []
+    for weight, region in [*((1, region) for region in regions), *((-1, region) for region in whole)]:
+        ends = [(region.offsets[dim], region.offsets[dim] + region.sizes[dim]) for dim in cut]
+        for corner in itertools.product((0, 1), repeat=len(cut)):
+            at = tuple(pair[which] for pair, which in zip(ends, corner, strict=True))
+            corners[at] += weight * (-1) ** sum(corner)
+    if not any(corners.values()):
+        return ""
+    return f"they have {covered} of {wanted} elements" if covered < wanted else "one overlaps with another"
 
 
 def _window(file: IO[bytes], offset: int, length: int) -> IO[bytes]:

@@ -4,9 +4,12 @@ import _compat_pickle
 import copyreg
 import enum
 import io
+import operator
 import pickle
+import pickletools
 import signal
 import struct
+import sys
 import types
 from collections.abc import Callable
 from typing import IO, Any
@@ -47,17 +50,160 @@ _ERRORS = (
     AssertionError,
 )
 
+# The steps that a pickle may take, see _Costs.
+_SPARE = 1 << 20
+_STEPS_PER_BYTE = 128
+# Tuples in tuples. Python computes their hash by recursion, and overflows the stack somewhere above 100,000.
+_DEEPEST = 1000
+
+# By opcode: the length of its argument, negative if it varies; how many values it takes from the stack, None for those
+# above the last mark.
+_LENGTHS = {ord(opcode.code): opcode.arg.n if opcode.arg else 0 for opcode in pickletools.opcodes}
+_TAKEN: dict[int, int | None] = {
+    code: count for count, codes in enumerate((b"]}\x8f", b"\x85abQ", b"\x86R\x81\x93s", b"\x87\x92")) for code in codes
+} | dict.fromkeys(b"tldeu\x90\x91oi")
+_ADDING, _TUPLES, _CALLS = frozenset(b"abseu\x90"), frozenset(b"t\x85\x86\x87"), frozenset(b"R\x81\x92oi")
+_STOP, _MARK, _MEMOIZE, _GET, _PUT = 46, 40, 148, frozenset(b"hjg"), frozenset(b"qrp")
+_STACK, _NOTHING = frozenset(b"012"), frozenset(b"\x80\x95\x98")
+
 
 class UnsafePickle(ValueError):
     """A pickle refers to a class or function that is not on the allow-list. The message names both it and the file."""
 
 
+class _Container:
+    """A value that contains others: the steps that visiting all of it takes, and how deep its tuples are nested."""
+
+    __slots__ = ("depth", "is_shared", "size")
+
+    def __init__(self, size: int, depth: int) -> None:
+        self.size, self.depth, self.is_shared = size, depth, False
+
+
+class _Costs:
+    """Bounds the steps and the memory that it takes to unpickle, hash, copy or print a value, without unpickling it.
+
+    A pickle can refer to a value any number of times, so that some hundred bytes stand for a value that takes years to
+    visit. The costs are the sum of the sizes of all containers, in units of 8 bytes, where each reference counts as a
+    copy.
+
+    Args:
+        data: The pickle.
+
+    Attributes:
+        limit: The largest costs that are allowed, in proportion to the pickle's length.
+        calls: Number of functions and classes that the pickle calls.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        self.limit, self.calls = _SPARE + _STEPS_PER_BYTE * len(data), 0
+        self._data = data
+        self._stack: list[Any] = []  # containers, and the sizes of values that contain nothing
+        self._marks: list[int] = []
+        self._memo: dict[int, Any] = {}
+        self._spent, self._factor, self._large_integers = 0, 1, 0
+
+    def check(self) -> None:
+        """Add up the costs.
+
+        Raises:
+            ValueError: They exceed the limit.
+            LookupError: The pickle is incomplete.
+        """
+        data, stack, memo, at = self._data, self._stack, self._memo, 0
+        while (code := data[at]) != _STOP:
+            begin, length = at + 1, _LENGTHS[code]
+            at = begin + length if length >= 0 else self._end(code, begin)
+            if code == _MEMOIZE:
+                memo[len(memo)] = stack[-1]
+            elif code in _GET:
+                self._push(memo[_index(code, data[begin:at])])
+            elif code in _TAKEN:
+                self._take(code)
+            elif code == _MARK:
+                self._marks.append(len(stack))
+            elif code in _PUT:
+                self._put(_index(code, data[begin:at]))
+            elif code in _STACK:
+                self._rearrange(code)
+            elif code not in _NOTHING:
+                stack.append(1 + (at - begin >> 3))
+
+    def _end(self, code: int, begin: int) -> int:
+        """Find the end of an argument whose length varies."""
+        data, kind = self._data, _LENGTHS[code]
+        if kind == pickletools.UP_TO_NEWLINE:
+            end = data.index(b"\n", begin) + 1
+            return data.index(b"\n", end) + 1 if code in b"ci" else end
+        width = {pickletools.TAKEN_FROM_ARGUMENT1: 1, pickletools.TAKEN_FROM_ARGUMENT8U: 8}.get(kind, 4)
+        end = begin + width + int.from_bytes(data[begin : begin + width], "little")
+        if code in b"\x8a\x8b" and end - begin > 8:
+            # All multiples of 2**61 - 1 have the same hash. A dict compares each such key with all before it.
+            self._large_integers += 1
+            self._spend(self._large_integers)
+        return end
+
+    def _push(self, value: Any) -> None:
+        if value.__class__ is _Container:
+            value.is_shared = True
+        self._stack.append(value)
+
+    def _put(self, index: int) -> None:
+        if index > len(self._data):  # the unpickler allocates memory up to it
+            raise ValueError(f"expected a number of a value below {len(self._data)}; got {index}")
+        self._memo[index] = self._stack[-1]
+
+    def _rearrange(self, code: int) -> None:
+        stack, marks = self._stack, self._marks
+        if code == b"2"[0]:
+            self._push(stack[-1])
+        elif marks and (code == b"1"[0] or marks[-1] == len(stack)):
+            del stack[marks.pop() :]
+        else:
+            stack.pop()
+
+    def _take(self, code: int) -> None:
+        """Put values into a container: a new one, or the one below them on the stack."""
+        stack, count = self._stack, _TAKEN[code]
+        start = self._marks.pop() if count is None else len(stack) - count
+        size, depth = 1, 0
+        for value in stack[start:]:
+            if value.__class__ is _Container:
+                size += value.size
+                depth = max(depth, value.depth)
+            else:
+                size += value
+        del stack[start:]
+        self.calls += code in _CALLS
+        if code not in _ADDING:
+            stack.append(_Container(size, depth + (code in _TUPLES)))
+        elif stack[-1].__class__ is _Container:
+            stack[-1].size += size
+            if stack[-1].is_shared:  # also larger where it was counted before
+                self._factor *= 1 + size
+        if depth >= _DEEPEST:
+            raise ValueError(f"expected at most {_DEEPEST} tuples in each other; got more")
+        self._spend(size)
+
+    def _spend(self, steps: int) -> None:
+        self._spent += steps
+        if self._spent * self._factor > self.limit:
+            raise ValueError(f"expected {len(self._data)} bytes that take at most {self.limit} steps; they take more")
+
+
+def _index(code: int, argument: bytes) -> int:
+    """The number of a value that the pickle refers to; opcodes of protocol 0 have it as text."""
+    return int(argument) if code in b"gp" else int.from_bytes(argument, "little")
+
+
 class _Unpickler(pickle.Unpickler):
     """Resolves names only to objects that are immutable and harmless, whatever arguments they are called with."""
 
-    def __init__(self, stream: IO[bytes], source: str) -> None:
-        super().__init__(stream)
+    def __init__(self, data: bytes, source: str) -> None:
+        super().__init__(io.BytesIO(data))
         self._source = source
+        self._costs = _Costs(data)
+        self._in_ranges = 0
         self._members: dict[enum.Enum, dict[str, Any]] = {}
         self._dtypes: list[Any] = []
 
@@ -68,6 +214,8 @@ class _Unpickler(pickle.Unpickler):
         full = f"{module}.{name}"
         if full == NUMPY_DTYPE and full in ALLOWED:
             return sealed(module, name, self._dtype)
+        if full == "builtins.range":
+            return sealed(module, name, self._range)
         if full in ALLOWED:
             return ALLOWED[full]
         # Python 3.10 pickles a signal, which Megatron's arguments contain, by its name in the module.
@@ -86,6 +234,7 @@ class _Unpickler(pickle.Unpickler):
 
     def load(self) -> Any:
         try:
+            self._costs.check()
             return super().load()
         except (UnsafePickle, DamagedCheckpoint):
             raise
@@ -99,6 +248,16 @@ class _Unpickler(pickle.Unpickler):
     def _dtype(self, *arguments: Any) -> Any:
         self._dtypes.append(plain_dtype(*arguments))
         return self._dtypes[-1]
+
+    def _range(self, *bounds: Any) -> range:
+        """A range whose elements may be copied by each of the pickle's calls, within the limit."""
+        made = range(*map(operator.index, bounds))
+        if made and max(abs(made[0]), abs(made[-1])) >= sys.hash_info.modulus:
+            raise ValueError(f"expected a range of integers below 2**61 - 1; got {made}")
+        self._in_ranges += len(made)
+        if self._in_ranges * self._costs.calls > self._costs.limit:
+            raise ValueError(f"expected short ranges; got {made} among {self._costs.calls} calls")
+        return made
 
     def _check_changes(self) -> None:
         """Raise an error if the pickle has modified a dtype or an enumeration's member, and restore the member."""
@@ -115,7 +274,7 @@ class _TorchUnpickler(_Unpickler):
     """Unpickles the object in an archive of ``torch.save``."""
 
     def __init__(self, archive: Archive, with_data: bool) -> None:
-        super().__init__(io.BytesIO(archive.read("data.pkl")), archive.source)
+        super().__init__(archive.read("data.pkl"), archive.source)
         self._archive = archive
         self._with_data = with_data
         self._storages: dict[str, Storage] = {}
@@ -144,7 +303,7 @@ def loads(data: bytes, source: str) -> Any:
         UnsafePickle: The pickle refers to something that is not on the allow-list.
         DamagedCheckpoint: The data is not a complete pickle.
     """
-    return _Unpickler(io.BytesIO(data), source).load()
+    return _Unpickler(data, source).load()
 
 
 def load_torch(stream: IO[bytes], source: str) -> Any:

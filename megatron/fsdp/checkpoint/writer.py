@@ -34,6 +34,7 @@ from megatron.fsdp.checkpoint.checksums import (
     Checksums,
     FileSum,
     as_hex,
+    require_own,
     sync_folder,
     write_file,
     write_files,
@@ -42,6 +43,11 @@ from megatron.fsdp.checkpoint.coordination import wait_until
 from megatron.fsdp.checkpoint.lazy import LazyTensor, Region
 
 PROGRESS = ".progress"
+# Names of everything in an unfinished checkpoint.
+_OWN = (
+    r"\.progress|\d+\.(journal|done)|__\d+_\d+\.distcp|\.metadata|checksums\.json|metadata\.json|common\.pt"
+    r"|.+\.[0-9a-f]+\.tmp"
+)
 
 _VERIFIED_AT_ONCE = 4 << 20
 _SECONDS_BETWEEN_SIGNS = 1.0
@@ -140,6 +146,7 @@ class CheckpointWriter:
         if self._is_complete():
             return
         self._require_absent()
+        require_own(self._partial, _OWN)
         (self._partial / PROGRESS).mkdir(parents=True, exist_ok=True)
         _mark(self._partial, self._process).unlink(missing_ok=True)
         with _DataFile(self._partial, self._process, self._fingerprint) as file:

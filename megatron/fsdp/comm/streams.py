@@ -18,12 +18,13 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron.fsdp.comm.backends import is_on_host, moves_data, runs_ahead
-from megatron.fsdp.comm.process_groups import new_group
+from megatron.fsdp.comm.process_groups import new_group, timeout_of
 from megatron.fsdp.helpers.patches import TORCH, Patch, Patches
 
 logger = logging.getLogger(__name__)
@@ -198,7 +199,8 @@ class CpuStream(Stream):
 
     def __init__(self) -> None:
         self._tasks: queue.SimpleQueue[tuple[Task, _CpuHandle] | None] = queue.SimpleQueue()
-        self._groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+        # By ranks and timeout, for all groups of the caller: torch keeps them, and their threads, until the end.
+        self._groups: weakref.WeakValueDictionary[tuple[Any, ...], dist.ProcessGroup] = weakref.WeakValueDictionary()
         self._thread: threading.Thread | None = None
 
     def run(self, task: Task) -> Handle:
@@ -253,15 +255,17 @@ class CpuStream(Stream):
         return True
 
     def group(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        """See :meth:`Stream.group`. The first call for a group is a collective of its ranks."""
+        """See :meth:`Stream.group`. The first call for these ranks is a collective of them."""
         if group.size() == 1:
             # Nothing is sent, so the caller's group will do. A new group would be harmful: torch names groups by the
             # number of groups that a rank has created, which must be equal on the ranks of later groups.
             return group
-        if group not in self._groups:
-            ranks = dist.get_process_group_ranks(group)
-            self._groups[group] = new_group(ranks, group, "megatron_fsdp")
-        return self._groups[group]
+        ranks = dist.get_process_group_ranks(group)
+        key = (*ranks, timeout_of(group))
+        found = self._groups.get(key)
+        if found is None or found not in dist.distributed_c10d._world.pg_map:
+            found = self._groups[key] = new_group(ranks, group, "megatron_fsdp")
+        return found
 
 
 class _CudaHandle(Handle):

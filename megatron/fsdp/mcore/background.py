@@ -2,8 +2,13 @@
 
 import functools
 import inspect
+import multiprocessing
+import os
 import queue
+import threading
+import types
 from collections.abc import Callable
+from multiprocessing.managers import SyncManager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +21,8 @@ from megatron.fsdp.checkpoint.checksums import crc32_of
 def get_async_strategy(original: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[str, dict[str, Any]]:
     """Choose Megatron's strategy for background saves, with a writer and an end of the save that are ours."""
     name, modules = original(*args, **kwargs)
+    if not isinstance(modules, dict):  # one of them was asked for
+        return name, modules
     return name, {
         **modules,
         "FileSystemWriterAsync": _background_writer(modules["FileSystemWriterAsync"]),
@@ -60,9 +67,13 @@ def _background_writer(base: type) -> type:
 
 def _write_with_checksums(write: Callable[..., None], rank: int, buckets: Any, results: Any, *rest: Any) -> None:
     """Write files, and add their checksums to the results."""
+    end_with_parent()
     caught: queue.Queue = queue.Queue()
-    write(rank, buckets, caught, *rest)
-    written = caught.get()
+    try:
+        write(rank, buckets, caught, *rest)
+        written = caught.get_nowait()
+    except Exception as error:  # noqa: BLE001 - reported by the process that waits for the results
+        written = RuntimeError(f"{type(error).__name__}: {error}")
     if not isinstance(written, Exception):
         for (file, name, _), number in zip(buckets, sorted(written), strict=True):
             path = Path(file)
@@ -75,6 +86,56 @@ def _finalize_or_remove(finalize: Callable[..., None], storage_writer: Any, *arg
     try:
         finalize(storage_writer, *args, **kwargs)
     except CheckpointException:
-        for path, _, _ in storage_writer.write_buckets or ():
-            remove_save(Path(path))
+        folder = Path(storage_writer.path)
+        for name in [name for _, name, _ in storage_writer.write_buckets or ()] or storage_writer._reserved:
+            remove_save(folder / name)
         raise
+
+
+_ending: list[threading.Thread] = []
+
+
+def end_with_parent() -> None:
+    """End this process when the one that started it ends, even if that is killed. Further calls change nothing."""
+    parent = multiprocessing.parent_process()
+    if parent is None or any(thread.is_alive() for thread in _ending):
+        return
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    _ending[:] = [threading.Thread(target=wait, name="megatron-fsdp-parent", daemon=True)]
+    _ending[0].start()
+
+
+def _run_with_parent(target: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    end_with_parent()
+    target(*args, **kwargs)
+
+
+class _Context:
+    """A context of ``multiprocessing`` whose processes end with their parent."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    def Process(self, target: Callable[..., None], args: Any = (), **options: Any) -> Any:  # noqa: N802
+        """Return a process that has not been started."""
+        return self._context.Process(target=_run_with_parent, args=(target, *args), **options)
+
+    def Manager(self) -> Any:  # noqa: N802
+        """Start a process that holds shared objects."""
+        manager = SyncManager(ctx=self._context)
+        manager.start(end_with_parent)
+        return manager
+
+
+def multiprocessing_view(original: Any) -> Any:
+    """What Megatron's background saves see as ``torch.multiprocessing``: its workers would outlive a killed rank."""
+    view = types.ModuleType(original.__name__)
+    view.__dict__.update({**vars(original), "get_context": lambda mode=None: _Context(original.get_context(mode))})
+    return view

@@ -225,6 +225,20 @@ MEGATRON = Patches(
             "background:get_async_strategy",
         ),
         _patch(
+            "megatron.training.async_utils:get_async_strategy",
+            "ends a background save, and leaves its files behind if it failed",
+            "background:get_async_strategy",
+        ),
+        *(
+            _patch(
+                f"megatron.core.dist_checkpointing.strategies.{module}:mp",
+                "starts processes that outlive a killed rank",
+                "background:multiprocessing_view",
+                Kind.FACTORY,
+            )
+            for module in ("async_utils", "filesystem_async")
+        ),
+        _patch(
             f"{_CHECKPOINTING}:_get_checkpoint_format",
             "does not load a torch_dist checkpoint into a run that saves fsdp_dtensor",
             "torch_dist:checkpoint_format",

@@ -59,7 +59,7 @@ def read_metadata(original: Callable[..., Any], tracker_filename: str) -> tuple[
     if text == RELEASE or (torch_dist if args is None else not uses_fsdp_dtensor(args)):
         return original(tracker_filename)
     if wanted is not None:
-        _refuse_legacy(folder_of(folder, wanted))
+        refuse_legacy(folder_of(folder, wanted))
     if getattr(args, "ckpt_step", None):  # explicitly requested: load it or fail
         return int(args.ckpt_step), False
     found = _newest(folder, wanted)
@@ -151,7 +151,8 @@ def _newest(folder: Path, wanted: int | None) -> int | None:
     return found
 
 
-def _refuse_legacy(folder: Path) -> None:
+def refuse_legacy(folder: Path) -> None:
+    """Raise RuntimeError if a checkpoint is of Megatron's legacy format, which FSDP cannot load."""
     if not (folder / METADATA).exists() and any(folder.glob("mp_rank_*")):
         raise RuntimeError(
             f"{folder}: expected an fsdp_dtensor or torch_dist checkpoint; got the legacy format torch. "

@@ -15,7 +15,7 @@ from megatron.fsdp.convert.fsdp_dtensor import CHECKPOINT_VERSION
 from megatron.fsdp.convert.options import ReadOptions
 from megatron.fsdp.convert.rewrites import TORCH_DIST
 from megatron.fsdp.convert.view import ConvertedView
-from megatron.fsdp.mcore.resuming import megatron_arguments, uses_fsdp_dtensor
+from megatron.fsdp.mcore.resuming import megatron_arguments, refuse_legacy, uses_fsdp_dtensor
 
 
 def is_torch_dist(folder: Path) -> bool:
@@ -74,7 +74,13 @@ def load_path(original: Callable[..., str], args: Any, load_arg: str = "load") -
 
 
 def checkpoint_format(original: Callable[..., str], checkpoint_name: Any, args: Any) -> str:
-    """The format of a checkpoint. A run with FSDP loads ``torch_dist`` in the same way as ``fsdp_dtensor``."""
+    """The format of a checkpoint. A run with FSDP loads ``torch_dist`` in the same way as ``fsdp_dtensor``.
+
+    Raises:
+        RuntimeError: It is Megatron's legacy format, which the loop would fail to load, and end without an error.
+    """
+    if uses_fsdp_dtensor(args):
+        refuse_legacy(Path(checkpoint_name))
     if uses_fsdp_dtensor(args) and is_torch_dist(Path(checkpoint_name)):
         return "fsdp_dtensor"
     return original(checkpoint_name, args)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.fsdp.checkpoint import checksums
 from megatron.fsdp.checkpoint.checksums import (
     NAME,
     Checksums,
@@ -168,3 +169,19 @@ def test_several_files(tmp_path: Path) -> None:
         "b": FileSum(0, "00000000"),
     }
     assert (tmp_path / "a").read_bytes() == b"1"
+
+
+def test_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    others, left, mine = tmp_path / "others", tmp_path / "c.json.7.tmp", tmp_path / "c.json.8.tmp"
+    others.write_text("x")
+    for path in (left, mine):
+        path.write_text("")
+    os.utime(left, (1, 1))  # of a process that was killed long ago
+    checksums.write_file(tmp_path / "c.json", b"{}")
+    assert not left.exists() and mine.exists()
+    monkeypatch.setattr(checksums.secrets, "token_hex", lambda count: "8")
+    mine.unlink()
+    mine.symlink_to(others)
+    with pytest.raises(FileExistsError):
+        checksums.write_file(tmp_path / "c.json", b"[]")
+    assert others.read_text() == "x" and mine.is_symlink()

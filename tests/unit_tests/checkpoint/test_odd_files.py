@@ -1,11 +1,15 @@
 """Pipes and folders instead of files, invalid JSON, and pickles that explode cause an immediate error or a fallback."""
 
+import codecs
+import copy
+import io
 import json
 import os
 import pickle
 import subprocess
 import sys
 import time
+import zipfile
 from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
@@ -14,15 +18,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from megatron.fsdp.checkpoint import safe_pickle
 from megatron.fsdp.checkpoint.backend import save
 from megatron.fsdp.checkpoint.checksums import NAME, DamagedCheckpoint
+from megatron.fsdp.checkpoint.lazy import Region
 from megatron.fsdp.checkpoint.loading import load
 from megatron.fsdp.checkpoint.newest import newest_complete
-from megatron.fsdp.checkpoint.reader import TRACKER, CheckpointReader, checkpoint_folder
+from megatron.fsdp.checkpoint.reader import TRACKER, CheckpointReader, checkpoint_folder, untiled
+from megatron.fsdp.checkpoint.safe_pickle import UnsafePickle
 from megatron.fsdp.convert.huggingface.folder import read_config, read_weights
+from megatron.fsdp.convert.verifying import verify
+from megatron.fsdp.integrations.lightning_strategy import ShardedStrategy
 from tests.checkpoints import ROOT
+from tests.small_checkpoints import write_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
@@ -44,6 +54,18 @@ def infinite(folder: Path) -> None:
     (folder / NAME).write_text(json.dumps(content))
 
 
+def crafted(change: Callable[[Any, Any], object]) -> Callable[[Path], None]:
+    """Change the entry of the tensor and its place in the metadata."""
+
+    def write(folder: Path) -> None:
+        metadata = pickle.loads((folder / ".metadata").read_bytes())
+        change(metadata.state_dict_metadata["w"], next(iter(metadata.storage_data.values())))
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+        (folder / NAME).unlink(missing_ok=True)
+
+    return write
+
+
 ODD: dict[str, Callable[[Path], object]] = {
     "data is a pipe": lambda folder: replaced(data_of(folder), os.mkfifo),
     "data is a folder": lambda folder: replaced(data_of(folder), os.mkdir),
@@ -56,6 +78,12 @@ ODD: dict[str, Callable[[Path], object]] = {
     "checksums are a number": lambda folder: (folder / NAME).write_text("3"),
     "checksums are no text": lambda folder: (folder / NAME).write_bytes(b"\xff\xfe\x00\xd8"),
     "the format is a pipe": lambda folder: os.mkfifo(folder / "metadata.json"),
+    "an offset of a half": crafted(lambda entry, place: setattr(entry.chunks[0], "offsets", (0.5,))),
+    "sizes of text": crafted(lambda entry, place: setattr(entry.chunks[0], "sizes", ("a",))),
+    "sizes of floats": crafted(lambda entry, place: setattr(entry, "size", (5.0,))),
+    "a size beyond all memory": crafted(lambda entry, place: setattr(entry, "size", (1 << 80,))),
+    "an infinite length": crafted(lambda entry, place: setattr(place, "length", float("inf"))),
+    "a length of True": crafted(lambda entry, place: setattr(place, "length", True)),
     "a deep format": lambda folder: (folder / "metadata.json").write_text('{"a":' * 100_000),
 }
 
@@ -139,6 +167,42 @@ GROWING: dict[str, Any] = {
     "bytearray": Made(deque, Made(bytearray, 10**10)),
     "text": doubled(60),
 }
+
+
+def as_key(value: bytes) -> bytes:
+    return b"\x80\x02}" + value + b"Ns."
+
+
+def _large(number: int) -> bytes:
+    return b"\x8a\x0a" + number.to_bytes(10, "little")
+
+
+def _tower(levels: int, level: bytes) -> bytes:
+    """Values that each refer to the one before it, which is number 0 in the pickle's memo."""
+    return b")q\0" + (level + b"q\0") * levels
+
+
+def _tower_of_objects(levels: int) -> bytes:
+    """Objects that get their state, which refers to the object before them, after a tuple refers to them twice."""
+    made = b")q\0" + b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\nq\3" + b"00"
+    state = b"}X\3\0\0\0fqnh\0sX\6\0\0\0offsetNs"
+    return made + (b"h\3)\x81q\1" + b"h\1h\1\x86q\2" + b"0" + state + b"b0" + b"h\2q\0" + b"0") * levels + b"h\0"
+
+
+# The same as bytes, of less than two kilobytes but for the keys of one hash and the deepest tuple.
+CRAFTED: dict[str, bytes] = {
+    "a tower of tuples": as_key(_tower(60, b"h\0\x86")),
+    "a tower of objects": as_key(_tower_of_objects(60)),
+    "a deep tuple": as_key(b")" + b"\x85" * 300_000),
+    "lists of the same lists": b"\x80\x02]" + b"q\0](hhhhhhhhhhe".replace(b"h", b"h\0") * 12 + b".",
+    "keys of one hash": b"\x80\x02}(" + b"".join(_large(key * (2**61 - 1)) + b"N" for key in range(80_000)) + b"u.",
+    "a range of one hash": pickle.dumps(Made(set, range(0, (2**61 - 1) << 16, 2**61 - 1))),
+    "many lists of one range": pickle.dumps((lambda long: [Made(list, long) for _ in range(2000)])(range(1 << 16))),
+    "many copies of one text": pickle.dumps(
+        (lambda text: [Made(codecs.encode, text, "latin1") for _ in range(2000)])("a" * 100_000)
+    ),
+    "a far reference": b"\x80\x02Nr\0\0\0\x10.",
+}
 TRY = """
 import io, resource, sys, time
 from pathlib import Path
@@ -162,6 +226,8 @@ def test_pickles_that_explode_are_rejected(tmp_path: Path) -> None:
     for name, value in GROWING.items():
         (tmp_path / f"{name}.pickle").write_bytes(pickle.dumps({"args": value}))
         torch.save({"args": value}, tmp_path / f"{name}.pt")
+    for name, data in CRAFTED.items():
+        (tmp_path / f"{name.replace(' ', '_')}.pickle").write_bytes(data)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", TRY, str(tmp_path)]
     output = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60).stdout
@@ -179,3 +245,52 @@ def test_values_as_large_as_their_pickle_are_read() -> None:
     }
     for protocol in (2, 4, 5):
         assert safe_pickle.loads(pickle.dumps(value, protocol=protocol), "here") == value
+
+
+# Many parts, and odd names ------------------------------------------------------------------------------------------
+
+
+def test_many_chunks_are_read_quickly(tmp_path: Path) -> None:
+    begun = time.process_time()
+    rows = [Region((i, 0), (1, 9)) for i in range(100_000)]
+    columns = [Region((0, i), (9, 1)) for i in range(20_000)]
+    assert untiled((100_000, 9), rows) == untiled((9, 20_000), columns) == ""
+    assert "overlaps" in untiled((9, 20_000), [*columns, columns[0]])
+    write_checkpoint(tmp_path / "c", {"w": torch.ones(5)})
+    empty = [ChunkStorageMetadata(torch.Size((0,)), torch.Size((0,))) for _ in range(50_000)]
+    crafted(lambda entry, place: entry.chunks.extend(empty))(tmp_path / "c")
+    assert not verify(tmp_path / "c").problems
+    assert time.process_time() - begun < 6 * SECONDS  # it would take minutes to compare each with each
+
+
+def test_files_of_an_archive_that_overlap(tmp_path: Path) -> None:
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w") as archive:
+        archive.writestr("archive/data.pkl", pickle.dumps("a" * 10_000))
+        first = archive.getinfo("archive/data.pkl")
+        for name in range(100):
+            archive.filelist.append(copy.copy(first))
+            archive.filelist[-1].filename = f"archive/{name}"
+    with pytest.raises(DamagedCheckpoint, match="its files overlap"):
+        safe_pickle.load_torch(stream, "file x")
+
+
+def test_names_that_are_not_utf_8(tmp_path: Path) -> None:
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff\xc3\xbc"))
+    write_checkpoint(folder, {"w": torch.ones(5)}, {"o": "ü"})
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
+    for words in (["inspect", folder], ["print-tensor", folder, "o"], ["verify", folder / "ü"]):
+        command = [sys.executable, "-m", "megatron.fsdp.convert", *words]
+        done = subprocess.run(command, env=environment, capture_output=True, timeout=120)
+        shown = done.stdout + done.stderr
+        assert b"codec" not in shown and b"Traceback" not in shown, shown
+
+
+def test_lightning_does_not_run_what_the_metadata_refers_to(tmp_path: Path) -> None:
+    torch.save({}, tmp_path / "meta.pt")
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Made(os.mkdir, str(tmp_path / "ran"))))
+    strategy = object.__new__(ShardedStrategy)
+    strategy.broadcast = lambda value: value
+    with pytest.raises(UnsafePickle):
+        strategy.load_checkpoint(tmp_path)
+    assert not (tmp_path / "ran").exists()

@@ -1,5 +1,9 @@
 """Saves by several ranks and several jobs either complete or leave the earlier checkpoint unchanged."""
 
+import os
+import queue
+import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -10,7 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import _write_item
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -20,6 +26,7 @@ from megatron.fsdp.checkpoint.checksums import NAME
 from megatron.fsdp.checkpoint.loading import load
 from megatron.fsdp.checkpoint.reader import CheckpointReader
 from megatron.fsdp.mcore import cpu
+from tests.checkpoints import ROOT
 from tests.ranks import DEVICE, RankPool
 
 # Must precede every import of Megatron, which some of these tests need.
@@ -109,27 +116,74 @@ def test_a_save_without_space_in_megatrons_loop_leaves_no_files(ranks: RankPool,
 
 
 def _in_the_background(folder: str) -> list[str]:
-    from megatron.core.dist_checkpointing.strategies.torch import get_async_strategy
-    from megatron.fsdp.mcore import background
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.fsdp import mcore
+    from megatron.training import async_utils, checkpointing
 
-    def failing(*arguments: Any) -> None:
-        raise CheckpointException("write", {})
-
-    modules = {**get_async_strategy("mcore")[1], "save_state_dict_async_finalize": failing}
-    ours = background.get_async_strategy(lambda strategy: (strategy, modules), "mcore")[1]
-    writer = ours["FileSystemWriterAsync"](folder)
-    name = f"__{dist.get_rank()}_0.distcp"
-    writer.write_buckets = [(Path(folder) / name, name, ([], []))]
-    (Path(folder) / name).write_bytes(b"half")
-    dist.barrier()
-    with pytest.raises(CheckpointException):
-        ours["save_state_dict_async_finalize"](writer, None, None)
+    filesystem_async._results_queue = queue.Queue()  # otherwise a process holds it
+    mcore.install()
+    try:
+        modules = checkpointing.get_async_strategy("mcore")[1]
+        writer = modules["FileSystemWriterAsync"](folder, thread_count=1)
+        plan = modules["save_state_dict_async_plan"]
+        planned = plan(divided(2), writer, None, 0, planner=DefaultSavePlanner(), enable_cache=False)
+        request = async_utils.get_save_and_finalize_callbacks(writer, planned, "mcore")
+        if dist.get_rank() == 1:
+            filesystem_async._write_item = no_space
+        with pytest.raises(CheckpointException):
+            request.execute_sync()
+    finally:
+        mcore.uninstall()
+        filesystem_async._write_item, filesystem_async._results_queue = _write_item, None
     dist.barrier()
     return sorted(path.name for path in Path(folder).glob("*"))
 
 
 def test_a_save_without_space_in_the_background_leaves_no_files(ranks: RankPool, tmp_path: Path) -> None:
     assert ranks.run(2, _in_the_background, str(tmp_path)) == [[]] * 2
+
+
+KILLED = """
+import os, signal, time
+from megatron.fsdp.mcore import cpu
+cpu.enable()
+from megatron.fsdp import mcore
+mcore.install()
+from megatron.core.dist_checkpointing.strategies import async_utils, filesystem_async
+worker = async_utils.mp.get_context("spawn").Process(target=time.sleep, args=(300,))
+worker.start()
+manager = filesystem_async.mp.get_context("fork").Manager()
+print(worker.pid, manager._process.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_processes_of_background_saves_end_with_a_killed_rank() -> None:
+    command, environment = [sys.executable, "-c", KILLED], {**os.environ, "PYTHONPATH": str(ROOT)}
+    # Into a pipe that the worker does not inherit: it would keep it open.
+    killed = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=120)
+    left = [Path("/proc", pid, "stat") for pid in killed.stdout.decode().split()]
+    assert len(left) == 2 and killed.returncode == -9
+    end = time.monotonic() + 60
+    while any(path.exists() and path.read_text().split()[2] != "Z" for path in left):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def test_a_folder_that_is_named_like_data(tmp_path: Path) -> None:
+    (tmp_path / "__1_5_0.distcp").mkdir()
+    for value in (1, 2):
+        save(state(value), tmp_path)
+        assert values(tmp_path) == value
+    assert (tmp_path / "__1_5_0.distcp").is_dir()
+    backend.remove_save(tmp_path / "__0_5_0.distcp")
+
+
+def test_the_name_of_a_new_folder_survives_a_power_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr(backend, "sync_folder", synced.append)
+    save(state(1), tmp_path / "run" / "iter_0000001")
+    assert {tmp_path / "run", tmp_path} <= set(synced)
 
 
 @pytest.mark.parametrize("with_sums", [True, False])

@@ -24,6 +24,7 @@ from megatron.fsdp.checkpoint.checksums import NAME, Checksums, crc32_of
 from megatron.fsdp.checkpoint.lazy import LazyTensor, Region
 from megatron.fsdp.checkpoint.reader import CheckpointReader
 from megatron.fsdp.checkpoint.writer import CheckpointWriter, RawObject
+from megatron.fsdp.convert.huggingface.folder import FolderWriter
 from tests.small_checkpoints import DTYPES, PeakMemory, lazily, numbers, same_bits, write_checkpoint
 
 pytestmark = [
@@ -478,3 +479,26 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
     assert memory.growth < 24 << 20 < tensor.nbytes
     found = CheckpointReader(tmp_path / "c", verify=False).tensors["a"]
     assert found.read(Region((77, 5), (1, 2))).tolist() == [[76.0, 76.0]]
+
+
+@pytest.mark.parametrize("kind", ["a file of others", "a link", "a link in it"])
+def test_a_partial_folder_of_others_is_refused(tmp_path: Path, kind: str) -> None:
+    others = tmp_path / "others"
+    others.mkdir()
+    (others / "thesis").write_text("x")
+    partial = tmp_path / "c.partial"
+    if kind == "a link":
+        partial.symlink_to(others)
+    else:
+        partial.mkdir()
+        (partial / "__0_0.distcp").symlink_to(others / "thesis")
+    if kind == "a file of others":
+        (partial / "__0_0.distcp").unlink()
+        (partial / "thesis").write_text("x")
+    with pytest.raises(FileExistsError, match=r"c\.partial: expected no such folder"):
+        write_checkpoint(tmp_path / "c", {"a": torch.ones(3)})
+    huggingface = FolderWriter(tmp_path / "c", "source")
+    with pytest.raises(FileExistsError, match=r"c\.partial: expected no such folder"):
+        huggingface.write(lazily({"a": torch.ones(3)}), {}, [])
+    assert (others / "thesis").read_text() == "x" and sorted(others.iterdir()) == [others / "thesis"]
+    assert kind != "a file of others" or (partial / "thesis").read_text() == "x"

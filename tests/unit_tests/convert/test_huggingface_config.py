@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.fsdp.checkpoint.lazy import of
 from megatron.fsdp.convert.huggingface.arguments import flags, from_args, script, to_args
 from megatron.fsdp.convert.huggingface.config import from_config, to_config
+from megatron.fsdp.convert.huggingface.conversion import readable
 from megatron.fsdp.convert.huggingface.model import Model, differences
 from tests.huggingface_models import CASES, build, save
 
@@ -346,3 +348,31 @@ def test_published_models_get_the_flags_of_the_example_scripts(
         "--rope-type",
         "--mtp-num-layers",
     }
+
+
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("num_hidden_layers", {**LLAMA, "num_hidden_layers": 10**9}),
+        ("n_routed_experts", {**DEEPSEEK, "n_routed_experts": 10**9}),
+        ("num_attention_heads", {**LLAMA, "num_attention_heads": 0}),
+        ("hidden_size", {**LLAMA, "hidden_size": True}),
+        ("rope_parameters", {**LLAMA, "rope_parameters": "x"}),
+        ("rope_scaling", {**LLAMA, "rope_scaling": [1]}),
+        ("rope_scaling.factor", {**LLAMA, "rope_scaling": {"rope_type": "yarn", "factor": "2"}}),
+        ("rope factor", {**LLAMA, "rope_scaling": {"rope_type": "llama3"}}),
+        ("quantization_config", {**LLAMA, "quantization_config": "fp8"}),
+        ("rms_norm_eps", {**LLAMA, "rms_norm_eps": float("inf")}),
+        ("mlp_only_layers", {**LLAMA, "mlp_only_layers": 3}),
+        ("decoder_sparse_step", {**LLAMA, "decoder_sparse_step": 0}),
+    ],
+)
+def test_values_of_another_kind_are_refused(key: str, values: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=rf"config\.json: {key}: expected"):
+        from_config(values, [(100, 32)] * 30)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.float8_e4m3fn], ids=str)
+def test_weights_of_another_kind_are_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match=f"model.norm.weight: expected a weight of .*; got {dtype}"):
+        readable({"model.norm.weight": of(torch.ones(3).to(dtype))}, {})

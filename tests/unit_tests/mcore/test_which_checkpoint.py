@@ -105,6 +105,14 @@ def test_legacy_checkpoint_raises(monkeypatch: pytest.MonkeyPatch, checkpoints: 
         read(monkeypatch, checkpoints, "30", **OURS)
 
 
+def test_a_legacy_release_raises(checkpoints: Path) -> None:
+    from megatron.fsdp.mcore.torch_dist import checkpoint_format
+
+    (checkpoints / "release" / "mp_rank_00").mkdir(parents=True)
+    with pytest.raises(RuntimeError, match="release: .*legacy format torch"):
+        checkpoint_format(lambda name, args: "torch", str(checkpoints / "release"), SimpleNamespace(**OURS))
+
+
 @pytest.mark.parametrize("format", ["torch_dist", "torch"])
 def test_other_formats_are_left_to_megatron(monkeypatch: pytest.MonkeyPatch, checkpoints: Path, format: str) -> None:
     assert read(monkeypatch, checkpoints, "30", use_megatron_fsdp=False, ckpt_format=format) == (-7, False)

@@ -1,6 +1,6 @@
 """Converts Hugging Face's config.json to a model's description and back."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -51,6 +51,56 @@ _LATENT = {
 }
 
 
+# What the values of config.json must be; None always stands for a missing one. Other keys are not read.
+_KINDS = {
+    "a positive integer": (
+        *(*_SIZES.values(), *_LATENT.values(), "head_dim", "num_attention_heads", "num_key_value_heads"),
+        *("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size", "num_experts_per_tok"),
+        *("decoder_sparse_step", "n_group", "topk_group", "original_max_position_embeddings"),
+    ),
+    "a natural number": ("first_k_dense_replace", "n_shared_experts", "num_nextn_predict_layers", "num_mtp_layers"),
+    "a finite number": (
+        *("rms_norm_eps", "rope_theta", "routed_scaling_factor", "partial_rotary_factor", "factor", "mscale"),
+        *("mscale_all_dim", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor"),
+    ),
+    "true or false": ("attention_bias", "mlp_bias", "tie_word_embeddings", "norm_topk_prob"),
+    "an object": ("rope_parameters", "rope_scaling", "quantization_config"),
+    "a list of natural numbers": ("mlp_only_layers", "weight_block_size"),
+}
+_KIND_OF = {key: kind for kind, keys in _KINDS.items() for key in keys}
+_LARGEST = 1 << 31
+
+
+def _is_natural(value: Any) -> bool:
+    return type(value) is int and 0 <= value < _LARGEST
+
+
+_CHECKS: dict[str, Callable[[Any], bool]] = {
+    "a positive integer": lambda value: _is_natural(value) and value > 0,
+    "a natural number": _is_natural,
+    "a finite number": lambda value: type(value) in (int, float) and abs(value) < 1e30,
+    "true or false": lambda value: isinstance(value, bool),
+    "an object": lambda value: isinstance(value, dict),
+    "a list of natural numbers": lambda value: isinstance(value, list) and all(map(_is_natural, value)),
+}
+
+
+def _check(values: Mapping[str, Any], counts: Mapping[str, int], inside: str = "") -> None:
+    """Raise ValueError for the first value of another kind than expected, also in nested objects."""
+    for key, value in values.items():
+        kind = _KIND_OF.get(key)
+        if kind is None or value is None:
+            continue
+        if not _CHECKS[kind](value):
+            raise ValueError(f"config.json: {inside}{key}: expected {kind}; got {str(value)[:80]!r}.")
+        if key in counts and value > counts[key]:
+            raise ValueError(
+                f"config.json: {inside}{key}: expected at most {counts[key]}, by the weights; got {value}."
+            )
+        if isinstance(value, dict):
+            _check(value, counts, f"{inside}{key}.")
+
+
 def _settings(values: Mapping[str, Any]) -> Settings:
     architecture = str(values.get("model_type"))
     if architecture not in CLASSES:
@@ -61,17 +111,25 @@ def _settings(values: Mapping[str, Any]) -> Settings:
     return Settings("config.json", architecture, _DEFAULTS[architecture] | given, partial=True)
 
 
-def from_config(values: Mapping[str, Any]) -> Model:
+def from_config(values: Mapping[str, Any], shapes: Collection[tuple[int, ...]] | None = None) -> Model:
     """Describe the model of a config.json.
 
     Args:
         values: The file's contents.
+        shapes: Of the weights, which limit the numbers of layers and of experts. None: they are not known.
 
     Raises:
         NotImplementedError: The architecture is unknown, or Megatron-Core's GPT lacks some of its features. The message
             lists all of them.
-        ValueError: A size is missing.
+        ValueError: A size is missing, or a value is of another kind than expected or contradicts the weights.
     """
+    counts: dict[str, int] = {}
+    if shapes is not None:
+        # Each layer has tensors of its own. Each expert has, too, or an index in a tensor of all experts.
+        counts = dict.fromkeys(("num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers"), len(shapes))
+        largest = max([len(shapes), *(size for shape in shapes for size in shape)])
+        counts |= dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), largest)
+    _check(values, counts)
     config = _settings(values)
     config.expect("hidden_act", "silu")
     config.expect("use_sliding_window", False)
@@ -122,6 +180,8 @@ def _rope(config: Settings) -> Rope:
         for key, expected in LLAMA3.items():
             if values.get(key, expected) != expected:
                 config.problems.append(f"rope {key}: expected {expected}, Megatron's constant; got {values[key]}")
+        if not values.get("factor"):
+            raise ValueError(f"config.json: rope factor: expected a number with llama3; got {values.get('factor')!r}.")
         return Rope(base, "llama3", float(values["factor"]), int(LLAMA3["original_max_position_embeddings"]))
     if kind == "yarn":
         return _yarn(config, values, base)

@@ -21,6 +21,7 @@ from megatron.fsdp.convert.huggingface.rules import RULES, Context, dequantized
 _DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")
 _FUSED_EXPERTS = re.compile(r"^(?P<experts>.*\.mlp\.experts)\.(?P<kind>gate_up_proj|down_proj)(?:\.weight)?$")
 _SCALES = "_scale_inv"
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 _FURTHER_LAYER = re.compile(r"^mtp\.layers\.(\d+)\.")
 _COMPARED_AT_ONCE = 16 << 20
@@ -42,14 +43,19 @@ def readable(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
         raise NotImplementedError(
             f"config.json: expected weights that are not quantized, or of quant_method fp8; got {quantization}."
         )
-    rows, columns = quantization.get("weight_block_size") or (128, 128)
+    block = quantization.get("weight_block_size") or [128, 128]
+    if len(block) != 2 or 0 in block:
+        raise ValueError(f"config.json: weight_block_size: expected two positive integers; got {block}.")
+    rows, columns = block
     found: Tensors = {}
     for name, tensor in tensors.items():
         if name.endswith(_SCALES) or _DERIVED.search(name):
             continue
         if (scales := tensors.get(name + _SCALES)) is not None:
             with _errors_name(name):
-                tensor = dequantized(tensor, scales, (int(rows), int(columns)))
+                tensor = dequantized(tensor, scales, (rows, columns))
+        if tensor.dtype not in _DTYPES:
+            raise ValueError(f"{name}: expected a weight of {', '.join(map(str, _DTYPES))}; got {tensor.dtype}.")
         with _errors_name(name):
             found |= _split_experts(name, tensor)
     return found

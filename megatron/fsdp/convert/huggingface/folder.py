@@ -1,5 +1,6 @@
 """Hugging Face model folders: config.json, safetensors files with an index, and tokenizer files."""
 
+import fnmatch
 import hashlib
 import json
 import shutil
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.fsdp.checkpoint.checksums import read_json, sync_folder, write_file
+from megatron.fsdp.checkpoint.checksums import read_json, require_own, sync_folder, write_file
 from megatron.fsdp.checkpoint.coordination import wait_until
 from megatron.fsdp.checkpoint.lazy import LazyTensor
 from megatron.fsdp.convert.huggingface.safetensors_file import read_tensors, write_tensors
@@ -33,6 +34,11 @@ _COMPANIONS = (
 )
 _PLAN = "plan"
 _UNFINISHED = ".unfinished"
+# Names of the other files in an unfinished folder.
+_OWN = (
+    r"plan|config\.json|model\.safetensors(\.index\.json)?|model-\d+-of-\d+\.safetensors|model.*\.unfinished"
+    r"|.+\.[0-9a-f]+\.tmp"
+)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -157,7 +163,10 @@ class FolderWriter:
         path = self.partial / _PLAN
         if self.process:
             self._wait(lambda: path.is_file() and path.read_text() == plan)
-        elif not path.is_file() or path.read_text() != plan:
+            return
+        companion = "|".join(fnmatch.translate(pattern) for pattern in _COMPANIONS)
+        require_own(self.partial, rf"{companion}|{_OWN}")
+        if not path.is_file() or path.read_text() != plan:
             shutil.rmtree(self.partial, ignore_errors=True)
             self.partial.mkdir(parents=True)
             write_file(path, plan.encode())

@@ -68,7 +68,8 @@ def prepare_export(
         ValueError: Names or shapes do not match, or ``original`` is another model.
     """
     config = read_config(original) if original is not None else {}
-    wanted = from_config(config) if config else None
+    shapes = [tensor.shape for tensor in (state.weights | state.buffers).values()]
+    wanted = from_config(config, shapes) if config else None
     if wanted is not None and not vars(state.args):
         model = wanted  # a checkpoint of Megatron-Bridge; names and shapes are compared below
     else:
@@ -187,8 +188,9 @@ def prepare_import(folder: Path, options: ImportOptions) -> Import:
         ValueError: Names or shapes do not match, or a file is damaged.
     """
     config = read_config(folder)
-    model = from_config(config)
-    tensors = readable(read_weights(folder), config)
+    weights = read_weights(folder)
+    model = from_config(config, [tensor.shape for tensor in weights.values()])
+    tensors = readable(weights, config)
     multiple = options.vocabulary_multiple
     padded = -(-model.sizes.vocabulary // multiple) * multiple
     imported = to_megatron(tensors, model, options.layer_spec, padded, options.dtype)
