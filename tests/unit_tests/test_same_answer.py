@@ -446,3 +446,24 @@ def _evaluate_first() -> None:
 
 def test_an_evaluation_in_inference_mode_may_come_first(ranks: RankPool) -> None:
     ranks.run(2, _evaluate_first)
+
+
+def _closure(side: Side) -> torch.Tensor:
+    def closure() -> torch.Tensor:
+        side.optimizer.zero_grad()
+        loss = side.model(_batch()).pow(2).mean()
+        loss.backward()
+        side.sync()
+        return loss
+
+    return side.optimizer.step(closure)
+
+
+def _closures() -> None:
+    for setting in SETTINGS.values():
+        setting["sync_model_each_microbatch"] = False
+    _same(_closure, Model, ["optim", "optim_grads_params"])
+
+
+def test_gradients_of_a_closure_are_synchronized(ranks: RankPool) -> None:
+    ranks.run(2, _closures)

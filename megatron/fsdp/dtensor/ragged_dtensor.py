@@ -330,7 +330,8 @@ def _run(func: Any, args: tuple, kwargs: dict) -> Any:
     if torch.Tag.pointwise in func.tags or name in _ELEMENTWISE:
         return _elementwise(func, args, kwargs)
     flat, tree = tree_flatten((args, kwargs))
-    if any(isinstance(value, RaggedDTensor) and is_ragged(value._spec) for value in flat):
+    tensors = [value for value in flat if isinstance(value, torch.Tensor) and value.dim()]
+    if any(not isinstance(each, DTensor) or is_ragged(each._spec) for each in tensors):
         raise _unsupported(func)
     require_no_graph(func, flat)
     # torch has rules for tensors that are not sharded, or evenly over a tensor-parallel axis only.

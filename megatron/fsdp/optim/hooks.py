@@ -266,19 +266,32 @@ class _FinishGradients:
         self._needs_gradient = needs_gradient
         self._arguments = arguments
 
-    def __call__(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+    def __call__(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         if self._arguments.sync:
             self._finish()
         self._wait()
-        # With a closure, gradients are computed later, in the step.
-        if not self._needs_gradient or closure_of(args, kwargs) is not None:
-            return
+        closure = closure_of(args, kwargs)
+        if closure is not None:
+            # Gradients are computed later, in the step.
+            return (args[:1], {"closure": self._finishing(closure)}) if self._arguments.sync else None
+        if not self._needs_gradient:
+            return None
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if all(p.grad is None and getattr(p, "decoupled_grad", None) is None for p in parameters):
             raise RuntimeError(
                 "The optimizer's step found no gradient on any of its parameters and would change nothing. "
                 "Call backward first, and check that the optimizer was given to fully_shard_optimizer."
             )
+        return None
+
+    def _finishing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def call() -> Any:
+            loss = closure()
+            self._finish()
+            self._wait()
+            return loss
+
+        return call
 
 
 class _RequireSynchronizedGradients:
