@@ -295,7 +295,7 @@ class ShardedParameter:
     def watch_reads(self, callback: Callable[[tuple], tuple]) -> None:
         """Call ``callback`` with the gradient that autograd would accumulate in the main weight; it returns another."""
         with _requiring_grad(self.main), torch.enable_grad():
-            self._reads = self.main.to_local().grad_fn.next_functions[0][0]  # type: ignore[operator]
+            self._reads = self.main.to_local().grad_fn.next_functions[0][0]  # type: ignore[attr-defined]
         self._reads.register_prehook(callback)
 
     def _register_hook(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:

@@ -182,8 +182,8 @@ class PartialDTensor(_OwnDispatch):
     Reading torch's DTensor with a ``Partial`` placement would return this rank's value instead.
     """
 
-    if not _IS_OLD:
-        __torch_function__ = torch._C._disabled_torch_function_impl  # in no graph, so nothing is to be replaced
+    if not _IS_OLD:  # Partial results are in no graph.
+        __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
