@@ -56,36 +56,20 @@ def _is_natural(value: Any) -> bool:
 
 
 # What values of config.json must be, unless they are None, which stands for a missing one. Other keys are not read.
+_POSITIVE = """head_dim num_attention_heads num_key_value_heads num_experts num_local_experts n_routed_experts n_group
+    moe_intermediate_size num_experts_per_tok decoder_sparse_step topk_group original_max_position_embeddings """
+_POSITIVE += " ".join((*_SIZES.values(), *_LATENT.values()))
+_FINITE = """rms_norm_eps rope_theta routed_scaling_factor partial_rotary_factor factor mscale mscale_all_dim beta_fast
+    beta_slow low_freq_factor high_freq_factor"""
+_NATURAL = "first_k_dense_replace n_shared_experts num_nextn_predict_layers num_mtp_layers"
+_LISTS = "mlp_only_layers weight_block_size"
 _KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    (
-        "a positive integer",
-        lambda value: _is_natural(value) and value > 0,
-        "head_dim num_attention_heads num_key_value_heads num_experts num_local_experts n_routed_experts "
-        "moe_intermediate_size num_experts_per_tok decoder_sparse_step n_group topk_group "
-        f"original_max_position_embeddings {' '.join((*_SIZES.values(), *_LATENT.values()))}",
-    ),
-    (
-        "a natural number",
-        _is_natural,
-        "first_k_dense_replace n_shared_experts num_nextn_predict_layers num_mtp_layers",
-    ),
-    (
-        "a finite number",
-        lambda value: type(value) in (int, float) and abs(value) < 1e30,
-        "rms_norm_eps rope_theta routed_scaling_factor partial_rotary_factor factor mscale mscale_all_dim beta_fast "
-        "beta_slow low_freq_factor high_freq_factor",
-    ),
-    (
-        "true or false",
-        lambda value: isinstance(value, bool),
-        "attention_bias mlp_bias tie_word_embeddings norm_topk_prob",
-    ),
-    ("an object", lambda value: isinstance(value, dict), "rope_parameters rope_scaling quantization_config"),
-    (
-        "a list of natural numbers",
-        lambda value: isinstance(value, list) and all(map(_is_natural, value)),
-        "mlp_only_layers weight_block_size",
-    ),
+    ("a positive integer", lambda v: _is_natural(v) and v > 0, _POSITIVE),
+    ("a natural number", _is_natural, _NATURAL),
+    ("a finite number", lambda v: type(v) in (int, float) and abs(v) < 1e30, _FINITE),
+    ("true or false", lambda v: isinstance(v, bool), "attention_bias mlp_bias tie_word_embeddings norm_topk_prob"),
+    ("an object", lambda v: isinstance(v, dict), "rope_parameters rope_scaling quantization_config"),
+    ("a list of natural numbers", lambda v: type(v) is list and all(map(_is_natural, v)), _LISTS),
 )
 _KIND_OF = {key: (kind, check) for kind, check, keys in _KINDS for key in keys.split()}
 
