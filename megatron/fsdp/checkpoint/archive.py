@@ -59,7 +59,7 @@ class Archive:
             self._end, names = stream.seek(0, io.SEEK_END), self._zip.namelist()
             if not names:
                 raise ValueError("it is empty")
-            if sum(info.file_size for info in self._zip.infolist()) > self._end:
+            if sum(info.compress_size for info in self._zip.infolist()) > self._end:
                 raise ValueError("its files overlap")
             self._prefix = names[0].partition("/")[0] + "/"
         order = self.read("byteorder").decode("latin-1") if f"{self._prefix}byteorder" in names else sys.byteorder

@@ -92,21 +92,16 @@ def _finalize_or_remove(finalize: Callable[..., None], storage_writer: Any, *arg
         raise
 
 
-_ending: list[threading.Thread] = []
-
-
 def end_with_parent() -> None:
     """End this process when the one that started it ends, even if that is killed. Further calls change nothing."""
+    _watch_parent(os.getpid())
+
+
+@functools.cache  # by process, because a forked one inherits the cache
+def _watch_parent(process: int) -> None:
     parent = multiprocessing.parent_process()
-    if parent is None or any(thread.is_alive() for thread in _ending):
-        return
-
-    def wait() -> None:
-        parent.join()
-        os._exit(1)
-
-    _ending[:] = [threading.Thread(target=wait, name="megatron-fsdp-parent", daemon=True)]
-    _ending[0].start()
+    if parent is not None:
+        threading.Thread(target=lambda: (parent.join(), os._exit(1)), name="megatron-fsdp-parent", daemon=True).start()
 
 
 def _run_with_parent(target: Callable[..., None], *args: Any, **kwargs: Any) -> None:

@@ -51,47 +51,36 @@ _LATENT = {
 }
 
 
-# What the values of config.json must be; None always stands for a missing one. Other keys are not read.
-_KINDS = {
-    "a positive integer": (
-        *(*_SIZES.values(), *_LATENT.values(), "head_dim", "num_attention_heads", "num_key_value_heads"),
-        *("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size", "num_experts_per_tok"),
-        *("decoder_sparse_step", "n_group", "topk_group", "original_max_position_embeddings"),
-    ),
-    "a natural number": ("first_k_dense_replace", "n_shared_experts", "num_nextn_predict_layers", "num_mtp_layers"),
-    "a finite number": (
-        *("rms_norm_eps", "rope_theta", "routed_scaling_factor", "partial_rotary_factor", "factor", "mscale"),
-        *("mscale_all_dim", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor"),
-    ),
-    "true or false": ("attention_bias", "mlp_bias", "tie_word_embeddings", "norm_topk_prob"),
-    "an object": ("rope_parameters", "rope_scaling", "quantization_config"),
-    "a list of natural numbers": ("mlp_only_layers", "weight_block_size"),
-}
-_KIND_OF = {key: kind for kind, keys in _KINDS.items() for key in keys}
-_LARGEST = 1 << 31
-
-
 def _is_natural(value: Any) -> bool:
-    return type(value) is int and 0 <= value < _LARGEST
+    return type(value) is int and 0 <= value < 1 << 31
 
 
-_CHECKS: dict[str, Callable[[Any], bool]] = {
-    "a positive integer": lambda value: _is_natural(value) and value > 0,
-    "a natural number": _is_natural,
-    "a finite number": lambda value: type(value) in (int, float) and abs(value) < 1e30,
-    "true or false": lambda value: isinstance(value, bool),
-    "an object": lambda value: isinstance(value, dict),
-    "a list of natural numbers": lambda value: isinstance(value, list) and all(map(_is_natural, value)),
-}
+# What values of config.json must be, unless they are None, which stands for a missing one. Other keys are not read.
+_POSITIVE = """head_dim num_attention_heads num_key_value_heads num_experts num_local_experts n_routed_experts n_group
+    moe_intermediate_size num_experts_per_tok decoder_sparse_step topk_group original_max_position_embeddings """
+_POSITIVE += " ".join((*_SIZES.values(), *_LATENT.values()))
+_FINITE = """rms_norm_eps rope_theta routed_scaling_factor partial_rotary_factor factor mscale mscale_all_dim beta_fast
+    beta_slow low_freq_factor high_freq_factor"""
+_NATURAL = "first_k_dense_replace n_shared_experts num_nextn_predict_layers num_mtp_layers"
+_LISTS = "mlp_only_layers weight_block_size"
+_KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("a positive integer", lambda v: _is_natural(v) and v > 0, _POSITIVE),
+    ("a natural number", _is_natural, _NATURAL),
+    ("a finite number", lambda v: type(v) in (int, float) and abs(v) < 1e30, _FINITE),
+    ("true or false", lambda v: isinstance(v, bool), "attention_bias mlp_bias tie_word_embeddings norm_topk_prob"),
+    ("an object", lambda v: isinstance(v, dict), "rope_parameters rope_scaling quantization_config"),
+    ("a list of natural numbers", lambda v: type(v) is list and all(map(_is_natural, v)), _LISTS),
+)
+_KIND_OF = {key: (kind, check) for kind, check, keys in _KINDS for key in keys.split()}
 
 
 def _check(values: Mapping[str, Any], counts: Mapping[str, int], inside: str = "") -> None:
     """Raise ValueError for the first value of another kind than expected, also in nested objects."""
     for key, value in values.items():
-        kind = _KIND_OF.get(key)
-        if kind is None or value is None:
+        if key not in _KIND_OF or value is None:
             continue
-        if not _CHECKS[kind](value):
+        kind, is_right = _KIND_OF[key]
+        if not is_right(value):
             raise ValueError(f"config.json: {inside}{key}: expected {kind}; got {str(value)[:80]!r}.")
         if key in counts and value > counts[key]:
             raise ValueError(
