@@ -3,6 +3,9 @@
 from enum import IntEnum
 
 from megatron.fsdp.api import fully_shard, fully_shard_model, fully_shard_optimizer
+from megatron.fsdp.module import MegatronFSDP
+from megatron.fsdp.sharding.mesh import FSDPDistributedIndex
+from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
 
 
 class ShardingStrategy(IntEnum):
@@ -14,4 +17,12 @@ class ShardingStrategy(IntEnum):
     OPTIM_GRADS_PARAMS = 3
 
 
-__all__ = ["ShardingStrategy", "fully_shard", "fully_shard_model", "fully_shard_optimizer"]
+__all__ = [
+    "FSDPDistributedIndex",
+    "MegatronFSDP",
+    "MixedPrecisionPolicy",
+    "ShardingStrategy",
+    "fully_shard",
+    "fully_shard_model",
+    "fully_shard_optimizer",
+]

@@ -1,5 +1,6 @@
 """MegatronFSDP: the wrapper module of a sharded model. Its methods have the names that Megatron-FSDP gave them."""
 
+import dataclasses
 import functools
 import inspect
 import weakref
@@ -89,6 +90,8 @@ class MegatronFSDP(nn.Module):
         ValueError: The model or a setting cannot be used as given, or ``config`` comes with other settings.
         NotImplementedError: A setting requests a feature that is not supported.
     """
+
+    _mp_policy: MixedPrecisionPolicy | None = None  # since reset_mixed_precision_policy()
 
     @torch.inference_mode(False)  # weights made in inference mode could not be written by a later all-gather
     def __init__(
@@ -193,27 +196,45 @@ class MegatronFSDP(nn.Module):
     @property
     def mp_policy(self) -> MixedPrecisionPolicy:
         """Dtypes of main weights, gradients and communication."""
-        return self.fsdp_config.mixed_precision_policy
+        return self._mp_policy or self.fsdp_config.mixed_precision_policy
 
     @contextmanager
     def mixed_precision_context(self, mixed_precision_policy: MixedPrecisionPolicy) -> Iterator[None]:
-        """Context with another mixed-precision policy; see :meth:`reset_mixed_precision_policy`."""
+        """Context in which gradients are reduced in another dtype; see :meth:`reset_mixed_precision_policy`."""
+        before = self.mp_policy
         self.reset_mixed_precision_policy(mixed_precision_policy)
-        yield
+        try:
+            yield
+        finally:
+            self.reset_mixed_precision_policy(before)
 
     def reset_mixed_precision_policy(self, mixed_precision_policy: MixedPrecisionPolicy) -> None:
         """Change the dtype that gradients are reduced in. Dtypes of main weights and gradients stay as they are.
 
         Raises:
-            NotImplementedError: ``grad_comm_dtype`` means another dtype than the present one, for which the
-                communication buffers are laid out.
+            NotImplementedError: Communication buffers have fixed addresses, and are laid out for another dtype.
+            RuntimeError: A backward has accumulated gradients that are not reduced yet.
+            ValueError: float16 and bfloat16 would be mixed.
         """
-        wanted = mixed_precision_policy.grad_comm_dtype
-        if any((wanted or group.dtypes.main_grads) != group.dtypes.grad_comm for group in self.engine.groups):
-            raise NotImplementedError(
-                f"The communication buffers were laid out for {self.mp_policy}; got grad_comm_dtype={wanted}. "
-                "Shard the model with the dtype that it needs: fully_shard_model(mixed_precision_policy=...)."
-            )
+        policy = dataclasses.replace(self.mp_policy, grad_comm_dtype=mixed_precision_policy.grad_comm_dtype)
+        changes = {group: policy.grad_comm_dtype or group.dtypes.main_grads for group in self.engine.groups}
+        changes = {group: dtype for group, dtype in changes.items() if dtype != group.dtypes.grad_comm}
+        for group, dtype in changes.items():
+            if group.gradients.reduction.pool.is_fixed:
+                raise NotImplementedError(
+                    f"The communication buffers were laid out for {self.mp_policy}; got grad_comm_dtype={dtype}. "
+                    "Shard the model with the dtype that it needs: fully_shard_model(mixed_precision_policy=...)."
+                )
+            if group.gradients.owed:
+                raise RuntimeError(
+                    f"grad_comm_dtype={dtype}: gradients of {group.params[0].name} are still to be reduced in "
+                    f"{group.dtypes.grad_comm}. Change it after finish_grad_sync() or the optimizer's step."
+                )
+        for group, dtype in changes.items():
+            group.gradients.wait()
+            group.dtypes = dataclasses.replace(group.dtypes, grad_comm=dtype)
+            group.gradients.reduction.use(group.dtypes)
+        self._mp_policy = policy
 
     # Micro-batches ---------------------------------------------------------------------------------------------
 

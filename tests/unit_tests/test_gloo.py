@@ -1,11 +1,15 @@
 """All-gather and reduce-scatter built from sends and receives equal gloo's collectives."""
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from megatron.fsdp.comm import gloo
 from megatron.fsdp.comm.streams import CpuStream
+from megatron_fsdp import fully_shard_model
 from tests.ranks import RankPool
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for tensors in host memory")
@@ -70,3 +74,17 @@ def _groups_of_a_stream() -> list[int]:
 def test_a_streams_own_groups_do_not_pile_up(ranks: RankPool) -> None:
     for counts in ranks.run(2, _groups_of_a_stream):
         assert len(set(counts)) == 1
+
+
+def _gather_biases() -> None:
+    """Biases that one of four ranks holds: it sends them, and gathering one takes no time to speak of."""
+    model = fully_shard_model(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32)), shard_granularity="parameter")
+    began = time.monotonic()
+    for _ in range(25):
+        for bias in (model.module[0].bias, model.module[1].bias):
+            bias.full_tensor()
+    assert time.monotonic() - began < 5
+
+
+def test_gathering_what_one_rank_holds_does_not_wait_for_the_caller(ranks: RankPool) -> None:
+    ranks.run(4, _gather_biases)

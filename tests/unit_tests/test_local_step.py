@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron_fsdp import MegatronFSDP, fully_shard
+from tests.fused_adam import ApexAdam, FusedAdam
 from tests.models import Block, TinyModel, adamw, assert_same_weights, batches, device, loss_of
 from tests.ranks import RankPool
 
@@ -186,3 +189,65 @@ def _added_later() -> None:
 
 def test_parameters_that_are_added_or_get_other_options(ranks: RankPool) -> None:
     ranks.run(2, _added_later)
+
+
+def _fused_groups(kind: Any, model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": others, "weight_decay": 0.0}, {"params": matrices, "weight_decay": 0.1}]
+    return kind(groups, lr=1e-2, **options)
+
+
+_FUSED = {"apex": ApexAdam, "transformer_engine": FusedAdam}
+
+
+def _steps_with_fused(library: str, folder: str, strategy: str, first: bool, dtype: torch.dtype | None) -> None:
+    """Two steps, and in other processes, on a different number of ranks, two more from a checkpoint of the first."""
+    kind = _FUSED[library]
+    options = {} if dtype is None else {"exp_avg_dtype": dtype, "exp_avg_sq_dtype": dtype}
+    torch.manual_seed(3)
+    model = TinyModel().to(device())
+    reference = copy.deepcopy(model)
+    reference_optimizer = _fused_groups(kind, reference, **options)
+    data = batches(4, 1)[:, 0]
+    sharded, optimizer = fully_shard(
+        model, _fused_groups(kind, model, **options), fsdp_unit_modules=[Block], zero_dp_strategy=strategy
+    )
+    for tokens in data[:2]:
+        _step(reference, reference_optimizer, tokens)
+        if first:
+            _step(sharded, optimizer, tokens)
+    if first:
+        dcp.save(
+            dict(zip(("model", "optimizer"), get_state_dict(sharded, optimizer), strict=True)), checkpoint_id=folder
+        )
+    else:
+        state = dict(zip(("model", "optimizer"), get_state_dict(sharded, optimizer), strict=True))
+        dcp.load(state, checkpoint_id=folder)
+        set_state_dict(sharded, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    # A second time what was saved, so that all moments are compared with those of unsharded training.
+    expected = reference_optimizer.state_dict()["state"]
+    found = optimizer.state_dict()["state"]
+    assert found.keys() == expected.keys()
+    for number, moments in expected.items():
+        for name, moment in moments.items():
+            torch.testing.assert_close(
+                found[number][name].full_tensor(), moment, rtol=1e-2 if dtype else 1e-4, atol=1e-6
+            )
+    for tokens in data[2:]:
+        _step(reference, reference_optimizer, tokens)
+        _step(sharded, optimizer, tokens)
+    if dtype is None:
+        assert_same_weights(sharded, reference)
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+@pytest.mark.parametrize(
+    ("library", "dtype"),
+    [("apex", None), *(("transformer_engine", dtype) for dtype in (None, torch.bfloat16, torch.float16))],
+)
+def test_fused_optimizers_of_other_libraries_save_load_and_reshard(
+    ranks: RankPool, tmp_path: object, library: str, dtype: torch.dtype | None, strategy: str
+) -> None:
+    ranks.run(3, _steps_with_fused, library, str(tmp_path), strategy, True, dtype)
+    ranks.run(2, _steps_with_fused, library, str(tmp_path), strategy, False, dtype)

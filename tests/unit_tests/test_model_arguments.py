@@ -297,3 +297,13 @@ def _unmatched_expert_mesh(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 def test_a_mesh_of_experts_without_the_axes_matters_to_experts_only(ranks: RankPool, strategy: str) -> None:
     ranks.run(2, _unmatched_expert_mesh, strategy)
+
+
+def _axes_in_another_order() -> None:
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "outer"))
+    with pytest.raises(ValueError, match=r"in the order \['outer', 'dp'\].*mesh_dim_names=\('outer', 'dp'\)"):
+        fully_shard_model(nn.Linear(4, 4), mesh, "dp", "outer")
+
+
+def test_mesh_with_the_outer_axis_last(ranks: RankPool) -> None:
+    ranks.run(4, _axes_in_another_order)

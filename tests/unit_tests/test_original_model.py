@@ -1,5 +1,8 @@
 """MegatronFSDP has the constructor, attributes and methods that code for the original uses."""
 
+import dataclasses
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.ddp_config import from_megatron, to_megatron
+from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron_fsdp import (
     DistributedDataParallelConfig,
     FSDPConfig,
@@ -162,20 +166,50 @@ def test_parameters_refer_to_their_model(ranks: RankPool) -> None:
     ranks.run(1, _parameters_know_their_model)
 
 
-def _mixed_precision() -> None:
+def _mixed_precision(strategy: str) -> None:
+    """Gradients of one step are reduced in bf16, as by a model that always does so, and those of the next in fp32."""
     policy = MixedPrecisionPolicy(torch.float32, torch.float32)
-    model = fully_shard_model(TinyModel().bfloat16(), mixed_precision_policy=policy)
-    for dtype in (None, torch.float32):
-        with model.mixed_precision_context(MixedPrecisionPolicy(grad_comm_dtype=dtype)):
-            pass
-    assert model.mp_policy is policy
+    narrow = dataclasses.replace(policy, grad_comm_dtype=torch.bfloat16)
+    found = []
+    for given, inside in ((policy, narrow), (narrow, narrow), (policy, policy)):
+        torch.manual_seed(3)
+        model = fully_shard_model(TinyModel(), mixed_precision_policy=given, zero_dp_strategy=strategy)
+        data = batches(2, dist.get_world_size())[:, dist.get_rank()]
+        with model.mixed_precision_context(inside):
+            assert model.mp_policy == inside
+            loss_of(model, data[0]).backward()
+        assert model.mp_policy == given
+        found.append([local_shard(p.grad).clone() for p in model.parameters()])
+        model.zero_grad()
+        loss_of(model, data[1]).backward()
+        found.append([local_shard(p.grad).clone() for p in model.parameters()])
+
+    def equal(one: int, other: int) -> bool:
+        return all(torch.equal(a, b) for a, b in zip(found[one], found[other], strict=True))
+
+    assert equal(0, 2) and not equal(0, 4), "the block is reduced in bf16"
+    assert equal(1, 5) and not equal(1, 3), "and what follows in fp32"
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+def test_dtype_of_communication_of_a_block(ranks: RankPool, strategy: str) -> None:
+    ranks.run(2, _mixed_precision, strategy)
+
+
+def _mixed_precision_at_the_wrong_time() -> None:
+    narrow = MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16)
+    model = fully_shard_model(TinyModel(), zero_dp_strategy="optim")
+    with model.no_sync():
+        loss_of(model, batches(1, 1)[0, 0]).backward()
+    with pytest.raises(RuntimeError, match="still to be reduced in torch.float32. Change it after finish_grad_sync"):
+        model.reset_mixed_precision_policy(narrow)
+    fixed = fully_shard_model(TinyModel(), fsdp_unit_modules=[Block], fsdp_double_buffer=True)
     with pytest.raises(NotImplementedError, match="Shard the model with the dtype that it needs"):
-        with model.mixed_precision_context(MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16)):
-            pass
+        fixed.reset_mixed_precision_policy(narrow)
 
 
 def test_changing_the_dtype_of_communication_raises(ranks: RankPool) -> None:
-    ranks.run(1, _mixed_precision)
+    ranks.run(1, _mixed_precision_at_the_wrong_time)
 
 
 def _auto_sync() -> None:
@@ -320,3 +354,16 @@ def test_quantized_tensors_of_transformer_engine_are_recognized() -> None:
     assert [mixed_precision.is_blockwise_float8tensor(tensor) for tensor in found] == [False, False, True]
     with pytest.raises(ImportError, match="fp8_quantize: the memory of quantized weights"):
         _ = mixed_precision.fp8_quantize
+
+
+def _without_its_group(store: str) -> None:
+    model = fully_shard_model(TinyModel().to(device()), fsdp_unit_modules=[Block])
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    with pytest.raises(RuntimeError, match="process group of a sharded model does not exist any more"):
+        loss_of(model, batches(1, 1)[0, 0])
+
+
+def test_model_outlives_its_process_group(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, _without_its_group, str(tmp_path / "store"))

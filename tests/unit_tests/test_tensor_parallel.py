@@ -1,16 +1,19 @@
 """Models whose parameters are DTensors over a tensor-parallel axis: sharded over the data-parallel axis as well."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.amp import GradScaler
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from megatron.fsdp import fsdp2
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron_fsdp import MegatronFSDP, fully_shard
 from tests.models import DEVICE, STRATEGIES, adamw, device
@@ -47,7 +50,7 @@ def _mesh(dp: int) -> DeviceMesh:
     return init_device_mesh(DEVICE, (dp, 2), mesh_dim_names=("dp", "tp"))
 
 
-def _shard(model: Model, mesh: DeviceMesh, strategy: str) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+def _shard(model: Model, mesh: DeviceMesh, strategy: str, **options: Any) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
     for layer in model.layers:
         parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     return fully_shard(
@@ -58,6 +61,7 @@ def _shard(model: Model, mesh: DeviceMesh, strategy: str) -> tuple[MegatronFSDP,
         tp_dim="tp",
         fsdp_unit_modules=[Mlp],
         zero_dp_strategy=strategy,
+        **options,
     )
 
 
@@ -155,3 +159,100 @@ def _forgotten() -> None:
 
 def test_mesh_axis_must_be_named(ranks: RankPool) -> None:
     ranks.run(2, _forgotten)
+
+
+def _overflow(interface: str, strategy: str) -> None:
+    """One tensor-parallel rank has an infinite gradient in the first step of two, in its part of a matrix."""
+    torch.manual_seed(3)
+    model = Model().to(device())
+    reference = copy.deepcopy(model)
+    mesh = _mesh(2)
+    if interface == "fsdp2":
+        for layer in model.layers:
+            parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+            fsdp2.fully_shard(layer, mesh=mesh["dp"])
+        fsdp2.fully_shard(model, mesh=mesh["dp"])
+        optimizer, sharded = adamw(model.parameters()), model
+    else:
+        sharded, optimizer = _shard(model, mesh, strategy)
+    reference_optimizer = adamw(reference.parameters())
+    scalers = [GradScaler(DEVICE, init_scale=8.0, growth_interval=1) for _ in range(2)]
+    data = torch.randn(2, 2, 5, 7, generator=torch.Generator().manual_seed(2)).to(device())
+    for number, step in enumerate(data):
+        scalers[0].scale(sum(reference(x).pow(2).mean() / 2 for x in step)).backward()
+        scalers[1].scale(sharded(step[mesh.get_local_rank("dp")]).pow(2).mean()).backward()
+        if number == 0:
+            reference.layers[0].up.weight.grad[0, 0] = torch.inf
+            grads = {name.removeprefix("module."): p.grad for name, p in sharded.named_parameters()}
+            part = local_shard(grads["layers.0.up.weight"])
+            if mesh.get_local_rank("tp") == 1 and part.numel():
+                part.view(-1)[0] = torch.inf
+        for scaler, each in zip(scalers, (reference_optimizer, optimizer), strict=True):
+            scaler.step(each)
+            scaler.update()
+            each.zero_grad()
+        assert scalers[0].get_scale() == scalers[1].get_scale() == (4.0, 8.0)[number]
+    weights = dict(reference.named_parameters())
+    for name, parameter in sharded.named_parameters():
+        torch.testing.assert_close(parameter.full_tensor(), weights[name.removeprefix("module.")], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("interface", "strategy"), [*(("megatron", s) for s in STRATEGIES), ("fsdp2", "")])
+def test_all_ranks_skip_a_step_with_an_overflow_on_one(ranks: RankPool, interface: str, strategy: str) -> None:
+    ranks.run(4, _overflow, interface, strategy)
+
+
+class WithExperts(Model):
+    """Ends with an expert, a different one on each expert-parallel rank, that may get no tokens and so no gradient."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        torch.manual_seed(number)
+        self.expert, self.is_used = nn.Linear(3, 3), True
+        for parameter in self.expert.parameters():
+            parameter.allreduce = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        return self.expert(x) if self.is_used else x
+
+
+def _norm_with_experts(strategy: str, unused: int | None) -> None:
+    """Two data-parallel ranks with other experts, each with two tensor-parallel ranks with the same expert."""
+    mesh = _mesh(2)
+    expert_mesh = DeviceMesh(DEVICE, [[[0, 1], [2, 3]]], mesh_dim_names=("dp", "ep", "tp"))
+    number = expert_mesh.get_local_rank("ep")
+    torch.manual_seed(3)
+    model = WithExperts(number).to(device())
+    model.is_used = number != unused
+    sharded, optimizer = _shard(model, mesh, strategy, expt_device_mesh=expert_mesh)
+    sharded(torch.randn(5, 7, generator=torch.Generator().manual_seed(number)).to(device())).pow(2).sum().backward()
+    for order in (2.0, torch.inf):
+        mine = {
+            name: p.grad.full_tensor().cpu().clone() for name, p in sharded.named_parameters() if p.grad is not None
+        }
+        of_all: list[dict] = [{} for _ in range(4)]
+        dist.all_gather_object(of_all, mine)
+        once = [grad for name, grad in mine.items() if "expert" not in name]
+        once += [grad for rank in (0, 2) for name, grad in of_all[rank].items() if "expert" in name]
+        expected = torch.cat([grad.flatten() for grad in once]).norm(order)
+        norm = nn.utils.clip_grad_norm_(sharded.parameters(), float(expected) / 2, norm_type=order)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        torch.testing.assert_close(norm.cpu(), expected, rtol=1e-5, atol=0)
+        for name, parameter in sharded.named_parameters():
+            if parameter.grad is not None:
+                torch.testing.assert_close(parameter.grad.full_tensor().cpu(), mine[name] / 2, rtol=1e-5, atol=1e-6)
+    # An overflow in an expert, whose other ranks may have no gradient of theirs.
+    if number == 1 - (unused or 0):
+        local_shard(sharded.module.expert.bias.grad).fill_(torch.inf)
+    scaler = GradScaler(DEVICE, init_scale=8.0)
+    scaler.scale(torch.zeros((), device=device()))
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 4.0
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+@pytest.mark.parametrize("unused", [None, 0])
+def test_experts_of_all_ranks_count_once(ranks: RankPool, strategy: str, unused: int | None) -> None:
+    ranks.run(4, _norm_with_experts, strategy, unused)

@@ -77,7 +77,6 @@ class Reduction:
         context: CommContext,
         pool: Pool,
     ) -> None:
-        self.dtypes = dtypes
         self.pool = pool
         self.stream = context.stream
         self.context = context
@@ -94,19 +93,24 @@ class Reduction:
         # main_grads_dtype, so there is nothing narrower to send. Ranks that keep sums of micro-batches might differ in
         # what they send, so these are sent in the wide dtype.
         exchange = config.exchange_gradients or backend_of(context.dp_group, context.device).prefers_sends
-        narrow = exchange and not config.fused_weight_gradients and sharding.inner.shards_gradients
-        narrow &= dtypes.compute.itemsize < dtypes.grad_comm.itemsize
+        self._may_narrow = exchange and not config.fused_weight_gradients and sharding.inner.shards_gradients
+        self._averages, self._size = config.average_in_collective, axes.size
+        self._scale = 1.0 if config.calculate_per_token_loss else 1.0 / context.dp_group.size()
+        self._gets_whole_sum = not sharding.inner.shards_optimizer
+        self.use(dtypes)
+
+    def use(self, dtypes: Dtypes) -> None:
+        """Reduce in ``dtypes`` from now on. No gradient may be placed already, and no reduction be in flight."""
+        self.dtypes = dtypes
+        narrow = self._may_narrow and dtypes.compute.itemsize < dtypes.grad_comm.itemsize
         self.sent_dtype = dtypes.compute if narrow else dtypes.grad_comm
-        average = config.average_in_collective and not narrow
+        average = self._averages and not narrow
         self._op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
-        self._size = axes.size
-        self._factor = 1.0 if config.calculate_per_token_loss else 1.0 / context.dp_group.size()
-        if average:
-            self._factor *= axes.size
+        self._factor = self._scale * (self._size if average else 1)
         if dtypes.grad_comm == torch.float16:
             # The sum over many ranks may overflow: scale before it, at the cost of touching every element.
             self._stage = Stage.SENT
-        elif not sharding.inner.shards_optimizer:
+        elif self._gets_whole_sum:
             # A rank gets the whole sum, so scaling it would save nothing. Scale where every element is written anyway.
             self._stage = Stage.PLACED
         else:
@@ -121,6 +125,7 @@ class Reduction:
         Returns:
             The factor for gradients that are placed already.
         """
+        self._scale *= ratio
         self._factor *= ratio
         return ratio if self._stage is Stage.PLACED else 1.0
 

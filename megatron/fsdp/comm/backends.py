@@ -68,7 +68,14 @@ def _names(group: dist.ProcessGroup) -> dict[str, str]:
     ``dist.get_backend`` gives a single name. For a group with several backends, or with the default ones, that is
     neither: it may be the whole ``"cpu:gloo,cuda:nccl"``, or ``"undefined"``.
     """
-    pairs = (pair.partition(":") for pair in dist.get_backend_config(group).split(","))
+    try:
+        config = dist.get_backend_config(group)
+    except (TypeError, ValueError) as error:
+        raise RuntimeError(
+            "The process group of a sharded model does not exist any more: destroy_process_group() was called. Save "
+            "the model before that call. After the next init_process_group(), shard a new model and load into it."
+        ) from error
+    pairs = (pair.partition(":") for pair in config.split(","))
     return {device: name for device, _, name in pairs}
 
 

@@ -198,8 +198,8 @@ def _gather_ranges(mine: torch.Tensor, bounds: list[int], group: dist.ProcessGro
         shards[group.rank()].copy_(mine)
         for owner in owners:
             with ensure_released(group, shards[owner]):
-                work = dist.broadcast(shards[owner], group=group, group_src=owner, async_op=True)
-                _finish(work, group, shards[owner])
+                # The work holds the tensor, so no name may keep it: the context would wait for its own caller.
+                _finish(dist.broadcast(shards[owner], group=group, group_src=owner, async_op=True), group, whole)
         return whole
     received = _all_gather_padded(mine, 0, max(shard.numel() for shard in shards), group)
     for shard, from_rank in zip(shards, received, strict=True):

@@ -229,11 +229,21 @@ def _chunk(size: int, ranks: int, rank: int) -> tuple[int, int]:
     return begin, min(full, size - begin)
 
 
-def reported(spec: DTensorSpec) -> tuple[Placement, ...]:
+class ReportedPlacements(tuple[Placement, ...]):
+    """Placements as torch's types. ``DTensor.from_local`` returns a tensor with the spec that they stand for.
+
+    Attributes:
+        spec: The spec, with ragged placements.
+    """
+
+    spec: DTensorSpec
+
+
+def reported(spec: DTensorSpec) -> ReportedPlacements:
     """The placements as torch's types: ``Shard(0)`` or ``_StridedShard(0)`` instead of ragged ones.
 
-    They are for callers that check which mesh axes a tensor is sharded over. torch's sharding rules use the spec and
-    never see them.
+    They are for callers that check which mesh axes a tensor is sharded over, or make tensors of the same layout from
+    local ones. torch's sharding rules use the spec and never see them.
     """
     tensor_parallel = math.prod(
         spec.mesh.size(axis)
@@ -243,7 +253,9 @@ def reported(spec: DTensorSpec) -> tuple[Placement, ...]:
     # Tensor parallelism divides the rows first, and data parallelism divides the result.
     ragged = Shard(0) if tensor_parallel == 1 else _StridedShard(0, split_factor=tensor_parallel)
     shown: dict[type, Placement] = {RaggedShard: ragged, SectionedShard: Shard(0)}
-    return tuple(shown.get(type(placement), placement) for placement in spec.placements)
+    found = ReportedPlacements(shown.get(type(placement), placement) for placement in spec.placements)
+    found.spec = spec
+    return found
 
 
 def spec_like(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:

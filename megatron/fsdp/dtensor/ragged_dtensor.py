@@ -15,12 +15,12 @@ DTensor with uneven shards without communication; tests on every supported versi
 """
 
 import functools
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
@@ -32,7 +32,7 @@ from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from megatron.fsdp.comm.gloo import ensure_released
+from megatron.fsdp.comm.collectives import broadcast
 from megatron.fsdp.dtensor.gathering import ToFull, ToLocal, gather_whole
 from megatron.fsdp.dtensor.placements import (
     InChunks,
@@ -236,6 +236,26 @@ def make_like(local: torch.Tensor, other: torch.Tensor) -> DTensor:
 def is_sharded(value: object) -> TypeGuard[DTensor]:
     """True for a DTensor that is not replicated on all ranks."""
     return isinstance(value, DTensor) and not is_replicated(value._spec.placements)
+
+
+def spanning_mesh(tensors: Sequence[torch.Tensor]) -> tuple[DeviceMesh, list[int]]:
+    """The mesh over which a set of tensors, such as gradients, is sharded, and how many of its ranks hold each part.
+
+    It is the largest mesh of a DTensor among them. A reduction has to include all of its axes, also those along which
+    everything here is replicated: the mesh of experts is smaller, and ranks outside of it hold other experts, or some
+    that got no gradient.
+    """
+    mesh = max((each.device_mesh for each in tensors if isinstance(each, DTensor)), key=DeviceMesh.size)
+    groups, copies = mesh.get_all_groups(), []
+    for each in tensors:
+        inside, outside = 1, mesh.size()
+        if isinstance(each, DTensor):
+            own, placements = each.device_mesh, each._spec.placements
+            inside = math.prod(n for n, p in zip(own.shape, placements, strict=True) if isinstance(p, Replicate))
+            # A mesh of some of the axes leaves the tensor whole along the others. That of experts has its own axes.
+            outside = mesh.size() // own.size() if all(group in groups for group in own.get_all_groups()) else 1
+        copies.append(inside * outside)
+    return mesh, copies
 
 
 def same_layout(one: DTensor, other: DTensor) -> bool:
@@ -489,8 +509,7 @@ def _random(func: Any, args: tuple, kwargs: dict) -> Any:
         if isinstance(placement, Replicate) and spec.mesh.size(axis) > 1:
             group = spec.mesh.get_group(axis)
             sent = drawn.to(spec.mesh.device_type)
-            with ensure_released(group, sent):
-                dist.broadcast(sent, group=group, group_src=0)
+            broadcast(sent, 0, group)
             drawn.copy_(sent)
     if not in_place:
         return make_like(drawn, target)
@@ -581,15 +600,6 @@ def _number(func: Any, args: tuple, kwargs: dict) -> Any:
     return func(gather_whole(args[0]), *args[1:], **kwargs)
 
 
-def _unscale(func: Any, args: tuple, kwargs: dict) -> None:
-    """GradScaler's operation: unscale gradients, and set ``found_inf`` if any rank has a non-finite one."""
-    grads, found_inf, inverse_scale = args
-    func([local_shard(g) if isinstance(g, DTensor) else g for g in grads], reduced(found_inf), reduced(inverse_scale))
-    # One reduction per mesh, not per gradient.
-    for spec in {g._spec.mesh: g._spec for g in grads if isinstance(g, RaggedDTensor)}.values():
-        found_inf.copy_(reduced(_partial(found_inf.clone(), Partial("max"), spec)))
-
-
 def _is_same_size(func: Any, args: tuple, kwargs: dict) -> bool:
     return bool(args[0].shape == args[1].shape)
 
@@ -600,7 +610,6 @@ _HANDLERS: dict[str, Callable[[Any, tuple, dict], Any]] = {
     "aten::allclose": _equal,
     "aten::is_same_size": _is_same_size,
     "aten::_local_scalar_dense": _number,
-    "aten::_amp_foreach_non_finite_check_and_unscale_": _unscale,
     "aten::_foreach_norm": _foreach_norm,
     "aten::var": _spread,
     "aten::std": _spread,

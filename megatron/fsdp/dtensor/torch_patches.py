@@ -4,16 +4,20 @@ PyTorch offers no hook in these places. Each replacement does what the original 
 not belong to a sharded model.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from megatron.fsdp.dtensor.placements import RaggedShard, SectionedShard, local_slice
-from megatron.fsdp.dtensor.ragged_dtensor import RaggedDTensor
+from megatron.fsdp.comm.collectives import all_reduce
+from megatron.fsdp.dtensor.placements import RaggedShard, ReportedPlacements, SectionedShard, local_slice, spec_like
+from megatron.fsdp.dtensor.ragged_dtensor import RaggedDTensor, local_shard, spanning_mesh
 from megatron.fsdp.helpers import patches
 from megatron.fsdp.helpers.patches import Patch, Patches
 
@@ -38,6 +42,27 @@ TORCH = Patches(
             "torch.distributed.tensor:DTensor.__reduce_ex__",
             "fails for a DTensor whose local tensor is a view at an offset, as replicated main weights are",
             f"{_HERE}:reduce_at_offset_zero",
+            patches.TORCH,
+        ),
+        Patch(
+            "torch:_amp_foreach_non_finite_check_and_unscale_",
+            "lets ranks skip different steps: it reduces over the axes along which the first gradient is sharded",
+            f"{_HERE}:unscale_gradients",
+            patches.TORCH,
+        ),
+        *(
+            Patch(
+                f"torch.nn.utils{name}",
+                "misses the experts of other ranks, which are not in the mesh of this rank's experts",
+                f"{_HERE}:total_norm",
+                patches.TORCH,
+            )
+            for name in (".clip_grad:_get_total_norm", ":get_total_norm")
+        ),
+        Patch(
+            "torch.distributed.tensor:DTensor.from_local",
+            "takes a shard of any size for an even one, where optimizers make state like a parameter",
+            f"{_HERE}:from_local",
             patches.TORCH,
         ),
         Patch(
@@ -104,6 +129,56 @@ def distribute_tensors(
     original(local_state_dict, keys, *args, **kwargs)
 
 
+def unscale_gradients(
+    original: Callable[..., None], grads: list[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor
+) -> None:
+    """Unscale gradients, and set ``found_inf`` if any rank has a non-finite one. A collective."""
+    original([local_shard(g) if isinstance(g, DTensor) else g for g in grads], found_inf, inv_scale)
+    if any(isinstance(grad, DTensor) for grad in grads):
+        found_inf.copy_(_reduced(found_inf, spanning_mesh(grads)[0], dist.ReduceOp.MAX))
+
+
+@torch.no_grad()
+def total_norm(
+    original: Callable[..., torch.Tensor],
+    tensors: torch.Tensor | Iterable[torch.Tensor],
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """Compute the norm of DTensors and tensors that all ranks have, and count every element once. A collective."""
+    tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    sharded = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
+    is_partial = any(placement.is_partial() for tensor in sharded for placement in tensor._spec.placements)
+    if not sharded or is_partial or norm_type <= 0:
+        return original(tensors, norm_type, error_if_nonfinite, foreach)
+    mesh, copies = spanning_mesh(tensors)
+    held: dict[int, list[torch.Tensor]] = {}
+    for tensor, number in zip(tensors, copies, strict=True):
+        held.setdefault(number, []).append(local_shard(tensor) if isinstance(tensor, DTensor) else tensor)
+    # torch's infinity norm rejects tensors without elements.
+    filled = [(number, [x for x in each if x.numel()] or [each[0].new_zeros(1)]) for number, each in held.items()]
+    norms = [original(each, norm_type, False, foreach) / number ** (1 / norm_type) for number, each in filled]
+    norm = original(norms, norm_type)
+    if math.isinf(norm_type):
+        norm = _reduced(norm, mesh, dist.ReduceOp.MAX)
+    else:
+        powers = norm.to(torch.promote_types(norm.dtype, torch.float32)) ** norm_type
+        norm = (_reduced(powers, mesh, dist.ReduceOp.SUM) ** (1 / norm_type)).to(norm.dtype)
+    norm = original([norm], norm_type, error_if_nonfinite)
+    # torch multiplies gradients of another mesh by a plain tensor only.
+    alike = all(tensor.device_mesh == mesh for tensor in sharded)
+    return DTensor.from_local(norm, mesh, [Replicate()] * mesh.ndim, run_check=False) if alike else norm
+
+
+def _reduced(value: torch.Tensor, mesh: DeviceMesh, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
+    """Reduce over all axes, on the mesh's device: gradients may be in host memory, where NCCL cannot reduce."""
+    sent = value.to(mesh.device_type, copy=True)
+    for group in mesh.get_all_groups():
+        all_reduce(sent, op, group)
+    return sent.to(value.device)
+
+
 def apply_if_allowed(
     original: Callable[..., nn.Module],
     module: nn.Module,
@@ -132,6 +207,19 @@ def reduce_at_offset_zero(original: Callable[..., Any], tensor: DTensor, *args: 
         copy._spec, copy._local_tensor = tensor._spec, tensor._local_tensor
         tensor = copy
     return original(tensor, *args)
+
+
+def from_local(
+    original: Callable[..., DTensor],
+    local_tensor: torch.Tensor,
+    device_mesh: Any = None,
+    placements: Any = None,
+    **options: Any,
+) -> DTensor:
+    """Make a DTensor like the one whose placements are given, if the local tensor has the shape of its shard."""
+    if isinstance(placements, ReportedPlacements) and local_tensor.shape == local_slice(placements.spec).local_shape:
+        return RaggedDTensor(local_tensor, spec_like(placements.spec, local_tensor.dtype), requires_grad=False)
+    return original(local_tensor, device_mesh, placements, **options)
 
 
 def initialize_optimizer_state(original: Callable[..., None], optimizer: torch.optim.Optimizer) -> None:

@@ -32,7 +32,7 @@ from megatron.fsdp.helpers.spelling import bare_name
 from megatron.fsdp.mcore.limits import Settings, adjust, check
 from megatron.fsdp.mcore.topology import make_index, mark_tensor_parallel
 from megatron.fsdp.module import MegatronFSDP
-from megatron.fsdp.optim.classes import ELEMENTWISE
+from megatron.fsdp.optim.classes import looks_at
 from megatron.fsdp.optim.hooks import attach_at_first_use, attach_local_step, require_synchronized_gradients
 from megatron.fsdp.runtime.engine import engines_of
 from megatron.fsdp.runtime.partition import UnitClasses, resolve_unit_classes
@@ -62,12 +62,12 @@ class ShardedModule(MegatronFSDP):
 
 
 def _attach(optimizer: torch.optim.Optimizer) -> None:
-    """Make torch's optimizers update local shards. Fused optimizers of other libraries handle DTensors themselves."""
+    """Make element-wise optimizers update local shards: fused ones of other libraries take their memory's addresses."""
     engines = engines_of(p for group in optimizer.param_groups for p in group["params"])
     require_synchronized_gradients(
         optimizer, engines, "Call finish_grad_sync() of the wrapped model, or Megatron's finalize_model_grads(),"
     )
-    if type(optimizer) in ELEMENTWISE:
+    if looks_at(optimizer) == "element":
         attach_local_step(optimizer, [group for engine in engines for group in engine.groups])
 
 

@@ -28,8 +28,12 @@ _PUBLIC = (
         "",
         "MegatronFSDP MixedPrecisionPolicy FSDPDistributedIndex fully_shard fully_shard_model fully_shard_optimizer",
     ),
-    (".fully_shard", "", "fully_shard fully_shard_model fully_shard_optimizer"),
-    (".megatron_fsdp", "", "MegatronFSDP"),
+    (
+        ".fully_shard",
+        "",
+        "MegatronFSDP MixedPrecisionPolicy FSDPDistributedIndex fully_shard fully_shard_model fully_shard_optimizer",
+    ),
+    (".megatron_fsdp", "", "MegatronFSDP MixedPrecisionPolicy FSDPDistributedIndex"),
     (".mixed_precision", "", "MixedPrecisionPolicy"),
     (".utils", "", "FSDPDistributedIndex"),
     (

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard, make_like
 from megatron.fsdp.optim.block_state import initial_state
 from megatron.fsdp.optim.classes import BY_PARAMETER, looks_at
-from megatron.fsdp.optim.local_step import State
+from megatron.fsdp.optim.local_step import State, move_scales
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,11 @@ class FreshState:
             state = self._state_of(optimizer, options, main)
             if state:
                 states[number] = state
+                if type(optimizer) not in BY_PARAMETER:
+                    optimizer.state[main] = state  # where a method that calls torch's state_dict() may look it up
         state_dict["state"] = dict(sorted(states.items()))
+        for group, options in zip(state_dict["param_groups"], optimizer.param_groups, strict=True):
+            group.update({key: value for key, value in options.items() if key not in group})
 
     def initialize(self, optimizer: torch.optim.Optimizer) -> None:
         """Create missing state in the optimizer itself. The next step discards tensors that nothing was loaded into."""
@@ -98,7 +102,10 @@ class FreshState:
             return initial_state(optimizer, options, main)
         shape = tuple(local.shape) if by_parameter else _DISTINCT[: main.dim()]
         try:
-            probe = _state_after_a_step(optimizer, options, torch.zeros(shape, dtype=local.dtype, device=local.device))
+            tiny = nn.Parameter(torch.zeros(shape, dtype=local.dtype, device=local.device))
+            probe, counters = _state_after_a_step(optimizer, options, tiny)
+            move_scales(optimizer, tiny, main)
+            options.update({key: value * 0 for key, value in counters.items()})
             state = {
                 key: _initial(key, value, options, main, None if by_parameter else shape)
                 for key, value in probe.items()
@@ -149,12 +156,16 @@ def _version(value: torch.Tensor) -> int:
     return _local(value)._version
 
 
-def _state_after_a_step(optimizer: torch.optim.Optimizer, options: dict, value: torch.Tensor) -> State:
-    """The state that the optimizer keeps for a parameter with this value after one step with a zero gradient.
+def _state_after_a_step(
+    optimizer: torch.optim.Optimizer, options: dict, tiny: nn.Parameter
+) -> tuple[State, dict[str, Any]]:
+    """The state that the optimizer keeps for a parameter after one step with a zero gradient.
 
     The step is taken by a shallow copy of the optimizer, so the optimizer itself does not change.
+
+    Returns:
+        The state, and what the step has added to the options of the parameter's group: a count of steps.
     """
-    tiny = nn.Parameter(value)
     tiny.grad = torch.zeros_like(tiny)
     # Copy the attributes and not the constructor's arguments, which are unknown for subclasses.
     twin = object.__new__(type(optimizer))
@@ -164,8 +175,7 @@ def _state_after_a_step(optimizer: torch.optim.Optimizer, options: dict, value: 
     twin.param_groups = [{**options, "params": [tiny]}]
     # Call the class's step: a learning rate scheduler may have replaced the attribute to count steps.
     type(optimizer).step(twin)
-    state: State = twin.state[tiny]
-    return state
+    return twin.state[tiny], {key: value for key, value in twin.param_groups[0].items() if key not in options}
 
 
 def _initial(key: str, value: Any, options: dict, main: nn.Parameter, shape: tuple[int, ...] | None) -> Any:

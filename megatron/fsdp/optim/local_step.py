@@ -5,6 +5,7 @@ slice of which tensor a rank holds. Inside the step they are plain tensors, for 
 are several times faster. An element-wise update gives the same result on a shard as on the whole parameter.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -100,6 +101,7 @@ class LocalStep:
         if state is not None:
             self._dtensor_state[main] = {k: v for k, v in state.items() if isinstance(v, DTensor)}
             optimizer.state[local] = {k: local_shard(v) if isinstance(v, DTensor) else v for k, v in state.items()}
+        move_scales(optimizer, main, local)
         return local
 
     def _restore(self, optimizer: torch.optim.Optimizer) -> None:
@@ -120,6 +122,7 @@ class LocalStep:
         """Move the state of a plain parameter back to its main weight, as DTensors where it has the same shape."""
         local = self._local[main]
         local.grad = None
+        move_scales(optimizer, local, main)
         if hasattr(local, "decoupled_grad"):
             del local.decoupled_grad
         state = optimizer.state.pop(local, None)
@@ -143,7 +146,9 @@ class LocalStep:
 
     def _give_state_to_hidden(self, optimizer: torch.optim.Optimizer, mains: list[nn.Parameter]) -> None:
         """Give hidden parameters state without elements, because gathering state is a collective over all ranks."""
-        seen = next((m for m in mains if optimizer.state.get(m) and not self._is_hidden(m)), None)
+        # Of the same group if possible: the options of another one may mean other state, such as no momentum.
+        found = itertools.chain(mains, *(options["params"] for options in optimizer.param_groups))
+        seen = next((m for m in found if optimizer.state.get(m) and not self._is_hidden(m)), None)
         for main in mains:
             has_gradient = main.grad is not None or getattr(main, "decoupled_grad", None) is not None
             if seen is None or not self._is_hidden(main) or not has_gradient or main in optimizer.state:
@@ -157,6 +162,7 @@ class LocalStep:
                 elif not value.dim():
                     state[key] = value.clone()  # such as the step count, which parameters must not have in common
             optimizer.state[main] = state
+            move_scales(optimizer, seen, main, copied=True)
 
     # State dicts -----------------------------------------------------------------------------------------------
 
@@ -177,6 +183,15 @@ class LocalStep:
                 # The owner's state wins: what this rank has of it may be out of date, from the last load.
                 if number not in mine:
                     states[number] = {key: _rebuild(value, here[number]) for key, value in state.items()}
+
+
+def move_scales(
+    optimizer: torch.optim.Optimizer, source: nn.Parameter, target: nn.Parameter, copied: bool = False
+) -> None:
+    """Move the scales of state in 16 bits or fewer, which Transformer Engine's Adam keeps by parameter as well."""
+    scales = getattr(optimizer, "_scales", {})
+    if source in scales:
+        scales[target] = {k: v.clone() for k, v in scales[source].items()} if copied else scales.pop(source)
 
 
 def _describe(state: State) -> State:

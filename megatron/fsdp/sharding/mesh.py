@@ -272,7 +272,7 @@ def submesh(mesh: DeviceMesh, names: tuple[str, ...], argument: str = "") -> Dev
         argument: The argument that the names are from, for the error message.
 
     Raises:
-        ValueError: A name is not an axis of the mesh. The message suggests the closest one.
+        ValueError: A name is not an axis of the mesh, or the axes are in another order. The message says what to write.
     """
     axes = mesh.mesh_dim_names or ()
     if names == tuple(axes):
@@ -284,7 +284,13 @@ def submesh(mesh: DeviceMesh, names: tuple[str, ...], argument: str = "") -> Dev
             hint = did_you_mean(name, axes, cutoff=0.4)
             start = f"{argument}: the" if argument else "The"
             raise ValueError(f"{start} mesh has no axis {name!r}; its axes are {list(axes)}.{hint}") from error
-    return mesh[names]
+    try:
+        return mesh[names]
+    except KeyError as error:
+        raise ValueError(
+            f"Expected a mesh whose axes are in the order {list(names)}, so that ranks of the last are neighbours; got "
+            f"{list(axes)}. Make it with init_device_mesh(..., mesh_dim_names={names})."
+        ) from error
 
 
 def _check_ranks(name: str, group: dist.ProcessGroup, expected: list[int]) -> None:

@@ -148,6 +148,10 @@ def test_names_of_the_original_are_ours_after_install() -> None:
     assert MegatronFSDP is same is megatron_fsdp.MegatronFSDP
     assert fully_shard is megatron_fsdp.fully_shard and fully_shard_model is megatron_fsdp.fully_shard_model
     assert MixedPrecisionPolicy is megatron_fsdp.MixedPrecisionPolicy
+    # Scripts import from the submodule as well, which imports these names itself.
+    theirs, here = (importlib.import_module(f"{name}.fully_shard") for name in (package.__name__, "megatron_fsdp"))
+    for name in set(here.__all__) - {"ShardingStrategy"}:
+        assert getattr(theirs, name) is getattr(here, name) is getattr(megatron_fsdp, name)
     behaviour = [name for name in package.__all__ if not name.startswith("__") and not name.endswith("Config")]
     assert behaviour and all(getattr(package, name) is getattr(megatron_fsdp, name) for name in behaviour)
 

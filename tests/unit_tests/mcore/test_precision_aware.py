@@ -8,55 +8,13 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.fsdp.dtensor.ragged_dtensor import local_shard
+from megatron.fsdp.dtensor.ragged_dtensor import local_shard, same_layout
+from tests.fused_adam import FusedAdam
 from tests.ranks import DEVICE, RankPool
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here")
 
 STEPS = 3
-
-
-class FusedAdam(torch.optim.Optimizer):
-    """Counts steps in the group, stores moments in separate dtypes, and reads gradients of any dtype."""
-
-    def __init__(self, params: Any, **settings: Any) -> None:
-        """With the keyword arguments that Megatron-Core gives it."""
-        defaults = {name: settings.pop(name) for name in ("lr", "betas", "eps", "weight_decay")}
-        super().__init__(params, defaults)
-        assert settings.pop("adam_w_mode") and not settings.pop("capturable")
-        self.master_weights: bool = settings.pop("master_weights", False)
-        self.use_decoupled_grad: bool = settings.pop("use_decoupled_grad", False)
-        self.dtypes = {name: settings.pop(f"{name}_dtype") for name in ("exp_avg", "exp_avg_sq")}
-        assert settings.keys() <= {"master_weight_dtype", "store_param_remainders"}
-        self.seen: set[torch.dtype] = set()
-
-    def initialize_state(self, parameter: torch.Tensor) -> None:
-        for name, dtype in self.dtypes.items():
-            self.state[parameter][name] = torch.zeros_like(parameter, dtype=dtype)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        assert not self.master_weights, "FSDP has main weights"
-        for group in self.param_groups:
-            group["step"] = group.get("step", 0) + 1
-            for parameter in group["params"]:
-                grad = getattr(parameter, "decoupled_grad", None) if self.use_decoupled_grad else parameter.grad
-                if grad is None:
-                    continue
-                if not self.state[parameter]:
-                    self.initialize_state(parameter)
-                self._update(group, parameter, local_shard(grad))
-
-    def _update(self, group: dict[str, Any], parameter: torch.Tensor, grad: torch.Tensor) -> None:
-        self.seen.add(grad.dtype)
-        (beta1, beta2), step, weight = group["betas"], group["step"], local_shard(parameter)
-        first, second = (local_shard(self.state[parameter][name]) for name in ("exp_avg", "exp_avg_sq"))
-        grad = grad.to(weight.dtype)
-        first.copy_(first.to(weight.dtype).lerp(grad, 1 - beta1))
-        second.copy_(second.to(weight.dtype).mul(beta2).addcmul(grad, grad, value=1 - beta2))
-        weight.mul_(1 - group["lr"] * group["weight_decay"])
-        denominator = (second.to(weight.dtype) / (1 - beta2**step)).sqrt_().add_(group["eps"])
-        weight.addcdiv_(first.to(weight.dtype), denominator, value=-group["lr"] / (1 - beta1**step))
 
 
 @contextmanager
@@ -102,6 +60,9 @@ def _equals_ddp(strategy: str) -> None:
             model, optimizer, norms = _trained(strategy, {})
         torch.testing.assert_close(norms, expected.norms, rtol=1e-5, atol=0)
         assert optimizer.optimizer.seen == {torch.float32}
+        # As a checkpoint has it: Transformer Engine makes it by DTensor.from_local with the placements of parameters.
+        state = {main: value for main, values in optimizer.optimizer.state.items() for value in values.values()}
+        assert state and all(same_layout(value, main) for main, value in state.items())
         for name, weight in weights_of(model).items():
             torch.testing.assert_close(weight, expected.weights[name], rtol=1e-5, atol=1e-4, msg=name)
 
