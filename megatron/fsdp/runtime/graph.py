@@ -21,6 +21,13 @@ if TYPE_CHECKING:
 # The key in the metadata of an autograd node under which outputs of units' forwards are marked: for each number of an
 # output the units, and the node at the inputs of each if there is one.
 _DOORS = "megatron_fsdp"
+# The schedules of all models.
+_listening: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def listen(schedule: Any) -> None:
+    """Tell ``schedule`` which units a backward enters, and when one has failed."""
+    _listening.add(schedule)
 
 
 def watch_outputs(unit: "Unit", output: Any, end: Any) -> None:
@@ -109,9 +116,12 @@ def run_backward(original: Callable[..., Any], outputs: Sequence[Any], *args: An
     ]
     try:
         return original(outputs, *args, **kwargs)
-    except RuntimeError as error:
+    except BaseException as error:
         if "modified by an inplace operation" in str(error):
             add_note(error, _MODIFIED)
+        # What the caller does next may write weights: the model's parameters have to be main weights again.
+        for schedule in () if in_backward() else list(_listening):
+            schedule.backward_failed()
         raise
     finally:
         for handle in handles:

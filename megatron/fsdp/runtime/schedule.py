@@ -11,6 +11,7 @@ from megatron.fsdp.buffers.weights import PlaneSet
 from megatron.fsdp.comm.streams import is_capturing
 from megatron.fsdp.helpers.weak import weak_method
 from megatron.fsdp.quantized.storage import Direction
+from megatron.fsdp.runtime.graph import listen
 from megatron.fsdp.runtime.passes import Pass, PassState
 from megatron.fsdp.runtime.plan import Op, OpKind, Plan
 from megatron.fsdp.runtime.plans import Plans
@@ -74,6 +75,7 @@ class Schedule:
         self._index = {id(unit): i for i, unit in enumerate(units)}
         self._weights = [group.weights for unit in units for group in unit.groups]
         self._on_backward_end = weak_method(on_backward_end)
+        listen(self)
 
     # Passes ----------------------------------------------------------------------------------------------------
 
@@ -124,6 +126,11 @@ class Schedule:
     def forward_failed(self) -> None:
         """Reshard every unit, unless the forward is a recomputation: its backward then continues or fails."""
         if self.passes.has_failed or not self._in_backward:
+            self.reset()
+
+    def backward_failed(self) -> None:
+        """Reshard every unit if the backward that has failed was one of this model."""
+        if self.passes.has_failed:
             self.reset()
 
     def show_main(self) -> None:
