@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron.fsdp import fsdp2
-from megatron.fsdp.dtensor.ragged_dtensor import local_shard
+from megatron.fsdp.dtensor.ragged_dtensor import RaggedDTensor, local_shard
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model, fully_shard_optimizer
 from tests.models import (
     STRATEGIES,
@@ -209,15 +209,13 @@ def test_hooks_of_frozen_parameters(ranks: RankPool) -> None:
 
 
 def _kept_parameters(strategy: str) -> None:
-    """Registering a hook on a parameter that is no longer trained raises, and the message names the alternative."""
+    """Hooks of a parameter object from before sharding are called with reduced gradients."""
     model, _ = _both()
     weight = model.head.weight
     sharded = fully_shard_model(model, fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
-    for register in (weight.register_hook, weight.register_post_accumulate_grad_hook):
-        with pytest.raises(
-            RuntimeError, match=r"head.weight is a compute weight.* Register hooks with .*parameters\(\)"
-        ):
-            register(lambda value: None)
+    reduced: list[Any] = []
+    weight.register_hook(lambda grad: reduced.append(grad))
+    weight.register_post_accumulate_grad_hook(lambda param: reduced.append(param.grad))
     # A layer may register hooks on its compute weights in forward.
     seen: list[torch.Size] = []
 
@@ -227,6 +225,7 @@ def _kept_parameters(strategy: str) -> None:
     model.head.register_forward_pre_hook(watch)
     loss_of(sharded, batches(1, 1)[0, 0]).backward()
     assert seen == [(31, 13)]
+    assert [type(grad) for grad in reduced] == [RaggedDTensor, RaggedDTensor]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -456,7 +456,8 @@ def _closure(side: Side) -> torch.Tensor:
         side.sync()
         return loss
 
-    return side.optimizer.step(closure)
+    loss: Any = side.optimizer.step(closure)
+    return loss
 
 
 def _closures() -> None:

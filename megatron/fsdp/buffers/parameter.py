@@ -193,7 +193,7 @@ class ShardedParameter:
             return
         # The new object has the class of the old one, which only adds attributes (see check_class).
         self._replace(torch.Tensor._make_subclass(type(before), value, before.requires_grad))
-        before.data = value.new_empty(0)  # drops the parameter's own memory, which users may still share
+        before.data = before.data.new_empty(0)  # drops the parameter's own memory, which users may still share
 
     def _replace(self, parameter: nn.Parameter) -> None:
         """Make ``parameter`` the compute weight, with the marks of the present one."""
@@ -478,7 +478,7 @@ class _Earlier(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.present.__reduce_ex__(protocol)
 
-    def __repr__(self, **unused: Any) -> str:
+    def __repr__(self, **unused: Any) -> str:  # type: ignore[override]
         return repr(self.present)
 
 

@@ -101,7 +101,12 @@ def end_with_parent() -> None:
 def _watch_parent(process: int) -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
-        threading.Thread(target=lambda: (parent.join(), os._exit(1)), name="megatron-fsdp-parent", daemon=True).start()
+        threading.Thread(target=_end_after, args=(parent,), name="megatron-fsdp-parent", daemon=True).start()
+
+
+def _end_after(parent: Any) -> None:
+    parent.join()
+    os._exit(1)
 
 
 def _run_with_parent(target: Callable[..., None], *args: Any, **kwargs: Any) -> None:
