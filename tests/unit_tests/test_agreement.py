@@ -69,7 +69,7 @@ DIFFERENT: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "unfit": (
         Net,
         {"fsdp_unit_modules": [nn.Conv2d]},
-        "cannot be sharded, because sharding failed on rank .: ValueError: fsdp_unit",
+        "cannot continue, because rank . failed: ValueError: fsdp_unit",
     ),
 }
 
@@ -184,7 +184,7 @@ def test_experts_are_compared_by_the_ranks_that_shard_them(ranks: RankPool) -> N
     assert ranks.run(4, _shard_experts, [8, 12, 8, 12]) == ["nothing"] * 4
     found = ranks.run(4, _shard_experts, [8, 12, 8, 16])
     assert all("parameter expert.weight: rank 1: shape (12, 4)" in text for text in found), found
-    assert "sharding failed on rank 1:" in found[0] or "sharding failed on ranks 1, 3:" in found[0]
+    assert "because rank 1 failed:" in found[0] or "because ranks 1, 3 failed:" in found[0]
 
 
 def _count_messages() -> tuple[int, int]:
