@@ -5,11 +5,13 @@ import threading
 import time
 from collections.abc import Callable
 
+import pytest
+import torch
 import torch.distributed as dist
 
 from megatron.fsdp.comm.journal import JOURNAL, MAX_KEPT, Journal, Log, Watchdog, describe, name_ranks, whereabouts
 from megatron.fsdp.comm.streams import CpuStream, Disagreement, Handle, watch_end
-from megatron_fsdp import MegatronFSDP
+from megatron_fsdp import MegatronFSDP, fully_shard_model
 from tests.models import Block, TinyModel, batches, loss_of
 from tests.ranks import RankPool
 
@@ -187,3 +189,33 @@ def test_nothing_is_reported_while_operations_are_issued() -> None:
         time.sleep(0.03)
     watchdog.stop()
     assert not told
+
+
+def _read_alone(read: str) -> tuple[str, float]:
+    """Read a scalar of a sharded tensor on rank 0 only. Returns the error, and after how many seconds it came."""
+    model = fully_shard_model(TinyModel(), fsdp_unit_modules=[Block])
+    tokens, weight = batches(1, 1)[0, 0], next(model.parameters())
+    loss_of(model, tokens).backward()
+    begin = time.monotonic()
+    try:
+        if dist.get_rank() == 0:
+            READS[read](weight)
+        loss_of(model, tokens).backward()
+    except RuntimeError as error:
+        return str(error), time.monotonic() - begin
+    return "no error", time.monotonic() - begin
+
+
+READS: dict[str, Callable[[torch.Tensor], object]] = {
+    "norm": lambda weight: weight.norm().item(),
+    "finite": lambda weight: bool(torch.isnan(weight.grad).any()),  # type: ignore[arg-type]
+    "full": lambda weight: weight.sum().full_tensor(),  # type: ignore[attr-defined]
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_a_scalar_that_one_rank_reads_is_found(ranks: RankPool, read: str) -> None:
+    results = ranks.run(2, _read_alone, read)
+    # The second rank to notice may find the connection closed.
+    assert any("reduce a tensor of shape ()" in text for text, _ in results), results
+    assert all(text != "no error" and seconds < 60 for text, seconds in results), results

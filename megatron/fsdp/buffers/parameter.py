@@ -193,7 +193,8 @@ class ShardedParameter:
             return
         # The new object has the class of the old one, which only adds attributes (see check_class).
         self._replace(torch.Tensor._make_subclass(type(before), value, before.requires_grad))
-        before.data = value.new_empty(0)  # drops the parameter's own memory, which users may still share
+        # Drops the parameter's own memory, which users may still share.
+        before.data = value.new_empty(0, device=before.device)
 
     def _replace(self, parameter: nn.Parameter) -> None:
         """Make ``parameter`` the compute weight, with the marks of the present one."""
@@ -468,6 +469,12 @@ class _Earlier(nn.Parameter):
         self.present.data = value
 
     data = property(lambda self: self.present.data, _set_data)
+
+    def _set_grad(self, value: torch.Tensor | None) -> None:
+        self.present.grad = value
+
+    # Not through __torch_function__, which would read the attribute as torch has it, and synchronize nothing.
+    grad = property(lambda self: self.present.grad, _set_grad)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.present, name)

@@ -339,7 +339,7 @@ class Engine:
         self.context.finish_offload()
 
     def broadcast_weights(self) -> None:
-        """Make ranks agree on weights that they may have initialized differently. A collective.
+        """Make replicas of main weights equal. A collective.
 
         A shard has one owner and needs no broadcast. Weights that are replicated over an axis become those of the
         axis's first rank.
