@@ -65,6 +65,7 @@ def fully_shard_model(
     max_reducing_units: int = 1,
     fsdp_manual_registration: bool = False,
     offload_fraction: float = 1.0,
+    sync_module_states: bool | None = None,
     preserve_fp32_weights: bool | None = None,
     grad_reduce_in_fp32: bool | None = None,
     keep_fp8_transpose_cache_when_using_custom_fsdp: bool | None = None,
@@ -158,6 +159,9 @@ def fully_shard_model(
             at the end of the first step and of later steps that have added buffers.
         offload_fraction: With ``offload_optimizer``, offload whole units with at most this fraction of the parameters,
             the first units first. Units are then unsharded after the step, unless it is 1.
+        sync_module_states: Whether the first data-parallel rank gives its initial weights and buffers to the others.
+            None: only if they differ, with a warning. True: always; the others may have them on the meta device. False:
+            every rank keeps its shards of its own model.
         preserve_fp32_weights: Deprecated; use ``MixedPrecisionPolicy(main_params_dtype=torch.float32)``, or None.
         grad_reduce_in_fp32: Deprecated; use ``main_grads_dtype`` and ``grad_comm_dtype`` of the policy.
         keep_fp8_transpose_cache_when_using_custom_fsdp: Deprecated name of ``keep_fp8_transpose_cache``.
@@ -278,6 +282,7 @@ def fully_shard(
     max_reducing_units: int = 1,
     fsdp_manual_registration: bool = False,
     offload_fraction: float = 1.0,
+    sync_module_states: bool | None = None,
     preserve_fp32_weights: bool | None = None,
     grad_reduce_in_fp32: bool | None = None,
     keep_fp8_transpose_cache_when_using_custom_fsdp: bool | None = None,

@@ -76,6 +76,9 @@ class FSDPConfig:
         max_reducing_units: Number of units whose gradients may be in a reduction at the same time.
         fsdp_manual_registration: With ``nccl_ub``, register buffers only when ``register_buffers()`` is called, and not
             at the end of the first step and of later steps that have added buffers.
+        sync_module_states: Whether the first data-parallel rank gives its initial weights and buffers to the others.
+            None: only if they differ, with a warning. True: always; the others may have them on the meta device. False:
+            every rank keeps its shards of its own model.
         sharding: Where parameters, gradients and optimizer state live. Derived from the two strategies.
 
     Raises:
@@ -109,6 +112,7 @@ class FSDPConfig:
     max_unsharded_units: int = 2
     max_reducing_units: int = 1
     fsdp_manual_registration: bool = False
+    sync_module_states: bool | None = None
     sharding: Sharding = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -137,6 +141,8 @@ class FSDPConfig:
                 raise ValueError(f"{name}: the host waits for the device, which a CUDA graph (cuda_graph_mode) cannot.")
         if not 0 <= self.offload_fraction <= 1:
             raise ValueError(f"offload_fraction: expected a number from 0 to 1; got {self.offload_fraction}.")
+        if self.sync_module_states and self.init_model_with_meta_device:
+            raise ValueError("sync_module_states=True takes values, and init_model_with_meta_device makes new ones.")
         self._check_devices()
 
     def _check_types(self) -> None:

@@ -308,7 +308,11 @@ class MegatronFSDP(nn.Module):
         self.engine.reshard()
 
     def broadcast_params(self) -> None:
-        """Make ranks agree on weights that they may have initialized differently. A collective."""
+        """Make replicas of main weights equal: those of the first rank along each axis that does not shard them.
+
+        A shard has one owner and stays as it is, so this does not give all ranks the model of the first rank: sharding
+        does that (``sync_module_states``). Call it after a write that differed between replicas. A collective.
+        """
         self.engine.broadcast_weights()
 
     @contextmanager

@@ -1,13 +1,30 @@
 """Gradient accumulation over micro-batches, synchronized after each or after the last only."""
 
+import contextlib
+import copy
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
-from megatron_fsdp import fully_shard_model
+from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model, fully_shard_optimizer
 from tests.exchanges import both_exchanges
-from tests.models import FP32_GRADS, STRATEGIES, TinyModel, adamw, assert_same_training, batches, loss_of
+from tests.models import (
+    FP32_GRADS,
+    STRATEGIES,
+    Block,
+    TinyModel,
+    adamw,
+    assert_same_training,
+    assert_same_weights,
+    batches,
+    device,
+    loss_of,
+)
 from tests.ranks import RankPool
 
 pytestmark = pytest.mark.every_strategy
@@ -95,3 +112,61 @@ def _gradients_accumulate_until_they_are_zeroed(set_to_none: bool) -> None:
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_gradients_accumulate_as_in_torch(ranks: RankPool, set_to_none: bool) -> None:
     ranks.run(2, _gradients_accumulate_until_they_are_zeroed, set_to_none)
+
+
+def _clip(strategy: str, sync_each: bool, read: str) -> None:
+    """Clip after micro-batches none of which has synchronized, in one of several ways."""
+    data = batches(steps=3, per_step=2 * dist.get_world_size())
+    model = TinyModel().to(device())
+    reference = copy.deepcopy(model)
+    optimizer = adamw(model.parameters())
+    kept = list(model.parameters())
+    settings: dict[str, Any] = {"zero_dp_strategy": strategy, "sync_model_each_microbatch": sync_each}
+    sharded, optimizer = fully_shard(model, optimizer, fsdp_unit_modules=[Block], **settings)
+    expected_optimizer = adamw(reference.parameters())
+    for number, step in enumerate(data):
+        for tokens in step:
+            (loss_of(reference, tokens) * 100 / len(step)).backward()
+        expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+        expected_optimizer.step()
+        expected_optimizer.zero_grad()
+        with sharded.no_sync() if sync_each else contextlib.nullcontext():
+            for tokens in step[dist.get_rank() :: dist.get_world_size()]:
+                (loss_of(sharded, tokens) * 100 / 2).backward()
+            norm = clip(sharded, kept, read) if number % 2 else None
+        norm = clip(sharded, kept, read) if norm is None else norm
+        torch.testing.assert_close(float(norm), float(expected), rtol=2e-5, atol=0)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same_weights(sharded, reference)
+    assert "grad" not in vars(DTensor), "nothing waits: reading a gradient is as fast as without sharding"
+
+
+def clip(sharded: MegatronFSDP, kept: list[nn.Parameter], read: str) -> torch.Tensor:
+    if read == "by hand":
+        norm = torch.linalg.vector_norm(torch.stack([p.grad.norm().full_tensor() for p in sharded.parameters()]))  # type: ignore
+        sharded.scale_gradients(min(1.0, 0.5 / (norm.item() + 1e-6)))
+        return norm
+    return nn.utils.clip_grad_norm_(sharded.parameters() if read == "model" else kept, 0.5)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("sync_each", "read"), [(True, "model"), (False, "model"), (True, "by hand"), (True, "kept")])
+def test_clipping_reads_synchronized_gradients(ranks: RankPool, strategy: str, sync_each: bool, read: str) -> None:
+    ranks.run(2, _clip, strategy, sync_each, read)
+
+
+def _drop(set_to_none: bool) -> int:
+    model = fully_shard_model(TinyModel(), zero_dp_strategy=1)
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    with model.no_sync():
+        loss_of(model, batches(1, 1)[0, 0]).backward()
+    issued = model.engine.context.channel.log.count
+    optimizer.zero_grad(set_to_none=set_to_none)
+    assert all(p.grad is None or not local_shard(p.grad).any() for p in model.parameters())
+    return model.engine.context.channel.log.count - issued
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zeroing_synchronizes_nothing(ranks: RankPool, set_to_none: bool) -> None:
+    assert ranks.run(2, _drop, set_to_none) == [0, 0]

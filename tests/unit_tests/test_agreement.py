@@ -1,16 +1,18 @@
 """Ranks compare their models before sharding, and all of them raise the same error if the models differ."""
 
+import logging
 import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.comm.journal import Journal
 from megatron.fsdp.fsdp2 import fully_shard
@@ -69,7 +71,7 @@ DIFFERENT: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "unfit": (
         Net,
         {"fsdp_unit_modules": [nn.Conv2d]},
-        "cannot be sharded, because sharding failed on rank .: ValueError: fsdp_unit",
+        "cannot continue, because rank . failed: ValueError: fsdp_unit",
     ),
 }
 
@@ -184,7 +186,7 @@ def test_experts_are_compared_by_the_ranks_that_shard_them(ranks: RankPool) -> N
     assert ranks.run(4, _shard_experts, [8, 12, 8, 12]) == ["nothing"] * 4
     found = ranks.run(4, _shard_experts, [8, 12, 8, 16])
     assert all("parameter expert.weight: rank 1: shape (12, 4)" in text for text in found), found
-    assert "sharding failed on rank 1:" in found[0] or "sharding failed on ranks 1, 3:" in found[0]
+    assert "because rank 1 failed:" in found[0] or "because ranks 1, 3 failed:" in found[0]
 
 
 def _count_messages() -> tuple[int, int]:
@@ -213,3 +215,170 @@ def _count_messages() -> tuple[int, int]:
 
 def test_comparison_takes_few_messages_for_any_number_of_ranks(ranks: RankPool) -> None:
     assert ranks.run(4, _count_messages) == [(2, 4)] * 4
+
+
+class Buffered(Net):
+    """A model with buffers of several dtypes, all of which depend on the seed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.rand(5) > 0.5)
+        self.register_buffer("scale", torch.rand(()), persistent=False)
+
+
+def _state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Full weights, and all buffers, by name."""
+    weights = {name: cast("DTensor", p).full_tensor().detach() for name, p in model.named_parameters()}
+    return {name.removeprefix("module."): value for name, value in (*weights.items(), *model.named_buffers())}
+
+
+def _seeded(seed: int, build: Callable[[], nn.Module] = Buffered, device: str = "cpu") -> nn.Module:
+    torch.manual_seed(seed)
+    with torch.device(device):
+        return build()
+
+
+def _share(interface: str, sync: bool | None, on_meta: bool) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Shard a model with a seed per rank, over 2 x 2 ranks. Returns its state, and what was logged."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    rank, logged = dist.get_rank(), Logged()
+    model = _seeded(rank, device="meta" if on_meta and rank else "cpu")
+    logging.getLogger("megatron.fsdp").addHandler(logged)
+    try:
+        if interface == "fsdp2":
+            for layer in model.layers:  # type: ignore[union-attr]
+                fully_shard(layer, mesh=mesh)
+            return _state(fully_shard(model, mesh=mesh)), logged.texts
+        axes: dict[str, Any] = {"device_mesh": mesh, "dp_shard_dim": "inner", "dp_outer_dim": "outer"}
+        units = [nn.Linear] if interface == "units" else None
+        sharded = fully_shard_model(model, **axes, fsdp_unit_modules=units, device="cpu", sync_module_states=sync)
+        return _state(sharded), logged.texts
+    finally:
+        logging.getLogger("megatron.fsdp").removeHandler(logged)
+
+
+class Logged(logging.Handler):
+    """Collects warnings."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+@pytest.mark.parametrize(
+    ("interface", "sync", "on_meta"),
+    [
+        ("units", None, False),
+        ("none", None, False),
+        ("fsdp2", None, False),
+        ("units", True, True),
+        ("none", True, False),
+    ],
+)
+def test_the_first_rank_gives_its_model_to_the_others(
+    ranks: RankPool, interface: str, sync: bool | None, on_meta: bool
+) -> None:
+    expected = _state_of_plain(_seeded(0))
+    results = ranks.run(4, _share, interface, sync, on_meta)
+    for state, _ in results:
+        torch.testing.assert_close(state, expected, rtol=0, atol=0)
+    warnings = [[text for text in texts if "values of" in text] for _, texts in results]
+    assert [len(texts) for texts in warnings] == [int(sync is None), 0, 0, 0]
+    assert sync or re.search(r"values of .*weight.*: rank 0: checksum \w+; rank 1: checksum", warnings[0][0])
+
+
+def _state_of_plain(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.detach() for name, value in (*model.named_parameters(), *model.named_buffers())}
+
+
+def _share_experts(sync: bool | None) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Ranks 0 and 2 shard the same experts, and so do ranks 1 and 3; the other ranks' experts are not theirs."""
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    experts = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    model = _seeded(dist.get_rank(), lambda: Experts(4))
+    own = _state_of_plain(model)
+    sharded = fully_shard_model(
+        model, mesh, "dp", expt_device_mesh=experts, fsdp_unit_modules=[], device="cpu", sync_module_states=sync
+    )
+    return own, _state(sharded)
+
+
+@pytest.mark.parametrize("sync", [None, False])
+def test_weights_are_given_to_the_ranks_that_shard_the_same_ones(ranks: RankPool, sync: bool | None) -> None:
+    results = ranks.run(4, _share_experts, sync)
+    for rank, (_, state) in enumerate(results):
+        sources = {name: rank % 2 if name.startswith("expert") else 0 for name in state}
+        equal = [torch.equal(value, results[sources[name]][0][name]) for name, value in state.items()]
+        assert all(equal) == (sync is None)
+
+
+def _refuse_replicas(differ: bool, axes: dict[str, Any]) -> str:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("other", "dp"))
+    model = _seeded(mesh.get_local_rank("other") if differ else 0)
+    return _raised(lambda: fully_shard_model(model, mesh, "dp", **axes, device="cpu"))[0]
+
+
+def test_replicas_along_an_axis_without_a_name_are_refused(ranks: RankPool) -> None:
+    for text in ranks.run(4, _refuse_replicas, False, {}):
+        assert text.startswith("ValueError") and "axis 'other' have the same model" in text
+    # The stages of a pipeline differ, and a named axis is synchronized.
+    assert ranks.run(4, _refuse_replicas, True, {}) == ["nothing"] * 4
+    assert ranks.run(4, _refuse_replicas, False, {"dp_outer_dim": "other"}) == ["nothing"] * 4
+
+
+def _load(case: str, interface: str) -> tuple[str, float, bool]:
+    """Load other full tensors on the last rank. Returns the error, and whether the weights are as before."""
+    rank, model = dist.get_rank(), Net()
+    given = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
+    sharded: nn.Module
+    if interface == "fsdp2":
+        sharded = fully_shard(model)
+        sharded(torch.ones(2, 4))
+    else:
+        sharded = fully_shard_model(model, fsdp_unit_modules=[nn.Linear], device="cpu")
+    before = _state(sharded)
+    given = {} if case == "keys" and rank else given
+    if case == "values" and rank:
+        given["layers.1.weight"] += 1
+    if case == "alone" and rank:
+        raised = _raised(lambda: sharded(torch.ones(2, 4)).sum().backward())
+    else:
+        raised = _raised(lambda: sharded.load_state_dict(given, strict=case == "strict"))
+    if case == "alone":
+        return *raised, True
+    after = _state(sharded)
+    return *raised, all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("interface", ["model", "fsdp2"])
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ("values", r"ValueError.*entry .*layers.1.weight: rank 0: checksum .*; rank 1: checksum"),
+        ("keys", r"ValueError.*entry .*first.weight: rank 0: checksum .*; rank 1: does not exist"),
+        ("alone", r"Disagreement.*rank 0: last issued compare models.*which has called load"),
+    ],
+)
+def test_full_tensors_that_differ_are_not_loaded(ranks: RankPool, case: str, expected: str, interface: str) -> None:
+    results = ranks.run(2, _load, case, interface)
+    # Where ranks issue different operations, the second to notice may find the connection closed.
+    assert (any if case == "alone" else all)(re.search(expected, text, re.S) for text, *_ in results), results
+    assert all(text != "nothing" and seconds < 60 and untouched for text, seconds, untouched in results), results
+
+
+def _load_with_missing_keys() -> str:
+    model = fully_shard_model(Net(), device="cpu")
+    given = Net().state_dict() if dist.get_rank() == 0 else {}
+    text = _raised(lambda: model.load_state_dict(given))[0]
+    model.load_state_dict(_seeded(5, Net).state_dict())  # all ranks can load afterwards
+    torch.testing.assert_close(_state(model), _state_of_plain(_seeded(5, Net)))
+    return text
+
+
+def test_every_rank_raises_if_keys_are_missing_on_one(ranks: RankPool) -> None:
+    first, second = ranks.run(2, _load_with_missing_keys)
+    assert "because rank 1 failed: RuntimeError: state_dict does not fit" in first
+    assert second.startswith("RuntimeError: state_dict does not fit")

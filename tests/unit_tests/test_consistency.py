@@ -5,7 +5,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.fsdp.state.consistency import hash_of, inconsistent_weights
+from megatron.fsdp.runtime.agreement import hash_of
+from megatron.fsdp.state.consistency import inconsistent_weights
 from tests.ranks import DEVICE, RankPool
 
 

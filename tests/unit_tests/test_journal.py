@@ -5,11 +5,12 @@ import threading
 import time
 from collections.abc import Callable
 
+import torch
 import torch.distributed as dist
 
 from megatron.fsdp.comm.journal import JOURNAL, MAX_KEPT, Journal, Log, Watchdog, describe, name_ranks, whereabouts
 from megatron.fsdp.comm.streams import CpuStream, Disagreement, Handle, watch_end
-from megatron_fsdp import MegatronFSDP
+from megatron_fsdp import MegatronFSDP, fully_shard_model
 from tests.models import Block, TinyModel, batches, loss_of
 from tests.ranks import RankPool
 
@@ -187,3 +188,17 @@ def test_nothing_is_reported_while_operations_are_issued() -> None:
         time.sleep(0.03)
     watchdog.stop()
     assert not told
+
+
+def _read_scalars() -> list[str]:
+    model = fully_shard_model(TinyModel(), fsdp_unit_modules=[Block])
+    weight, log = next(model.parameters()), model.engine.context.channel.log
+    before = log.count
+    weight.norm().item()
+    bool(torch.isnan(weight).any())
+    return [what for number, what in log.answer()["issued"] if number >= before]
+
+
+def test_reductions_of_sharded_tensors_are_recorded(ranks: RankPool) -> None:
+    """So a scalar that one rank reads is found, as other collectives are."""
+    assert ranks.run(2, _read_scalars) == [["reduce a tensor of shape ()"] * 2] * 2

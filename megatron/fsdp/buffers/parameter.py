@@ -469,6 +469,12 @@ class _Earlier(nn.Parameter):
 
     data = property(lambda self: self.present.data, _set_data)
 
+    def _set_grad(self, value: torch.Tensor | None) -> None:
+        self.present.grad = value
+
+    # Not through __torch_function__, which would read the attribute as torch has it, and synchronize nothing.
+    grad = property(lambda self: self.present.grad, _set_grad)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.present, name)
 

@@ -42,6 +42,8 @@ class ParameterGroup:
         context: How the model communicates.
         pool: Provides the memory of temporary buffers.
         tp_mesh: Tensor-parallel axis, if any parameter of the model is a DTensor over it.
+        from_first: For dense parameters and for experts: whether the first data-parallel rank gives initial values to
+            the others, whose parameters may be on the meta device if ``config`` says so.
 
     Attributes:
         device: Where the group computes.
@@ -61,8 +63,10 @@ class ParameterGroup:
         context: CommContext,
         pool: Pool,
         tp_mesh: DeviceMesh | None,
+        from_first: tuple[bool, bool] = (False, False),
     ) -> None:
         key = params[0].key
+        self._from_first = from_first[key.expert]
         self.requires_grad = key.requires_grad
         self.params = params
         self._config = config
@@ -112,7 +116,7 @@ class ParameterGroup:
             return param.local_value if storage is None else storage.initial(param.compute)
 
         values = [None if param.is_meta else value(param) for param in params]
-        self.initialized = not any(param.is_meta for param in params)
+        self.initialized = bool(self._config.sync_module_states) or not any(param.is_meta for param in params)
         # Initial values of quantized parameters may be more precise than the dtype that these appear to have.
         exact = storage is not None and self.initialized
         views = self.weights.load(values, self.dtypes.main_params if exact else params[0].key.dtype)
@@ -127,7 +131,7 @@ class ParameterGroup:
     def initialize_main(self) -> None:
         """Make main weights of the parameters' present values."""
         self.initialized = True
-        self.weights.initialize_main()
+        self.weights.initialize_main(self._from_first)
         for i, param in enumerate(self.params):
             if self.storage is not None:
                 planes = [plane.buffer.views[i] for plane in self.weights.planes]

@@ -9,7 +9,7 @@ import torch
 from megatron.fsdp.buffers.flat_buffer import FlatBuffer, slot_view
 from megatron.fsdp.buffers.pool import Pool
 from megatron.fsdp.buffers.quantizing import QuantizationBatch, SharedBy
-from megatron.fsdp.comm.collectives import all_gather
+from megatron.fsdp.comm.collectives import all_gather, broadcast
 from megatron.fsdp.comm.context import CommContext
 from megatron.fsdp.comm.streams import Handle
 from megatron.fsdp.quantized.storage import Direction, Plane
@@ -231,10 +231,17 @@ class WeightBuffer:
                 view.copy_(tensor)
         return views
 
-    def initialize_main(self) -> None:
-        """Make main weights of what was loaded. Compute weights are freed if they are temporary."""
+    def initialize_main(self, from_first: bool = False) -> None:
+        """Make main weights of what was loaded. Compute weights are freed if they are temporary.
+
+        Args:
+            from_first: The first data-parallel rank gives what it has loaded to the others. A collective.
+        """
         flat = self.compute.flat if self._loaded is None else self._loaded
         self._loaded = None
+        if from_first:
+            group = self.stream.group(self._axes.dp_group)
+            self.stream.run(functools.partial(broadcast, flat, 0, group)).wait()
         if not self._quantized:
             self.planes[0].load(flat)
         if self.main_is_apart:

@@ -129,6 +129,12 @@ def fail_all_waits(reason: str) -> None:
     _disagreement[:] = [reason]
 
 
+def raise_if_ranks_disagree() -> None:
+    """End a wait on the host if :func:`fail_all_waits` was called."""
+    if _disagreement:
+        raise Disagreement(_disagreement[0])
+
+
 def wait_for(work: dist.Work, group: dist.ProcessGroup, device: torch.device) -> None:
     """Wait for a collective that was started with ``async_op=True``. :func:`fail_all_waits` ends a wait on the host.
 
@@ -139,8 +145,7 @@ def wait_for(work: dist.Work, group: dist.ProcessGroup, device: torch.device) ->
     """
     pause = 0.0
     while not runs_ahead(device) and moves_data(group) and not work.is_completed():
-        if _disagreement:
-            raise Disagreement(_disagreement[0])
+        raise_if_ranks_disagree()
         time.sleep(pause)
         pause = min(pause + 1e-5, 0.01)
     work.wait()
@@ -175,8 +180,7 @@ class _CpuHandle(Handle):
 
     def wait(self) -> None:
         while not self._done.wait(1.0):
-            if _disagreement:
-                raise Disagreement(_disagreement[0])
+            raise_if_ranks_disagree()
         error, self._error = self._error, None
         if error is not None:
             try:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -129,6 +129,34 @@ def _gather_whole(tensor: DTensor) -> torch.Tensor:
         if isinstance(other, (Shard, SectionedShard)):
             own = _gather_chunks(own, other, tensor.shape, mesh, axis)
     return own
+
+
+_OPERATIONS = {
+    "sum": dist.ReduceOp.SUM,
+    "product": dist.ReduceOp.PRODUCT,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
+
+
+def reduce_whole(tensor: DTensor) -> torch.Tensor:
+    """Reduce the results of all shards, on every rank. A collective over every mesh axis with a partial placement.
+
+    torch's own reduction waits where no report about hanging ranks could end the wait.
+    """
+    mesh, local = tensor.device_mesh, tensor._local_tensor.detach()
+    # gloo has no reductions of booleans, and sums of bytes would overflow.
+    value = local.to(mesh.device_type, torch.int32 if local.dtype is torch.bool else local.dtype, copy=True)
+    with JOURNAL.recorded(f"reduce a tensor of shape {tuple(tensor.shape)}", mesh.mesh.flatten().tolist()):
+        for axis, placement in enumerate(tensor._spec.placements):
+            if isinstance(placement, Partial):
+                group, order = mesh.get_group(axis), getattr(placement, "norm_type", 1)  # torch's _NormPartial has one
+                value = value if order == 1 else value**order
+                with ensure_released(group, value):
+                    operation = _OPERATIONS[placement.reduce_op]
+                    _finish(dist.all_reduce(value, operation, group=group, async_op=True), group, value)
+                value = value if order == 1 else value ** (1.0 / order)
+    return value.to(local)
 
 
 def _finish(work: dist.Work | None, group: dist.ProcessGroup, tensor: torch.Tensor) -> None:

@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from megatron.fsdp.comm.collectives import broadcast
-from megatron.fsdp.dtensor.gathering import ToFull, ToLocal, gather_whole
+from megatron.fsdp.dtensor.gathering import ToFull, ToLocal, gather_whole, reduce_whole
 from megatron.fsdp.dtensor.placements import (
     InChunks,
     contiguous_stride,
@@ -203,6 +203,10 @@ class PartialDTensor(_OwnDispatch):
     def __format__(self, format_spec: str) -> str:
         return format(self.item(), format_spec)
 
+    def full_tensor(self, *, grad_placements: object = None) -> torch.Tensor:
+        """Reduce the result over the ranks. A collective over the mesh; not differentiable."""
+        return reduce_whole(self)
+
 
 # Creating and reading DTensors ----------------------------------------------------------------------------------
 
@@ -280,6 +284,8 @@ def reduced(value: Any) -> Any:
     """The whole tensor of a DTensor, gathered or reduced by a collective if needed. Other values are returned as is."""
     if not isinstance(value, DTensor):
         return value
+    if isinstance(value, PartialDTensor):
+        return reduce_whole(value)
     return value._local_tensor if is_replicated(value._spec.placements) else value.full_tensor()
 
 

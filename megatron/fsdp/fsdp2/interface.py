@@ -51,6 +51,7 @@ from megatron.fsdp.fsdp2.marked import (
     Mark,
     MarkedModule,
     axes_of,
+    equalize,
     is_pending,
     mark_of,
     model_of,
@@ -437,6 +438,7 @@ def fully_shard(
     engine_policy = _engine_policy(policy)
     for each in modules:
         index, device = axes_of(mesh, each)
+        equalize(each, index, device)
         reshard = _resolve_reshard_after_forward(reshard_after_forward, index.dense.inner.size())
         each.__class__ = _marked_class(type(each))
         assert isinstance(each, FSDPModule)

@@ -5,8 +5,10 @@ parameter. :func:`shard_if_pending` shards the outermost marked module with ever
 become its units. The outermost module then owns an :class:`InPlaceModel`.
 """
 
+import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +22,9 @@ from megatron.fsdp.buffers.parameter import check_class
 from megatron.fsdp.comm.backends import compute_device, local_device
 from megatron.fsdp.comm.streams import communication_stream
 from megatron.fsdp.config import FSDPConfig
-from megatron.fsdp.dtensor.ragged_dtensor import is_sharded
+from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.optim.hooks import attach_at_first_use, attach_optimizer
+from megatron.fsdp.runtime.agreement import as_text, checksum, difference, receive
 from megatron.fsdp.runtime.builder import UnitSettings, build_engine, make_blueprint
 from megatron.fsdp.runtime.other_engines import check_no_other_engine, reject_other_engines
 from megatron.fsdp.runtime.partition import UnitPart, is_wrapped, partition, root_modules
@@ -29,6 +32,8 @@ from megatron.fsdp.runtime.unit import Unit
 from megatron.fsdp.sharding.mesh import FSDPDistributedIndex, default_index
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
 from megatron.fsdp.state.loading import hook_state_dict, load
+
+logger = logging.getLogger(__name__)
 
 
 class MarkedModule(nn.Module):
@@ -175,9 +180,6 @@ class InPlaceModel:
 
     def load(self, root: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> Any:
         """Load whole tensors, DTensors of this model, or evenly sharded DTensors into the main weights."""
-        if any(is_sharded(value) for value in state_dict.values()):
-            # A DTensor with another layout is all-gathered, and all ranks must have the same model for that.
-            self.engine.agree()
         return load(self.engine, root, "", state_dict, strict)
 
 
@@ -225,6 +227,7 @@ def _shard(root: MarkedModule) -> None:
     _check_dtypes(partition(root, (MarkedModule,)))
     config = FSDPConfig(
         mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=None),  # each unit has its policy
+        sync_module_states=False,  # see equalize()
         init_model_with_meta_device=any(tensor.is_meta for tensor in tensors),
         offload_optimizer=mark.offload,
     )
@@ -293,6 +296,37 @@ def axes_of(mesh: DeviceMesh | None, module: nn.Module) -> tuple[FSDPDistributed
     for group in (*index.dense.groups, index.dense.dp_group):
         stream.group(group)
     return index, device
+
+
+# Models of which a difference between ranks was reported.
+_reported: weakref.WeakSet[FSDPDistributedIndex] = weakref.WeakSet()
+
+
+def equalize(module: nn.Module, index: FSDPDistributedIndex, device: torch.device) -> None:
+    """Give the weights and buffers of the first rank to the others if they differ. A collective.
+
+    Later there is no time for it: sharding communicates nothing, and leaves every rank with its shards. Marked modules
+    inside the module were compared when they were marked.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    inside = [module]
+    for owner in inside:
+        inside += [child for child in owner.children() if not isinstance(child, MarkedModule)]
+        for name, tensor in (*owner._parameters.items(), *owner._buffers.items()):
+            if tensor is not None and (isinstance(tensor.data, DTensor) or type(tensor.data) is torch.Tensor):
+                value = local_shard(tensor.data) if isinstance(tensor.data, DTensor) else tensor.data
+                tensors[f"{name} of {type(owner).__name__}, tensor {len(tensors)}"] = value
+    found = {f"shape of {name}": f"{value.shape}, {value.dtype}, {value.is_meta}" for name, value in tensors.items()}
+    real = {f"values of {name}": value for name, value in tensors.items() if not value.is_meta}
+    found |= as_text({name: checksum(value, sampled=False) for name, value in real.items()}, device)
+    group = index.dense.dp_group
+    with suppress(ValueError):  # other shapes: all ranks raise an error before the first forward
+        if text := difference(group, found, None):
+            if group.rank() == 0 and index not in _reported:
+                logger.warning("FSDP: %s", text)
+            _reported.add(index)
+            for value in real.values():
+                receive(value, communication_stream(device, group), group)
 
 
 def _attach(optimizer: torch.optim.Optimizer) -> None:

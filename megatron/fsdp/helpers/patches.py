@@ -31,6 +31,7 @@ TABLES = (
     "megatron.fsdp.mcore.cpu.changes:MEGATRON",
     "megatron.fsdp.mcore.initialization:RANDOM_STATES",
     "megatron.fsdp.mcore.patches:MEGATRON",
+    "megatron.fsdp.runtime.engine:GRADIENTS",
 )
 
 _ABSENT = object()

@@ -294,7 +294,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
         self.module.synchronize_param_gather()
 
     def broadcast_params(self) -> None:
-        """Make ranks agree on weights that they may have initialized differently. A collective."""
+        """Make replicas of main weights equal; see :meth:`MegatronFSDP.broadcast_params`. A collective."""
         self.module.broadcast_params()
 
     # State -----------------------------------------------------------------------------------------------------

@@ -19,7 +19,8 @@ from megatron.fsdp.buffers.parameter import ShardedParameter
 from megatron.fsdp.comm.collectives import all_gather
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.mcore.adapter import FullyShardedDataParallel, ShardedModule
-from megatron.fsdp.state.consistency import hash_of, inconsistent_weights
+from megatron.fsdp.runtime.agreement import hash_of
+from megatron.fsdp.state.consistency import inconsistent_weights
 
 logger = logging.getLogger(__name__)
 

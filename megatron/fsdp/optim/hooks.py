@@ -161,14 +161,15 @@ class ZeroGrad:
         engines = engines_of(parameters)
         # A graph writes to the gradients that it was captured with. Without ``.grad``, the step would ignore them.
         set_to_none = set_to_none and not any(engine.config.cuda_graph_mode for engine in engines)
-        with torch._C.DisableTorchFunctionSubclass() if set_to_none else contextlib.nullcontext():
-            type(optimizer).zero_grad(optimizer, set_to_none)
         for engine in engines:
             with torch._C.DisableTorchFunctionSubclass():
                 shared = any(param.main.requires_grad and param.main not in parameters for param in engine.params())
             if shared or not zero_grad_buffer:
                 continue
             engine.clear_gradients(set_to_none)
+        # Last: reading ``.grad`` would synchronize the gradients that are dropped.
+        with torch._C.DisableTorchFunctionSubclass() if set_to_none else contextlib.nullcontext():
+            type(optimizer).zero_grad(optimizer, set_to_none)
 
 
 def attach_of_wrapped(optimizer: torch.optim.Optimizer) -> None:
@@ -262,13 +263,13 @@ class _FinishGradients:
 
     def __init__(self, engine: Engine, needs_gradient: bool, arguments: _StepArguments) -> None:
         self._finish = weak_method(engine.finish_pending_gradients)
+        self._leave = weak_method(engine.leave_gradients_waiting)
         self._wait = weak_method(engine.wait_before_write)
         self._needs_gradient = needs_gradient
         self._arguments = arguments
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        if self._arguments.sync:
-            self._finish()
+        (self._finish if self._arguments.sync else self._leave)()
         self._wait()
         closure = closure_of(args, kwargs)
         if closure is not None:

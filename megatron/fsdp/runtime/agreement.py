@@ -1,4 +1,4 @@
-"""Checks that all ranks that shard a model have the same model and the same settings.
+"""Checks that all ranks that shard a model have the same model and the same settings, and whether its values are equal.
 
 Otherwise they would hang in collectives of different sizes, or mix up each other's weights. The ranks compare a hash
 through counters in the store of the process group. This takes a few messages per rank, whatever the number of ranks. A
@@ -7,8 +7,10 @@ something differs.
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
+import logging
 import time
 import weakref
 import zlib
@@ -18,10 +20,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.buffers.parameter import ShardedParameter
 from megatron.fsdp.comm.backends import moves_data
+from megatron.fsdp.comm.collectives import broadcast
 from megatron.fsdp.comm.journal import (
     SECONDS_FOR_ANSWERS,
     Channel,
@@ -33,9 +39,14 @@ from megatron.fsdp.comm.journal import (
     wait_for_key,
 )
 from megatron.fsdp.comm.process_groups import timeout_of
+from megatron.fsdp.comm.streams import Stream, raise_if_ranks_disagree
 from megatron.fsdp.config import FSDPConfig
+from megatron.fsdp.dtensor.ragged_dtensor import local_shard
+from megatron.fsdp.quantized.storage import storage_of
 from megatron.fsdp.runtime.partition import UnitPart
 from megatron.fsdp.sharding.mesh import DataParallelAxes, FSDPDistributedIndex
+
+logger = logging.getLogger(__name__)
 
 # Everything that is compared, by name, in the order in which differences are reported.
 Fingerprint = dict[str, str]
@@ -43,12 +54,23 @@ Fingerprint = dict[str, str]
 _ERROR = "the model"
 # How long a rank whose own check has failed stays for others that have not read that yet.
 SECONDS_FOR_OTHERS = 2.0
+# How long ranks wait for those along an axis that no argument names. They may never shard a model, so this must end.
+SECONDS_FOR_REPLICAS = 10.0
 # These follow from other differences, so they are reported last.
 _LAST = ("number of units", "order of parameters")
 _MISSING = "does not exist"
+# The beginning of names of values, in contrast to those of shapes and settings.
+_VALUES = "values of"
+LOADED = "entry"
 _REMEDIES = (
     ("setting", "Give all ranks the same arguments."),
     ("device mesh", "Create the same mesh with the same axis names on all ranks."),
+    (
+        _VALUES,
+        "As with DDP, the first of these ranks gives its weights and buffers to the others. To save that, set the same "
+        "seed on all ranks before the model is built.",
+    ),
+    (LOADED, "Nothing was loaded. Load the same full tensors on all ranks, or use torch.distributed.checkpoint."),
     ("", "Build the same model from the same configuration on all ranks; only the values of parameters may differ."),
 )
 
@@ -78,9 +100,14 @@ def fingerprint(
     for number, unit in enumerate(part.walk()):
         order.append(str(len(unit.params)))
         for param in unit.params:
-            (experts if apart and param.key.expert else dense)[f"parameter {param.name}"] = _describe(param, unit)
+            text = _describe(param, unit)
+            if param.is_meta and not config.sync_module_states:
+                text += ", on the meta device (sync_module_states=True lets the first rank give it values)"
+            (experts if apart and param.key.expert else dense)[f"parameter {param.name}"] = text
         if settings := settings_of(unit):
             dense[f"setting of unit {number}"] = settings
+    for expert, name, buffer in buffers_of(part.module, index) if config.sync_module_states is not False else ():
+        (experts if expert else dense)[f"buffer {name}"] = f"shape {tuple(buffer.shape)}, {buffer.dtype}"
     dense["number of units"] = str(len(order))
     for found in (dense, experts):
         found["order of parameters"] = hashlib.blake2b("\n".join(found).encode(), digest_size=8).hexdigest()
@@ -104,6 +131,142 @@ def _describe(param: ShardedParameter, unit: UnitPart) -> str:
     if len(param.names) > 1:
         text += f", tied to {param.names[1:]}"
     return f"{text}, in unit {unit.name or '<root>'}"
+
+
+def buffers_of(module: nn.Module, index: FSDPDistributedIndex) -> Iterator[tuple[bool, str, torch.Tensor]]:
+    """Yield the buffers with their names, and whether only the ranks with the same experts have equal ones.
+
+    That is assumed of all buffers of modules that contain experts, which may say which experts a rank has.
+    """
+    apart = index.experts is not index.dense
+    for path, owner in module.named_modules():
+        expert = apart and not all(getattr(parameter, "allreduce", True) for parameter in owner.parameters())
+        for name, buffer in owner.named_buffers(path, recurse=False):
+            yield expert, name, local_shard(buffer) if isinstance(buffer, DTensor) else buffer
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Odd: multiplication by an odd number modulo 2^64 is invertible, so no bit of an element is lost.
+_FACTOR = 0x9E3779B97F4A7C1 | 1
+SAMPLED = 1024
+
+
+def hash_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Hash the bits and the order of a tensor's elements, on the tensor's device. Returns an int64 scalar."""
+    bits = tensor.detach().reshape(-1).view(_INTEGERS[tensor.element_size()]).long()
+    places = torch.arange(1, bits.numel() + 1, device=bits.device) * _FACTOR
+    mixed = (bits ^ places) * _FACTOR
+    return (mixed ^ (mixed >> 29)).sum()
+
+
+def checksum(tensor: torch.Tensor, sampled: bool) -> torch.Tensor:
+    """Hash up to about 1024 elements at equal distances and, unless ``sampled``, add the sum of all bits.
+
+    Returns:
+        An int64 scalar on the tensor's device. The sum reads the tensor once, and takes half of the time of a copy.
+    """
+    flat = tensor.detach().reshape(-1)
+    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    result = hash_of(flat[:: max(flat.numel() // SAMPLED, 1)])
+    bits, wide = flat.view(_INTEGERS[flat.element_size()]), 8 // flat.element_size()
+    # Sums of short integers are ten times as slow.
+    end = 0 if bits.storage_offset() % wide else bits.numel() // wide * wide
+    return result if sampled else result + bits[:end].view(torch.int64).sum() + bits[end:].sum()
+
+
+def as_text(checksums: dict[str, torch.Tensor], device: torch.device) -> Fingerprint:
+    """Read checksums; the host waits for the device once."""
+    numbers = torch.stack([value.to(device) for value in checksums.values()]).tolist() if checksums else []
+    return {name: f"checksum {number % (1 << 64):x}" for name, number in zip(checksums, numbers, strict=True)}
+
+
+def compare_values(
+    part: UnitPart, config: FSDPConfig, index: FSDPDistributedIndex, device: torch.device, channel: Channel
+) -> tuple[bool, bool]:
+    """Compare initial weights and buffers with those of other ranks, after :meth:`Agreement.wait`.
+
+    Tensors on the meta device are left out: their initialization gives all ranks equal values.
+
+    Returns:
+        Whether the first rank of each data-parallel group has to give its weights and buffers to the others: those of
+        dense modules, and those of experts.
+
+    Raises:
+        ValueError: Ranks along an axis of the mesh that no argument names have the same model.
+    """
+    given = config.sync_module_states
+    spare = {} if given is False else index.spare_axes()
+    if given is not None and not spare:
+        return given, given
+    found: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = ({}, {})
+    params = [param for unit in part.walk() for param in unit.params]
+    for param in (param for param in params if not param.is_meta):
+        storage = storage_of(param.compute)
+        value = param.local_value if storage is None else storage.initial(param.compute)
+        expert = param.key.expert and index.experts is not index.dense
+        found[expert][f"{_VALUES} {param.name}"] = checksum(value, sampled=False)
+    for expert, name, buffer in buffers_of(part.module, index):
+        if not buffer.is_meta:
+            found[expert][f"{_VALUES} {name}"] = checksum(buffer, sampled=False)
+    dense, experts = (as_text(each, device) for each in found)
+    with propagate_errors(index):
+        for name, group in spare.items() if not any(param.is_meta for param in params) else ():
+            _reject_replicas(name, Comparison(group, dense))
+    if given is not None:
+        return given, given
+    differs = []
+    for axes, values in ((index.dense, dense), (index.experts, experts)):
+        if (text := difference(axes.dp_group, values, channel)) and axes.dp_group.rank() == 0:
+            logger.warning("FSDP: %s To keep each rank's shards of its own model, give sync_module_states=False.", text)
+        differs.append(bool(text))
+    return differs[0], differs[1]
+
+
+def _reject_replicas(axis: str, comparison: "Comparison") -> None:
+    with suppress(TimeoutError):
+        if comparison.is_equal(SECONDS_FOR_REPLICAS):
+            raise ValueError(
+                f"device_mesh: the ranks along its axis {axis!r} have the same model, and no argument names the axis: "
+                "these replicas would never be synchronized. Give it as dp_outer_dim (replicas) or tp_dim. If these "
+                "ranks are to train different models, give the mesh without it: device_mesh[dp_shard_dim]."
+            )
+
+
+def difference(group: dist.ProcessGroup, values: Fingerprint, channel: Channel | None) -> str:
+    """Describe the first value that differs between the ranks of a group; empty if all are equal.
+
+    Raises:
+        ValueError: The ranks do not have the same values at all, or one of them has failed.
+    """
+    try:
+        Comparison(group, values).wait(channel)
+    except ValueError as error:
+        if f": {_VALUES}" in str(error):
+            return str(error)
+        raise
+    return ""
+
+
+def give_from_first(module: nn.Module, index: FSDPDistributedIndex, stream: Stream, wanted: tuple[bool, bool]) -> None:
+    """Overwrite buffers with those of the first rank of each data-parallel group. A collective.
+
+    Args:
+        module: The model.
+        index: Process groups.
+        stream: Runs the collectives.
+        wanted: Whether to do this with buffers of dense modules, and with those of modules that contain experts.
+    """
+    for expert, _, buffer in buffers_of(module, index):
+        if wanted[expert]:
+            receive(buffer, stream, (index.experts if expert else index.dense).dp_group)
+
+
+def receive(tensor: torch.Tensor, stream: Stream, group: dist.ProcessGroup) -> None:
+    """Overwrite a tensor with that of the first rank of a group. A collective."""
+    # As bytes: not every backend sends every dtype.
+    sent = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    stream.run(functools.partial(broadcast, sent, 0, stream.group(group))).wait()
+    tensor.detach().copy_(sent.view(tensor.dtype).view(tensor.shape))
 
 
 # Number of comparisons with the same ranks, by world process group. It makes the keys of every comparison unique.
@@ -138,11 +301,11 @@ class Comparison:
         self._first = self._store.add(self._hash, 1) == 1
         self._store.add("arrived", 1)
 
-    def wait(self, channel: Channel) -> None:
+    def wait(self, channel: Channel | None) -> None:
         """Wait for the other ranks.
 
         Args:
-            channel: Journal channel in which the wait is recorded.
+            channel: Journal channel in which the wait is recorded, if there is one.
 
         Raises:
             ValueError: Ranks differ. All of them raise the same error.
@@ -151,23 +314,28 @@ class Comparison:
         if self._alone:
             return
         handle, timeout = InProgress(), timeout_of(self._group) or timedelta(minutes=30)
-        channel.note(f"compare models with {name_ranks(self._ranks)}", [handle])
+        if channel is not None:
+            channel.note(f"compare models with {name_ranks(self._ranks)}", [handle])
         try:
-            with report_on_failure(f"Not all of {name_ranks(self._ranks)} have started to shard this model."):
-                self._wait(timeout.total_seconds())
+            with report_on_failure(f"Not all of {name_ranks(self._ranks)} shard or load this model."):
+                equal = self.is_equal(timeout.total_seconds())
         finally:
             handle.over = True
+        if not equal:
+            raise ValueError(self._verdict())
 
-    def _wait(self, seconds: float) -> None:
+    def is_equal(self, seconds: float) -> bool:
+        """Whether all ranks have equal fingerprints. Raises TimeoutError if those that have arrived in time do."""
         end, pause = time.monotonic() + seconds, 0.001
         while True:
-            arrived = self._store.add("arrived", 0)
-            if self._store.add(self._hash, 0) < arrived:
-                raise ValueError(self._verdict())
+            arrived = 0 if self._alone else self._store.add("arrived", 0)
+            if self._alone or self._store.add(self._hash, 0) < arrived:
+                return False
             if arrived == len(self._ranks):
-                return
+                return True
             if time.monotonic() > end:
                 raise TimeoutError(f"only {arrived} of {len(self._ranks)} ranks arrived within {seconds:.0f} s")
+            raise_if_ranks_disagree()
             time.sleep(pause)
             pause = min(2 * pause, 0.25)
 
@@ -219,7 +387,7 @@ class Comparison:
 def _first_difference(found: list[tuple[list[int], Fingerprint]], ranks: tuple[int, ...]) -> str:
     for having, values in found:
         if _ERROR in values:
-            return f"This model cannot be sharded, because sharding failed on {name_ranks(having)}: {values[_ERROR]}"
+            return f"This rank cannot continue, because {name_ranks(having)} failed: {values[_ERROR]}"
     absent = sorted(set(ranks) - {rank for having, _ in found for rank in having})
     more = f" ({name_ranks(absent)} had not arrived yet.)" if absent else ""
     names = list(dict.fromkeys(name for _, values in found for name in values))

@@ -23,7 +23,7 @@ from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.dtensor import torch_patches
 from megatron.fsdp.init.deferred import drop_recipes
 from megatron.fsdp.init.materialize import check_can_materialize, comes_last, initialize, materialize_buffers
-from megatron.fsdp.runtime.agreement import Agreement, fingerprint, propagate_errors
+from megatron.fsdp.runtime.agreement import Agreement, compare_values, fingerprint, give_from_first, propagate_errors
 from megatron.fsdp.runtime.engine import Engine, Resources
 from megatron.fsdp.runtime.partition import (
     UnitClasses,
@@ -78,6 +78,7 @@ class Blueprint:
         reshards: Weights of units are freed between passes; False if every rank keeps whole compute weights.
         channel: Records the model's collectives.
         agreement: Comparison of the model between ranks; not started yet.
+        from_first: Whether the first data-parallel rank gives initial values to the others: dense ones, and experts.
     """
 
     module: nn.Module
@@ -90,6 +91,7 @@ class Blueprint:
     reshards: bool
     channel: Channel
     agreement: Agreement
+    from_first: tuple[bool, bool] = (False, False)
 
 
 def make_blueprint(
@@ -147,7 +149,8 @@ def _check_and_divide(
     device: torch.device,
 ) -> tuple[UnitPart, DeviceMesh | None]:
     """Return the model's units, and its tensor-parallel mesh if it has one."""
-    check_devices(module, device, config.init_model_with_meta_device)
+    receives = config.sync_module_states and all(axes.dp_group.rank() for axes in (index.dense, index.experts))
+    check_devices(module, device, config.init_model_with_meta_device or bool(receives))
     if config.init_model_with_meta_device:
         check_can_materialize(module)
     check_dtypes(module, config.mixed_precision_policy)
@@ -168,6 +171,8 @@ def _check_and_divide(
 def build_engine(blueprint: Blueprint) -> Engine:
     """Shard the model: allocate buffers, move parameters into them, and hook the units' modules."""
     module, config, device = blueprint.module, blueprint.config, blueprint.device
+    given = compare_values(blueprint.root, config, blueprint.index, device, blueprint.channel)
+    blueprint = dataclasses.replace(blueprint, from_first=given)
     context = CommContext.of(
         device,
         HOST if config.offload_optimizer else device,
@@ -181,6 +186,7 @@ def build_engine(blueprint: Blueprint) -> Engine:
             buffer.data = buffer.data.to(device)
     pool = FixedPool(config.max_unsharded_units) if config.fsdp_double_buffer else None
     units = _build_units(blueprint, context, pool, modules_without_parameters)
+    give_from_first(module, blueprint.index, context.stream, given)
     registration = _registration(config, blueprint.index, context, pool, units)
     resources = Resources(context, pool, registration, blueprint.agreement)
     unit_of: weakref.WeakKeyDictionary[nn.Module, Unit] = weakref.WeakKeyDictionary()
@@ -261,7 +267,8 @@ def _build_units(
         own = own if blueprint.reshards else own.with_whole_weights()
         pool, slot = pools[place]
         chosen = context if place in offloaded else on_device
-        groups = [ParameterGroup(params, own, index, chosen, pool, blueprint.tp_mesh) for params in part.groups]
+        shared = own, index, chosen, pool, blueprint.tp_mesh, blueprint.from_first
+        groups = [ParameterGroup(params, *shared) for params in part.groups]
         empty = [group for group in groups if not group.initialized]
         if empty or (place == 0 and modules_without_parameters):
             params = [param for group in empty for param in group.params]

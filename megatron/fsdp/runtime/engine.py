@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,12 +23,14 @@ from megatron.fsdp.comm.context import CommContext
 from megatron.fsdp.comm.journal import report_on_failure
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
+from megatron.fsdp.helpers.patches import TORCH, Kind, Patch, Patches
 from megatron.fsdp.quantized.storage import Direction
 from megatron.fsdp.runtime.agreement import Agreement
 from megatron.fsdp.runtime.partition import owner_of
+from megatron.fsdp.runtime.passes import PassState
 from megatron.fsdp.runtime.registration import BufferRegistration
 from megatron.fsdp.runtime.schedule import Limits, Schedule
-from megatron.fsdp.runtime.unit import Unit
+from megatron.fsdp.runtime.unit import Unit, WeightState
 from megatron.fsdp.sharding.mesh import FSDPDistributedIndex
 
 
@@ -231,9 +234,26 @@ class Engine:
 
     def _backward_ended(self) -> None:
         self._sync.microbatch_count += 1
-        self._sync.pending = True
         # This reshards all units, so it waits for a later backward if the next micro-batch's forward runs.
         if self._sync.after_every_backward and not self.schedule.in_callers_forward:
+            self.finish_gradients()
+        else:
+            self._sync.pending = True
+            if not _waiting:
+                GRADIENTS.install()
+            _waiting.add(self)
+
+    def _nothing_waits(self, pending: bool = False) -> None:
+        """From here on, reading ``.grad`` does not synchronize gradients."""
+        self._sync.pending = pending
+        _waiting.discard(self)
+        if not _waiting:
+            GRADIENTS.uninstall()
+
+    def finish_before_read(self) -> None:
+        """Put waiting gradients into ``.grad``, which is about to be read, unless a forward or backward runs."""
+        runs = self.schedule.in_callers_forward or self.units[0].state is WeightState.FORWARD
+        if self in _waiting and not runs and self.schedule.passes.state is PassState.NO_BACKWARD:
             self.finish_gradients()
 
     # Weights ---------------------------------------------------------------------------------------------------
@@ -319,7 +339,7 @@ class Engine:
         self.context.finish_offload()
 
     def broadcast_weights(self) -> None:
-        """Make ranks agree on weights that they may have initialized differently. A collective.
+        """Make replicas of main weights equal. A collective.
 
         A shard has one owner and needs no broadcast. Weights that are replicated over an axis become those of the
         axis's first rank.
@@ -361,6 +381,7 @@ class Engine:
 
     def finish_gradients(self) -> None:
         """Reduce what is left to reduce, wait for it, and put gradients into ``.grad`` of the main weights."""
+        self._nothing_waits()
         try:
             self.schedule.reduce_waiting()
             with report_on_failure():
@@ -379,7 +400,6 @@ class Engine:
                 group.abandon_gradients()
             raise
         self._sync.microbatch_count = 0
-        self._sync.pending = False
         self.schedule.refresh_weights = self.config.cuda_graph_mode
         # Last, because a user's gradient hook may run the optimizer's step, which needs the final state.
         for param in arrived:
@@ -394,6 +414,10 @@ class Engine:
         """Call :meth:`finish_gradients` if a backward has ended since the last call."""
         if self._sync.pending:
             self.finish_gradients()
+
+    def leave_gradients_waiting(self) -> None:
+        """Let the optimizer's step use what is in ``.grad``, without gradients that are not synchronized yet."""
+        self._nothing_waits(self._sync.pending)
 
     def _attach_gradients(self) -> list[ShardedParameter]:
         groups = [group for group in self.groups if group.requires_grad or group.pending]
@@ -442,14 +466,49 @@ class Engine:
 
     def clear_gradients(self, set_to_none: bool = True) -> None:
         """Drop all gradients: accumulated, reduced, and in ``.grad``, or fill the latter with zeros."""
+        self._nothing_waits()
         for group in self.groups:
             group.clear_gradients(set_to_none)
 
     def abandon_pass(self) -> None:
         """Reshard all units, and drop gradients that are not in ``.grad`` yet."""
+        self._nothing_waits()
         self.schedule.reset()
         for group in self.groups:
             group.abandon_gradients()
+
+
+# Engines with gradients that are not synchronized yet: reading ``.grad`` of their main weights synchronizes.
+_waiting: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def synchronizing(original: Any) -> property:
+    """The attribute ``grad``, whose value is synchronized before it is read."""
+
+    def read(tensor: nn.Parameter) -> torch.Tensor | None:
+        if (engine := owner_of(tensor)) is not None:
+            engine.finish_before_read()
+        grad: torch.Tensor | None = original.__get__(tensor)
+        return grad
+
+    return property(read, original.__set__, original.__delete__)
+
+
+# Reading an attribute of a tensor calls no hook. The property is installed only while gradients wait to be
+# synchronized, so a step whose backward synchronizes pays nothing for it. A placeholder in ``.grad`` that is computed
+# at its first use would need no patch, but only that computation shows which parameters no rank has used.
+GRADIENTS = Patches(
+    "Gradients that wait to be synchronized",
+    [
+        Patch(
+            "torch.distributed.tensor:DTensor.grad",
+            "would be None, or lack micro-batches: clipping and scaling by hand would change nothing",
+            "megatron.fsdp.runtime.engine:synchronizing",
+            TORCH,
+            Kind.FACTORY,
+        )
+    ],
+)
 
 
 def engines_of(parameters: Iterable[nn.Parameter]) -> list[Engine]:

@@ -173,7 +173,7 @@ def check_devices(module: nn.Module, device: torch.device, materialize: bool = F
                 continue
             raise ValueError(
                 f"Parameter {name} is on the meta device and has no values. Materialize the model first, or give "
-                "init_model_with_meta_device=True."
+                "init_model_with_meta_device=True, or sync_module_states=True if the first rank has the values."
             )
         if not is_on_host(parameter.device) and parameter.device != device:
             raise ValueError(

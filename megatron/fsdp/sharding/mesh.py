@@ -181,6 +181,15 @@ class FSDPDistributedIndex:
         whole = self.expt_device_mesh if expert and self.expt_device_mesh is not None else self.device_mesh
         return submesh(whole, (*(mesh.mesh_dim_names or ()), self.tp_dim))
 
+    def spare_axes(self) -> dict[str, dist.ProcessGroup]:
+        """Axes of the mesh with several ranks that no argument names, and the group of this rank along each of them."""
+        named = [self.dense.dp_group, *([self.get_submesh(self.tp_dim).get_group()] if self.tp_dim else [])]
+        # Axes that are flattened into a named one have some of its ranks.
+        known = [set(dist.get_process_group_ranks(group)) for group in named]
+        axes = {name: self.get_submesh(name).get_group() for name in self.device_mesh.mesh_dim_names or ()}
+        ranks = {name: dist.get_process_group_ranks(group) for name, group in axes.items()}
+        return {name: axes[name] for name in axes if not any(each.issuperset(ranks[name]) for each in known)}
+
     @property
     def use_hybrid_fsdp(self) -> bool:
         """True if there is an outer axis."""

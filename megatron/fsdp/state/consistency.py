@@ -5,11 +5,8 @@ import torch
 from megatron.fsdp.buffers.flat_buffer import slot_view
 from megatron.fsdp.buffers.parameter_group import ParameterGroup
 from megatron.fsdp.comm.collectives import all_gather
+from megatron.fsdp.runtime.agreement import hash_of
 from megatron.fsdp.runtime.engine import Engine
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Odd: multiplication by an odd number modulo 2^64 is invertible, so no bit of an element is lost.
-_FACTOR = 0x9E3779B97F4A7C1 | 1
 
 
 def inconsistent_weights(engine: Engine) -> list[str]:
@@ -57,11 +54,3 @@ def _inconsistent(group: ParameterGroup) -> torch.Tensor:
     all_gather(of_all_ranks, mine, group.axes.dp_group)
     unequal = (of_all_ranks.view(-1, len(differs), len(buffers)) != mine.view(-1, len(buffers))).any(2).any(0)
     return unequal | torch.tensor(differs, device=unequal.device)
-
-
-def hash_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Hash the bits and the order of a tensor's elements, on the tensor's device. Returns an int64 scalar."""
-    bits = tensor.detach().reshape(-1).view(_INTEGERS[tensor.element_size()]).long()
-    places = torch.arange(1, bits.numel() + 1, device=bits.device) * _FACTOR
-    mixed = (bits ^ places) * _FACTOR
-    return (mixed ^ (mixed >> 29)).sum()

@@ -14,6 +14,7 @@ from megatron.fsdp.dtensor.placements import local_slice
 from megatron.fsdp.dtensor.ragged_dtensor import is_sharded, local_shard, reduced, same_layout
 from megatron.fsdp.helpers.codes import check_values
 from megatron.fsdp.helpers.spelling import did_you_mean, shortened
+from megatron.fsdp.runtime.agreement import LOADED, Agreement, as_text, checksum, propagate_errors
 from megatron.fsdp.runtime.engine import Engine
 from megatron.fsdp.runtime.partition import public_name
 
@@ -144,16 +145,19 @@ def load(engine: Engine, module: nn.Module, prefix: str, state_dict: Mapping[str
         state_dict: Whole tensors or DTensors, by name.
         strict: Every parameter and buffer must be present, and nothing else.
     """
+    engine.agree()
     names = {id(param): [prefix + name for name in param.names] for param in engine.params()}
     wanted: dict[str, Any] = {name: param for param in engine.params() for name in names[id(param)]}
     wanted |= unsharded_state(module)
     # A tied parameter needs an entry under only one of its names.
     tied = {name for names_ in names.values() if any(n in state_dict for n in names_) for name in names_}
-    keys = match_keys({k: v for k, v in wanted.items() if k in state_dict or k not in tied}, state_dict, strict)
     # Check all values before the first copy, so that an error leaves the model unchanged.
-    for key in keys:
-        if isinstance(wanted[key], ShardedParameter):
-            _check(wanted[key], state_dict[key], key)
+    with propagate_errors(engine.index):
+        keys = match_keys({k: v for k, v in wanted.items() if k in state_dict or k not in tied}, state_dict, strict)
+        for key in keys:
+            if isinstance(wanted[key], ShardedParameter):
+                _check(wanted[key], state_dict[key], key)
+    _compare(engine, wanted, state_dict)
     engine.wait_before_write()
     for key in keys:
         target = wanted[key]
@@ -165,6 +169,27 @@ def load(engine: Engine, module: nn.Module, prefix: str, state_dict: Mapping[str
             target.copy_(state_dict[key])
     engine.invalidate_weights()
     return _IncompatibleKeys([k for k in wanted if k not in keys], [k for k in state_dict if k not in keys])
+
+
+def _compare(engine: Engine, wanted: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raise ValueError unless all ranks that shard a parameter load the same full tensor, or shards, into it.
+
+    Otherwise each rank would take its shard of another tensor. Of full tensors, up to about 1,024 elements at equal
+    distances are compared: reading all of a tensor would take longer than copying a shard of it. Buffers may differ.
+    """
+    index, checksums = engine.index, {}
+    found: tuple[dict[str, str], dict[str, str]] = ({}, {})
+    for key, target in wanted.items():
+        value, is_weight = given.get(key), isinstance(target, ShardedParameter)
+        expert = is_weight and target.key.expert and index.experts is not index.dense
+        found[expert][f"{LOADED} {key}"] = "exists" if key in given else "does not exist"
+        if is_weight and is_sharded(value):
+            found[expert][f"{LOADED} {key}"] = "is sharded"
+        elif is_weight and value is not None:
+            checksums[f"{LOADED} {key}"] = checksum(reduced(value), sampled=True)
+    texts = as_text(checksums, engine.device)
+    dense, experts = ({name: texts.get(name, text) for name, text in each.items()} for each in found)
+    Agreement(index, dense, experts).wait(engine.context.channel)
 
 
 NO_COPY = (
