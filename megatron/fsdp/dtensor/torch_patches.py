@@ -14,6 +14,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from megatron.fsdp.dtensor.placements import RaggedShard, SectionedShard, local_slice
 from megatron.fsdp.dtensor.ragged_dtensor import RaggedDTensor
+from megatron.fsdp.dtensor.unsupported import OWNER
 from megatron.fsdp.helpers import patches
 from megatron.fsdp.helpers.patches import Patch, Patches
 
@@ -36,7 +37,7 @@ TORCH = Patches(
         ),
         Patch(
             "torch.distributed.tensor:DTensor.__reduce_ex__",
-            "fails for a DTensor whose local tensor is a view at an offset, as replicated main weights are",
+            "fails for a DTensor whose local tensor is a view at an offset, or that refers to its model",
             f"{_HERE}:reduce_at_offset_zero",
             patches.TORCH,
         ),
@@ -119,6 +120,8 @@ def apply_if_allowed(
 
 def reduce_at_offset_zero(original: Callable[..., Any], tensor: DTensor, *args: Any) -> Any:
     """Pickle a DTensor through one without a storage offset, which PyTorch would take for memory of the wrapper."""
+    if hasattr(tensor, OWNER):  # its attributes refer to the model, which cannot be pickled
+        tensor = nn.Parameter(tensor.detach(), tensor.requires_grad)
     if type(tensor) is DTensor and tensor.storage_offset():
         copy = torch.Tensor._make_wrapper_subclass(
             DTensor,
