@@ -270,9 +270,7 @@ _AFTER = (
         "numpy() of a parameter",
         "model.module.head.weight.detach().numpy()",
         RuntimeError,
-        (
-            "numpy(), tolist(), storage() and safetensors' save_file need the memory of a full tensor. Use .full_tensor()",
-        ),
+        ("numpy(), tolist(), storage() and safetensors' save_file need the memory of a full tensor",),
     ),
     Mistake(
         "A collective on a parameter",

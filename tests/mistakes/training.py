@@ -159,6 +159,7 @@ MISTAKES = (
     Mistake(
         "Sparse gradients",
         """
+        torch.manual_seed(0)
         model = Model()
         model.embedding.sparse = True
         model, optimizer = fully_shard(model, adamw(model.parameters()), fsdp_unit_modules=[Block])

@@ -57,6 +57,6 @@ def refuse_memory(*unused: Any, **unused_options: Any) -> Any:
 def refuse_tracing(*unused: Any) -> Any:
     """Takes the place of the method by which torch.compile looks into a tensor."""
     raise NotImplementedError(
-        "torch.compile and torch.export cannot trace sharded tensors. Compile the model or its modules before sharding, and neither the "
+        "torch.compile and torch.export cannot trace sharded tensors. Compile modules before sharding, and neither the "
         "optimizer's step nor a function around it."
     )
