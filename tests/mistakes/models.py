@@ -256,9 +256,9 @@ _AFTER = (
     ),
     Mistake(
         "The norm of each row",
-        "model.module.head.weight.norm(dim=1)",
+        "model.module.head.weight.detach().norm(dim=1)",
         NotImplementedError,
-        ("on the sharded parameter head.weight: it reduces dimensions [1] only. Use .full_tensor()",),
+        ("on a sharded tensor: it reduces dimensions [1] only. Use .full_tensor()",),
     ),
     Mistake(
         "A loss between two parameters",
@@ -293,8 +293,8 @@ _AFTER = (
     Mistake(
         "A parametrization after sharding",
         'nn.utils.parametrize.register_parametrization(model.module.head, "weight", nn.Identity())',
-        RuntimeError,
-        ("would be a parameter that is sharded in another place", _BEFORE_SHARDING),
+        NotImplementedError,
+        ("on the sharded parameter head.weight: shards have other shapes", _BEFORE_SHARDING),
     ),
     Mistake(
         "Pruning after sharding",

@@ -142,6 +142,16 @@ MISTAKES = (
         ("A gradient hook of head.weight returned a Tensor of shape (3,): expected a DTensor",),
     ),
     Mistake(
+        "A gradient hook with a mask of the full shape",
+        """
+        mask = torch.ones(31, 13)
+        model.module.head.weight.register_hook(lambda gradient: gradient * mask)
+        """,
+        None,
+        "each rank takes its part of the mask.",
+        _CHECK,
+    ),
+    Mistake(
         "A hook of several gradients",
         "torch.autograd.graph.register_multi_grad_hook(list(model.parameters()), print)",
         NotImplementedError,

@@ -121,7 +121,7 @@ def apply_if_allowed(
 def reduce_at_offset_zero(original: Callable[..., Any], tensor: DTensor, *args: Any) -> Any:
     """Pickle a DTensor through one without a storage offset, which PyTorch would take for memory of the wrapper."""
     if hasattr(tensor, OWNER):  # its attributes refer to the model, which cannot be pickled
-        tensor = nn.Parameter(tensor.detach(), tensor.requires_grad)
+        tensor = nn.Parameter(tensor.detach(), tensor.requires_grad)  # type: ignore[assignment]
     if type(tensor) is DTensor and tensor.storage_offset():
         copy = torch.Tensor._make_wrapper_subclass(
             DTensor,

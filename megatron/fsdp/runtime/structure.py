@@ -60,10 +60,12 @@ def _watch() -> None:
 
 def _parameter_registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
     kind = type(module).__name__
+    if parameter is None:
+        return
     if owner_of(parameter) is not None and module._parameters.get(name) is not parameter:
         if _is_sharded(module) or isinstance(module, parametrize.ParametrizationList):
             raise RuntimeError(f"{kind}.{name} would be a parameter that is sharded in another place. {BEFORE}")
-    if parameter is None or not _is_sharded(module) or hasattr(parameter, OWNER):
+    if not _is_sharded(module) or hasattr(parameter, OWNER):
         return
     if module._parameters.get(name) is not None:
         raise RuntimeError(

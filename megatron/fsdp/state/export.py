@@ -90,8 +90,9 @@ def adapt_pretrained(model: MegatronFSDP) -> None:
     for name, remedy in {"save_pretrained": "", **_REMEDIES}.items():
         method = getattr(model.module, name, None)
         if inspect.ismethod(method):
-            given: tuple = (_save_pretrained, weakref.proxy(model)) if not remedy else (_call, f"{name}: {remedy}")
-            setattr(model.module, name, functools.partial(*given, weak_method(method)))
+            saving = functools.partial(_save_pretrained, weakref.proxy(model), weak_method(method))
+            other = functools.partial(_call, f"{name}: {remedy}", weak_method(method))
+            setattr(model.module, name, other if remedy else saving)
 
 
 def _save_pretrained(
