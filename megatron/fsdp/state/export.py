@@ -90,7 +90,8 @@ def adapt_pretrained(model: MegatronFSDP) -> None:
     for name, remedy in {"save_pretrained": "", **_REMEDIES}.items():
         method = getattr(model.module, name, None)
         if inspect.ismethod(method):
-            saving = functools.partial(_save_pretrained, weakref.proxy(model), weak_method(method))
+            itself: Any = weakref.proxy(model)
+            saving = functools.partial(_save_pretrained, itself, weak_method(method))
             other = functools.partial(_call, f"{name}: {remedy}", weak_method(method))
             setattr(model.module, name, other if remedy else saving)
 
