@@ -54,7 +54,9 @@ $(STAMP): constraints.txt pyproject.toml setup.py
 demo: install ## train a small GPT on Python's standard library; a second run resumes (DEMO_FLAGS="--iterations 100")
 	@$(PYTHON) examples/demo/run.py $(DEMO_FLAGS)
 
-test: lint typecheck unit functional ## run before every commit: lint, types, unit tests, short functional tests
+test: install ## run before every commit: lint, types, unit tests, short functional tests. All of them run, whichever fails
+	@failed=; for part in lint typecheck unit functional; do $(MAKE) $$part || failed="$$failed $$part"; done; \
+	test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 
 test-slow: install ## the tests marked slow; CI runs them after make test
 	$(PYTEST) tests/unit_tests -m slow -n 2 --dist worksteal

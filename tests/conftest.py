@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.exchanges import COLLECTIVES
 from tests.needs import left_out
@@ -44,7 +45,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Begin the record. With several workers, the process that starts them writes it."""
+    """Compute on one thread, as ranks do: the bits of a product depend on the number of threads. Begin the record."""
+    torch.set_num_threads(1)
+    # With several workers, the process that starts them writes the record.
     path: Path | None = config.getoption(RESULTS)
     if path is not None and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Record(path))

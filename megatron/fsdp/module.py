@@ -1,7 +1,6 @@
 """MegatronFSDP: the wrapper module of a sharded model. Its methods have the names that Megatron-FSDP gave them."""
 
 import dataclasses
-import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,7 +24,7 @@ from megatron.fsdp.runtime.unit import WeightState
 from megatron.fsdp.sharding.mesh import FSDPDistributedIndex
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
 from megatron.fsdp.sharding.strategy import resolve_strategy
-from megatron.fsdp.state.export import save_safetensors
+from megatron.fsdp.state.export import adapt_pretrained
 from megatron.fsdp.state.loading import (
     NO_COPY,
     NO_PICKLE,
@@ -142,6 +141,7 @@ class MegatronFSDP(nn.Module):
         self.engine = build_engine(blueprint)
         reject_other_engines(self, is_wrapped)
         hook_state_dict(self.engine, (self, *root_modules(module)))
+        adapt_pretrained(self)
         self.engine.broadcast_weights()
         self.ddp_config = to_megatron(config) if ddp_config is None else ddp_config
         # Weak: the model owns its parameters, and must be freed as soon as its last user drops it.
@@ -488,8 +488,6 @@ class MegatronFSDP(nn.Module):
             module = self.__dict__.get("_modules", {}).get("module")
             if module is None or name.startswith("_"):
                 raise
-        if name == "save_pretrained" and hasattr(module, name):
-            return functools.partial(save_safetensors, self)
         if name in METHODS and not hasattr(module, name):
             raise AttributeError(f"{type(self).__name__} and {type(module).__name__} have no {name!r}. {METHODS[name]}")
         return getattr(module, name)

@@ -241,11 +241,12 @@ def saves_models(folder: Path) -> None:
         state_dict=whole,
     )
     accelerator.save_model(loop.model, folder / "model")
-    # Without a state dict, an error says that the parameters are shards.
-    with pytest.raises(NotImplementedError, match="a sharded parameter"):
-        accelerator.unwrap_model(loop.model).save_pretrained(folder / "wrong")
+    # Without a state dict, the model's own method gathers one.
+    accelerator.unwrap_model(loop.model).save_pretrained(folder / "gathered")
+    accelerator.unwrap_model(loop.model).save_pretrained(folder / "variant", variant="other")
     accelerator.wait_for_everyone()
-    for name in ("pretrained", "model"):
+    assert [path.name for path in (folder / "variant").glob("*.safetensors")] == ["model.other.safetensors"]
+    for name in ("pretrained", "model", "gathered"):
         assert [path.name for path in (folder / name).glob("*.safetensors")] == ["model.safetensors"]
     pretrained, other = LlamaForCausalLM.from_pretrained(folder / "pretrained"), llama(7)
     load_model(other, folder / "model" / "model.safetensors")
@@ -278,6 +279,12 @@ def wraps_once() -> None:
     assert prepared.optimizer is optimizer
     # And a third one, by another Accelerator of the same process.
     third = type(accelerator)(cpu=True).prepare(llama(2))
+    # Models of different classes, each with its own units.
+    both = type(accelerator)(cpu=True, sharding={"fsdp_unit_modules": ["LlamaDecoderLayer", torch.nn.Conv1d]})
+    different = both.prepare(llama(3), torch.nn.Sequential(torch.nn.Conv1d(2, 2, 1)))
+    assert [each.engine.unit_names for each in different] == [["", "model.layers.0", "model.layers.1"], ["", "0"]]
+    with pytest.raises(ValueError, match="has no LlamaDecoderLayer, Conv1d. Give the classes of every model"):
+        both.prepare(torch.nn.Sequential(torch.nn.Linear(2, 2)))
     batch = next(iter(loop.data))["input_ids"]
     for each in (other, third, model):
         each(input_ids=batch, labels=batch).loss.backward()

@@ -47,6 +47,48 @@ def test_trains_as_with_ddp_by_other_strategies(ranks: RankPool, tmp_path: Path,
     ranks.run(2, _compare, tmp_path, zero, SETTINGS["accumulation and clipping"])
 
 
+def _trains_two_networks(folder: Path, zero: int) -> None:
+    import lightning as L
+    from lightning.pytorch.strategies import DDPStrategy
+
+    from tests import lightning_models as m
+
+    class Networks(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.automatic_optimization = False
+            self.generator = nn.Sequential(nn.Linear(5, m.WIDTH), m.Block(), nn.Linear(m.WIDTH, 5))
+            self.discriminators = nn.ModuleList([nn.Linear(5, 1)])
+            self.losses: list[float] = []
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(each.parameters(), 0.1) for each in self.children()]
+
+        def training_step(self, batch: Any, index: int) -> None:
+            for number, optimizer in enumerate(self.optimizers()):
+                self.toggle_optimizer(optimizer)
+                made = self.generator(batch[0])
+                loss = (self.discriminators[0](made.detach() if number else made) - number).pow(2).mean()
+                self.manual_backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                self.untoggle_optimizer(optimizer)
+                self.losses.append(loss.item())
+
+    results = []
+    for strategy in (DDPStrategy(find_unused_parameters=True), m.sharded(zero_dp_strategy=zero)):
+        net = Networks()
+        m.trainer(strategy, 2, folder).fit(net, m.loader(2, 16))
+        results.append((net.losses, m.whole(net.state_dict())))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_manual_optimization_of_two_networks(ranks: RankPool, tmp_path: Path, zero: int) -> None:
+    ranks.run(2, _trains_two_networks, tmp_path, zero)
+
+
 def _save(folder: Path, full: bool) -> tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     from tests import lightning_models as m
 

@@ -1,6 +1,7 @@
 """Adapters of Hugging Face's peft on a model that is sharded with ``fully_shard``."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,6 +77,29 @@ def _check() -> None:
             scaling = loaded.peft_config["default"].lora_alpha / loaded.peft_config["default"].r
             loaded.load_state_dict({names[0]: base + scaling * b @ a, name: torch.zeros_like(b)}, strict=False)
         torch.testing.assert_close(loaded(input_ids=tokens).logits, logits, rtol=1e-4, atol=1e-5)
+
+
+def _saves_by_itself(folder: Path) -> None:
+    import peft
+
+    from megatron_fsdp import fully_shard_model
+
+    adapted = _adapted()
+    expected = {name: value.clone() for name, value in peft.get_peft_model_state_dict(adapted).items()}
+    model = fully_shard_model(adapted, fsdp_unit_modules=["LlamaDecoderLayer"])
+    adapted.save_pretrained(folder)
+    assert model.module is adapted
+    found = peft.load_peft_weights(str(folder))
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    for method in (adapted.merge_and_unload, adapted.merge_adapter):
+        with pytest.raises(RuntimeError, match="Load the adapters into an unsharded one, and merge them there"):
+            method()
+    with pytest.raises(RuntimeError, match="resize_token_embeddings: the model is sharded. Resize embeddings before"):
+        adapted.resize_token_embeddings(40)
+
+
+def test_methods_that_need_full_tensors(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, _saves_by_itself, tmp_path)
 
 
 def test_adapters_train_alone_are_saved_alone_and_merged(ranks: RankPool) -> None:

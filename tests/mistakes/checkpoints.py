@@ -87,6 +87,30 @@ MISTAKES = (
         on=(1,),
     ),
     Mistake(
+        "torch.save of the optimizer",
+        """
+        train(model, optimizer)
+        torch.save(optimizer, f"{folder}/{rank}.pt")
+        """,
+        None,
+        "as without sharding, the file has an optimizer of copies: it is read for its state.",
+        """
+        loaded = torch.load(f"{folder}/{rank}.pt", weights_only=False)
+        state, found = (each.state_dict()["state"] for each in (optimizer, loaded))
+        assert all(torch.equal(found[number]["exp_avg"], value["exp_avg"]) for number, value in state.items())
+        """,
+    ),
+    Mistake(
+        "safetensors' save_file",
+        """
+        from safetensors.torch import save_file
+
+        save_file(model.state_dict(), f"{folder}/{rank}.safetensors")
+        """,
+        RuntimeError,
+        ("safetensors' save_file need the memory of a full tensor", "megatron_fsdp.save_safetensors(model, folder)"),
+    ),
+    Mistake(
         "A checkpoint that does not exist",
         'dcp.load({"model": model.state_dict()}, checkpoint_id=f"{folder}/step_10")',
         _FAILED,

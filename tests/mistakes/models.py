@@ -3,7 +3,12 @@
 from tests.mistakes.case import BUILT_MODEL, SHARDED_MODEL, Mistake, Theme
 
 _CHECK = "assert_trains(model, optimizer)"
-_ALONE = ("on a sharded parameter", "in the forward of the sharded model: call that", "register_forward_method(module")
+_ALONE = (
+    "on the sharded parameter",
+    "in the forward of the sharded model: call that",
+    "register_forward_method(module",
+)
+_BEFORE_SHARDING = "Tie, parametrize, prune and normalize weights before the model is sharded."
 _STAYS = ("The model is sharded: its parameters stay torch.float32 on cpu", "before sharding it")
 
 _BEFORE = (
@@ -50,6 +55,15 @@ _BEFORE = (
         "fully_shard_model(nn.ParameterList([nn.Parameter(torch.arange(3), requires_grad=False)]))",
         ValueError,
         ("Parameter 0: expected one of the dtypes torch.float64", "got torch.int64", "buffer"),
+    ),
+    Mistake(
+        "A list of parameters as a unit",
+        """
+        model.scales = nn.ParameterList([nn.Parameter(torch.ones(13))])
+        fully_shard_model(model, fsdp_unit_modules=[nn.ParameterList])
+        """,
+        ValueError,
+        ("fsdp_unit_modules: ParameterList has no forward. Give the class whose forward reads scales.",),
     ),
     Mistake(
         "DDP inside",
@@ -136,6 +150,22 @@ _AFTER = (
     Mistake("An embedding alone", "model.module.embedding(tokens_of())", NotImplementedError, _ALONE),
     Mistake("A head alone", "model.module.head(torch.randn(2, 13))", NotImplementedError, _ALONE),
     Mistake(
+        "forward of a unit instead of the unit",
+        "model.module.blocks[0].forward(torch.randn(2, 13))",
+        NotImplementedError,
+        ("on the sharded parameter blocks.0.norm.weight", "modules as block(x), not block.forward(x)"),
+    ),
+    Mistake(
+        "A unit whose parameters another module reads",
+        """
+        attention = nn.MultiheadAttention(8, 2)
+        attention = fully_shard_model(attention, fsdp_unit_modules=[nn.Linear])
+        attention(*[torch.randn(3, 1, 8)] * 3)
+        """,
+        NotImplementedError,
+        ("on the sharded parameter out_proj.weight", "give its class in fsdp_unit_modules, not the other's"),
+    ),
+    Mistake(
         "A method other than forward",
         """
         def encode(model, tokens):
@@ -211,6 +241,82 @@ _AFTER = (
         None,
         "the next forward uses the new values.",
         "assert abs(loss_of(model, tokens_of()).item() - math.log(31)) < 1e-5",
+    ),
+    Mistake(
+        "Elements of a parameter",
+        "model.module.head.weight[0]",
+        NotImplementedError,
+        ("on the sharded parameter head.weight: Use .full_tensor()", "p.copy_(full tensor)"),
+    ),
+    Mistake(
+        "All parameters as one vector",
+        "nn.utils.parameters_to_vector(model.parameters())",
+        NotImplementedError,
+        ("on the sharded parameter embedding.weight: shards have other shapes. Use .full_tensor()",),
+    ),
+    Mistake(
+        "The norm of each row",
+        "model.module.head.weight.detach().norm(dim=1)",
+        NotImplementedError,
+        ("on a sharded tensor: it reduces dimensions [1] only. Use .full_tensor()",),
+    ),
+    Mistake(
+        "A loss between two parameters",
+        "nn.functional.mse_loss(model.module.head.weight, model.module.embedding.weight)",
+        NotImplementedError,
+        ("on the sharded parameter head.weight: use element-wise operations, such as (p - q).square().mean().",),
+    ),
+    Mistake(
+        "numpy() of a parameter",
+        "model.module.head.weight.detach().numpy()",
+        RuntimeError,
+        ("numpy(), tolist(), storage() and safetensors' save_file need the memory of a full tensor",),
+    ),
+    Mistake(
+        "A collective on a parameter",
+        "dist.broadcast(model.module.head.weight.detach(), 0)",
+        NotImplementedError,
+        ("every rank has another shard, and gradients are averaged over the ranks already. Use .full_tensor()",),
+    ),
+    Mistake(
+        "eye_ after sharding",
+        "nn.init.eye_(model.module.head.weight)",
+        NotImplementedError,
+        ("on the sharded parameter head.weight: initialize a plain tensor of its shape", "p.copy_(that)"),
+    ),
+    Mistake(
+        "Tying after sharding",
+        "model.module.head.weight = model.module.embedding.weight",
+        RuntimeError,
+        ("Linear.weight would be a parameter that is sharded in another place", _BEFORE_SHARDING),
+    ),
+    Mistake(
+        "A parametrization after sharding",
+        'nn.utils.parametrize.register_parametrization(model.module.head, "weight", nn.Identity())',
+        NotImplementedError,
+        ("on the sharded parameter head.weight: shards have other shapes", _BEFORE_SHARDING),
+    ),
+    Mistake(
+        "Pruning after sharding",
+        """
+        from torch.nn.utils import prune
+
+        prune.l1_unstructured(model.module.head, "weight", 0.5)
+        """,
+        RuntimeError,
+        ("Linear.weight_orig would be a parameter that is sharded in another place", _BEFORE_SHARDING),
+    ),
+    Mistake(
+        "Spectral norm after sharding",
+        "nn.utils.spectral_norm(model.module.head)",
+        NotImplementedError,
+        ("on the sharded parameter head.weight: shards have other shapes", _BEFORE_SHARDING),
+    ),
+    Mistake(
+        "vmap",
+        "torch.func.vmap(model)(tokens_of())",
+        NotImplementedError,
+        ("FSDP unit <root>: torch.func (vmap, grad, jvp, jacrev) does not work", "a loop in place of vmap"),
     ),
     Mistake(
         "Initialization after sharding",

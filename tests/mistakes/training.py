@@ -142,6 +142,43 @@ MISTAKES = (
         ("A gradient hook of head.weight returned a Tensor of shape (3,): expected a DTensor",),
     ),
     Mistake(
+        "A gradient hook with a mask of the full shape",
+        """
+        mask = torch.ones(31, 13)
+        model.module.head.weight.register_hook(lambda gradient: gradient * mask)
+        """,
+        None,
+        "each rank takes its part of the mask.",
+        _CHECK,
+    ),
+    Mistake(
+        "A hook of several gradients",
+        "torch.autograd.graph.register_multi_grad_hook(list(model.parameters()), print)",
+        NotImplementedError,
+        ("on the sharded parameter embedding.weight", "use register_post_accumulate_grad_hook of each parameter"),
+    ),
+    Mistake(
+        "Join",
+        """
+        with torch.distributed.algorithms.join.Join([model]):
+            train(model, optimizer)
+        """,
+        AttributeError,
+        ("have no 'join_hook'. Join: give all ranks the same number of batches",),
+    ),
+    Mistake(
+        "Sparse gradients",
+        """
+        torch.manual_seed(0)
+        model = Model()
+        model.embedding.sparse = True
+        model, optimizer = fully_shard(model, adamw(model.parameters()), fsdp_unit_modules=[Block])
+        """,
+        None,
+        "they are dense after backward, as the buffers that they are reduced in.",
+        _CHECK,
+    ),
+    Mistake(
         "A forward without a process group",
         """
         tokens = tokens_of()

@@ -230,3 +230,15 @@ def _matching() -> None:
 
 def test_class_of_a_compiled_module_is_matched(ranks: RankPool) -> None:
     ranks.run(1, _matching)
+
+
+def _compiles_the_step() -> None:
+    model = TinyModel().to(device())
+    model, optimizer = fully_shard(model, adamw(model.parameters()), fsdp_unit_modules=[Block])
+    loss_of(model, batches(1, 1)[0, 0]).backward()
+    with _fresh_compiler(), pytest.raises(RuntimeError, match="cannot trace sharded tensors. Compile modules before"):
+        torch.compile(optimizer.step, backend="eager")()
+
+
+def test_a_compiled_step_of_the_optimizer_raises(ranks: RankPool) -> None:
+    ranks.run(2, _compiles_the_step)

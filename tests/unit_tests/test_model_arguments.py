@@ -213,12 +213,28 @@ def test_decoupled_gradients(ranks: RankPool) -> None:
     ranks.run(2, _decoupled)
 
 
+class _Scaled(Block):
+    """A block that reads a list of parameters."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(width))])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scales[0]
+
+
 def _fine_grained() -> None:
     sharded = assert_same_training(
         TinyModel(), batches(2, dist.get_world_size()), adamw, enable_fine_grained_param_gather=True
     )
     assert "blocks.0" not in sharded.engine.unit_names or "blocks.0.up" in sharded.engine.unit_names
     assert {f"blocks.{i}.{name}" for i in range(3) for name in ("up", "down")} <= set(sharded.engine.unit_names)
+    # A list of parameters is never called, so it stays in the unit around it.
+    model = TinyModel()
+    model.blocks[1] = _Scaled(13)
+    sharded = assert_same_training(model, batches(2, dist.get_world_size()), enable_fine_grained_param_gather=True)
+    assert "blocks.1.up" in sharded.engine.unit_names and "blocks.1.scales" not in sharded.engine.unit_names
 
 
 def test_fine_grained_gather_makes_every_module_a_unit(ranks: RankPool) -> None:

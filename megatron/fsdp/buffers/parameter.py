@@ -347,6 +347,8 @@ class ShardedParameter:
         grad, self.compute.grad = self.compute.grad, None
         if self.fused:
             grad = self._take_fused(grad)
+        if grad is not None and grad.is_sparse:
+            grad = grad.to_dense()
         if isinstance(grad, DTensor):
             assert self.tensor_parallel is not None
             placements = self.tensor_parallel[1]

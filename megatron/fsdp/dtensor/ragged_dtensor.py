@@ -8,7 +8,7 @@ rules, which assume even shards. It supports:
 * random initialization in place, with the same values as for a whole tensor;
 * ``copy_`` from a whole tensor or from a tensor with another layout.
 
-Every other operation raises NotImplementedError, with a hint to use ``full_tensor()``.
+Every other operation raises NotImplementedError: :mod:`megatron.fsdp.dtensor.unsupported` says what to write instead.
 
 ``DTensorSpec``, ``DTensor._spec`` and ``DTensor._local_tensor`` are private in torch. No public interface creates a
 DTensor with uneven shards without communication; tests on every supported version of torch notice a change.
@@ -44,6 +44,7 @@ from megatron.fsdp.dtensor.placements import (
     spec_like,
 )
 from megatron.fsdp.dtensor.reductions import call, in_graph, require_no_graph, shard_norm, shard_result
+from megatron.fsdp.dtensor.unsupported import Unsupported, explained, refuse_memory, refuse_tracing
 
 
 class _Dispatching(TorchDispatchMode):
@@ -111,6 +112,8 @@ class RaggedDTensor(InChunks, _OwnDispatch):
         self.detach().copy_(value)  # torch's setter would replace the memory of the wrapper, which has none
 
     data = property(_get_data, _copy_data)
+    numpy = tolist = storage = refuse_memory
+    __tensor_flatten__ = refuse_tracing
 
     def data_ptr(self) -> int:
         """Return 0: the wrapper has no memory, and torch pickles it for that."""
@@ -165,15 +168,6 @@ class RaggedDTensor(InChunks, _OwnDispatch):
             f"RaggedDTensor(shape={tuple(self.shape)}, elements {mine.start} to {mine.stop} on this rank: "
             f"{self._local_tensor}, device_mesh={self.device_mesh})"
         )
-
-    def __tensor_flatten__(self) -> tuple[list[str], tuple]:
-        return ["_local_tensor"], (self._spec, self.requires_grad)
-
-    @staticmethod
-    def __tensor_unflatten__(inner: dict, context: tuple, shape: object, stride: object) -> "RaggedDTensor":
-        spec, requires_grad = context
-        local = inner["_local_tensor"]
-        return RaggedDTensor(local, spec_like(spec, local.dtype), requires_grad=requires_grad)
 
 
 class PartialDTensor(_OwnDispatch):
@@ -313,7 +307,7 @@ aten = torch.ops.aten
 _ELEMENTWISE = {
     f"aten::{name}"
     for name in "alias clone detach _to_copy zeros_like ones_like empty_like full_like copy_ zero_ fill_ lerp lerp_ "
-    "is_pinned pin_memory _pin_memory lift_fresh _amp_update_scale_".split()
+    "is_pinned pin_memory _pin_memory lift_fresh _amp_update_scale_ masked_fill masked_fill_".split()
 }
 
 
@@ -328,7 +322,10 @@ _ALIASES = (aten.alias.default, aten.detach.default)
 
 
 def _dispatch(func: Any, args: tuple, kwargs: dict) -> Any:
-    result = _run(func, args, kwargs)
+    try:
+        result = _run(func, args, kwargs)
+    except Unsupported as error:
+        raise explained(error, tree_flatten((args, kwargs))[0]) from None
     if func._schema.is_mutable:
         # Autograd counts writes to a tensor, but not those to its ``.data`` or in a list, and not in the shard.
         written = [args[i] if i < len(args) else kwargs.get(name) for i, name in _written(func)]
@@ -358,7 +355,7 @@ def _run(func: Any, args: tuple, kwargs: dict) -> Any:
     flat, tree = tree_flatten((args, kwargs))
     tensors = [value for value in flat if isinstance(value, torch.Tensor) and value.dim()]
     if any(not isinstance(each, DTensor) or is_ragged(each._spec) for each in tensors):
-        raise _unsupported(func)
+        raise Unsupported(func)
     require_no_graph(func, flat)
     # torch has rules for tensors that are not sharded, or evenly over a tensor-parallel axis only.
     plain = [
@@ -366,14 +363,6 @@ def _run(func: Any, args: tuple, kwargs: dict) -> Any:
     ]
     args, kwargs = tree_unflatten(plain, tree)
     return func(*args, **kwargs)
-
-
-def _unsupported(func: Any, why: str = "it is neither element-wise nor a reduction of the whole tensor") -> Exception:
-    return NotImplementedError(
-        f"{func} on a sharded parameter or gradient: {why}. Parameters are whole only in the forward of the sharded "
-        "model: call that, and megatron_fsdp.register_forward_method(module, 'name') for another method. Elsewhere, "
-        "use .full_tensor(), which all ranks must call, or .to_local() for this rank's shard."
-    )
 
 
 def _first(values: Sequence[Any]) -> "RaggedDTensor":
@@ -385,14 +374,14 @@ def _operand(func: Any, value: Any, spec: DTensorSpec, local: torch.Tensor) -> A
     if isinstance(value, RaggedDTensor):
         if not _same(value._spec, spec):
             shapes = f"{tuple(spec.shape)} and {tuple(value.shape)}"
-            raise _unsupported(func, f"operands of shapes {shapes} are sharded differently")
+            raise Unsupported(func, f"operands of shapes {shapes} are sharded differently")
         return value._local_tensor
     value = reduced(value)
     if isinstance(value, torch.Tensor) and value.dim():
         if value.shape == spec.shape:
             return local_slice(spec).take_from(value)
         if value.numel() != 1 or value.dim() > len(spec.shape):
-            raise _unsupported(func, f"an operand is a plain tensor of shape {tuple(value.shape)}")
+            raise Unsupported(func, f"an operand is a plain tensor of shape {tuple(value.shape)}")
         return value.reshape((1,) * local.dim())
     return value
 
@@ -421,7 +410,7 @@ def _elementwise(func: Any, args: tuple, kwargs: dict) -> Any:
     spec, local = first._spec, first._local_tensor
     if in_graph(flat) and any(_needs_full(func, value, spec) for value in flat):
         if func._schema.is_mutable:
-            raise _unsupported(func, "in a loss, it is supported in place only with tensors that are sharded alike")
+            raise Unsupported(func, "in a loss, it is supported in place only with tensors that are sharded alike")
         require_no_graph(func, flat)
     operands = [_operand(func, value, spec, local) for value in flat]
     own_args, own_kwargs = tree_unflatten(operands, tree)
@@ -440,7 +429,7 @@ def _wrapped(
             if operand is value:
                 return original
     if value.shape != shape:
-        raise _unsupported(func)
+        raise Unsupported(func)
     return RaggedDTensor(value, spec_like(spec, value.dtype), requires_grad=False)
 
 
@@ -471,7 +460,7 @@ def _on_lists(func: Any, args: tuple, kwargs: dict) -> Any:
 
 def _checked(func: Any, results: Sequence[torch.Tensor], leading: Sequence[Any]) -> Sequence[torch.Tensor]:
     if any(isinstance(d, DTensor) and r.shape != d._local_tensor.shape for r, d in zip(results, leading, strict=True)):
-        raise _unsupported(func)
+        raise Unsupported(func)
     return results
 
 
@@ -482,7 +471,7 @@ def _copy(func: Any, args: tuple, kwargs: dict) -> Any:
         require_no_graph(func, args)
         return target.copy_(reduced(source), *args[2:], **kwargs)
     if not isinstance(target, RaggedDTensor):
-        raise _unsupported(func, "the target is sharded evenly")
+        raise Unsupported(func, "the target is sharded evenly")
     if isinstance(source, DTensor) and not (isinstance(source, RaggedDTensor) and same_layout(source, target)):
         source = gather_whole(source)
     if isinstance(source, RaggedDTensor):
@@ -503,7 +492,7 @@ def _random(func: Any, args: tuple, kwargs: dict) -> Any:
     target = args[0]
     in_place = func._schema.is_mutable
     if not isinstance(target, RaggedDTensor) or not (in_place or func._schema.name.endswith("_like")):
-        raise _unsupported(func)
+        raise Unsupported(func)
     spec, local = target._spec, target._local_tensor
     whole = torch.empty(target.shape, dtype=local.dtype, device=local.device)
     if in_place:
@@ -551,7 +540,7 @@ def _require_all_dims(func: Any, tensor: torch.Tensor, dim: Any) -> None:
     dims = [dim] if isinstance(dim, int) else list(dim or range(tensor.dim()))
     # `max` and `min` along a dimension return indices as well, so they have several results.
     if len(func._schema.returns) > 1 or {d % tensor.dim() for d in dims} != set(range(tensor.dim())):
-        raise _unsupported(func, f"it reduces dimensions {dims} only")
+        raise Unsupported(func, f"it reduces dimensions {dims} only")
 
 
 # Specs of results by the spec of the reduced tensor. Clipping reduces every gradient in every step, and creating a spec
@@ -606,15 +595,11 @@ def _number(func: Any, args: tuple, kwargs: dict) -> Any:
     return func(gather_whole(args[0]), *args[1:], **kwargs)
 
 
-def _is_same_size(func: Any, args: tuple, kwargs: dict) -> bool:
-    return bool(args[0].shape == args[1].shape)
-
-
 _HANDLERS: dict[str, Callable[[Any, tuple, dict], Any]] = {
     "aten::copy_": _copy,
     "aten::equal": _equal,
     "aten::allclose": _equal,
-    "aten::is_same_size": _is_same_size,
+    "aten::is_same_size": lambda func, args, kwargs: args[0].shape == args[1].shape,
     "aten::_local_scalar_dense": _number,
     "aten::_foreach_norm": _foreach_norm,
     "aten::var": _spread,

@@ -17,7 +17,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from megatron.fsdp.comm.collectives import all_reduce
 from megatron.fsdp.dtensor.placements import RaggedShard, ReportedPlacements, SectionedShard, local_slice, spec_like
-from megatron.fsdp.dtensor.ragged_dtensor import RaggedDTensor, local_shard, spanning_mesh
+from megatron.fsdp.dtensor.ragged_dtensor import PartialDTensor, RaggedDTensor, local_shard, spanning_mesh
+from megatron.fsdp.dtensor.unsupported import OWNER
 from megatron.fsdp.helpers import patches
 from megatron.fsdp.helpers.patches import Patch, Patches
 
@@ -40,7 +41,7 @@ TORCH = Patches(
         ),
         Patch(
             "torch.distributed.tensor:DTensor.__reduce_ex__",
-            "fails for a DTensor whose local tensor is a view at an offset, as replicated main weights are",
+            "fails for a DTensor whose local tensor is a view at an offset, or that refers to its model",
             f"{_HERE}:reduce_at_offset_zero",
             patches.TORCH,
         ),
@@ -168,7 +169,10 @@ def total_norm(
     norm = original([norm], norm_type, error_if_nonfinite)
     # torch multiplies gradients of another mesh by a plain tensor only.
     alike = all(tensor.device_mesh == mesh for tensor in sharded)
-    return DTensor.from_local(norm, mesh, [Replicate()] * mesh.ndim, run_check=False) if alike else norm
+    if not alike:
+        return norm
+    everywhere: Any = DTensor.from_local(norm, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return PartialDTensor(norm, everywhere._spec, requires_grad=False)  # which can be formatted
 
 
 def _reduced(value: torch.Tensor, mesh: DeviceMesh, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
@@ -194,6 +198,8 @@ def apply_if_allowed(
 
 def reduce_at_offset_zero(original: Callable[..., Any], tensor: DTensor, *args: Any) -> Any:
     """Pickle a DTensor through one without a storage offset, which PyTorch would take for memory of the wrapper."""
+    if hasattr(tensor, OWNER):  # its attributes refer to the model, which cannot be pickled
+        tensor = nn.Parameter(tensor.detach(), tensor.requires_grad)  # type: ignore[assignment]
     if type(tensor) is DTensor and tensor.storage_offset():
         copy = torch.Tensor._make_wrapper_subclass(
             DTensor,

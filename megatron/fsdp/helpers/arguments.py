@@ -52,6 +52,7 @@ METHODS = {
     "backward": "Call loss.backward().",
     "step": "Call step() of the optimizer that fully_shard returned.",
     "clip_grad_norm_": "Call torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm) on all ranks.",
+    "join_hook": "Join: give all ranks the same number of batches, by drop_last=True or a padding sampler.",
     "set_requires_gradient_sync": "Use the context no_sync().",
     "summon_full_params": "Use the context unsharded().",
     "save_checkpoint": "Save state_dict() of the model and the optimizer with torch.distributed.checkpoint.",

@@ -21,6 +21,7 @@ from megatron.fsdp.api import fully_shard_model, fully_shard_optimizer
 from megatron.fsdp.checkpoint.backend import save
 from megatron.fsdp.checkpoint.loading import load
 from megatron.fsdp.forward_methods import register_forward_method
+from megatron.fsdp.helpers.spelling import did_you_mean
 from megatron.fsdp.module import MegatronFSDP
 from megatron.fsdp.optim.hooks import is_attached
 from megatron.fsdp.runtime.engine import Engine, engines_of
@@ -39,7 +40,8 @@ class FSDPAccelerator(Accelerator):
     Args:
         *args: Arguments of ``accelerate.Accelerator``.
         sharding: Arguments of :func:`megatron_fsdp.fully_shard_model`. ``fsdp_unit_modules`` defaults to the classes
-            that the model lists in ``_no_split_modules``: a Hugging Face model's transformer blocks.
+            that the model lists in ``_no_split_modules``: a Hugging Face model's transformer blocks. With several
+            models, it has the classes of all of them: each takes those that it has.
         **kwargs: Arguments of ``accelerate.Accelerator``.
 
     Raises:
@@ -104,7 +106,9 @@ class FSDPAccelerator(Accelerator):
                 stacklevel=3,
             )
         defaults = {"fsdp_unit_modules": units, "device": self.device if place else None}
-        sharded = fully_shard_model(model, **{**defaults, **self._sharding})
+        sharding = {**defaults, **self._sharding}
+        sharding["fsdp_unit_modules"] = _units_in(model, sharding["fsdp_unit_modules"])
+        sharded = fully_shard_model(model, **sharding)
         sharded._is_accelerate_prepared = True  # type: ignore[assignment]
         # Makes transformers' generate() run on all ranks until the last one has finished, also inside of an adapter.
         for module in model.modules():
@@ -219,6 +223,23 @@ def unit_classes(model: nn.Module) -> list[str]:
     names = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
     present = {type(module).__name__ for module in model.modules()}
     return sorted(names & present)
+
+
+def _units_in(model: nn.Module, given: Any) -> Any:
+    """Those of the given classes that occur in a model: the others may be another model's."""
+    if not given:
+        return given
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    names = {kind.__name__ for kind in kinds}
+    entries = [given] if isinstance(given, (str, type)) else list(given)
+    found = [each for each in entries if each in kinds or (isinstance(each, str) and each.rpartition(".")[2] in names)]
+    if not found and all(isinstance(each, (str, type)) for each in entries):
+        missing = ", ".join(each if isinstance(each, str) else each.__name__ for each in entries)
+        raise ValueError(
+            f"fsdp_unit_modules: {type(model).__name__} has no {missing}. Give the classes of every model that is "
+            f"prepared; each takes those that it has.{did_you_mean(missing, sorted(names))}"
+        )
+    return found or given
 
 
 def _check_settings(accelerator: Accelerator) -> None:

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from megatron.fsdp.api import fully_shard_model, fully_shard_optimizer
 from megatron.fsdp.checkpoint.backend import Reader
 from megatron.fsdp.comm.backends import HOST
+from megatron.fsdp.forward_methods import register_forward_method
 from megatron.fsdp.helpers.spelling import did_you_mean
 from megatron.fsdp.module import MegatronFSDP
 from megatron.fsdp.runtime.partition import UnitClasses
@@ -152,9 +153,19 @@ class ShardedStrategy(_Base):
             **settings,
         )
         module.__dict__[_SHARDED] = model
+        if not module.automatic_optimization:
+            _unshard_layers_by_themselves(module)
         return model
 
     # Training --------------------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's ``training_step``: as one forward of the sharded model, unless optimization is manual."""
+        if self.lightning_module.automatic_optimization:
+            return super().training_step(*args, **kwargs)
+        # It has several forwards, backwards and steps, after which weights are sharded again.
+        with self.precision_plugin.train_step_context():
+            return self.lightning_module.training_step(*args, **kwargs)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -283,6 +294,15 @@ def _check_callbacks(callbacks: list[Any]) -> None:
                 "StochasticWeightAveraging copies whole models and does not work on a sharded one. Use the callback "
                 "WeightAveraging or EMAWeightAveraging."
             )
+
+
+def _unshard_layers_by_themselves(module: nn.Module) -> None:
+    """Make each call of a layer of ``module`` a forward of the unit around it, as if it were called by the model's."""
+    for child in module.children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            _unshard_layers_by_themselves(child)
+        elif any(True for _ in child.parameters()):
+            register_forward_method(child, "forward")
 
 
 def average_of_shards(callbacks: list[Any], module: nn.Module) -> None:

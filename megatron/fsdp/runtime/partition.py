@@ -16,15 +16,13 @@ from torch.distributed.tensor import DTensor
 from megatron.fsdp.buffers.flat_buffer import storage_id
 from megatron.fsdp.buffers.parameter import TENSOR_PARALLEL, GroupKey, ShardedParameter, check_class
 from megatron.fsdp.comm.backends import is_on_host
+from megatron.fsdp.dtensor.unsupported import OWNER
 from megatron.fsdp.helpers.arguments import described
 from megatron.fsdp.helpers.spelling import did_you_mean
 from megatron.fsdp.quantized.storage import storage_of
 from megatron.fsdp.runtime.other_engines import check_no_other_engine
 from megatron.fsdp.sharding.mesh import FSDPDistributedIndex
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
-
-# The one attribute that the engine sets on parameters: a weak reference to the engine.
-OWNER = "_fsdp_owner"
 
 # torch's wrapper for activation checkpointing removes this prefix from the names of parameters and in state dicts.
 _CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."
@@ -301,6 +299,12 @@ def partition(module: nn.Module, unit_classes: tuple[type[nn.Module], ...], ever
         param.expect_quantization()
         homes[key][-1].params.append(param)
     _drop_empty(root)
+    for part in root.walk():
+        if part.params and part is not root and not _has_forward(part.module):
+            kind = type(part.module).__name__
+            raise ValueError(
+                f"fsdp_unit_modules: {kind} has no forward. Give the class whose forward reads {part.name}."
+            )
     return root
 
 
@@ -317,7 +321,12 @@ def _is_unit(
     if isinstance(module, classes) or isinstance(compiled_module(module), classes):
         return True
     inside_unit = len(path) > 1
-    return every_module and inside_unit and bool(module._parameters)
+    return every_module and inside_unit and bool(module._parameters) and _has_forward(module)
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """False for a ParameterList and the like: they are never called, so as a unit they would never be unsharded."""
+    return getattr(module.forward, "__func__", None) is not nn.Module.forward
 
 
 def compiled_module(module: nn.Module) -> nn.Module | None:

@@ -10,9 +10,11 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.nn.utils import parametrize
 
 from megatron.fsdp.dtensor.torch_patches import call_at
-from megatron.fsdp.runtime.partition import OWNER
+from megatron.fsdp.dtensor.unsupported import BEFORE, OWNER
+from megatron.fsdp.runtime.partition import owner_of
 
 # The modules of sharded models, each with a reference to its engine.
 _sharded: weakref.WeakKeyDictionary[nn.Module, weakref.ref[object]] = weakref.WeakKeyDictionary()
@@ -57,9 +59,14 @@ def _watch() -> None:
 
 
 def _parameter_registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-    if parameter is None or not _is_sharded(module) or hasattr(parameter, OWNER):
-        return
     kind = type(module).__name__
+    if parameter is None:
+        return
+    if owner_of(parameter) is not None and module._parameters.get(name) is not parameter:
+        if _is_sharded(module) or isinstance(module, parametrize.ParametrizationList):
+            raise RuntimeError(f"{kind}.{name} would be a parameter that is sharded in another place. {BEFORE}")
+    if not _is_sharded(module) or hasattr(parameter, OWNER):
+        return
     if module._parameters.get(name) is not None:
         raise RuntimeError(
             f"{kind}.{name} is sharded: a parameter that replaces it would be neither sharded nor trained. Copy values "

@@ -442,6 +442,11 @@ class Unit:
         listener = self._listener()
         if listener is None:
             return None
+        if torch._C._functorch.maybe_current_level() is not None:
+            raise NotImplementedError(
+                f"FSDP unit {self.label}: torch.func (vmap, grad, jvp, jacrev) does not work through a sharded model. "
+                "Use torch.autograd.grad, torch.autograd.functional.jacobian, or a loop in place of vmap."
+            )
         self._depth += 1
         if self._depth > 1 or not listener.before_forward(self):
             return None

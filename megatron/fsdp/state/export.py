@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 import os
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -14,10 +17,17 @@ import torch.distributed as dist
 from megatron.fsdp.buffers.parameter import ShardedParameter
 from megatron.fsdp.comm.backends import HOST
 from megatron.fsdp.dtensor.gathering import gather_whole
+from megatron.fsdp.helpers.weak import weak_method
 
 if TYPE_CHECKING:
     from megatron.fsdp.module import MegatronFSDP
 
+_MERGE = "the model is sharded. Load the adapters into an unsharded one, and merge them there."
+_REMEDIES = {
+    "resize_token_embeddings": "the model is sharded. Resize embeddings before.",
+    "merge_and_unload": _MERGE,
+    "merge_adapter": _MERGE,
+}
 INDEX = "model.safetensors.index.json"
 GIB = 1 << 30
 
@@ -68,11 +78,43 @@ def save_safetensors(
     write()
     if first:
         _name_files(folder, files, total)
-        config = getattr(model.module, "config", None)
-        save_config = getattr(config, "save_pretrained", None)
-        if save_config is not None:
-            save_config(folder)
+        for config in ("config", "generation_config"):
+            save_config = getattr(getattr(model.module, config, None), "save_pretrained", None)
+            if save_config is not None:
+                save_config(folder)
     dist.barrier()
+
+
+def adapt_pretrained(model: MegatronFSDP) -> None:
+    """Make the methods of a Hugging Face model that need full tensors gather them, or say what to do instead."""
+    for name, remedy in {"save_pretrained": "", **_REMEDIES}.items():
+        method = getattr(model.module, name, None)
+        if inspect.ismethod(method):
+            itself: Any = weakref.proxy(model)
+            saving = functools.partial(_save_pretrained, itself, weak_method(method))
+            other = functools.partial(_call, f"{name}: {remedy}", weak_method(method))
+            setattr(model.module, name, other if remedy else saving)
+
+
+def _save_pretrained(
+    model: MegatronFSDP, method: Callable[..., Any], save_directory: str | os.PathLike, **options: Any
+) -> Any:
+    """``save_pretrained`` of the original model. A collective, unless full tensors are given as ``state_dict``."""
+    if not options and not hasattr(model.module, "peft_config"):
+        return save_safetensors(model, save_directory)
+    if options.get("state_dict") is not None:
+        return method(save_directory, **options)
+    first = dist.get_rank() == 0
+    options["state_dict"] = {name: tensor for name, tensor in _whole_tensors(model, None) if first}
+    method(save_directory, **{"is_main_process": first, **options})
+    dist.barrier()
+
+
+def _call(message: str, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    try:
+        return method(*args, **options)
+    except RuntimeError as error:  # also of an operation on shards
+        raise RuntimeError(message) from error
 
 
 def _whole_tensors(model: MegatronFSDP, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,0 +1,62 @@
+"""What to write instead of an operation that sharded tensors do not support."""
+
+from collections.abc import Iterable
+from typing import Any
+
+# The one attribute that the engine sets on parameters: a weak reference to the engine.
+OWNER = "_fsdp_owner"
+
+_GATHER = "Use .full_tensor(), which all ranks must call, or .to_local() for this rank's shard."
+_CALL = (
+    "parameters are unsharded only while their unit runs in the forward of the sharded model: call that, and "
+    "modules as block(x), not block.forward(x). If a module reads another one's parameters, give its class in "
+    "fsdp_unit_modules, not the other's. Another method needs megatron_fsdp.register_forward_method(module, 'name'). "
+    + _GATHER
+)
+BEFORE = "Tie, parametrize, prune and normalize weights before the model is sharded."
+_COLLECTIVE = "every rank has another shard, and gradients are averaged over the ranks already. "
+_HOOKS = "In place of register_multi_grad_hook, use register_post_accumulate_grad_hook of each parameter."
+# By the names of operations, or by their namespace.
+_REMEDIES = {
+    "t mm addmm bmm mv linear convolution embedding _embedding_bag native_layer_norm native_group_norm": _CALL,
+    "native_batch_norm _fused_rms_norm _native_multi_head_attention": _CALL,
+    "view _unsafe_view permute transpose expand unsqueeze": f"shards have other shapes. {_GATHER} {BEFORE} {_HOOKS}",
+    "select slice index index_put_ gather scatter_ unbind narrow": f"{_GATHER} To write, p.copy_(full tensor).",
+    "eye t_ triu tril": "initialize a plain tensor of its shape, equal on all ranks, and p.copy_(that).",
+    "cat stack": "join the full tensors, from p.full_tensor(), or the shards, from p.to_local().flatten().",
+    "mse_loss smooth_l1_loss huber_loss": "use element-wise operations, such as (p - q).square().mean().",
+    "c10d": _COLLECTIVE + _GATHER,
+}
+_REMEDY_OF = {name: remedy for names, remedy in _REMEDIES.items() for name in names.split()}
+
+
+class Unsupported(NotImplementedError):
+    """Raised for an operation that sharded tensors do not support. Its arguments: the operation and, at times, why."""
+
+
+def explained(error: Unsupported, values: Iterable[Any]) -> NotImplementedError:
+    """The error to show to the user: it names the main weight among ``values``, and says what to write instead."""
+    func, *why = error.args
+    space, name = func._schema.name.split("::")
+    known = _REMEDY_OF.get(name if space == "aten" else space, f"it works on full tensors only. {_GATHER}")
+    engines = [(getattr(value, OWNER, lambda: None)(), value) for value in values]
+    names = [param.name for engine, value in engines if engine for param in engine.params() if param.main is value]
+    subject = f"the sharded parameter {names[0]}" if names else "a sharded tensor"
+    return NotImplementedError(f"{func} on {subject}: {f'{why[0]}. {_GATHER}' if why else known}")
+
+
+def refuse_memory(*unused: Any, **unused_options: Any) -> Any:
+    """Takes the place of methods that need the memory of the full tensor."""
+    # Not a NotImplementedError, which safetensors would take for a tensor without values.
+    raise RuntimeError(
+        f"numpy(), tolist(), storage() and safetensors' save_file need the memory of a full tensor. {_GATHER} "
+        "To save a model, use megatron_fsdp.save_safetensors(model, folder)."
+    )
+
+
+def refuse_tracing(*unused: Any) -> Any:
+    """Takes the place of the method by which torch.compile looks into a tensor."""
+    raise NotImplementedError(
+        "torch.compile and torch.export cannot trace sharded tensors. Compile modules before sharding, and neither the "
+        "optimizer's step nor a function around it."
+    )
