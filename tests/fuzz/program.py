@@ -1,0 +1,182 @@
+"""A program: a setting, a seed and steps. Hypothesis makes them; they print as Python and run on the ranks of a group."""
+
+import gc
+import math
+import signal
+import traceback
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+
+from .network import CHOICES as FEATURES
+from .network import Features
+from .settings import CHOICES, TOLERANCES, Setting, meshes
+from .sides import Sharded, Side, full
+from .steps import KINDS
+
+SECONDS = 12
+
+
+class Step(NamedTuple):
+    kind: str
+    arguments: dict[str, Any]
+
+    def __repr__(self) -> str:
+        return f"step({', '.join([repr(self.kind), *(f'{k}={v!r}' for k, v in self.arguments.items())])})"
+
+
+def step(kind: str, **arguments: Any) -> Step:
+    """A step whose other arguments are the plainest."""
+    return Step(kind, {name: choices[0] for name, choices in KINDS[kind].choices.items()} | arguments)
+
+
+class Verdict(NamedTuple):
+    """How a program ended: "right", "wrong", "error" (sharded), "plain" (an error of plain torch), "crash", "hang"."""
+
+    kind: str
+    at: int = -1
+    what: str = ""
+    trace: str = ""
+
+
+class Program(NamedTuple):
+    setting: Setting
+    steps: list[Step]
+
+    def source(self) -> str:
+        """Python that runs the program; see ``check``."""
+        differing = {k: v for k, v in self.setting._asdict().items() if v != Setting._field_defaults[k]}
+        if "features" in differing:
+            features = {k: v for k, v in self.setting.features._asdict().items() if v != Features._field_defaults[k]}
+            differing["features"] = "FEATURES"
+        arguments = ", ".join(f"{k}={v!r}" for k, v in differing.items())
+        if "FEATURES" in arguments:
+            inside = ", ".join(f"{k}={v!r}" for k, v in features.items())
+            arguments = arguments.replace("'FEATURES'", f"Features({inside})")
+        lines = "".join(f"        {s!r},\n" for s in self.steps)
+        return f"PROGRAM = Program(\n    Setting({arguments}),\n    [\n{lines}    ],\n)\n"
+
+
+def programs(count: int, start: int, only: dict[str, tuple[Any, ...]], kinds: list[str]) -> list[Program]:
+    """Random programs, always the same ones for the same arguments."""
+    choices = CHOICES | {name: values for name, values in only.items()}
+    weighted = [name for name in kinds for _ in range(KINDS[name].weight)]
+    steps = st.sampled_from(weighted).flatmap(
+        lambda name: st.builds(
+            Step, st.just(name), st.fixed_dictionaries({k: st.sampled_from(v) for k, v in KINDS[name].choices.items()})
+        )
+    )
+    features = st.builds(Features, **{name: st.sampled_from(values) for name, values in FEATURES.items()})
+    chosen = {name: st.sampled_from(values) for name, values in choices.items()}
+    setting = st.builds(Setting, **chosen, features=st.one_of(st.just(Features()), features)).map(Setting.valid)
+    found: list[Program] = []
+
+    def collect(setting: Setting, steps: list[Step]) -> None:
+        found.append(Program(setting, steps))
+
+    wanted = settings(
+        # A run's first example is the plainest one, and from the 12th on, Hypothesis varies those it has.
+        max_examples=11,
+        phases=[Phase.generate],
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    for number in range(math.ceil(count / 10)):
+        before = len(found)
+        seed(start + 10**6 * number)(wanted(given(setting, st.lists(steps, min_size=5, max_size=20))(collect)))()
+        del found[before]
+    return found[:count]
+
+
+def run(batch: list[Program], torchs: bool = False) -> list[Verdict]:
+    """Run programs on this rank, up to the first one that is not right; every rank returns what the worst one saw."""
+    gc.freeze()
+    places: dict[str, Any] = {}
+    verdicts = []
+    for number, program in enumerate(batch):
+        # For whoever finds this process ended.
+        print("program", number)
+        signal.alarm(SECONDS)
+        if program.setting.mesh not in places:
+            places[program.setting.mesh] = meshes(program.setting)
+        mine = _run(program, places[program.setting.mesh], torchs)
+        every: list[Verdict] = [mine] * dist.get_world_size()
+        dist.all_gather_object(every, mine)
+        order = ("error", "wrong", "plain", "right")
+        verdicts.append(min(every, key=lambda v: (order.index(v.kind), v.at)))
+        gc.collect()
+        signal.alarm(0)
+        if verdicts[-1].kind in ("error", "wrong"):
+            break
+    return verdicts
+
+
+def _run(program: Program, place: Any, torchs: bool) -> Verdict:
+    choices: list[Any] = []
+    wanted: list[Any] = []
+    at, plain = -1, True
+    try:
+        side: Side = Side(program.setting, place, 7, choices)
+        for at, one in enumerate(program.steps):
+            wanted.append(_do(side, one))
+        wanted.append(side.observe())
+        plain = False
+        side = Sharded(program.setting, place, 7, choices, torchs)
+        tolerance = _tolerance(program)
+        for at, one in enumerate(program.steps):
+            difference = compare(wanted[at], _do(side, one), tolerance)
+            if difference:
+                return Verdict("wrong", at, difference)
+        difference = compare(wanted[-1], side.observe(), tolerance)
+        return Verdict("wrong", at, f"end: {difference}") if difference else Verdict("right")
+    except Exception as error:  # noqa: BLE001 - what the program is run for
+        text = f"{type(error).__name__}: {error}"
+        print("raised", text.splitlines()[0])
+        return Verdict("plain" if plain else "error", at, text, traceback.format_exc())
+
+
+def _do(side: Side, one: Step) -> Any:
+    seen = {"returned": KINDS[one.kind].run(side, **one.arguments)}
+    return {k: _copy(v) for k, v in (seen | (side.observe() if side.setting.watch else {})).items()}
+
+
+def _copy(value: Any) -> Any:
+    return full(value).detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _tolerance(program: Program) -> float:
+    rounded = any(one.arguments.get("autocast") for one in program.steps)
+    return TOLERANCES["bf16" if rounded else program.setting.precision]
+
+
+def compare(wanted: dict[str, Any], got: dict[str, Any], tolerance: float) -> str:
+    """The first difference, or nothing."""
+    # A sharded optimizer's state dict has zeros where a plain one has nothing yet: checkpoints are loaded into them.
+    got = {k: v for k, v in got.items() if k in wanted or not k.startswith("state") or v.any()}
+    if wanted.keys() != got.keys():
+        return f"names {sorted(wanted.keys() ^ got.keys())[:3]}"
+    for name, value in wanted.items():
+        other = got[name]
+        if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
+            if value.shape != other.shape:
+                return f"{name}: shape {tuple(other.shape)} instead of {tuple(value.shape)}"
+            value, other = value.double(), other.double()
+            bound = tolerance * max(1.0, value.abs().max().item() if value.numel() else 0.0)
+            apart = (value - other).abs().max().item() if value.numel() else 0.0
+            if not (apart <= bound or math.isnan(apart) and torch.equal(value.isnan(), other.isnan())):
+                return f"{name}: {other.flatten()[:3].tolist()} instead of {value.flatten()[:3].tolist()}, {apart:.3g} apart"
+        elif (value is None) != (other is None) or (not isinstance(value, torch.Tensor) and value != other):
+            return f"{name}: {_short(other)} instead of {_short(value)}"
+    return ""
+
+
+def _short(value: Any) -> str:
+    return (
+        f"a tensor (largest {value.abs().max().item() if value.numel() else 0:.3g})"
+        if isinstance(value, torch.Tensor)
+        else repr(value)
+    )

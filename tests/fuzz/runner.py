@@ -1,0 +1,147 @@
+"""Runs programs on warm ranks, drops refused steps, attributes hangs and crashes, and reduces what is wrong."""
+
+import contextlib
+import io
+import re
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.ranks import RankFailure, RankPool
+
+from .network import CHOICES as FEATURES
+from .network import Features
+from .program import SECONDS, Program, Step, Verdict, run
+from .settings import CHOICES
+from .steps import KINDS
+
+REFUSALS = [
+    re.compile(line)
+    for line in (Path(__file__).parent / "refusals.txt").read_text().splitlines()
+    if line and not line.startswith("#")
+]
+
+
+class Result(NamedTuple):
+    """A program's verdict, and the steps that were dropped on the way: those refused, and those plain torch refuses."""
+
+    program: Program
+    verdict: Verdict
+    refused: list[tuple[str, str]]
+    discarded: int
+
+    @property
+    def signature(self) -> tuple[str, str]:
+        """What tells one defect from another, before it is reduced."""
+        what = self.verdict.what.split(":")[0] if self.verdict.kind == "wrong" else self.verdict.what
+        return self.verdict.kind, re.sub(r"\d+|'[^']*'|\b(inp|head|odd|blocks|batchnorm)\.\S*", "*", what)[:70]
+
+
+class Runner:
+    """Ranks that run programs.
+
+    Args:
+        torchs: Run the sharded side with torch's FSDP2.
+    """
+
+    def __init__(self, torchs: bool = False) -> None:
+        self.pool = RankPool()
+        self.torchs = torchs
+
+    def verdicts(self, programs: list[Program]) -> list[Verdict]:
+        """Verdicts of the first programs, at least of one. All have the same number of ranks."""
+        self.pool.timeout = 3 * SECONDS + len(programs)
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                verdicts = self.pool.run(programs[0].setting.ranks, run, programs, self.torchs)[0]
+        except RankFailure as failure:
+            at = min((int(number) for number in re.findall(r"^ *program (\d+)$", str(failure), re.M)), default=0)
+            before = self.verdicts(programs[:at]) if at else []
+            return before if len(before) < at else [*before, _lost(str(failure))]
+        if "Disagreement" in verdicts[-1].what:
+            self.pool.close()  # every later wait of these processes raises it again
+        return verdicts
+
+    def results(self, programs: list[Program], size: int = 25) -> list[Result]:
+        """Run programs; steps that are refused are dropped, and their programs run again."""
+        waiting = [Result(program, Verdict("right"), [], 0) for program in programs]
+        done: list[Result] = []
+        while waiting:
+            ranks = waiting[0].program.setting.ranks
+            batch = [result for result in waiting if result.program.setting.ranks == ranks][:size]
+            verdicts = self.verdicts([result.program for result in batch])
+            again = []
+            for result, verdict in zip(batch, verdicts, strict=False):
+                waiting.remove(result)
+                result = self._judge(result._replace(verdict=verdict))
+                (again if result.verdict.kind == "again" else done).append(result)
+            waiting = again + waiting
+        return done
+
+    def _judge(self, result: Result) -> Result:
+        verdict, program = result.verdict, result.program
+        reason = next((r.pattern for r in REFUSALS if verdict.kind == "error" and r.search(verdict.what)), None)
+        if verdict.at < 0 or (reason is None and verdict.kind != "plain"):
+            return result
+        steps = program.steps[: verdict.at] + program.steps[verdict.at + 1 :]
+        refused = [(program.steps[verdict.at].kind, reason)] if reason else []
+        again = Verdict("again" if steps else "right")
+        return Result(
+            program._replace(steps=steps), again, result.refused + refused, result.discarded + (reason is None)
+        )
+
+    def reduce(self, result: Result, seconds: float) -> Result:
+        """A smaller program of the same kind of defect."""
+        best, waiting, end = result, _smaller(result.program), time.time() + seconds
+        while waiting and time.time() < end:
+            other = self.results([waiting.pop(0)])[0]
+            if other.signature == best.signature or other.verdict.kind == best.verdict.kind == "wrong":
+                best, waiting = other, _smaller(other.program)
+        return best
+
+
+def _lost(failure: str) -> Verdict:
+    """What ended the process of a rank."""
+    raised = re.search(r"^ *raised (.*)$", failure, re.M)
+    ended = re.findall(r"exit code (-?\d+)", failure)
+    if any(code != str(-signal.SIGALRM) for code in ended):
+        return Verdict("crash", 0, f"exit codes {sorted(set(ended))}", failure)
+    return Verdict("hang", 0, f"after {raised[1]}" if raised else "", failure)
+
+
+def _smaller(program: Program) -> list[Program]:
+    steps, setting = program.steps, program.setting
+    candidates = []
+    for size in sorted({len(steps) // 2, len(steps) // 4, 1} - {0}, reverse=True):
+        for start in range(0, len(steps), size):
+            rest = steps[:start] + steps[start + size :]
+            candidates += [program._replace(steps=rest)] if rest else []
+    candidates += [
+        program._replace(setting=setting._replace(**{name: choices[0]}).valid())
+        for name, choices in CHOICES.items()
+        if getattr(setting, name) != choices[0]
+    ]
+    for name, choices in FEATURES.items():
+        if getattr(setting.features, name) != choices[0]:
+            features = setting.features._replace(**{name: choices[0]})
+            candidates.append(program._replace(setting=setting._replace(features=features)))
+    for index, one in enumerate(steps):
+        for name, choices in KINDS[one.kind].choices.items():
+            if one.arguments[name] != choices[0]:
+                plainer = Step(one.kind, one.arguments | {name: choices[0]})
+                candidates.append(program._replace(steps=steps[:index] + [plainer] + steps[index + 1 :]))
+    return candidates
+
+
+def tally(results: list[Result]) -> dict[str, Any]:
+    """Counts for the table."""
+    return {
+        "verdicts": Counter(result.verdict.kind for result in results),
+        "kinds": Counter(kind for result in results for kind in {one.kind for one in result.program.steps}),
+        "steps": Counter(one.kind for result in results for one in result.program.steps),
+        "refused": Counter(reason for result in results for _, reason in result.refused),
+        "refused_kinds": Counter(kind for result in results for kind, _ in result.refused),
+        "discarded": sum(result.discarded for result in results),
+    }
