@@ -3,7 +3,6 @@
 import argparse
 import ast
 import time
-from pathlib import Path
 
 from .program import programs
 from .runner import Runner, tally

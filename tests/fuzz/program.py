@@ -4,6 +4,7 @@ import gc
 import math
 import signal
 import traceback
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from .network import CHOICES as FEATURES
 from .network import Features
-from .settings import CHOICES, TOLERANCES, Setting, meshes
+from .settings import CHOICES, TOLERANCES, Meshes, Setting, meshes
 from .sides import Sharded, Side, full
 from .steps import KINDS
 
@@ -28,7 +29,7 @@ class Step(NamedTuple):
         return f"step({', '.join([repr(self.kind), *(f'{k}={v!r}' for k, v in self.arguments.items())])})"
 
 
-def step(kind: str, **arguments: Any) -> Step:
+def step(kind: str, /, **arguments: Any) -> Step:
     """A step whose other arguments are the plainest."""
     return Step(kind, {name: choices[0] for name, choices in KINDS[kind].choices.items()} | arguments)
 
@@ -92,18 +93,22 @@ def programs(count: int, start: int, only: dict[str, tuple[Any, ...]], kinds: li
     return found[:count]
 
 
-def run(batch: list[Program], torchs: bool = False) -> list[Verdict]:
-    """Run programs on this rank, up to the first one that is not right; every rank returns what the worst one saw."""
+def run(batch: list[Program], torchs: bool, folder: Path) -> list[Verdict]:
+    """Run programs on this rank, up to the first one that is not right; every rank returns what the worst one saw.
+
+    A file per rank in ``folder`` says where it is, for whoever finds this process ended.
+    """
+    notes = folder / str(dist.get_rank())
     gc.freeze()
-    places: dict[str, Any] = {}
+    places: dict[str, Meshes] = {}
     verdicts = []
     for number, program in enumerate(batch):
-        # For whoever finds this process ended.
-        print("program", number)
+        notes.write_text(f"{number}")
         signal.alarm(SECONDS)
         if program.setting.mesh not in places:
             places[program.setting.mesh] = meshes(program.setting)
         mine = _run(program, places[program.setting.mesh], torchs)
+        notes.write_text(f"{number} {mine.what.splitlines()[0] if mine.what else ''}")
         every: list[Verdict] = [mine] * dist.get_world_size()
         dist.all_gather_object(every, mine)
         order = ("error", "wrong", "plain", "right")
@@ -115,28 +120,33 @@ def run(batch: list[Program], torchs: bool = False) -> list[Verdict]:
     return verdicts
 
 
-def _run(program: Program, place: Any, torchs: bool) -> Verdict:
+def _run(program: Program, place: Meshes, torchs: bool) -> Verdict:
     choices: list[Any] = []
     wanted: list[Any] = []
-    at, plain = -1, True
+    first = Verdict("right")
     try:
-        side: Side = Side(program.setting, place, 7, choices)
-        for at, one in enumerate(program.steps):
+        side: Side = Side(program.setting, place, choices)
+        for one in program.steps:
             wanted.append(_do(side, one))
         wanted.append(side.observe())
-        plain = False
-        side = Sharded(program.setting, place, 7, choices, torchs)
-        tolerance = _tolerance(program)
-        for at, one in enumerate(program.steps):
-            difference = compare(wanted[at], _do(side, one), tolerance)
-            if difference:
-                return Verdict("wrong", at, difference)
-        difference = compare(wanted[-1], side.observe(), tolerance)
-        return Verdict("wrong", at, f"end: {difference}") if difference else Verdict("right")
+    except Exception as error:  # noqa: BLE001 - the program is not valid in plain torch
+        return Verdict("plain", len(wanted), *_described(error))
+    at, tolerance = 0, _tolerance(program)
+    try:
+        side = Sharded(program.setting, place, choices, torchs)
+        for at, want in enumerate(wanted):
+            seen = _do(side, program.steps[at]) if at < len(program.steps) else side.observe()
+            difference = compare(want, seen, tolerance)
+            if difference and first.kind == "right":
+                # The program goes on, because other ranks may have seen no difference, and would wait.
+                first = Verdict("wrong", min(at, len(program.steps) - 1), difference)
     except Exception as error:  # noqa: BLE001 - what the program is run for
-        text = f"{type(error).__name__}: {error}"
-        print("raised", text.splitlines()[0])
-        return Verdict("plain" if plain else "error", at, text, traceback.format_exc())
+        first = first if first.kind == "wrong" else Verdict("error", at, *_described(error))
+    return first
+
+
+def _described(error: Exception) -> tuple[str, str]:
+    return f"{type(error).__name__}: {error}", traceback.format_exc()
 
 
 def _do(side: Side, one: Step) -> Any:

@@ -4,6 +4,7 @@ import contextlib
 import io
 import re
 import signal
+import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -12,7 +13,6 @@ from typing import Any, NamedTuple
 from tests.ranks import RankFailure, RankPool
 
 from .network import CHOICES as FEATURES
-from .network import Features
 from .program import SECONDS, Program, Step, Verdict, run
 from .settings import CHOICES
 from .steps import KINDS
@@ -54,12 +54,17 @@ class Runner:
         """Verdicts of the first programs, at least of one. All have the same number of ranks."""
         self.pool.timeout = 3 * SECONDS + len(programs)
         try:
-            with contextlib.redirect_stdout(io.StringIO()):
-                verdicts = self.pool.run(programs[0].setting.ranks, run, programs, self.torchs)[0]
+            with contextlib.redirect_stdout(io.StringIO()), tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
+                try:
+                    arguments = programs, self.torchs, Path(folder)
+                    verdicts = self.pool.run(programs[0].setting.ranks, run, *arguments)[0]
+                finally:
+                    notes = [file.read_text().split(" ", 1) for file in Path(folder).iterdir()]
         except RankFailure as failure:
-            at = min((int(number) for number in re.findall(r"^ *program (\d+)$", str(failure), re.M)), default=0)
+            at = min((int(note[0]) for note in notes), default=0)
+            said = {note[1] for note in notes if int(note[0]) == at and note[1:]}
             before = self.verdicts(programs[:at]) if at else []
-            return before if len(before) < at else [*before, _lost(str(failure))]
+            return before if len(before) < at else [*before, _lost(str(failure), said)]
         if "Disagreement" in verdicts[-1].what:
             self.pool.close()  # every later wait of these processes raises it again
         return verdicts
@@ -102,13 +107,11 @@ class Runner:
         return best
 
 
-def _lost(failure: str) -> Verdict:
-    """What ended the process of a rank."""
-    raised = re.search(r"^ *raised (.*)$", failure, re.M)
-    ended = re.findall(r"exit code (-?\d+)", failure)
-    if any(code != str(-signal.SIGALRM) for code in ended):
-        return Verdict("crash", 0, f"exit codes {sorted(set(ended))}", failure)
-    return Verdict("hang", 0, f"after {raised[1]}" if raised else "", failure)
+def _lost(failure: str, said: set[str]) -> Verdict:
+    """What ended the process of a rank, while others may have raised something."""
+    ended = set(re.findall(r"exit code (-?\d+)", failure))
+    kind = "crash" if ended - {str(-signal.SIGALRM)} else "hang"
+    return Verdict(kind, 0, f"exit codes {sorted(ended)} {sorted(said) or ''}", failure)
 
 
 def _smaller(program: Program) -> list[Program]:

@@ -32,29 +32,51 @@ class Side:
 
     plain = True
 
-    def __init__(self, setting: Setting, place: Meshes, seed: int, choices: list[Any]) -> None:
-        self.setting, self.place, self.seed, self.choices = setting, place, seed, choices
+    def __init__(self, setting: Setting, place: Meshes, choices: list[Any]) -> None:
+        self.setting, self.place, self.choices = setting, place, choices
         self.losses: list[torch.Tensor] = []
         self.kept: dict[str, Any] = {}
         self.models: list[Any] = []
         self.optimizers: list[torch.optim.Optimizer] = []
+        self.firsts: dict[int, torch.optim.Optimizer] = {}
         self.old: list[nn.Parameter] = []
-        self.folder = tempfile.TemporaryDirectory(prefix="fuzz-")
+        self.folders: list[tempfile.TemporaryDirectory] = []
         # Whether gradients may differ between ranks until the next synchronization.
         self.pending = False
         self.accumulating = False
         self.add_model()
-        torch.manual_seed(1000 * seed + place.rank)
+        torch.manual_seed(1000 + place.rank)
 
     def add_model(self) -> None:
         """Build a model and its optimizer, and use them."""
-        torch.manual_seed(self.seed + len(self.models))
+        torch.manual_seed(len(self.models))
         net = settings.build(self.setting, self.place)
         self.old = self.old or list(net.parameters())
         self.net = net
         self.model, self.optimizer = self.shard(net)
         self.models.append((self.model, net))
         self.optimizers.append(self.optimizer)
+        self.firsts[id(net)] = self.optimizer
+
+    def switch(self) -> None:
+        """Use another model from now on."""
+        if len(self.models) == 1:
+            state = torch.get_rng_state()
+            self.add_model()
+            torch.set_rng_state(state)
+            return
+        model, net = self.models[0] if self.net is self.models[1][1] else self.models[1]
+        self.model, self.net = model, net
+        self.optimizer = self.firsts[id(net)]
+
+    def folder(self) -> str:
+        """A folder for a checkpoint: the same for all ranks of the sharded side, of its own for a plain rank."""
+        if not self.folders:
+            self.folders.append(tempfile.TemporaryDirectory(prefix="fuzz-"))
+        names = [self.folders[0].name]
+        if not self.plain:
+            dist.broadcast_object_list(names)
+        return names[0]
 
     def shard(self, net: Net) -> tuple[Any, torch.optim.Optimizer]:
         return net, settings.make_optimizer(net, self.setting)
@@ -156,9 +178,9 @@ class Sharded(Side):
 
     plain = False
 
-    def __init__(self, setting: Setting, place: Meshes, seed: int, choices: list[Any], torchs: bool = False) -> None:
+    def __init__(self, setting: Setting, place: Meshes, choices: list[Any], torchs: bool = False) -> None:
         self.torchs = torchs
-        super().__init__(setting, place, seed, choices)
+        super().__init__(setting, place, choices)
 
     def shard(self, net: Net) -> tuple[Any, torch.optim.Optimizer]:
         return settings.shard(net, self.setting, self.place, self.torchs)
