@@ -1,4 +1,4 @@
-"""A small model with the parts that have been trouble: odd shapes, tied weights, checkpoints, buffers, auxiliary losses."""
+"""A small model with parts that have been trouble: odd shapes, tied weights, checkpoints, buffers, auxiliary losses."""
 
 from typing import Any, NamedTuple
 

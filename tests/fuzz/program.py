@@ -1,4 +1,4 @@
-"""A program: a setting, a seed and steps. Hypothesis makes them; they print as Python and run on the ranks of a group."""
+"""A program: a setting and steps. Hypothesis makes them; they print as Python, and run on the ranks of a group."""
 
 import gc
 import math
@@ -178,7 +178,8 @@ def compare(wanted: dict[str, Any], got: dict[str, Any], tolerance: float) -> st
             bound = tolerance * max(1.0, value.abs().max().item() if value.numel() else 0.0)
             apart = (value - other).abs().max().item() if value.numel() else 0.0
             if not (apart <= bound or math.isnan(apart) and torch.equal(value.isnan(), other.isnan())):
-                return f"{name}: {other.flatten()[:3].tolist()} instead of {value.flatten()[:3].tolist()}, {apart:.3g} apart"
+                start, wanted_start = other.flatten()[:3].tolist(), value.flatten()[:3].tolist()
+                return f"{name}: {start} instead of {wanted_start}, {apart:.3g} apart"
         elif (value is None) != (other is None) or (not isinstance(value, torch.Tensor) and value != other):
             return f"{name}: {_short(other)} instead of {_short(value)}"
     return ""

@@ -6,9 +6,8 @@ import re
 import signal
 import tempfile
 import time
-from collections import Counter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tests.ranks import RankFailure, RankPool
 
@@ -30,7 +29,7 @@ class Result(NamedTuple):
     program: Program
     verdict: Verdict
     refused: list[tuple[str, str]]
-    discarded: int
+    discarded: list[tuple[str, str]]
 
     @property
     def signature(self) -> tuple[str, str]:
@@ -71,7 +70,7 @@ class Runner:
 
     def results(self, programs: list[Program], size: int = 25) -> list[Result]:
         """Run programs; steps that are refused are dropped, and their programs run again."""
-        waiting = [Result(program, Verdict("right"), [], 0) for program in programs]
+        waiting = [Result(program, Verdict("right"), [], []) for program in programs]
         done: list[Result] = []
         while waiting:
             ranks = waiting[0].program.setting.ranks
@@ -86,16 +85,18 @@ class Runner:
         return done
 
     def _judge(self, result: Result) -> Result:
+        """Drop a step that was refused, or that plain torch refuses."""
         verdict, program = result.verdict, result.program
         reason = next((r.pattern for r in REFUSALS if verdict.kind == "error" and r.search(verdict.what)), None)
-        if verdict.at < 0 or (reason is None and verdict.kind != "plain"):
+        if verdict.at >= len(program.steps) or (reason is None and verdict.kind != "plain"):
             return result
-        steps = program.steps[: verdict.at] + program.steps[verdict.at + 1 :]
-        refused = [(program.steps[verdict.at].kind, reason)] if reason else []
-        again = Verdict("again" if steps else "right")
-        return Result(
-            program._replace(steps=steps), again, result.refused + refused, result.discarded + (reason is None)
-        )
+        kind = program.steps[verdict.at].kind
+        program = program._replace(steps=program.steps[: verdict.at] + program.steps[verdict.at + 1 :])
+        if reason:
+            result = result._replace(refused=[*result.refused, (kind, reason)])
+        else:
+            result = result._replace(discarded=[*result.discarded, (kind, verdict.what.splitlines()[0][:100])])
+        return result._replace(program=program, verdict=Verdict("again" if program.steps else "right"))
 
     def reduce(self, result: Result, seconds: float) -> Result:
         """A smaller program of the same kind of defect."""
@@ -138,13 +139,16 @@ def _smaller(program: Program) -> list[Program]:
     return candidates
 
 
-def tally(results: list[Result]) -> dict[str, Any]:
-    """Counts for the table."""
-    return {
-        "verdicts": Counter(result.verdict.kind for result in results),
-        "kinds": Counter(kind for result in results for kind in {one.kind for one in result.program.steps}),
-        "steps": Counter(one.kind for result in results for one in result.program.steps),
-        "refused": Counter(reason for result in results for _, reason in result.refused),
-        "refused_kinds": Counter(kind for result in results for kind, _ in result.refused),
-        "discarded": sum(result.discarded for result in results),
-    }
+def check(program: Program) -> None:
+    """Run one program, and print what becomes of it.
+
+    Raises:
+        AssertionError: It is not right.
+    """
+    runner = Runner()
+    try:
+        verdict = runner.results([program])[0].verdict
+    finally:
+        runner.pool.close()
+    print(verdict.kind, verdict.trace)
+    assert verdict.kind == "right", f"step {verdict.at + 1}: {verdict.what}"

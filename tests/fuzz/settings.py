@@ -38,6 +38,11 @@ class Setting(NamedTuple):
     watch: bool = False  # compare all state after every step, not only in the end
     features: Features = Features()
 
+    @property
+    def in_torch(self) -> bool:
+        """Whether torch's FSDP2 can do the same."""
+        return self.strategy >= 2 and self.units != "none" and not self.double_buffer and self.sync_each
+
     def valid(self) -> "Setting":
         """The nearest setting that exists."""
         own, many = self.interface == "own", self.ranks == 4 and self.mesh != "flat"

@@ -350,7 +350,8 @@ def average(side: Side, use: str) -> Any:
     averages = side.kept["average"]
     with torch.no_grad():
         if use == "forward":
-            return side.loss(torch.func.functional_call(side.net, averages, (side.batch(1),)))
+            given = {name: full(value) for name, value in averages.items()}
+            return side.loss(torch.func.functional_call(side.net, given, (side.batch(1),)))
         for name, parameter in parameters.items() if averages.keys() == parameters.keys() else ():
             if use == "update":
                 averages[name].lerp_(parameter.detach(), 0.5)
