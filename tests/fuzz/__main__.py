@@ -9,7 +9,7 @@ from pathlib import Path
 from .program import Program, programs
 from .runner import Result, Runner
 from .steps import KINDS
-from .table import defect, table
+from .table import defect, source, table
 
 
 def main() -> int:
@@ -52,11 +52,17 @@ def main() -> int:
 
 def _run(runner: Runner, made: list[Program], end: float) -> list[Result]:
     results: list[Result] = []
-    for start in range(0, len(made), 100):
-        if time.time() < end:
-            results += runner.results(made[start : start + 100])
-            right = sum(result.verdict.kind == "right" for result in results)
-            print(f"{len(results)} programs, {right} right", file=sys.stderr, flush=True)
+    seen: set[tuple[str, str]] = {("right", "")}
+    for start in range(0, len(made), 50):
+        if time.time() > end:
+            break
+        results += runner.results(made[start : start + 50])
+        for result in results:
+            if result.signature not in seen:
+                print(source(result), file=sys.stderr)
+            seen.add(result.signature)
+        right = sum(result.verdict.kind == "right" for result in results)
+        print(f"{len(results)} programs, {right} right", file=sys.stderr, flush=True)
     return results
 
 
