@@ -1,5 +1,6 @@
 """A program: a setting and steps. Hypothesis makes them; they print as Python, and run on the ranks of a group."""
 
+import faulthandler
 import gc
 import math
 import signal
@@ -11,6 +12,8 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
+
+from megatron.fsdp.comm import gloo
 
 from .network import CHOICES as FEATURES
 from .network import Features
@@ -99,12 +102,17 @@ def run(batch: list[Program], torchs: bool, folder: Path) -> list[Verdict]:
     A file per rank in ``folder`` says where it is, for whoever finds this process ended.
     """
     notes = folder / str(dist.get_rank())
+    trace = notes.with_suffix(".trace").open("w")
     gc.freeze()
+    # Every full_tensor() of a parameter that one of 3 ranks holds waits that long, which answers do not depend on.
+    gloo.SECONDS_TO_RELEASE = 0.0
     places: dict[str, Meshes] = {}
     verdicts = []
     for number, program in enumerate(batch):
         notes.write_text(f"{number}")
         signal.alarm(SECONDS)
+        trace.truncate(0)
+        faulthandler.dump_traceback_later(SECONDS - 2, file=trace)
         if program.setting.mesh not in places:
             places[program.setting.mesh] = meshes(program.setting)
         mine = _run(program, places[program.setting.mesh], torchs)
@@ -114,6 +122,7 @@ def run(batch: list[Program], torchs: bool, folder: Path) -> list[Verdict]:
         order = ("error", "wrong", "plain", "right")
         verdicts.append(min(every, key=lambda v: (order.index(v.kind), v.at)))
         gc.collect()
+        faulthandler.cancel_dump_traceback_later()
         signal.alarm(0)
         if verdicts[-1].kind in ("error", "wrong"):
             break

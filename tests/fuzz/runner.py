@@ -58,12 +58,13 @@ class Runner:
                     arguments = programs, self.torchs, Path(folder)
                     verdicts = self.pool.run(programs[0].setting.ranks, run, *arguments)[0]
                 finally:
-                    notes = [file.read_text().split(" ", 1) for file in Path(folder).iterdir()]
+                    notes = [file.read_text().split(" ", 1) for file in Path(folder).glob("?")]
+                    traces = "\n".join(file.read_text() for file in Path(folder).glob("*.trace"))
         except RankFailure as failure:
             at = min((int(note[0]) for note in notes), default=0)
             said = {note[1] for note in notes if int(note[0]) == at and note[1:]}
             before = self.verdicts(programs[:at]) if at else []
-            return before if len(before) < at else [*before, _lost(str(failure), said)]
+            return before if len(before) < at else [*before, _lost(str(failure), said, traces)]
         if "Disagreement" in verdicts[-1].what:
             self.pool.close()  # every later wait of these processes raises it again
         return verdicts
@@ -108,11 +109,11 @@ class Runner:
         return best
 
 
-def _lost(failure: str, said: set[str]) -> Verdict:
+def _lost(failure: str, said: set[str], traces: str) -> Verdict:
     """What ended the process of a rank, while others may have raised something."""
     ended = set(re.findall(r"exit code (-?\d+)", failure))
     kind = "crash" if ended - {str(-signal.SIGALRM)} else "hang"
-    return Verdict(kind, 0, f"exit codes {sorted(ended)} {sorted(said) or ''}", failure)
+    return Verdict(kind, 0, f"exit codes {sorted(ended)} {sorted(said) or ''}", traces or failure)
 
 
 def _smaller(program: Program) -> list[Program]:
