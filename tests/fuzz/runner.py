@@ -51,8 +51,12 @@ class Runner:
 
     def verdicts(self, programs: list[Program]) -> list[Verdict]:
         """Verdicts of the first programs, at least of one. All have the same number of ranks."""
-        self.pool.timeout = 3 * SECONDS + len(programs)
+        # An alarm ends a rank whose program takes long.
+        self.pool.timeout = SECONDS * (2 + len(programs))
         try:
+            if programs[0].setting.mesh == "tp":
+                # torch's DTensor remembers the names of groups that have been destroyed.
+                self.pool.close()
             with contextlib.redirect_stdout(io.StringIO()), tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
                 try:
                     arguments = programs, self.torchs, Path(folder)
@@ -74,8 +78,8 @@ class Runner:
         waiting = [Result(program, Verdict("right"), [], []) for program in programs]
         done: list[Result] = []
         while waiting:
-            ranks = waiting[0].program.setting.ranks
-            batch = [result for result in waiting if result.program.setting.ranks == ranks][:size]
+            world = waiting[0].program.setting[:2]
+            batch = [result for result in waiting if result.program.setting[:2] == world][:size]
             verdicts = self.verdicts([result.program for result in batch])
             again = []
             for result, verdict in zip(batch, verdicts, strict=False):

@@ -99,6 +99,14 @@ class Side:
     def loss(self, output: torch.Tensor) -> torch.Tensor:
         return output.float().pow(2).mean() if output.dtype == torch.bfloat16 else output.pow(2).mean()
 
+    def written(self, hidden: bool = False) -> None:
+        """Weights have changed. Forget losses whose backward only seems valid without sharding.
+
+        Autograd does not see writes through ``.data``, and the plain side of mixed precision saves casts of weights.
+        """
+        if hidden or self.setting.precision == "bf16":
+            self.losses.clear()
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients."""

@@ -250,6 +250,7 @@ def _has_gradients(side: Side) -> bool:
 def optimize(side: Side) -> None:
     if _has_gradients(side):
         side.optimizer.step()
+        side.written()
 
 
 @step()
@@ -261,7 +262,9 @@ def closure(side: Side) -> Any:
         side.synchronized()
         return loss
 
-    return side.optimizer.step(compute)
+    loss = side.optimizer.step(compute)
+    side.written()
+    return loss
 
 
 @step(overflow=(False, True))
@@ -277,6 +280,7 @@ def scaled(side: Side, overflow: bool) -> Any:
     norm = nn.utils.clip_grad_norm_(side.parameters(), 1.0)
     scaler.step(side.optimizer)
     scaler.update()
+    side.written()
     side.optimizer.zero_grad()
     return torch.stack([full(norm).double(), torch.tensor(scaler.get_scale()).double()])
 
@@ -311,6 +315,7 @@ WRITES = ("zero_", "copy_", "data_mul_", "data", "init", "foreach", "to_local", 
 @step(5, how=WRITES, what=PARTS)
 def write(side: Side, how: str, what: str) -> None:
     parameters = side.old if how == "old" else side.parameters(what)
+    side.written(hidden=how.startswith("data"))
     with torch.no_grad():
         if how == "foreach":
             torch._foreach_mul_(parameters, 0.5)
@@ -348,6 +353,7 @@ def average(side: Side, use: str) -> Any:
     if "average" not in side.kept:
         side.kept["average"] = {name: p.detach().clone() for name, p in parameters.items()}
     averages = side.kept["average"]
+    side.written()
     with torch.no_grad():
         if use == "forward":
             given = {name: full(value) for name, value in averages.items()}
@@ -406,6 +412,7 @@ def load(side: Side, assign: bool) -> None:
     kind, model, optimizer, state = side.kept.get("state", (None,) * 4)
     if kind is None or model is not side.model or optimizer is not side.optimizer:
         return
+    side.written()
     if kind == "dcp":
         kept = state
         state = {"model": side.model.state_dict()}
