@@ -320,7 +320,9 @@ def write(side: Side, how: str, what: str) -> None:
         if how == "foreach":
             torch._foreach_mul_(parameters, 0.5)
         for parameter in parameters:
-            _write(how, parameter)
+            # torch loses an assignment to .data of a DTensor.
+            lost = how == "data" and side.plain and hasattr(parameter, "to_local")
+            _write("data_mul_" if lost else how, parameter)
 
 
 def _write(how: str, parameter: nn.Parameter) -> None:

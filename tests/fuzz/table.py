@@ -56,14 +56,15 @@ def defect(found: list[Result], reduced: Result) -> str:
 def source(result: Result) -> str:
     """A file that runs the program, for tests/fuzz/found."""
     what = result.verdict.what.splitlines()[0][:100] if result.verdict.what else ""
+    program = result.program.source()
+    features = "from tests.fuzz.network import Features\n" if "Features(" in program else ""
     return f'''"""{result.verdict.kind}: {what.replace('"', "'")}"""
 
-from tests.fuzz.network import Features
-from tests.fuzz.program import Program, step
+{features}from tests.fuzz.program import Program, step
 from tests.fuzz.runner import check
 from tests.fuzz.settings import Setting
 
-{result.program.source()}
+{program}
 if __name__ == "__main__":
     check(PROGRAM)
 '''
