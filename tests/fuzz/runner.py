@@ -81,7 +81,7 @@ class Runner:
             world = waiting[0].program.setting[:2]
             batch = [result for result in waiting if result.program.setting[:2] == world][:size]
             verdicts = self.verdicts([result.program for result in batch])
-            again = []
+            again: list[Result] = []
             for result, verdict in zip(batch, verdicts, strict=False):
                 waiting.remove(result)
                 result = self._judge(result._replace(verdict=verdict))
