@@ -1,12 +1,13 @@
 # `make` or `make help` lists the commands. Everything runs in .venv, which `make install` creates.
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow slow-reduced lint typecheck unit functional torch-versions torch-reduced python-versions mcore-versions parity parity-nd bench bench-report docs docs-serve gpu-test gpu-checks gpu-bench compatibility dist wheel clean clean-demo
+.PHONY: help install demo test test-slow slow-reduced lint typecheck unit functional torch-versions torch-reduced python-versions mcore-versions parity parity-nd fuzz bench bench-report docs docs-serve gpu-test gpu-checks gpu-bench compatibility dist wheel clean clean-demo
 
 PYTHON := .venv/bin/python
 STAMP := .venv/.installed
 DEMO_FLAGS ?=
 PARITY_FLAGS ?=
+FUZZ_FLAGS ?=
 BENCH_FLAGS ?=
 PYTEST_FLAGS ?=
 # Without the theme's notice of its successor, and without warnings about the code of other packages.
@@ -109,6 +110,9 @@ parity: install ## train with Megatron's DDP and with each strategy in Megatron'
 
 parity-nd: install ## parity combined with tensor, pipeline, context and expert parallelism; write docs/parallelism.md (PARITY_FLAGS="--only TP")
 	@$(PYTHON) -W ignore tools/parity_nd.py --markdown docs/parallelism.md $(PARITY_FLAGS)
+
+fuzz: install ## run random programs plain and sharded, and compare; write fuzz_output/table.md (FUZZ_FLAGS="--programs 500")
+	@$(PYTHON) -W ignore -m tests.fuzz $(FUZZ_FLAGS)
 
 bench: install ## benchmark beside FSDP2, the original and DDP; write docs/performance_tables.md (BENCH_FLAGS="--only step,memory --quick")
 	@status=0; $(PYTHON) -W ignore -m benchmarks $(BENCH_FLAGS) || status=$$?; $(PYTHON) -m benchmarks.report; exit $$status

@@ -1,0 +1,52 @@
+"""Random programs give the same answer plain and sharded, and so do those that once did not."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from tests.fuzz import found
+from tests.fuzz.program import Program, programs
+from tests.fuzz.runner import REFUSALS, Runner
+from tests.fuzz.steps import KINDS
+from tests.fuzz.table import source
+
+FOUND = sorted(Path(next(iter(found.__path__))).glob("[!_]*.py"))
+
+
+def _program(file: Path) -> Program:
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.PROGRAM
+
+
+@pytest.mark.timeout(600)
+def test_random_programs() -> None:
+    runner = Runner()
+    try:
+        made = programs(300, 20, {}, list(KINDS))
+        results = runner.results(made)
+    finally:
+        runner.pool.close()
+    wrong = [result for result in results if result.verdict.kind != "right"]
+    assert not wrong, "\n".join(f"{source(result)}# {result.verdict.what}" for result in wrong[:3])
+    steps, refused = sum(len(program.steps) for program in made), sum(len(result.refused) for result in results)
+    assert refused <= 0.05 * steps
+
+
+@pytest.mark.timeout(600)
+def test_found() -> None:
+    runner = Runner()
+    try:
+        results = runner.results([_program(file) for file in FOUND])
+    finally:
+        runner.pool.close()
+    names = [source(result) for result in results if result.verdict.kind != "right" or result.refused]
+    assert not names, "\n".join(names)
+
+
+def test_a_refusal_is_a_regular_expression_that_matches_no_error_of_torch() -> None:
+    torchs = "setStorage: sizes [16, 8] out of bounds", "mixed torch.Tensor and DTensor", "expected a Tensor, got None"
+    assert not [pattern.pattern for pattern in REFUSALS for text in torchs if pattern.search(text)]

@@ -1,0 +1,82 @@
+"""``python -m tests.fuzz``: make programs, run them, reduce what is wrong, print a table."""
+
+import argparse
+import ast
+import sys
+import time
+from pathlib import Path
+
+from .program import Program, programs
+from .runner import Result, Runner
+from .steps import KINDS
+from .table import defect, source, table
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser.add_argument("--programs", type=int, default=5000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=3000, help="start no more programs after this time")
+    parser.add_argument("--settings", default="", help='only these, such as "strategy=3,2 ranks=2 units=block"')
+    parser.add_argument("--only", default="", help="only these kinds of steps, separated by commas")
+    parser.add_argument("--control", choices=["fsdp2"], help="run the programs with torch's FSDP2, too")
+    parser.add_argument("--reduce", type=float, default=20, help="seconds to reduce a defect; 0: do not")
+    parser.add_argument("--out", type=Path, default=Path("fuzz_output"))
+    arguments = parser.parse_args()
+    only = dict(_setting(word) for word in arguments.settings.split())
+    kinds = arguments.only.split(",") if arguments.only else list(KINDS)
+    start = time.time()
+    made = programs(arguments.programs, arguments.seed, only, kinds)
+    runner = Runner()
+    results = _run(runner, made, start + arguments.seconds)
+    seconds = time.time() - start
+    control: list[Result] = []
+    if arguments.control:
+        torchs = Runner(torchs=True)
+        control = _run(torchs, [program for program in made[: len(results)] if program.setting.in_torch], float("inf"))
+        torchs.pool.close()
+    text = table([len(program.steps) for program in made[: len(results)]], results, control, seconds)
+    kinds_of_defects: dict[tuple[str, str], list[Result]] = {}
+    for result in results:
+        if result.verdict.kind != "right":
+            kinds_of_defects.setdefault(result.signature, []).append(result)
+    for found in sorted(kinds_of_defects.values(), key=len, reverse=True):
+        shortest = min(found, key=lambda result: len(result.program.steps))
+        text += defect(found, runner.reduce(shortest, arguments.reduce))
+    runner.pool.close()
+    arguments.out.mkdir(exist_ok=True)
+    (arguments.out / "table.md").write_text(text)
+    print(text)
+    return 1 if kinds_of_defects else 0
+
+
+def _run(runner: Runner, made: list[Program], end: float) -> list[Result]:
+    results: list[Result] = []
+    seen: set[tuple[str, str]] = {("right", "")}
+    for start in range(0, len(made), 50):
+        if time.time() > end:
+            break
+        results += runner.results(made[start : start + 50])
+        for result in results:
+            if result.signature not in seen:
+                print(source(result), file=sys.stderr)
+            seen.add(result.signature)
+        right = sum(result.verdict.kind == "right" for result in results)
+        print(f"{len(results)} programs, {right} right", file=sys.stderr, flush=True)
+    return results
+
+
+def _setting(word: str) -> tuple[str, tuple[object, ...]]:
+    name, _, values = word.partition("=")
+    return name, tuple(_value(value) for value in values.split(","))
+
+
+def _value(text: str) -> object:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+if __name__ == "__main__":
+    sys.exit(main())

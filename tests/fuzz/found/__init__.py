@@ -1,0 +1,1 @@
+"""Programs that once did not give the same answer, reduced. A test runs them all."""

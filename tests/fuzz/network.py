@@ -1,0 +1,108 @@
+"""A small model with parts that have been trouble: odd shapes, tied weights, checkpoints, buffers, auxiliary losses."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+WIDTH = 8
+
+
+class Features(NamedTuple):
+    """What the model has. The first choice of each is the plainest."""
+
+    tied: str = "no"  # "root": input and head, "blocks": the first layers of both blocks
+    odd: str = "no"  # "root" or "block": shapes that ranks cannot divide evenly
+    checkpoint: str = "no"  # "around" a block, or "inside" of it
+    reentrant: bool = False
+    dropout: bool = False
+    batchnorm: bool = False
+
+
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "tied": ("no", "no", "root", "blocks"),
+    "odd": ("no", "root", "block"),
+    "checkpoint": ("no", "no", "around", "inside"),
+    "reentrant": (False, True),
+    "dropout": (False, False, True),
+    "batchnorm": (False, False, True),
+}
+
+
+class Linear(nn.Linear):
+    """Computes in its input's dtype, so that main weights of another dtype give the reference of mixed precision."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
+
+
+class Norm(nn.LayerNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.bias.to(x.dtype))
+
+
+class Odd(nn.Module):
+    """No dimension, no element, fewer rows than ranks, a transposed matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.25))
+        self.empty = nn.Parameter(torch.ones(0, 3))
+        self.row = nn.Parameter(torch.randn(1, WIDTH))
+        self.transposed = nn.Parameter(torch.randn(WIDTH, 3).t())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shift = self.row[0] + self.transposed.mean(0)
+        return x * self.scale.to(x.dtype) + shift.to(x.dtype) + self.empty.sum().to(x.dtype)
+
+
+class Block(nn.Module):
+    def __init__(self, features: Features) -> None:
+        super().__init__()
+        self.features = features
+        self.norm = Norm(WIDTH)
+        self.up = Linear(WIDTH, 2 * WIDTH)
+        self.down = Linear(2 * WIDTH, WIDTH)
+        self.odd = Odd() if features.odd == "block" else nn.Identity()
+        self.dropout = nn.Dropout(0.2 if features.dropout else 0.0)
+        self.aux: torch.Tensor | None = None
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(self.norm(x))))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.features.checkpoint == "inside":
+            y = checkpoint(self.inner, x, use_reentrant=self.features.reentrant)
+        else:
+            y = self.inner(x)
+        self.aux = y.float().pow(2).mean()
+        return self.odd(x + self.dropout(y))
+
+
+class Net(nn.Module):
+    """``order`` says which blocks run, and how many times."""
+
+    def __init__(self, features: Features) -> None:
+        super().__init__()
+        self.features = features
+        self.inp = Linear(WIDTH, WIDTH)
+        self.odd = Odd() if features.odd == "root" else nn.Identity()
+        self.batchnorm = nn.BatchNorm1d(WIDTH) if features.batchnorm else nn.Identity()
+        self.blocks = nn.ModuleList(Block(features) for _ in range(2))
+        self.head = Linear(WIDTH, WIDTH)
+        if features.tied == "root":
+            self.head.weight = self.inp.weight
+        if features.tied == "blocks":
+            self.blocks[1].up.weight = self.blocks[0].up.weight
+
+    def forward(self, x: torch.Tensor, order: tuple[int, ...] = (0, 1)) -> torch.Tensor:
+        x = self.batchnorm(self.odd(self.inp(x)))
+        for index in order:
+            block = self.blocks[index]
+            if self.features.checkpoint == "around":
+                x = checkpoint(block, x, use_reentrant=self.features.reentrant)
+            else:
+                x = block(x)
+        return self.head(x)

@@ -1,0 +1,202 @@
+"""A program: a setting and steps. Hypothesis makes them; they print as Python, and run on the ranks of a group."""
+
+import faulthandler
+import gc
+import math
+import signal
+import traceback
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+
+from megatron.fsdp.comm import gloo
+
+from .network import CHOICES as FEATURES
+from .network import Features
+from .settings import CHOICES, TOLERANCES, Meshes, Setting, meshes
+from .sides import Sharded, Side, full
+from .steps import KINDS
+
+SECONDS = 12
+
+
+class Step(NamedTuple):
+    kind: str
+    arguments: dict[str, Any]
+
+    def __repr__(self) -> str:
+        return f"step({', '.join([repr(self.kind), *(f'{k}={v!r}' for k, v in self.arguments.items())])})"
+
+
+def step(kind: str, /, **arguments: Any) -> Step:
+    """A step whose other arguments are the plainest."""
+    return Step(kind, {name: choices[0] for name, choices in KINDS[kind].choices.items()} | arguments)
+
+
+class Verdict(NamedTuple):
+    """How a program ended: "right", "wrong", "error" (sharded), "plain" (an error of plain torch), "crash", "hang"."""
+
+    kind: str
+    at: int = -1
+    what: str = ""
+    trace: str = ""
+
+
+class Program(NamedTuple):
+    setting: Setting
+    steps: list[Step]
+
+    def source(self) -> str:
+        """Python that runs the program; see ``check``."""
+        differing = {k: v for k, v in self.setting._asdict().items() if v != Setting._field_defaults[k]}
+        if "features" in differing:
+            features = {k: v for k, v in self.setting.features._asdict().items() if v != Features._field_defaults[k]}
+            differing["features"] = "FEATURES"
+        arguments = ", ".join(f"{k}={v!r}" for k, v in differing.items())
+        if "FEATURES" in arguments:
+            inside = ", ".join(f"{k}={v!r}" for k, v in features.items())
+            arguments = arguments.replace("'FEATURES'", f"Features({inside})")
+        lines = "".join(f"        {s!r},\n" for s in self.steps)
+        return f"PROGRAM = Program(\n    Setting({arguments}),\n    [\n{lines}    ],\n)\n"
+
+
+def programs(count: int, start: int, only: dict[str, tuple[Any, ...]], kinds: list[str]) -> list[Program]:
+    """Random programs, always the same ones for the same arguments."""
+    choices = CHOICES | {name: values for name, values in only.items()}
+    weighted = [name for name in kinds for _ in range(KINDS[name].weight)]
+    steps = st.sampled_from(weighted).flatmap(
+        lambda name: st.builds(
+            Step, st.just(name), st.fixed_dictionaries({k: st.sampled_from(v) for k, v in KINDS[name].choices.items()})
+        )
+    )
+    features = st.builds(Features, **{name: st.sampled_from(values) for name, values in FEATURES.items()})
+    chosen = {name: st.sampled_from(values) for name, values in choices.items()}
+    setting = st.builds(Setting, **chosen, features=st.one_of(st.just(Features()), features)).map(Setting.valid)
+    found: list[Program] = []
+
+    def collect(setting: Setting, steps: list[Step]) -> None:
+        found.append(Program(setting, steps))
+
+    wanted = settings(
+        # A run's first example is the plainest one, and from the 12th on, Hypothesis varies those it has.
+        max_examples=11,
+        phases=[Phase.generate],
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    for number in range(math.ceil(count / 10)):
+        before = len(found)
+        seed(start + 10**6 * number)(wanted(given(setting, st.lists(steps, min_size=5, max_size=20))(collect)))()
+        del found[before]
+    return found[:count]
+
+
+def run(batch: list[Program], torchs: bool, folder: Path) -> list[Verdict]:
+    """Run programs on this rank, up to the first one that is not right; every rank returns what the worst one saw.
+
+    A file per rank in ``folder`` says where it is, for whoever finds this process ended.
+    """
+    notes = folder / str(dist.get_rank())
+    trace = notes.with_suffix(".trace").open("w")
+    gc.freeze()
+    # Every full_tensor() of a parameter that one of 3 ranks holds waits that long, which answers do not depend on.
+    gloo.SECONDS_TO_RELEASE = 0.0
+    places: dict[str, Meshes] = {}
+    verdicts = []
+    for number, program in enumerate(batch):
+        notes.write_text(f"{number}")
+        signal.alarm(SECONDS)
+        trace.truncate(0)
+        faulthandler.dump_traceback_later(SECONDS - 2, file=trace)
+        if program.setting.mesh not in places:
+            places[program.setting.mesh] = meshes(program.setting)
+        mine = _run(program, places[program.setting.mesh], torchs)
+        notes.write_text(f"{number} {mine.what.splitlines()[0] if mine.what else ''}")
+        every: list[Verdict] = [mine] * dist.get_world_size()
+        dist.all_gather_object(every, mine)
+        order = ("error", "wrong", "plain", "right")
+        verdicts.append(min(every, key=lambda v: (order.index(v.kind), v.at)))
+        gc.collect()
+        faulthandler.cancel_dump_traceback_later()
+        signal.alarm(0)
+        if verdicts[-1].kind in ("error", "wrong"):
+            break
+    return verdicts
+
+
+def _run(program: Program, place: Meshes, torchs: bool) -> Verdict:
+    choices: list[Any] = []
+    wanted: list[Any] = []
+    first = Verdict("right")
+    try:
+        side: Side = Side(program.setting, place, choices)
+        for one in program.steps:
+            wanted.append(_do(side, one))
+        wanted.append(side.observe())
+    except Exception as error:  # noqa: BLE001 - the program is not valid in plain torch
+        return Verdict("plain", len(wanted), *_described(error))
+    at, tolerance = 0, _tolerance(program)
+    try:
+        side = Sharded(program.setting, place, choices, torchs)
+        for at, want in enumerate(wanted):
+            seen = _do(side, program.steps[at]) if at < len(program.steps) else side.observe()
+            difference = compare(want, seen, tolerance)
+            if difference and first.kind == "right":
+                # The program goes on, because other ranks may have seen no difference, and would wait.
+                first = Verdict("wrong", min(at, len(program.steps) - 1), difference)
+    except Exception as error:  # noqa: BLE001 - what the program is run for
+        first = first if first.kind == "wrong" else Verdict("error", at, *_described(error))
+    return first
+
+
+def _described(error: Exception) -> tuple[str, str]:
+    return f"{type(error).__name__}: {error}", traceback.format_exc()
+
+
+def _do(side: Side, one: Step) -> Any:
+    seen = {"returned": KINDS[one.kind].run(side, **one.arguments)}
+    return {k: _copy(v) for k, v in (seen | (side.observe() if side.setting.watch else {})).items()}
+
+
+def _copy(value: Any) -> Any:
+    return full(value).detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _tolerance(program: Program) -> float:
+    rounded = any(one.arguments.get("autocast") for one in program.steps)
+    return TOLERANCES["bf16" if rounded else program.setting.precision]
+
+
+def compare(wanted: dict[str, Any], got: dict[str, Any], tolerance: float) -> str:
+    """The first difference, or nothing."""
+    # A sharded optimizer's state dict has zeros where a plain one has nothing yet: checkpoints are loaded into them.
+    got = {k: v for k, v in got.items() if k in wanted or not k.startswith("state") or v.any()}
+    if wanted.keys() != got.keys():
+        return f"names {sorted(wanted.keys() ^ got.keys())[:3]}"
+    for name, value in wanted.items():
+        other = got[name]
+        if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
+            if value.shape != other.shape:
+                return f"{name}: shape {tuple(other.shape)} instead of {tuple(value.shape)}"
+            value, other = value.double(), other.double()
+            bound = tolerance * max(1.0, value.abs().max().item() if value.numel() else 0.0)
+            apart = (value - other).abs().max().item() if value.numel() else 0.0
+            if not (apart <= bound or math.isnan(apart) and torch.equal(value.isnan(), other.isnan())):
+                start, wanted_start = other.flatten()[:3].tolist(), value.flatten()[:3].tolist()
+                return f"{name}: {start} instead of {wanted_start}, {apart:.3g} apart"
+        elif (value is None) != (other is None) or (not isinstance(value, torch.Tensor) and value != other):
+            return f"{name}: {_short(other)} instead of {_short(value)}"
+    return ""
+
+
+def _short(value: Any) -> str:
+    return (
+        f"a tensor (largest {value.abs().max().item() if value.numel() else 0:.3g})"
+        if isinstance(value, torch.Tensor)
+        else repr(value)
+    )

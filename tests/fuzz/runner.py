@@ -1,0 +1,159 @@
+"""Runs programs on warm ranks, drops refused steps, attributes hangs and crashes, and reduces what is wrong."""
+
+import contextlib
+import io
+import re
+import signal
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.ranks import RankFailure, RankPool
+
+from .network import CHOICES as FEATURES
+from .program import SECONDS, Program, Step, Verdict, run
+from .settings import CHOICES
+from .steps import KINDS
+
+REFUSALS = [
+    re.compile(line)
+    for line in (Path(__file__).parent / "refusals.txt").read_text().splitlines()
+    if line and not line.startswith("#")
+]
+
+
+class Result(NamedTuple):
+    """A program's verdict, and the steps that were dropped on the way: those refused, and those plain torch refuses."""
+
+    program: Program
+    verdict: Verdict
+    refused: list[tuple[str, str]]
+    discarded: list[tuple[str, str]]
+
+    @property
+    def signature(self) -> tuple[str, str]:
+        """What tells one defect from another, before it is reduced."""
+        what = self.verdict.what.split(":")[0] if self.verdict.kind == "wrong" else self.verdict.what
+        return self.verdict.kind, re.sub(r"\d+|'[^']*'|\b(inp|head|odd|blocks|batchnorm)\.\S*", "*", what)[:70]
+
+
+class Runner:
+    """Ranks that run programs.
+
+    Args:
+        torchs: Run the sharded side with torch's FSDP2.
+    """
+
+    def __init__(self, torchs: bool = False) -> None:
+        self.pool = RankPool()
+        self.torchs = torchs
+
+    def verdicts(self, programs: list[Program]) -> list[Verdict]:
+        """Verdicts of the first programs, at least of one. All have the same number of ranks."""
+        # An alarm ends a rank whose program takes long.
+        self.pool.timeout = SECONDS * (2 + len(programs))
+        try:
+            if programs[0].setting.mesh == "tp":
+                # torch's DTensor remembers the names of groups that have been destroyed.
+                self.pool.close()
+            with contextlib.redirect_stdout(io.StringIO()), tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
+                try:
+                    arguments = programs, self.torchs, Path(folder)
+                    verdicts = self.pool.run(programs[0].setting.ranks, run, *arguments)[0]
+                finally:
+                    notes = [file.read_text().split(" ", 1) for file in Path(folder).glob("?")]
+                    traces = "\n".join(file.read_text() for file in Path(folder).glob("*.trace"))
+        except RankFailure as failure:
+            at = min((int(note[0]) for note in notes), default=0)
+            said = {note[1] for note in notes if int(note[0]) == at and note[1:]}
+            before = self.verdicts(programs[:at]) if at else []
+            return before if len(before) < at else [*before, _lost(str(failure), said, traces)]
+        if "Disagreement" in verdicts[-1].what:
+            self.pool.close()  # every later wait of these processes raises it again
+        return verdicts
+
+    def results(self, programs: list[Program], size: int = 25) -> list[Result]:
+        """Run programs; steps that are refused are dropped, and their programs run again."""
+        waiting = [Result(program, Verdict("right"), [], []) for program in programs]
+        done: list[Result] = []
+        while waiting:
+            world = waiting[0].program.setting[:2]
+            batch = [result for result in waiting if result.program.setting[:2] == world][:size]
+            verdicts = self.verdicts([result.program for result in batch])
+            again: list[Result] = []
+            for result, verdict in zip(batch, verdicts, strict=False):
+                waiting.remove(result)
+                result = self._judge(result._replace(verdict=verdict))
+                (again if result.verdict.kind == "again" else done).append(result)
+            waiting = again + waiting
+        return done
+
+    def _judge(self, result: Result) -> Result:
+        """Drop a step that was refused, or that plain torch refuses."""
+        verdict, program = result.verdict, result.program
+        reason = next((r.pattern for r in REFUSALS if verdict.kind == "error" and r.search(verdict.what)), None)
+        if verdict.at >= len(program.steps) or (reason is None and verdict.kind != "plain"):
+            return result
+        kind = program.steps[verdict.at].kind
+        program = program._replace(steps=program.steps[: verdict.at] + program.steps[verdict.at + 1 :])
+        if reason:
+            result = result._replace(refused=[*result.refused, (kind, reason)])
+        else:
+            result = result._replace(discarded=[*result.discarded, (kind, verdict.what.splitlines()[0][:100])])
+        return result._replace(program=program, verdict=Verdict("again" if program.steps else "right"))
+
+    def reduce(self, result: Result, seconds: float) -> Result:
+        """A smaller program of the same kind of defect."""
+        best, waiting, end = result, _smaller(result.program), time.time() + seconds
+        while waiting and time.time() < end:
+            other = self.results([waiting.pop(0)])[0]
+            if other.signature == best.signature or other.verdict.kind == best.verdict.kind == "wrong":
+                best, waiting = other, _smaller(other.program)
+        return best
+
+
+def _lost(failure: str, said: set[str], traces: str) -> Verdict:
+    """What ended the process of a rank, while others may have raised something."""
+    ended = set(re.findall(r"exit code (-?\d+)", failure))
+    kind = "crash" if ended - {str(-signal.SIGALRM)} else "hang"
+    return Verdict(kind, 0, f"exit codes {sorted(ended)} {sorted(said) or ''}", traces or failure)
+
+
+def _smaller(program: Program) -> list[Program]:
+    steps, setting = program.steps, program.setting
+    candidates = []
+    for size in sorted({len(steps) // 2, len(steps) // 4, 1} - {0}, reverse=True):
+        for start in range(0, len(steps), size):
+            rest = steps[:start] + steps[start + size :]
+            candidates += [program._replace(steps=rest)] if rest else []
+    candidates += [
+        program._replace(setting=setting._replace(**{name: choices[0]}).valid())
+        for name, choices in CHOICES.items()
+        if getattr(setting, name) != choices[0]
+    ]
+    for name, choices in FEATURES.items():
+        if getattr(setting.features, name) != choices[0]:
+            features = setting.features._replace(**{name: choices[0]})
+            candidates.append(program._replace(setting=setting._replace(features=features)))
+    for index, one in enumerate(steps):
+        for name, choices in KINDS[one.kind].choices.items():
+            if one.arguments[name] != choices[0]:
+                plainer = Step(one.kind, one.arguments | {name: choices[0]})
+                candidates.append(program._replace(steps=steps[:index] + [plainer] + steps[index + 1 :]))
+    return candidates
+
+
+def check(program: Program) -> None:
+    """Run one program, and print what becomes of it.
+
+    Raises:
+        AssertionError: It is not right.
+    """
+    runner = Runner()
+    try:
+        verdict = runner.results([program])[0].verdict
+    finally:
+        runner.pool.close()
+    print(verdict.kind, verdict.trace)
+    assert verdict.kind == "right", f"step {verdict.at + 1}: {verdict.what}"

@@ -1,0 +1,158 @@
+"""How a model is sharded: what Hypothesis chooses, and the calls that do it."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from .network import Block, Features, Net
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+TOLERANCES = {"fp64": 1e-9, "fp32": 2e-5, "bf16": 5e-2}
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1),
+    # A small epsilon turns differences of rounding into differences of direction.
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, eps=1e-3),
+}
+
+
+class Setting(NamedTuple):
+    """Everything but the steps. The first choice of each is the plainest, and what a program is reduced to."""
+
+    ranks: int = 2
+    mesh: str = "flat"  # "hsdp": 2 copies; "tp": 2 tensor-parallel ranks
+    interface: str = "own"
+    strategy: int = 3
+    units: str = "block"
+    double_buffer: bool = False
+    offload: bool = False
+    sync_each: bool = True
+    precision: str = "fp64"
+    optimizer: str = "sgd"
+    groups: str = "all"  # "part": the head's parameters may be added later
+    watch: bool = False  # compare all state after every step, not only in the end
+    features: Features = Features()
+
+    @property
+    def in_torch(self) -> bool:
+        """Whether torch's FSDP2 can do the same."""
+        return self.strategy >= 2 and self.units != "none" and not self.double_buffer and self.sync_each
+
+    def valid(self) -> "Setting":
+        """The nearest setting that exists."""
+        own, many = self.interface == "own", self.ranks == 4 and self.mesh != "flat"
+        tp = many and self.mesh == "tp"
+        changes: dict[str, Any] = {"mesh": self.mesh if many else "flat"}
+        if not own:
+            changes |= {"strategy": max(2, self.strategy), "double_buffer": False, "sync_each": True}
+            changes |= {"units": "block" if self.units == "none" else self.units}
+        # torch adds DTensors of the tensor-parallel axis and plain tensors in no reduction, so all weights are simple.
+        odd = self.features._replace(tied="no", odd="no", dropout=False) if tp else self.features
+        if self.precision == "bf16":
+            odd = odd._replace(batchnorm=False)
+            changes |= {"optimizer": "sgd"}
+        changes |= {"features": odd, "precision": "fp64" if tp else self.precision}
+        return self._replace(**changes)
+
+
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "ranks": (2, 2, 2, 2, 1, 3, 4, 4),
+    "mesh": ("flat", "hsdp", "tp"),
+    "interface": ("own", "own", "own", "fsdp2"),
+    "strategy": (3, 2, 1, 0),
+    "units": ("block", "block", "none", "whole", "fine"),
+    "double_buffer": (False, False, False, True),
+    "offload": (False, False, False, False, True),
+    "sync_each": (True, True, True, True, True, False),
+    "precision": ("fp64", "fp64", "fp64", "fp32", "bf16"),
+    "optimizer": ("sgd", "momentum", "adamw"),
+    "groups": ("all", "all", "part"),
+    "watch": (False, False, False, False, True),
+}
+
+
+class Meshes(NamedTuple):
+    """This rank's place."""
+
+    mesh: DeviceMesh
+    data: DeviceMesh  # the axes over which gradients are averaged
+
+    @property
+    def rank(self) -> int:
+        """The data-parallel rank: ranks with the same one have the same batches."""
+        return dist.get_rank() // (self.mesh.size() // self.data.size())
+
+
+def meshes(setting: Setting) -> Meshes:
+    if setting.mesh == "flat":
+        mesh = init_device_mesh("cpu", (setting.ranks,), mesh_dim_names=("shard",))
+        return Meshes(mesh, mesh)
+    inner = "tp" if setting.mesh == "tp" else "shard"
+    outer = "shard" if setting.mesh == "tp" else "copies"
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=(outer, inner))
+    return Meshes(mesh, mesh["shard"] if setting.mesh == "tp" else mesh)
+
+
+def build(setting: Setting, place: Meshes) -> Net:
+    """The model before it is sharded."""
+    net = Net(setting.features).to(torch.float32 if setting.precision == "bf16" else DTYPES[setting.precision])
+    if setting.mesh == "tp":
+        plan = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
+        parallelize_module(net, place.mesh["tp"], plan)
+    return net
+
+
+def make_optimizer(net: nn.Module, setting: Setting) -> torch.optim.Optimizer:
+    """An optimizer of the parameters; with groups="part" all but the head's, which may be added later."""
+    parameters = [p for name, p in net.named_parameters() if setting.groups == "all" or not name.startswith("head")]
+    return OPTIMIZERS[setting.optimizer](parameters)
+
+
+def shard(net: Net, setting: Setting, place: Meshes, torchs: bool) -> tuple[Any, torch.optim.Optimizer]:
+    """Shard the model and its optimizer: with this engine, or with torch's FSDP2."""
+    if setting.interface == "fsdp2" or torchs:
+        # Ours finds an optimizer from before.
+        before = None if torchs else make_optimizer(net, setting)
+        _mark(net, setting, place, torchs)
+        return net, before or make_optimizer(net, setting)
+    from megatron_fsdp import MixedPrecisionPolicy, fully_shard
+
+    arguments: dict[str, Any] = {"dp_shard_dim": "shard", "device_mesh": place.mesh}
+    if setting.mesh != "flat":
+        arguments |= {"dp_outer_dim": "copies"} if setting.mesh == "hsdp" else {"tp_dim": "tp"}
+    units: Any = {"none": None, "whole": []}.get(setting.units, [Block])
+    compute = torch.bfloat16 if setting.precision == "bf16" else None
+    return fully_shard(
+        net,
+        make_optimizer(net, setting),
+        **arguments,
+        fsdp_unit_modules=units,
+        enable_fine_grained_param_gather=setting.units == "fine",
+        zero_dp_strategy=setting.strategy,
+        fsdp_double_buffer=setting.double_buffer,
+        offload_optimizer=setting.offload,
+        sync_model_each_microbatch=setting.sync_each,
+        mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=None, compute_dtype=compute),
+    )
+
+
+def _mark(net: Net, setting: Setting, place: Meshes, torchs: bool) -> None:
+    api: Any
+    if torchs:
+        import torch.distributed.fsdp as api
+    else:
+        import megatron.fsdp.fsdp2 as api
+    arguments: dict[str, Any] = {"mesh": place.data, "reshard_after_forward": setting.strategy == 3}
+    if setting.precision == "bf16":
+        arguments["mp_policy"] = api.MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    if setting.offload:
+        arguments["offload_policy"] = api.CPUOffloadPolicy(pin_memory=False)
+    fine = [m for m in net.blocks.modules() if setting.units == "fine" and any(True for _ in m.parameters(False))]
+    for module in [*fine, *(net.blocks if setting.units != "whole" else [])]:
+        api.fully_shard(module, **arguments)
+    api.fully_shard(net, **arguments)

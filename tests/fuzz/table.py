@@ -1,0 +1,70 @@
+"""The table of a run: programs, steps by kind, verdicts, refused steps by message, defects."""
+
+from collections import Counter
+
+from .runner import Result
+from .steps import KINDS
+
+
+def table(made: list[int], results: list[Result], control: list[Result], seconds: float) -> str:
+    """Markdown.
+
+    Args:
+        made: Lengths of the programs as they were made.
+        results: What became of them.
+        control: The same for torch's FSDP2; may be empty.
+        seconds: How long the run took.
+    """
+    count = len(results)
+    verdicts, others = (Counter(result.verdict.kind for result in part) for part in (results, control))
+    steps, refused = sum(made), Counter(reason for result in results for _, reason in result.refused)
+    discarded = Counter(reason for result in results for _, reason in result.discarded)
+    lines = [
+        f"{count} programs of {steps / max(1, len(made)):.1f} steps on average, in {seconds:.0f} s.",
+        "",
+        "| verdict | programs | with torch's FSDP2 |",
+        "|---|---|---|",
+        *(f"| {kind} | {verdicts[kind]} | {others[kind] if control else '-'} |" for kind in {**verdicts, **others}),
+        "",
+        f"Refused: {sum(refused.values())} steps, {100 * sum(refused.values()) / max(1, steps):.1f} % of all.",
+        "",
+        "| message | steps |",
+        "|---|---|",
+        *(f"| {reason} | {number} |" for reason, number in refused.most_common()),
+        "",
+        f"Discarded, because plain torch raises: {sum(discarded.values())} steps.",
+        "",
+        *(f"* {number}: {reason}" for reason, number in discarded.most_common(12)),
+        "",
+        "| step | programs | steps | refused |",
+        "|---|---|---|---|",
+    ]
+    for kind in KINDS:
+        inside = [sum(one.kind == kind for one in result.program.steps) for result in results]
+        dropped = sum(name == kind for result in results for name, _ in result.refused)
+        lines.append(f"| {kind} | {sum(map(bool, inside))} | {sum(inside)} | {dropped} |")
+    return "\n".join(lines) + "\n"
+
+
+def defect(found: list[Result], reduced: Result) -> str:
+    """A kind of defect: how many programs have it, and the reduced one."""
+    verdict = reduced.verdict
+    head = f"{len(found)} programs: {verdict.kind} in step {verdict.at + 1}: {verdict.what[:400]}"
+    return f"\n## {head}\n\n```python\n{source(reduced)}```\n\n```text\n{verdict.trace[-1500:]}\n```\n"
+
+
+def source(result: Result) -> str:
+    """A file that runs the program, for tests/fuzz/found."""
+    what = result.verdict.what.splitlines()[0][:100] if result.verdict.what else ""
+    program = result.program.source()
+    features = "from tests.fuzz.network import Features\n" if "Features(" in program else ""
+    return f'''"""{result.verdict.kind}: {what.replace('"', "'")}"""
+
+{features}from tests.fuzz.program import Program, step
+from tests.fuzz.runner import check
+from tests.fuzz.settings import Setting
+
+{program}
+if __name__ == "__main__":
+    check(PROGRAM)
+'''
