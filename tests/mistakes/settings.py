@@ -108,7 +108,6 @@ MISTAKES = (
     _unknown("reshard_after_forward", "reshard_after_forward=True", "Use zero_dp_strategy=3 for True"),
     _unknown("mesh", 'mesh=init_device_mesh("cpu", (2,))', "Use device_mesh."),
     _unknown("device_id", "device_id=0", "Use device."),
-    _unknown("sync_module_states", "sync_module_states=True", "Build or load the same weights on all ranks."),
     Mistake(
         "A misspelled argument",
         "fully_shard(model, optimizer, zero_dp_stratgy=3)",

@@ -38,7 +38,6 @@ _EQUIVALENTS = {
     "offload_policy": _OFFLOAD,
     "device_id": "Use device.",
     "param_init_fn": "Use init_model_with_meta_device=True, which calls the modules' reset_parameters.",
-    "sync_module_states": "Leave it out. Build or load the same weights on all ranks.",
     "use_orig_params": _ALWAYS.format("parameters always keep their names and shapes"),
     "find_unused_parameters": _ALWAYS.format("unused parameters are always found"),
     "forward_prefetch": _PREFETCH,
