@@ -194,7 +194,7 @@ def _read_scalars() -> list[str]:
     model = fully_shard_model(TinyModel(), fsdp_unit_modules=[Block])
     weight, log = next(model.parameters()), model.engine.context.channel.log
     before = log.count
-    weight.norm().item()
+    weight.detach().norm().item()
     bool(torch.isnan(weight).any())
     return [what for number, what in log.answer()["issued"] if number >= before]
 

@@ -79,7 +79,7 @@ class OfAllShards(torch.autograd.Function):
     def forward(ctx: Any, value: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
         """Gather the scalars over the axes that shard the tensor."""
         ctx.spec, ctx.device, ctx.mine = spec, value.device, 0
-        values = value.detach().to(spec.mesh.device_type, copy=True).reshape(1)
+        values = value.detach().reshape(1).clone().to(spec.mesh.device_type)
         with JOURNAL.recorded(f"reduce a tensor of shape {tuple(spec.shape)}", spec.mesh.mesh.flatten().tolist()):
             for axis, placement in enumerate(spec.placements):
                 if not isinstance(placement, Replicate):
@@ -146,7 +146,7 @@ def reduce_whole(tensor: DTensor) -> torch.Tensor:
     """
     mesh, local = tensor.device_mesh, tensor._local_tensor.detach()
     # gloo has no reductions of booleans, and sums of bytes would overflow.
-    value = local.to(mesh.device_type, torch.int32 if local.dtype is torch.bool else local.dtype, copy=True)
+    value = (local.int() if local.dtype is torch.bool else local.clone()).to(mesh.device_type)
     with JOURNAL.recorded(f"reduce a tensor of shape {tuple(tensor.shape)}", mesh.mesh.flatten().tolist()):
         for axis, placement in enumerate(tensor._spec.placements):
             if isinstance(placement, Partial):

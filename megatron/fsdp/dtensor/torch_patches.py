@@ -177,7 +177,7 @@ def total_norm(
 
 def _reduced(value: torch.Tensor, mesh: DeviceMesh, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
     """Reduce over all axes, on the mesh's device: gradients may be in host memory, where NCCL cannot reduce."""
-    sent = value.to(mesh.device_type, copy=True)
+    sent = value.clone() if value.device.type == mesh.device_type else value.to(mesh.device_type)
     for group in mesh.get_all_groups():
         all_reduce(sent, op, group)
     return sent.to(value.device)

@@ -142,6 +142,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
             _update_helpers(sharded)
             self._share_embedding(pg_collection)
         attach_at_first_use(sharded.engine, _attach)
+        sharded.engine.reads_synchronize = False
         self.ddp_config = sharded.ddp_config = ddp_config
         self.fsdp_unit_modules = units
         self.param_and_grad_buffer = WeightInstaller(sharded)

@@ -82,7 +82,13 @@ class Engine:
         index: Mesh and process groups.
         resources: Streams, memory and the comparison between ranks.
         unit_of: The innermost unit around each module of the model.
+
+    Attributes:
+        reads_synchronize: Whether reading ``.grad`` synchronizes gradients that wait. Megatron-Core scales gradients
+            when it synchronizes them, so that reading them earlier would be a mistake.
     """
+
+    reads_synchronize = True
 
     def __init__(
         self,
@@ -239,9 +245,10 @@ class Engine:
             self.finish_gradients()
         else:
             self._sync.pending = True
-            if not _waiting:
-                GRADIENTS.install()
-            _waiting.add(self)
+            if self.reads_synchronize:
+                if not _waiting:
+                    GRADIENTS.install()
+                _waiting.add(self)
 
     def _nothing_waits(self, pending: bool = False) -> None:
         """From here on, reading ``.grad`` does not synchronize gradients."""
