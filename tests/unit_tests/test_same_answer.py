@@ -8,13 +8,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from megatron.fsdp import fsdp2
 from megatron.fsdp.dtensor.ragged_dtensor import refuse_reads
 from megatron_fsdp import fully_shard, fully_shard_model
 from tests.models import assert_same_weights, device, sgd
-from tests.ranks import RankFailure, RankPool
+from tests.ranks import DEVICE, RankFailure, RankPool
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "no_shard": {"zero_dp_strategy": 0},
@@ -468,3 +470,24 @@ def _closures() -> None:
 
 def test_gradients_of_a_closure_are_synchronized(ranks: RankPool) -> None:
     ranks.run(2, _closures)
+
+
+def _kept_dtensor() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    kept = model[0].weight
+    sharded = fully_shard_model(
+        model, fsdp_unit_modules=[nn.Linear], device_mesh=mesh, dp_shard_dim="dp", tp_dim="tp", zero_dp_strategy=3
+    )
+    with torch.no_grad():
+        kept.mul_(2.0)
+    sharded(_batch()).sum().backward()
+    assert torch.equal(kept.full_tensor(), model[0].weight.full_tensor())
+    assert torch.equal(kept.to_local(), model[0].weight.to_local())
+    assert kept.grad is model[0].weight.grad
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the mesh is one of the CPU")
+def test_a_tensor_parallel_parameter_from_before_sharding(ranks: RankPool) -> None:
+    ranks.run(4, _kept_dtensor)

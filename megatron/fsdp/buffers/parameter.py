@@ -96,7 +96,7 @@ class ShardedParameter:
         sites: Every (module, attribute) under which it is registered: more than one if it is tied.
         names: Its name at each site.
         original: The Parameter that the model had before it was sharded, which an optimizer may hold. From then on it
-            stands for the present one, unless it is a DTensor or quantized.
+            stands for the present one, unless it is quantized.
         main: The main weight: the Parameter that the optimizer updates, a DTensor.
         shard_slice: The slice of it that this rank owns.
         trained: Whether it takes gradients, as of the last :meth:`follow_freezing`.
@@ -190,6 +190,7 @@ class ShardedParameter:
             assert self.tensor_parallel is not None
             value = make_dtensor(value, self.tensor_parallel[0], tuple(before.shape), self.tensor_parallel[1])
             self._replace(nn.Parameter(value, requires_grad=before.requires_grad))
+            before._local_tensor = value._local_tensor.new_empty(0)  # type: ignore[attr-defined]
             return
         # The new object has the class of the old one, which only adds attributes (see check_class).
         self._replace(torch.Tensor._make_subclass(type(before), value, before.requires_grad))
@@ -288,9 +289,10 @@ class ShardedParameter:
                     register(self.main, functools.partial(_if_kept, hooks, key, hook))
         self.compute.register_hook = weak_method(self._register_hook)  # type: ignore[method-assign]
         self.compute.register_post_accumulate_grad_hook = weak_method(self._refuse_hook)  # type: ignore[method-assign]
-        if self.original is not self.compute and not isinstance(self.original, DTensor):
-            self.original.__class__ = _Earlier
+        if self.original is not self.compute and storage_of(self.original) is None:
             self.original._fsdp_stands_for = weakref.ref(self), self.main  # type: ignore[attr-defined]
+            is_dtensor = isinstance(self.original, DTensor)
+            self.original.__class__ = _EarlierDTensor if is_dtensor else _EarlierParameter  # type: ignore[assignment]
 
     def watch_reads(self, callback: Callable[[tuple], tuple]) -> None:
         """Call ``callback`` with the gradient that autograd would accumulate in the main weight; it returns another."""
@@ -445,49 +447,50 @@ class ShardedParameter:
             self._end_fusing()
 
 
-class _Earlier(nn.Parameter):
-    """A parameter object from before the model was sharded. It stands for what the model has in its place.
+class _Earlier:
+    """Base of the classes of parameter objects from before sharding. Each stands for what the model has in its place.
 
     Lists, optimizers, averages and modules that hold such objects then act on the sharded parameter. In forward, that
     is the compute weight: recurrent layers of torch keep their parameters in a list.
     """
 
-    @property
-    def present(self) -> nn.Parameter:
-        """The parameter that the model has now."""
-        reference, main = vars(self)["_fsdp_stands_for"]
-        if (param := reference()) is None:
-            return main
-        module, attribute = param.sites[0]
-        return param.compute if module._parameters.get(attribute) is param.compute else main
-
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        args, kwargs = tree_map(lambda value: value.present if isinstance(value, cls) else value, (args, kwargs or {}))
+        given = args, kwargs or {}
+        args, kwargs = tree_map(lambda value: _present(value) if isinstance(value, _Earlier) else value, given)
         return func(*args, **kwargs)
 
-    def _set_data(self, value: torch.Tensor) -> None:
-        self.present.data = value
+    def __getattribute__(self, name: str) -> Any:
+        return object.__getattribute__(self, name) if name.startswith("__") else getattr(_present(self), name)
 
-    data = property(lambda self: self.present.data, _set_data)
-
-    def _set_grad(self, value: torch.Tensor | None) -> None:
-        self.present.grad = value
-
-    # Not through __torch_function__, which would read the attribute as torch has it, and synchronize nothing.
-    grad = property(lambda self: self.present.grad, _set_grad)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.present, name)
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(_present(self), name, value)
 
     def __deepcopy__(self, memo: dict) -> Any:
-        return copy.deepcopy(self.present, memo)
+        return copy.deepcopy(_present(self), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.present.__reduce_ex__(protocol)
+        return _present(self).__reduce_ex__(protocol)
 
-    def __repr__(self, **unused: Any) -> str:  # type: ignore[override]
-        return repr(self.present)
+    def __repr__(self, **unused: Any) -> str:
+        return repr(_present(self))
+
+
+class _EarlierParameter(_Earlier, nn.Parameter):  # type: ignore[misc]
+    pass
+
+
+class _EarlierDTensor(_Earlier, DTensor):  # type: ignore[misc]
+    pass
+
+
+def _present(earlier: Any) -> nn.Parameter:
+    """The parameter that the model has in place of one from before sharding."""
+    reference, main = vars(earlier)["_fsdp_stands_for"]
+    if (param := reference()) is None:
+        return main
+    module, attribute = param.sites[0]
+    return param.compute if module._parameters.get(attribute) is param.compute else main
 
 
 def _copy_marks(source: torch.Tensor, target: torch.Tensor) -> None:
