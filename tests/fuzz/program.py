@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint import CheckpointException
 
 from megatron.fsdp.comm import gloo
 
@@ -22,6 +23,8 @@ from .sides import Sharded, Side, full
 from .steps import KINDS
 
 SECONDS = 12
+# torch's error of a checkpoint is no Exception.
+FAILURES = (Exception, CheckpointException)
 
 
 class Step(NamedTuple):
@@ -138,7 +141,7 @@ def _run(program: Program, place: Meshes, torchs: bool) -> Verdict:
         for one in program.steps:
             wanted.append(_do(side, one))
         wanted.append(side.observe())
-    except Exception as error:  # noqa: BLE001 - the program is not valid in plain torch
+    except FAILURES as error:  # the program is not valid in plain torch
         return Verdict("plain", len(wanted), *_described(error))
     at, tolerance = 0, _tolerance(program)
     try:
@@ -149,12 +152,12 @@ def _run(program: Program, place: Meshes, torchs: bool) -> Verdict:
             if difference and first.kind == "right":
                 # The program goes on, because other ranks may have seen no difference, and would wait.
                 first = Verdict("wrong", min(at, len(program.steps) - 1), difference)
-    except Exception as error:  # noqa: BLE001 - what the program is run for
+    except FAILURES as error:  # what the program is run for
         first = first if first.kind == "wrong" else Verdict("error", at, *_described(error))
     return first
 
 
-def _described(error: Exception) -> tuple[str, str]:
+def _described(error: BaseException) -> tuple[str, str]:
     return f"{type(error).__name__}: {error}", traceback.format_exc()
 
 

@@ -117,7 +117,7 @@ def _lost(failure: str, said: set[str], traces: str) -> Verdict:
     """What ended the process of a rank, while others may have raised something."""
     ended = set(re.findall(r"exit code (-?\d+)", failure))
     kind = "crash" if ended - {str(-signal.SIGALRM)} else "hang"
-    return Verdict(kind, 0, f"exit codes {sorted(ended)} {sorted(said) or ''}", traces or failure)
+    return Verdict(kind, 0, f"exit codes {sorted(ended)} {sorted(said) or ''}", traces.strip() or failure)
 
 
 def _smaller(program: Program) -> list[Program]:

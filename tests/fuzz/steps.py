@@ -395,7 +395,8 @@ def save(side: Side, kind: str, optimizer: bool) -> None:
         change = full if kind == "full" else lambda value: value
         state["model"] = {name: change(value).detach().clone() for name, value in state["model"].items()}
         state = copy.deepcopy(state)
-    elif kind == "deepcopy":
+    elif kind == "deepcopy" or (kind == "dcp" and side.plain):
+        # Without sharding, dcp refuses to load a state that an optimizer has not had yet.
         state = copy.deepcopy(state)
     elif kind == "pickle":
         file = io.BytesIO()
@@ -405,7 +406,7 @@ def save(side: Side, kind: str, optimizer: bool) -> None:
         state["model"] = get_model_state_dict(side.model, options=StateDictOptions(full_state_dict=True))
         state = copy.deepcopy(state)
     else:
-        dcp.save(state, checkpoint_id=f"{side.folder()}", no_dist=side.plain)
+        dcp.save(state, checkpoint_id=side.folder())
     side.kept["state"] = kind, side.model, side.optimizer, state
 
 
@@ -415,12 +416,12 @@ def load(side: Side, assign: bool) -> None:
     if kind is None or model is not side.model or optimizer is not side.optimizer:
         return
     side.written()
-    if kind == "dcp":
+    if kind == "dcp" and not side.plain:
         kept = state
         state = {"model": side.model.state_dict()}
         if "optimizer" in kept:
             state["optimizer"] = side.optimizer.state_dict()
-        dcp.load(state, checkpoint_id=side.folder(), no_dist=side.plain)
+        dcp.load(state, checkpoint_id=side.folder())
     if kind == "get":
         # Ranks that are not the first have nothing.
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=not side.plain)
