@@ -298,10 +298,9 @@ def change_optimizer(side: Side, kind: str) -> None:
         for group in side.optimizer.param_groups:
             group["lr"] *= 0.5
         return
-    had = {id(p) for optimizer in side.optimizers for group in optimizer.param_groups for p in group["params"]}
-    new = [parameter for parameter in side.parameters() if id(parameter) not in had]
-    if kind == "group" and new:
-        side.optimizer.add_param_group({"params": new, "lr": 0.05})
+    if kind == "group" and side.setting.groups == "part" and not side.kept.get("grouped"):
+        side.kept["grouped"] = True
+        side.optimizer.add_param_group({"params": side.parameters("head"), "lr": 0.05})
     if kind == "second":
         side.optimizer = torch.optim.SGD(side.parameters("block"), lr=0.05, momentum=0.5)
         side.optimizers.append(side.optimizer)
