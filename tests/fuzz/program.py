@@ -5,6 +5,7 @@ import gc
 import math
 import signal
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,7 +68,7 @@ class Program(NamedTuple):
         return f"PROGRAM = Program(\n    Setting({arguments}),\n    [\n{lines}    ],\n)\n"
 
 
-def programs(count: int, start: int, only: dict[str, tuple[Any, ...]], kinds: list[str]) -> list[Program]:
+def programs(count: int, start: int, only: dict[str, tuple[Any, ...]], kinds: list[str]) -> Iterator[Program]:
     """Random programs, always the same ones for the same arguments."""
     choices = CHOICES | {name: values for name, values in only.items()}
     weighted = [name for name in kinds for _ in range(KINDS[name].weight)]
@@ -93,10 +94,9 @@ def programs(count: int, start: int, only: dict[str, tuple[Any, ...]], kinds: li
         suppress_health_check=list(HealthCheck),
     )
     for number in range(math.ceil(count / 10)):
-        before = len(found)
+        found.clear()
         seed(start + 10**6 * number)(wanted(given(setting, st.lists(steps, min_size=5, max_size=20))(collect)))()
-        del found[before]
-    return found[:count]
+        yield from found[1 : 1 + count - 10 * number]
 
 
 def run(batch: list[Program], torchs: bool, folder: Path) -> list[Verdict]:

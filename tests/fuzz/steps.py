@@ -211,9 +211,23 @@ def clip(side: Side, kind: str) -> Any:
     """Clip gradients, those of parameters listed before sharding, too."""
     side.read()
     parameters = side.old if kind == "old" else side.parameters()
+    if side.plain and side.setting.mesh == "tp":
+        return _clip([full_local(p.grad) for p in parameters if p.grad is not None], parameters, kind)
     if kind == "value":
         return nn.utils.clip_grad_value_(parameters, 0.05)
     return nn.utils.clip_grad_norm_(parameters, 0.05, float("inf") if kind == "inf" else 2.0)
+
+
+def _clip(locals: list[torch.Tensor], parameters: list[nn.Parameter], kind: str) -> Any:
+    """The same by hand: torch cannot clip DTensors and plain tensors together."""
+    if kind == "value":
+        return [local.clamp_(-0.05, 0.05) for local in locals] and None
+    order = float("inf") if kind == "inf" else 2.0
+    norms = [full(p.grad).norm(order) for p in parameters if p.grad is not None]
+    norm = torch.stack(norms).norm(order) if norms else torch.tensor(0.0)
+    for local in locals:
+        local.mul_(min(1.0, 0.05 / (norm.item() + 1e-6)))
+    return norm
 
 
 GRADIENTS = ("norm", "finite", "mul_", "foreach", "assign", "none", "zeros")
