@@ -26,7 +26,7 @@ def _program(file: Path) -> Program:
 def test_random_programs() -> None:
     runner = Runner()
     try:
-        made = programs(300, 20, {}, list(KINDS))
+        made = list(programs(300, 20, {}, list(KINDS)))
         results = runner.results(made)
     finally:
         runner.pool.close()

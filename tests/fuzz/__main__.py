@@ -2,8 +2,10 @@
 
 import argparse
 import ast
+import itertools
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from .program import Program, programs
@@ -26,16 +28,16 @@ def main() -> int:
     only = dict(_setting(word) for word in arguments.settings.split())
     kinds = arguments.only.split(",") if arguments.only else list(KINDS)
     start = time.time()
-    made = programs(arguments.programs, arguments.seed, only, kinds)
     runner = Runner()
-    results = _run(runner, made, start + arguments.seconds)
+    results = _run(runner, programs(arguments.programs, arguments.seed, only, kinds), start + arguments.seconds)
     seconds = time.time() - start
     control: list[Result] = []
     if arguments.control:
         torchs = Runner(torchs=True)
-        control = _run(torchs, [program for program in made[: len(results)] if program.setting.in_torch], float("inf"))
+        made = (result.made for result in results if result.made.setting.in_torch)
+        control = _run(torchs, made, float("inf"))
         torchs.pool.close()
-    text = table([len(program.steps) for program in made[: len(results)]], results, control, seconds)
+    text = table(results, control, seconds)
     kinds_of_defects: dict[tuple[str, str], list[Result]] = {}
     for result in results:
         if result.verdict.kind != "right":
@@ -50,13 +52,11 @@ def main() -> int:
     return 1 if kinds_of_defects else 0
 
 
-def _run(runner: Runner, made: list[Program], end: float) -> list[Result]:
+def _run(runner: Runner, made: Iterator[Program], end: float) -> list[Result]:
     results: list[Result] = []
     seen: set[tuple[str, str]] = {("right", "")}
-    for start in range(0, len(made), 50):
-        if time.time() > end:
-            break
-        results += runner.results(made[start : start + 50])
+    while time.time() < end and (chunk := list(itertools.islice(made, 50))):
+        results += runner.results(chunk)
         for result in results:
             if result.signature not in seen:
                 print(source(result), file=sys.stderr)

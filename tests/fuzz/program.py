@@ -5,6 +5,7 @@ import gc
 import math
 import signal
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint import CheckpointException
 
 from megatron.fsdp.comm import gloo
 
@@ -22,6 +24,8 @@ from .sides import Sharded, Side, full
 from .steps import KINDS
 
 SECONDS = 12
+# torch's error of a checkpoint is no Exception.
+FAILURES = (Exception, CheckpointException)
 
 
 class Step(NamedTuple):
@@ -64,7 +68,7 @@ class Program(NamedTuple):
         return f"PROGRAM = Program(\n    Setting({arguments}),\n    [\n{lines}    ],\n)\n"
 
 
-def programs(count: int, start: int, only: dict[str, tuple[Any, ...]], kinds: list[str]) -> list[Program]:
+def programs(count: int, start: int, only: dict[str, tuple[Any, ...]], kinds: list[str]) -> Iterator[Program]:
     """Random programs, always the same ones for the same arguments."""
     choices = CHOICES | {name: values for name, values in only.items()}
     weighted = [name for name in kinds for _ in range(KINDS[name].weight)]
@@ -90,10 +94,9 @@ def programs(count: int, start: int, only: dict[str, tuple[Any, ...]], kinds: li
         suppress_health_check=list(HealthCheck),
     )
     for number in range(math.ceil(count / 10)):
-        before = len(found)
+        found.clear()
         seed(start + 10**6 * number)(wanted(given(setting, st.lists(steps, min_size=5, max_size=20))(collect)))()
-        del found[before]
-    return found[:count]
+        yield from found[1 : 1 + count - 10 * number]
 
 
 def run(batch: list[Program], torchs: bool, folder: Path) -> list[Verdict]:
@@ -138,7 +141,7 @@ def _run(program: Program, place: Meshes, torchs: bool) -> Verdict:
         for one in program.steps:
             wanted.append(_do(side, one))
         wanted.append(side.observe())
-    except Exception as error:  # noqa: BLE001 - the program is not valid in plain torch
+    except FAILURES as error:  # the program is not valid in plain torch
         return Verdict("plain", len(wanted), *_described(error))
     at, tolerance = 0, _tolerance(program)
     try:
@@ -149,12 +152,12 @@ def _run(program: Program, place: Meshes, torchs: bool) -> Verdict:
             if difference and first.kind == "right":
                 # The program goes on, because other ranks may have seen no difference, and would wait.
                 first = Verdict("wrong", min(at, len(program.steps) - 1), difference)
-    except Exception as error:  # noqa: BLE001 - what the program is run for
+    except FAILURES as error:  # what the program is run for
         first = first if first.kind == "wrong" else Verdict("error", at, *_described(error))
     return first
 
 
-def _described(error: Exception) -> tuple[str, str]:
+def _described(error: BaseException) -> tuple[str, str]:
     return f"{type(error).__name__}: {error}", traceback.format_exc()
 
 

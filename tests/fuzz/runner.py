@@ -24,8 +24,12 @@ REFUSALS = [
 
 
 class Result(NamedTuple):
-    """A program's verdict, and the steps that were dropped on the way: those refused, and those plain torch refuses."""
+    """A program as it was made, what is left of it, its verdict, and the dropped steps with the reasons.
 
+    Those that are refused are counted apart from those that plain torch refuses.
+    """
+
+    made: Program
     program: Program
     verdict: Verdict
     refused: list[tuple[str, str]]
@@ -75,7 +79,7 @@ class Runner:
 
     def results(self, programs: list[Program], size: int = 25) -> list[Result]:
         """Run programs; steps that are refused are dropped, and their programs run again."""
-        waiting = [Result(program, Verdict("right"), [], []) for program in programs]
+        waiting = [Result(program, program, Verdict("right"), [], []) for program in programs]
         done: list[Result] = []
         while waiting:
             world = waiting[0].program.setting[:2]
@@ -117,7 +121,7 @@ def _lost(failure: str, said: set[str], traces: str) -> Verdict:
     """What ended the process of a rank, while others may have raised something."""
     ended = set(re.findall(r"exit code (-?\d+)", failure))
     kind = "crash" if ended - {str(-signal.SIGALRM)} else "hang"
-    return Verdict(kind, 0, f"exit codes {sorted(ended)} {sorted(said) or ''}", traces or failure)
+    return Verdict(kind, 0, f"exit codes {sorted(ended)} {sorted(said) or ''}", traces.strip() or failure)
 
 
 def _smaller(program: Program) -> list[Program]:

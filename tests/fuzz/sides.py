@@ -70,12 +70,11 @@ class Side:
         self.optimizer = self.firsts[id(net)]
 
     def folder(self) -> str:
-        """A folder for a checkpoint: the same for all ranks of the sharded side, of its own for a plain rank."""
+        """A folder for a checkpoint, the same on all ranks."""
         if not self.folders:
             self.folders.append(tempfile.TemporaryDirectory(prefix="fuzz-"))
         names = [self.folders[0].name]
-        if not self.plain:
-            dist.broadcast_object_list(names)
+        dist.broadcast_object_list(names)
         return names[0]
 
     def shard(self, net: Net) -> tuple[Any, torch.optim.Optimizer]:

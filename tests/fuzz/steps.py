@@ -211,9 +211,23 @@ def clip(side: Side, kind: str) -> Any:
     """Clip gradients, those of parameters listed before sharding, too."""
     side.read()
     parameters = side.old if kind == "old" else side.parameters()
+    if side.plain and side.setting.mesh == "tp":
+        return _clip([full_local(p.grad) for p in parameters if p.grad is not None], parameters, kind)
     if kind == "value":
         return nn.utils.clip_grad_value_(parameters, 0.05)
     return nn.utils.clip_grad_norm_(parameters, 0.05, float("inf") if kind == "inf" else 2.0)
+
+
+def _clip(locals: list[torch.Tensor], parameters: list[nn.Parameter], kind: str) -> Any:
+    """The same by hand: torch cannot clip DTensors and plain tensors together."""
+    if kind == "value":
+        return [local.clamp_(-0.05, 0.05) for local in locals] and None
+    order = float("inf") if kind == "inf" else 2.0
+    norms = [full(p.grad).norm(order) for p in parameters if p.grad is not None]
+    norm = torch.stack(norms).norm(order) if norms else torch.tensor(0.0)
+    for local in locals:
+        local.mul_(min(1.0, 0.05 / (norm.item() + 1e-6)))
+    return norm
 
 
 GRADIENTS = ("norm", "finite", "mul_", "foreach", "assign", "none", "zeros")
@@ -298,10 +312,9 @@ def change_optimizer(side: Side, kind: str) -> None:
         for group in side.optimizer.param_groups:
             group["lr"] *= 0.5
         return
-    had = {id(p) for optimizer in side.optimizers for group in optimizer.param_groups for p in group["params"]}
-    new = [parameter for parameter in side.parameters() if id(parameter) not in had]
-    if kind == "group" and new:
-        side.optimizer.add_param_group({"params": new, "lr": 0.05})
+    if kind == "group" and side.setting.groups == "part" and not side.kept.get("grouped"):
+        side.kept["grouped"] = True
+        side.optimizer.add_param_group({"params": side.parameters("head"), "lr": 0.05})
     if kind == "second":
         side.optimizer = torch.optim.SGD(side.parameters("block"), lr=0.05, momentum=0.5)
         side.optimizers.append(side.optimizer)
@@ -395,7 +408,8 @@ def save(side: Side, kind: str, optimizer: bool) -> None:
         change = full if kind == "full" else lambda value: value
         state["model"] = {name: change(value).detach().clone() for name, value in state["model"].items()}
         state = copy.deepcopy(state)
-    elif kind == "deepcopy":
+    elif kind == "deepcopy" or (kind == "dcp" and side.plain):
+        # Without sharding, dcp refuses to load a state that an optimizer has not had yet.
         state = copy.deepcopy(state)
     elif kind == "pickle":
         file = io.BytesIO()
@@ -405,7 +419,7 @@ def save(side: Side, kind: str, optimizer: bool) -> None:
         state["model"] = get_model_state_dict(side.model, options=StateDictOptions(full_state_dict=True))
         state = copy.deepcopy(state)
     else:
-        dcp.save(state, checkpoint_id=f"{side.folder()}", no_dist=side.plain)
+        dcp.save(state, checkpoint_id=side.folder())
     side.kept["state"] = kind, side.model, side.optimizer, state
 
 
@@ -415,12 +429,12 @@ def load(side: Side, assign: bool) -> None:
     if kind is None or model is not side.model or optimizer is not side.optimizer:
         return
     side.written()
-    if kind == "dcp":
+    if kind == "dcp" and not side.plain:
         kept = state
         state = {"model": side.model.state_dict()}
         if "optimizer" in kept:
             state["optimizer"] = side.optimizer.state_dict()
-        dcp.load(state, checkpoint_id=side.folder(), no_dist=side.plain)
+        dcp.load(state, checkpoint_id=side.folder())
     if kind == "get":
         # Ranks that are not the first have nothing.
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=not side.plain)

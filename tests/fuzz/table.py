@@ -6,21 +6,23 @@ from .runner import Result
 from .steps import KINDS
 
 
-def table(made: list[int], results: list[Result], control: list[Result], seconds: float) -> str:
+def table(results: list[Result], control: list[Result], seconds: float) -> str:
     """Markdown.
 
     Args:
-        made: Lengths of the programs as they were made.
-        results: What became of them.
+        results: What became of the programs.
         control: The same for torch's FSDP2; may be empty.
         seconds: How long the run took.
     """
     count = len(results)
     verdicts, others = (Counter(result.verdict.kind for result in part) for part in (results, control))
-    steps, refused = sum(made), Counter(reason for result in results for _, reason in result.refused)
+    steps, refused = (
+        sum(len(result.made.steps) for result in results),
+        Counter(reason for result in results for _, reason in result.refused),
+    )
     discarded = Counter(reason for result in results for _, reason in result.discarded)
     lines = [
-        f"{count} programs of {steps / max(1, len(made)):.1f} steps on average, in {seconds:.0f} s.",
+        f"{count} programs of {steps / max(1, count):.1f} steps on average, in {seconds:.0f} s.",
         "",
         "| verdict | programs | with torch's FSDP2 |",
         "|---|---|---|",
