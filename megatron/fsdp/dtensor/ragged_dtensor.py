@@ -311,8 +311,9 @@ _ELEMENTWISE = {
 }
 
 
-# Sets the error that an access of a storage's memory raises. torch 2.11 and 2.12 lack it.
-refuse_reads = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
+# Sets the error that an access of a storage's memory raises. torch 2.11 and 2.12 cannot take it back.
+_CAN_ALLOW = hasattr(torch._C, "_clear_storage_data_ptr_access_error_msg")
+refuse_reads = torch._C._set_storage_data_ptr_access_error_msg if _CAN_ALLOW else None  # type: ignore[attr-defined]
 # ``plain.data = sharded.data`` takes the storage of the wrapper.
 _NO_MEMORY = (
     "This tensor was given the .data of a sharded tensor, which has no memory of its own. Copy the full tensor "
