@@ -2,18 +2,20 @@
 
 import copy
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from megatron.fsdp import fsdp2
-from megatron.fsdp.dtensor.ragged_dtensor import refuse_reads
+from megatron.fsdp.dtensor.unsupported import refuse_reads
 from megatron_fsdp import fully_shard, fully_shard_model
 from tests.models import assert_same_weights, device, sgd
 from tests.ranks import DEVICE, RankFailure, RankPool
@@ -491,3 +493,77 @@ def _kept_dtensor() -> None:
 @pytest.mark.skipif(DEVICE == "cuda", reason="the mesh is one of the CPU")
 def test_a_tensor_parallel_parameter_from_before_sharding(ranks: RankPool) -> None:
     ranks.run(4, _kept_dtensor)
+
+
+def _zeros_of_waiting_gradients(side: Side) -> torch.Tensor:
+    loss = side.model(_batch()).pow(2).mean()
+    loss.backward()
+    side.optimizer.zero_grad(set_to_none=False)
+    side.optimizer.step()
+    return loss
+
+
+def _without_sync() -> None:
+    for setting in SETTINGS.values():
+        setting["sync_model_each_microbatch"] = False
+    _same(_zeros_of_waiting_gradients, Model, ["optim_grads_params"], _momentum)
+
+
+def test_waiting_gradients_are_filled_with_zeros(ranks: RankPool) -> None:
+    ranks.run(2, _without_sync)
+
+
+def _a_unit_alone() -> None:
+    model = fully_shard_model(Model().to(device()), fsdp_unit_modules=[Block], zero_dp_strategy=2)
+    pending = model(_batch())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        x = torch.ones(2, 8, device=device())
+        assert torch.equal(model.module.blocks[0](x), x)
+    del pending
+
+
+def test_a_unit_that_is_called_alone_reads_written_weights(ranks: RankPool) -> None:
+    ranks.run(2, _a_unit_alone)
+
+
+def _step_with_closure_first() -> None:
+    model = Model().to(device())
+    optimizer = _momentum(model.parameters())
+    for block in model.blocks:
+        fsdp2.fully_shard(block)
+    fsdp2.fully_shard(model)
+    side = Side(model, optimizer)
+    side.sync = lambda: None  # type: ignore[method-assign]
+    before = model.head.weight.detach().clone()
+    _closure(side)
+    assert not torch.equal(before, model.head.weight.full_tensor())
+
+
+def test_the_first_step_may_have_a_closure(ranks: RankPool) -> None:
+    ranks.run(2, _step_with_closure_first)
+
+
+def _early_read() -> None:
+    model = Model().to(device())
+    loss = model.head.weight.sum()
+    model = fully_shard_model(model, fsdp_unit_modules=[Block])
+    (loss + model(_batch()).sum()).backward()
+
+
+def test_a_loss_that_has_read_a_parameter_before_sharding_raises(ranks: RankPool) -> None:
+    with pytest.raises(RankFailure, match=r"head\.weight before the model was sharded"):
+        ranks.run(2, _early_read)
+
+
+def _save_empty(folder: str) -> None:
+    model = Model()
+    model.empty = nn.Parameter(torch.ones(0, 3))
+    state = fully_shard_model(model.to(device()), fsdp_unit_modules=[Block]).state_dict()
+    dcp.save(state, checkpoint_id=folder)
+    dcp.load(state, checkpoint_id=folder)
+
+
+def test_a_parameter_without_elements_is_saved(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, _save_empty, str(tmp_path))

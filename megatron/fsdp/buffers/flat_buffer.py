@@ -5,7 +5,8 @@ from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.buffers.pool import Pool
 from megatron.fsdp.dtensor.placements import contiguous_stride
-from megatron.fsdp.dtensor.ragged_dtensor import local_shard, refuse_reads
+from megatron.fsdp.dtensor.ragged_dtensor import local_shard
+from megatron.fsdp.dtensor.unsupported import refuse_reads
 from megatron.fsdp.sharding.layout import Layout
 
 

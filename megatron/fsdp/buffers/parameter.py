@@ -289,6 +289,8 @@ class ShardedParameter:
                     register(self.main, functools.partial(_if_kept, hooks, key, hook))
         self.compute.register_hook = weak_method(self._register_hook)  # type: ignore[method-assign]
         self.compute.register_post_accumulate_grad_hook = weak_method(self._refuse_hook)  # type: ignore[method-assign]
+        if self.original.requires_grad and self.original is not self.compute:
+            torch.Tensor.register_hook(self.original, functools.partial(_refuse_early_read, self.name))
         if self.original is not self.compute and storage_of(self.original) is None:
             self.original._fsdp_stands_for = weakref.ref(self), self.main  # type: ignore[attr-defined]
             is_dtensor = isinstance(self.original, DTensor)
@@ -297,7 +299,9 @@ class ShardedParameter:
     def watch_reads(self, callback: Callable[[tuple], tuple]) -> None:
         """Call ``callback`` with the gradient that autograd would accumulate in the main weight; it returns another."""
         with _requiring_grad(self.main), torch.enable_grad():
-            self._reads = self.main.to_local().grad_fn.next_functions[0][0]  # type: ignore[attr-defined]
+            main: Any = self.main
+            local = main.to_local()  # with torch 2.11, its node would not outlive it
+            self._reads = local.grad_fn.next_functions[0][0]
         self._reads.register_prehook(callback)
 
     def _register_hook(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:
@@ -445,6 +449,13 @@ class ShardedParameter:
         self.compute.grad = None
         if self.fused:
             self._end_fusing()
+
+
+def _refuse_early_read(name: str, grad: torch.Tensor) -> NoReturn:
+    raise RuntimeError(
+        f"A loss has read {name} before the model was sharded: its gradient would be lost. Shard the model first; with "
+        "megatron.fsdp.fsdp2, run its forward before parameters are read."
+    )
 
 
 class _Earlier:

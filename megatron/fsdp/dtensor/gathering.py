@@ -61,7 +61,9 @@ class ToFull(torch.autograd.Function):
     def forward(ctx: Any, tensor: Any) -> torch.Tensor:
         """Gather the tensor."""
         ctx.spec, ctx.kind, ctx.device = tensor._spec, type(tensor), tensor._local_tensor.device
-        return gather_whole(tensor)
+        full = gather_whole(tensor)
+        # The main weight itself may be written before backward.
+        return full.clone() if is_replicated(tensor._spec.placements) else full
 
     @staticmethod
     @once_differentiable

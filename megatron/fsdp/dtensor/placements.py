@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -304,6 +305,26 @@ def is_replicated(placements: Sequence[Placement]) -> bool:
     return all(isinstance(placement, Replicate) for placement in placements)
 
 
+def spanning_mesh(tensors: Sequence[torch.Tensor]) -> tuple[DeviceMesh, list[int]]:
+    """The mesh over which a set of tensors, such as gradients, is sharded, and how many of its ranks hold each part.
+
+    It is the largest mesh of a DTensor among them. A reduction has to include all of its axes, also those along which
+    everything here is replicated: the mesh of experts is smaller, and ranks outside of it hold other experts, or some
+    that got no gradient.
+    """
+    mesh = max((each.device_mesh for each in tensors if isinstance(each, DTensor)), key=DeviceMesh.size)
+    groups, copies = mesh.get_all_groups(), []
+    for each in tensors:
+        inside, outside = 1, mesh.size()
+        if isinstance(each, DTensor):
+            own, placements = each.device_mesh, each._spec.placements
+            inside = math.prod(n for n, p in zip(own.shape, placements, strict=True) if isinstance(p, Replicate))
+            # A mesh of some of the axes leaves the tensor whole along the others. That of experts has its own axes.
+            outside = mesh.size() // own.size() if all(group in groups for group in own.get_all_groups()) else 1
+        copies.append(inside * outside)
+    return mesh, copies
+
+
 class InChunks:
     """The protocol of torch.distributed.checkpoint, for tensors whose shard may be several boxes of the full tensor."""
 
@@ -338,4 +359,8 @@ class InChunks:
 
 
 def _chunks(spec: DTensorSpec) -> list[ChunkStorageMetadata]:
+    assert spec.tensor_meta is not None
+    if not spec.tensor_meta.shape.numel():
+        # No rank has elements, but a checkpoint without any chunk would lack the tensor.
+        return [ChunkStorageMetadata(torch.Size([0] * len(spec.shape)), spec.tensor_meta.shape)]
     return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in local_slice(spec).boxes()]

@@ -15,7 +15,6 @@ DTensor with uneven shards without communication; tests on every supported versi
 """
 
 import functools
-import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
@@ -44,7 +43,14 @@ from megatron.fsdp.dtensor.placements import (
     spec_like,
 )
 from megatron.fsdp.dtensor.reductions import call, in_graph, require_no_graph, shard_norm, shard_result
-from megatron.fsdp.dtensor.unsupported import Unsupported, explained, refuse_memory, refuse_tracing
+from megatron.fsdp.dtensor.unsupported import (
+    NO_MEMORY,
+    Unsupported,
+    explained,
+    refuse_memory,
+    refuse_reads,
+    refuse_tracing,
+)
 
 
 class _Dispatching(TorchDispatchMode):
@@ -105,7 +111,7 @@ class RaggedDTensor(InChunks, _OwnDispatch):
     def _get_data(self) -> torch.Tensor:
         data: torch.Tensor = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
         if refuse_reads is not None:
-            refuse_reads(data.untyped_storage()._cdata, _NO_MEMORY)
+            refuse_reads(data.untyped_storage()._cdata, NO_MEMORY)
         return data
 
     def _copy_data(self, value: torch.Tensor) -> None:
@@ -236,26 +242,6 @@ def is_sharded(value: object) -> TypeGuard[DTensor]:
     return isinstance(value, DTensor) and not is_replicated(value._spec.placements)
 
 
-def spanning_mesh(tensors: Sequence[torch.Tensor]) -> tuple[DeviceMesh, list[int]]:
-    """The mesh over which a set of tensors, such as gradients, is sharded, and how many of its ranks hold each part.
-
-    It is the largest mesh of a DTensor among them. A reduction has to include all of its axes, also those along which
-    everything here is replicated: the mesh of experts is smaller, and ranks outside of it hold other experts, or some
-    that got no gradient.
-    """
-    mesh = max((each.device_mesh for each in tensors if isinstance(each, DTensor)), key=DeviceMesh.size)
-    groups, copies = mesh.get_all_groups(), []
-    for each in tensors:
-        inside, outside = 1, mesh.size()
-        if isinstance(each, DTensor):
-            own, placements = each.device_mesh, each._spec.placements
-            inside = math.prod(n for n, p in zip(own.shape, placements, strict=True) if isinstance(p, Replicate))
-            # A mesh of some of the axes leaves the tensor whole along the others. That of experts has its own axes.
-            outside = mesh.size() // own.size() if all(group in groups for group in own.get_all_groups()) else 1
-        copies.append(inside * outside)
-    return mesh, copies
-
-
 def same_layout(one: DTensor, other: DTensor) -> bool:
     """Whether every rank holds the same slice of both tensors."""
     return _same(one._spec, other._spec)
@@ -311,14 +297,6 @@ _ELEMENTWISE = {
 }
 
 
-# Sets the error that an access of a storage's memory raises. torch 2.11 and 2.12 cannot take it back.
-_CAN_ALLOW = hasattr(torch._C, "_clear_storage_data_ptr_access_error_msg")
-refuse_reads = torch._C._set_storage_data_ptr_access_error_msg if _CAN_ALLOW else None  # type: ignore[attr-defined]
-# ``plain.data = sharded.data`` takes the storage of the wrapper.
-_NO_MEMORY = (
-    "This tensor was given the .data of a sharded tensor, which has no memory of its own. Copy the full tensor "
-    "instead: plain.data.copy_(sharded.full_tensor())."
-)
 _ALIASES = (aten.alias.default, aten.detach.default)
 
 

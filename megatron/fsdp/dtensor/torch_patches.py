@@ -16,8 +16,15 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from megatron.fsdp.comm.collectives import all_reduce
-from megatron.fsdp.dtensor.placements import RaggedShard, ReportedPlacements, SectionedShard, local_slice, spec_like
-from megatron.fsdp.dtensor.ragged_dtensor import PartialDTensor, RaggedDTensor, local_shard, spanning_mesh
+from megatron.fsdp.dtensor.placements import (
+    RaggedShard,
+    ReportedPlacements,
+    SectionedShard,
+    local_slice,
+    spanning_mesh,
+    spec_like,
+)
+from megatron.fsdp.dtensor.ragged_dtensor import PartialDTensor, RaggedDTensor, local_shard
 from megatron.fsdp.dtensor.unsupported import OWNER
 from megatron.fsdp.helpers import patches
 from megatron.fsdp.helpers.patches import Patch, Patches

@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from typing import Any
 
+import torch
+
 # The one attribute that the engine sets on parameters: a weak reference to the engine.
 OWNER = "_fsdp_owner"
 
@@ -28,6 +30,15 @@ _REMEDIES = {
     "c10d": _COLLECTIVE + _GATHER,
 }
 _REMEDY_OF = {name: remedy for names, remedy in _REMEDIES.items() for name in names.split()}
+
+# Sets the error that an access of a storage's memory raises. torch 2.11 and 2.12 cannot take it back.
+_CAN_ALLOW = hasattr(torch._C, "_clear_storage_data_ptr_access_error_msg")
+refuse_reads = torch._C._set_storage_data_ptr_access_error_msg if _CAN_ALLOW else None
+# ``plain.data = sharded.data`` takes the storage of the wrapper.
+NO_MEMORY = (
+    "This tensor was given the .data of a sharded tensor, which has no memory of its own. Copy the full tensor "
+    "instead: plain.data.copy_(sharded.full_tensor())."
+)
 
 
 class Unsupported(NotImplementedError):

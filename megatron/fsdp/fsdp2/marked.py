@@ -5,6 +5,7 @@ parameter. :func:`shard_if_pending` shards the outermost marked module with ever
 become its units. The outermost module then owns an :class:`InPlaceModel`.
 """
 
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -17,13 +18,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megatron.fsdp.buffers.parameter import check_class
 from megatron.fsdp.comm.backends import compute_device, local_device
 from megatron.fsdp.comm.streams import communication_stream
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
-from megatron.fsdp.optim.hooks import attach_at_first_use, attach_optimizer
+from megatron.fsdp.optim.hooks import attach_at_first_use, attach_if_needed, attach_optimizer, watch_steps
 from megatron.fsdp.runtime.agreement import as_text, checksum, difference, receive
 from megatron.fsdp.runtime.builder import UnitSettings, build_engine, make_blueprint
 from megatron.fsdp.runtime.other_engines import check_no_other_engine, reject_other_engines
@@ -107,6 +109,23 @@ def set_mark(module: MarkedModule, mark: Mark) -> None:
     """Store the settings of a module whose class has already been replaced by a marked one."""
     module.__dict__[_MARK] = mark
     _pending.add(module)
+    _watch_steps()
+
+
+@functools.cache
+def _watch_steps() -> None:
+    watch_steps()  # now, because sharding in a step must not register hooks
+    register_optimizer_step_pre_hook(_shard_before_step)
+
+
+def _shard_before_step(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
+    """Shard the models whose parameters a step updates: its closure would shard them when the step has begun."""
+    held = {id(p) for options in optimizer.param_groups for p in options["params"]} if _pending else set()
+    for module in list(_pending):
+        owned = (p for part in module.modules() for p in part._parameters.values() if p is not None)
+        if held and any(id(parameter) in held for parameter in owned):
+            shard_if_pending(module)
+            attach_if_needed(optimizer)
 
 
 def is_pending(module: MarkedModule) -> bool:

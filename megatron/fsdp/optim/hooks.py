@@ -62,16 +62,18 @@ def attach_at_first_use(engine: Engine, attach: Attach) -> None:
     global _generation
     _generation = next(_generations)
     _attach_of[engine] = attach
-    _watch_steps()
-    call_at("attach", _attach_if_needed)
+    watch_steps()
+    call_at("attach", attach_if_needed)
 
 
 @functools.cache
-def _watch_steps() -> None:
-    register_optimizer_step_pre_hook(_attach_if_needed)
+def watch_steps() -> None:
+    """Attach optimizers before their steps from now on, if they have parameters of an engine."""
+    register_optimizer_step_pre_hook(attach_if_needed)
 
 
-def _attach_if_needed(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
+def attach_if_needed(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
+    """Attach an optimizer that has parameters of engines and is not attached, or has got parameters since."""
     now = _generation, sum(len(options["params"]) for options in optimizer.param_groups)
     if _attached.get(optimizer) == now:
         return

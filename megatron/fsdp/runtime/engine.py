@@ -473,6 +473,8 @@ class Engine:
 
     def clear_gradients(self, set_to_none: bool = True) -> None:
         """Drop all gradients: accumulated, reduced, and in ``.grad``, or fill the latter with zeros."""
+        if not set_to_none and not self.config.cuda_graph_mode:
+            self.finish_pending_gradients()  # parameters that have gradients keep some
         self._nothing_waits()
         for group in self.groups:
             group.clear_gradients(set_to_none)

@@ -163,14 +163,18 @@ class Schedule:
                 unit.abandon()
         self._reshard_kept()
         self._follow_freezing()
-        if self._is_outdated and not self.passes.by_caller:
-            # Unshards that were started may have read a mixture of values.
-            self.reset()
-            self._invalidate()
+        self._follow_writes()
         if not self.passes.prefetched:
             self.plans.forward.rewind()
         self.plans.forward.recorded = []
         self.passes.prefetched = False
+
+    def _follow_writes(self) -> None:
+        """Unshard all weights again if main weights were written since they were unsharded."""
+        if self._is_outdated and not self.passes.by_caller:
+            # Unshards that were started may have read a mixture of values.
+            self.reset()
+            self._invalidate()
 
     def _invalidate(self) -> None:
         for unit in self.units:
@@ -247,6 +251,8 @@ class Schedule:
             return False
         if unit.is_root and not self._in_backward:
             self._begin_forward()
+        elif self.units[0].state is not WeightState.FORWARD and not self._in_backward:
+            self._follow_writes()  # the unit was called by itself
         grad = torch.is_grad_enabled()
         if self._in_backward and unit.state is WeightState.BACKWARD:
             self.before_inner_forward(unit)
