@@ -291,7 +291,7 @@ def _gathered(model: nn.Module, kind: str) -> tuple[int, int]:
     with patch.object(weights, "all_gather", wraps=weights.all_gather) as gather:
         train(sharded, optimizer, batches(1, dist.get_world_size()))
     of_blocks = [group.weights for unit in sharded.engine.units[1:] for group in unit.groups]
-    places = {each.compute.flat.untyped_storage().data_ptr() for each in of_blocks}
+    places = {each.compute.flat.untyped_storage()._cdata for each in of_blocks}
     sent = [call.args[0] for call in gather.call_args_list]
     resident = sum(each.resident.nbytes for each in of_blocks if each.resident is not None)
     assert places and all(each.stream is of_blocks[0].stream for each in of_blocks)

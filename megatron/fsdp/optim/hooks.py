@@ -167,8 +167,9 @@ class ZeroGrad:
             with torch._C.DisableTorchFunctionSubclass():
                 shared = any(param.main.requires_grad and param.main not in parameters for param in engine.params())
             if shared or not zero_grad_buffer:
-                continue
-            engine.clear_gradients(set_to_none)
+                engine.leave_gradients_waiting()
+            else:
+                engine.clear_gradients(set_to_none)
         # Last: reading ``.grad`` would synchronize the gradients that are dropped.
         with torch._C.DisableTorchFunctionSubclass() if set_to_none else contextlib.nullcontext():
             type(optimizer).zero_grad(optimizer, set_to_none)

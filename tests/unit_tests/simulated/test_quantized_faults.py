@@ -62,6 +62,7 @@ def _resharded_before_backward(use: Callable[..., None], unit: Unit, state: Weig
     use(unit, state)
     if state is WeightState.BACKWARD and not unit.is_root:
         unit.reshard()
+        unit._set_versions(readable=True)  # autograd would notice
 
 
 def _quantized_by_compute(unshard: Callable[..., Handle | None], weights: WeightBuffer, *planes: Any) -> Handle | None:
