@@ -84,7 +84,6 @@ MISTAKES = (
         """,
         ValueError,
         ("expected this rank's shard", "got another rank's", "torch.distributed.checkpoint"),
-        on=(1,),
     ),
     Mistake(
         "torch.save of the optimizer",
