@@ -547,7 +547,7 @@ def test_the_first_step_may_have_a_closure(ranks: RankPool) -> None:
 
 def _early_read() -> None:
     model = Model().to(device())
-    loss = model.head.weight.sum()
+    loss = model.head.weight.pow(2).sum()
     model = fully_shard_model(model, fsdp_unit_modules=[Block])
     (loss + model(_batch()).sum()).backward()
 

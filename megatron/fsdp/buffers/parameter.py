@@ -190,11 +190,11 @@ class ShardedParameter:
             assert self.tensor_parallel is not None
             value = make_dtensor(value, self.tensor_parallel[0], tuple(before.shape), self.tensor_parallel[1])
             self._replace(nn.Parameter(value, requires_grad=before.requires_grad))
-            before._local_tensor = value._local_tensor.new_empty(0)  # type: ignore[attr-defined]
+            before._local_tensor = _without_memory(value._local_tensor)  # type: ignore[attr-defined]
             return
         # The new object has the class of the old one, which only adds attributes (see check_class).
         self._replace(torch.Tensor._make_subclass(type(before), value, before.requires_grad))
-        before.data = before.data.new_empty(0)  # drops the parameter's own memory, which users may still share
+        before.data = _without_memory(before.data)  # drops the parameter's own memory, which users may still share
 
     def _replace(self, parameter: nn.Parameter) -> None:
         """Make ``parameter`` the compute weight, with the marks of the present one."""
@@ -449,6 +449,11 @@ class ShardedParameter:
         self.compute.grad = None
         if self.fused:
             self._end_fusing()
+
+
+def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same shape with the memory of one element, for graphs that end in :func:`_refuse_early_read`."""
+    return tensor.new_zeros(()).expand(tensor.shape)
 
 
 def _refuse_early_read(name: str, grad: torch.Tensor) -> NoReturn:
