@@ -274,9 +274,15 @@ def _same(one: DTensorSpec, other: DTensorSpec) -> bool:
 
 
 def _as_plain(value: Any) -> Any:
-    if isinstance(value, PartialDTensor):
+    if isinstance(value, _OwnDispatch):
         return DTensor(value._local_tensor, value._spec, requires_grad=False)
     return value
+
+
+def _as_ragged(value: Any) -> Any:
+    if type(value) is not DTensor or any(placement.is_partial() for placement in value._spec.placements):
+        return value
+    return RaggedDTensor(value._local_tensor, value._spec, requires_grad=False)
 
 
 def _as_partial(value: Any) -> Any:
@@ -337,11 +343,8 @@ def _run(func: Any, args: tuple, kwargs: dict) -> Any:
         raise Unsupported(func)
     require_no_graph(func, flat)
     # torch has rules for tensors that are not sharded, or evenly over a tensor-parallel axis only.
-    plain = [
-        DTensor(v._local_tensor, v._spec, requires_grad=False) if isinstance(v, RaggedDTensor) else v for v in flat
-    ]
-    args, kwargs = tree_unflatten(plain, tree)
-    return func(*args, **kwargs)
+    args, kwargs = tree_unflatten([_as_plain(value) for value in flat], tree)
+    return tree_map(_as_ragged, func(*args, **kwargs))
 
 
 def _first(values: Sequence[Any]) -> "RaggedDTensor":

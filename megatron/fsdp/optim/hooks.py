@@ -137,8 +137,8 @@ def attach_optimizer(optimizer: torch.optim.Optimizer, needs_gradient: bool = Tr
 class ZeroGrad:
     """An optimizer's ``zero_grad`` that also drops the model's gradients that are not in ``.grad`` yet.
 
-    It drops them only if the optimizer updates all trainable parameters of the model. One of several optimizers must
-    not drop gradients that the others need.
+    If the optimizer updates only some of the model's trainable parameters, these gradients are synchronized instead, so
+    that it drops its own and the other optimizers keep theirs.
 
     Args:
         optimizer: The optimizer, which is referred to weakly: this object becomes one of its attributes.
@@ -166,8 +166,10 @@ class ZeroGrad:
         for engine in engines:
             with torch._C.DisableTorchFunctionSubclass():
                 shared = any(param.main.requires_grad and param.main not in parameters for param in engine.params())
-            if shared or not zero_grad_buffer:
+            if not zero_grad_buffer:
                 engine.leave_gradients_waiting()
+            elif shared:
+                engine.finish_pending_gradients()  # the other optimizers keep theirs
             else:
                 engine.clear_gradients(set_to_none)
         # Last: reading ``.grad`` would synchronize the gradients that are dropped.
