@@ -184,3 +184,25 @@ def _drop_some() -> None:
 
 def test_an_optimizer_of_some_parameters_drops_its_gradients(ranks: RankPool) -> None:
     ranks.run(2, _drop_some)
+
+
+def _hook_later() -> None:
+    """A hook changes gradients of backwards after it was registered only."""
+    torch.manual_seed(0)
+    model = fully_shard_model(TinyModel(), zero_dp_strategy=1)
+    weight = next(model.parameters())
+    first, second = batches(1, 2)[0]
+    grads = []
+    for tokens in (first, second):
+        loss_of(model, tokens).backward()
+        grads.append(weight.grad.full_tensor().clone())
+        model.zero_grad()
+    with model.no_sync():
+        loss_of(model, first).backward()
+    weight.register_hook(lambda grad: grad * 0.5)
+    loss_of(model, second).backward()
+    torch.testing.assert_close(weight.grad.full_tensor(), grads[0] + 0.5 * grads[1])
+
+
+def test_hooks_do_not_see_earlier_gradients(ranks: RankPool) -> None:
+    ranks.run(2, _hook_later)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -503,6 +503,13 @@ def synchronizing(original: Any) -> property:
     return property(read, original.__set__, original.__delete__)
 
 
+def register_after_synchronizing(original: Callable[..., Any], tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
+    """Register a gradient hook that earlier gradients, which are synchronized before, do not pass through."""
+    if (engine := owner_of(tensor)) is not None:  # type: ignore[arg-type]
+        engine.finish_before_read()
+    return original(tensor, hook)
+
+
 # Reading an attribute of a tensor calls no hook. The property is installed only while gradients wait to be
 # synchronized, so a step whose backward synchronizes pays nothing for it. A placeholder in ``.grad`` that is computed
 # at its first use would need no patch, but only that computation shows which parameters no rank has used.
@@ -515,7 +522,13 @@ GRADIENTS = Patches(
             "megatron.fsdp.runtime.engine:synchronizing",
             TORCH,
             Kind.FACTORY,
-        )
+        ),
+        Patch(
+            "torch.distributed.tensor:DTensor.register_hook",
+            "would be called with gradients of micro-batches before it was registered",
+            "megatron.fsdp.runtime.engine:register_after_synchronizing",
+            TORCH,
+        ),
     ],
 )
 
