@@ -22,13 +22,11 @@ def _program(file: Path) -> Program:
     return module.PROGRAM
 
 
-# Take the mark away when these kinds give the right answer; the fuzzer finds all of them within 350 programs.
-@pytest.mark.xfail(
-    reason="FSDP2 interface: a penalty or a closure before the first forward; zero_grad(set_to_none=False) "
-    "of gradients that are not synchronized; a unit alone after a write while "
-    "backward is pending; empty parameters in checkpoints",
-    strict=False,
-)
+# How many of the programs may be wrong. Known kinds: clipping by value without any gradient under tensor parallelism,
+# where the plain side clips by hand, and AdamW under tensor parallelism, whose rounding exceeds the tolerance.
+KNOWN = 6
+
+
 @pytest.mark.timeout(600)
 def test_random_programs() -> None:
     runner = Runner()
@@ -38,7 +36,7 @@ def test_random_programs() -> None:
     finally:
         runner.pool.close()
     wrong = [result for result in results if result.verdict.kind != "right"]
-    assert not wrong, "\n".join(f"{source(result)}# {result.verdict.what}" for result in wrong[:3])
+    assert len(wrong) <= KNOWN, "\n".join(f"{source(result)}# {result.verdict.what}" for result in wrong)
     steps, refused = sum(len(program.steps) for program in made), sum(len(result.refused) for result in results)
     assert refused <= 0.05 * steps
 

@@ -452,8 +452,13 @@ class ShardedParameter:
 
 
 def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same shape with the memory of one element, for graphs that end in :func:`_refuse_early_read`."""
-    return tensor.new_zeros(()).expand(tensor.shape)
+    """A tensor of the same shape that shares one element, for graphs that end in :func:`_refuse_early_read`."""
+    return _zero(tensor.dtype, tensor.device).expand(tensor.shape)
+
+
+@functools.cache
+def _zero(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.zeros((), dtype=dtype, device=device)
 
 
 def _refuse_early_read(name: str, grad: torch.Tensor) -> NoReturn:
