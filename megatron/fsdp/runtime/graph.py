@@ -104,16 +104,15 @@ def run_backward(original: Callable[..., Any], outputs: Sequence[Any], *args: An
     if not in_backward():
         _check_inputs(args[3])
     # Only reentrant checkpointing runs a backward in a backward. The units' hooks see what it recomputes.
-    entered = {} if in_backward() else _entered_aside([_edge(output) for output in outputs])
+    edges = [_edge(output) for output in outputs]
+    entered = {} if in_backward() else _entered_aside(edges)
 
     def enter(*unused: Any) -> None:
         while entered:
             schedule, units = entered.popitem()
             schedule.enter_aside(units)
 
-    handles = [
-        _edge(output)[0].register_prehook(enter) for output in outputs if entered and _edge(output)[0] is not None
-    ]
+    handles = [node.register_prehook(enter) for node, _ in edges if entered and node is not None]
     try:
         return original(outputs, *args, **kwargs)
     except BaseException as error:

@@ -74,6 +74,7 @@ class Schedule:
         self.in_callers_forward = False
         self._index = {id(unit): i for i, unit in enumerate(units)}
         self._weights = [group.weights for unit in units for group in unit.groups]
+        self._params = [param for unit in units for group in unit.groups for param in group.params]
         self._on_backward_end = weak_method(on_backward_end)
         listen(self)
 
@@ -192,8 +193,7 @@ class Schedule:
     def _follow_freezing(self) -> None:
         """Apply changes of ``requires_grad`` since the last pass."""
         with torch._C.DisableTorchFunctionSubclass():
-            params = [param for unit in self.units for group in unit.groups for param in group.params]
-            shown = [(param.trained, param.main.requires_grad, param.compute.requires_grad) for param in params]
+            shown = [(param.trained, param.main.requires_grad, param.compute.requires_grad) for param in self._params]
         if any([trained is not main or trained is not compute for trained, main, compute in shown]):
             self.plans.follow_freezing()
 

@@ -532,6 +532,7 @@ class Unit:
             for group in self.groups:
                 group.weights.abandon()
             self.to(WeightState.SHARDED)
+            self._set_versions(readable=False)
             self.show(compute=False)
 
 
