@@ -364,7 +364,7 @@ class ParameterGroup:
         """
         param, (grad,) = self.params[i], grads
         if grad is not None:
-            if param.main._backward_hooks or param.main._post_accumulate_grad_hooks:
+            if param.has_hooks:
                 raise NotImplementedError(
                     f"{param.name} has gradient hooks, and a loss reads it outside of the model's forward, as a "
                     "penalty on weights does. The hooks would see a part of its gradient. Read it in the forward of "

@@ -390,6 +390,7 @@ class Engine:
         """Reduce what is left to reduce, wait for it, and put gradients into ``.grad`` of the main weights."""
         self._nothing_waits()
         try:
+            self._check_hooks()
             self.schedule.reduce_waiting()
             with report_on_failure():
                 self.schedule.reset()
@@ -411,6 +412,21 @@ class Engine:
         # Last, because a user's gradient hook may run the optimizer's step, which needs the final state.
         for param in arrived:
             param.run_gradient_hooks()
+
+    def _check_hooks(self) -> None:
+        """Raise if gradient hooks, which are called once, would have been called more often in an unsharded model."""
+        nested, self.schedule.passes.was_nested = self.schedule.passes.was_nested, False
+        for param in self.params() if nested else ():
+            if param.has_hooks:
+                unit = self.unit_with(param.compute)
+                assert unit is not None
+                if unit.calls > 1 or len(param.sites) > 1:
+                    raise NotImplementedError(
+                        f"{param.name} has gradient hooks and is used more than once under reentrant activation "
+                        "checkpointing, which accumulates its gradient in parts: without sharding, the hooks would be "
+                        "called with each part. Use checkpoint(..., use_reentrant=False), or change .grad before the "
+                        "optimizer's step in place of the hooks."
+                    )
 
     @property
     def has_pending_gradients(self) -> bool:

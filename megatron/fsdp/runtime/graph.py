@@ -103,7 +103,10 @@ def run_backward(original: Callable[..., Any], outputs: Sequence[Any], *args: An
     """
     if not in_backward():
         _check_inputs(args[3])
-    # Only reentrant checkpointing runs a backward in a backward. The units' hooks see what it recomputes.
+    else:
+        # Only reentrant checkpointing runs a backward in a backward. The units' hooks see what it recomputes.
+        for schedule in list(_listening):
+            schedule.passes.was_nested = True
     edges = [_edge(output) for output in outputs]
     entered = {} if in_backward() else _entered_aside(edges)
 
