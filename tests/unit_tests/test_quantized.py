@@ -21,7 +21,7 @@ from megatron.fsdp.buffers import quantizing, weights
 from megatron.fsdp.buffers.parameter import TENSOR_PARALLEL
 from megatron.fsdp.checkpoint.backend import Reader, Writer
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
-from megatron.fsdp.quantized.float8 import Float8Storage, Float8Tensor
+from megatron.fsdp.quantized.reference.float8 import Float8Storage, Float8Tensor
 from megatron.fsdp.state.consistency import inconsistent_weights
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard, fully_shard_model
 from tests.models import DEVICE, STRATEGIES, Block, TinyModel, batches, loss_of

@@ -1,4 +1,4 @@
-"""What the formats in plain torch share: a tensor that is dequantized for every product, and its storage.
+"""A tensor that is dequantized for every product, and its storage: the base of the formats in plain torch.
 
 They show what training with quantized weights computes, on every device. They are not meant for speed: matrix products
 run on dequantized weights, in the dtype that the weight appears to have.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from typing_extensions import Self
 
-from megatron.fsdp.quantized.reference import E4M3, ReferenceStorage, ReferenceTensor, divide, matrices, to_e4m3
+from megatron.fsdp.quantized.reference.base import E4M3, ReferenceStorage, ReferenceTensor, divide, matrices, to_e4m3
 from megatron.fsdp.quantized.storage import Direction, Plane, ReduceMax, WeightShard, register_format
 
 # Rows and columns that share a scale. None: all elements of the parameter.
