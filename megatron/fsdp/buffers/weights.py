@@ -346,32 +346,22 @@ class WeightBuffer:
         """Free temporary compute weights, which nothing reads after the compute issued so far.
 
         On CUDA that compute may still run. Only a later task of the stream gets the memory, and it waits for the
-        compute issued before it.
+        compute issued before it. An unshard that nothing has waited for may have failed, and is not waited for.
         """
-        self.wait()
-        if self.temporary:
-            for plane in self.planes:
-                plane.is_current = False
+        if not self.temporary:
+            return
+        in_flight = bool(self.handles)
+        for plane in self.planes:
+            plane.handle, plane.is_current = None, False
+        if in_flight:
+            # Behind the unshard in the stream's order: the collective of the other ranks still needs the memory.
+            self.stream.run(self._free)
+        else:
             self._free()
 
     def _free(self) -> None:
         for plane in self.planes:
             plane.buffer.free()
-
-    def reshard_unused(self) -> None:
-        """As :meth:`reshard`, without a wait, for weights that the compute does not use."""
-        if self.temporary and self.handles:
-            for plane in self.planes:
-                plane.handle, plane.is_current = None, False
-            # Behind the unshard in the stream's order: the collective of the other ranks still needs the memory.
-            self.stream.run(self._free)
-
-    def abandon(self) -> None:
-        """As :meth:`reshard`, in any state. An unshard in flight may have failed, and is not waited for."""
-        if self.handles:
-            self.reshard_unused()
-        else:
-            self.reshard()
 
 
 def _length(span: slice) -> int:

@@ -269,9 +269,7 @@ class FSDPModule(MarkedModule):
     def reshard(self) -> None:
         """Reshard this module's unit, if :meth:`unshard` or a forward has left it unsharded."""
         unit = mark_of(self).unit()
-        if unit is not None and unit.state is WeightState.UNSHARDING:
-            unit.reshard_unused()
-        elif unit is not None and unit.state is WeightState.UNSHARDED:
+        if unit is not None and unit.state in (WeightState.UNSHARDING, WeightState.UNSHARDED):
             unit.reshard()
 
     def mark_weights_changed(self) -> None:

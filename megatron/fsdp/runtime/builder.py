@@ -24,7 +24,7 @@ from megatron.fsdp.dtensor import torch_patches
 from megatron.fsdp.init.deferred import drop_recipes
 from megatron.fsdp.init.materialize import check_can_materialize, comes_last, initialize, materialize_buffers
 from megatron.fsdp.runtime.agreement import Agreement, compare_values, fingerprint, give_from_first, propagate_errors
-from megatron.fsdp.runtime.engine import Engine, Resources
+from megatron.fsdp.runtime.engine import Engine
 from megatron.fsdp.runtime.partition import (
     UnitClasses,
     UnitPart,
@@ -188,12 +188,11 @@ def build_engine(blueprint: Blueprint) -> Engine:
     units = _build_units(blueprint, context, pool, modules_without_parameters)
     give_from_first(module, blueprint.index, context.stream, given)
     registration = _registration(config, blueprint.index, context, pool, units)
-    resources = Resources(context, pool, registration, blueprint.agreement)
     unit_of: weakref.WeakKeyDictionary[nn.Module, Unit] = weakref.WeakKeyDictionary()
     for unit, part in zip(units, blueprint.root.walk(), strict=True):
         # walk() yields inner units later, so each module ends up with the innermost unit around it.
         unit_of.update((each, unit) for each in part.module.modules())
-    engine = Engine(units, config, blueprint.index, resources, unit_of)
+    engine = Engine(units, config, blueprint.index, context, pool, registration, blueprint.agreement, unit_of)
     for unit, part in zip(units, blueprint.root.walk(), strict=True):
         unit.channel = blueprint.channel  # records the unit's collectives for reports about ranks that hang
         unit.install_hooks(root_modules(part.module) if unit.is_root else [part.module], engine.schedule)

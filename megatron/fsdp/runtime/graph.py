@@ -187,8 +187,8 @@ def _entered_aside(edges: list[tuple[Any, int]]) -> dict[Any, list["Unit"]]:
             unit = node.unit()
         elif (weight := getattr(node, "variable", None)) is not None and (engine := owner_of(weight)) is not None:
             unit = engine.unit_with(weight)
-        if unit is not None and unit not in inside and unit.listener is not None:
-            entered[unit.listener][unit] = None
+        if unit is not None and unit not in inside and unit.schedule is not None:
+            entered[unit.schedule][unit] = None
         inside = inside - {unit} if type(node) is _END else inside
         stack += [(*edge, inside) for edge in node.next_functions]
     return {schedule: list(units) for schedule, units in entered.items()}

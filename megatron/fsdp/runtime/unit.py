@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,6 +21,9 @@ from megatron.fsdp.helpers.labels import profiled
 from megatron.fsdp.helpers.weak import not_compiled, weak_method
 from megatron.fsdp.quantized.storage import Direction, storage_of
 from megatron.fsdp.runtime.graph import tensors_in, watch_inputs, watch_outputs
+
+if TYPE_CHECKING:
+    from megatron.fsdp.runtime.schedule import Schedule
 
 logger = logging.getLogger(__name__)
 
@@ -48,31 +51,6 @@ TRANSITIONS: dict[WeightState, tuple[WeightState, ...]] = {
     # The forward of one micro-batch and the backward of another may use the unit at once.
     _W.HELD: (_W.HELD, _W.SHARDED),
 }
-
-
-class UnitListener(Protocol):
-    """The interface through which the hooks of units call the schedule."""
-
-    def before_forward(self, unit: "Unit") -> bool:
-        """Handle the start of the module's forward. Returns whether to watch its inputs for the end of its backward."""
-
-    def after_forward(self, unit: "Unit") -> bool:
-        """Handle the end of the module's forward. Returns whether to watch its outputs for the start of backward."""
-
-    def forward_failed(self) -> None:
-        """Handle an exception in the root's forward."""
-
-    def before_inner_forward(self, unit: "Unit") -> None:
-        """Handle the forward of a module inside a unit, which may be recomputed in the unit's backward."""
-
-    def before_backward(self, unit: "Unit") -> None:
-        """Handle the gradient of an output: the unit's backward starts."""
-
-    def enter_aside(self, units: list["Unit"]) -> None:
-        """Handle the start of a backward that enters units at something else than their outputs."""
-
-    def after_backward(self, unit: "Unit") -> None:
-        """Handle complete gradients of the inputs of one call: this call's backward has ended."""
 
 
 class Unit:
@@ -121,7 +99,7 @@ class Unit:
         self.held_by: set[Direction] = set()
         self.expected_by: set[Direction] = set()
         self.channel = Channel(Log([]))
-        self._listener: Callable[[], UnitListener | None] = lambda: None
+        self._schedule: Callable[[], Schedule | None] = lambda: None
         self._before: Callable[..., Any] = weak_method(self.pre_forward)
         self._after: Callable[..., Any] = weak_method(self.post_forward)
         self._state = WeightState.SHARDED
@@ -232,9 +210,7 @@ class Unit:
         Raises:
             RuntimeError: The weights are in use.
         """
-        if self._state is WeightState.UNSHARDING:
-            self.reshard_unused()
-        elif self._state is WeightState.UNSHARDED:
+        if self._state in (WeightState.UNSHARDING, WeightState.UNSHARDED):
             self.reshard()
         elif self._state is not WeightState.SHARDED:
             raise RuntimeError(
@@ -265,9 +241,7 @@ class Unit:
         self.expected_by.discard(direction)
         if self.held_by or self.expected_by:
             return
-        if self._state is WeightState.UNSHARDING:
-            self.reshard_unused()
-        elif self._state is WeightState.HELD:
+        if self._state in (WeightState.UNSHARDING, WeightState.HELD):
             self.reshard()
 
     def prepare(self, direction: Direction) -> None:
@@ -289,8 +263,11 @@ class Unit:
 
     @profiled("reshard")
     def reshard(self) -> None:
-        """Free the compute weights once the compute issued so far has read them."""
-        self._drop_derived()
+        """Free the compute weights, in any state, once the compute issued so far has read them."""
+        if self._state is WeightState.SHARDED:
+            return
+        for storage, params in self.quantized:
+            storage.after_use(params)
         for group in self.groups:
             group.weights.reshard()
         self.to(WeightState.SHARDED)
@@ -323,18 +300,6 @@ class Unit:
             "only change between forwards: this change would be lost. Change the parameter before or after the model's "
             "forward, where it is the main weight."
         )
-
-    def _drop_derived(self) -> None:
-        """Drop what formats of quantized weights have computed for the forward or backward that has ended."""
-        for storage, params in self.quantized:
-            storage.after_use(params)
-
-    @profiled("reshard")
-    def reshard_unused(self) -> None:
-        """Free weights that were prefetched and not used."""
-        for group in self.groups:
-            group.weights.reshard_unused()
-        self.to(WeightState.SHARDED)
 
     def show(self, compute: bool) -> None:
         """Make compute weights, or main weights, the module's parameters."""
@@ -405,15 +370,15 @@ class Unit:
 
     # Hooks -----------------------------------------------------------------------------------------------------
 
-    def install_hooks(self, modules: list[nn.Module], listener: UnitListener) -> None:
+    def install_hooks(self, modules: list[nn.Module], schedule: "Schedule") -> None:
         """Register hooks on the unit's module.
 
         Args:
             modules: The module. For the root, also the modules inside that contain all parameters, since the user may
                 call any of these nested wrappers.
-            listener: Called by the hooks. It is referred to weakly, because the modules hold the hooks.
+            schedule: Called by the hooks. It is referred to weakly, because the modules hold the hooks.
         """
-        self._listener = weakref.ref(listener)
+        self._schedule = weakref.ref(schedule)
         self._before, self._after = not_compiled(self._before), not_compiled(self._after)
         for module in modules:
             if module._compiled_call_impl is not None:
@@ -433,14 +398,14 @@ class Unit:
 
         Backward may recompute such a module without the unit, and then needs the planes of forward.
         """
-        listener = self._listener()
-        if listener is not None:
-            listener.before_inner_forward(self)
+        schedule = self._schedule()
+        if schedule is not None:
+            schedule.before_inner_forward(self)
 
     def pre_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """Forward pre-hook. Calls inside a call of the same unit are ignored."""
-        listener = self._listener()
-        if listener is None:
+        schedule = self._schedule()
+        if schedule is None:
             return None
         if torch._C._functorch.maybe_current_level() is not None:
             raise NotImplementedError(
@@ -448,7 +413,7 @@ class Unit:
                 "Use torch.autograd.grad, torch.autograd.functional.jacobian, or a loop in place of vmap."
             )
         self._depth += 1
-        if self._depth > 1 or not listener.before_forward(self):
+        if self._depth > 1 or not schedule.before_forward(self):
             return None
         watched, self._end = watch_inputs(self, args, kwargs)
         if watched is not None:
@@ -458,15 +423,15 @@ class Unit:
     def post_forward(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         """Forward hook. ``output`` is None if the module has raised an exception."""
         self._depth = max(self._depth - 1, 0)
-        listener = self._listener()
-        if listener is None or self._depth:
+        schedule = self._schedule()
+        if schedule is None or self._depth:
             return None
         if output is not None:
             self._check_not_written()
         copied = self._copy_own_weights(output)
         output = output if copied is None else copied
         end, self._end = self._end, None
-        if listener.after_forward(self):
+        if schedule.after_forward(self):
             watch_outputs(self, output, end)
         return copied
 
@@ -499,41 +464,35 @@ class Unit:
             output = function(*args, **kwargs)
         except BaseException:
             self._after(module, args, kwargs, None)
-            listener = self._listener()
-            if listener is not None and self.is_root and not self._depth:
-                listener.forward_failed()
+            schedule = self._schedule()
+            if schedule is not None and self.is_root and not self._depth:
+                schedule.forward_failed()
             raise
         copied = self._after(module, args, kwargs, output)
         return output if copied is None else copied
 
     def pre_backward(self, grad: torch.Tensor) -> None:
         """Tensor hook of an output."""
-        listener = self._listener()
-        if listener is not None:
-            listener.before_backward(self)
+        schedule = self._schedule()
+        if schedule is not None:
+            schedule.before_backward(self)
 
     @property
-    def listener(self) -> UnitListener | None:
+    def schedule(self) -> "Schedule | None":
         """What the hooks call; None once it is gone."""
-        return self._listener()
+        return self._schedule()
 
     def post_backward(self) -> None:
         """Called when the gradients of one call's inputs are complete."""
-        listener = self._listener()
-        if listener is not None:
-            listener.after_backward(self)
+        schedule = self._schedule()
+        if schedule is not None:
+            schedule.after_backward(self)
 
     def abandon(self) -> None:
         """Reshard in any state, and reset the counters of a pass that did not end."""
         self._depth = 0
         self.new_pass()
-        if self._state is not WeightState.SHARDED:
-            self._drop_derived()
-            for group in self.groups:
-                group.weights.abandon()
-            self.to(WeightState.SHARDED)
-            self._set_versions(readable=False)
-            self.show(compute=False)
+        self.reshard()
 
 
 def as_forward(unit: Unit, module: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
