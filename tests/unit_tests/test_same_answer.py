@@ -403,6 +403,33 @@ def test_reading_a_weight_that_was_kept_from_forward_raises(ranks: RankPool, vie
         ranks.run(2, _keep_a_weight, view)
 
 
+def _keep_a_weight_in_debug_mode(kind: str) -> None:
+    def keep(module: nn.Module, *unused: Any) -> None:
+        module.seen = [module.weight.detach()] if kind == "list" else module.weight.t()
+
+    torch.manual_seed(0)
+    model: nn.Module = Recurrent() if kind == "its own" else Model()
+    if kind != "its own":
+        model.blocks[0].up.register_forward_hook(keep)
+    model = fully_shard_model(model.to(device()), fsdp_unit_modules=["Block", *(["LSTM"] if kind == "its own" else [])])
+    before = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.INFO)
+    try:
+        model(_batch())
+    finally:
+        dist.set_debug_level(before)
+
+
+@pytest.mark.parametrize("kind", ["view", "list"])
+def test_debugging_names_the_module_that_has_kept_a_weight(ranks: RankPool, kind: str) -> None:
+    with pytest.raises(RankFailure, match=r"Linear\.seen \(up\) keeps a weight of the unit"):
+        ranks.run(2, _keep_a_weight_in_debug_mode, kind)
+
+
+def test_debugging_does_not_mind_parameters_from_before_sharding(ranks: RankPool) -> None:
+    ranks.run(2, _keep_a_weight_in_debug_mode, "its own")
+
+
 def _take_data() -> None:
     model = fully_shard_model(Model().to(device()), fsdp_unit_modules=[Block])
     plain = nn.Linear(8, 17)

@@ -9,6 +9,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map
 
@@ -428,6 +429,8 @@ class Unit:
             return None
         if output is not None:
             self._check_not_written()
+            if dist.get_debug_level() != dist.DebugLevel.OFF:  # TORCH_DISTRIBUTED_DEBUG, since this is slow
+                self._check_not_kept(module)
         copied = self._copy_own_weights(output)
         output = output if copied is None else copied
         end, self._end = self._end, None
@@ -435,22 +438,39 @@ class Unit:
             watch_outputs(self, output, end)
         return copied
 
+    def _check_not_kept(self, module: nn.Module) -> None:
+        """Raise if a module has kept a weight, whose memory is freed."""
+        memory = self._temporary_memory()
+        for name, part in module.named_modules():
+            for key, value in vars(part).items():
+                # Parameters from before sharding stand for the present ones.
+                found = [each for each in tensors_in(value) if "_fsdp_stands_for" not in vars(each)]
+                # Recurrent layers list their weights anew in every forward.
+                if key not in ("_parameters", "_modules", "_flat_weights") and any(
+                    _is_in(memory, each) for each in found
+                ):
+                    raise RuntimeError(
+                        f"FSDP unit {self.label}: {type(part).__name__}.{key} ({name or 'the module of the unit'}) "
+                        "keeps a weight of the unit, or a view of one. Its memory is freed after the unit's forward: "
+                        "keep a copy, .clone(), instead."
+                    )
+
+    def _temporary_memory(self) -> set[int]:
+        """The storages of the unit's weights whose memory is freed, or that have quantized values."""
+        groups = [group for group in self.groups if group.weights.temporary or group.storage is not None]
+        return {storage_id(plane.buffer.flat) for group in groups for plane in group.weights.planes}
+
     def _copy_own_weights(self, output: Any) -> Any:
         """Return the output with copies in place of the unit's weights; None if it contains no weights.
 
         Some modules return parameters, such as Megatron-Core's linear layers, whose bias the caller adds later. By then
         the memory of the weights has been freed.
         """
-        groups = [group for group in self.groups if group.weights.temporary or group.storage is not None]
-        memory = {storage_id(plane.buffer.flat) for group in groups for plane in group.weights.planes}
-
-        def is_own(value: Any) -> bool:
-            return isinstance(value, torch.Tensor) and not memory.isdisjoint(map(storage_id, _stored_in(value)))
-
-        if not memory or not any(is_own(tensor) for tensor in tensors_in(output)):
+        memory = self._temporary_memory()
+        if not memory or not any(_is_in(memory, tensor) for tensor in tensors_in(output)):
             return None
-        output = tree_map(lambda value: value.clone() if is_own(value) else value, output)
-        if any(is_own(tensor) for tensor in tensors_in(output)):
+        output = tree_map(lambda value: value.clone() if _is_in(memory, value) else value, output)
+        if any(_is_in(memory, tensor) for tensor in tensors_in(output)):
             raise NotImplementedError(
                 f"FSDP unit {self.label} returns one of its own parameters, in a {type(output).__name__}. The memory "
                 "of parameters is freed after the unit's forward: return a copy (.clone())."
@@ -510,6 +530,11 @@ def as_forward(unit: Unit, module: nn.Module, function: Callable[..., Any]) -> C
         return unit.call(module, function, args, kwargs)
 
     return call
+
+
+def _is_in(memory: set[int], value: Any) -> bool:
+    """Whether a value is a tensor in one of these storages."""
+    return isinstance(value, torch.Tensor) and not memory.isdisjoint(map(storage_id, _stored_in(value)))
 
 
 def _stored_in(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
