@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron.fsdp import FSDPConfig, MegatronFSDP, api, fully_shard_model  # noqa: E402
 
 SAME = "-"
-# The first argument behind the settings: new ones are inserted before it.
-AFTER_SETTINGS = "preserve_fp32_weights"
+# What follows the last argument in the docstring of fully_shard_model.
+AFTER_SETTINGS = "\n\n    Returns:\n        The sharded model. Its"
 
 
 class Effect(NamedTuple):
@@ -84,9 +84,6 @@ EFFECTS = {
     "max_unsharded_units": Effect("peak: as many of the largest unit", "more: prefetches further ahead"),
     "max_reducing_units": Effect("as many units of gradients more", "more: backward waits less for reductions"),
     "shard_granularity": Effect("tensor: padding up to the largest matrix per rank", SAME),
-    "preserve_fp32_weights": Effect("as the policy", "as the policy"),
-    "grad_reduce_in_fp32": Effect("as the policy", "as the policy"),
-    "keep_fp8_transpose_cache_when_using_custom_fsdp": Effect("as the present name", "as the present name"),
 }
 
 
@@ -112,8 +109,8 @@ def with_settings(source: str) -> str:
     descriptions = described(FSDPConfig, "Attributes:")
     for name, declaration in settings().items():
         if not re.search(rf"^    {name}: ", source, flags=re.MULTILINE):
-            source = source.replace(f"    {AFTER_SETTINGS}: bool", f"{declaration}    {AFTER_SETTINGS}: bool")
-            source = source.replace(f"        {AFTER_SETTINGS}: D", f"        {name}: .\n        {AFTER_SETTINGS}: D")
+            source = re.sub(r"^(?=\) -> (?:tuple\[)?MegatronFSDP)", declaration, source, flags=re.MULTILINE)
+            source = source.replace(AFTER_SETTINGS, f"\n        {name}: .{AFTER_SETTINGS}")
         entry = textwrap.fill(
             f"{name}: {descriptions[name]}",
             width=120,

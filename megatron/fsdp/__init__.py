@@ -17,7 +17,6 @@ with one meaning throughout the package:
   ``dp_outer_dim``, over which the shards are replicated or divided again.
 """
 
-from megatron.fsdp._old_paths import install as _install_old_paths
 from megatron.fsdp.api import fully_shard, fully_shard_model, fully_shard_optimizer
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.ddp_config import DistributedDataParallelConfig
@@ -45,5 +44,3 @@ __all__ = [
     "register_optimizer",
     "save_safetensors",
 ]
-
-_install_old_paths()

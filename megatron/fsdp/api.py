@@ -1,7 +1,6 @@
 """The public functions: shard a model, an optimizer, or both."""
 
 import dataclasses
-import warnings
 from typing import Any
 
 import torch
@@ -66,9 +65,6 @@ def fully_shard_model(
     fsdp_manual_registration: bool = False,
     offload_fraction: float = 1.0,
     sync_module_states: bool | None = None,
-    preserve_fp32_weights: bool | None = None,
-    grad_reduce_in_fp32: bool | None = None,
-    keep_fp8_transpose_cache_when_using_custom_fsdp: bool | None = None,
 ) -> MegatronFSDP:
     """Shard a model's parameters, gradients and optimizer state over the data-parallel ranks.
 
@@ -162,9 +158,6 @@ def fully_shard_model(
         sync_module_states: Whether the first data-parallel rank gives its initial weights and buffers to the others.
             None: only if they differ, with a warning. True: always; the others may have them on the meta device. False:
             every rank keeps its shards of its own model.
-        preserve_fp32_weights: Deprecated; use ``MixedPrecisionPolicy(main_params_dtype=torch.float32)``, or None.
-        grad_reduce_in_fp32: Deprecated; use ``main_grads_dtype`` and ``grad_comm_dtype`` of the policy.
-        keep_fp8_transpose_cache_when_using_custom_fsdp: Deprecated name of ``keep_fp8_transpose_cache``.
 
     Returns:
         The sharded model. Its ``parameters()`` are the main weights, for the optimizer.
@@ -176,7 +169,6 @@ def fully_shard_model(
     """
     arguments = dict(locals())
     require_process_group()
-    _replace_deprecated(arguments)
     arguments["mixed_precision_policy"] = arguments["mixed_precision_policy"] or MixedPrecisionPolicy()
     arguments["fsdp_double_buffer"] |= maxpool_double_buffer
     config = FSDPConfig(**{field.name: arguments[field.name] for field in dataclasses.fields(FSDPConfig) if field.init})
@@ -283,9 +275,6 @@ def fully_shard(
     fsdp_manual_registration: bool = False,
     offload_fraction: float = 1.0,
     sync_module_states: bool | None = None,
-    preserve_fp32_weights: bool | None = None,
-    grad_reduce_in_fp32: bool | None = None,
-    keep_fp8_transpose_cache_when_using_custom_fsdp: bool | None = None,
 ) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
     """Shard a model and its optimizer: :func:`fully_shard_model`, then :func:`fully_shard_optimizer`.
 
@@ -308,28 +297,3 @@ def fully_shard(
     require_known(arguments.pop("optimizer"))
     model = fully_shard_model(**arguments)
     return model, fully_shard_optimizer(optimizer)
-
-
-def _replace_deprecated(arguments: dict[str, Any]) -> None:
-    """Give the values of deprecated arguments to those that replace them, with a warning at the caller's line."""
-    replaced = {
-        "preserve_fp32_weights": "mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=...)",
-        "grad_reduce_in_fp32": "mixed_precision_policy=MixedPrecisionPolicy(main_grads_dtype=...)",
-        "keep_fp8_transpose_cache_when_using_custom_fsdp": "keep_fp8_transpose_cache",
-    }
-    given = {name: arguments[name] for name in replaced if arguments[name] is not None}
-    for name in given:
-        warnings.warn(f"{name} is deprecated; use {replaced[name]}.", DeprecationWarning, stacklevel=4)
-    arguments["keep_fp8_transpose_cache"] |= given.pop("keep_fp8_transpose_cache_when_using_custom_fsdp", False)
-    if not given:
-        return
-    if arguments["mixed_precision_policy"] is not None:
-        raise ValueError(
-            "mixed_precision_policy replaces preserve_fp32_weights and grad_reduce_in_fp32: give one or the other."
-        )
-    grads = torch.float32 if given.get("grad_reduce_in_fp32") else None
-    arguments["mixed_precision_policy"] = MixedPrecisionPolicy(
-        main_params_dtype=torch.float32 if given.get("preserve_fp32_weights", True) else None,
-        main_grads_dtype=grads,
-        grad_comm_dtype=grads,
-    )

@@ -96,7 +96,7 @@ class MegatronFSDP(nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        dist_index: FSDPDistributedIndex | FSDPConfig | None = None,
+        dist_index: FSDPDistributedIndex | None = None,
         ddp_config: Any = None,
         mixed_precision_policy: MixedPrecisionPolicy | None = None,
         fsdp_unit_modules: UnitClasses | None = None,
@@ -118,8 +118,6 @@ class MegatronFSDP(nn.Module):
         config: FSDPConfig | None = None,
     ) -> None:
         check_type("module", module, nn.Module)
-        if isinstance(dist_index, FSDPConfig):  # earlier versions took (module, config, index)
-            config, dist_index, ddp_config = dist_index, ddp_config, None
         arguments = dict(locals())
         if dist_index is not None and not isinstance(dist_index, FSDPDistributedIndex):
             raise TypeError(

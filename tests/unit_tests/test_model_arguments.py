@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import inspect
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -104,30 +103,6 @@ def test_public_names() -> None:
         "MixedPrecisionPolicy",
         "FSDPDistributedIndex",
     }
-
-
-def _older_names() -> None:
-    fp32, bf16 = torch.float32, torch.bfloat16
-    with pytest.warns(DeprecationWarning, match="preserve_fp32_weights is deprecated") as caught:
-        model = fully_shard_model(TinyModel().bfloat16(), preserve_fp32_weights=False)
-    assert all(warning.filename == __file__ for warning in caught)
-    assert model.fsdp_config.mixed_precision_policy == MixedPrecisionPolicy(main_params_dtype=None)
-    assert next(model.parameters()).dtype == bf16
-    with pytest.warns(DeprecationWarning, match="grad_reduce_in_fp32 is deprecated"):
-        model = fully_shard_model(TinyModel().bfloat16(), preserve_fp32_weights=True, grad_reduce_in_fp32=True)
-    assert model.fsdp_config.mixed_precision_policy == MixedPrecisionPolicy(fp32, fp32, fp32)
-    with pytest.raises(ValueError, match="give one"):
-        fully_shard_model(TinyModel(), mixed_precision_policy=MixedPrecisionPolicy(), grad_reduce_in_fp32=True)
-    with pytest.warns(DeprecationWarning, match="use keep_fp8_transpose_cache"):
-        model = fully_shard_model(TinyModel(), keep_fp8_transpose_cache_when_using_custom_fsdp=True)
-    assert model.fsdp_config.keep_fp8_transpose_cache
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        fully_shard_model(TinyModel())
-
-
-def test_older_names_warn_and_mean_what_they_meant(ranks: RankPool) -> None:
-    ranks.run(1, _older_names)
 
 
 def _needs_cuda(argument: str) -> None:
