@@ -1,10 +1,10 @@
-"""Writes what follows from the settings: signatures in megatron/fsdp/api.py, and docs/arguments.md.
+"""Writes what follows from the settings: signature of fully_shard_model, and docs/arguments.md.
 
     python tools/argument_table.py --write
     python tools/argument_table.py          # prints docs/arguments.md
 
-A setting is a field of ``FSDPConfig``. ``--write`` adds new fields to the signatures of ``fully_shard`` and
-``fully_shard_model``, and copies the fields' descriptions into the docstring. The effects on memory and speed are in
+A setting is a field of ``FSDPConfig``. ``--write`` adds new fields to the signature of ``fully_shard_model``, which
+``fully_shard`` shares, and copies the fields' descriptions into the docstring. The effects on memory and speed are in
 the table here.
 """
 
@@ -19,9 +19,10 @@ from typing import NamedTuple
 
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
 
-from megatron.fsdp import FSDPConfig, MegatronFSDP, api, fully_shard_model  # noqa: E402
+from megatron.fsdp import FSDPConfig, MegatronFSDP, fully_shard_model  # noqa: E402
 
 SAME = "-"
 # What follows the last argument in the docstring of fully_shard_model.
@@ -105,11 +106,11 @@ def settings() -> dict[str, str]:
 
 
 def with_settings(source: str) -> str:
-    """The text of api.py, with every setting in both signatures, described in the docstring as in ``FSDPConfig``."""
+    """The text of fully_shard.py, with every setting in the signature and described as in ``FSDPConfig``."""
     descriptions = described(FSDPConfig, "Attributes:")
     for name, declaration in settings().items():
         if not re.search(rf"^    {name}: ", source, flags=re.MULTILINE):
-            source = re.sub(r"^(?=\) -> (?:tuple\[)?MegatronFSDP)", declaration, source, flags=re.MULTILINE)
+            source = source.replace("\n) -> MegatronFSDP", f"\n{declaration}) -> MegatronFSDP")
             source = source.replace(AFTER_SETTINGS, f"\n        {name}: .{AFTER_SETTINGS}")
         entry = textwrap.fill(
             f"{name}: {descriptions[name]}",
@@ -158,14 +159,14 @@ def _type(annotation: object) -> str:
 
 
 def write() -> None:
-    """Bring api.py and docs/arguments.md up to date."""
-    path = Path(api.__file__)
+    """Bring fully_shard.py and docs/arguments.md up to date."""
+    path = ROOT / "megatron" / "fsdp" / "api" / "fully_shard.py"
     if (text := with_settings(path.read_text())) != path.read_text():
         path.write_text(text)
         # The page is printed by a process that imports the new signatures.
         subprocess.run([sys.executable, __file__, "--write"], check=True)
         return
-    (path.parents[2] / "docs" / "arguments.md").write_text(as_markdown())
+    (ROOT / "docs" / "arguments.md").write_text(as_markdown())
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from megatron.fsdp.ddp_config import from_megatron, to_megatron
+from megatron.fsdp.api.ddp_config import from_megatron, to_megatron
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron_fsdp import (
     DistributedDataParallelConfig,

@@ -31,7 +31,7 @@ from megatron.fsdp.runtime.passes import PassState
 from megatron.fsdp.runtime.registration import BufferRegistration
 from megatron.fsdp.runtime.schedule import Limits, Schedule
 from megatron.fsdp.runtime.unit import Unit, WeightState
-from megatron.fsdp.sharding.mesh import FSDPDistributedIndex
+from megatron.fsdp.sharding.mesh import MeshIndex
 
 
 @dataclass
@@ -94,7 +94,7 @@ class Engine:
         self,
         units: list[Unit],
         config: FSDPConfig,
-        index: FSDPDistributedIndex,
+        index: MeshIndex,
         resources: Resources,
         unit_of: weakref.WeakKeyDictionary[nn.Module, Unit],
     ) -> None:

@@ -1,22 +1,26 @@
 """The public functions: shard a model, an optimizer, or both."""
 
 import dataclasses
-from typing import Any
+import inspect
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron.fsdp.comm.process_groups import require_process_group
+from megatron.fsdp.api.index import FSDPDistributedIndex
+from megatron.fsdp.api.megatron_fsdp import MegatronFSDP
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.helpers.arguments import check_arguments, check_type
-from megatron.fsdp.module import MegatronFSDP
 from megatron.fsdp.optim.classes import require_known
 from megatron.fsdp.optim.hooks import ZeroGrad, attach_at_first_use, attach_of_wrapped, attach_optimizer
 from megatron.fsdp.runtime.partition import UnitClasses
-from megatron.fsdp.sharding.mesh import FSDPDistributedIndex
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @check_arguments
@@ -168,7 +172,6 @@ def fully_shard_model(
         NotImplementedError: An argument requests a feature that is not supported.
     """
     arguments = dict(locals())
-    require_process_group()
     arguments["mixed_precision_policy"] = arguments["mixed_precision_policy"] or MixedPrecisionPolicy()
     arguments["fsdp_double_buffer"] |= maxpool_double_buffer
     config = FSDPConfig(**{field.name: arguments[field.name] for field in dataclasses.fields(FSDPConfig) if field.init})
@@ -228,53 +231,23 @@ def fully_shard_optimizer(
     return optimizer
 
 
-@check_arguments
+def _before_optimizer(
+    other: Callable[Concatenate[nn.Module, P], Any],
+) -> Callable[[Callable[..., R]], Callable[Concatenate[nn.Module, torch.optim.Optimizer, P], R]]:
+    """Decorate a function of a module and an optimizer: its other arguments are those of ``other``, behind these."""
+
+    def decorate(function: Callable[..., R]) -> Callable[Concatenate[nn.Module, torch.optim.Optimizer, P], R]:
+        own, settings = inspect.signature(function), [*inspect.signature(other).parameters.values()][1:]
+        first = [own.parameters["module"], own.parameters["optimizer"]]
+        function.__signature__ = own.replace(parameters=[*first, *settings])  # type: ignore[attr-defined]
+        return check_arguments(function)
+
+    return decorate
+
+
+@_before_optimizer(fully_shard_model)
 def fully_shard(
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    device_mesh: DeviceMesh | None = None,
-    dp_shard_dim: str | None = None,
-    dp_outer_dim: str | None = None,
-    tp_dim: str | None = None,
-    hybrid_fsdp_group: dist.ProcessGroup | None = None,
-    hybrid_fsdp_expt_group: dist.ProcessGroup | None = None,
-    expt_device_mesh: DeviceMesh | None = None,
-    fsdp_group_ag: dist.ProcessGroup | None = None,
-    expt_fsdp_group_ag: dist.ProcessGroup | None = None,
-    fsdp_unit_modules: UnitClasses | None = None,
-    zero_dp_strategy: str | int = 3,
-    outer_dp_sharding_strategy: str | int = 0,
-    device: torch.device | str | None = None,
-    init_model_with_meta_device: bool = False,
-    mixed_precision_policy: MixedPrecisionPolicy | None = None,
-    overlap_grad_reduce: bool = True,
-    overlap_param_gather: bool = True,
-    sync_model_each_microbatch: bool = True,
-    preproc_state_dict_for_dcp_ckpt: bool = True,
-    report_nan_in_param_grad: bool = False,
-    average_in_collective: bool = False,
-    disable_bucketing: bool = False,
-    calculate_per_token_loss: bool = False,
-    keep_fp8_transpose_cache: bool = False,
-    nccl_ub: bool = False,
-    fsdp_double_buffer: bool = False,
-    fsdp_db_use_persist_buf_on_alloc_fail: bool = False,
-    disable_symmetric_registration: bool = False,
-    enable_fine_grained_param_gather: bool = False,
-    use_decoupled_grad: bool = False,
-    cuda_graph_mode: bool = False,
-    maxpool_double_buffer: bool = False,
-    *,
-    offload_optimizer: bool = False,
-    shard_granularity: str = "row",
-    exchange_gradients: bool = False,
-    zero_unused_gradients: bool = False,
-    fused_weight_gradients: bool = False,
-    max_unsharded_units: int = 2,
-    max_reducing_units: int = 1,
-    fsdp_manual_registration: bool = False,
-    offload_fraction: float = 1.0,
-    sync_module_states: bool | None = None,
+    module: nn.Module, optimizer: torch.optim.Optimizer, *arguments: Any, **settings: Any
 ) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
     """Shard a model and its optimizer: :func:`fully_shard_model`, then :func:`fully_shard_optimizer`.
 
@@ -292,8 +265,7 @@ def fully_shard(
     Returns:
         The sharded model, and the same optimizer.
     """
-    arguments: dict[str, Any] = dict(locals())
     check_type("optimizer", optimizer, torch.optim.Optimizer)
-    require_known(arguments.pop("optimizer"))
-    model = fully_shard_model(**arguments)
+    require_known(optimizer)
+    model = fully_shard_model(module, *arguments, **settings)
     return model, fully_shard_optimizer(optimizer)
