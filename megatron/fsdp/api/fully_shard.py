@@ -177,18 +177,9 @@ def fully_shard_model(
     config = FSDPConfig(**{field.name: arguments[field.name] for field in dataclasses.fields(FSDPConfig) if field.init})
     index = None
     if device_mesh is not None:
-        index = FSDPDistributedIndex(
-            device_mesh,
-            dp_shard_dim,
-            dp_outer_dim,
-            tp_dim,
-            hybrid_fsdp_group,
-            hybrid_fsdp_expt_group,
-            config.sharding.outer.shards_optimizer,
-            expt_device_mesh,
-            fsdp_group_ag,
-            expt_fsdp_group_ag,
-        )
+        names = inspect.signature(FSDPDistributedIndex).parameters.keys() - {"hsdp_outer_dp_shard"}
+        axes = {name: arguments[name] for name in names}
+        index = FSDPDistributedIndex(**axes, hsdp_outer_dp_shard=config.sharding.outer.shards_optimizer)
     elif (dp_shard_dim, dp_outer_dim, tp_dim) != (None, None, None):
         raise ValueError(
             "device_mesh: got None, but dp_shard_dim, dp_outer_dim or tp_dim names an axis of it. Give it too."
