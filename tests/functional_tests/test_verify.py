@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="two ranks ove
 def test_a_correct_run_agrees() -> None:
     flags = "--ranks 2 --steps 3 --layers 3 --hidden 48"
     result = subprocess.run(
-        [sys.executable, "-m", "megatron.fsdp.verify", *flags.split(), str(SCRIPT), *MODEL.split()],
+        [sys.executable, "-m", "megatron.fsdp.tools.verify", *flags.split(), str(SCRIPT), *MODEL.split()],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,

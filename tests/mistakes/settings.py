@@ -177,15 +177,6 @@ MISTAKES = (
         ("main_grads_dtype is torch.float16 and grad_comm_dtype is torch.bfloat16", "Expected one 16-bit format"),
     ),
     Mistake(
-        "An old argument and the one that replaces it",
-        """
-        policy = MixedPrecisionPolicy()
-        fully_shard(model, optimizer, mixed_precision_policy=policy, grad_reduce_in_fp32=True)
-        """,
-        ValueError,
-        ("mixed_precision_policy replaces preserve_fp32_weights and grad_reduce_in_fp32", "give one or the other"),
-    ),
-    Mistake(
         "A device where a bool is expected",
         'fully_shard(model, optimizer, offload_optimizer="cpu")',
         TypeError,

@@ -26,7 +26,7 @@ from megatron.fsdp.helpers.autograd import in_backward
 from megatron.fsdp.helpers.weak import weak_method
 from megatron.fsdp.quantized.storage import WeightShard, WeightStorage, storage_of
 from megatron.fsdp.sharding.layout import Granularity, Layout, ShardSlice
-from megatron.fsdp.sharding.mesh import DataParallelAxes, FSDPDistributedIndex
+from megatron.fsdp.sharding.mesh import DataParallelAxes, MeshIndex
 from megatron.fsdp.sharding.ownership import shards_of
 from megatron.fsdp.sharding.packing import plan_layout, plan_layout_of_blocks
 from megatron.fsdp.sharding.strategy import UNSHARDED
@@ -59,7 +59,7 @@ class ParameterGroup:
         self,
         params: list[ShardedParameter],
         config: FSDPConfig,
-        index: FSDPDistributedIndex,
+        index: MeshIndex,
         context: CommContext,
         pool: Pool,
         tp_mesh: DeviceMesh | None,

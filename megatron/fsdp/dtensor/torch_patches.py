@@ -251,12 +251,5 @@ def attach_before(original: Callable[..., Any], optimizer: torch.optim.Optimizer
     return original(optimizer, *args, **kwargs)
 
 
-# Classes in pickled DTensors, which torch.load(weights_only=True) may create; also by their paths in earlier versions.
-torch.serialization.add_safe_globals(
-    [
-        *(RaggedDTensor, RaggedShard, SectionedShard, DTensorSpec),
-        (RaggedDTensor, "megatron.fsdp.ragged_dtensor.RaggedDTensor"),
-        (RaggedShard, "megatron.fsdp.ragged.RaggedShard"),
-        (SectionedShard, "megatron.fsdp.ragged.SectionedShard"),
-    ]
-)
+# Classes in pickled DTensors, which torch.load(weights_only=True) may create.
+torch.serialization.add_safe_globals([RaggedDTensor, RaggedShard, SectionedShard, DTensorSpec])

@@ -31,7 +31,7 @@ from megatron.fsdp.runtime.builder import UnitSettings, build_engine, make_bluep
 from megatron.fsdp.runtime.other_engines import check_no_other_engine, reject_other_engines
 from megatron.fsdp.runtime.partition import UnitPart, is_wrapped, partition, root_modules
 from megatron.fsdp.runtime.unit import Unit
-from megatron.fsdp.sharding.mesh import FSDPDistributedIndex, default_index
+from megatron.fsdp.sharding.mesh import MeshIndex, default_index
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
 from megatron.fsdp.state.loading import hook_state_dict, load
 
@@ -69,7 +69,7 @@ class Mark:
     """
 
     mesh: DeviceMesh | None
-    index: FSDPDistributedIndex
+    index: MeshIndex
     world: object
     device: torch.device
     policy: MixedPrecisionPolicy
@@ -155,7 +155,7 @@ class InPlaceModel:
         marks: The settings of all marked modules.
     """
 
-    def __init__(self, root: MarkedModule, config: FSDPConfig, index: FSDPDistributedIndex) -> None:
+    def __init__(self, root: MarkedModule, config: FSDPConfig, index: MeshIndex) -> None:
         blueprint = make_blueprint(root, config, index, [MarkedModule], mark_of(root).device, _settings_of)
         self.engine = engine = build_engine(blueprint)
         self._agreed = False
@@ -262,7 +262,7 @@ def _shard(root: MarkedModule) -> None:
         raise
 
 
-def _ranks(index: FSDPDistributedIndex) -> list[list[int]]:
+def _ranks(index: MeshIndex) -> list[list[int]]:
     return [dist.get_process_group_ranks(group) for group in index.dense.groups]
 
 
@@ -273,7 +273,7 @@ def _check_dtypes(part: UnitPart) -> None:
             mark_of(unit.module).policy.resolve(param.compute.dtype, param.name)
 
 
-def _with_tensor_parallel(index: FSDPDistributedIndex, tensors: Sequence[torch.Tensor]) -> FSDPDistributedIndex:
+def _with_tensor_parallel(index: MeshIndex, tensors: Sequence[torch.Tensor]) -> MeshIndex:
     """The index, extended by the tensor-parallel axis if parameters are DTensors."""
     mesh = next((t.data.device_mesh for t in tensors if isinstance(t.data, DTensor)), None)
     if mesh is None:
@@ -285,10 +285,10 @@ def _with_tensor_parallel(index: FSDPDistributedIndex, tensors: Sequence[torch.T
             "the mesh given to fully_shard."
         )
     both = None if index.dense.outer is None else index.dense.dp_group
-    return FSDPDistributedIndex(whole, index.dp_shard_dim, index.dp_outer_dim, names[0], both)
+    return MeshIndex(whole, index.dp_shard_dim, index.dp_outer_dim, names[0], both)
 
 
-def axes_of(mesh: DeviceMesh | None, module: nn.Module) -> tuple[FSDPDistributedIndex, torch.device]:
+def axes_of(mesh: DeviceMesh | None, module: nn.Module) -> tuple[MeshIndex, torch.device]:
     """Return the data-parallel axes and the device for ``mesh``. Creates process groups: all ranks must call this.
 
     Raises:
@@ -308,7 +308,7 @@ def axes_of(mesh: DeviceMesh | None, module: nn.Module) -> tuple[FSDPDistributed
             raise ValueError(f"mesh: expected one axis, or two with names (outer, inner); got {mesh}.")
         device = local_device(mesh.device_type)
         outer = names[0] if names and mesh.ndim == 2 else None
-        index = FSDPDistributedIndex(mesh, names[-1] if names else None, outer)
+        index = MeshIndex(mesh, names[-1] if names else None, outer)
     # The stream's own process groups must be created here, in a call that all ranks make together: sharding later
     # communicates nothing, and one rank may do it before the others.
     stream = communication_stream(device, index.dense.dp_group)
@@ -318,10 +318,10 @@ def axes_of(mesh: DeviceMesh | None, module: nn.Module) -> tuple[FSDPDistributed
 
 
 # Models of which a difference between ranks was reported.
-_reported: weakref.WeakSet[FSDPDistributedIndex] = weakref.WeakSet()
+_reported: weakref.WeakSet[MeshIndex] = weakref.WeakSet()
 
 
-def equalize(module: nn.Module, index: FSDPDistributedIndex, device: torch.device) -> None:
+def equalize(module: nn.Module, index: MeshIndex, device: torch.device) -> None:
     """Give the weights and buffers of the first rank to the others if they differ. A collective.
 
     Later there is no time for it: sharding communicates nothing, and leaves every rank with its shards. Marked modules

@@ -24,19 +24,19 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import log_single_rank
+from megatron.fsdp.api.ddp_config import FLAGS, from_megatron
+from megatron.fsdp.api.index import FSDPDistributedIndex
+from megatron.fsdp.api.megatron_fsdp import MegatronFSDP
 from megatron.fsdp.comm.backends import compute_device
 from megatron.fsdp.config import FSDPConfig
-from megatron.fsdp.ddp_config import FLAGS, from_megatron
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.helpers.spelling import bare_name
 from megatron.fsdp.mcore.limits import Settings, adjust, check
 from megatron.fsdp.mcore.topology import make_index, mark_tensor_parallel
-from megatron.fsdp.module import MegatronFSDP
 from megatron.fsdp.optim.classes import looks_at
 from megatron.fsdp.optim.hooks import attach_at_first_use, attach_local_step, require_synchronized_gradients
 from megatron.fsdp.runtime.engine import engines_of
 from megatron.fsdp.runtime.partition import UnitClasses, resolve_unit_classes
-from megatron.fsdp.sharding.mesh import FSDPDistributedIndex
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
 from megatron.fsdp.state.loading import unsharded_state
 

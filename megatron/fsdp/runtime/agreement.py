@@ -44,7 +44,7 @@ from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.quantized.storage import storage_of
 from megatron.fsdp.runtime.partition import UnitPart
-from megatron.fsdp.sharding.mesh import DataParallelAxes, FSDPDistributedIndex
+from megatron.fsdp.sharding.mesh import DataParallelAxes, MeshIndex
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ _REMEDIES = (
 
 
 def fingerprint(
-    part: UnitPart, config: FSDPConfig, index: FSDPDistributedIndex, settings_of: Callable[[UnitPart], str]
+    part: UnitPart, config: FSDPConfig, index: MeshIndex, settings_of: Callable[[UnitPart], str]
 ) -> tuple[Fingerprint, Fingerprint]:
     """Describe everything that must be equal on all ranks.
 
@@ -133,7 +133,7 @@ def _describe(param: ShardedParameter, unit: UnitPart) -> str:
     return f"{text}, in unit {unit.name or '<root>'}"
 
 
-def buffers_of(module: nn.Module, index: FSDPDistributedIndex) -> Iterator[tuple[bool, str, torch.Tensor]]:
+def buffers_of(module: nn.Module, index: MeshIndex) -> Iterator[tuple[bool, str, torch.Tensor]]:
     """Yield the buffers with their names, and whether only the ranks with the same experts have equal ones.
 
     That is assumed of all buffers of modules that contain experts, which may say which experts a rank has.
@@ -181,7 +181,7 @@ def as_text(checksums: dict[str, torch.Tensor], device: torch.device) -> Fingerp
 
 
 def compare_values(
-    part: UnitPart, config: FSDPConfig, index: FSDPDistributedIndex, device: torch.device, channel: Channel
+    part: UnitPart, config: FSDPConfig, index: MeshIndex, device: torch.device, channel: Channel
 ) -> tuple[bool, bool]:
     """Compare initial weights and buffers with those of other ranks, after :meth:`Agreement.wait`.
 
@@ -247,7 +247,7 @@ def difference(group: dist.ProcessGroup, values: Fingerprint, channel: Channel |
     return ""
 
 
-def give_from_first(module: nn.Module, index: FSDPDistributedIndex, stream: Stream, wanted: tuple[bool, bool]) -> None:
+def give_from_first(module: nn.Module, index: MeshIndex, stream: Stream, wanted: tuple[bool, bool]) -> None:
     """Overwrite buffers with those of the first rank of each data-parallel group. A collective.
 
     Args:
@@ -412,7 +412,7 @@ class Agreement:
         experts: Fingerprint that ranks with the same experts must have; empty if experts have no separate axes.
     """
 
-    def __init__(self, index: FSDPDistributedIndex, dense: Fingerprint, experts: Fingerprint) -> None:
+    def __init__(self, index: MeshIndex, dense: Fingerprint, experts: Fingerprint) -> None:
         self._index = index
         self._dense = dense
         self._experts = experts
@@ -432,7 +432,7 @@ class Agreement:
 
 
 @contextmanager
-def propagate_errors(index: FSDPDistributedIndex) -> Iterator[None]:
+def propagate_errors(index: MeshIndex) -> Iterator[None]:
     """Run checks of this rank. If they raise an error, the other ranks raise one as well, instead of waiting for it."""
     try:
         yield

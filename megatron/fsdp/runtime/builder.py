@@ -42,7 +42,7 @@ from megatron.fsdp.runtime.partition import (
 from megatron.fsdp.runtime.registration import BufferRegistration, groups_of
 from megatron.fsdp.runtime.structure import reject_structural_changes
 from megatron.fsdp.runtime.unit import Unit
-from megatron.fsdp.sharding.mesh import FSDPDistributedIndex, default_index
+from megatron.fsdp.sharding.mesh import MeshIndex, default_index
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
 
 
@@ -84,7 +84,7 @@ class Blueprint:
     module: nn.Module
     root: UnitPart
     config: FSDPConfig
-    index: FSDPDistributedIndex
+    index: MeshIndex
     device: torch.device
     tp_mesh: DeviceMesh | None
     settings_of: Callable[[UnitPart], UnitSettings]
@@ -97,7 +97,7 @@ class Blueprint:
 def make_blueprint(
     module: nn.Module,
     config: FSDPConfig,
-    index: FSDPDistributedIndex | None = None,
+    index: MeshIndex | None = None,
     unit_modules: UnitClasses | None = None,
     device: torch.device | str | None = None,
     settings_of: Callable[[UnitPart], UnitSettings] | None = None,
@@ -144,7 +144,7 @@ def make_blueprint(
 def _check_and_divide(
     module: nn.Module,
     config: FSDPConfig,
-    index: FSDPDistributedIndex,
+    index: MeshIndex,
     unit_modules: UnitClasses | None,
     device: torch.device,
 ) -> tuple[UnitPart, DeviceMesh | None]:
@@ -210,7 +210,7 @@ def build_engine(blueprint: Blueprint) -> Engine:
 
 
 def _registration(
-    config: FSDPConfig, index: FSDPDistributedIndex, context: CommContext, pool: FixedPool | None, units: list[Unit]
+    config: FSDPConfig, index: MeshIndex, context: CommContext, pool: FixedPool | None, units: list[Unit]
 ) -> BufferRegistration | None:
     """What registers the fixed buffers with NCCL, if the settings ask for it."""
     groups = [group for unit in units for group in unit.groups]

@@ -30,7 +30,7 @@ from megatron.fsdp.runtime.passes import PassState
 from megatron.fsdp.runtime.registration import BufferRegistration
 from megatron.fsdp.runtime.schedule import Schedule
 from megatron.fsdp.runtime.unit import Unit, WeightState
-from megatron.fsdp.sharding.mesh import FSDPDistributedIndex
+from megatron.fsdp.sharding.mesh import MeshIndex
 
 
 class Engine:
@@ -64,7 +64,7 @@ class Engine:
         self,
         units: list[Unit],
         config: FSDPConfig,
-        index: FSDPDistributedIndex,
+        index: MeshIndex,
         context: CommContext,
         pool: FixedPool | None,
         registration: BufferRegistration | None,

@@ -21,7 +21,7 @@ from megatron.fsdp.helpers.arguments import described
 from megatron.fsdp.helpers.spelling import did_you_mean
 from megatron.fsdp.quantized.storage import storage_of
 from megatron.fsdp.runtime.other_engines import check_no_other_engine
-from megatron.fsdp.sharding.mesh import FSDPDistributedIndex
+from megatron.fsdp.sharding.mesh import MeshIndex
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
 
 # torch's wrapper for activation checkpointing removes this prefix from the names of parameters and in state dicts.
@@ -230,7 +230,7 @@ def check_quantized(part: UnitPart, device: torch.device, policy: MixedPrecision
             )
 
 
-def tensor_parallel_mesh(module: nn.Module, index: FSDPDistributedIndex) -> DeviceMesh | None:
+def tensor_parallel_mesh(module: nn.Module, index: MeshIndex) -> DeviceMesh | None:
     """The tensor-parallel mesh, if any parameter is a DTensor over one or is marked as tensor-parallel.
 
     Raises:

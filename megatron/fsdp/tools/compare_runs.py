@@ -243,7 +243,7 @@ def launch(script: Path, arguments: Sequence[str], ranks: int, steps: int, folde
         environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     result = subprocess.run(
-        [*command, "-m", "megatron.fsdp.verify", "--record", str(script), *words],
+        [*command, "-m", "megatron.fsdp.tools.verify", "--record", str(script), *words],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

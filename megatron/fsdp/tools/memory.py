@@ -1,7 +1,7 @@
 """Shows the memory of your model on each rank, by sharding strategy: as a table and as a chart.
 
-    python -m megatron.fsdp.memory --model mymodule:build --units Block --ranks 8 64 --plot memory.svg
-    python -m megatron.fsdp.memory --model path/of/a/config.json --gpu h100 --plot memory.png
+    megatron-fsdp-memory --model mymodule:build --units Block --ranks 8 64 --plot memory.svg
+    megatron-fsdp-memory --model path/of/a/config.json --gpu h100 --plot memory.png
 
 The model is built on the meta device: no weights are allocated, and one process stands for any number of ranks. The
 engine's own planner divides it. Activations are not part of the result. The exit code is 0, or 2 for wrong arguments.
@@ -106,7 +106,7 @@ def table(found: Sequence[Bar], capacity: int | None = None) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m megatron.fsdp.memory",
+        prog="megatron-fsdp-memory",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -9,15 +9,15 @@ from pathlib import Path
 from megatron.fsdp.helpers.extras import require
 
 
-def parser(module: str, description: str | None) -> argparse.ArgumentParser:
+def parser(command: str, description: str | None) -> argparse.ArgumentParser:
     """A parser for the options of a command that runs a script. :func:`parse` adds the script and its arguments.
 
     Args:
-        module: Name of the module in ``python -m``.
-        description: The module's docstring.
+        command: Name of the installed command.
+        description: The docstring of its module.
     """
     return argparse.ArgumentParser(
-        prog=f"python -m {module}",
+        prog=command,
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

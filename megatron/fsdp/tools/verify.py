@@ -1,6 +1,6 @@
 """Trains with Megatron's DDP and with our FSDP, and reports the first difference.
 
-    python -m megatron.fsdp.verify [--ranks N] [--steps 5] [--layers L] [--hidden H] [-m] SCRIPT ARGS...
+    megatron-fsdp-verify [--ranks N] [--steps 5] [--layers L] [--hidden H] [-m] SCRIPT ARGS...
 
 It compares loss and gradient norm of every step, all gradients of the first step, and all weights after the last step.
 Give the command line of the FSDP run; options that only FSDP takes are removed for DDP. Nothing is loaded or saved.
@@ -24,7 +24,7 @@ def main() -> int:
 
         record(Path(sys.argv[2]), sys.argv[3:])
         return 0
-    parser = script.parser("megatron.fsdp.verify", __doc__)
+    parser = script.parser("megatron-fsdp-verify", __doc__)
     parser.add_argument("--ranks", type=int, default=int(os.environ.get("WORLD_SIZE", "2")), help="ranks (or 2)")
     parser.add_argument("--steps", type=int, default=5, help="training steps")
     parser.add_argument("--layers", type=int, help="overrides --num-layers")

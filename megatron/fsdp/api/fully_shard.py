@@ -1,23 +1,26 @@
 """The public functions: shard a model, an optimizer, or both."""
 
 import dataclasses
-import warnings
-from typing import Any
+import inspect
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron.fsdp.comm.process_groups import require_process_group
+from megatron.fsdp.api.index import FSDPDistributedIndex
+from megatron.fsdp.api.megatron_fsdp import MegatronFSDP
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.helpers.arguments import check_arguments, check_type
-from megatron.fsdp.module import MegatronFSDP
 from megatron.fsdp.optim.classes import require_known
 from megatron.fsdp.optim.hooks import ZeroGrad, attach_at_first_use, attach_of_wrapped, attach_optimizer
 from megatron.fsdp.runtime.partition import UnitClasses
-from megatron.fsdp.sharding.mesh import FSDPDistributedIndex
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @check_arguments
@@ -66,9 +69,6 @@ def fully_shard_model(
     fsdp_manual_registration: bool = False,
     offload_fraction: float = 1.0,
     sync_module_states: bool | None = None,
-    preserve_fp32_weights: bool | None = None,
-    grad_reduce_in_fp32: bool | None = None,
-    keep_fp8_transpose_cache_when_using_custom_fsdp: bool | None = None,
 ) -> MegatronFSDP:
     """Shard a model's parameters, gradients and optimizer state over the data-parallel ranks.
 
@@ -162,9 +162,6 @@ def fully_shard_model(
         sync_module_states: Whether the first data-parallel rank gives its initial weights and buffers to the others.
             None: only if they differ, with a warning. True: always; the others may have them on the meta device. False:
             every rank keeps its shards of its own model.
-        preserve_fp32_weights: Deprecated; use ``MixedPrecisionPolicy(main_params_dtype=torch.float32)``, or None.
-        grad_reduce_in_fp32: Deprecated; use ``main_grads_dtype`` and ``grad_comm_dtype`` of the policy.
-        keep_fp8_transpose_cache_when_using_custom_fsdp: Deprecated name of ``keep_fp8_transpose_cache``.
 
     Returns:
         The sharded model. Its ``parameters()`` are the main weights, for the optimizer.
@@ -175,25 +172,14 @@ def fully_shard_model(
         NotImplementedError: An argument requests a feature that is not supported.
     """
     arguments = dict(locals())
-    require_process_group()
-    _replace_deprecated(arguments)
     arguments["mixed_precision_policy"] = arguments["mixed_precision_policy"] or MixedPrecisionPolicy()
     arguments["fsdp_double_buffer"] |= maxpool_double_buffer
     config = FSDPConfig(**{field.name: arguments[field.name] for field in dataclasses.fields(FSDPConfig) if field.init})
     index = None
     if device_mesh is not None:
-        index = FSDPDistributedIndex(
-            device_mesh,
-            dp_shard_dim,
-            dp_outer_dim,
-            tp_dim,
-            hybrid_fsdp_group,
-            hybrid_fsdp_expt_group,
-            config.sharding.outer.shards_optimizer,
-            expt_device_mesh,
-            fsdp_group_ag,
-            expt_fsdp_group_ag,
-        )
+        names = inspect.signature(FSDPDistributedIndex).parameters.keys() - {"hsdp_outer_dp_shard"}
+        axes = {name: arguments[name] for name in names}
+        index = FSDPDistributedIndex(**axes, hsdp_outer_dp_shard=config.sharding.outer.shards_optimizer)
     elif (dp_shard_dim, dp_outer_dim, tp_dim) != (None, None, None):
         raise ValueError(
             "device_mesh: got None, but dp_shard_dim, dp_outer_dim or tp_dim names an axis of it. Give it too."
@@ -236,56 +222,23 @@ def fully_shard_optimizer(
     return optimizer
 
 
-@check_arguments
+def _before_optimizer(
+    other: Callable[Concatenate[nn.Module, P], Any],
+) -> Callable[[Callable[..., R]], Callable[Concatenate[nn.Module, torch.optim.Optimizer, P], R]]:
+    """Decorate a function of a module and an optimizer: its other arguments are those of ``other``, behind these."""
+
+    def decorate(function: Callable[..., R]) -> Callable[Concatenate[nn.Module, torch.optim.Optimizer, P], R]:
+        own, settings = inspect.signature(function), [*inspect.signature(other).parameters.values()][1:]
+        first = [own.parameters["module"], own.parameters["optimizer"]]
+        function.__signature__ = own.replace(parameters=[*first, *settings])  # type: ignore[attr-defined]
+        return check_arguments(function)
+
+    return decorate
+
+
+@_before_optimizer(fully_shard_model)
 def fully_shard(
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    device_mesh: DeviceMesh | None = None,
-    dp_shard_dim: str | None = None,
-    dp_outer_dim: str | None = None,
-    tp_dim: str | None = None,
-    hybrid_fsdp_group: dist.ProcessGroup | None = None,
-    hybrid_fsdp_expt_group: dist.ProcessGroup | None = None,
-    expt_device_mesh: DeviceMesh | None = None,
-    fsdp_group_ag: dist.ProcessGroup | None = None,
-    expt_fsdp_group_ag: dist.ProcessGroup | None = None,
-    fsdp_unit_modules: UnitClasses | None = None,
-    zero_dp_strategy: str | int = 3,
-    outer_dp_sharding_strategy: str | int = 0,
-    device: torch.device | str | None = None,
-    init_model_with_meta_device: bool = False,
-    mixed_precision_policy: MixedPrecisionPolicy | None = None,
-    overlap_grad_reduce: bool = True,
-    overlap_param_gather: bool = True,
-    sync_model_each_microbatch: bool = True,
-    preproc_state_dict_for_dcp_ckpt: bool = True,
-    report_nan_in_param_grad: bool = False,
-    average_in_collective: bool = False,
-    disable_bucketing: bool = False,
-    calculate_per_token_loss: bool = False,
-    keep_fp8_transpose_cache: bool = False,
-    nccl_ub: bool = False,
-    fsdp_double_buffer: bool = False,
-    fsdp_db_use_persist_buf_on_alloc_fail: bool = False,
-    disable_symmetric_registration: bool = False,
-    enable_fine_grained_param_gather: bool = False,
-    use_decoupled_grad: bool = False,
-    cuda_graph_mode: bool = False,
-    maxpool_double_buffer: bool = False,
-    *,
-    offload_optimizer: bool = False,
-    shard_granularity: str = "row",
-    exchange_gradients: bool = False,
-    zero_unused_gradients: bool = False,
-    fused_weight_gradients: bool = False,
-    max_unsharded_units: int = 2,
-    max_reducing_units: int = 1,
-    fsdp_manual_registration: bool = False,
-    offload_fraction: float = 1.0,
-    sync_module_states: bool | None = None,
-    preserve_fp32_weights: bool | None = None,
-    grad_reduce_in_fp32: bool | None = None,
-    keep_fp8_transpose_cache_when_using_custom_fsdp: bool | None = None,
+    module: nn.Module, optimizer: torch.optim.Optimizer, *arguments: Any, **settings: Any
 ) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
     """Shard a model and its optimizer: :func:`fully_shard_model`, then :func:`fully_shard_optimizer`.
 
@@ -303,33 +256,7 @@ def fully_shard(
     Returns:
         The sharded model, and the same optimizer.
     """
-    arguments: dict[str, Any] = dict(locals())
     check_type("optimizer", optimizer, torch.optim.Optimizer)
-    require_known(arguments.pop("optimizer"))
-    model = fully_shard_model(**arguments)
+    require_known(optimizer)
+    model = fully_shard_model(module, *arguments, **settings)
     return model, fully_shard_optimizer(optimizer)
-
-
-def _replace_deprecated(arguments: dict[str, Any]) -> None:
-    """Give the values of deprecated arguments to those that replace them, with a warning at the caller's line."""
-    replaced = {
-        "preserve_fp32_weights": "mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=...)",
-        "grad_reduce_in_fp32": "mixed_precision_policy=MixedPrecisionPolicy(main_grads_dtype=...)",
-        "keep_fp8_transpose_cache_when_using_custom_fsdp": "keep_fp8_transpose_cache",
-    }
-    given = {name: arguments[name] for name in replaced if arguments[name] is not None}
-    for name in given:
-        warnings.warn(f"{name} is deprecated; use {replaced[name]}.", DeprecationWarning, stacklevel=4)
-    arguments["keep_fp8_transpose_cache"] |= given.pop("keep_fp8_transpose_cache_when_using_custom_fsdp", False)
-    if not given:
-        return
-    if arguments["mixed_precision_policy"] is not None:
-        raise ValueError(
-            "mixed_precision_policy replaces preserve_fp32_weights and grad_reduce_in_fp32: give one or the other."
-        )
-    grads = torch.float32 if given.get("grad_reduce_in_fp32") else None
-    arguments["mixed_precision_policy"] = MixedPrecisionPolicy(
-        main_params_dtype=torch.float32 if given.get("preserve_fp32_weights", True) else None,
-        main_grads_dtype=grads,
-        grad_comm_dtype=grads,
-    )

@@ -20,6 +20,19 @@ from megatron.fsdp.dtensor.gathering import gather_whole, lengths_on_ranks, shar
 from megatron.fsdp.dtensor.placements import RaggedShard, contiguous_stride, is_ragged, local_slice, narrowed_spec
 from megatron.fsdp.dtensor.ragged_dtensor import RaggedDTensor, make_dtensor
 
+__all__ = [
+    "filter_unflattened_state_dict",
+    "gather_and_compute_chunk_metadata",
+    "gather_uneven_dtensor_to_full_tensor",
+    "get_unflattened_state_dict",
+    "preprocess_state_dict_for_uneven_dtensor",
+    "redistribute_uneven_dtensor_to_replicated",
+    "split_dtensor",
+    "uneven_dtensor_to_full_tensor",
+    "update_uneven_dtensor_chunk_metadata",
+    "validate_uneven_dtensor",
+]
+
 
 def gather_and_compute_chunk_metadata(dtensor: DTensor) -> ChunkStorageMetadata:
     """Offsets and sizes of this rank's shard in the whole tensor. A collective, except for ``RaggedDTensor``.
