@@ -142,7 +142,7 @@ class Recorder:
             "megatron.fsdp.buffers.weights.all_gather": self._collective("all_gather", 2),
             "megatron.fsdp.buffers.reduction.reduce_scatter": self._collective("reduce_scatter", 2),
             "megatron.fsdp.buffers.reduction.all_reduce": self._collective("all_reduce", 1),
-            "megatron.fsdp.runtime.registration.all_reduce": self._collective("all_reduce", 1),
+            "megatron.fsdp.comm.context.all_reduce": self._collective("all_reduce", 1),
             # As on CUDA: tasks use the caller's groups.
             "megatron.fsdp.comm.streams.CpuStream.group": lambda stream, group: group,
             "megatron.fsdp.comm.streams.CpuStream.run": self._run(CpuStream.run),

@@ -28,17 +28,9 @@ from torch.distributed.tensor import DTensor
 from megatron.fsdp.buffers.parameter import ShardedParameter
 from megatron.fsdp.comm.backends import moves_data
 from megatron.fsdp.comm.collectives import broadcast
-from megatron.fsdp.comm.journal import (
-    SECONDS_FOR_ANSWERS,
-    Channel,
-    InProgress,
-    holds_store,
-    name_ranks,
-    open_store,
-    report_on_failure,
-    wait_for_key,
-)
+from megatron.fsdp.comm.journal import Channel, InProgress, name_ranks, report_on_failure
 from megatron.fsdp.comm.process_groups import timeout_of
+from megatron.fsdp.comm.rounds import SECONDS_FOR_ANSWERS, Round, holds_store
 from megatron.fsdp.comm.streams import Stream, raise_if_ranks_disagree
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
@@ -295,11 +287,11 @@ class Comparison:
         assert world is not None
         counts = _counts.setdefault(world, Counter())
         name = hashlib.blake2b(str(ranks).encode(), digest_size=8).hexdigest()
-        self._store = dist.PrefixStore(f"compare/{name}/{counts[ranks]}", open_store())
+        self._round = Round(f"compare/{name}/{counts[ranks]}")
         counts[ranks] += 1
         # The hash is counted before the rank. So if more ranks than equal hashes are counted, some rank differs.
-        self._first = self._store.add(self._hash, 1) == 1
-        self._store.add("arrived", 1)
+        self._first = self._round.count(self._hash, 1) == 1
+        self._round.count("arrived", 1)
 
     def wait(self, channel: Channel | None) -> None:
         """Wait for the other ranks.
@@ -328,8 +320,8 @@ class Comparison:
         """Whether all ranks have equal fingerprints. Raises TimeoutError if those that have arrived in time do."""
         end, pause = time.monotonic() + seconds, 0.001
         while True:
-            arrived = 0 if self._alone else self._store.add("arrived", 0)
-            if self._alone or self._store.add(self._hash, 0) < arrived:
+            arrived = 0 if self._alone else self._round.count("arrived")
+            if self._alone or self._round.count(self._hash) < arrived:
                 return False
             if arrived == len(self._ranks):
                 return True
@@ -342,46 +334,45 @@ class Comparison:
     def publish_error(self) -> None:
         """Store this rank's error for ranks that wait for it, and let them read it before this process may end."""
         if not self._alone:
-            self.publish()
-            self._let_others_read(time.monotonic() + SECONDS_FOR_OTHERS)
+            self._publish()
+            self._let_others_read(SECONDS_FOR_OTHERS)
 
-    def publish(self) -> None:
-        """Store this rank's hash and, if no other rank has done so, the fingerprint behind it. Does not wait."""
-        if self._alone:
-            return
+    def _publish(self) -> None:
+        """Store this rank's hash and, if no other rank has done so, the fingerprint behind it."""
         if self._first:
-            self._store.set(f"details/{self._hash}", self._details)
-        self._store.set(f"rank/{dist.get_rank()}", self._hash)
+            self._round.publish(f"details/{self._hash}", self._details)
+        self._round.publish(f"rank/{dist.get_rank()}", self._hash)
 
     def _verdict(self) -> str:
         """The message about the first difference. One rank computes it, so that all ranks have the same."""
-        self.publish()
-        end = time.monotonic() + SECONDS_FOR_ANSWERS
-        if self._store.add("judges", 1) == 1:
-            self._store.set("verdict", _first_difference(self._fingerprints(end), self._ranks))
-        elif not wait_for_key(self._store, "verdict", end + 2.0):
+        self._publish()
+        verdict = self._round.verdict(self._judge)
+        if verdict is None:
             return "The ranks that shard this model differ, and the rank that was to report the difference has ended."
-        verdict = self._store.get("verdict").decode()
-        self._let_others_read(end)
+        self._let_others_read(SECONDS_FOR_ANSWERS)
         return verdict
 
-    def _let_others_read(self, end: float) -> None:
-        """If this process holds the store, wait until all ranks have read why the model cannot be sharded."""
-        self._store.add("read", 1)
-        while holds_store() and self._store.add("read", 0) < len(self._ranks) and time.monotonic() < end:
-            time.sleep(0.01)
-
-    def _fingerprints(self, end: float) -> list[tuple[list[int], Fingerprint]]:
-        """The different fingerprints, each with the ranks that have it."""
+    def _judge(self, end: float) -> str:
+        """Describe the first difference between the fingerprints that have arrived at time ``end``."""
+        hashes = self._round.collect((f"rank/{rank}" for rank in self._ranks), end)
         ranks_of: dict[str, list[int]] = {}
         for rank in self._ranks:
-            if wait_for_key(self._store, f"rank/{rank}", end):
-                ranks_of.setdefault(self._store.get(f"rank/{rank}").decode(), []).append(rank)
-        return [
-            (ranks, dict(json.loads(zlib.decompress(b64decode(self._store.get(f"details/{key}"))))))
+            if key := hashes.get(f"rank/{rank}"):
+                ranks_of.setdefault(f"details/{key}", []).append(rank)
+        details = self._round.collect(ranks_of, end)
+        found = [
+            (ranks, dict(json.loads(zlib.decompress(b64decode(details[key])))))
             for key, ranks in ranks_of.items()
-            if wait_for_key(self._store, f"details/{key}", end)
+            if key in details
         ]
+        return _first_difference(found, self._ranks)
+
+    def _let_others_read(self, seconds: float) -> None:
+        """If this process holds the store, wait until all ranks have read why the model cannot be sharded."""
+        end = time.monotonic() + seconds
+        self._round.count("read", 1)
+        while holds_store() and self._round.count("read") < len(self._ranks) and time.monotonic() < end:
+            time.sleep(0.01)
 
 
 def _first_difference(found: list[tuple[list[int], Fingerprint]], ranks: tuple[int, ...]) -> str:

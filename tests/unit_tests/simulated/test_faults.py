@@ -264,9 +264,9 @@ def test_races_are_found(ranks: RankPool, what: str) -> None:
 # Mistakes that something else shows, or that need something special ------------------------------------------------
 
 
-def _copies_from_pageable_memory(any_rank: Callable[..., Any], context: CommContext, flags: list[bool]) -> Any:
-    torch.tensor(flags, dtype=torch.uint8, device=context.device)
-    return any_rank(context, flags)
+def _copies_from_pageable_memory(any_rank: Callable[..., Any], context: CommContext, *args: Any) -> Any:
+    torch.tensor(args[0], dtype=torch.uint8, device=context.device)
+    return any_rank(context, *args)
 
 
 def _blocking_copy() -> None:
