@@ -14,7 +14,7 @@ from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.helpers.arguments import check_arguments, check_type
 from megatron.fsdp.module import MegatronFSDP
 from megatron.fsdp.optim.classes import require_known
-from megatron.fsdp.optim.hooks import ZeroGrad, attach_at_first_use, attach_of_wrapped, attach_optimizer
+from megatron.fsdp.optim.hooks import ZeroGrad, attach_at_first_use, attach_optimizer
 from megatron.fsdp.runtime.partition import UnitClasses
 from megatron.fsdp.sharding.mesh import FSDPDistributedIndex
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
@@ -199,7 +199,7 @@ def fully_shard_model(
             "device_mesh: got None, but dp_shard_dim, dp_outer_dim or tp_dim names an axis of it. Give it too."
         )
     model = MegatronFSDP(module, index, fsdp_unit_modules=fsdp_unit_modules, device=device, config=config)
-    attach_at_first_use(model.engine, attach_of_wrapped)
+    attach_at_first_use(model.engine)
     return model
 
 

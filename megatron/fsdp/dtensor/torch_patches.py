@@ -43,7 +43,7 @@ TORCH = Patches(
         Patch(
             "torch.distributed.checkpoint.state_dict:_init_optim_state",
             "creates optimizer state to load into by taking a step, so that training would begin with the second step",
-            f"{_HERE}:initialize_optimizer_state",
+            "megatron.fsdp.optim.hooks:initialize_state",
             patches.TORCH,
         ),
         Patch(
@@ -76,7 +76,7 @@ TORCH = Patches(
         Patch(
             "torch.nn:Module._apply",
             "converts or moves the parameters of a part of a sharded model, which then would not be trained",
-            f"{_HERE}:apply_if_allowed",
+            "megatron.fsdp.runtime.structure:apply_if_allowed",
             patches.TORCH,
         ),
         Patch(
@@ -89,29 +89,13 @@ TORCH = Patches(
             Patch(
                 f"torch.optim:Optimizer.{name}",
                 "may be called before the first step, at which the optimizer of a model sharded in place is attached",
-                f"{_HERE}:attach_before",
+                "megatron.fsdp.optim.hooks:attach_before",
                 patches.TORCH,
             )
             for name in ("state_dict", "load_state_dict")
         ),
     ],
 )
-
-_called: dict[str, list[Callable[..., Any]]] = {"initialize": [], "attach": [], "apply": []}
-
-
-def call_at(event: str, function: Callable[..., Any]) -> None:
-    """Call a function from now on.
-
-    Args:
-        event: "initialize": with every optimizer for which ``torch.distributed.checkpoint.state_dict`` needs state. It
-            returns True if it has created the state, so that PyTorch does not take a step for that.
-            "attach": with every optimizer whose state is about to be saved or loaded.
-            "apply": with every module that is converted or moved, and the function that does so. It may raise.
-        function: The function. A second call with it changes nothing.
-    """
-    if function not in _called[event]:
-        _called[event].append(function)
 
 
 def apply() -> None:
@@ -190,19 +174,6 @@ def _reduced(value: torch.Tensor, mesh: DeviceMesh, op: dist.ReduceOp.RedOpType)
     return sent.to(value.device)
 
 
-def apply_if_allowed(
-    original: Callable[..., nn.Module],
-    module: nn.Module,
-    fn: Callable[[torch.Tensor], torch.Tensor],
-    *args: Any,
-    **kwargs: Any,
-) -> nn.Module:
-    """Ask the guards before ``fn`` is applied to the module's parameters."""
-    for guard in _called["apply"]:
-        guard(module, fn)
-    return original(module, fn, *args, **kwargs)
-
-
 def reduce_at_offset_zero(original: Callable[..., Any], tensor: DTensor, *args: Any) -> Any:
     """Pickle a DTensor through one without a storage offset, which PyTorch would take for memory of the wrapper."""
     if hasattr(tensor, OWNER):  # its attributes refer to the model, which cannot be pickled
@@ -233,22 +204,6 @@ def from_local(
     if isinstance(placements, ReportedPlacements) and local_tensor.shape == local_slice(placements.spec).local_shape:
         return RaggedDTensor(local_tensor, spec_like(placements.spec, local_tensor.dtype), requires_grad=False)
     return original(local_tensor, device_mesh, placements, **options)
-
-
-def initialize_optimizer_state(original: Callable[..., None], optimizer: torch.optim.Optimizer) -> None:
-    """Create optimizer state without a step where the optimizer updates a sharded model."""
-    for attach in _called["attach"]:
-        attach(optimizer)
-    # A list: every initializer has to be called.
-    if not any([initialize(optimizer) for initialize in _called["initialize"]]):
-        original(optimizer)
-
-
-def attach_before(original: Callable[..., Any], optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-    """Attach the optimizer to the sharded models it updates, then save or load its state."""
-    for attach in _called["attach"]:
-        attach(optimizer)
-    return original(optimizer, *args, **kwargs)
 
 
 # Classes in pickled DTensors, which torch.load(weights_only=True) may create; also by their paths in earlier versions.
