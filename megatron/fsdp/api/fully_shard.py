@@ -15,7 +15,7 @@ from megatron.fsdp.api.megatron_fsdp import MegatronFSDP
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.helpers.arguments import check_arguments, check_type
 from megatron.fsdp.optim.classes import require_known
-from megatron.fsdp.optim.hooks import ZeroGrad, attach_at_first_use, attach_of_wrapped, attach_optimizer
+from megatron.fsdp.optim.hooks import ZeroGrad, attach_at_first_use, attach_optimizer
 from megatron.fsdp.runtime.partition import UnitClasses
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
 
@@ -185,7 +185,7 @@ def fully_shard_model(
             "device_mesh: got None, but dp_shard_dim, dp_outer_dim or tp_dim names an axis of it. Give it too."
         )
     model = MegatronFSDP(module, index, fsdp_unit_modules=fsdp_unit_modules, device=device, config=config)
-    attach_at_first_use(model.engine, attach_of_wrapped)
+    attach_at_first_use(model.engine)
     return model
 
 

@@ -207,14 +207,6 @@ class ParameterGroup:
             placements += tp_placements if param.sections is None else [SectionedShard(param.sections)]
         return make_dtensor(local, mesh, param.shape, placements, main=True)
 
-    def shard(self, i: int, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of this rank's slice of a whole tensor in parameter ``i``'s shape, as a DTensor."""
-        shard_slice = self.params[i].shard_slice
-        if isinstance(tensor, DTensor):
-            tensor = local_shard(tensor)
-        local = tensor.detach().reshape(-1)[shard_slice.start : shard_slice.stop].view(shard_slice.shape).clone()
-        return make_like(local, self.params[i].main)
-
     def show(self, compute: bool) -> None:
         """Register compute weights (or else main weights) as the modules' parameters.
 

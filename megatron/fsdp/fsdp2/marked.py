@@ -25,7 +25,7 @@ from megatron.fsdp.comm.backends import compute_device, local_device
 from megatron.fsdp.comm.streams import communication_stream
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
-from megatron.fsdp.optim.hooks import attach_at_first_use, attach_if_needed, attach_optimizer, watch_steps
+from megatron.fsdp.optim.hooks import attach_at_first_use, attach_if_needed, watch_steps
 from megatron.fsdp.runtime.agreement import as_text, checksum, difference, receive
 from megatron.fsdp.runtime.builder import UnitSettings, build_engine, make_blueprint
 from megatron.fsdp.runtime.other_engines import check_no_other_engine, reject_other_engines
@@ -174,7 +174,7 @@ class InPlaceModel:
             param.sites = [(stand_in if owner is root else owner, name) for owner, name in param.sites]
         reject_other_engines(root, is_wrapped)
         hook_state_dict(engine, root_modules(root))
-        attach_at_first_use(engine, _attach)
+        attach_at_first_use(engine)
         self.update_sync()
 
     def before_forward(self) -> None:
@@ -346,7 +346,3 @@ def equalize(module: nn.Module, index: MeshIndex, device: torch.device) -> None:
             _reported.add(index)
             for value in real.values():
                 receive(value, communication_stream(device, group), group)
-
-
-def _attach(optimizer: torch.optim.Optimizer) -> None:
-    attach_optimizer(optimizer, needs_gradient=False)

@@ -56,9 +56,12 @@ class Engine:
         has_pending_gradients: A backward has ended since gradients were last put into ``.grad``.
         reads_synchronize: Whether reading ``.grad`` synchronizes gradients that wait. Megatron-Core scales gradients
             when it synchronizes them, so that reading them earlier would be a mistake.
+        attach_optimizer: Called with each optimizer that has parameters of the model, before its first step. None:
+            nothing is called.
     """
 
     reads_synchronize = True
+    attach_optimizer: Callable[[torch.optim.Optimizer], None] | None = None
 
     def __init__(
         self,
