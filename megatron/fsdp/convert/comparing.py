@@ -48,6 +48,30 @@ class Difference(NamedTuple):
         """Whether shape and dtype are the same and the elements close."""
         return self.close and self.dtypes[0] == self.dtypes[1]
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Its attributes as plain data."""
+        numbers = {"different_elements": self.elements, "max_absolute": self.absolute, "max_relative": self.relative}
+        return {
+            "key": self.key,
+            "shapes": self.shapes,
+            "dtypes": [str(dtype) for dtype in self.dtypes],
+            "close": self.close,
+            **(dict.fromkeys(numbers) if self.elements is None else numbers),
+        }
+
+    def __str__(self) -> str:
+        what = f"{self.key}: {_either(*self.shapes)}, {_either(*self.dtypes)}"
+        if self.elements is None:
+            return what
+        gap = f"by {self.absolute:.3g} at most, relative {self.relative:.3g}"
+        close = " (close)" if self.close else ""
+        return f"{what}: {self.elements:,} of {math.prod(self.shapes[0]):,} elements differ, {gap}{close}"
+
+
+def _either(first: object, second: object) -> str:
+    return str(first) if first == second else f"{first} | {second}"
+
 
 class Comparison(NamedTuple):
     """The differences between two checkpoints.

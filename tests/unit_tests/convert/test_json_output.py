@@ -15,7 +15,10 @@ from tests.huggingface_models import save
 from tests.small_checkpoints import numbers, write_checkpoint
 
 KEYS = "only_in_1 only_in_2 tensor_in_one_only different_objects"
-DIFFERENCE = "key shapes dtypes close different_elements max_absolute max_relative"
+DIFFERENT = " ".join(
+    f"different_tensors.{key}"
+    for key in ("key", "shapes", "dtypes", "close", "different_elements", "max_absolute", "max_relative")
+)
 CONVERSION = """input input_format output output_format iteration tensors objects bytes parameters swiglu_parameters
     optimizer_state optimizer_groups"""
 # The words of a command, and its keys; those inside of a key follow it after a dot.
@@ -29,11 +32,11 @@ CASES = {
     "modify-state-dict a out --op 'remove o'": "input output bytes kept removed renamed",
     "verify a": """path whole files checked_by tensors objects problems unused
         files.__0_0.distcp.bytes files.__0_0.distcp.problem""",
-    "diff a b": f"same {KEYS} tensors same_tensors " + " ".join(f"tensors.{key}" for key in DIFFERENCE.split()),
-    "compare-two-checkpoint a b": f"{KEYS} different_tensors "
-    + " ".join(f"different_tensors.{key}" for key in DIFFERENCE.split()),
+    "diff a b": f"same {KEYS} {DIFFERENT.replace('different_tensors', 'tensors')} same_tensors {DIFFERENT}",
+    "compare-two-checkpoint a b": f"{KEYS} {DIFFERENT}",
     "convert-torch-dist-to-fsdp-dtensor ddp fsdp": f"{CONVERSION} optimizer_groups.parameters optimizer_groups.lr",
     "convert-fsdp-dtensor-to-torch-dist fsdp again": CONVERSION,
+    "convert fsdp third": CONVERSION,
     "import-safetensors llama megatron": "out checkpoint format flags architecture tensors bytes notes",
     "export-safetensors megatron llama2": "out files architecture tensors bytes notes",
 }
