@@ -102,7 +102,7 @@ FEATURES = (
     Feature("the faults that were planted in the engine are found", (), simulated=("test_faults.py",)),
     Feature(
         "quantized weights: formats in plain torch",
-        ("test_quantized.py", "test_quantized_training.py"),
+        ("test_quantized.py",),
         simulated=("test_quantized.py",),
     ),
     Feature("quantized weights: torchao's float8", ("test_torchao.py",)),

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.fsdp.api import fully_shard
+from megatron.fsdp.api.fully_shard import fully_shard
 from megatron.fsdp.runtime.engine import engines_of
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
 from megatron.fsdp.tools.compare_runs import RECORD, Step, run_on_ranks
