@@ -21,15 +21,10 @@ def main() -> int:
     kinds = arguments.only.split(",") if arguments.only else list(KINDS)
     made = programs(arguments.programs, arguments.seed, only, kinds)
     if arguments.dry or arguments.remedies is not None:
-        flags = ["--programs", str(arguments.programs), "--seed", str(arguments.seed)]
-        print(frequencies(made) if arguments.dry else remedies.table(arguments.remedies, flags))
+        dry = frequencies(made) if arguments.dry else ""
+        print(dry or remedies.table(arguments.remedies, arguments.programs, arguments.seed))
         return 0
-    arguments.out.mkdir(exist_ok=True)
     runner = Runner()
-    if arguments.original:
-        (arguments.out / "found").write_text(_first(runner, made, arguments.original))
-        runner.pool.close()
-        return 0
     start = time.time()
     results = _run(runner, made, start + arguments.seconds)
     seconds = time.time() - start
@@ -44,6 +39,7 @@ def main() -> int:
         shortest = min(found, key=lambda result: len(result.program.steps))
         text += defect(found, runner.reduce(shortest, arguments.reduce))
     runner.pool.close()
+    arguments.out.mkdir(exist_ok=True)
     (arguments.out / "table.md").write_text(text)
     print(text)
     return 1 if defects else 0
@@ -60,7 +56,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--reduce", type=float, default=20, help="seconds to reduce a defect; 0: do not")
     parser.add_argument("--dry", action="store_true", help="only make the programs, and print how often steps occur")
     parser.add_argument("--remedies", nargs="?", const="", help="take these out in turn (see remedies.py); empty: all")
-    parser.add_argument("--original", help="end at a program that is right with the project in this folder")
     parser.add_argument("--out", type=Path, default=Path("fuzz_output"))
     return parser.parse_args()
 
@@ -85,17 +80,6 @@ def _run(runner: Runner, made: Iterator[Program], end: float) -> list[Result]:
         right = sum(result.verdict.kind == "right" for result in results)
         print(f"{len(results)} programs, {right} right", file=sys.stderr, flush=True)
     return results
-
-
-def _first(runner: Runner, made: Iterator[Program], original: str) -> str:
-    """The number of the first program that is wrong here and right with the original, and its verdict."""
-    count = 0
-    while chunk := list(itertools.islice(made, 10)):
-        for result in sorted(runner.results(chunk), key=lambda result: chunk.index(result.made)):
-            count += 1
-            if result.verdict.kind != "right" and remedies.still_right(source(result), original):
-                return f"{count} {result.verdict.kind}: {result.verdict.what.splitlines()[0][:80]}"
-    return f"{count} right"
 
 
 def _setting(word: str) -> tuple[str, tuple[object, ...]]:

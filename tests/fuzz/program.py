@@ -2,8 +2,10 @@
 
 import faulthandler
 import gc
+import importlib
 import math
 import signal
+import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -100,6 +102,17 @@ def programs(count: int, start: int, only: dict[str, tuple[Any, ...]], kinds: li
         found.clear()
         seed(start + 10**6 * number)(wanted(given(setting, st.lists(steps, min_size=5, max_size=20))(collect)))()
         yield from found[1 : 1 + count - 10 * number]
+
+
+def run_in(project: str, *arguments: Any) -> list[Verdict]:
+    """Call :func:`run` with the engine that is in the folder ``project``, or with this one."""
+    if project and sys.path[0] != project:
+        sys.path.insert(0, project)
+        for name in list(sys.modules):
+            if name.startswith("tests.fuzz") or name.split(".")[0] in ("megatron", "megatron_fsdp"):
+                del sys.modules[name]
+    verdicts: list[Verdict] = importlib.import_module("tests.fuzz.program").run(*arguments)
+    return verdicts
 
 
 def run(batch: list[Program], torchs: bool, folder: Path, seconds: int) -> list[Verdict]:

@@ -1,15 +1,18 @@
 """What keeps sharded programs right, each with a change of the engine that takes it out: does the grammar notice?"""
 
-import os
+import itertools
 import shutil
-import subprocess
 import sys
 import tempfile
-import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from tests.ranks import ROOT
+
+from .program import Program, programs
+from .runner import Runner
+from .steps import KINDS
 
 ENGINE = Path("megatron") / "fsdp"
 
@@ -22,16 +25,16 @@ class Remedy(NamedTuple):
         file: Its file, under megatron/fsdp.
         text: Text that the file has once.
         instead: What takes it out.
-        settings: The settings that need it, for ``--settings``.
-        test: The test that holds it where the grammar has no step for it.
+        ranks: Numbers of ranks to try.
+        mesh: Meshes to try, if only some need it.
     """
 
     name: str
     file: str
     text: str
     instead: str
-    settings: str = "ranks=2"
-    test: str = ""
+    ranks: tuple[int, ...] = (2,)
+    mesh: tuple[str, ...] = ()
 
 
 REMEDIES = [
@@ -113,7 +116,8 @@ REMEDIES = [
         "dtensor/placements.py",
         "copies.append(inside * outside)",
         "copies.append(1)",
-        "ranks=4 mesh=hsdp,tp",
+        ranks=(4,),
+        mesh=("hsdp", "tp"),
     ),
     Remedy(
         "zero_grad of some parameters",
@@ -166,49 +170,45 @@ REMEDIES = [
 ]
 
 
-def find(remedy: Remedy, flags: list[str]) -> tuple[int, str]:
-    """Run random programs on a copy of this project without a remedy, up to the first that is right with it.
+def find(remedy: Remedy, made: Iterator[Program], right: Runner) -> tuple[int, str]:
+    """Run programs without a remedy, up to the first that is right with it.
 
     Returns:
         How many programs were run, and what became of the last one: "right" if all were.
     """
+    count = 0
     with tempfile.TemporaryDirectory(prefix="without-") as folder:
-        copy = Path(folder)
-        for name in ("megatron", "megatron_fsdp", "tests/fuzz"):
-            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "found"))
-        for name in ("__init__.py", "ranks.py"):
-            shutil.copy(ROOT / "tests" / name, copy / "tests")
-        file = copy / ENGINE / remedy.file
+        for name in ("megatron", "megatron_fsdp"):
+            shutil.copytree(ROOT / name, Path(folder) / name, ignore=shutil.ignore_patterns("__pycache__"))
+        file = Path(folder) / ENGINE / remedy.file
         file.write_text(file.read_text().replace(remedy.text, remedy.instead))
-        command = [sys.executable, "-W", "ignore", "-m", "tests.fuzz", "--settings", remedy.settings, *flags]
-        end = ["--original", str(ROOT), "--reduce", "0", "--out", str(copy / "out")]
-        subprocess.run([*command, *end], cwd=copy, check=False, stdout=subprocess.DEVNULL)
-        count, _, verdict = (copy / "out" / "found").read_text().partition(" ")
-        return int(count), verdict
+        runner = Runner(project=folder)
+        while chunk := list(itertools.islice(made, 10)):
+            for result in sorted(runner.results(chunk), key=lambda result: chunk.index(result.made)):
+                count += 1
+                wrong = result.verdict.kind != "right"
+                if wrong and right.results([result.program])[0].verdict.kind == "right":
+                    runner.pool.close()
+                    return count, f"{result.verdict.kind}: {result.verdict.what.splitlines()[0][:80]}"
+        runner.pool.close()
+    return count, "right"
 
 
-def table(names: str, flags: list[str]) -> str:
+def table(names: str, count: int, seed: int) -> str:
     """Markdown: for each remedy, after how many programs it was missed.
 
     Args:
         names: Beginnings of the remedies' names, separated by commas; empty for all.
-        flags: Flags of the runs.
+        count: After how many programs to give up.
+        seed: Of the programs.
     """
-    lines = ["| without | programs until found | verdict | seconds |", "|---|---|---|---|"]
+    lines = ["| without | programs until found | verdict |", "|---|---|---|"]
+    right = Runner()
     for remedy in REMEDIES:
         if remedy.name.startswith(tuple(names.split(","))):
-            start = time.time()
-            count, verdict = find(remedy, flags)
-            lines.append(f"| {remedy.name} | {count} | {verdict} | {time.time() - start:.0f} |")
+            only = {name: values for name, values in (("ranks", remedy.ranks), ("mesh", remedy.mesh)) if values}
+            number, verdict = find(remedy, programs(count, seed, only, list(KINDS)), right)
+            lines.append(f"| {remedy.name} | {number} | {verdict} |")
             print(lines[-1], file=sys.stderr, flush=True)
+    right.pool.close()
     return "\n".join(lines) + "\n"
-
-
-def still_right(script: str, original: str) -> bool:
-    """Whether a program that is not right here is right with the project in another folder."""
-    with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
-        file.write(script)
-        file.flush()
-        command = [sys.executable, "-W", "ignore", file.name]
-        environment = os.environ | {"PYTHONPATH": original}
-        return subprocess.run(command, env=environment, capture_output=True, check=False).returncode == 0

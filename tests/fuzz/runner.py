@@ -12,7 +12,7 @@ from typing import NamedTuple
 from tests.ranks import RankFailure, RankPool
 
 from .network import CHOICES as FEATURES
-from .program import SECONDS, Program, Step, Verdict, run
+from .program import SECONDS, Program, Step, Verdict, run_in
 from .settings import CHOICES
 from .steps import KINDS
 
@@ -47,11 +47,13 @@ class Runner:
 
     Args:
         torchs: Run the sharded side with torch's FSDP2.
+        project: The folder of the project to run, if it is not this one.
     """
 
-    def __init__(self, torchs: bool = False) -> None:
+    def __init__(self, torchs: bool = False, project: str = "") -> None:
         self.pool = RankPool()
         self.torchs = torchs
+        self.project = project
 
     def verdicts(self, programs: list[Program], seconds: int = SECONDS) -> list[Verdict]:
         """Verdicts of the first programs, at least of one. All have the same number of ranks.
@@ -68,8 +70,8 @@ class Runner:
                 self.pool.close()
             with contextlib.redirect_stdout(io.StringIO()), tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
                 try:
-                    arguments = programs, self.torchs, Path(folder), seconds
-                    verdicts = self.pool.run(programs[0].setting.ranks, run, *arguments)[0]
+                    arguments = self.project, programs, self.torchs, Path(folder), seconds
+                    verdicts = self.pool.run(programs[0].setting.ranks, run_in, *arguments)[0]
                 finally:
                     notes = [file.read_text().split(" ", 1) for file in Path(folder).glob("?")]
                     traces = "\n".join(file.read_text() for file in Path(folder).glob("*.trace"))
