@@ -35,10 +35,11 @@ def main() -> int:
         torchs.pool.close()
     defects = _by_signature(results)
     text = table(results, control, seconds)
-    for found in sorted(defects, key=len, reverse=True):
-        shortest = min(found, key=lambda result: len(result.program.steps))
-        text += defect(found, runner.reduce(shortest, arguments.reduce))
+    for found in defects:
+        text += defect(found, runner.reduce(_shortest(found), arguments.reduce))
     runner.pool.close()
+    text += "\n# With torch's FSDP2\n" if control else ""
+    text += "".join(defect(found, _shortest(found)) for found in _by_signature(control))
     arguments.out.mkdir(exist_ok=True)
     (arguments.out / "table.md").write_text(text)
     print(text)
@@ -65,7 +66,11 @@ def _by_signature(results: list[Result]) -> list[list[Result]]:
     for result in results:
         if result.verdict.kind != "right":
             found.setdefault(result.signature, []).append(result)
-    return list(found.values())
+    return sorted(found.values(), key=len, reverse=True)
+
+
+def _shortest(found: list[Result]) -> Result:
+    return min(found, key=lambda result: len(result.program.steps))
 
 
 def _run(runner: Runner, made: Iterator[Program], end: float) -> list[Result]:
