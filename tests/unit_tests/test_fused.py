@@ -116,7 +116,7 @@ def _shard(way: Way, strategy: str, fused: bool = True) -> MegatronFSDP:
     torch.manual_seed(3)
     settings = {"mixed_precision_policy": FP32, **way.settings}
     config = FSDPConfig(zero_dp_strategy=strategy, fused_weight_gradients=fused, **settings)
-    return MegatronFSDP(FusedModel(way).to(device(), way.dtype), config, fsdp_unit_modules=[Block])
+    return MegatronFSDP(FusedModel(way).to(device(), way.dtype), config=config, fsdp_unit_modules=[Block])
 
 
 def _gradients(sharded: MegatronFSDP, micro_batches: int, accumulates: bool) -> dict[str, torch.Tensor]:
@@ -316,7 +316,7 @@ def _freeze(strategy: str) -> None:
     model = FusedModel(Way()).to(device())
     model.blocks[0].requires_grad_(False)
     config = FSDPConfig(zero_dp_strategy=strategy, mixed_precision_policy=FP32, fused_weight_gradients=True)
-    sharded = MegatronFSDP(model, config, fsdp_unit_modules=[Block])
+    sharded = MegatronFSDP(model, config=config, fsdp_unit_modules=[Block])
     frozen = _gradients(sharded, 1, False)
     assert frozen and not any(name.startswith("blocks.0.") for name in frozen)
     for entry in sharded.engine.params():
@@ -407,7 +407,7 @@ def _writes(strategy: str, dtype: torch.dtype) -> None:
 
     model = nn.Sequential(Layer(), Layer()).to(device(), dtype)
     config = FSDPConfig(zero_dp_strategy=strategy, mixed_precision_policy=FP32, fused_weight_gradients=True)
-    sharded = MegatronFSDP(model, config, fsdp_unit_modules=[Layer])
+    sharded = MegatronFSDP(model, config=config, fsdp_unit_modules=[Layer])
     with (
         patch.object(Reduction, "new_flat", buffer),
         patch.object(Reduction, "over_inner", reduce),

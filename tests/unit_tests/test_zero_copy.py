@@ -81,7 +81,7 @@ def _copied(dtype: torch.dtype, strategy: str) -> tuple[dict[str, int], int, int
     weights.all_gather = reduction.reduce_scatter = lambda *args: None
     policy = MixedPrecisionPolicy(main_grads_dtype=torch.float32)
     config = FSDPConfig(zero_dp_strategy=strategy, mixed_precision_policy=policy)
-    model = MegatronFSDP(TinyModel().to(dtype), config, fsdp_unit_modules=[Block])
+    model = MegatronFSDP(TinyModel().to(dtype), config=config, fsdp_unit_modules=[Block])
     group = model.engine.groups[-1]
     group.weights.invalidate()
     with _CountCopies() as gather:

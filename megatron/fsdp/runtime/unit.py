@@ -107,9 +107,12 @@ class Unit:
         self._shows_compute = False
         self._depth = 0
         # See [Note: versions of compute weights].
-        apart = [g for g in groups if g.storage is None and (g.weights.temporary or g.weights.main_is_apart)]
+        plain = [group for group in groups if group.storage is None]
+        apart = [g for g in plain if g.weights.temporary or g.weights.main_is_apart]
         self._versioned = [param for group in apart for param in group.params]
+        self._sharing = [param for group in plain if group not in apart for param in group.params]
         self._versions: list[int] = []
+        self._versions_of_main: list[int] = []
         self._end: Any = None
 
     def __repr__(self) -> str:
@@ -283,12 +286,18 @@ class Unit:
         a graph can read them after they were resharded and unsharded again, unless the weight was changed meanwhile,
         as in an unsharded model. Resharded weights have another version, so that backward cannot read freed memory, or
         that of another unit, through a part of the graph that no hook guards. Weights whose memory contains the main
-        weights count their versions themselves.
+        weights count writes in forward themselves, and get those of their main weights added.
         """
         with torch._C.DisableTorchFunctionSubclass():
             self._versions = [2 * param.main._version + (not readable) for param in self._versioned]
+            of_main = [param.main._version for param in self._sharing]
         weights = [param.compute for param in self._versioned]
         torch._C._autograd._unsafe_set_version_counter(tuple(weights), tuple(self._versions))
+        if of_main != self._versions_of_main:
+            before = self._versions_of_main or of_main
+            written = [p.compute for p, now, was in zip(self._sharing, of_main, before, strict=True) if now != was]
+            torch._C._increment_version(written)
+            self._versions_of_main = of_main
 
     def _check_not_written(self) -> None:
         """Raise if the module's forward has written a weight: the next unshard would undo that."""
