@@ -7,32 +7,9 @@ from megatron.fsdp.sharding.mesh import MeshIndex
 
 
 class FSDPDistributedIndex(MeshIndex):
-    """The axes of a device mesh that the engine uses.
+    """The axes of a device mesh to shard over: a :class:`megatron.fsdp.sharding.mesh.MeshIndex` with more getters.
 
-    Args:
-        device_mesh: Mesh that contains this rank.
-        dp_shard_dim: Name of the inner axis: the one that parameters, gradients and optimizer state are sharded over.
-            It may be the name of a flattened sub-mesh. None: the only axis of the mesh.
-        dp_outer_dim: Name of the outer axis, over which the inner one is replicated (HSDP, hybrid FSDP).
-        tp_dim: Name of the tensor-parallel axis, if the mesh has one.
-        hybrid_fsdp_group: Process group of all ranks of both data-parallel axes. None: created if there is an outer
-            axis.
-        hybrid_fsdp_expt_group: The corresponding group of ``expt_device_mesh``.
-        hsdp_outer_dp_shard: Whether the optimizer state is sharded over the outer axis. The strategy decides that; the
-            value is kept as an attribute for callers.
-        expt_device_mesh: Mesh of expert parameters (those whose ``allreduce`` attribute is False), with the same axis
-            names. A mesh without these axes is ignored unless the model has experts.
-        fsdp_group_ag: A separate process group with the ranks of the inner axis, which lets all-gathers run
-            concurrently with reductions.
-        expt_fsdp_group_ag: The corresponding group of ``expt_device_mesh``.
-
-    Attributes:
-        dense: Axes of all parameters except experts.
-        experts: Axes of experts; equal to ``dense`` without ``expt_device_mesh``.
-
-    Raises:
-        ValueError: A name is not an axis of the mesh, no name is given for a mesh with several axes, or the ranks of a
-            group differ from those of its axes.
+    The arguments are those of ``MeshIndex``: ``device_mesh``, the names of its axes, and process groups.
     """
 
     @property
