@@ -17,13 +17,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-from megatron.fsdp.buffers import quantizing, weights
+from megatron.fsdp.buffers import quantizing
 from megatron.fsdp.buffers.parameter import TENSOR_PARALLEL
 from megatron.fsdp.checkpoint.backend import Reader, Writer
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.quantized.float8 import Float8Storage, Float8Tensor
 from megatron.fsdp.state.consistency import inconsistent_weights
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard, fully_shard_model
+from tests.exchanges import seen
 from tests.models import DEVICE, STRATEGIES, Block, TinyModel, batches, loss_of
 from tests.quantized_models import (
     ANYWHERE,
@@ -288,11 +289,11 @@ def _gathered(model: nn.Module, kind: str) -> tuple[int, int]:
         block.norm, block.up.bias = nn.Identity(), None
     sharded, optimizer = sharded_model(kind, model)
     train(sharded, optimizer, batches(1, dist.get_world_size()))
-    with patch.object(weights, "all_gather", wraps=weights.all_gather) as gather:
+    with seen("all_gather") as gathers:
         train(sharded, optimizer, batches(1, dist.get_world_size()))
     of_blocks = [group.weights for unit in sharded.engine.units[1:] for group in unit.groups]
     places = {each.compute.flat.untyped_storage()._cdata for each in of_blocks}
-    sent = [call.args[0] for call in gather.call_args_list]
+    sent = [output for output, *_ in gathers]
     resident = sum(each.resident.nbytes for each in of_blocks if each.resident is not None)
     assert places and all(each.stream is of_blocks[0].stream for each in of_blocks)
     names = {each.layout.numel for each in of_blocks}

@@ -3,7 +3,6 @@
 import functools
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,10 +10,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from megatron.fsdp.buffers import weights
 from megatron.fsdp.quantized.storage import Direction
 from megatron.fsdp.state.consistency import inconsistent_weights
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model
+from tests.exchanges import seen
 from tests.models import batches
 from tests.quantized_models import (
     FORMATS,
@@ -233,9 +232,9 @@ def _gathers(format: str) -> None:
     sharded, optimizer = sharded_model("optim_grads_params", model)
     data = batches(2, dist.get_world_size())
     train(sharded, optimizer, data[:1])
-    with patch.object(weights, "all_gather", wraps=weights.all_gather) as gather:
+    with seen("all_gather") as gathers:
         train(sharded, optimizer, data[1:])
-    sent = [call.args[0] for call in gather.call_args_list]
+    sent = [output for output, *_ in gathers]
     quantized = sum(tensor.nbytes for tensor in sent if tensor.dtype == torch.uint8)
     # The last of three blocks stays unsharded between forward and backward if these read the same bytes.
     uses = 6 if format == "mx" else 5

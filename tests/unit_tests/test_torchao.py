@@ -7,7 +7,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,10 +15,10 @@ import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp
 from torch import nn
 
-from megatron.fsdp.buffers import weights
 from megatron.fsdp.buffers.flat_buffer import storage_id
 from megatron.fsdp.state.consistency import inconsistent_weights
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard, fully_shard_model
+from tests.exchanges import seen
 from tests.models import TinyModel, batches, device, loss_of
 from tests.quantized_models import KINDS, Reference, arguments, exact, recompute, shard_in_place, sharded_model, train
 from tests.ranks import RankPool
@@ -279,9 +278,9 @@ def _gathered(gather: bool) -> int:
     sharded, optimizer = sharded_model("optim_grads_params", model)
     train(sharded, optimizer, batches(1, dist.get_world_size()))
     whole = {group.layout.numel for unit in sharded.engine.units[1:] for group in unit.groups}
-    with patch.object(weights, "all_gather", wraps=weights.all_gather) as calls:
+    with seen("all_gather") as gathers:
         train(sharded, optimizer, batches(1, dist.get_world_size()))
-    return sum(call.args[0].nbytes for call in calls.call_args_list if call.args[0].numel() in whole)
+    return sum(output.nbytes for output, *_ in gathers if output.numel() in whole)
 
 
 def _halves() -> None:
