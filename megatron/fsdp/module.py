@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron.fsdp.comm.collectives import AllGather, AllReduce, ReduceScatter
 from megatron.fsdp.comm.process_groups import require_process_group
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.helpers.arguments import METHODS, check_type
@@ -204,6 +205,37 @@ class ShardedModel(nn.Module):
         if not any(name.startswith("module.") for param in self.engine.params() for name in param.names):
             state_dict = with_prefix(state_dict, "module.", self.engine.params())
         return load(self.engine, self, "module.", state_dict, strict)
+
+    def use_collectives(
+        self,
+        *,
+        all_gather: AllGather | None = None,
+        reduce_scatter: ReduceScatter | None = None,
+        all_reduce: AllReduce | None = None,
+        module: nn.Module | None = None,
+    ) -> None:
+        """Communicate weights and gradients by other operations from now on, such as a compressed reduction.
+
+        :class:`megatron.fsdp.comm.collectives.Collectives` says what each operation has to do. All ranks must call this
+        at the same point, outside of forward and backward.
+
+        Args:
+            all_gather: Gathers weights. None: as before.
+            reduce_scatter: Reduces gradients to shards. It gets them in the dtype of communication.
+            all_reduce: Reduces gradients of which every rank needs the sum, as with ``no_shard`` or HSDP.
+            module: Only those of the unit that contains this module. None: those of all units.
+
+        Raises:
+            ValueError: ``module`` is no part of the model.
+        """
+        unit = None if module is None else self.engine.unit_around(module)
+        if module is not None and unit is None:
+            raise ValueError(f"module: expected a module of the sharded model; got a {type(module).__name__}.")
+        given = {"all_gather": all_gather, "reduce_scatter": reduce_scatter, "all_reduce": all_reduce}
+        names = [f"{name}={getattr(f, '__qualname__', type(f).__name__)}" for name, f in given.items() if f is not None]
+        # Recorded, so that ranks that use different ones are reported.
+        self.engine.context.channel.note(f"use collectives {', '.join(names)}", [])
+        self.engine.use_collectives(unit, **given)
 
     @torch.no_grad()
     def average_buffers(self) -> None:

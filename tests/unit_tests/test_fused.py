@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron.fsdp.buffers.reduction import Reduction
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron_fsdp import FSDPConfig, MegatronFSDP, MixedPrecisionPolicy
+from tests.exchanges import wrapped
 from tests.models import STRATEGIES, Block, TinyModel, batches, device, loss_of
 from tests.ranks import RankPool
 
@@ -372,10 +373,9 @@ class _Writes(TorchDispatchMode):
 
 
 def _writes(strategy: str, dtype: torch.dtype) -> None:
-    from megatron.fsdp.buffers import reduction
     from megatron.fsdp.buffers.parameter_group import ParameterGroup
 
-    writes, scatter = _Writes(), reduction.reduce_scatter
+    writes = _Writes()
     new_flat, over_inner = Reduction.new_flat, Reduction.over_inner
 
     def buffer(*args: Any) -> torch.Tensor:
@@ -388,13 +388,16 @@ def _writes(strategy: str, dtype: torch.dtype) -> None:
         with writes:  # tasks have their own thread
             return over_inner(self, placed, total)
 
-    def collective(shard: torch.Tensor, flat: torch.Tensor, *args: Any) -> None:
-        assert flat.untyped_storage().data_ptr() in writes.buffers, "it sends the buffer that kernels have written"
-        assert shard.numel() * 2 == flat.numel()
-        writes.seen.append(("collective", flat.nbytes))
-        assert torch.isfinite(flat).all(), "padding is zero"
-        with _disable_current_modes():
-            scatter(shard, flat, *args)
+    def checked(scatter: Callable[..., Any]) -> Callable[..., Any]:
+        def collective(shard: torch.Tensor, flat: torch.Tensor, *args: Any) -> None:
+            assert flat.untyped_storage().data_ptr() in writes.buffers, "it sends the buffer that kernels have written"
+            assert shard.numel() * 2 == flat.numel()
+            writes.seen.append(("collective", flat.nbytes))
+            assert torch.isfinite(flat).all(), "padding is zero"
+            with _disable_current_modes():
+                scatter(shard, flat, *args)
+
+        return collective
 
     class Layer(nn.Module):
         def __init__(self) -> None:
@@ -411,7 +414,7 @@ def _writes(strategy: str, dtype: torch.dtype) -> None:
     with (
         patch.object(Reduction, "new_flat", buffer),
         patch.object(Reduction, "over_inner", reduce),
-        patch.object(reduction, "reduce_scatter", collective),
+        wrapped(reduce_scatter=checked),
     ):
         for _ in range(2):
             writes.seen.clear()

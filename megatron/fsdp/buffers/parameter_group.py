@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -163,6 +164,12 @@ class ParameterGroup:
             shards.append(WeightShard(param.compute, self.weights.main[start:stop], part.start, planes))
         batch.add(self.storage, self.weights.shared_by(), shards)
         self.weights.batch = batch
+
+    def use_collectives(self, **operations: Any) -> None:
+        """Communicate by other operations from now on; see :meth:`Collectives.replaced`. No task may be in flight."""
+        self.weights.collectives = self.weights.collectives.replaced(**operations)
+        reduction = self.gradients.reduction
+        reduction.use(reduction.dtypes, reduction.collectives.replaced(**operations))
 
     def is_divided(self, i: int) -> bool:
         """True if no rank holds all of parameter ``i``."""

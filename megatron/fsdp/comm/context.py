@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.fsdp.comm.backends import is_on_host, moves_data, runs_ahead
-from megatron.fsdp.comm.collectives import all_gather, all_reduce
+from megatron.fsdp.comm.collectives import all_reduce, collectives_of
 from megatron.fsdp.comm.journal import Channel, report_on_failure
 from megatron.fsdp.comm.streams import Stream, communication_stream
 
@@ -111,7 +111,8 @@ class CommContext:
         row = torch.zeros(int(size) + 1, dtype=torch.int64, device=self.device)
         row[: len(numbers) + 1] = torch.tensor([len(numbers), *numbers], dtype=torch.int64, device=self.device)
         rows = torch.empty(group.size() * row.numel(), dtype=torch.int64, device=self.device)
-        self.stream.run(functools.partial(all_gather, rows, row, group)).wait()
+        gather = collectives_of(group, self.device).all_gather
+        self.stream.run(functools.partial(gather, rows, row, group)).wait()
         return [r[1 : r[0] + 1] for r in rows.view(group.size(), -1).tolist()]
 
 

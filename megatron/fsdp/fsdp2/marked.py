@@ -64,6 +64,7 @@ class Mark:
         requires_all_reduce: Whether gradients are reduced over the outer axis.
         is_last_backward: Whether the next backward is the last one before the optimizer's step.
         divisor: Divides the sum of gradients. None: the number of ranks.
+        collectives: Operations that communicate the unit's weights and gradients in place of the engine's.
         model: Returns the model that the module belongs to; None before it is sharded or after it is deleted.
         unit: Returns the module's unit in that model; None also if the module has no parameters.
     """
@@ -82,6 +83,7 @@ class Mark:
     requires_all_reduce: bool = True
     is_last_backward: bool = True
     divisor: float | None = None
+    collectives: dict[str, Any] = field(default_factory=dict)
     model: "Callable[[], InPlaceModel | None]" = field(default=lambda: None)
     unit: Callable[[], Unit | None] = field(default=lambda: None)
 
@@ -164,7 +166,10 @@ class InPlaceModel:
         for mark in self.marks:
             mark.model = weakref.ref(self)
         for unit, part in zip(engine.units, blueprint.root.walk(), strict=True):
-            mark_of(part.module).unit = weakref.ref(unit)
+            mark = mark_of(part.module)
+            mark.unit = weakref.ref(unit)
+            if mark.collectives:
+                engine.use_collectives(unit, **mark.collectives)
         # A parameter's sites name the modules that it is registered with, so that main and compute weights can be
         # swapped there. The outermost module owns the engine and must not be held by it, so a stand-in that shares its
         # dict of parameters replaces it.

@@ -153,6 +153,17 @@ class Engine:
         """For each flag, whether any rank has set it. A collective: all ranks pass the same number of flags."""
         return self.context.any_rank(flags).read()
 
+    def use_collectives(self, unit: Unit | None = None, **operations: Any) -> None:
+        """Communicate weights and gradients by other operations from now on. All ranks call it at the same point.
+
+        Args:
+            unit: Only those of this unit. None: all.
+            operations: See :meth:`megatron.fsdp.comm.collectives.Collectives.replaced`.
+        """
+        self.context.join()  # what was issued before ends with the operations that it began with, on every rank
+        for group in self.groups if unit is None else unit.groups:
+            group.use_collectives(**operations)
+
     def average_buffers(self, module: nn.Module) -> None:
         """Replace floating-point buffers of ``module`` by their mean over the data-parallel ranks. A collective."""
         size = self.index.dense.dp_group.size()
