@@ -13,12 +13,11 @@ from torch import nn
 from megatron.fsdp.comm.process_groups import require_process_group
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.ddp_config import DistributedDataParallelConfig, from_megatron, to_megatron
-from megatron.fsdp.helpers.arguments import METHODS, check_type, described
+from megatron.fsdp.helpers.arguments import check_type, described
 from megatron.fsdp.helpers.notes import add_note
 from megatron.fsdp.quantized.storage import KEEP_TRANSPOSE, Direction, storage_of
 from megatron.fsdp.runtime.builder import build_engine, make_blueprint
-from megatron.fsdp.runtime.other_engines import reject_other_engines
-from megatron.fsdp.runtime.partition import UnitClasses, is_wrapped, root_modules
+from megatron.fsdp.runtime.partition import UnitClasses, root_modules
 from megatron.fsdp.runtime.structure import reject_conversion
 from megatron.fsdp.runtime.unit import WeightState
 from megatron.fsdp.sharding.mesh import FSDPDistributedIndex
@@ -139,7 +138,6 @@ class MegatronFSDP(nn.Module):
         blueprint.agreement.wait(blueprint.channel)
         self.module = module
         self.engine = build_engine(blueprint)
-        reject_other_engines(self, is_wrapped)
         hook_state_dict(self.engine, (self, *root_modules(module)))
         adapt_pretrained(self)
         self.engine.broadcast_weights()
@@ -488,8 +486,6 @@ class MegatronFSDP(nn.Module):
             module = self.__dict__.get("_modules", {}).get("module")
             if module is None or name.startswith("_"):
                 raise
-        if name in METHODS and not hasattr(module, name):
-            raise AttributeError(f"{type(self).__name__} and {type(module).__name__} have no {name!r}. {METHODS[name]}")
         return getattr(module, name)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "MegatronFSDP":
