@@ -10,12 +10,11 @@ from torch import nn
 from megatron.fsdp.comm.collectives import AllGather, AllReduce, ReduceScatter
 from megatron.fsdp.comm.process_groups import require_process_group
 from megatron.fsdp.config import FSDPConfig
-from megatron.fsdp.helpers.arguments import METHODS, check_type
+from megatron.fsdp.helpers.arguments import check_type
 from megatron.fsdp.helpers.notes import add_note
 from megatron.fsdp.quantized.storage import KEEP_TRANSPOSE, storage_of
 from megatron.fsdp.runtime.builder import build_engine, make_blueprint
-from megatron.fsdp.runtime.other_engines import reject_other_engines
-from megatron.fsdp.runtime.partition import UnitClasses, is_wrapped, root_modules
+from megatron.fsdp.runtime.partition import UnitClasses, root_modules
 from megatron.fsdp.runtime.structure import reject_conversion
 from megatron.fsdp.sharding.mesh import MeshIndex
 from megatron.fsdp.state.export import adapt_pretrained
@@ -82,7 +81,6 @@ class ShardedModel(nn.Module):
         blueprint.agreement.wait(blueprint.channel)
         self.module = module
         self.engine = build_engine(blueprint)
-        reject_other_engines(self, is_wrapped)
         hook_state_dict(self.engine, (self, *root_modules(module)))
         adapt_pretrained(self)
         self.engine.broadcast_weights()
@@ -253,8 +251,6 @@ class ShardedModel(nn.Module):
             module = self.__dict__.get("_modules", {}).get("module")
             if module is None or name.startswith("_"):
                 raise
-        if name in METHODS and not hasattr(module, name):
-            raise AttributeError(f"{type(self).__name__} and {type(module).__name__} have no {name!r}. {METHODS[name]}")
         return getattr(module, name)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "ShardedModel":

@@ -28,8 +28,8 @@ from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.optim.hooks import attach_at_first_use, attach_if_needed, watch_steps
 from megatron.fsdp.runtime.agreement import as_text, checksum, difference, receive
 from megatron.fsdp.runtime.builder import UnitSettings, build_engine, make_blueprint
-from megatron.fsdp.runtime.other_engines import check_no_other_engine, reject_other_engines
-from megatron.fsdp.runtime.partition import UnitPart, is_wrapped, partition, root_modules
+from megatron.fsdp.runtime.other_engines import check_no_other_engine
+from megatron.fsdp.runtime.partition import UnitPart, partition, root_modules
 from megatron.fsdp.runtime.unit import Unit
 from megatron.fsdp.sharding.mesh import MeshIndex, default_index
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
@@ -177,7 +177,6 @@ class InPlaceModel:
         stand_in.__dict__["_parameters"] = root._parameters
         for param in engine.params():
             param.sites = [(stand_in if owner is root else owner, name) for owner, name in param.sites]
-        reject_other_engines(root, is_wrapped)
         hook_state_dict(engine, root_modules(root))
         attach_at_first_use(engine)
         self.update_sync()
