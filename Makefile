@@ -1,12 +1,12 @@
 # `make` or `make help` lists the commands. Everything runs in .venv, which `make install` creates.
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow slow-reduced lint typecheck unit functional torch-versions torch-reduced python-versions mcore-versions parity parity-nd fuzz bench bench-report docs docs-serve gpu-test gpu-checks gpu-bench compatibility dist wheel clean clean-demo
+.PHONY: help install demo test test-slow slow-reduced lint typecheck unit functional torch-versions torch-reduced python-versions mcore-versions parity fuzz bench bench-report docs docs-serve gpu-test gpu-checks gpu-bench compatibility dist wheel clean clean-demo
 
 PYTHON := .venv/bin/python
 STAMP := .venv/.installed
 DEMO_FLAGS ?=
-PARITY_FLAGS ?=
+PARITY_FLAGS ?= --only "data parallel" --iterations 20
 FUZZ_FLAGS ?=
 BENCH_FLAGS ?=
 PYTEST_FLAGS ?=
@@ -105,11 +105,8 @@ $(TORCH_STAMPS): .venv-torch-%/.installed: constraints.txt pyproject.toml
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(@D)/bin/python -m pip install --quiet --constraint $(@D)/constraints.txt 'torch==$*' --editable '.[mcore,convert,test]'
 	@touch $@
 
-parity: install ## train with Megatron's DDP and with each strategy in Megatron's loop, and compare (PARITY_FLAGS="--ranks 2")
+parity: install ## train with Megatron's DDP and with FSDP in its loop, and compare; all cases with PARITY_FLAGS="--markdown docs/parallelism.md"
 	@$(PYTHON) -W ignore tools/parity.py $(PARITY_FLAGS)
-
-parity-nd: install ## parity combined with tensor, pipeline, context and expert parallelism; write docs/parallelism.md (PARITY_FLAGS="--only TP")
-	@$(PYTHON) -W ignore tools/parity_nd.py --markdown docs/parallelism.md $(PARITY_FLAGS)
 
 fuzz: install ## run random programs plain and sharded, and compare; write fuzz_output/table.md (FUZZ_FLAGS="--programs 500")
 	@$(PYTHON) -W ignore -m tests.fuzz $(FUZZ_FLAGS)
