@@ -17,7 +17,6 @@ from torch import nn
 
 from megatron.fsdp.buffers.flat_buffer import storage_id
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard, fully_shard_model
-from tests.exchanges import seen
 from tests.models import TinyModel, batches, device, loss_of
 from tests.quantized_models import Reference, arguments, exact, float8, quantized_model, sharded_model, train
 from tests.ranks import RankPool

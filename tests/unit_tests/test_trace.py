@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron.fsdp import fsdp2
 from megatron.fsdp.tools.trace import Kind, RankTrace, Row, Span, Timeline, trace_step
 from megatron.fsdp.tools.trace.plot import short_names
-from megatron.fsdp.tools.trace.timeline import mark_late_ranks
+from megatron.fsdp.tools.trace.spans import mark_late_ranks
 from megatron.fsdp.tools.trace.watch import StepWatcher
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
 from tests.exchanges import wrapped

@@ -24,7 +24,8 @@ from megatron.fsdp.module import ShardedModel
 from megatron.fsdp.runtime.engine import Engine, engines_of
 from megatron.fsdp.tools.trace.clock import Meeting, clock_of, meet, offset
 from megatron.fsdp.tools.trace.recorder import StepRecorder
-from megatron.fsdp.tools.trace.timeline import Kind, RankTrace, Row, Span, Timeline, UnitTimes, mark_late_ranks
+from megatron.fsdp.tools.trace.spans import Kind, RankTrace, Row, Span, UnitTimes, mark_late_ranks
+from megatron.fsdp.tools.trace.timeline import Timeline
 
 __all__ = ["Kind", "RankTrace", "Row", "Span", "Timeline", "UnitTimes", "trace_step"]
 

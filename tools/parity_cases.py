@@ -1,37 +1,10 @@
-"""Trains with Megatron's DDP and with our FSDP in the same topology in Megatron's training loop, and compares them.
+"""What tools/parity.py trains with Megatron's DDP and with our FSDP: topologies, models and options of the loop."""
 
-    python tools/parity_nd.py [--only TEXT ...] [--strategies ...] [--iterations 10] [--markdown FILE]
-
-The cases cover tensor, pipeline, context and expert parallelism, hybrid sharding, kinds of models, and options of the
-loop. The loss and gradient norm of every iteration must agree to six significant digits. This holds for bf16 as well if
-gradients are not clipped, because a sum over two data-parallel ranks does not depend on the order. Exits with 1 if a
-run does not agree.
-"""
-
-import argparse
 import json
-import sys
-import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from tools.parity import DDP, STRATEGIES, Difference, fsdp_arguments, write_corpus  # noqa: E402
-from tools.real_loop import Run, RunFailure, run  # noqa: E402
-
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 SHARDED = STRATEGIES[1:]
-# The largest difference of numbers that agree to six significant digits.
-SIX_DIGITS = 1e-6
-# For counts of thousands of zeros: an almost-zero sum may be exactly zero in one order of addition and not in another.
-FEW = 1e-3
-# Megatron requires it for tensor and context parallelism with DDP, and forbids it with FSDP.
-DDP_ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 ROPE = "--position-embedding-type rope --kv-channels 16"
 LLAMA = (
@@ -119,6 +92,8 @@ class Case:
         only_fsdp: Further arguments for FSDP.
         overlaps: Whether FSDP overlaps communication with compute.
         has_norm: Whether both compute a gradient norm. Without clipping, Megatron computes it only with DDP.
+        orders: Further arguments of DDP, in which it adds gradients in another order. On average, losses must then be
+            as close to one of DDP's runs as these are to each other.
     """
 
     kind: str
@@ -132,6 +107,7 @@ class Case:
     only_fsdp: str = ""
     overlaps: bool = True
     has_norm: bool = True
+    orders: tuple[str, ...] = ()
 
 
 def _topology(name: str, ranks: int, arguments: str, **others: object) -> Case:
@@ -148,6 +124,40 @@ def _parallel(name: str, arguments: str, *parallel: str, **others: object) -> tu
     return tuple(cases)
 
 
+def _data_parallel() -> tuple[Case, ...]:
+    """Numbers of ranks and micro-batches, with dropout, and sizes that no number of ranks divides.
+
+    bf16 without clipping: the gradient norm, whose terms we add in a different order, then has no effect.
+    """
+    dropout = "--attention-dropout 0.1 --hidden-dropout 0.1"
+    cases = []
+    for ranks in (2, 3, 4):
+        for batches in (1, 4):
+            name = f"{ranks} ranks, {batches} micro-batch{'es' * (batches > 1)}"
+            common = {"layers": 3, "batch": ranks * batches}
+            cases += [
+                Case("data parallel", f"{name}, fp32", ranks, dropout, **common),  # type: ignore[arg-type]
+                Case("data parallel", f"{name}, bf16", ranks, dropout, **common, bf16=True, orders=DDP_ORDERS),  # type: ignore[arg-type]
+                Case(
+                    "data parallel",
+                    f"{name}, bf16, not clipped",
+                    ranks,
+                    f"{dropout} --clip-grad 1000",
+                    **common,  # type: ignore[arg-type]
+                    bf16=True,
+                    orders=DDP_ORDERS,
+                ),
+            ]
+    return tuple(cases)
+
+
+# The same sums in a different order: with smaller buckets, dividing after the sum instead of before it, and reducing
+# whole gradients instead of shards.
+DDP_ORDERS = (
+    "--use-distributed-optimizer --ddp-bucket-size 20000 --overlap-grad-reduce",
+    "--use-distributed-optimizer --ddp-average-in-collective",
+    "",
+)
 ONE = ("optim_grads_params",)
 TP, PP, EP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--expert-model-parallel-size 2"
 SHORT = {TP: "TP 2", PP: "PP 2", EP: "EP 2"}
@@ -168,6 +178,7 @@ FSDP_DTYPES = " ".join(
 )
 
 CASES = (
+    *_data_parallel(),
     _topology("TP 2", 4, TP),
     _topology("TP 2, sequence parallel", 4, f"{TP} --sequence-parallel"),
     _topology("TP 2, sequence parallel, query and key norms", 4, f"{TP} --sequence-parallel --qk-layernorm"),
@@ -338,145 +349,3 @@ CASES = (
     Case("option", "max-pool double buffer", 2, "", ONE, only_fsdp="--megatron-fsdp-max-pool-double-buffer"),
     Case("option", "no Gloo process groups", 2, "--disable-gloo-process-groups --distributed-timeout-minutes 5", ONE),
 )
-
-
-@dataclass
-class Result:
-    """The result of one strategy of a case.
-
-    Attributes:
-        case: The case.
-        strategy: Sharding strategy of FSDP.
-        difference: Difference to DDP; None if a run failed.
-        failure: The error of the run that failed.
-    """
-
-    case: Case
-    strategy: str
-    difference: Difference | None = None
-    failure: str = ""
-
-    @property
-    def good(self) -> bool:
-        """Whether loss, gradient norm, and the other numbers that the case logs agree."""
-        found = self.difference
-        if found is None:
-            return False
-        norm = found.grad_norm if self.case.has_norm else 0.0
-        return max(found.loss, norm, found.params_norm) <= SIX_DIGITS and found.zeros <= FEW
-
-    @property
-    def text(self) -> str:
-        """The result in one line."""
-        if self.difference is None:
-            return f"failed: {self.failure}"
-        logged = {"norm of weights": self.difference.params_norm, "zeros": self.difference.zeros}
-        rest = "".join(f", {name} {value:.0e}" for name, value in logged.items() if value)
-        return f"loss {self.difference.loss:.1e}, norm {self.norm}{rest}"
-
-    @property
-    def norm(self) -> str:
-        """The difference of the gradient norm; a dash if there is none."""
-        return f"{self.difference.grad_norm:.0e}" if self.difference is not None and self.case.has_norm else "-"
-
-
-def model_arguments(case: Case, corpus: Path, iterations: int) -> list[str]:
-    """Return Megatron's arguments for the case's model and data."""
-    text = f"""
-        --num-layers {case.layers} --hidden-size 60 --ffn-hidden-size 172 --num-attention-heads 4 --seq-length 48
-        --max-position-embeddings 48 --make-vocab-size-divisible-by 1 --micro-batch-size 1
-        --global-batch-size {case.batch} --train-iters {iterations} --lr 2e-3 --lr-warmup-iters 2
-        --lr-decay-style constant --clip-grad 1.0
-        --weight-decay 0.1 --seed 1234 --log-interval 1 --eval-iters 1 --eval-interval 1000 --split 90,10,0
-        --tokenizer-type NullTokenizer --vocab-size 256 --data-path {corpus} --no-save-optim
-        --attention-dropout 0 --hidden-dropout 0
-    """
-    return [*text.split(), *case.arguments.split(), *(["--bf16"] if case.bf16 else [])]
-
-
-def train(case: Case, corpus: Path, iterations: int, strategy: str | None) -> Run:
-    """Train with a strategy of FSDP, or with DDP if ``strategy`` is None."""
-    common = model_arguments(case, corpus, iterations)
-    if strategy is None:
-        return run([*common, *DDP], case.ranks, environment=DDP_ENVIRONMENT)
-    flags = [word for word in fsdp_arguments(strategy) if case.overlaps or not word.startswith("--overlap")]
-    return run([*common, *flags, *case.only_fsdp.split()], case.ranks)
-
-
-def compare(case: Case, corpus: Path, iterations: int, strategies: tuple[str, ...]) -> Iterator[Result]:
-    """Train a case with DDP and with each strategy."""
-    try:
-        reference = train(case, corpus, iterations, None)
-    except RunFailure as failure:
-        yield from (Result(case, s, failure=f"DDP: {last_line(failure)}") for s in strategies)
-        return
-    for strategy in strategies:
-        try:
-            difference = Difference.between(reference, train(case, corpus, iterations, strategy))
-            yield Result(case, strategy, difference)
-        except RunFailure as failure:
-            yield Result(case, strategy, failure=last_line(failure))
-
-
-def last_line(failure: RunFailure) -> str:
-    """Return the error message without the log before it."""
-    lines = [line.strip() for line in str(failure).splitlines() if "Error" in line or "error:" in line]
-    return (lines or str(failure).splitlines())[-1][:300]
-
-
-def as_markdown(results: list[Result], iterations: int) -> str:
-    """Return the results as a page's tables."""
-    lines = [f"Over {iterations} iterations.", ""]
-    for kind in dict.fromkeys(result.case.kind for result in results):
-        lines += [
-            f"### {kind.capitalize()}",
-            "",
-            "| | ranks | arguments | strategy | loss | gradient norm | |",
-            "|---|---:|---|---|---:|---:|---|",
-        ]
-        for result in (r for r in results if r.case.kind == kind):
-            case, found = result.case, result.difference
-            numbers = ("-", "-") if found is None else (f"{found.loss:.0e}", result.norm)
-            arguments = " ".join(filter(None, [case.arguments, case.only_fsdp])).replace("|", "\\|")
-            verdict = "equal" if result.good else "**differs**" if found else f"**failed**: {result.failure}"
-            cells = (case.name, case.ranks, f"`{arguments or '-'}`", f"`{result.strategy}`", *numbers, verdict)
-            lines.append(f"| {' | '.join(map(str, cells))} |")
-        lines.append("")
-    return "\n".join(lines)
-
-
-def main() -> int:
-    """Run the cases, print a table, return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=[], help="cases whose kind or name contains one of these texts")
-    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES)
-    parser.add_argument("--iterations", type=int, default=10)
-    parser.add_argument("--markdown", type=Path, help="replace the table between the markers of this page")
-    options = parser.parse_args()
-    console = Console(width=max(Console().width, 130))
-    chosen = [c for c in CASES if not options.only or any(text in f"{c.kind}: {c.name}" for text in options.only)]
-    results: list[Result] = []
-    table = Table("kind", "case", "ranks", "strategy", "largest relative difference", "result")
-    with tempfile.TemporaryDirectory() as folder, console.status("") as status:
-        corpus = write_corpus(Path(folder))
-        for case in chosen:
-            status.update(f"{case.kind}: {case.name}")
-            strategies = tuple(s for s in case.strategies if s in options.strategies)
-            for result in compare(case, corpus, options.iterations, strategies):
-                results.append(result)
-                verdict = "[green]equal[/]" if result.good else "[bold red]DIFFERS[/]"
-                table.add_row(case.kind, case.name, str(case.ranks), result.strategy, escape(result.text), verdict)
-                console.log(f"{case.name}, {result.strategy}: {result.text}", markup=False)
-    console.print(table)
-    failed = sum(not result.good for result in results)
-    console.print("all equal" if not failed else f"{failed} of {len(results)} differ")
-    if options.markdown:
-        before, _, rest = options.markdown.read_text().partition("<!-- results -->\n")
-        _, _, after = rest.partition("<!-- end -->")
-        page = f"{before}<!-- results -->\n\n{as_markdown(results, options.iterations)}\n<!-- end -->{after}"
-        options.markdown.write_text(page)
-    return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
