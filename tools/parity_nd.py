@@ -451,7 +451,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=[], help="cases whose kind or name contains one of these texts")
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES)
     parser.add_argument("--iterations", type=int, default=10)
-    parser.add_argument("--markdown", type=Path, help="replace the table between the markers of this page")
+    parser.add_argument("--markdown", type=Path, help="write the table to this file as well")
     options = parser.parse_args()
     console = Console(width=max(Console().width, 130))
     chosen = [c for c in CASES if not options.only or any(text in f"{c.kind}: {c.name}" for text in options.only)]
@@ -471,10 +471,8 @@ def main() -> int:
     failed = sum(not result.good for result in results)
     console.print("all equal" if not failed else f"{failed} of {len(results)} differ")
     if options.markdown:
-        before, _, rest = options.markdown.read_text().partition("<!-- results -->\n")
-        _, _, after = rest.partition("<!-- end -->")
-        page = f"{before}<!-- results -->\n\n{as_markdown(results, options.iterations)}\n<!-- end -->{after}"
-        options.markdown.write_text(page)
+        options.markdown.parent.mkdir(parents=True, exist_ok=True)
+        options.markdown.write_text(as_markdown(results, options.iterations))
     return 1 if failed else 0
 
 
