@@ -578,18 +578,6 @@ def test_the_first_step_may_have_a_closure(ranks: RankPool) -> None:
     ranks.run(2, _step_with_closure_first)
 
 
-def _early_read() -> None:
-    model = Model().to(device())
-    loss = model.head.weight.pow(2).sum()
-    model = fully_shard_model(model, fsdp_unit_modules=[Block])
-    (loss + model(_batch()).sum()).backward()
-
-
-def test_a_loss_that_has_read_a_parameter_before_sharding_raises(ranks: RankPool) -> None:
-    with pytest.raises(RankFailure, match=r"head\.weight before the model was sharded"):
-        ranks.run(2, _early_read)
-
-
 def _save_empty(folder: str) -> None:
     model = Model()
     model.empty = nn.Parameter(torch.ones(0, 3))

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from megatron.fsdp.buffers.parameter import check_class
+from megatron.fsdp.buffers.parameter import check_class, refuse_early_read
 from megatron.fsdp.comm.backends import compute_device, local_device
 from megatron.fsdp.comm.streams import communication_stream
 from megatron.fsdp.config import FSDPConfig
@@ -247,7 +247,7 @@ def _shard(root: MarkedModule) -> None:
             raise NotImplementedError(f"offload_policy: {name} and the modules around it must have the same policy.")
     check_no_other_engine(root)
     tensors = [t for m in root.modules() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
-    _check_dtypes(partition(root, (MarkedModule,)))
+    _check(partition(root, (MarkedModule,)))
     config = FSDPConfig(
         mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=None),  # each unit has its policy
         sync_module_states=False,  # see equalize()
@@ -270,10 +270,13 @@ def _ranks(index: MeshIndex) -> list[list[int]]:
     return [dist.get_process_group_ranks(group) for group in index.dense.groups]
 
 
-def _check_dtypes(part: UnitPart) -> None:
+def _check(part: UnitPart) -> None:
+    """Raise an error if a parameter cannot be sharded, or has a gradient already."""
     for unit in part.walk():
         for param in unit.params:
             check_class(param.name, param.compute)
+            if param.compute.grad is not None:
+                refuse_early_read(param.name, param.compute.grad)
             mark_of(unit.module).policy.resolve(param.compute.dtype, param.name)
 
 
