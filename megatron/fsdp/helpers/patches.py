@@ -24,7 +24,6 @@ from megatron.fsdp.version import TRIED_MEGATRON, TRIED_TORCH
 logger = logging.getLogger(__name__)
 
 TABLES = (
-    "megatron.fsdp.comm.streams:GROUP_END",
     "megatron.fsdp.dtensor.torch_patches:TORCH",
     "megatron.fsdp.init.deferred:RECORDING",
     "megatron.fsdp.mcore.cpu.changes:METHODS",
