@@ -31,7 +31,6 @@ before the model was sharded.
 """
 
 import functools
-import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -65,8 +64,6 @@ from megatron.fsdp.runtime.unit import Unit, WeightState
 from megatron.fsdp.sharding.layout import parse_granularity
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy as EnginePolicy
 from megatron.fsdp.state.loading import NO_COPY, NO_PICKLE
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=nn.Module | list[nn.Module])
 
@@ -498,20 +495,7 @@ def _resolve_reshard_after_forward(value: bool | int | None, ranks: int) -> bool
         raise ValueError(f"reshard_after_forward: expected a bool or a number of ranks; got {value!r}.")
     if value < 1 or ranks % value:
         raise ValueError(f"reshard_after_forward: expected a divisor of the mesh's {ranks} ranks; got {value}.")
-    if 1 < value < ranks:
-        _log_full_reshard(value, ranks)
     return value > 1
-
-
-@functools.cache
-def _log_full_reshard(value: int, ranks: int) -> None:
-    logger.info(
-        "reshard_after_forward=%d: weights are resharded to all %d ranks. Training is the same; it takes less memory "
-        "than resharding to %d ranks, and the all-gather before backward spans all ranks.",
-        value,
-        ranks,
-        value,
-    )
 
 
 def _check_module(module: nn.Module, placement: Callable[[nn.Parameter], object] | None) -> None:

@@ -265,17 +265,6 @@ class Patches:
         finally:
             self.uninstall()
 
-    def check(self) -> list[str]:
-        """Sentences about names that do not exist and versions that no patch was checked with."""
-        found = []
-        for row in (row for row in self.rows if row.applies):
-            version = row.versions.installed
-            if (problem := row.problem()) is not None:
-                found.append(problem)
-            elif version is not None and not row.versions.cover(version):
-                found.append(f"{row.target}: checked with {row.versions}; installed: {version}.")
-        return found
-
 
 def tables(imported_only: bool = False) -> list[Patches]:
     """All tables of patches.
