@@ -308,8 +308,8 @@ def test_writes_that_nothing_counts(ranks: RankPool) -> None:
     ranks.run(2, _uncounted)
 
 
-def _stale() -> None:
-    """As without sharding, backward does not read weights that a step has changed."""
+def _stale(changed_by: str) -> None:
+    """As without sharding, backward does not read weights that a step or a load has changed."""
     for compute, setting in itertools.product([None, torch.bfloat16], SETTINGS.values()):
         policy = MixedPrecisionPolicy(main_params_dtype=None, compute_dtype=compute)
         arguments = {"fsdp_unit_modules": [Block], "mixed_precision_policy": policy, **setting}
@@ -318,14 +318,18 @@ def _stale() -> None:
         batch = _batch().to(compute)
         pending = model(batch).mean()
         model(batch).mean().backward()
-        optimizer.step()
+        if changed_by == "step":
+            optimizer.step()
+        else:
+            model.load_state_dict({name: 2 * value for name, value in model.state_dict().items()})
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             pending.backward()
         model(batch).mean().backward()  # it is usable afterwards
 
 
-def test_a_pending_backward_does_not_read_newer_weights(ranks: RankPool) -> None:
-    ranks.run(2, _stale)
+@pytest.mark.parametrize("changed_by", ["step", "load"])
+def test_a_pending_backward_does_not_read_newer_weights(ranks: RankPool, changed_by: str) -> None:
+    ranks.run(2, _stale, changed_by)
 
 
 def _kept() -> None:

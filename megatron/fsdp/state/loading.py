@@ -167,6 +167,10 @@ def load(engine: Engine, module: nn.Module, prefix: str, state_dict: Mapping[str
             target.set_extra_state(state_dict[key])
         else:
             target.copy_(state_dict[key])
+    # Values went into the shards. A backward of a loss from before the load must see that the weights have changed.
+    with torch._C.DisableTorchFunctionSubclass():
+        loaded = (wanted[key] for key in keys)
+        torch._C._increment_version([each.main for each in loaded if isinstance(each, ShardedParameter)])
     engine.invalidate_weights()
     return _IncompatibleKeys([k for k in wanted if k not in keys], [k for k in state_dict if k not in keys])
 
