@@ -18,7 +18,7 @@ WITH_TORCH = {"torch", "typing_extensions"}
 # Distributions that are imported on first use.
 OPTIONAL = {"state/export.py": {"safetensors"}, "quantized/torchao.py": {"torchao"}}
 
-# The most lines of code of each package, without blank lines, comments and docstrings. Sub-packages with a row do not count.
+# The most lines of code of each package, without blank lines, comments, docstrings and sub-packages that have a row.
 BUDGETS = {
     "megatron/fsdp": 310,
     "megatron/fsdp/api": 580,
@@ -34,11 +34,11 @@ BUDGETS = {
     "megatron/fsdp/mcore": 2_240,
     "megatron/fsdp/mcore/cpu": 730,
     "megatron/fsdp/naming": 250,
-    "megatron/fsdp/optim": 870,
+    "megatron/fsdp/optim": 860,
     "megatron/fsdp/quantized": 300,
     "megatron/fsdp/quantized/reference": 390,
     "megatron/fsdp/runtime": 2_250,
-    "megatron/fsdp/sharding": 700,
+    "megatron/fsdp/sharding": 690,
     "megatron/fsdp/state": 280,
     "megatron/fsdp/tools": 3_050,
     "megatron_fsdp": 150,

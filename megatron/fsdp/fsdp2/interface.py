@@ -63,7 +63,7 @@ from megatron.fsdp.runtime.structure import reject_conversion
 from megatron.fsdp.runtime.unit import Unit, WeightState
 from megatron.fsdp.sharding.layout import parse_granularity
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy as EnginePolicy
-from megatron.fsdp.state.loading import NO_COPY, NO_PICKLE
+from megatron.fsdp.state.loading import NO_COPY, NO_PICKLE, load
 
 T = TypeVar("T", bound=nn.Module | list[nn.Module])
 
@@ -246,7 +246,7 @@ class FSDPModule(MarkedModule):
         model = model_of(self)
         if owned_model(self) is not model:
             raise NotImplementedError("load_state_dict of a submodule of a sharded model: load into the whole model.")
-        return model.load(self, state_dict, strict)
+        return load(model.engine, self, "", state_dict, strict)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Unshard this module's unit, until its next forward. Marked modules inside it are units of their own.
@@ -271,7 +271,10 @@ class FSDPModule(MarkedModule):
             unit.reshard()
 
     def mark_weights_changed(self) -> None:
-        """See :meth:`megatron.fsdp.MegatronFSDP.mark_weights_changed`."""
+        """Tell the model that main weights were written in a way that PyTorch does not count.
+
+        Those are a collective, NumPy and ``to_local().data``. Call this before the next forward, on all ranks.
+        """
         model_of(self).engine.invalidate_weights()
 
     def reset_iter_state(self) -> None:

@@ -8,7 +8,7 @@ become its units. The outermost module then owns an :class:`InPlaceModel`.
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,7 +33,7 @@ from megatron.fsdp.runtime.partition import UnitPart, partition, root_modules
 from megatron.fsdp.runtime.unit import Unit
 from megatron.fsdp.sharding.mesh import MeshIndex, default_index
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
-from megatron.fsdp.state.loading import hook_state_dict, load
+from megatron.fsdp.state.loading import hook_state_dict
 
 logger = logging.getLogger(__name__)
 
@@ -200,10 +200,6 @@ class InPlaceModel:
         sync = all(mark.requires_gradient_sync and mark.requires_all_reduce for mark in self.marks)
         self.engine.is_last_microbatch = sync
         self.engine.model_auto_sync = sync and all(mark.is_last_backward for mark in self.marks)
-
-    def load(self, root: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> Any:
-        """Load whole tensors, DTensors of this model, or evenly sharded DTensors into the main weights."""
-        return load(self.engine, root, "", state_dict, strict)
 
 
 def _settings_of(part: UnitPart) -> UnitSettings:
