@@ -275,7 +275,7 @@ def _build_units(
             modules_without_parameters = []
         for group in empty:
             group.initialize_main()
-        units[place] = unit = Unit(part.name, groups, [], slot)
+        units[place] = unit = Unit(part.name, groups, place, slot)
         unit.keeps_weights, unit.is_offloaded = settings.keeps_weights, place in offloaded
         if settings.divisor is not None:
             unit.rescale_gradients(index.size / settings.divisor)

@@ -60,10 +60,11 @@ class Unit:
     Args:
         name: Name of the module in the wrapped model; empty for the root.
         groups: Its parameter groups; may be empty.
-        children: Units inside this one, in the order of registration.
+        index: Its place among the model's units: the root is the first, then in the order of registration.
         slot: Memory for unsharded weights that several units share; None if the unit has separate memory.
 
     Attributes:
+        children: Units inside this one, in the order of registration.
         temporary: Whether an unshard allocates memory that a reshard frees.
         quantized: Quantized compute weights, and how they are stored.
         is_directional: Forward and backward read different planes of quantized weights.
@@ -79,12 +80,11 @@ class Unit:
         channel: Records the unit's collectives.
     """
 
-    def __init__(
-        self, name: str, groups: list[ParameterGroup], children: list["Unit"], slot: Slot | None = None
-    ) -> None:
+    def __init__(self, name: str, groups: list[ParameterGroup], index: int = 0, slot: Slot | None = None) -> None:
         self.name = name
         self.groups = groups
-        self.children = children
+        self.index = index
+        self.children: list[Unit] = []
         self.temporary = any(group.weights.temporary for group in groups)
         quantized = [(group.storage, [param.compute for param in group.params]) for group in groups]
         self.quantized = [(storage, params) for storage, params in quantized if storage is not None]

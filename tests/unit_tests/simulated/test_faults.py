@@ -146,7 +146,7 @@ def _waits_for_unshard_stream(reduce: Callable[..., Handle], self: GradientBuffe
 
 def _unshards_before_update(invalidate: Callable[..., None], engine: Engine) -> None:
     invalidate(engine)
-    engine.prefetch_first()
+    engine.schedule.prefetch_first()
 
 
 def _left_out(function: Callable[..., Any], *unused: Any) -> None:
