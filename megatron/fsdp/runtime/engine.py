@@ -257,7 +257,8 @@ class Engine:
     def wait_for_prefetched(self) -> None:
         """Wait for the all-gathers that :meth:`Schedule.prefetch_first` has started."""
         for group in self.groups:
-            group.weights.finish_unshard()
+            for handle in group.weights.unsharding:
+                handle.wait()
 
     def wait_before_write(self) -> None:
         """Make what writes main weights next, compute or with offload the host, wait for unshards that read them.

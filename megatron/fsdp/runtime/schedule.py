@@ -167,8 +167,7 @@ class Schedule:
 
         All weights are then unsharded again, in the order of the plan.
         """
-        changed = [weights for weights in self._weights if weights.version != weights.main._version]
-        return any(weights.is_outdated for weights in changed)
+        return any([weights.version not in (None, weights.main._version) for weights in self._weights])
 
     def _follow_freezing(self) -> None:
         """Apply changes of ``requires_grad`` since the last pass."""

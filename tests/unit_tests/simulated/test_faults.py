@@ -89,8 +89,7 @@ def _replace(owner: Any, name: str, version: Callable[..., Any]) -> Plant:
 
 
 def _no_wait_for_unshard(wait: Callable[..., None], weights: WeightBuffer) -> None:
-    for handle in weights.handles:
-        weights.replace_handle(handle, Ended())
+    weights.unsharding = {Ended(): planes for planes in weights.unsharding.values()}
     wait(weights)
 
 

@@ -225,8 +225,7 @@ class StepRecorder:
                 self._replacements.replace(owner, name, functools.partial(self._issue, work))
             # Communication in flight was issued before the methods were replaced, so wrap its handles here.
             weights, gradients = group.weights, group.gradients
-            for handle in weights.handles:
-                weights.replace_handle(handle, self._numbered(handle, gather))
+            weights.unsharding = {self._numbered(handle, gather): each for handle, each in weights.unsharding.items()}
             started = gradients.in_flight.handles
             started[:] = [self._numbered(handle, reduce) for handle in started]
 
