@@ -275,10 +275,6 @@ class WeightBuffer:
         # From pinned host memory the copy does not block the host. The all-gather follows it in the stream's order.
         return own.copy_(self.main, non_blocking=True)
 
-    def lacks(self, direction: Direction) -> bool:
-        """Whether the compute has not waited for some of the planes that a pass reads."""
-        return any(not plane.is_current and direction in plane.directions for plane in self.planes)
-
     def wait(self) -> None:
         """Make the compute wait for the unshards that were started."""
         for handle in list(self.unsharding):

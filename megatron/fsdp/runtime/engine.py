@@ -90,9 +90,9 @@ class Engine:
         self.is_last_microbatch = True
         self.microbatch_count = 0
         self.has_pending_gradients = False
+        self.schedule = Schedule(units, config, context.exchange, self._reduces_now, self._backward_ended)
         # Which parameters take gradients, as of the last synchronization.
         self._trained = [param.trained for group in self.groups if group.requires_grad for param in group.params]
-        self.schedule = Schedule(units, config, context.exchange, self._reduces_now, self._backward_ended)
         if runs_ahead(self.device):
             # When the engine is deleted, tasks may still use memory that compute has allocated. Compute would reuse it.
             weakref.finalize(self, context.join).atexit = False
@@ -102,7 +102,7 @@ class Engine:
     @property
     def groups(self) -> list[ParameterGroup]:
         """All parameter groups, unit by unit."""
-        return [group for unit in self.units for group in unit.groups]
+        return self.schedule.groups
 
     @property
     def unit_names(self) -> list[str]:
@@ -215,8 +215,7 @@ class Engine:
         The next unshard of a unit copies from the new main weights.
         """
         self.schedule.reset()
-        for unit in self.units:
-            unit.invalidate()
+        self.schedule.invalidate()
 
     def hold(self, module: nn.Module, direction: Direction) -> None:
         """Unshard the units in ``module`` for a pass whose caller has begun it; see :class:`Schedule`."""
@@ -323,8 +322,7 @@ class Engine:
                 # A capture ends with an error if a stream that it has forked is not joined.
                 self.context.join()
         except BaseException:
-            for group in self.groups:
-                group.abandon_gradients()
+            self.schedule.abandon_gradients()
             raise
         self.microbatch_count = 0
         self.schedule.refresh_weights = self.config.cuda_graph_mode
@@ -366,7 +364,7 @@ class Engine:
         arrived = []
         for group, reduced in zip(groups, taken, strict=True):
             flags = [next(used) for _ in group.params]
-            arrived += group.attach_gradients(reduced, flags, self.config.zero_unused_gradients)
+            arrived += group.attach_gradients(reduced, flags)
         return arrived
 
     def _used_anywhere(self, groups: list[ParameterGroup]) -> list[bool]:
@@ -413,8 +411,7 @@ class Engine:
         """Reshard all units, and drop gradients that are not in ``.grad`` yet."""
         self._nothing_waits()
         self.schedule.reset()
-        for group in self.groups:
-            group.abandon_gradients()
+        self.schedule.abandon_gradients()
 
 
 # Engines with gradients that are not synchronized yet: reading ``.grad`` of their main weights synchronizes.

@@ -185,7 +185,7 @@ class Plans:
 
     def follow_freezing(self) -> None:
         """Plan the backward for the units that take gradients now, if others did before."""
-        if any([unit.follow_freezing() for unit in self._units]):
+        if any([group.follow_freezing() for unit in self._units for group in unit.groups]):
             known = self._known.get(self._trainable())
             self.backward = known or self._guessed_backward()
             self.recording = known is None

@@ -34,6 +34,7 @@ class Schedule:
     Attributes:
         plans: The order of communication.
         passes: Whether a backward runs or has failed.
+        groups: All parameter groups, unit by unit.
         reducing: Units whose reductions have been issued and not waited for, oldest first.
         refresh_weights: Whether the next forward unshards all weights, even if they are up to date.
         in_callers_forward: Whether a forward runs whose caller unshards and reshards the units.
@@ -55,8 +56,9 @@ class Schedule:
         self.reducing: deque[Unit] = deque()
         self.refresh_weights = config.cuda_graph_mode
         self.in_callers_forward = False
-        self._weights = [group.weights for unit in units for group in unit.groups]
-        self._params = [param for unit in units for group in unit.groups for param in group.params]
+        self.groups = [group for unit in units for group in unit.groups]
+        self._weights = [group.weights for group in self.groups]
+        self._params = [param for group in self.groups for param in group.params]
         self._reduces_now = weak_method(reduces_now)
         self._on_backward_end = weak_method(on_backward_end)
         listen(self)
@@ -100,13 +102,17 @@ class Schedule:
                 "FSDP: the last backward did not end. Its gradients are dropped, and with them those of earlier "
                 "micro-batches that were not synchronized yet."
             )
-            for unit in self.units:
-                unit.abandon_gradients()
+            self.abandon_gradients()
         for unit in self.units:
             unit.abandon()
         self.passes.reset()
         self.in_callers_forward = False
         self.reducing.clear()
+
+    def abandon_gradients(self) -> None:
+        """Drop gradients that are not synchronized yet."""
+        for group in self.groups:
+            group.abandon_gradients()
 
     def forward_failed(self) -> None:
         """Reshard every unit, unless the forward is a recomputation: its backward then continues or fails."""
@@ -134,7 +140,7 @@ class Schedule:
             # The first forward of an iteration, or one without gradients, may be captured, and must contain its
             # unshards. A replayed optimizer step does not mark weights as out of date either.
             self.refresh_weights = not torch.is_grad_enabled()
-            self._invalidate()
+            self.invalidate()
         for unit in self.units:
             # The graph of an earlier forward may still be pending, and counts its own calls.
             if torch.is_grad_enabled():
@@ -155,11 +161,12 @@ class Schedule:
         if self._is_outdated and not self.passes.by_caller:
             # Unshards that were started may have read a mixture of values.
             self.reset()
-            self._invalidate()
+            self.invalidate()
 
-    def _invalidate(self) -> None:
-        for unit in self.units:
-            unit.invalidate()
+    def invalidate(self) -> None:
+        """Mark compute weights as out of date after main weights have changed; the next use unshards again."""
+        for weights in self._weights:
+            weights.invalidate()
 
     @property
     def _is_outdated(self) -> bool:
@@ -189,7 +196,7 @@ class Schedule:
         for unit in self.units:
             unit.new_backward()
         if self._is_outdated:
-            self._invalidate()
+            self.invalidate()
             for unit in self.units:
                 if unit.state is WeightState.UNSHARDED:
                     unit.unshard()
@@ -212,8 +219,7 @@ class Schedule:
             if self.plans.recording and not self.in_callers_forward:
                 self.plans.follow_recorded()
         except BaseException:
-            for unit in self.units:
-                unit.abandon_gradients()
+            self.abandon_gradients()
             raise
         self._on_backward_end()
 
@@ -385,7 +391,7 @@ class Schedule:
         self._unshard(plan, unit)
         if unit.is_directional and plan.direction is Direction.BACKWARD and state is WeightState.FORWARD:
             self._unshard_forward_only(unit)
-        unit.use(state)
+        unit.use(state, Direction.BACKWARD if state is WeightState.BACKWARD else Direction.FORWARD)
         self._prefetch(plan)
 
     def _unshard(self, plan: Plan, unit: Unit) -> None:

@@ -226,7 +226,7 @@ class StepRecorder:
             # Communication in flight was issued before the methods were replaced, so wrap its handles here.
             weights, gradients = group.weights, group.gradients
             weights.unsharding = {self._numbered(handle, gather): each for handle, each in weights.unsharding.items()}
-            started = gradients.in_flight.handles
+            started = gradients.handles
             started[:] = [self._numbered(handle, reduce) for handle in started]
 
     def _numbered(self, handle: Handle, work: Activity) -> Handle:
