@@ -190,10 +190,11 @@ def check_parameters(
             )
         for part, _ in param.sites:
             if getattr(part, "max_norm", None) is not None and isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
+                kind = type(part).__name__
                 raise NotImplementedError(
-                    f"{name}: {type(part).__name__}(max_norm=...) changes rows in its forward, on each rank those of "
-                    "its own batch, so that the ranks' weights would differ. Leave max_norm out, and renormalize the "
-                    "main weights after the optimizer's step."
+                    f"{name.rpartition('.')[0] or kind}: {kind}(max_norm=...) changes rows in its forward, on each "
+                    "rank those of its own batch, so that the ranks' weights would differ. Leave max_norm out, and "
+                    "renormalize the main weights after the optimizer's step."
                 )
         check_class(name, parameter)
         policy.resolve(parameter.dtype, name)
