@@ -40,8 +40,8 @@ class Remedy(NamedTuple):
 REMEDIES = [
     Remedy(
         "versions of main weights",
-        "buffers/weights.py",
-        "return read and self.version != self.main._version and not self.needs_nothing",
+        "runtime/schedule.py",
+        "return any([weights.version not in (None, weights.main._version) for weights in self._weights])",
         "return False",
     ),
     Remedy(

@@ -372,12 +372,12 @@ def _between_steps(kind: str) -> None:
                     stored = param.compute.raw.untyped_storage()
                     assert stored._cdata == group.weights.compute.flat.untyped_storage()._cdata
                     assert stored.nbytes() == 0 or not group.weights.temporary
-    left = [weakref.ref(each) for group in model.engine.groups for each in (group.weights.main, group.weights.resident)
-            if each is not None]  # fmt: skip
+    weights = [group.weights for group in model.engine.groups]
+    left = [weakref.ref(each) for of in weights for each in (of.main, of.planes[0].shard)]
     gc.collect()
     gc.disable()
     try:
-        del model, optimizer, unit, group, param, stored, down
+        del model, optimizer, unit, group, param, stored, down, weights
         assert not any(reference() is not None for reference in left)
     finally:
         gc.enable()
@@ -392,7 +392,7 @@ def _plain() -> None:
     with patch.object(quantizing, "all_reduce", side_effect=AssertionError):
         model, optimizer = fully_shard(model := TinyModel(), exact(model.parameters()), fsdp_unit_modules=[Block])
         train(model, optimizer, batches(2, dist.get_world_size()))
-    assert all(group.weights.batch is None and group.weights.resident is None for group in model.engine.groups)
+    assert not any(group.weights.batch or group.weights.planes[0].is_resident for group in model.engine.groups)
 
 
 def test_other_models_are_as_before(ranks: RankPool) -> None:

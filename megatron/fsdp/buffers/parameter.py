@@ -375,7 +375,7 @@ class ShardedParameter:
         """True if the parameter has a gradient of this micro-batch."""
         return self.compute.grad is not None or bool(self.fused)
 
-    def lend(self, memory: torch.Tensor) -> torch.Tensor:
+    def next_fused(self, memory: torch.Tensor) -> torch.Tensor:
         """Return the memory that a kernel overwrites with a gradient of this parameter.
 
         The kernel then sets ``grad_added_to_main_grad``. If a parameter is used more than once in a backward, each
@@ -409,7 +409,7 @@ class ShardedParameter:
         return bool(getattr(self.compute, "skip_backward_post_hook", False))
 
     @property
-    def is_lent_to_autograd(self) -> bool:
+    def autograd_may_write(self) -> bool:
         """Whether autograd may have the memory itself, and add this backward's other gradients to it later.
 
         It can only if dtypes are equal. Otherwise it has made a copy.

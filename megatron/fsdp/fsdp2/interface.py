@@ -227,7 +227,7 @@ class FSDPModule(MarkedModule):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return main weights as DTensors, and buffers, under the names of the unsharded model."""
-        model_of(self).engine.show_main()
+        model_of(self).engine.schedule.show_main()
         return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:

@@ -29,7 +29,7 @@ from megatron.fsdp.optim.hooks import attach_at_first_use, attach_if_needed, wat
 from megatron.fsdp.runtime.agreement import as_text, checksum, difference, receive
 from megatron.fsdp.runtime.builder import UnitSettings, build_engine, make_blueprint
 from megatron.fsdp.runtime.other_engines import check_no_other_engine
-from megatron.fsdp.runtime.partition import UnitPart, partition, root_modules
+from megatron.fsdp.runtime.partition import UnitPart, parameters_of, partition, root_modules
 from megatron.fsdp.runtime.unit import Unit
 from megatron.fsdp.sharding.mesh import MeshIndex, default_index
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
@@ -243,7 +243,11 @@ def _shard(root: MarkedModule) -> None:
             raise NotImplementedError(f"offload_policy: {name} and the modules around it must have the same policy.")
     check_no_other_engine(root)
     tensors = [t for m in root.modules() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
-    _check(partition(root, (MarkedModule,)))
+<<<<<<< HEAD
+    _check(partition(root, parameters_of(root), (MarkedModule,)))
+=======
+    _check_dtypes(partition(root, parameters_of(root), (MarkedModule,)))
+>>>>>>> runtime-2
     config = FSDPConfig(
         mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=None),  # each unit has its policy
         sync_module_states=False,  # see equalize()

@@ -121,7 +121,7 @@ def hook_state_dict(engine: Engine, modules: Iterable[nn.Module]) -> None:
 
     def show_main(*unused: Any) -> None:
         if (engine := reference()) is not None:
-            engine.show_main()
+            engine.schedule.show_main()
 
     def invalidate(*unused: Any) -> None:
         if (engine := reference()) is not None:

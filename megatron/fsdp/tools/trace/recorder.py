@@ -225,9 +225,8 @@ class StepRecorder:
                 self._replacements.replace(owner, name, functools.partial(self._issue, work))
             # Communication in flight was issued before the methods were replaced, so wrap its handles here.
             weights, gradients = group.weights, group.gradients
-            for handle in weights.handles:
-                weights.replace_handle(handle, self._numbered(handle, gather))
-            started = gradients.in_flight.handles
+            weights.unsharding = {self._numbered(handle, gather): each for handle, each in weights.unsharding.items()}
+            started = gradients.handles
             started[:] = [self._numbered(handle, reduce) for handle in started]
 
     def _numbered(self, handle: Handle, work: Activity) -> Handle:
