@@ -290,7 +290,7 @@ class ShardedParameter:
         self.compute.register_hook = weak_method(self._register_hook)  # type: ignore[method-assign]
         self.compute.register_post_accumulate_grad_hook = weak_method(self._refuse_hook)  # type: ignore[method-assign]
         if self.original.requires_grad and self.original is not self.compute:
-            torch.Tensor.register_hook(self.original, functools.partial(_refuse_early_read, self.name))
+            torch.Tensor.register_hook(self.original, functools.partial(refuse_early_read, self.name))
         if self.original is not self.compute and storage_of(self.original) is None:
             self.original._fsdp_stands_for = weakref.ref(self), self.main  # type: ignore[attr-defined]
             is_dtensor = isinstance(self.original, DTensor)
@@ -458,7 +458,7 @@ class ShardedParameter:
 
 
 def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same shape that shares one element, for graphs that end in :func:`_refuse_early_read`."""
+    """A tensor of the same shape that shares one element, for graphs that end in :func:`refuse_early_read`."""
     return _zero(tensor.dtype, tensor.device).expand(tensor.shape)
 
 
@@ -467,7 +467,8 @@ def _zero(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.zeros((), dtype=dtype, device=device)
 
 
-def _refuse_early_read(name: str, grad: torch.Tensor) -> NoReturn:
+def refuse_early_read(name: str, grad: torch.Tensor) -> NoReturn:
+    """A hook of a parameter from before sharding."""
     raise RuntimeError(
         f"A loss has read {name} before the model was sharded: its gradient would be lost. Shard the model first; with "
         "megatron.fsdp.fsdp2, run its forward before parameters are read."
