@@ -265,7 +265,7 @@ def _shard(root: MarkedModule) -> None:
     # Not pending from here on: building the engine reads parameters(), which must not shard the model again.
     for module in marked.values():
         _pending.discard(module)
-        while (guards := mark_of(module).guards):
+        while guards := mark_of(module).guards:
             guards.pop().remove()
     try:
         root.__dict__[_MODEL] = InPlaceModel(root, config, _with_tensor_parallel(mark.index, tensors))

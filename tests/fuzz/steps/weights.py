@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ..sides import Side, full, full_local
 from .kinds import PARTS, step
@@ -107,6 +108,8 @@ def read(side: Side, kind: str, what: str) -> Any:
 
 def _sum_of_data(parameter: nn.Parameter) -> torch.Tensor:
     """Read through a plain parameter that was given another one's data."""
+    if type(parameter.data) is DTensor:
+        raise TypeError("torch's DTensor has no memory that a plain parameter could take: reading it would crash.")
     plain = nn.Parameter(torch.zeros(1, dtype=parameter.dtype))
     plain.data = parameter.data
     return plain.detach().sum()
