@@ -62,11 +62,16 @@ REMEDIES = [
         "        if in_graph([self]):\n            full:",
         "        if False:\n            full:",
     ),
-    Remedy("gradients of reads are averaged", "dtensor/gathering.py", "return mean.div_(mesh.size())", "return mean"),
+    Remedy(
+        "gradients of reads are averaged",
+        "dtensor/gathering.py",
+        "range(mesh.ndim)).div_(mesh.size())",
+        "range(mesh.ndim))",
+    ),
     Remedy(
         "backward by use",
         "runtime/graph.py",
-        "entered = {} if in_backward() else _entered_aside(edges)",
+        "entered = {} if in_backward() else _entered_aside(edges, passed)",
         "entered: dict[Any, Any] = {}",
     ),
     Remedy(
@@ -107,9 +112,9 @@ REMEDIES = [
     ),
     Remedy(
         "overflow on any rank",
-        "dtensor/torch_patches.py",
-        "        found_inf.copy_(_reduced(found_inf, spanning_mesh(grads)[0], dist.ReduceOp.MAX))",
-        "        pass",
+        "dtensor/ragged_dtensor.py",
+        "    found_inf.copy_(reduce_over(",
+        "    reduced(reduce_over(",
     ),
     Remedy(
         "norms count replicas once",
@@ -133,9 +138,9 @@ REMEDIES = [
     ),
     Remedy(
         "closures synchronize",
-        "optim/hooks.py",
-        "            loss = closure()\n            self._finish()",
-        "            loss = closure()",
+        "optim/local_step.py",
+        "            after_closure()\n",
+        "",
     ),
     Remedy(
         "freezing is followed",
@@ -166,6 +171,42 @@ REMEDIES = [
         "runtime/graph.py",
         "            schedule.backward_failed()",
         "            pass",
+    ),
+    Remedy(
+        "writes in the forward",
+        "runtime/unit.py",
+        "if [param.compute._version for param in self._versioned] == self._versions:",
+        "if True:",
+    ),
+    Remedy(
+        "freed weights are not read",
+        "dtensor/unsupported.py",
+        "refuse_reads = torch._C._set_storage_data_ptr_access_error_msg if _CAN_ALLOW else None",
+        "refuse_reads = None",
+    ),
+    Remedy(
+        "a load is a write",
+        "state/loading.py",
+        "    torch._C._increment_version([param.main])",
+        "    pass",
+    ),
+    Remedy(
+        "penalties of frozen units",
+        "runtime/graph.py",
+        "            _mark_gradients(gradients, passed)",
+        "            pass",
+    ),
+    Remedy(
+        "gradients of frozen parameters stay",
+        "optim/hooks.py",
+        "main.requires_grad or main.grad is not None for",
+        "main.requires_grad for",
+    ),
+    Remedy(
+        "gradients from before sharding",
+        "fsdp2/marked.py",
+        "        if parameter.requires_grad\n    ]",
+        "        if False\n    ]",
     ),
 ]
 

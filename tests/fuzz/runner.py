@@ -60,8 +60,8 @@ class Runner:
 
         Args:
             programs: The programs.
-            seconds: An alarm ends a rank whose program takes longer. Alone, it then gets ten times as long: the machine
-                may be busy.
+            seconds: An alarm ends a rank whose program takes longer. Alone, it then gets ten times as long, and so does
+                one that has crashed: the machine may be busy, and writing the stack of a running thread may crash.
         """
         self.pool.timeout = seconds * (2 + len(programs))
         try:
@@ -82,7 +82,7 @@ class Runner:
             if len(before) < at:
                 return before
             lost = _lost(str(failure), said, traces)
-            if lost.kind == "hang" and seconds == SECONDS:
+            if seconds == SECONDS:
                 return [*before, *self.verdicts(programs[at : at + 1], 10 * seconds)]
             return [*before, lost]
         if "Disagreement" in verdicts[-1].what:
