@@ -6,13 +6,12 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tests.ranks import ROOT
 
 from .program import Program, programs
 from .runner import Runner
-from .steps import KINDS
 
 ENGINE = Path("megatron") / "fsdp"
 
@@ -235,20 +234,22 @@ def find(remedy: Remedy, made: Iterator[Program], right: Runner) -> tuple[int, s
     return count, "right"
 
 
-def table(names: str, count: int, seed: int) -> str:
+def table(names: str, count: int, seed: int, only: dict[str, tuple[Any, ...]], kinds: list[str]) -> str:
     """Markdown: for each remedy, after how many programs it was missed.
 
     Args:
         names: Beginnings of the remedies' names, separated by commas; empty for all.
         count: After how many programs to give up.
         seed: Of the programs.
+        only: Values of settings to try.
+        kinds: Kinds of steps to try.
     """
     lines = ["| without | programs until found | verdict |", "|---|---|---|"]
     right = Runner()
     for remedy in REMEDIES:
         if remedy.name.startswith(tuple(names.split(","))):
-            only = {name: values for name, values in (("ranks", remedy.ranks), ("mesh", remedy.mesh)) if values}
-            number, verdict = find(remedy, programs(count, seed, only, list(KINDS)), right)
+            needed = {name: values for name, values in (("ranks", remedy.ranks), ("mesh", remedy.mesh)) if values}
+            number, verdict = find(remedy, programs(count, seed, only | needed, kinds), right)
             lines.append(f"| {remedy.name} | {number} | {verdict} |")
             print(lines[-1], file=sys.stderr, flush=True)
     right.pool.close()

@@ -66,7 +66,7 @@ def both_models(side: Side, detach: bool, sync: bool) -> Any:
     return loss
 
 
-@step(2, when=("before", "after"), grad=(True, False))
+@step(1, when=("before", "after"), grad=(True, False))
 def write_inside(side: Side, when: str, grad: bool) -> Any:
     """A module's weight is written in the forward."""
     up = side.net.blocks[0].up
@@ -150,7 +150,7 @@ def penalty(side: Side, forward: bool) -> Any:
     return loss
 
 
-@step(what=("all", "block", "up"))
+@step(1, what=("all", "block"))
 def gradients_of(side: Side, what: str) -> Any:
     """torch.autograd.grad of parameters, which are then assigned."""
     parameters = side.parameters(what)
@@ -213,6 +213,9 @@ def _scaled(module: nn.Module, inputs: Any, output: torch.Tensor | Result) -> to
 @step(3, kind=("parameter", "forward", "tensor"))
 def lasting_hook(side: Side, kind: str) -> None:
     """A hook that stays until the next such step."""
+    side.read()
+    # Hooks see gradients when they are synchronized: docs/limits.md. Reading .grad does that.
+    _ = [parameter.grad for parameter in side.parameters()]
     if "hook" in side.kept:
         side.kept.pop("hook").remove()
         return
@@ -227,7 +230,6 @@ def lasting_hook(side: Side, kind: str) -> None:
         "forward": lambda: block.register_forward_hook(_scaled),
         "tensor": lambda: block.up.register_forward_hook(watch),
     }
-    side.read()
     side.kept["hook"] = register[kind]()
 
 
