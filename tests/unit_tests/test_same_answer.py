@@ -282,15 +282,6 @@ def test_what_cannot_be_equal_raises(ranks: RankPool, kind: str, setting: str, m
         ranks.run(2, _raises, kind, setting)
 
 
-def _rows_are_renormalized() -> None:
-    fully_shard_model(nn.Sequential(nn.Embedding(9, 4, max_norm=1.0)).to(device()))
-
-
-def test_an_embedding_that_writes_its_weight_raises(ranks: RankPool) -> None:
-    with pytest.raises(RankFailure, match=r"0: Embedding\(max_norm"):
-        ranks.run(2, _rows_are_renormalized)
-
-
 def _uncounted() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4)).to(device())
