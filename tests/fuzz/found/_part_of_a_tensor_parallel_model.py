@@ -1,4 +1,4 @@
-"""Open: with ZeRO-0 and tensor parallelism, a module outside of units that is called directly ends in torch's AttributeError.
+"""Open: a module outside of units that is called directly, with ZeRO-0 and tensor parallelism: torch's AttributeError.
 
 Its weights are the main weights, with which F.linear returns a plain tensor; torch's parallel styles expect a DTensor.
 """
