@@ -142,10 +142,10 @@ REMEDIES = [
         "",
     ),
     Remedy(
-        "freezing is followed",
+        "thawing is followed",
         "runtime/schedule.py",
-        "            self.plans.follow_freezing()",
-        "            pass",
+        "as in an unsharded model.\n        self._follow_freezing()",
+        "as in an unsharded model.",
     ),
     Remedy(
         "frozen since the forward",
