@@ -68,8 +68,8 @@ class Odd(nn.Module):
         self.transposed = nn.Parameter(torch.randn(WIDTH, 3).t())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        shift = self.row[0] + self.transposed.mean(0)
-        return x * self.scale.to(x.dtype) + shift.to(x.dtype) + self.empty.sum().to(x.dtype)
+        row, transposed, empty = (p.to(x.dtype) for p in (self.row, self.transposed, self.empty))
+        return x * self.scale.to(x.dtype) + row[0] + transposed.mean(0) + empty.sum()
 
 
 class Block(nn.Module):
