@@ -73,7 +73,8 @@ class Runner:
                     arguments = self.project, programs, self.torchs, Path(folder), seconds
                     verdicts = self.pool.run(programs[0].setting.ranks, run_in, *arguments)[0]
                 finally:
-                    notes = [file.read_text().split(" ", 1) for file in Path(folder).glob("?")]
+                    texts = [file.read_text() for file in Path(folder).glob("?")]
+                    notes = [text.split(" ", 1) for text in texts if text]  # a rank may end while it writes
                     traces = "\n".join(file.read_text() for file in Path(folder).glob("*.trace"))
         except RankFailure as failure:
             at = min((int(note[0]) for note in notes), default=0)
