@@ -282,15 +282,6 @@ def test_what_cannot_be_equal_raises(ranks: RankPool, kind: str, setting: str, m
         ranks.run(2, _raises, kind, setting)
 
 
-def _rows_are_renormalized() -> None:
-    fully_shard_model(nn.Sequential(nn.Embedding(9, 4, max_norm=1.0)).to(device()))
-
-
-def test_an_embedding_that_writes_its_weight_raises(ranks: RankPool) -> None:
-    with pytest.raises(RankFailure, match=r"0: Embedding\(max_norm"):
-        ranks.run(2, _rows_are_renormalized)
-
-
 def _uncounted() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4)).to(device())
@@ -582,6 +573,26 @@ def test_the_first_step_may_have_a_closure(ranks: RankPool) -> None:
     ranks.run(2, _step_with_closure_first)
 
 
+<<<<<<< HEAD
+=======
+def _early_read(marked: bool) -> None:
+    model = Model().to(device())
+    if marked:
+        fsdp2.fully_shard(model)
+    loss = model.head.weight.pow(2).sum()
+    if not marked:
+        model = fully_shard_model(model, fsdp_unit_modules=[Block])
+        loss += model(_batch()).sum()
+    loss.backward()
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_a_loss_that_has_read_a_parameter_before_sharding_raises(ranks: RankPool, marked: bool) -> None:
+    with pytest.raises(RankFailure, match=r"head\.weight before the model was sharded"):
+        ranks.run(2, _early_read, marked)
+
+
+>>>>>>> fuzzer-2
 def _save_empty(folder: str) -> None:
     model = Model()
     model.empty = nn.Parameter(torch.ones(0, 3))

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from megatron.fsdp.buffers.parameter import check_class, refuse_early_read
 from megatron.fsdp.comm.backends import compute_device, local_device
@@ -67,6 +68,7 @@ class Mark:
         collectives: Operations that communicate the unit's weights and gradients in place of the engine's.
         model: Returns the model that the module belongs to; None before it is sharded or after it is deleted.
         unit: Returns the module's unit in that model; None also if the module has no parameters.
+        guards: Hooks that refuse gradients of the parameters before the model is sharded, which would be lost.
     """
 
     mesh: DeviceMesh | None
@@ -86,6 +88,7 @@ class Mark:
     collectives: dict[str, Any] = field(default_factory=dict)
     model: "Callable[[], InPlaceModel | None]" = field(default=lambda: None)
     unit: Callable[[], Unit | None] = field(default=lambda: None)
+    guards: list[RemovableHandle] = field(default_factory=list)
 
     @property
     def keeps_weights(self) -> bool:
@@ -110,6 +113,11 @@ def mark_of(module: nn.Module) -> Mark:
 def set_mark(module: MarkedModule, mark: Mark) -> None:
     """Store the settings of a module whose class has already been replaced by a marked one."""
     module.__dict__[_MARK] = mark
+    mark.guards = [
+        parameter.register_hook(functools.partial(refuse_early_read, name))
+        for name, parameter in nn.Module.named_parameters(module)  # the module's own method would shard it
+        if parameter.requires_grad
+    ]
     _pending.add(module)
     _watch_steps()
 
@@ -257,6 +265,8 @@ def _shard(root: MarkedModule) -> None:
     # Not pending from here on: building the engine reads parameters(), which must not shard the model again.
     for module in marked.values():
         _pending.discard(module)
+        while guards := mark_of(module).guards:
+            guards.pop().remove()
     try:
         root.__dict__[_MODEL] = InPlaceModel(root, config, _with_tensor_parallel(mark.index, tensors))
     except BaseException:

@@ -367,7 +367,9 @@ class ZeroGrad:
         set_to_none = set_to_none and not any(engine.config.cuda_graph_mode for engine in engines)
         for engine in engines:
             with torch._C.DisableTorchFunctionSubclass():
-                shared = any(param.main.requires_grad and param.main not in parameters for param in engine.params())
+                others = [param.main for param in engine.params() if param.main not in parameters]
+                # One that has been frozen since keeps its gradient, too.
+                shared = any(main.requires_grad or main.grad is not None for main in others)
             if not zero_grad_buffer:
                 engine.leave_gradients_waiting()
             elif shared:

@@ -268,7 +268,9 @@ class Schedule:
             unit.reshard()
         if self.units[0].state is not WeightState.FORWARD and not self.passes.in_backward:
             # Outside of the model's forward its parameters are main weights, also those of units that stay unsharded:
-            # what users write to them must not be lost.
+            # what users write to them must not be lost. A hook may have written since the end of the unit's forward.
+            for each in self.units:
+                each.check_not_written()
             self.show_main()
         return grad
 

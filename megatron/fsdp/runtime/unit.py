@@ -289,9 +289,9 @@ class Unit:
             torch._C._increment_version(written)
             self._versions_of_main = of_main
 
-    def _check_not_written(self) -> None:
-        """Raise if the module's forward has written a weight: the next unshard would undo that."""
-        if [param.compute._version for param in self._versioned] == self._versions:
+    def check_not_written(self) -> None:
+        """Raise if the forward has written a compute weight: the next unshard would undo that."""
+        if not self._shows_compute or [param.compute._version for param in self._versioned] == self._versions:
             return
         written = zip(self._versioned, self._versions, strict=True)
         name = next(param.name for param, version in written if param.compute._version != version)
@@ -418,7 +418,7 @@ class Unit:
         if schedule is None or self._depth:
             return None
         if output is not None:
-            self._check_not_written()
+            self.check_not_written()
             if dist.get_debug_level() != dist.DebugLevel.OFF:  # TORCH_DISTRIBUTED_DEBUG, since this is slow
                 self._check_not_kept(module)
         copied = self._copy_own_weights(output)

@@ -55,6 +55,7 @@ def copy_shard(param: ShardedParameter, shard: torch.Tensor) -> None:
     # torch.distributed.checkpoint loads in place: ``shard`` may already be the memory of the main weight.
     if shard.data_ptr() != local.data_ptr() or shard.dtype != local.dtype:
         local.copy_(shard)
+    torch._C._increment_version([param.main])  # the copy counts for the shard only; see Unit._set_versions
 
 
 def unsharded_state(module: nn.Module) -> dict[str, torch.Tensor | nn.Module]:
@@ -167,10 +168,6 @@ def load(engine: Engine, module: nn.Module, prefix: str, state_dict: Mapping[str
             target.set_extra_state(state_dict[key])
         else:
             target.copy_(state_dict[key])
-    # Values went into the shards. A backward of a loss from before the load must see that the weights have changed.
-    with torch._C.DisableTorchFunctionSubclass():
-        loaded = (wanted[key] for key in keys)
-        torch._C._increment_version([each.main for each in loaded if isinstance(each, ShardedParameter)])
     engine.invalidate_weights()
     return _IncompatibleKeys([k for k in wanted if k not in keys], [k for k in state_dict if k not in keys])
 
