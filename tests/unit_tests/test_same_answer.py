@@ -573,8 +573,6 @@ def test_the_first_step_may_have_a_closure(ranks: RankPool) -> None:
     ranks.run(2, _step_with_closure_first)
 
 
-<<<<<<< HEAD
-=======
 def _early_read(marked: bool) -> None:
     model = Model().to(device())
     if marked:
@@ -592,7 +590,6 @@ def test_a_loss_that_has_read_a_parameter_before_sharding_raises(ranks: RankPool
         ranks.run(2, _early_read, marked)
 
 
->>>>>>> fuzzer-2
 def _save_empty(folder: str) -> None:
     model = Model()
     model.empty = nn.Parameter(torch.ones(0, 3))

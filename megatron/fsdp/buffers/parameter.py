@@ -468,11 +468,7 @@ def _zero(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 
 def refuse_early_read(name: str, grad: torch.Tensor) -> NoReturn:
-<<<<<<< HEAD
     """Raise an error about a gradient of a parameter from before the model was sharded."""
-=======
-    """A hook of a parameter from before sharding."""
->>>>>>> fuzzer-2
     raise RuntimeError(
         f"A loss has read {name} before the model was sharded: its gradient would be lost. Shard the model first; with "
         "megatron.fsdp.fsdp2, run its forward before parameters are read."

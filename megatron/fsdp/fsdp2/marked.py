@@ -251,11 +251,7 @@ def _shard(root: MarkedModule) -> None:
             raise NotImplementedError(f"offload_policy: {name} and the modules around it must have the same policy.")
     check_no_other_engine(root)
     tensors = [t for m in root.modules() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
-<<<<<<< HEAD
     _check(partition(root, parameters_of(root), (MarkedModule,)))
-=======
-    _check_dtypes(partition(root, parameters_of(root), (MarkedModule,)))
->>>>>>> runtime-2
     config = FSDPConfig(
         mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=None),  # each unit has its policy
         sync_module_states=False,  # see equalize()
