@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 -m megatron.fsdp.trace --out trace --strategy optim_grads --layers 6
     torchrun --nproc-per-node 2 -m megatron.fsdp.trace --out trace --script train.py --steps 5 -- arguments of train.py
 
-Each command writes trace.json (for https://ui.perfetto.dev) and trace.png, and prints a table.
+Each command writes trace.json (for https://ui.perfetto.dev) and prints a table.
 """
 
 import argparse
@@ -102,19 +102,13 @@ def write(timeline: Timeline, out: str) -> None:
     timeline.print()
     timeline.save(f"{out}.json")
     print(f"wrote {out}.json, for https://ui.perfetto.dev", flush=True)
-    try:
-        timeline.plot(f"{out}.png")
-    except ImportError as error:
-        print(f"did not write {out}.png: {error}", file=sys.stderr)
-    else:
-        print(f"wrote {out}.png", flush=True)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """Parse the command line. Arguments after ``--`` are those of the script."""
     end = argv.index("--") if "--" in argv else len(argv)
     parser = argparse.ArgumentParser("megatron.fsdp.trace", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--out", default="trace", help="files to write, without extension (default: %(default)s)")
+    parser.add_argument("--out", default="trace", help="file to write, without extension (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=3, help="steps before the traced one (default: %(default)s)")
     parser.add_argument("--ranks", type=int, default=2, help="ranks to start without torchrun (default: %(default)s)")
     parser.add_argument("--script", help="training script to run; the options below apply to the transformer only")
