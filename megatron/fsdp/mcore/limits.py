@@ -4,7 +4,7 @@
 without effect. Settings are read by their names in Megatron, from a parsed command line or from the configs that a
 wrapper is given.
 
-``python -m megatron.fsdp.mcore.limits`` prints the tables of docs/limits.md.
+``tools/limit_table.py`` prints the tables of docs/limits.md.
 """
 
 import functools
@@ -408,20 +408,3 @@ def validate_args(original: Callable[..., Any], args: Any, *rest: Any, **kwargs:
     if is_muon:
         args.optimizer = "muon"
     return result
-
-
-def as_markdown() -> str:
-    """The tables of docs/limits.md."""
-    lines = ["| setting | error | why | what to do |", "|---|---|---|---|"]
-    for limit in LIMITS:
-        lines.append(f"| `{limit.setting}` | {limit.error.__name__} | {limit.reason} | {limit.remedy} |")
-    lines += ["", "| setting | is set to | why |", "|---|---|---|"]
-    for adjustment in ADJUSTMENTS:
-        lines.append(f"| `{adjustment.setting}` | `{adjustment.value}` | {adjustment.reason} |")
-    lines += ["", "| setting | why it has no effect |", "|---|---|"]
-    lines += [f"| `{ignored.setting}` | {ignored.reason} |" for ignored in IGNORED]
-    return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    print(as_markdown(), end="")

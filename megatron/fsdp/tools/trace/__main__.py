@@ -11,6 +11,7 @@ import argparse
 import os
 import subprocess
 import sys
+from collections import OrderedDict
 from pathlib import Path
 
 import torch
@@ -27,29 +28,18 @@ VOCABULARY = 1024
 SEQUENCE = 128
 
 
-class Transformer(nn.Module):
-    """The model that is traced if no script is given: an encoder that predicts its own input.
-
-    Args:
-        layers: Number of layers. Each of them is a unit.
-        width: Hidden size.
-    """
-
-    def __init__(self, layers: int, width: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, width)
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(width, max(width // 64, 1), 4 * width, dropout=0.0, batch_first=True)
-            for _ in range(layers)
-        )
-        self.head = nn.Linear(width, VOCABULARY, bias=False)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits of every token, [sequences, length, VOCABULARY]."""
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
+def transformer(layers: int, width: int) -> nn.Module:
+    """The model that is traced if no script is given: an encoder that predicts its own input. Each layer is a unit."""
+    heads = max(width // 64, 1)
+    encoder = (
+        nn.TransformerEncoderLayer(width, heads, 4 * width, dropout=0.0, batch_first=True) for _ in range(layers)
+    )
+    parts = {
+        "embedding": nn.Embedding(VOCABULARY, width),
+        "layers": nn.Sequential(*encoder),
+        "head": nn.Linear(width, VOCABULARY, bias=False),
+    }
+    return nn.Sequential(OrderedDict(parts))
 
 
 def demonstrate(arguments: argparse.Namespace) -> Timeline:
@@ -60,7 +50,7 @@ def demonstrate(arguments: argparse.Namespace) -> Timeline:
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
         torch.manual_seed(0)
-        model = Transformer(arguments.layers, arguments.width).to(device)
+        model = transformer(arguments.layers, arguments.width).to(device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         sharded, _ = fully_shard(
             model, optimizer, fsdp_unit_modules=[nn.TransformerEncoderLayer], zero_dp_strategy=arguments.strategy
