@@ -13,11 +13,11 @@ from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.tools import memory
 from megatron.fsdp.tools.by_strategy import bars
 from megatron.fsdp.tools.estimate import outline
+from scripts import memory_chart
 from tests.models import FP32_GRADS, Block, TinyModel
 from tests.ranks import DEVICE
 from tests.tensor_bytes import build, call_counted
 from tests.unit_tests.test_memory import STRATEGIES, _model
-from tools import memory_chart
 
 RANKS = 8
 

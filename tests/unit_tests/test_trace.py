@@ -20,10 +20,10 @@ from megatron.fsdp.tools.trace import Kind, RankTrace, Row, Span, Timeline, trac
 from megatron.fsdp.tools.trace.spans import mark_late_ranks
 from megatron.fsdp.tools.trace.watch import StepWatcher
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
+from scripts import draw_trace
 from tests.exchanges import wrapped
 from tests.models import STRATEGIES, Block, TinyModel, adamw, batches, device, loss_of
 from tests.ranks import DEVICE, RankPool
-from tools import draw_trace
 
 BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
 UNITS = ["<root>", *BLOCKS]

@@ -4,7 +4,7 @@
 without effect. Settings are read by their names in Megatron, from a parsed command line or from the configs that a
 wrapper is given.
 
-``tools/limit_table.py`` prints the tables of docs/limits.md.
+``scripts/limit_table.py`` prints the tables of docs/limits.md.
 """
 
 import functools

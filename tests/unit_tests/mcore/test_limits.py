@@ -24,7 +24,7 @@ from megatron.fsdp.mcore.limits import (
     validate_args,
 )
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
-from tools import limit_table
+from scripts import limit_table
 
 # One value for each row at which it applies.
 BROKEN: dict[str, dict[str, Any]] = {
@@ -322,7 +322,7 @@ def test_megatrons_validation_runs_after_ours_and_only_fsdp_is_checked() -> None
 def test_the_page_prints_the_tables() -> None:
     page = Path(__file__).resolve().parents[3] / "docs" / "limits.md"
     assert limit_table.of_limits() in page.read_text(), (
-        "run: python tools/limit_table.py limits, and put it into docs/limits.md"
+        "run: python scripts/limit_table.py limits, and put it into docs/limits.md"
     )
     for row in (*LIMITS, *ADJUSTMENTS, *IGNORED):
         assert f"`{row.setting}`" in limit_table.of_limits()

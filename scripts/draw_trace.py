@@ -1,7 +1,7 @@
 """Draws a trace: four rows per rank, and below them the communication of each unit and its exposed share.
 
 python -m megatron.fsdp.trace --out trace
-python tools/draw_trace.py trace.json trace.png
+python scripts/draw_trace.py trace.json trace.png
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Draws what ``megatron-fsdp-memory --json`` prints: stacked bars by strategy, a panel for each number of ranks.
 
 megatron-fsdp-memory --model config.json --json > memory.json
-python tools/memory_chart.py memory.json memory.svg --title "8 billion parameters in bf16" --gpu h100
+python scripts/memory_chart.py memory.json memory.svg --title "8 billion parameters in bf16" --gpu h100
 """
 
 import argparse

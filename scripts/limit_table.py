@@ -1,7 +1,7 @@
 """Prints the tables of docs/limits.md and of docs/cpu.md.
 
-python tools/limit_table.py limits
-python tools/limit_table.py cpu
+python scripts/limit_table.py limits
+python scripts/limit_table.py cpu
 """
 
 import itertools
