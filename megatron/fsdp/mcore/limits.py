@@ -23,7 +23,6 @@ logger = logging.getLogger(__name__)
 # Megatron's command line puts a prefix before these fields of its configs.
 _PREFIXED = {
     "average_in_collective",
-    "bucket_size",
     "num_buckets",
     "pad_buckets_for_high_nccl_busbw",
     "param_name_patterns_for_fp32_local_accumulation",
@@ -285,16 +284,6 @@ ADJUSTMENTS: tuple[Adjustment, ...] = (
 
 _UNITS = "all parameters of a unit are unsharded or reduced together"
 _REGISTERED = "it selects how nccl_ub registers buffers"
-# Without a bucket size on the command line, Megatron's loop sets at least this many parameters, in such steps.
-_DEFAULT_BUCKET, _BUCKET_STEP = 40_000_000, 1_000_000
-
-
-def _gives_bucket_size(settings: Settings) -> bool:
-    if settings["num_buckets"] is not None:  # Megatron's loop computes the size from it
-        return False
-    size = settings["bucket_size"]
-    by_default = size is None or (size >= _DEFAULT_BUCKET and size % _BUCKET_STEP == 0)
-    return settings["ddp_bucket_size"] is not None or not by_default
 
 
 def _offloads_and_narrows(name: str) -> Condition:
@@ -304,7 +293,8 @@ def _offloads_and_narrows(name: str) -> Condition:
 IGNORED: tuple[Rule, ...] = (
     Rule("suggested_communication_unit_size with fsdp_double_buffer", "two units have buffers, as in Megatron-Core"),
     Rule("num_buckets", f"{_UNITS}. Megatron-Core's FSDP does not read it either"),
-    Rule("bucket_size", _UNITS, condition=_gives_bucket_size),
+    # Only on the command line: Megatron's loop computes the config's, with or without it.
+    Rule("bucket_size", _UNITS, condition=lambda s: s["ddp_bucket_size"] is not None),
     Rule("pad_buckets_for_high_nccl_busbw", "shards have as little padding as the layout allows"),
     Rule(
         "gradient_reduce_div_fusion",
