@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGINE = ROOT / "megatron" / "fsdp"
-FOLDERS = ("megatron", "megatron_fsdp", "tools", "examples", "tests", "benchmarks")
+FOLDERS = ("megatron", "megatron_fsdp", "scripts", "tools", "examples", "tests", "benchmarks")
 # Packages that may import more than torch, and the distributions that they may import.
 NEED_MORE = {"mcore": None, "convert": None, "integrations": None, "tools": None, "checkpoint": {"numpy"}}
 # What torch itself requires on every version of Python.

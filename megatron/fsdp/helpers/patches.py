@@ -1,7 +1,7 @@
 """Replaces names of third-party modules and classes, and puts the originals back.
 
 Every name of PyTorch, Megatron-Core or another package that this project replaces is a row of a :class:`Patches`
-table. A table stands in the package that needs it, and :data:`TABLES` lists all of them. ``tools/patch_table.py``
+table. A table stands in the package that needs it, and :data:`TABLES` lists all of them. ``scripts/patch_table.py``
 prints them as docs/patches.md.
 """
 

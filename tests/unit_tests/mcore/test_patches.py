@@ -20,8 +20,8 @@ from megatron.fsdp.mcore import cpu, install, is_installed, uninstall
 cpu.enable()
 
 from megatron.fsdp.mcore.patches import MEGATRON, MEGATRON_BRIDGE  # noqa: E402
+from scripts import patch_table  # noqa: E402
 from tests.ranks import DEVICE  # noqa: E402
-from tools import patch_table  # noqa: E402
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here")
 
@@ -101,7 +101,7 @@ def test_every_table_is_listed() -> None:
 
 def test_the_page_prints_the_tables() -> None:
     page = (ROOT / "docs" / "patches.md").read_text()
-    assert page == patch_table.as_markdown(), "run: python tools/patch_table.py > docs/patches.md"
+    assert page == patch_table.as_markdown(), "run: python scripts/patch_table.py > docs/patches.md"
 
 
 def test_uninstalling_restores_all_originals(monkeypatch: pytest.MonkeyPatch) -> None:
