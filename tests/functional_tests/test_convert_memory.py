@@ -1,4 +1,4 @@
-"""A conversion takes memory for a few blocks, however large the checkpoint is, and resumes after it was killed."""
+"""A conversion takes memory for a few blocks, however large the checkpoint, and can be repeated after a kill."""
 
 import argparse
 import json
@@ -136,7 +136,7 @@ def test_a_large_checkpoint_is_converted_in_a_gibibyte(tmp_path: Path) -> None:
     assert max(there["after"], back["after"]) < 1024 * MIB
 
 
-def test_a_killed_conversion_resumes(tmp_path: Path) -> None:
+def test_a_killed_conversion_can_be_repeated(tmp_path: Path) -> None:
     source = large_checkpoint(tmp_path, 256 * MIB)
     command = [sys.executable, "-c", SCRIPT, str(source), str(tmp_path / "there"), "fsdp_dtensor", str(MIB)]
     partial = tmp_path / "there.partial"

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from megatron.fsdp.checkpoint.checksums import METADATA, NAME
 from megatron.fsdp.checkpoint.reader import CheckpointReader
-from megatron.fsdp.checkpoint.writer import CheckpointWriter, RawObject
+from megatron.fsdp.checkpoint.writer import Draft, RawObject, write_checkpoint
 
 _OPERATIONS = "'remove REGEX' or 'rename REGEX REPLACEMENT'"
 
@@ -122,12 +122,12 @@ class Modification:
         """
         source, kept = self._source, self.renaming.kept
         identity = f"{source.fingerprint} {[(o.pattern.pattern, o.replacement) for o in self._operations]}"
-        writer = CheckpointWriter(path, *worker, source=identity)
         tensors = {kept[key]: tensor for key, tensor in source.tensors.items() if key in kept}
         first = worker[0] == 0
         objects = {kept[k]: RawObject(source.object_bytes(k) if first else b"") for k in source.objects if k in kept}
-        writer.write(tensors, objects, progress)
-        writer.finish(self._planner_data(), self._files() if first else {}, self._attributes())
+        files = self._files() if first else {}
+        draft = Draft(tensors, objects, self._planner_data(), files, self._attributes())
+        write_checkpoint(draft, path, worker, source=identity, progress=progress)
 
     def _planner_data(self) -> dict[str, tuple[Any, ...]] | None:
         """The nesting of the keys; None if the planner stored something else, which loading does not need."""

@@ -3,14 +3,6 @@
 import io
 from typing import Any
 
-import torch
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-
 from megatron.fsdp.checkpoint import safe_pickle
 from megatron.fsdp.checkpoint.reader import CheckpointReader
 from megatron.fsdp.checkpoint.writer import RawObject
@@ -39,13 +31,8 @@ class ConvertedView:
     """
 
     def __init__(self, opened: CheckpointReader, options: ReadOptions) -> None:
-        output = lay_out(read_opened(opened, options), FSDP_DTENSOR)
-        self.tensors, self._objects = output.tensors, output.objects
-        entries: dict[str, Any] = {
-            key: TensorStorageMetadata(TensorProperties(tensor.dtype), torch.Size(tensor.shape), [])
-            for key, tensor in self.tensors.items()
-        }
-        self.metadata = Metadata(entries | {key: BytesStorageMetadata() for key in self._objects})
+        draft = lay_out(read_opened(opened, options), FSDP_DTENSOR)
+        self.tensors, self._objects, self.metadata = draft.tensors, draft.objects, draft.metadata()
 
     def read_object(self, key: str) -> Any:
         """Return what is not a tensor."""
