@@ -1,12 +1,12 @@
 # `make` or `make help` lists the commands. Everything runs in .venv, which `make install` creates.
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow slow-reduced lint typecheck unit functional torch-versions torch-reduced python-versions mcore-versions parity parity-nd fuzz bench bench-report docs docs-serve gpu-test gpu-checks gpu-bench compatibility dist wheel clean clean-demo
+.PHONY: help install demo test test-merge test-all lint typecheck quick evidence torch-versions torch-reduced python-versions mcore-versions parity fuzz bench bench-report docs docs-serve gpu-test gpu-checks gpu-bench compatibility dist wheel clean clean-demo
 
 PYTHON := .venv/bin/python
 STAMP := .venv/.installed
 DEMO_FLAGS ?=
-PARITY_FLAGS ?=
+PARITY_FLAGS ?= --only "data parallel" --iterations 20
 FUZZ_FLAGS ?=
 BENCH_FLAGS ?=
 PYTEST_FLAGS ?=
@@ -23,11 +23,6 @@ TORCH_TESTS := $(addprefix tests/unit_tests/,$(patsubst %,checkpoint/test_%.py,b
 	$(patsubst %,test_%.py,clipping compile deferred deletion exceptions export fsdp2 fsdp2_interface fsdp2_state \
 	gradient_hooks host_pool meta_device mixed_precision offload optimizer_classes optimizers parity ragged_dtensor recompute \
 	resuming state_dict tensor_parallel versions))
-
-# Slow tests of what the quick ones of no other file show: frameworks, the installed package, commands in the documentation.
-# The others take most of an hour: longer runs of Megatron's loop, whose files have quick tests as well.
-SLOW_IN_CI := $(patsubst %,tests/functional_tests/test_%.py,docs_code framework_accelerate framework_huggingface_examples \
-	framework_lightning framework_loops framework_trainer huggingface packaging python_versions)
 
 # A machine with a GPU may have no registry: these commands use the Python that has torch, and install nothing.
 GPU_PYTHON ?= $(if $(wildcard $(STAMP)),$(PYTHON),python3)
@@ -55,17 +50,22 @@ $(STAMP): constraints.txt pyproject.toml setup.py
 demo: install ## train a small GPT on Python's standard library; a second run resumes (DEMO_FLAGS="--iterations 100")
 	@$(PYTHON) examples/demo/run.py $(DEMO_FLAGS)
 
-test: install ## run before every commit: lint, types, unit tests, short functional tests. All of them run, whichever fails
-	@failed=; for part in lint typecheck unit functional; do $(MAKE) $$part || failed="$$failed $$part"; done; \
+test: install ## run before every commit: lint, types, quick tests. All of them run, whichever fails
+	@failed=; for part in lint typecheck quick; do $(MAKE) $$part || failed="$$failed $$part"; done; \
 	test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 
-test-slow: install ## the tests marked slow; CI runs them after make test
-	$(PYTEST) tests/unit_tests -m slow -n 2 --dist worksteal
-	$(PYTEST) tests/functional_tests -m slow -n 2 --dist loadfile
+test-merge: install ## the tests that CI runs after make test: other strategies, formats, frameworks, code of the docs
+	$(PYTEST) tests/unit_tests -m merge -n 2 --dist worksteal
+	$(PYTEST) tests/functional_tests -m merge -n 2 --dist loadfile
 
-slow-reduced: install ## slow tests of units, with ZeRO-3 where one has several strategies, of frameworks and the package; CI runs this
-	$(PYTEST) tests/unit_tests -m slow --one-strategy -n 2 --dist worksteal
-	$(PYTEST) $(SLOW_IN_CI) -m slow -n 2 --dist loadfile
+test-all: lint typecheck torch-versions ## everything, before a release: all tests, all versions of torch, Python and megatron-core, parity
+	$(PYTEST) tests/functional_tests -n 2 --dist loadfile
+	$(MAKE) parity PARITY_FLAGS="--markdown out/parity.md"
+
+evidence: install ## record which arcs of megatron/ tests reach, into .evidence, and print what only the tests of CI reach
+	rm -rf .evidence
+	$(PYTEST) tests -m "not slow" -n 2 --dist worksteal --evidence .evidence
+	$(PYTHON) -m tests.evidence .evidence
 
 lint: install ## ruff (style, annotations, docstrings, sizes, format) and import-linter (direction of imports)
 	$(PYTHON) -m ruff check
@@ -75,11 +75,8 @@ lint: install ## ruff (style, annotations, docstrings, sizes, format) and import
 typecheck: install ## check types with mypy
 	$(PYTHON) -m mypy
 
-unit: install ## run the unit tests (PYTEST_FLAGS="-k layout")
-	$(PYTEST) tests/unit_tests -m "not slow" -n 2 --dist worksteal
-
-functional: install ## run the functional tests: training runs, checkpoints, command lines
-	$(PYTEST) tests/functional_tests -m "not slow" -n 2 --dist loadfile
+quick: install ## run the quick tests (PYTEST_FLAGS="-k layout"); tests/tiers.py says which these are
+	$(PYTEST) tests -m "not slow and not merge" -n 2 --dist worksteal
 
 torch-versions: install $(TORCH_STAMPS) ## run all unit tests on every supported version of torch, each in an environment of its own (5 GB each)
 	$(PYTEST) tests/unit_tests -n 2 --dist worksteal
@@ -89,7 +86,7 @@ torch-versions: install $(TORCH_STAMPS) ## run all unit tests on every supported
 
 torch-reduced: $(TORCH_STAMPS) ## run the unit tests that depend on torch's internals, on the oldest and the newest version; CI runs this
 	for version in $(TORCH_VERSIONS); do \
-		.venv-torch-$$version/bin/python -m pytest $(PYTEST_FLAGS) $(TORCH_TESTS) -m "not slow" --one-strategy -n 2 --dist worksteal || exit 1; \
+		.venv-torch-$$version/bin/python -m pytest $(PYTEST_FLAGS) $(TORCH_TESTS) -m "not slow and not merge" -n 2 --dist worksteal || exit 1; \
 	done
 
 python-versions: install ## import, train, save and resume with the wheel and torch alone on every supported version of Python
@@ -105,19 +102,16 @@ $(TORCH_STAMPS): .venv-torch-%/.installed: constraints.txt pyproject.toml
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(@D)/bin/python -m pip install --quiet --constraint $(@D)/constraints.txt 'torch==$*' --editable '.[mcore,convert,test]'
 	@touch $@
 
-parity: install ## train with Megatron's DDP and with each strategy in Megatron's loop, and compare (PARITY_FLAGS="--ranks 2")
+parity: install ## train with Megatron's DDP and with FSDP in its loop, and compare; all cases with PARITY_FLAGS="--markdown out/parity.md"
 	@$(PYTHON) -W ignore tools/parity.py $(PARITY_FLAGS)
-
-parity-nd: install ## parity combined with tensor, pipeline, context and expert parallelism; write docs/parallelism.md (PARITY_FLAGS="--only TP")
-	@$(PYTHON) -W ignore tools/parity_nd.py --markdown docs/parallelism.md $(PARITY_FLAGS)
 
 fuzz: install ## run random programs plain and sharded, and compare; write fuzz_output/table.md (FUZZ_FLAGS="--programs 500")
 	@$(PYTHON) -W ignore -m tests.fuzz $(FUZZ_FLAGS)
 
-bench: install ## benchmark beside FSDP2, the original and DDP; write docs/performance_tables.md (BENCH_FLAGS="--only step,memory --quick")
+bench: install ## benchmark beside FSDP2, the original and DDP; write out/benchmarks, docs/status.md (BENCH_FLAGS="--only step,memory --quick")
 	@status=0; $(PYTHON) -W ignore -m benchmarks $(BENCH_FLAGS) || status=$$?; $(PYTHON) -m benchmarks.report; exit $$status
 
-bench-report: install ## write docs/performance_tables.md from benchmarks/results
+bench-report: install ## write the tables, plots and docs/status.md from the results in out/benchmarks
 	$(PYTHON) -m benchmarks.report
 
 docs: install ## build the documentation site into site/ without warnings; run its code blocks and look at it in a browser
@@ -136,10 +130,11 @@ gpu-checks: ## run the scripts of tests/gpu: one verdict each, and details in gp
 gpu-bench: ## benchmark step time, memory and kernels on a GPU; skipped without a device (BENCH_FLAGS="--quick")
 	PYTHONPATH=$(CURDIR) $(GPU_PYTHON) -W ignore -m benchmarks --only gpu $(BENCH_FLAGS)
 
-compatibility: install ## run all tests, and write docs/compatibility.md from their results
-	rm -f docs/compatibility.json
-	$(PYTEST) tests -n 2 --dist worksteal --results docs/compatibility.json --deselect tests/unit_tests/test_pages.py::test_compatibility
-	$(PYTHON) tools/compatibility_table.py > docs/compatibility.md
+compatibility: install ## run all tests, and write out/compatibility.md and docs/status.md from their results
+	mkdir -p out
+	rm -f out/compatibility.json
+	$(PYTEST) tests -n 2 --dist worksteal --results out/compatibility.json
+	$(PYTHON) tools/compatibility_table.py
 
 dist: install ## build the sdist, and the wheel from it, into dist/
 	rm -rf dist *.egg-info
@@ -154,5 +149,5 @@ clean-demo: ## remove the demo's output
 	rm -rf demo_output
 
 clean: clean-demo ## remove .venv, the demo's output, build outputs and caches
-	rm -rf .venv .venv-torch-* .bench gpu_checks site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-torch-* .bench .evidence gpu_checks site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

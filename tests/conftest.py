@@ -1,4 +1,4 @@
-"""Fixtures that all tests share, and the record of results that docs/compatibility.md is made of."""
+"""Fixtures that all tests share, and the record of results that docs/status.md is made of."""
 
 import json
 from collections.abc import Iterator
@@ -7,16 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.evidence.recorder import Recorder
 from tests.exchanges import COLLECTIVES
 from tests.needs import left_out
 from tests.ranks import DEVICE, RankPool
 from tests.slow import LATER_STRATEGIES
+from tests.tiers import mark_merge, strategy_of
 
 LEFT_OUT = left_out(Path(__file__).parent)
 collect_ignore = list(LEFT_OUT)
 RESULTS = "--results"
-ONE_STRATEGY = "--one-strategy"
-ZERO_3 = "optim_grads_params"
+EVIDENCE = "--evidence"
 WORST_LAST = ("skipped", "passed", "failed")
 
 
@@ -39,14 +40,17 @@ def exchange(request: pytest.FixtureRequest, ranks: RankPool) -> Iterator[None]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options of ``make compatibility`` and ``make torch-reduced``."""
-    parser.addoption(ONE_STRATEGY, action="store_true", help="of a test's strategies, run only ZeRO-3")
+    """Add the options of ``make compatibility`` and ``make evidence``."""
+    parser.addoption(EVIDENCE, type=Path, help="folder to record in which arcs of megatron/ each test reaches")
     parser.addoption(RESULTS, type=Path, help="JSON file to add this run's results to: device, test, strategy")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Compute on one thread, as ranks do: the bits of a product depend on the number of threads. Begin the record."""
     torch.set_num_threads(1)
+    folder: Path | None = config.getoption(EVIDENCE)
+    if folder is not None:
+        config.pluginmanager.register(Recorder(folder))
     # With several workers, the process that starts them writes the record.
     path: Path | None = config.getoption(RESULTS)
     if path is not None and not hasattr(config, "workerinput"):
@@ -60,28 +64,14 @@ def pytest_report_header() -> list[str]:
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marker
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put strategies into reports. Leave ZeRO-0 and ZeRO-2 to ``make test-slow``, but not where ``every_strategy``."""
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put strategies into reports, and mark tests: ZeRO-0 and ZeRO-2 are slow, but not where ``every_strategy``."""
     for item in items:
-        parameters = getattr(getattr(item, "callspec", None), "params", {})
-        strategy = parameters.get("strategy", parameters.get("kind"))
-        is_named = "strategy" in parameters or strategy in ("optim", "optim_grads_params", *LATER_STRATEGIES)
-        item.user_properties.append(("strategy", str(strategy) if is_named else ""))
+        strategy = strategy_of(item)
+        item.user_properties.append(("strategy", strategy))
         if strategy in LATER_STRATEGIES and item.get_closest_marker("every_strategy") is None:
             item.add_marker(pytest.mark.slow)
-    if config.getoption(ONE_STRATEGY):
-        _leave_out(config, items)
-
-
-def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the other strategies of tests that take ZeRO-3, too."""
-    strategies = {item: dict(item.user_properties).get("strategy") for item in items}
-    has_zero_3 = {item.nodeid.split("[")[0] for item in items if strategies[item] == ZERO_3}
-    others = [
-        item for item in items if strategies[item] not in ("", ZERO_3) and item.nodeid.split("[")[0] in has_zero_3
-    ]
-    config.hook.pytest_deselected(items=others)
-    items[:] = [item for item in items if item not in others]
+    mark_merge(items)
 
 
 class Record:

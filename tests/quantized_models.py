@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -12,10 +13,10 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from megatron.fsdp import fsdp2
-from megatron.fsdp.quantized.float8 import Float8Tensor
-from megatron.fsdp.quantized.mx import MXTensor
-from megatron.fsdp.quantized.nvfp4 import NVFP4Tensor
-from megatron.fsdp.quantized.reference import ReferenceTensor
+from megatron.fsdp.quantized.reference.base import ReferenceTensor
+from megatron.fsdp.quantized.reference.float8 import Float8Tensor
+from megatron.fsdp.quantized.reference.mx import MXTensor
+from megatron.fsdp.quantized.reference.nvfp4 import NVFP4Tensor
 from megatron.fsdp.quantized.storage import WeightShard, storage_of
 from megatron_fsdp import MegatronFSDP, fully_shard
 from tests.models import DEVICE, STRATEGIES, Block, TinyModel, device, loss_of
@@ -35,7 +36,9 @@ IN_BLOCKS: dict[str, Callable[..., torch.Tensor]] = {
     "nvfp4 1x16": partial(NVFP4Tensor.quantize, rows=1),
 }
 FORMATS = {**ANYWHERE, **IN_BLOCKS}
-
+# torchao converts layers, not weights; it may be missing.
+OF_TORCHAO = ("torchao",) if find_spec("torchao") else ()
+ALL_FORMATS = (*FORMATS, *OF_TORCHAO)
 
 # The last two have two outer and two inner ranks.
 KINDS = (*STRATEGIES, "hsdp", "hybrid")
@@ -124,26 +127,48 @@ def quantized_model(
     dtype: torch.dtype = torch.float32,
     keep_initial: bool = True,
     place: torch.device | None = None,
+    like: str = "",
 ) -> TinyModel:
     """A model whose blocks have quantized matrices, with the same values at every call. The head's is quantized too.
 
     Args:
-        format: A name in ``FORMATS``.
+        format: A name in ``FORMATS``, "torchao", or empty: weights stay as they are.
         dtype: Dtype of the other weights, and the one that quantized weights appear to have.
         keep_initial: Main weights start from the values before quantization.
         place: Another device than that of the tests.
+        like: The format whose shapes a model without one has.
     """
     torch.manual_seed(5)
     model = TinyModel()
-    if format in IN_BLOCKS:
+    if (format or like) in IN_BLOCKS:
         model = TinyModel(width=32, vocabulary=64)
         for block in model.blocks:
             block.up, block.down = nn.Linear(32, 96), nn.Linear(96, 32, bias=False)
     model = model.to(dtype) if model.head.weight.is_meta else model.to(place or device(), dtype)
+    if format == "torchao":
+        return float8(model)
     for module in [*(layer for block in model.blocks for layer in (block.up, block.down)), model.head]:
+        if not format:
+            break
         weight = module.weight.detach()
         module.weight = nn.Parameter(FORMATS[format](weight, keep_initial=keep_initial))
     return model
+
+
+def float8(model: nn.Module, gather: bool = True) -> Any:
+    """Convert a model's linear layers with torchao; ``gather`` all-gathers their weights as bytes."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    from torchao.float8.float8_linear import Float8Linear
+
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=gather, emulate=True)
+    return convert_to_float8_training(
+        model, config=config, module_filter_fn=lambda module, name: not isinstance(module, Float8Linear)
+    )
+
+
+def ranks_of(kind: str) -> int:
+    """How many ranks a way to shard needs."""
+    return 4 if kind in ("hsdp", "hybrid") else 2
 
 
 def arguments(kind: str) -> dict[str, Any]:
@@ -180,6 +205,9 @@ class Reference:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.params = list(model.parameters())
+        for parameter in self.params:
+            if hasattr(parameter, "_tensor"):  # torchao's, cast from float32
+                parameter._tensor = parameter._tensor.detach().float()
         self.main = [nn.Parameter(self._initial(p).float().clone()) for p in self.params]
         self.optimizer = exact(self.main)
         self.forget()

@@ -19,6 +19,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.evidence.recorder import recorded
+
 ROOT = Path(__file__).resolve().parents[1]
 
 # "cuda": the ranks compute on the CUDA device, one rank over NCCL and several over gloo, sharing it.
@@ -118,7 +120,7 @@ class RankPool:
         for number, rank in enumerate(ranks):
             backend = "nccl" if DEVICE == "cuda" and world_size == 1 else self.backend
             group = (backend, f"file://{store}", number, world_size)
-            rank.pipe.send((self.timeout, *group, self.collectives_of_nccl, function, args))
+            rank.pipe.send((self.timeout, *group, self.collectives_of_nccl, recorded(function), args))
         replies = [rank.reply(self.timeout) for rank in ranks]
         store.unlink(missing_ok=True)
         output = [rank.lines() for rank in ranks]

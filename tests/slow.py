@@ -1,4 +1,4 @@
-"""Which tests `make test` leaves to `make test-slow`: longer runs of what others show, too."""
+"""Which tests are left to `make test-all`: longer runs of what others show, too."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -10,5 +10,5 @@ LATER_STRATEGIES = ("no_shard", "optim_grads")
 
 
 def all_but_slow(values: Iterable[str], *quick: str) -> list[Any]:
-    """Parameters of a test, of which ``make test`` takes only ``quick`` ones."""
+    """Parameters of a test, of which CI takes only ``quick`` ones."""
     return [value if value in quick else pytest.param(value, marks=pytest.mark.slow) for value in values]

@@ -18,7 +18,7 @@ def of_cuda(setup: Setup) -> Verdict:
 
 
 def all_of_them(setup: Setup) -> Verdict:
-    """The tests that ``make unit`` runs, in several processes that share the device."""
+    """The unit tests that CI runs, in several processes that share the device."""
     files = ["test_device.py", "test_returned_parameters.py"] if setup.dry_run else [""]
     workers = "2" if setup.dry_run else "8"
     return _pytest(setup, "parity", files, ["-m", "not slow", "-n", workers, "--dist", "worksteal"])

@@ -1,0 +1,126 @@
+"""Which tests are quick (``make test``), and which ones CI adds after those (marked ``merge``).
+
+A test marked ``slow`` is left to ``make test-all``. Of the others, all that start no ranks are quick. Of a test's cases
+with ranks, quick ones train with ZeRO-3 where the test has strategies, exchange buffers by gloo's sends where it has
+exchanges, and of what remains they are two cases with different values. The tables name what takes long and reaches
+nothing that cheaper tests do not reach: ``make evidence`` prints what the tests marked ``merge`` alone reach.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+
+import pytest
+
+from tests.exchanges import COLLECTIVES
+from tests.slow import LATER_STRATEGIES
+
+ZERO_3 = "optim_grads_params"
+# Beginnings of names below tests/. The longest one that fits counts.
+QUICK = (
+    "functional_tests/test_checkpoints.py::test_resumed_training_is_the_same",
+    "functional_tests/test_checkpoint_survival.py::test_killed_over_a_checkpoint_without_checksums[os.fsync-none]",
+    "functional_tests/test_docs_code.py::test_every_block_is_marked",
+    "functional_tests/test_doctor.py::test_bytes_of_a_command_line",
+    "functional_tests/test_packaging.py::test_wheel_holds_the_packages_and_nothing_else",
+    "functional_tests/test_readme.py",
+    "functional_tests/test_training_loop.py::test_the_launcher_runs_an_unmodified_script_with_this_project",
+    # With every strategy and exchange.
+    "unit_tests/test_mixed_precision.py::test_bf16_compute_with_fp32_main_weights[grad_dtype0",
+    "unit_tests/test_parity.py::test_parity_of_one_unit_for_everything",
+)
+MERGE = (
+    "functional_tests/",
+    "unit_tests/mcore/test_adapters.py::test_tensor_parallel_training",
+    "unit_tests/mcore/test_checkpoint.py::test_loading_in_place_on_other_ranks",
+    "unit_tests/mcore/test_contract.py::test_settings_of_the_model",
+    "unit_tests/mcore/test_fused_names.py::test_both_models_store_the_same_keys",
+    "unit_tests/mcore/test_hybrid.py::test_trains_as_with_ddp",
+    "unit_tests/mcore/test_models.py::test_trains_as_with_ddp",
+    "unit_tests/mcore/test_muon.py::test_trains_as_megatrons_ddp_with_tensor_parallelism",
+    "unit_tests/mcore/test_precision_aware.py::test_trains_as_ddp_with_torchs_adam",
+    "unit_tests/mcore/test_quantized_weights.py::test_every_format_trains_as_with_ddp",
+    "unit_tests/mcore/test_quantized_weights.py::test_variants_train_as_with_ddp",
+    "unit_tests/mcore/test_uneven_dtensor.py::test_functions_of_megatron_core",
+    "unit_tests/simulated/test_engine.py::test_exceptions",
+    "unit_tests/simulated/test_engine.py::test_offload_of_some_units",
+    "unit_tests/simulated/test_engine.py::test_values",
+    "unit_tests/test_compile.py::test_compiled_b",
+    "unit_tests/test_deferred.py::test_model_of_transformers",
+    "unit_tests/test_exceptions.py::test_unshard_after_a_failed_unshard_over_two_axes",
+    "unit_tests/test_fsdp2.py::test_hybrid_mesh",
+    "unit_tests/test_fsdp2.py::test_resharding_to_a_number_of_ranks",
+    "unit_tests/test_gpu_checks.py::test_dry_run",
+    "unit_tests/test_granularity.py::test_trains_as_unsharded",
+    "unit_tests/test_hybrid.py::test_a",
+    "unit_tests/test_interleaved_micro_batches.py::test_ordinary_steps_and_evaluations_in_between",
+    "unit_tests/test_local_step.py::test_fused_optimizers_of_other_libraries_save_load_and_reshard",
+    "unit_tests/test_memory.py::test_optimizer_updates_one_unit_at_a_time",
+    "unit_tests/test_memory_command.py::test_bars_are_the_measured_bytes",
+    "unit_tests/test_mistakes.py",
+    "unit_tests/test_nccl_memory.py::test_all_groups_are_registered_alike_and_once",
+    "unit_tests/test_nccl_memory.py::test_ranks_that_use_other_units_register_and_use_the_same_windows",
+    "unit_tests/test_nested_units.py::test_recomputed_at_two_levels",
+    "unit_tests/test_offload.py::test_optimizers_train_as_unsharded",
+    "unit_tests/test_optimizer_classes.py::test_resuming_on_other_ranks",
+    "unit_tests/test_order.py::test_delays_change_no_bit",
+    "unit_tests/test_quantized.py::test_products_of_other_functions_read_the_planes_of_their_pass",
+    "unit_tests/test_quantized.py::test_resumes_exactly_on_other_numbers_of_ranks",
+    "unit_tests/test_quantized.py::test_tensor_parallel_parameters",
+    "unit_tests/test_quantized_buffers.py::test_a_comparison_of_weights_changes_nothing",
+    "unit_tests/test_reads.py::test_gradients",
+    "unit_tests/test_reads.py::test_trains_as_unsharded",
+    "unit_tests/test_resuming.py::test_whole_",
+    "unit_tests/test_state_dict.py::test_torch_checkpoint_resumes_on_other_ranks",
+    "unit_tests/test_torchao.py::test_plain_models_do_not_import_torchao",
+    "unit_tests/test_torchao.py::test_trains_as_fsdp2",
+    "unit_tests/test_troubleshooting_page.py::test_quoted_messages_exist",
+    "unit_tests/test_version_report.py::test_does_not_import_megatron_core",
+)
+# Of one test with ranks.
+MOST_CASES = 2
+
+
+def strategy_of(item: pytest.Item) -> str:
+    """The strategy that a case trains with, if it is one of its parameters."""
+    parameters = getattr(getattr(item, "callspec", None), "params", {})
+    strategy = parameters.get("strategy", parameters.get("kind"))
+    is_named = "strategy" in parameters or strategy in ("optim", ZERO_3, *LATER_STRATEGIES)
+    return str(strategy) if is_named else ""
+
+
+def function_of(item: pytest.Item) -> str:
+    """What the cases of one test have in common."""
+    return item.nodeid.split("[")[0]
+
+
+def other_strategies(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
+    """The cases with other strategies, of tests that take ZeRO-3, too."""
+    items = list(items)
+    has_zero_3 = {function_of(item) for item in items if strategy_of(item) == ZERO_3}
+    return (item for item in items if function_of(item) in has_zero_3 and strategy_of(item) not in ("", ZERO_3))
+
+
+def mark_merge(items: list[pytest.Item]) -> None:
+    """Mark the tests that are not quick."""
+    others = set(other_strategies(items))
+    taken: dict[str, list[set[tuple[str, int]]]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("slow") is None and not _is_quick(item, others, taken[function_of(item)]):
+            item.add_marker(pytest.mark.merge)
+
+
+def _is_quick(item: pytest.Item, others: set[pytest.Item], taken: list[set[tuple[str, int]]]) -> bool:
+    name = item.nodeid.removeprefix("tests/")
+    listed = max((rule for rule in (*QUICK, *MERGE) if name.startswith(rule)), key=len, default=None)
+    if listed is not None:
+        return listed in QUICK
+    call = getattr(item, "callspec", None)
+    if call is None or "ranks" not in getattr(item, "fixturenames", ()):
+        return True
+    values = {place for place in call.indices.items() if place[0] not in ("strategy", "kind", "exchange")}
+    if item in others or call.params.get("exchange") == COLLECTIVES or len(taken) == MOST_CASES:
+        return False
+    if any(values & earlier for earlier in taken):
+        return False
+    taken.append(values)
+    return True
