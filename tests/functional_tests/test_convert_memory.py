@@ -45,7 +45,7 @@ from pathlib import Path
 import torch
 from megatron.fsdp.checkpoint.reader import CheckpointReader
 from megatron.fsdp.convert.options import ReadOptions
-from megatron.fsdp.convert.view import ConvertedView
+from megatron.fsdp.convert.run import converted
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -53,7 +53,7 @@ def peak():
 def have_read():
     return int(Path("/proc/self/io").read_text().split()[1])
 
-view = ConvertedView(CheckpointReader(Path(sys.argv[1]), verify=False), ReadOptions(verify=False, keeps_rest=False))
+view = converted(CheckpointReader(Path(sys.argv[1]), verify=False), ReadOptions(verify=False, keeps_rest=False))
 before, start, shards = peak(), have_read(), []
 for tensor in view.tensors.values():
     rows, *rest = tensor.shape

@@ -8,7 +8,6 @@ import operator
 import pickle
 import pickletools
 import signal
-import struct
 import sys
 import types
 from collections.abc import Callable
@@ -33,22 +32,6 @@ from megatron.fsdp.checkpoint.allowed import (
 )
 from megatron.fsdp.checkpoint.archive import Archive
 from megatron.fsdp.checkpoint.checksums import DamagedCheckpoint
-
-# Errors that unpickling raises for damaged or malicious data, besides UnsafePickle.
-_ERRORS = (
-    pickle.UnpicklingError,
-    struct.error,
-    EOFError,
-    ValueError,
-    TypeError,
-    AttributeError,
-    LookupError,
-    ArithmeticError,
-    RuntimeError,
-    ImportError,
-    MemoryError,
-    AssertionError,
-)
 
 # The steps that a pickle may take, see _Costs.
 _SPARE = 1 << 20
@@ -255,9 +238,9 @@ class _Unpickler(pickle.Unpickler):
         try:
             self._costs.check()
             return super().load()
-        except (UnsafePickle, DamagedCheckpoint):
+        except (UnsafePickle, DamagedCheckpoint, OSError):
             raise
-        except _ERRORS as error:
+        except Exception as error:
             raise DamagedCheckpoint(
                 f"{self._source}: expected a pickle of a checkpoint; got {type(error).__name__}: {error}."
             ) from error

@@ -1,5 +1,6 @@
 """Writes new checkpoints of lazy tensors block by block, atomically, with several processes."""
 
+import io
 import itertools
 import json
 import math
@@ -37,7 +38,7 @@ class RawObject(bytes):
 
 @dataclass(frozen=True)
 class Draft:
-    """A checkpoint to write.
+    """A checkpoint to write, or to load as if it had been written.
 
     Attributes:
         tensors: By key.
@@ -53,8 +54,14 @@ class Draft:
     files: Mapping[str, bytes] = field(default_factory=dict)
     attributes: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def nbytes(self) -> int:
+        """Size of all tensors in bytes."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    @property
     def metadata(self) -> Metadata:
-        """Describe what is written, but not where."""
+        """A new description of what is written, but not of where."""
         entries: dict[str, Any] = {
             key: TensorStorageMetadata(TensorProperties(tensor.dtype), torch.Size(tensor.shape), [])
             for key, tensor in self.tensors.items()
@@ -63,6 +70,11 @@ class Draft:
         metadata = Metadata(entries, self.planner_data, version=CURRENT_DCP_VERSION)
         vars(metadata).update(self.attributes)
         return metadata
+
+    def read_object(self, key: str) -> Any:
+        """Return what is not a tensor."""
+        value = self.objects[key]
+        return safe_pickle.load_torch(io.BytesIO(value), key) if isinstance(value, RawObject) else value
 
 
 class _Piece(NamedTuple):
@@ -149,7 +161,7 @@ def _read(tensor: LazyTensor, block: _Piece, progress: Callable[[int], None]) ->
 
 def _finish(draft: Draft, staging: Staging, blocks: list[_Piece]) -> None:
     """Collect what the processes have written, write everything else, and complete the checkpoint."""
-    folder, metadata = staging.partial, draft.metadata()
+    folder, metadata = staging.partial, draft.metadata
     results: list[WriteResult] = []
     for process, of_process in itertools.groupby(blocks, lambda each: each.process):
         staging.wait_for([_mark_name(process)])

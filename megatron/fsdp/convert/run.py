@@ -4,7 +4,6 @@ import re
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
 
 from megatron.fsdp.checkpoint.checksums import write_file
 from megatron.fsdp.checkpoint.reader import RELEASE, TRACKER, CheckpointReader, checkpoint_folder
@@ -17,14 +16,6 @@ from megatron.fsdp.convert.torch_dist import reading, writing
 
 _READERS = {TORCH_DIST: reading.read, FSDP_DTENSOR: fsdp_dtensor.read}
 _WRITERS = {TORCH_DIST: writing.lay_out, FSDP_DTENSOR: fsdp_dtensor.lay_out}
-
-
-class ConversionTotals(NamedTuple):
-    """The numbers of tensors and objects that were written, and the bytes of the tensors."""
-
-    tensors: int
-    objects: int
-    nbytes: int
 
 
 def format_of(path: Path) -> str:
@@ -61,6 +52,14 @@ def read_opened(reader: CheckpointReader, options: ReadOptions) -> TrainingState
     return _READERS[reader.format](reader, options)
 
 
+def converted(reader: CheckpointReader, options: ReadOptions) -> Draft:
+    """Show a ``torch_dist`` checkpoint as its conversion to ``fsdp_dtensor``, of which only what is needed is read.
+
+    Raises the errors of :func:`read_state`.
+    """
+    return lay_out(read_opened(reader, options), FSDP_DTENSOR)
+
+
 def lay_out(state: TrainingState, format: str, options: WriteOptions | None = None) -> Draft:
     """Plan a checkpoint of a format, without reading any tensor.
 
@@ -78,7 +77,7 @@ def write_state(
     format: str,
     options: WriteOptions | None = None,
     progress: Callable[[int], None] = lambda nbytes: None,
-) -> ConversionTotals:
+) -> Draft:
     """Write a checkpoint as a stream. The folder appears once it is complete.
 
     If the folder is named like an iteration, the tracker file beside it is updated.
@@ -90,6 +89,9 @@ def write_state(
         options: How to write it. If several processes divide the work, all call this with the same arguments except for
             ``process``.
         progress: Called with the number of bytes of each written block.
+
+    Returns:
+        What was written.
 
     Raises:
         FileExistsError: The folder is there already.
@@ -103,7 +105,7 @@ def write_state(
     write_checkpoint(draft, path, (options.process, options.processes), options.block, source, progress)
     if options.process == 0:
         _update_tracker(path)
-    return ConversionTotals(len(draft.tensors), len(draft.objects), sum(t.nbytes for t in draft.tensors.values()))
+    return draft
 
 
 def _update_tracker(path: Path) -> None:

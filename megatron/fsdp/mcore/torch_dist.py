@@ -14,7 +14,7 @@ from megatron.fsdp.checkpoint.reader import CheckpointReader, common_state, form
 from megatron.fsdp.convert.fsdp_dtensor import CHECKPOINT_VERSION
 from megatron.fsdp.convert.options import ReadOptions
 from megatron.fsdp.convert.rewrites import TORCH_DIST
-from megatron.fsdp.convert.view import ConvertedView
+from megatron.fsdp.convert.run import converted
 from megatron.fsdp.mcore.resuming import megatron_arguments, refuse_legacy, uses_fsdp_dtensor
 
 
@@ -38,7 +38,7 @@ def _view(opened: CheckpointReader, optimizer: bool) -> Contents:
     args = megatron_arguments() or argparse.Namespace()
     options = ReadOptions(optimizer=optimizer, verify=False, args=args, keeps_rest=False)
     try:
-        return ConvertedView(opened, options)
+        return converted(opened, options)
     except (ValueError, NotImplementedError) as error:
         raise RuntimeError(
             f"{opened.path}: this torch_dist checkpoint cannot be loaded as it is. {error} Options are those of "

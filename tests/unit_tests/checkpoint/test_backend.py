@@ -1,6 +1,5 @@
 """Saves and loads through torch.distributed.checkpoint: atomic replacement, checksums, damage, and unsafe pickles."""
 
-import json
 import os
 import pickle
 import warnings
@@ -121,16 +120,6 @@ def test_a_failed_save_leaves_the_earlier_checkpoint(
     assert same(loaded(tmp_path), 3)
     save(tmp_path, 5)
     assert same(loaded(tmp_path), 5)
-
-
-def test_a_save_that_fails_while_it_writes_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(backend.ChecksummedFile, "write_tensor", fail)
-    with pytest.raises((OSError, CheckpointException), match="No space left"):
-        save(tmp_path, 4)
-    assert not list(tmp_path.glob("*"))
 
 
 def flip(path: Path, position: int) -> None:
@@ -304,9 +293,3 @@ def test_a_planner_can_skip_objects(tmp_path: Path) -> None:
     planner = Planner(writes_objects=False)
     planner.set_up_planner(state(1))
     assert not planner.create_local_plan().items
-
-
-def test_the_checksums_are_readable_json(tmp_path: Path) -> None:
-    save(tmp_path, 3)
-    found = json.loads((tmp_path / NAME).read_text())
-    assert found["algorithm"] == "crc32" and all(set(entry) == {"bytes", "crc32"} for entry in found["files"].values())

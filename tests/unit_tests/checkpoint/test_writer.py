@@ -271,17 +271,18 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_blocks_of_another_source_are_not_reused(tmp_path: Path, change: str) -> None:
-    tensors, _ = counted({**TENSORS, "a.b": torch.full((40, 9), 7.0)}, stop_at(8))
-    other = CHANGES[change]
-    with pytest.raises(Stop):
-        write(tmp_path / "c", **{**other, "tensors": tensors} if "tensors" not in other else {"tensors": tensors})
+def test_files_of_another_source_are_not_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+    def stop(*arguments: Any) -> None:
+        raise Stop
+
+    with monkeypatch.context() as patch, pytest.raises(Stop):
+        patch.setattr(writer, "complete", stop)
+        write(tmp_path / "c", tensors=lazily({**TENSORS, "a.b": torch.full((40, 9), 7.0)}))
+    assert (tmp_path / "c.partial" / "0.done").exists()
     (tmp_path / "c.partial" / "__5_0.distcp").write_bytes(b"from a run with more processes")
-    wanted = TENSORS
-    if "tensors" in other:
-        wanted = {key: tensor.whole() for key, tensor in other["tensors"].items()}
-    write(tmp_path / "c", tensors=lazily(wanted))
-    assert_whole(tmp_path / "c", wanted)
+    write(tmp_path / "c", **CHANGES[change])
+    wanted = CHANGES[change].get("tensors") or lazily(TENSORS)
+    assert_whole(tmp_path / "c", {key: tensor.whole() for key, tensor in wanted.items()})
 
 
 def test_another_number_of_processes_starts_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
