@@ -5,10 +5,10 @@ import io
 import pickle
 import struct
 import sys
+import threading
 import zipfile
 import zlib
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import IO, Any, NamedTuple
 
@@ -157,7 +157,7 @@ class ChecksummedFile(io.RawIOBase):
     """A file that is written front to back, with the checksum of everything that was written.
 
     Args:
-        file: Open for writing; an unbuffered file saves a copy.
+        file: Open for writing.
 
     Attributes:
         length: Bytes written so far.
@@ -186,10 +186,14 @@ class ChecksummedFile(io.RawIOBase):
             self._write(data)
         else:
             # Writing and computing the checksum both release the GIL, so they run in parallel.
-            with ThreadPoolExecutor(1) as other:
-                found = other.submit(zlib.crc32, data)
+            found: list[int] = []
+            thread = threading.Thread(target=lambda: found.append(zlib.crc32(data)))
+            thread.start()
+            try:
                 self._write(data)
-            crc32 = found.result()
+            finally:
+                thread.join()
+            (crc32,) = found
         self.crc32 = combine(self.crc32, crc32, len(data))
         return crc32
 

@@ -40,6 +40,8 @@ from megatron.fsdp.checkpoint.reader import COMMON, FORMAT_FILE, format_of
 
 # Bytes to write before the disk is asked to flush them.
 BLOCK = 32 << 20
+# Small items are collected into writes of this size; larger ones are not copied.
+_BUFFER = 1 << 20
 # A rank reports a file's size and checksum as the result of saving an item whose name begins with this.
 _FILE = "checksum of file "
 # Pattern of the names of data files.
@@ -64,7 +66,7 @@ def write_items(path: Path, items: Iterable[tuple[MetadataIndex, Any]]) -> list[
     results, flushed = [], 0
     flushing: list[concurrent.futures.Future[None]] = []
     # A thread flushes to the disk while this one writes more: otherwise everything would wait for the final fsync.
-    with open(path, "wb", buffering=0) as file, concurrent.futures.ThreadPoolExecutor(1) as flusher:
+    with open(path, "wb", _BUFFER) as file, concurrent.futures.ThreadPoolExecutor(1) as flusher:
         output = ChecksummedFile(file)
         for index, data in items:
             start = output.length
@@ -80,6 +82,7 @@ def write_items(path: Path, items: Iterable[tuple[MetadataIndex, Any]]) -> list[
         # The kernel reports a disk error to one fsync only, which may have been one of these.
         for flush in flushing:
             flush.result()
+        file.flush()
         os.fsync(file.fileno())
     return [*results, file_result(path.name, output.length, output.crc32)]
 
