@@ -573,23 +573,6 @@ def test_the_first_step_may_have_a_closure(ranks: RankPool) -> None:
     ranks.run(2, _step_with_closure_first)
 
 
-def _early_read(marked: bool) -> None:
-    model = Model().to(device())
-    if marked:
-        fsdp2.fully_shard(model)
-    loss = model.head.weight.pow(2).sum()
-    if not marked:
-        model = fully_shard_model(model, fsdp_unit_modules=[Block])
-        loss += model(_batch()).sum()
-    loss.backward()
-
-
-@pytest.mark.parametrize("marked", [False, True])
-def test_a_loss_that_has_read_a_parameter_before_sharding_raises(ranks: RankPool, marked: bool) -> None:
-    with pytest.raises(RankFailure, match=r"head\.weight before the model was sharded"):
-        ranks.run(2, _early_read, marked)
-
-
 def _save_empty(folder: str) -> None:
     model = Model()
     model.empty = nn.Parameter(torch.ones(0, 3))
