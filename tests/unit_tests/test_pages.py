@@ -92,7 +92,7 @@ def test_gloo_cannot_average(ranks: RankPool) -> None:
     ranks.run(1, _average)
 
 
-GUIDE = sorted(page for page in (DOCS / "guide").glob("*.md") if page.stem not in ("index", "doctor"))
+GUIDE = sorted(page for page in (DOCS / "guide").glob("*.md") if page.stem not in ("index", "doctor", "verify"))
 HEAD = "| Megatron flag / field | `fully_shard` argument | default | values |\n"
 SECTIONS = ["What it does", "Should I turn it on?", "Example", "Works with / not with", "How to see that it works"]
 # Described elsewhere: the model itself, where it computes, and an argument without effect.

@@ -166,7 +166,8 @@ class _TracedHandle(Handle):
 
 
 # Methods of the engine that are called between passes.
-_METHODS = ("finish_gradients", "start_reductions", "unshard_persistent", "prefetch_first", "invalidate_weights")
+_METHODS = ("finish_gradients", "unshard_persistent", "invalidate_weights")
+_OF_SCHEDULE = ("reduce_waiting", "prefetch_first")
 
 
 class StepRecorder:
@@ -200,6 +201,8 @@ class StepRecorder:
             self._replacements.replace(self._observed.schedule, around.__name__[1:], around)
         for name in _METHODS:
             self._replacements.replace(self._observed, name, self._engine)
+        for name in _OF_SCHEDULE:
+            self._replacements.replace(self._observed.schedule, name, self._engine)
         for unit in self._observed.units:
             self._watch_unit(unit)
         streams = {id(group.weights.stream): group.weights.stream for group in self._observed.groups}
