@@ -16,11 +16,11 @@ from tests.models import (
     Block,
     TinyModel,
     adamw,
+    assert_same_gradients,
     assert_same_weights,
     batches,
     device,
     loss_of,
-    whole,
 )
 from tests.ranks import RankPool
 
@@ -171,9 +171,7 @@ def _same_gradients(model: TinyModel, compile_all: bool) -> None:
             compiled.append(graphs.compiled)
         assert compiled[0] == compiled[2] >= 2, compiled  # with gradients and without
         loss_of(reference, tokens).backward()
-        for entry in sharded.engine.params():
-            expected = reference.get_parameter(entry.name.replace("_orig_mod.", "")).grad
-            torch.testing.assert_close(whole(entry, entry.main.grad), expected.cpu(), rtol=2e-5, atol=2e-6)
+        assert_same_gradients(sharded, reference, atol=2e-6)
 
 
 def _recomputed(reentrant: bool) -> None:

@@ -8,13 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
+from megatron_fsdp import fully_shard_model
 from tests.models import (
     STRATEGIES,
     Block,
+    Pair,
     TinyModel,
-    adamw,
-    assert_same_weights,
     batches,
     device,
     loss_of,
@@ -45,20 +44,10 @@ class NoisyModel(TinyModel):
         self.blocks = nn.ModuleList(Noisy(13) for _ in range(3))
 
 
-def _pair(strategy: str) -> tuple[nn.Module, torch.optim.Optimizer, MegatronFSDP, torch.optim.Optimizer]:
-    torch.manual_seed(3)
-    model = NoisyModel().to(device())
-    reference = copy.deepcopy(model)
-    sharded, optimizer = fully_shard(
-        model, adamw(model.parameters()), fsdp_unit_modules=[Block], zero_dp_strategy=strategy
-    )
-    return reference, adamw(reference.parameters()), sharded, optimizer
-
-
-def _evaluate(reference: nn.Module, sharded: MegatronFSDP, tokens: torch.Tensor, mode: str) -> None:
+def _evaluate(pair: Pair, tokens: torch.Tensor, mode: str) -> None:
     """Both in evaluation mode, twice over, with the same results and no noise in them."""
     outputs = []
-    for each in (reference, sharded):
+    for each, _ in reversed(pair.sides):
         each.eval()
         assert not any(module.training for module in each.modules())
         with MODES[mode]():
@@ -71,24 +60,22 @@ def _evaluate(reference: nn.Module, sharded: MegatronFSDP, tokens: torch.Tensor,
 
 def _train_and_evaluate(strategy: str, mode: str) -> None:
     # All ranks take the same micro-batch and the same random numbers, so that one unsharded model can follow.
-    reference, reference_optimizer, sharded, optimizer = _pair(strategy)
+    pair = Pair(NoisyModel(), zero_dp_strategy=strategy)
     for number, tokens in enumerate(batches(4, 1)[:, 0]):
-        _evaluate(reference, sharded, tokens, mode)  # before there is a plan, and after each step
+        _evaluate(pair, tokens, mode)  # before there is a plan, and after each step
         losses = []
-        for each in (reference, sharded):
+        for each, _ in pair.sides:
             torch.manual_seed(number)
             losses.append(loss_of(each, tokens))
         torch.testing.assert_close(*losses)
         if number == 2:  # between a forward and its backward
-            _evaluate(reference, sharded, tokens, mode)
+            _evaluate(pair, tokens, mode)
         for loss in losses:
             loss.backward()
-        for each_optimizer in (optimizer, reference_optimizer):
-            each_optimizer.step()
-            each_optimizer.zero_grad()
-    _evaluate(reference, sharded, batches(1, 1, seed=5)[0, 0], mode)
-    assert_same_weights(sharded, reference)
-    for (name, buffer), other in zip(reference.named_buffers(), sharded.module.buffers(), strict=True):
+        pair.update()
+    _evaluate(pair, batches(1, 1, seed=5)[0, 0], mode)
+    pair.assert_same_weights()
+    for (name, buffer), other in zip(pair.reference.named_buffers(), pair.sharded.module.buffers(), strict=True):
         torch.testing.assert_close(other, buffer, msg=lambda m, n=name: f"{n}: {m}")
 
 

@@ -1,21 +1,18 @@
 """Forward passes without an immediate backward: several before one backward, evaluation, no backward at all."""
 
-import copy
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.fsdp.dtensor.ragged_dtensor import local_shard
-from megatron_fsdp import fully_shard, fully_shard_model
+from megatron_fsdp import fully_shard
 from tests.models import (
     STRATEGIES,
     Block,
+    Pair,
     TinyModel,
     adamw,
     assert_same_training,
-    assert_same_weights,
     batches,
     device,
     loss_of,
@@ -26,24 +23,15 @@ from tests.ranks import RankPool
 
 def _all_forwards_first(strategy: str, backward_order: list[int]) -> None:
     """Three forwards, then their backwards in the given order."""
-    torch.manual_seed(3)
-    model = TinyModel().to(device())
-    reference = copy.deepcopy(model)
-    sharded, optimizer = fully_shard(
-        model, adamw(model.parameters()), fsdp_unit_modules=[Block], zero_dp_strategy=strategy
-    )
-    reference_optimizer = adamw(reference.parameters())
+    pair = Pair(TinyModel(), zero_dp_strategy=strategy)
     ranks, rank = dist.get_world_size(), dist.get_rank()
     for step in batches(steps=3, per_step=3 * ranks):
-        sum(loss_of(reference, tokens) / ranks for tokens in step).backward()
-        reference_optimizer.step()
-        reference_optimizer.zero_grad()
-        losses = [loss_of(sharded, tokens) for tokens in step[rank::ranks]]
+        sum(loss_of(pair.reference, tokens) / ranks for tokens in step).backward()
+        losses = [loss_of(pair.sharded, tokens) for tokens in step[rank::ranks]]
         for which in backward_order:
             losses[which].backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert_same_weights(sharded, reference)
+        pair.update()
+    pair.assert_same_weights()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -135,23 +123,18 @@ def _raise(grad: torch.Tensor) -> None:
 
 
 def _exception(strategy: str, where: str) -> None:
-    torch.manual_seed(3)
-    model = Failing().to(device())
-    reference = copy.deepcopy(model)
-    sharded = fully_shard_model(model, fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
+    model = Failing()
+    pair = Pair(model, zero_dp_strategy=strategy)
     tokens = batches(1, 1)[0, 0]
     for _ in range(2):
         model.fail = where
         with pytest.raises(ValueError, match=f"in {where}"):
-            loss_of(sharded, tokens).backward()
+            loss_of(pair.sharded, tokens).backward()
         model.fail = ""
-        sharded.zero_grad()
-        loss_of(sharded, tokens).backward()
-    loss_of(reference, tokens).backward()
-    for entry in sharded.engine.params():
-        expected = dict(reference.named_parameters())[entry.name].grad.reshape(-1)
-        expected = expected[entry.shard_slice.start : entry.shard_slice.stop].view(entry.shard_slice.shape)
-        torch.testing.assert_close(local_shard(entry.main.grad), expected)
+        pair.sharded.zero_grad()
+        loss_of(pair.sharded, tokens).backward()
+    loss_of(pair.reference, tokens).backward()
+    pair.assert_same_gradients()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -161,14 +144,13 @@ def test_next_step_works_after_an_exception_on_all_ranks(ranks: RankPool, strate
 
 
 def _call_the_inner_module() -> None:
-    torch.manual_seed(3)
-    model = TinyModel().to(device())
-    reference = copy.deepcopy(model)
-    sharded = fully_shard_model(model, fsdp_unit_modules=[Block])
+    pair = Pair(TinyModel())
     tokens = batches(1, 1)[0, 0]
-    torch.testing.assert_close(loss_of(sharded.module, tokens), loss_of(reference, tokens))
-    loss_of(sharded.module, tokens).backward()
-    assert all(p.grad is not None for p in sharded.parameters())
+    losses = [loss_of(each, tokens) for each in (pair.sharded.module, pair.reference)]
+    torch.testing.assert_close(*losses)
+    for loss in losses:
+        loss.backward()
+    pair.assert_same_gradients()
 
 
 def test_wrapped_module_may_be_called_itself(ranks: RankPool) -> None:

@@ -1,6 +1,5 @@
 """Parameters are frozen and unfrozen between steps: training equals that of the unsharded model."""
 
-import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,8 +10,8 @@ from torch import nn
 
 import megatron.fsdp.buffers.reduction as reduction
 from megatron.fsdp.comm.context import CommContext
-from megatron_fsdp import FSDPConfig, MegatronFSDP, fully_shard
-from tests.models import STRATEGIES, Block, TinyModel, adamw, batches, device, loss_of, main_weights, whole
+from megatron_fsdp import FSDPConfig, MegatronFSDP
+from tests.models import STRATEGIES, Block, Pair, TinyModel, batches, loss_of
 from tests.ranks import RankPool
 
 # The modules that are frozen in each step.
@@ -39,40 +38,16 @@ def _freeze(model: nn.Module, what: str) -> None:
 
 
 def _train(strategy: str, phases: list[str], per_rank: int) -> None:
-    torch.manual_seed(3)
-    model = TinyModel().to(device())
-    reference = copy.deepcopy(model)
-    reference_optimizer = adamw(reference.parameters())
-    sharded, optimizer = fully_shard(
-        model, adamw(model.parameters()), fsdp_unit_modules=[Block], zero_dp_strategy=strategy
-    )
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-    for what, step in zip(phases, batches(len(phases), per_rank * ranks), strict=True):
-        _freeze(reference, what)
-        _freeze(sharded.module, what)
-        for tokens in step:
-            (loss_of(reference, tokens) / len(step)).backward()
-        mine = step[rank::ranks]
-        for tokens in mine[:-1]:
-            with sharded.no_sync():
-                (loss_of(sharded, tokens) / per_rank).backward()
-        (loss_of(sharded, mine[-1]) / per_rank).backward()
-        expected = dict(reference.named_parameters())
-        for name, parameter in sharded.module.named_parameters():
-            assert parameter.requires_grad == expected[name].requires_grad
-            assert (parameter.grad is None) == (expected[name].grad is None), name
-        for each in (optimizer, reference_optimizer):
-            each.step()
-            each.zero_grad()
-    _assert_equal(sharded, reference)
-
-
-def _assert_equal(sharded: MegatronFSDP, reference: nn.Module) -> None:
-    weights = main_weights(sharded)
-    for name, parameter in reference.named_parameters():
-        torch.testing.assert_close(
-            weights[name], parameter.detach().cpu(), rtol=2e-5, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}"
-        )
+    pair = Pair(TinyModel(), zero_dp_strategy=strategy)
+    for what, step in zip(phases, batches(len(phases), per_rank * dist.get_world_size()), strict=True):
+        _freeze(pair.reference, what)
+        _freeze(pair.sharded.module, what)
+        pair.backward(step)
+        pair.assert_same_gradients()
+        for name, parameter in pair.sharded.module.named_parameters():
+            assert parameter.requires_grad == pair.reference.get_parameter(name).requires_grad
+        pair.update()
+    pair.assert_same_weights()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -83,25 +58,19 @@ def test_freezing_between_steps(ranks: RankPool, strategy: str, phases: str) -> 
 
 def _unfreeze_what_began_frozen(strategy: str) -> None:
     """As in fine-tuning: the optimizer is given more and more parameters."""
-    torch.manual_seed(3)
-    model = TinyModel().to(device())
+    model = TinyModel()
     _freeze(model, "embedding blocks")
-    reference = copy.deepcopy(model)
-    optimizers = [adamw([p for p in each.parameters() if p.requires_grad]) for each in (model, reference)]
-    sharded, optimizer = fully_shard(model, optimizers[0], fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
+    pair = Pair(model, zero_dp_strategy=strategy)
     for what, data in zip(["", "blocks.2", "", "blocks.0 blocks.1"], batches(4, dist.get_world_size()), strict=True):
         if what:
-            for each, each_optimizer in ((sharded.module, optimizer), (reference, optimizers[1])):
+            for each, each_optimizer in pair.sides:
+                each = getattr(each, "module", each)
                 unfrozen = [each.get_parameter(name) for name in _frozen(each, what)]
                 each_optimizer.add_param_group({"params": [p.requires_grad_() for p in unfrozen], "lr": 2e-2})
-        for tokens in data:
-            (loss_of(reference, tokens) / len(data)).backward()
-        loss_of(sharded, data[dist.get_rank()]).backward()
-        for each_optimizer in (optimizer, optimizers[1]):
-            each_optimizer.step()
-            each_optimizer.zero_grad()
-    assert all(entry.main.requires_grad == entry.trained for entry in sharded.engine.params())
-    _assert_equal(sharded, reference)
+        pair.backward(data)
+        pair.update()
+    assert all(entry.main.requires_grad == entry.trained for entry in pair.sharded.engine.params())
+    pair.assert_same_weights()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -111,13 +80,10 @@ def test_what_began_frozen_is_unfrozen_and_given_to_the_optimizer(ranks: RankPoo
 
 def _freeze_at_odd_times(strategy: str) -> None:
     """Freeze while a unit is unsharded after a forward without backward, and between forward and backward."""
-    torch.manual_seed(3)
-    model = TinyModel().to(device())
-    reference = copy.deepcopy(model)
-    sharded = MegatronFSDP(model, FSDPConfig(zero_dp_strategy=strategy), fsdp_unit_modules=[Block])
+    pair = Pair(TinyModel(), zero_dp_strategy=strategy)
     tokens = batches(1, 1)[0, 0]
-    for each in (reference, sharded):
-        module = sharded.module if each is sharded else reference
+    for each, _ in pair.sides:
+        module = getattr(each, "module", each)
         loss_of(each, tokens)
         _freeze(module, "blocks.2 head")
         loss = loss_of(each, tokens)
@@ -125,11 +91,7 @@ def _freeze_at_odd_times(strategy: str) -> None:
         loss.backward()
         _freeze(module, "head")
         loss_of(each, tokens).backward()
-    for name, parameter in reference.named_parameters():
-        entry = next(e for e in sharded.engine.params() if e.name == name)
-        assert (entry.main.grad is None) == (parameter.grad is None), name
-        if parameter.grad is not None:
-            torch.testing.assert_close(whole(entry, entry.main.grad), parameter.grad.cpu(), rtol=2e-5, atol=2e-6)
+    pair.assert_same_gradients()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -184,27 +146,17 @@ class Skipping(TinyModel):
 
 
 def _skipping(strategy: str) -> None:
-    torch.manual_seed(3)
-    model = Skipping().to(device())
-    reference = copy.deepcopy(model)
-    reference_optimizer = adamw(reference.parameters())
-    sharded, optimizer = fully_shard(
-        model, adamw(model.parameters()), fsdp_unit_modules=[Block], zero_dp_strategy=strategy
-    )
+    pair = Pair(Skipping(), zero_dp_strategy=strategy)
     phases = ["blocks.1", "blocks.1", "", "blocks.2", "", "blocks.1"]
     skipped = [(9, 9), (0, 9), (9, 1), (2, 0), (1, 9), (9, 2)]
     data = batches(len(phases), 2)
     for what, row, step in zip(phases, skipped, data, strict=True):
         step[:, 0, 0] = torch.tensor(row)
-        _freeze(reference, what)
-        _freeze(sharded.module, what)
-        for tokens in step:
-            (loss_of(reference, tokens) / len(step)).backward()
-        loss_of(sharded, step[dist.get_rank()]).backward()
-        for each in (optimizer, reference_optimizer):
-            each.step()
-            each.zero_grad()
-    _assert_equal(sharded, reference)
+        _freeze(pair.reference, what)
+        _freeze(pair.sharded.module, what)
+        pair.backward(step)
+        pair.update()
+    pair.assert_same_weights()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -150,9 +150,7 @@ def _muon(strategy: str) -> None:
         reference_split.step()
         loss_of(sharded, tokens).backward()
         split.step()
-    weights = main_weights(sharded)
-    for name, parameter in reference.named_parameters():
-        torch.testing.assert_close(weights[name], parameter.detach().cpu(), rtol=1e-6, atol=1e-6)
+    assert_same_weights(sharded, reference, 1e-6)
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")

@@ -10,11 +10,20 @@ from torch import nn
 
 from megatron.fsdp.comm import gloo
 from megatron.fsdp.comm.backends import Backend
-from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.state.consistency import inconsistent_weights
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from tests.exchanges import both_exchanges
-from tests.models import STRATEGIES, Block, TinyModel, adamw, batches, device, loss_of, main_weights
+from tests.models import (
+    STRATEGIES,
+    Block,
+    TinyModel,
+    adamw,
+    assert_same_gradients,
+    batches,
+    device,
+    loss_of,
+    main_weights,
+)
 from tests.ranks import RankPool
 
 pytestmark = pytest.mark.every_strategy
@@ -187,10 +196,7 @@ def _reduced_in(comm: torch.dtype) -> None:
     reference.load_state_dict(main_weights(sharded))
     (loss_of(reference, data[0]) + loss_of(reference, data[1])).backward()
     tolerance = 1e-6 if comm is FP32 else 1e-2
-    for entry in sharded.engine.params():
-        expected = dict(reference.named_parameters())[entry.name].grad.reshape(-1)
-        expected = expected[entry.shard_slice.start : entry.shard_slice.stop].view(entry.shard_slice.shape)
-        torch.testing.assert_close(local_shard(entry.main.grad), expected, rtol=tolerance, atol=tolerance)
+    assert_same_gradients(sharded, reference, tolerance, tolerance)
 
 
 @pytest.mark.parametrize("comm", [FP32, BF16, torch.float16])

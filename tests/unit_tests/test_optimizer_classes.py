@@ -23,6 +23,7 @@ from megatron_fsdp import fully_shard, fully_shard_model, fully_shard_optimizer,
 from tests.models import (
     STRATEGIES,
     Block,
+    Pair,
     TinyModel,
     adamw,
     assert_same_training,
@@ -319,23 +320,11 @@ def test_fsdp2_raises_for_divided_matrices(ranks: RankPool) -> None:
 
 def _states_are_complete(name: str, strategy: str) -> None:
     """Every rank's state dict contains the same information as that of the unsharded optimizer."""
-    torch.manual_seed(3)
-    model = TinyModel().to(device())
-    reference = copy.deepcopy(model)
-    sharded, optimizer = fully_shard(
-        model,
-        WHOLE[name](model.parameters()),
-        fsdp_unit_modules=[Block],
-        zero_dp_strategy=strategy,
-        shard_granularity="parameter",
-    )
-    expected = WHOLE[name](reference.parameters())
-    for (tokens,) in batches(steps=2, per_step=1):
-        for each, each_optimizer in ((sharded, optimizer), (reference, expected)):
-            loss_of(each, tokens).backward()
-            each_optimizer.step()
-            each_optimizer.zero_grad()
-    found, wanted = optimizer.state_dict()["state"], expected.state_dict()["state"]
+    pair = Pair(TinyModel(), WHOLE[name], zero_dp_strategy=strategy, shard_granularity="parameter")
+    for tokens in batches(steps=2, per_step=1):
+        pair.backward(tokens.expand(dist.get_world_size(), -1, -1))
+        pair.update()
+    found, wanted = (optimizer.state_dict()["state"] for _, optimizer in pair.sides)
     assert found.keys() == wanted.keys()
     for number, state in wanted.items():
         assert found[number].keys() == state.keys()

@@ -16,8 +16,10 @@ from tests.models import (
     OPTIMIZERS,
     STRATEGIES,
     Block,
+    Pair,
     TinyModel,
     assert_same_training,
+    assert_same_weights,
     batches,
     device,
     loss_of,
@@ -40,26 +42,12 @@ def test_optimizer(ranks: RankPool, name: str) -> None:
 
 def _first_step(strategy: str) -> None:
     """The first update is that of the unsharded optimizer: no step is taken to create state."""
-    torch.manual_seed(3)
-    model = TinyModel().to(device())
-    reference = copy.deepcopy(model)
-    sharded, optimizer = fully_shard(
-        model,
-        torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.5),
-        fsdp_unit_modules=[Block],
-        zero_dp_strategy=strategy,
-    )
-    assert not optimizer.state
-    tokens = batches(1, 1)[0, 0]
-    loss_of(sharded, tokens).backward()
-    optimizer.step()
-    reference_optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2, weight_decay=0.5)
-    loss_of(reference, tokens).backward()
-    reference_optimizer.step()
-    weights = main_weights(sharded)
-    for name, parameter in reference.named_parameters():
-        torch.testing.assert_close(weights[name], parameter.detach().cpu(), rtol=1e-5, atol=1e-6)
-    assert {float(state["step"]) for state in optimizer.state.values()} == {1.0}
+    pair = Pair(TinyModel(), lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.5), zero_dp_strategy=strategy)
+    assert not pair.optimizer.state
+    pair.backward(batches(1, 1)[0].expand(dist.get_world_size(), -1, -1))
+    pair.update()
+    pair.assert_same_weights(1e-5)
+    assert {float(state["step"]) for state in pair.optimizer.state.values()} == {1.0}
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -90,9 +78,7 @@ def _groups_keep_their_options() -> None:
             each.step()
         optimizer.zero_grad()
         expected.zero_grad()
-    weights = main_weights(sharded)
-    for name, parameter in reference.named_parameters():
-        torch.testing.assert_close(weights[name], parameter.detach().cpu(), rtol=2e-5, atol=2e-5)
+    assert_same_weights(sharded, reference)
 
 
 def test_parameter_groups_and_schedulers(ranks: RankPool) -> None:
@@ -116,9 +102,7 @@ def _closure() -> None:
         got = optimizer.step(lambda data=tokens: closure(sharded, optimizer, data))
         want = expected.step(lambda data=tokens: closure(reference, expected, data))
         torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
-    weights = main_weights(sharded)
-    for name, parameter in reference.named_parameters():
-        torch.testing.assert_close(weights[name], parameter.detach().cpu(), rtol=2e-5, atol=2e-5)
+    assert_same_weights(sharded, reference)
 
     def fails() -> torch.Tensor:
         raise KeyboardInterrupt
@@ -229,9 +213,7 @@ def _state_from_before() -> None:
     loss_of(reference, second).backward()
     optimizer.step()
     expected.step()
-    weights = main_weights(sharded)
-    for name, parameter in reference.named_parameters():
-        torch.testing.assert_close(weights[name], parameter.detach().cpu(), rtol=1e-5, atol=1e-6)
+    assert_same_weights(sharded, reference, 5e-6)
 
 
 def test_state_of_the_whole_model_is_sharded_along(ranks: RankPool) -> None:
@@ -253,9 +235,7 @@ def _optimizer_of_the_sharded_model() -> None:
         if each is sharded:
             sharded_norm = norm
     torch.testing.assert_close(sharded_norm, norm)
-    weights = main_weights(sharded)
-    for name, parameter in reference.named_parameters():
-        torch.testing.assert_close(weights[name], parameter.detach().cpu(), rtol=1e-6, atol=1e-7)
+    assert_same_weights(sharded, reference, 1e-6)
 
 
 def test_optimizer_of_the_sharded_models_parameters_and_clipping(ranks: RankPool) -> None:

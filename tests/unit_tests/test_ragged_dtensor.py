@@ -22,8 +22,8 @@ from megatron.fsdp.dtensor.placements import RaggedShard, SectionedShard
 from megatron.fsdp.dtensor.ragged_dtensor import RaggedDTensor, make_dtensor
 from megatron.fsdp.sharding.layout import ELEMENT, ROW, Layout, Slot
 from megatron.fsdp.sharding.packing import plan_layout
-from megatron_fsdp import fully_shard, uneven_dtensor
-from tests.models import Block, TinyModel, adamw, batches, device, loss_of
+from megatron_fsdp import uneven_dtensor
+from tests.models import Pair, TinyModel, batches, device
 from tests.ranks import RankPool
 
 # Shapes and cuts: whole rows, a cut row, ranks without anything, a single owner.
@@ -331,24 +331,16 @@ def test_functions_of_the_original(ranks: RankPool) -> None:
 
 def _averaged(folder: str) -> None:
     """An exponential moving average of weights as users write it, saved and loaded, equals that without sharding."""
-    torch.manual_seed(3)
-    model = TinyModel().to(device())
-    reference = copy.deepcopy(model)
-    reference_optimizer = adamw(reference.parameters())
-    sharded, optimizer = fully_shard(model, adamw(model.parameters()), fsdp_unit_modules=[Block])
-    average = {key: value.clone() for key, value in sharded.state_dict().items()}
-    expected = {key: value.clone() for key, value in reference.state_dict().items()}
+    pair = Pair(TinyModel())
+    average = {key: value.clone() for key, value in pair.sharded.state_dict().items()}
+    expected = {key: value.clone() for key, value in pair.reference.state_dict().items()}
     for step in batches(3, dist.get_world_size()):
-        for tokens in step:
-            (loss_of(reference, tokens) / len(step)).backward()
-        loss_of(sharded, step[dist.get_rank()]).backward()
-        for each in (optimizer, reference_optimizer):
-            each.step()
-            each.zero_grad()
+        pair.backward(step)
+        pair.update()
         with torch.no_grad():
-            for key, value in sharded.state_dict().items():
+            for key, value in pair.sharded.state_dict().items():
                 average[key].lerp_(value, 0.1)
-            for key, value in reference.state_dict().items():
+            for key, value in pair.reference.state_dict().items():
                 expected[key] = expected[key] * 0.9 + value * 0.1
     dcp.save(average, checkpoint_id=folder)
     loaded = {f"module.{key}": torch.zeros_like(value) for key, value in expected.items()}
