@@ -1,12 +1,12 @@
 # `make` or `make help` lists the commands. Everything runs in .venv, which `make install` creates.
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-merge test-all lint typecheck quick evidence torch-versions torch-reduced python-versions mcore-versions parity parity-nd fuzz bench bench-report docs docs-serve gpu-test gpu-checks gpu-bench compatibility dist wheel clean clean-demo
+.PHONY: help install demo test test-merge test-all lint typecheck quick evidence torch-versions torch-reduced python-versions mcore-versions parity fuzz bench bench-report docs docs-serve gpu-test gpu-checks gpu-bench compatibility dist wheel clean clean-demo
 
 PYTHON := .venv/bin/python
 STAMP := .venv/.installed
 DEMO_FLAGS ?=
-PARITY_FLAGS ?=
+PARITY_FLAGS ?= --only "data parallel" --iterations 20
 FUZZ_FLAGS ?=
 BENCH_FLAGS ?=
 PYTEST_FLAGS ?=
@@ -60,7 +60,7 @@ test-merge: install ## the tests that CI runs after make test: other strategies,
 
 test-all: lint typecheck torch-versions ## everything, before a release: all tests, all versions of torch, Python and megatron-core, parity
 	$(PYTEST) tests/functional_tests -n 2 --dist loadfile
-	$(MAKE) parity-nd
+	$(MAKE) parity PARITY_FLAGS="--markdown out/parity.md"
 
 evidence: install ## record which arcs of megatron/ tests reach, into .evidence, and print what only the tests of CI reach
 	rm -rf .evidence
@@ -102,19 +102,16 @@ $(TORCH_STAMPS): .venv-torch-%/.installed: constraints.txt pyproject.toml
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(@D)/bin/python -m pip install --quiet --constraint $(@D)/constraints.txt 'torch==$*' --editable '.[mcore,convert,test]'
 	@touch $@
 
-parity: install ## train with Megatron's DDP and with each strategy in Megatron's loop, and compare (PARITY_FLAGS="--ranks 2")
+parity: install ## train with Megatron's DDP and with FSDP in its loop, and compare; all cases with PARITY_FLAGS="--markdown out/parity.md"
 	@$(PYTHON) -W ignore tools/parity.py $(PARITY_FLAGS)
-
-parity-nd: install ## parity combined with tensor, pipeline, context and expert parallelism; write docs/parallelism.md (PARITY_FLAGS="--only TP")
-	@$(PYTHON) -W ignore tools/parity_nd.py --markdown docs/parallelism.md $(PARITY_FLAGS)
 
 fuzz: install ## run random programs plain and sharded, and compare; write fuzz_output/table.md (FUZZ_FLAGS="--programs 500")
 	@$(PYTHON) -W ignore -m tests.fuzz $(FUZZ_FLAGS)
 
-bench: install ## benchmark beside FSDP2, the original and DDP; write docs/performance_tables.md (BENCH_FLAGS="--only step,memory --quick")
+bench: install ## benchmark beside FSDP2, the original and DDP; write out/benchmarks, docs/status.md (BENCH_FLAGS="--only step,memory --quick")
 	@status=0; $(PYTHON) -W ignore -m benchmarks $(BENCH_FLAGS) || status=$$?; $(PYTHON) -m benchmarks.report; exit $$status
 
-bench-report: install ## write docs/performance_tables.md from benchmarks/results
+bench-report: install ## write the tables, plots and docs/status.md from the results in out/benchmarks
 	$(PYTHON) -m benchmarks.report
 
 docs: install ## build the documentation site into site/ without warnings; run its code blocks and look at it in a browser
@@ -133,10 +130,11 @@ gpu-checks: ## run the scripts of tests/gpu: one verdict each, and details in gp
 gpu-bench: ## benchmark step time, memory and kernels on a GPU; skipped without a device (BENCH_FLAGS="--quick")
 	PYTHONPATH=$(CURDIR) $(GPU_PYTHON) -W ignore -m benchmarks --only gpu $(BENCH_FLAGS)
 
-compatibility: install ## run all tests, and write docs/compatibility.md from their results
-	rm -f docs/compatibility.json
-	$(PYTEST) tests -n 2 --dist worksteal --results docs/compatibility.json --deselect tests/unit_tests/test_pages.py::test_compatibility
-	$(PYTHON) tools/compatibility_table.py > docs/compatibility.md
+compatibility: install ## run all tests, and write out/compatibility.md and docs/status.md from their results
+	mkdir -p out
+	rm -f out/compatibility.json
+	$(PYTEST) tests -n 2 --dist worksteal --results out/compatibility.json
+	$(PYTHON) tools/compatibility_table.py
 
 dist: install ## build the sdist, and the wheel from it, into dist/
 	rm -rf dist *.egg-info

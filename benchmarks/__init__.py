@@ -3,5 +3,5 @@ work.
 
     python -m benchmarks --help
 
-docs/performance.md explains the method; docs/performance_tables.md is generated from the results.
+docs/performance.md explains the method; docs/status.md has the targets. Results are in out/benchmarks.
 """

@@ -41,7 +41,7 @@ def is_plotted(result: Result, case: Case) -> bool:
 
 
 def file_name(result: Result, number: int) -> str:
-    """The file name of a plot in docs/performance."""
+    """The file name of a plot."""
     return f"{result.benchmark}-{number}.png"
 
 

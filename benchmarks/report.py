@@ -1,13 +1,14 @@
-"""Writes docs/performance_tables.md, and the plots in docs/performance, from benchmarks/results.
+"""Writes the tables and plots of all results into out/benchmarks, and what is kept of them into docs.
 
     python -m benchmarks.report
 
-docs/performance.md is written by hand and explains the method; this module does not touch it.
+docs/status.md gets the targets, docs/performance a plot per benchmark. docs/performance.md is written by hand and
+explains the method; this module does not touch it.
 """
 
+import shutil
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from benchmarks import plots, targets
@@ -15,13 +16,13 @@ from benchmarks.columns import cell, columns_of
 from benchmarks.peers import PEERS
 from benchmarks.results import FOLDER, Case, Result, load_all
 from benchmarks.sections import SECTIONS
+from tools import status
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "performance_tables.md"
-PICTURES = PAGE.parent / "performance"
+PICTURES = status.PAGE.parent / "performance"
 HEAD = """# Benchmark tables
 
-`make bench-report` generates this page from `benchmarks/results`. [performance.md](performance.md) explains the method
-and the peers. Tables show medians and, in brackets, quartiles.
+`make bench-report` generates this page from the results beside it. docs/performance.md explains the method and the
+peers. Tables show medians and, in brackets, quartiles.
 """
 
 
@@ -51,7 +52,7 @@ def block(name: str, results: Mapping[str, Result]) -> str:
     for number, case in enumerate(result.cases):
         parts.append(_case(result, case))
         if plots.is_plotted(result, case):
-            parts.append(f"![{_words(case.tags)}](performance/{plots.file_name(result, number)})")
+            parts.append(f"![{_words(case.tags)}](pictures/{plots.file_name(result, number)})")
     return "\n\n".join(parts)
 
 
@@ -104,17 +105,41 @@ def _machine(results: Mapping[str, Result]) -> str:
     return _table(["benchmark", "date", "commit", "machine", "versions"], rows)
 
 
+def summary(results: Mapping[str, Result]) -> str:
+    """The targets of all benchmarks with the range of what was measured, and when and where that was."""
+    groups: dict[tuple[str, str], list[targets.Verdict]] = {}
+    for verdict in targets.judge_all(results):
+        groups.setdefault((verdict.benchmark, verdict.target), []).append(verdict)
+    rows = []
+    for (benchmark, target), verdicts in groups.items():
+        values = sorted(verdict.value for verdict in verdicts if verdict.value is not None)
+        ends = dict.fromkeys(f"{value:.3g}" for value in (values[:1] + values[-1:]))
+        met = sum(verdict.outcome == "met" for verdict in verdicts)
+        rows.append([benchmark, target, " to ".join(ends), f"{met} of {len(verdicts)}" if values else "not measured"])
+    head = ["benchmark", "target", "measured", "cases that meet it"]
+    return f"{_table(head, rows)}\n\n{_machine(results)}"
+
+
+def kept(result: Result) -> int | None:
+    """The number of the case whose plot docs/performance has: the first one with the most peers; None without plots."""
+    plotted = [number for number, case in enumerate(result.cases) if plots.is_plotted(result, case)]
+    return max(plotted, key=lambda number: len(result.cases[number].figures), default=None)
+
+
 def main() -> int:
-    """Write the page and the pictures."""
+    """Write the pages and the pictures."""
     results = load_all(FOLDER)
-    PICTURES.mkdir(exist_ok=True)
-    for old in PICTURES.glob("*.png"):
-        old.unlink()
-    for result in results.values():
+    pictures = FOLDER / "pictures"
+    shutil.rmtree(pictures, ignore_errors=True)
+    pictures.mkdir(parents=True)
+    for name, result in results.items():
         for number, case in enumerate(result.cases):
             if plots.is_plotted(result, case):
-                plots.draw(result, case, PICTURES / plots.file_name(result, number))
-    PAGE.write_text(page(results))
+                plots.draw(result, case, pictures / plots.file_name(result, number))
+        if (chosen := kept(result)) is not None:
+            shutil.copyfile(pictures / plots.file_name(result, chosen), PICTURES / f"{name}.png")
+    (FOLDER / "tables.md").write_text(page(results))
+    status.write("benchmarks", summary(results))
     return 0
 
 

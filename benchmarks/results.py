@@ -8,7 +8,6 @@ import json
 import os
 import platform
 import re
-import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,9 +17,9 @@ import torch
 
 from benchmarks.figures import Summary
 from benchmarks.rounds import Rounds, as_json
+from tools import status
 
-FOLDER = Path(__file__).parent / "results"
-ROOT = Path(__file__).resolve().parents[1]
+FOLDER = status.OUT / "benchmarks"
 PACKAGES = ("torch", "megatron-core", "numpy", "psutil")
 
 
@@ -133,7 +132,7 @@ def about() -> dict[str, Any]:
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": re.sub(r" --results[ =]\S+", "", "python -m benchmarks " + " ".join(sys.argv[1:])),
-        "commit": _commit(),
+        "commit": status.commit(),
         "versions": {
             "python": platform.python_version(),
             **{name: version for name in PACKAGES if (version := _installed(name)) is not None},
@@ -172,14 +171,3 @@ def _installed(distribution: str) -> str | None:
 def _lines(path: str) -> list[str]:
     file = Path(path)
     return file.read_text().splitlines() if file.exists() else []
-
-
-def _commit() -> str:
-    """The commit of this repository, with a mark if files differ from it."""
-    try:
-        run = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--exclude=*"], cwd=ROOT, capture_output=True, text=True
-        )
-    except FileNotFoundError:
-        return "unknown"
-    return run.stdout.strip() or "unknown"

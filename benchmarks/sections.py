@@ -1,4 +1,4 @@
-"""The sections of docs/performance_tables.md: their order, titles and explanations."""
+"""The sections of the page of tables: their order, titles and explanations."""
 
 from typing import NamedTuple
 
@@ -30,7 +30,7 @@ SECTIONS: dict[str, Section] = {
         "Bytes of all tensors that a rank holds, counted at the allocator. With 8 ranks and more, one process\n"
         "acts as rank 0 on the fake process group, which moves no data and takes no memory; 2 and 4 ranks are\n"
         "real, over gloo. *floor* is 12 bytes per parameter, divided by the ranks. *bound* is the formula of\n"
-        "[memory.md](memory.md).",
+        "docs/memory.md.",
     ),
     "copies": Section(
         "Copies, collectives, operations",

@@ -1,5 +1,5 @@
 """Settings of data parallelism as Megatron names them."""
 
-from megatron.fsdp.ddp_config import DistributedDataParallelConfig
+from megatron.fsdp.api.ddp_config import DistributedDataParallelConfig
 
 __all__ = ["DistributedDataParallelConfig"]

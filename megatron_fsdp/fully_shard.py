@@ -2,9 +2,9 @@
 
 from enum import IntEnum
 
-from megatron.fsdp.api import fully_shard, fully_shard_model, fully_shard_optimizer
-from megatron.fsdp.module import MegatronFSDP
-from megatron.fsdp.sharding.mesh import FSDPDistributedIndex
+from megatron.fsdp.api.fully_shard import fully_shard, fully_shard_model, fully_shard_optimizer
+from megatron.fsdp.api.index import FSDPDistributedIndex
+from megatron.fsdp.api.megatron_fsdp import MegatronFSDP
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
 
 

@@ -1,5 +1,5 @@
 """The class of sharded models."""
 
-from megatron.fsdp.module import MegatronFSDP
+from megatron.fsdp.api.megatron_fsdp import MegatronFSDP
 
 __all__ = ["MegatronFSDP"]

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron.fsdp.module import MegatronFSDP
-from megatron.fsdp.sharding.mesh import FSDPDistributedIndex
+from megatron.fsdp.api.index import FSDPDistributedIndex
+from megatron.fsdp.api.megatron_fsdp import MegatronFSDP
 
 __all__ = [
     "FSDPDistributedIndex",

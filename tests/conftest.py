@@ -1,4 +1,4 @@
-"""Fixtures that all tests share, and the record of results that docs/compatibility.md is made of."""
+"""Fixtures that all tests share, and the record of results that docs/status.md is made of."""
 
 import json
 from collections.abc import Iterator

@@ -1,9 +1,13 @@
 """The two ways to exchange flat buffers: gloo's sends and receives, and the collectives that NCCL runs."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+
+from megatron.fsdp.comm import collectives
 
 SENDS, COLLECTIVES = "sends", "collectives"
 
@@ -19,6 +23,32 @@ def both_exchanges(name: str, strategies: Iterable[Any]) -> Callable[..., Any]:
     flat = [((*s, e) if isinstance(s, tuple) else (s, e)) for s, e in pairs]
     parametrize = pytest.mark.parametrize(f"{name}, exchange", flat, indirect=["exchange"])
     return lambda test: parametrize(pytest.mark.usefixtures("exchange")(test))
+
+
+@contextmanager
+def wrapped(**wrappers: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Replace operations of all models' collectives by what the wrappers make of them: ``wrapped(all_gather=...)``."""
+    with ExitStack() as stack:
+        for each in (collectives.BACKEND, collectives.SENDS):
+            for name, wrapper in wrappers.items():
+                stack.enter_context(patch.object(each, name, wrapper(getattr(each, name))))
+        yield
+
+
+@contextmanager
+def seen(name: str) -> Iterator[list[tuple[Any, ...]]]:
+    """Context that lists the arguments of every call of an operation of collectives."""
+    calls: list[tuple[Any, ...]] = []
+
+    def recording(operation: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> None:
+            calls.append(args)
+            operation(*args)
+
+        return call
+
+    with wrapped(**{name: recording}):
+        yield calls
 
 
 def _shards_nothing(strategy: Any) -> bool:

@@ -35,7 +35,9 @@ import torch.distributed as dist
 
 from megatron.fsdp.comm import registered_memory
 from megatron.fsdp.comm.backends import Backend
+from megatron.fsdp.comm.collectives import all_reduce
 from megatron.fsdp.comm.streams import CpuStream, Stream
+from tests.exchanges import wrapped
 
 
 class Event(NamedTuple):
@@ -139,10 +141,7 @@ class Recorder:
             "torch.UntypedStorage.resize_": self._allocating(
                 torch.UntypedStorage.resize_, lambda result, storage, *args: storage
             ),
-            "megatron.fsdp.buffers.weights.all_gather": self._collective("all_gather", 2),
-            "megatron.fsdp.buffers.reduction.reduce_scatter": self._collective("reduce_scatter", 2),
-            "megatron.fsdp.buffers.reduction.all_reduce": self._collective("all_reduce", 1),
-            "megatron.fsdp.runtime.registration.all_reduce": self._collective("all_reduce", 1),
+            "megatron.fsdp.comm.context.all_reduce": self._collective("all_reduce", 1)(all_reduce),
             # As on CUDA: tasks use the caller's groups.
             "megatron.fsdp.comm.streams.CpuStream.group": lambda stream, group: group,
             "megatron.fsdp.comm.streams.CpuStream.run": self._run(CpuStream.run),
@@ -150,6 +149,8 @@ class Recorder:
         with ExitStack() as stack:
             for name, replacement in replaced.items():
                 stack.enter_context(patch(name, replacement))
+            tensors = {"all_gather": 2, "reduce_scatter": 2, "all_reduce": 1}
+            stack.enter_context(wrapped(**{name: self._collective(name, count) for name, count in tensors.items()}))
             stack.enter_context(patch.object(Backend, "registers_memory", True))
             stack.enter_context(patch.object(registered_memory, "nccl_backends", self._backends))
             yield self
@@ -197,18 +198,17 @@ class Recorder:
 
         return run
 
-    def _collective(self, name: str, tensors: int) -> Callable[..., None]:
-        from megatron.fsdp.comm import collectives
+    def _collective(self, name: str, tensors: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def recorded(original: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*args: Any) -> None:
+                group = args[-1]
+                self.communicators.add(group.group_name)
+                self.note(group, name, *self._places(args[:tensors], group.rank()))
+                original(*args)
 
-        original = getattr(collectives, name)
+            return run
 
-        def run(*args: Any) -> None:
-            group = args[-1]
-            self.communicators.add(group.group_name)
-            self.note(group, name, *self._places(args[:tensors], group.rank()))
-            original(*args)
-
-        return run
+        return recorded
 
     def _places(self, tensors: tuple[torch.Tensor, ...], rank: int) -> list[Any]:
         """Places of the tensors of one collective, the smaller of which may be a slice of the larger."""

@@ -13,10 +13,10 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from megatron.fsdp import fsdp2
-from megatron.fsdp.quantized.float8 import Float8Tensor
-from megatron.fsdp.quantized.mx import MXTensor
-from megatron.fsdp.quantized.nvfp4 import NVFP4Tensor
-from megatron.fsdp.quantized.reference import ReferenceTensor
+from megatron.fsdp.quantized.reference.base import ReferenceTensor
+from megatron.fsdp.quantized.reference.float8 import Float8Tensor
+from megatron.fsdp.quantized.reference.mx import MXTensor
+from megatron.fsdp.quantized.reference.nvfp4 import NVFP4Tensor
 from megatron.fsdp.quantized.storage import WeightShard, storage_of
 from megatron_fsdp import MegatronFSDP, fully_shard
 from tests.models import DEVICE, STRATEGIES, Block, TinyModel, device, loss_of

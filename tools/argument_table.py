@@ -1,10 +1,10 @@
-"""Writes what follows from the settings: signatures in megatron/fsdp/api.py, and docs/arguments.md.
+"""Writes what follows from the settings: signature of fully_shard_model, and docs/arguments.md.
 
     python tools/argument_table.py --write
     python tools/argument_table.py          # prints docs/arguments.md
 
-A setting is a field of ``FSDPConfig``. ``--write`` adds new fields to the signatures of ``fully_shard`` and
-``fully_shard_model``, and copies the fields' descriptions into the docstring. The effects on memory and speed are in
+A setting is a field of ``FSDPConfig``. ``--write`` adds new fields to the signature of ``fully_shard_model``, which
+``fully_shard`` shares, and copies the fields' descriptions into the docstring. The effects on memory and speed are in
 the table here.
 """
 
@@ -19,13 +19,14 @@ from typing import NamedTuple
 
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
 
-from megatron.fsdp import FSDPConfig, MegatronFSDP, api, fully_shard_model  # noqa: E402
+from megatron.fsdp import FSDPConfig, MegatronFSDP, fully_shard_model  # noqa: E402
 
 SAME = "-"
-# The first argument behind the settings: new ones are inserted before it.
-AFTER_SETTINGS = "preserve_fp32_weights"
+# What follows the last argument in the docstring of fully_shard_model.
+AFTER_SETTINGS = "\n\n    Returns:\n        The sharded model. Its"
 
 
 class Effect(NamedTuple):
@@ -84,9 +85,6 @@ EFFECTS = {
     "max_unsharded_units": Effect("peak: as many of the largest unit", "more: prefetches further ahead"),
     "max_reducing_units": Effect("as many units of gradients more", "more: backward waits less for reductions"),
     "shard_granularity": Effect("tensor: padding up to the largest matrix per rank", SAME),
-    "preserve_fp32_weights": Effect("as the policy", "as the policy"),
-    "grad_reduce_in_fp32": Effect("as the policy", "as the policy"),
-    "keep_fp8_transpose_cache_when_using_custom_fsdp": Effect("as the present name", "as the present name"),
 }
 
 
@@ -108,12 +106,12 @@ def settings() -> dict[str, str]:
 
 
 def with_settings(source: str) -> str:
-    """The text of api.py, with every setting in both signatures, described in the docstring as in ``FSDPConfig``."""
+    """The text of fully_shard.py, with every setting in the signature and described as in ``FSDPConfig``."""
     descriptions = described(FSDPConfig, "Attributes:")
     for name, declaration in settings().items():
         if not re.search(rf"^    {name}: ", source, flags=re.MULTILINE):
-            source = source.replace(f"    {AFTER_SETTINGS}: bool", f"{declaration}    {AFTER_SETTINGS}: bool")
-            source = source.replace(f"        {AFTER_SETTINGS}: D", f"        {name}: .\n        {AFTER_SETTINGS}: D")
+            source = source.replace("\n) -> MegatronFSDP", f"\n{declaration}) -> MegatronFSDP")
+            source = source.replace(AFTER_SETTINGS, f"\n        {name}: .{AFTER_SETTINGS}")
         entry = textwrap.fill(
             f"{name}: {descriptions[name]}",
             width=120,
@@ -161,14 +159,14 @@ def _type(annotation: object) -> str:
 
 
 def write() -> None:
-    """Bring api.py and docs/arguments.md up to date."""
-    path = Path(api.__file__)
+    """Bring fully_shard.py and docs/arguments.md up to date."""
+    path = ROOT / "megatron" / "fsdp" / "api" / "fully_shard.py"
     if (text := with_settings(path.read_text())) != path.read_text():
         path.write_text(text)
         # The page is printed by a process that imports the new signatures.
         subprocess.run([sys.executable, __file__, "--write"], check=True)
         return
-    (path.parents[2] / "docs" / "arguments.md").write_text(as_markdown())
+    (ROOT / "docs" / "arguments.md").write_text(as_markdown())
 
 
 if __name__ == "__main__":

@@ -1,17 +1,21 @@
-"""Prints docs/compatibility.md from the results of the tests: feature by strategy and device.
+"""Writes out/compatibility.md from the results of the tests: feature by strategy and device.
 
-    make compatibility      runs the tests with --results docs/compatibility.json and prints the page
+    make compatibility      runs the tests with --results out/compatibility.json and writes the page
 
-A cell shows the outcome of the tests that its row names.
+A cell shows the outcome of the tests that its row names. docs/status.md gets a summary.
 """
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "docs" / "compatibility.json"
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tools import status  # noqa: E402
+
+RESULTS = status.OUT / "compatibility.json"
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 UNIT, FUNCTIONAL = "tests/unit_tests/", "tests/functional_tests/"
 
@@ -196,5 +200,30 @@ def as_markdown(results: dict[str, dict[str, dict[str, str]]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def summary(results: dict[str, dict[str, dict[str, str]]]) -> str:
+    """The features by what they work with, and the numbers of tests."""
+    groups: dict[str, list[str]] = {}
+    for feature in FEATURES:
+        cells = {strategy: outcome(results["cpu"], feature, strategy) for strategy in STRATEGIES}
+        works = [strategy for strategy, cell in cells.items() if cell == "works"]
+        words = "all strategies" if len(works) == len(STRATEGIES) else ", ".join(f"`{name}`" for name in works)
+        other = "".join(sorted({*cells.values()} - {"", "works"})) or "the simulated device only"
+        groups.setdefault("**fails**" if "**fails**" in cells.values() else words or other, []).append(feature.name)
+        if simulated(results["cpu"], feature):
+            groups.setdefault("CUDA, simulated", []).append(feature.name)
+    counts = Counter(found for outcomes in results["cpu"].values() for found in outcomes.values())
+    by_number = sorted(groups.items(), key=lambda group: -len(group[1]))
+    lines = [f"| {words} | {'<br>'.join(names)} |" for words, names in by_number]
+    head = ["| works with | features |", "|---|---|"]
+    return "\n".join([*head, *lines, "", f"Tests: {', '.join(f'{n:,} {word}' for word, n in counts.most_common())}."])
+
+
+def main() -> None:
+    """Write the page and the summary."""
+    results = json.loads(RESULTS.read_text())
+    RESULTS.with_suffix(".md").write_text(as_markdown(results))
+    status.write("compatibility", f"`make compatibility`, {status.stamp()}.\n\n{summary(results)}")
+
+
 if __name__ == "__main__":
-    sys.stdout.write(as_markdown(json.loads(RESULTS.read_text())))
+    main()

@@ -23,7 +23,7 @@ from megatron.fsdp.sharding.layout import Layout  # noqa: E402
 from megatron.fsdp.sharding.packing import plan_layout  # noqa: E402
 from megatron.fsdp.tools.trace.clock import HostClock  # noqa: E402
 from megatron.fsdp.tools.trace.recorder import StepRecorder  # noqa: E402
-from megatron.fsdp.tools.trace.timeline import Kind, RankTrace, Row  # noqa: E402
+from megatron.fsdp.tools.trace.spans import Kind, RankTrace, Row  # noqa: E402
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard  # noqa: E402
 from tests.simulated.device import DEVICE, SimulatedDevice, simulated_device  # noqa: E402
 from tests.simulated.ranks import fake_ranks  # noqa: E402

@@ -1,14 +1,12 @@
-"""Trains the same GPT with Megatron's DDP and with our FSDP in Megatron's training loop, and compares every iteration.
+"""Trains with Megatron's DDP and with our FSDP in the same topology in Megatron's training loop, and compares them.
 
-    python tools/parity.py [--ranks 2 3 4] [--micro-batches 1 4] [--iterations 20] [--original]
+    python tools/parity.py [--only TEXT ...] [--strategies ...] [--iterations 10] [--markdown FILE]
 
-* fp32: loss and gradient norm of every iteration must agree to six significant digits.
-* bf16 (compute; main weights are fp32): DDP is run with several orders of addition. On average, our losses must be as
-  close to one of these runs as the runs are to each other.
-* bf16-unclipped: like bf16, but without clipping. The gradient norm, whose terms we add in a different order, then has
-  no effect. If DDP's runs are bit-identical, ours must be, too.
-
-Exits with 1 if a run does not agree.
+The cases (tools/parity_cases.py) cover data, tensor, pipeline, context and expert parallelism, hybrid sharding, kinds
+of models, and options of the loop. The loss and gradient norm of every iteration must agree to six significant digits.
+This holds for bf16 as well if gradients are not clipped and a sum over two ranks does not depend on the order. Where it
+does, DDP is run with several orders of addition: on average, our losses must be as close to one of these runs as the
+runs are to each other. If DDP's runs are bit-identical, ours must be, too. Exits with 1 if a run does not agree.
 """
 
 import argparse
@@ -16,49 +14,29 @@ import itertools
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.fsdp.tools.compare_runs import relative  # noqa: E402
+from tools.parity_cases import CASES, STRATEGIES, Case  # noqa: E402
 from tools.real_loop import Run, RunFailure, run  # noqa: E402
 
-STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-DIGITS = 6
-SAME_DIGITS = 0.5 * 10.0**-DIGITS
-
 DDP = ["--use-distributed-optimizer"]
-# The same sums in a different order: with smaller buckets, dividing after the sum instead of before it, and reducing
-# whole gradients instead of shards.
-DDP_ORDERS: tuple[list[str], ...] = (
-    [*DDP, "--ddp-bucket-size", "20000", "--overlap-grad-reduce"],
-    [*DDP, "--ddp-average-in-collective"],
-    [],
-)
-# The norm at which gradients are clipped: in every step, or in none.
-CLIP = {"fp32": "1.0", "bf16": "1.0", "bf16-unclipped": "1000.0"}
-
-
-@dataclass(frozen=True)
-class Case:
-    """One comparison.
-
-    Attributes:
-        ranks: Data-parallel ranks.
-        micro_batches: Micro-batches per step and rank.
-        kind: A key of ``CLIP``.
-    """
-
-    ranks: int
-    micro_batches: int
-    kind: str
+# Megatron requires it for tensor and context parallelism with DDP, and forbids it with FSDP.
+DDP_ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+# The largest difference of numbers that agree to six significant digits.
+SIX_DIGITS = 1e-6
+# For counts of thousands of zeros: an almost-zero sum may be exactly zero in one order of addition and not in another.
+FEW = 1e-3
 
 
 @dataclass(frozen=True)
@@ -107,19 +85,6 @@ def write_corpus(folder: Path) -> Path:
     return prefix
 
 
-def model_arguments(case: Case, corpus: Path, iterations: int) -> list[str]:
-    """Return Megatron's arguments for a small GPT whose sizes are not multiples of the number of ranks."""
-    batch = 1 * case.ranks * case.micro_batches
-    text = f"""
-        --num-layers 3 --hidden-size 60 --ffn-hidden-size 172 --num-attention-heads 4 --seq-length 48
-        --max-position-embeddings 48 --make-vocab-size-divisible-by 1 --micro-batch-size 1 --global-batch-size {batch}
-        --train-iters {iterations} --lr 2e-3 --lr-warmup-iters 2 --lr-decay-style constant --clip-grad {CLIP[case.kind]}
-        --weight-decay 0.1 --seed 1234 --log-interval 1 --eval-iters 1 --eval-interval 1000 --split 90,10,0
-        --tokenizer-type NullTokenizer --vocab-size 256 --data-path {corpus} --no-save-optim
-    """
-    return [*text.split(), *(["--bf16"] if case.kind.startswith("bf16") else [])]
-
-
 def fsdp_arguments(strategy: str) -> list[str]:
     """Return Megatron's arguments for our FSDP."""
     flags = "--use-megatron-fsdp --ckpt-format fsdp_dtensor --overlap-grad-reduce --overlap-param-gather"
@@ -131,98 +96,151 @@ def original_arguments(strategy: str) -> list[str]:
     return [*fsdp_arguments(strategy), "--fsdp-implementation", "megatron-core", "--calculate-per-token-loss"]
 
 
-class Comparison:
-    """Runs cases and collects the results in a table.
+@dataclass
+class Result:
+    """The result of one strategy of a case.
 
-    Args:
-        corpus: Prefix of the indexed dataset.
-        iterations: Training steps of each run.
-        report: Called with a line about what is running.
+    Attributes:
+        case: The case.
+        strategy: Sharding strategy of FSDP.
+        difference: Difference to DDP, or to the nearest of its runs; None if a run failed.
+        allowed: Mean difference of losses that DDP's own runs have; None if there is only one.
+        failure: The error of the run that failed.
     """
 
-    def __init__(self, corpus: Path, iterations: int, report: Callable[[str], None]) -> None:
-        self._corpus = corpus
-        self._iterations = iterations
-        self._report = report
-        self.failed = 0
-        self.table = Table(
-            "kind", "ranks", "micro-\nbatches", "run", "loss,\nmean", "loss,\nlargest", "norm,\nlargest", "result"
-        )
-        for column in self.table.columns[4:7]:
-            column.justify = "right"
+    case: Case
+    strategy: str
+    difference: Difference | None = None
+    allowed: float | None = None
+    failure: str = ""
 
-    def _run(self, case: Case, name: str, flags: list[str]) -> Run:
-        self._report(f"{case.kind}, {case.ranks} ranks, {case.micro_batches} micro-batches: {name}")
-        return run([*model_arguments(case, self._corpus, self._iterations), *flags], case.ranks)
+    @property
+    def good(self) -> bool:
+        """Whether loss, gradient norm, and the other numbers that the case logs agree."""
+        found = self.difference
+        if found is None:
+            return False
+        if self.allowed is not None:
+            return found.mean_loss <= self.allowed
+        norm = found.grad_norm if self.case.has_norm else 0.0
+        return max(found.loss, norm, found.params_norm) <= SIX_DIGITS and found.zeros <= FEW
 
-    def compare(self, case: Case, strategies: tuple[str, ...], original: bool) -> None:
-        """Compare every strategy with DDP. For bf16, first compare runs of DDP to find the allowed difference."""
-        references = [self._run(case, "DDP", DDP)]
-        allowed = SAME_DIGITS
-        if case.kind != "fp32":
-            references += [self._run(case, "DDP in another order", order) for order in DDP_ORDERS]
-            own = [Difference.between(a, b) for a, b in itertools.combinations(references, 2)]
-            allowed = max(difference.mean_loss for difference in own)
-            worst = Difference(max(d.loss for d in own), max(d.grad_norm for d in own), allowed)
-            self._row(case, "DDP in other orders", worst, "allowed")
-        for strategy in strategies:
-            ours = self._run(case, strategy, fsdp_arguments(strategy))
-            nearest = min((Difference.between(reference, ours) for reference in references), key=lambda d: d.mean_loss)
-            measured = max(nearest.loss, nearest.grad_norm) if case.kind == "fp32" else nearest.mean_loss
-            self._judge(case, strategy, nearest, measured <= allowed)
-        if original and case.kind == "fp32":
-            per_token = self._run(case, "DDP per token", [*DDP, "--calculate-per-token-loss"])
-            for strategy in strategies:
-                self._compare_original(case, strategy, per_token)
+    @property
+    def text(self) -> str:
+        """The result in one line."""
+        if self.difference is None:
+            return f"failed: {self.failure}"
+        logged = {"norm of weights": self.difference.params_norm, "zeros": self.difference.zeros}
+        rest = "".join(f", {name} {value:.0e}" for name, value in logged.items() if value)
+        if self.allowed is not None:
+            rest += f", mean loss {self.difference.mean_loss:.1e} (DDP's own: {self.allowed:.1e})"
+        return f"loss {self.difference.loss:.1e}, norm {self.norm}{rest}"
 
-    def _compare_original(self, case: Case, strategy: str, reference: Run) -> None:
-        name = f"megatron-core's FSDP, {strategy}"
+    @property
+    def norm(self) -> str:
+        """The difference of the gradient norm; a dash if there is none."""
+        return f"{self.difference.grad_norm:.0e}" if self.difference is not None and self.case.has_norm else "-"
+
+
+def model_arguments(case: Case, corpus: Path, iterations: int) -> list[str]:
+    """Return Megatron's arguments for the case's model and data."""
+    text = f"""
+        --num-layers {case.layers} --hidden-size 60 --ffn-hidden-size 172 --num-attention-heads 4 --seq-length 48
+        --max-position-embeddings 48 --make-vocab-size-divisible-by 1 --micro-batch-size 1
+        --global-batch-size {case.batch} --train-iters {iterations} --lr 2e-3 --lr-warmup-iters 2
+        --lr-decay-style constant --clip-grad 1.0
+        --weight-decay 0.1 --seed 1234 --log-interval 1 --eval-iters 1 --eval-interval 1000 --split 90,10,0
+        --tokenizer-type NullTokenizer --vocab-size 256 --data-path {corpus} --no-save-optim
+        --attention-dropout 0 --hidden-dropout 0
+    """
+    return [*text.split(), *case.arguments.split(), *(["--bf16"] if case.bf16 else [])]
+
+
+def train(case: Case, corpus: Path, iterations: int, flags: list[str]) -> Run:
+    """Train with our FSDP if the flags select it, else with DDP."""
+    environment = {} if "--use-megatron-fsdp" in flags else DDP_ENVIRONMENT
+    return run([*model_arguments(case, corpus, iterations), *flags], case.ranks, environment=environment)
+
+
+def compare(case: Case, corpus: Path, iterations: int, strategies: tuple[str, ...]) -> Iterator[Result]:
+    """Train a case with DDP and with each strategy."""
+    orders = [DDP, *(order.split() for order in case.orders)]
+    try:
+        references = [train(case, corpus, iterations, order) for order in orders]
+    except RunFailure as failure:
+        yield from (Result(case, s, failure=f"DDP: {last_line(failure)}") for s in strategies)
+        return
+    own = [Difference.between(a, b).mean_loss for a, b in itertools.combinations(references, 2)]
+    for strategy in strategies:
+        flags = [word for word in fsdp_arguments(strategy) if case.overlaps or not word.startswith("--overlap")]
         try:
-            difference = Difference.between(reference, self._run(case, name, original_arguments(strategy)))
+            ours = train(case, corpus, iterations, [*flags, *case.only_fsdp.split()])
         except RunFailure as failure:
-            self._row(case, name, None, f"did not finish: {str(failure).splitlines()[0]}")
-            return
-        self._row(case, name, difference, "for comparison")
-
-    def _judge(self, case: Case, name: str, difference: Difference, good: bool) -> None:
-        self.failed += not good
-        self._row(case, name, difference, "[green]equal[/]" if good else "[bold red]DIFFERS[/]")
-
-    def _row(self, case: Case, name: str, difference: Difference | None, result: str) -> None:
-        numbers = None if difference is None else (difference.mean_loss, difference.loss, difference.grad_norm)
-        shown = ("-", "-", "-") if numbers is None else tuple(_show(number) for number in numbers)
-        self.table.add_row(case.kind, str(case.ranks), str(case.micro_batches), name, *shown, result)
+            yield Result(case, strategy, failure=last_line(failure))
+            continue
+        differences = [Difference.between(reference, ours) for reference in references]
+        nearest = min(differences, key=lambda difference: difference.mean_loss)
+        yield Result(case, strategy, nearest, max(own, default=None))
 
 
-def _show(difference: float) -> str:
-    return "0" if difference == 0.0 else f"{difference:.1e}"
+def last_line(failure: RunFailure) -> str:
+    """Return the error message without the log before it."""
+    lines = [line.strip() for line in str(failure).splitlines() if "Error" in line or "error:" in line]
+    return (lines or str(failure).splitlines())[-1][:300]
+
+
+def as_markdown(results: list[Result], iterations: int) -> str:
+    """Return the results as a page's tables."""
+    lines = [f"Over {iterations} iterations.", ""]
+    for kind in dict.fromkeys(result.case.kind for result in results):
+        lines += [
+            f"### {kind.capitalize()}",
+            "",
+            "| | ranks | arguments | strategy | loss | gradient norm | |",
+            "|---|---:|---|---|---:|---:|---|",
+        ]
+        for result in (r for r in results if r.case.kind == kind):
+            case, found = result.case, result.difference
+            numbers = ("-", "-") if found is None else (f"{found.loss:.0e}", result.norm)
+            arguments = " ".join(filter(None, [case.arguments, case.only_fsdp])).replace("|", "\\|")
+            verdict = "equal" if result.good else "**differs**" if found else f"**failed**: {result.failure}"
+            cells = (case.name, case.ranks, f"`{arguments or '-'}`", f"`{result.strategy}`", *numbers, verdict)
+            lines.append(f"| {' | '.join(map(str, cells))} |")
+        lines.append("")
+    return "\n".join(lines)
 
 
 def main() -> int:
-    """Run all cases, print the table, return the exit code."""
+    """Run the cases, print a table, return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4])
-    parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 4], help="per step and rank")
-    parser.add_argument("--iterations", type=int, default=20)
-    parser.add_argument("--kinds", nargs="+", choices=tuple(CLIP), default=list(CLIP))
+    parser.add_argument("--only", nargs="+", default=[], help="cases whose kind or name contains one of these texts")
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES)
-    parser.add_argument("--original", action="store_true", help="also run the FSDP inside Megatron-Core, in fp32")
+    parser.add_argument("--iterations", type=int, default=10)
+    parser.add_argument("--markdown", type=Path, help="replace the table between the markers of this page")
     options = parser.parse_args()
-    console = Console(width=max(Console().width, 112))
+    console = Console(width=max(Console().width, 130))
+    chosen = [c for c in CASES if not options.only or any(text in f"{c.kind}: {c.name}" for text in options.only)]
+    results: list[Result] = []
+    table = Table("kind", "case", "ranks", "strategy", "largest relative difference", "result")
     with tempfile.TemporaryDirectory() as folder, console.status("") as status:
-        comparison = Comparison(write_corpus(Path(folder)), options.iterations, status.update)
-        for ranks in options.ranks:
-            for micro_batches in options.micro_batches:
-                for kind in options.kinds:
-                    comparison.compare(Case(ranks, micro_batches, kind), tuple(options.strategies), options.original)
-    console.print(
-        f"Relative differences to Megatron's DDP over {options.iterations} iterations. fp32: {DIGITS} significant "
-        f"digits are {SAME_DIGITS:.0e}, of every iteration.\nbf16: to the nearest of {len(DDP_ORDERS) + 1} orders of "
-        "addition in DDP; the mean may be at most as large as among these orders (allowed)."
-    )
-    console.print(comparison.table)
-    console.print("all equal" if not comparison.failed else f"{comparison.failed} runs differ")
-    return 1 if comparison.failed else 0
+        corpus = write_corpus(Path(folder))
+        for case in chosen:
+            status.update(f"{case.kind}: {case.name}")
+            strategies = tuple(s for s in case.strategies if s in options.strategies)
+            for result in compare(case, corpus, options.iterations, strategies):
+                results.append(result)
+                verdict = "[green]equal[/]" if result.good else "[bold red]DIFFERS[/]"
+                table.add_row(case.kind, case.name, str(case.ranks), result.strategy, escape(result.text), verdict)
+                console.log(f"{case.name}, {result.strategy}: {result.text}", markup=False)
+    console.print(table)
+    failed = sum(not result.good for result in results)
+    console.print("all equal" if not failed else f"{failed} of {len(results)} differ")
+    if options.markdown:
+        before, _, rest = options.markdown.read_text().partition("<!-- results -->\n")
+        _, _, after = rest.partition("<!-- end -->")
+        page = f"{before}<!-- results -->\n\n{as_markdown(results, options.iterations)}\n<!-- end -->{after}"
+        options.markdown.write_text(page)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ OUTSIDE = {path.name: path.name.lower() for path in sorted(ROOT.glob("*.md"))} |
     str(path.relative_to(ROOT)): f"{path.parent.relative_to(ROOT)}.md" for path in _EXAMPLES
 }
 # What the search multiplies the rank of a page by: answers come before generated tables.
-BOOST = {"troubleshooting.md": 4, "faq.md": 2, "compatibility.md": 0.2, "performance_tables.md": 0.2, "patches.md": 0.5}
+BOOST = {"troubleshooting.md": 4, "faq.md": 2, "status.md": 0.2, "patches.md": 0.5}
 ORIGINS = {page: source for source, page in OUTSIDE.items()}
 # Code comes first, so that nothing in it is taken for a link.
 LINK = re.compile(

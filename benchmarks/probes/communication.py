@@ -69,7 +69,7 @@ def turn(pattern: str, steps: int) -> list[float]:
             if reduction == "all_reduce":
                 dist.all_reduce(unit.gradients)
             elif reduction == "pairwise":
-                gloo.reduce_scatter(unit.gradients_shard, unit.gradients, group)
+                gloo.reduce_scatter(unit.gradients_shard, unit.gradients, dist.ReduceOp.SUM, group)
             else:
                 _scatter(unit.gradients_shard, unit.gradients)
         times.append(time.perf_counter() - began)

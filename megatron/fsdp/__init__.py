@@ -17,15 +17,14 @@ with one meaning throughout the package:
   ``dp_outer_dim``, over which the shards are replicated or divided again.
 """
 
-from megatron.fsdp._old_paths import install as _install_old_paths
-from megatron.fsdp.api import fully_shard, fully_shard_model, fully_shard_optimizer
+from megatron.fsdp.api.ddp_config import DistributedDataParallelConfig
+from megatron.fsdp.api.fully_shard import fully_shard, fully_shard_model, fully_shard_optimizer
+from megatron.fsdp.api.index import FSDPDistributedIndex
+from megatron.fsdp.api.megatron_fsdp import MegatronFSDP
 from megatron.fsdp.config import FSDPConfig
-from megatron.fsdp.ddp_config import DistributedDataParallelConfig
 from megatron.fsdp.forward_methods import register_forward_method
 from megatron.fsdp.init.deferred import deferred_init
-from megatron.fsdp.module import MegatronFSDP
 from megatron.fsdp.optim.classes import register_optimizer
-from megatron.fsdp.sharding.mesh import FSDPDistributedIndex
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
 from megatron.fsdp.state.export import save_safetensors
 from megatron.fsdp.version import __version__
@@ -45,5 +44,3 @@ __all__ = [
     "register_optimizer",
     "save_safetensors",
 ]
-
-_install_old_paths()

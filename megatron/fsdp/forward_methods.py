@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from megatron.fsdp.helpers.spelling import did_you_mean
-from megatron.fsdp.module import MegatronFSDP
+from megatron.fsdp.module import ShardedModel
 from megatron.fsdp.runtime.engine import engines_of
 from megatron.fsdp.runtime.unit import as_forward
 
@@ -26,7 +26,7 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
     Raises:
         ValueError: The module does not belong to a sharded model, or does not have the method.
     """
-    wrapper = module if isinstance(module, MegatronFSDP) else None
+    wrapper = module if isinstance(module, ShardedModel) else None
     inner = wrapper.module if wrapper is not None else module
     engines = [wrapper.engine] if wrapper is not None else engines_of(inner.parameters())
     unit = engines[0].unit_around(inner) if len(engines) == 1 else None

@@ -15,18 +15,19 @@ from megatron.fsdp.buffers import (
     reduction,  # noqa: E402
     weights,  # noqa: E402
 )
+from megatron.fsdp.comm.collectives import SENDS  # noqa: E402
 
 
 def missed_reduction() -> None:
     """The last rank keeps its own gradients of one unit in place of the sum."""
-    original = reduction.reduce_scatter
+    original = SENDS.reduce_scatter
 
     def reduce_scatter(shard: torch.Tensor, flat: torch.Tensor, op: Any, group: dist.ProcessGroup) -> None:
         before = flat[group.rank() * shard.numel() :][: shard.numel()].clone()
         original(shard, flat, op, group)
         shard.copy_(before)
 
-    reduction.reduce_scatter = reduce_scatter
+    SENDS.reduce_scatter = reduce_scatter
 
 
 def wrong_divisor() -> None:
@@ -62,13 +63,13 @@ def skipped_parameter() -> None:
 
 def swapped_shard() -> None:
     """The shards of unsharded weights are in the wrong order."""
-    original = weights.all_gather
+    original = SENDS.all_gather
 
     def all_gather(flat: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> None:
         original(flat, shard, group)
         flat.copy_(flat.view(group.size(), -1).flip(0).reshape(-1))
 
-    weights.all_gather = all_gather
+    SENDS.all_gather = all_gather
 
 
 PLANTED = (missed_reduction, wrong_divisor, stale_weights, skipped_parameter, swapped_shard)

@@ -14,7 +14,7 @@ from megatron.fsdp.mcore.limits import LIMITS
 PAGE = """# NVIDIA's functional recipes
 
 NVIDIA tests its Megatron-FSDP with five training recipes, which `tests/functional_tests/recipes.json` has in full.
-`python -m megatron.fsdp.doctor` examines them. `tests/functional_tests/test_recipes.py` trains, saves and resumes each
+`megatron-fsdp-doctor` examines them. `tests/functional_tests/test_recipes.py` trains, saves and resumes each
 on a CPU with its number of ranks. For that, these settings are changed.
 `python -m tests.functional_tests.recipes` prints this page.
 """

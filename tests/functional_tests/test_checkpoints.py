@@ -14,8 +14,8 @@ from megatron.fsdp.helpers.spelling import bare_name
 from tests.launch import torchrun
 from tests.ranks import DEVICE
 from tests.slow import all_but_slow
-from tools.parity import DDP, fsdp_arguments, write_corpus
-from tools.parity_nd import ALLTOALL, CP, EP, INSTANCES, LLAMA, PP, TP, Case, model_arguments
+from tools.parity import DDP, fsdp_arguments, model_arguments, write_corpus
+from tools.parity_cases import ALLTOALL, CP, EP, INSTANCES, LLAMA, PP, TP, Case
 from tools.real_loop import Run, run, started
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here")

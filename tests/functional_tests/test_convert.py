@@ -10,8 +10,15 @@ import torch
 from megatron.fsdp.convert.run import read_state, write_state
 from tests.checkpoints import plain_common, plain_metadata, plain_objects, plain_tensors, same
 from tests.ranks import DEVICE
-from tools.parity import DDP, fsdp_arguments, original_arguments, write_corpus
-from tools.parity_nd import ALLTOALL, DDP_ENVIRONMENT, EP, LLAMA, MLA, PP, TP, Case, model_arguments
+from tools.parity import (
+    DDP,
+    DDP_ENVIRONMENT,
+    fsdp_arguments,
+    model_arguments,
+    original_arguments,
+    write_corpus,
+)
+from tools.parity_cases import ALLTOALL, EP, LLAMA, MLA, PP, TP, Case
 from tools.real_loop import Run, run
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here")

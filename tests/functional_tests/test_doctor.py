@@ -23,7 +23,7 @@ MODEL = (
 
 
 def doctor(arguments: str, world_size: int = 8, flags: str = "--json") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "megatron.fsdp.doctor", "--world-size", str(world_size), *flags.split()]
+    command = [sys.executable, "-m", "megatron.fsdp.tools.doctor", "--world-size", str(world_size), *flags.split()]
     return subprocess.run(
         [*command, "pretrain_gpt.py", *arguments.split()], cwd=ROOT, capture_output=True, text=True, timeout=280
     )
@@ -210,7 +210,16 @@ def test_launch_scripts_pass_valid_arguments(name: str) -> None:
     ranks = {"NODES": "128", "GBS": "8192"} if name == DEEPSEEK_V3 else {}
     world_size, entry, *arguments = words_of(SCRIPTS[0].parent / name, **ranks)
     assert (ROOT / entry).samefile(ROOT / "pretrain_gpt.py") and set(arguments) >= set(RECOMMENDED)
-    command = [sys.executable, "-m", "megatron.fsdp.doctor", "--json", "--world-size", world_size, entry, *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "megatron.fsdp.tools.doctor",
+        "--json",
+        "--world-size",
+        world_size,
+        entry,
+        *arguments,
+    ]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert result.returncode == 0, result.stdout + result.stderr
     found = json.loads(result.stdout)

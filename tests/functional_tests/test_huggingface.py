@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 from click.testing import CliRunner
 
-from megatron.fsdp.convert.huggingface_commands import COMMANDS
+from megatron.fsdp.convert.cli import cli
 from tests.huggingface_models import CASES, VOCABULARY, save, with_further_layer
 from tests.launch import torchrun
 
@@ -21,7 +21,6 @@ transformers = pytest.importorskip("transformers")
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLES = ROOT.parent / "shared" / "samples"
-EXPORT, IMPORT = COMMANDS
 # Relative to the largest logit: rounding of float32 sums in different orders, over a few layers.
 ROUNDING = 5e-6
 FURTHER = "-further-token"
@@ -85,7 +84,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         prepare(case, folder / case, tokens)
         options = ("--format", "torch_dist", "--layer-spec", "local", "--make-vocab-size-divisible-by", "16")
         words = [str(folder / case / "in"), str(folder / case / "checkpoint"), *options]
-        result = CliRunner().invoke(IMPORT, words)
+        result = CliRunner().invoke(cli, ["import-safetensors", *words])
         assert result.exit_code == 0, result.output
     command = [sys.executable, "-m", "tests.huggingface_logits", str(folder), *ALL_CASES]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -122,8 +121,8 @@ def test_multi_token_prediction_computes_what_transformers_does(compared: Path) 
 
 def first_losses(folder: Path, format_: str, *flags: str) -> list[float]:
     """Losses of two steps of Megatron's training loop on two ranks, starting from an imported checkpoint."""
-    words = ["--format", format_, "--layer-spec", "local", "--make-vocab-size-divisible-by", "16"]
-    result = CliRunner().invoke(IMPORT, [str(folder / "in"), str(folder / format_), *words, "--json"])
+    words = ["--format", format_, "--layer-spec", "local", "--make-vocab-size-divisible-by", "16", "--json"]
+    result = CliRunner().invoke(cli, ["import-safetensors", str(folder / "in"), str(folder / format_), *words])
     assert result.exit_code == 0, result.output
     model = json.loads(result.stdout)["flags"]
     load = ["--load", str(folder / format_), "--finetune"]
@@ -148,7 +147,7 @@ def test_training_starts_the_same_from_either_format(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["fsdp_dtensor_dp2", "torch_dist_dp2", "torch_dist_tp2dp2_legacy_fsms_mcore013"])
 def test_transformers_reaches_the_loss_that_megatron_had(name: str, tmp_path: Path) -> None:
     words = [str(SAMPLES / name / "iter_0000003"), str(tmp_path / "out"), "--dtype", "float32"]
-    result = CliRunner().invoke(EXPORT, words)
+    result = CliRunner().invoke(cli, ["export-safetensors", *words])
     assert result.exit_code == 0, result.output
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     tokens = torch.randint(0, 128, (2, 32), generator=torch.Generator().manual_seed(7))

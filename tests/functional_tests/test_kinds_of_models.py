@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import DEVICE
-from tools.parity import fsdp_arguments, write_corpus
-from tools.parity_nd import CASES, Case, model_arguments
+from tools.parity import fsdp_arguments, model_arguments, write_corpus
+from tools.parity_cases import CASES, Case
 from tools.real_loop import Run, run
 
 pytestmark = [

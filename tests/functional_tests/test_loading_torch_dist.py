@@ -22,7 +22,7 @@ from tests.functional_tests.test_convert import (
 )
 from tests.ranks import DEVICE
 from tools.parity import fsdp_arguments, write_corpus
-from tools.parity_nd import ALLTOALL, EP, LLAMA, PP, TP
+from tools.parity_cases import ALLTOALL, EP, LLAMA, PP, TP
 
 pytestmark = [
     pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here"),

@@ -15,7 +15,7 @@ import torch
 from click.testing import CliRunner
 
 from megatron.fsdp.checkpoint.backend import Reader
-from megatron.fsdp.convert.huggingface_commands import COMMANDS
+from megatron.fsdp.convert.cli import cli
 from megatron.fsdp.mcore.patches import MEGATRON_BRIDGE
 from tests.launch import torchrun
 
@@ -23,8 +23,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(torch.cuda.is_available(), reason="several ranks over gloo; Megatron runs on CUDA here"),
 ]
-
-EXPORT, _ = COMMANDS
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +98,7 @@ def test_exports_what_our_command_exports(site: Path, llama: Path, tmp_path: Pat
     folder = tmp_path / "run"
     run(site, "train", "optim_grads_params", folder, 2, llama, "full", 2, ranks=4)
     words = [str(folder), str(tmp_path / "ours"), "--config", str(llama), "--dtype", "float32"]
-    CliRunner().invoke(EXPORT, words, catch_exceptions=False)
+    CliRunner().invoke(cli, ["export-safetensors", *words], catch_exceptions=False)
     ours, theirs = safetensors.torch.load_file(tmp_path / "ours" / "model.safetensors"), exported(folder, 2)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())

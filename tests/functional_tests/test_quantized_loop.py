@@ -7,7 +7,7 @@ import pytest
 
 from tests.functional_tests.test_training_loop import DDP, KINDS, MODEL, OURS, Run, numbers, train
 from tests.ranks import DEVICE
-from tools.parity_nd import ALLTOALL, EP, TP
+from tools.parity_cases import ALLTOALL, EP, TP
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here")
 

@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_doctor_accepts_recipes_in_full(name: str, folder: Path) -> None:
     recipe = RECIPES[name]
-    command = [sys.executable, "-m", "megatron.fsdp.doctor", "--json", "--world-size", str(recipe.ranks)]
+    command = [sys.executable, "-m", "megatron.fsdp.tools.doctor", "--json", "--world-size", str(recipe.ranks)]
     words = [*command, ROOT / "pretrain_gpt.py", *recipe.words(), "--vocab-file", "gpt2/vocab.json"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **recipe.environment}
     result = subprocess.run(

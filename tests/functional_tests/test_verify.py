@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.fsdp.tools.compare_runs import _distance, compare, launch
+from megatron.fsdp.tools.compare_runs import Step, compare, distance
+from megatron.fsdp.tools.megatron_run import launch
 from tests.functional_tests.planted import PLANTED
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="two ranks ove
 def test_a_correct_run_agrees() -> None:
     flags = "--ranks 2 --steps 3 --layers 3 --hidden 48"
     result = subprocess.run(
-        [sys.executable, "-m", "megatron.fsdp.verify", *flags.split(), str(SCRIPT), *MODEL.split()],
+        [sys.executable, "-m", "megatron.fsdp.tools.verify", *flags.split(), str(SCRIPT), *MODEL.split()],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -38,11 +39,11 @@ def test_a_correct_run_agrees() -> None:
 
 
 WHERE = {
-    "missed_reduction": "iteration 1, gradient of",
-    "wrong_divisor": "iteration 1, gradient of",
-    "stale_weights": "iteration 2, loss",
-    "skipped_parameter": "iteration 1, gradient of decoder.layers.1.mlp.linear_fc2.weight",
-    "swapped_shard": "iteration 1,",
+    "missed_reduction": "step 1, gradient of",
+    "wrong_divisor": "step 1, gradient of",
+    "stale_weights": "step 2, loss",
+    "skipped_parameter": "step 1, gradient of decoder.layers.1.mlp.linear_fc2.weight",
+    "swapped_shard": "step 1,",
 }
 
 
@@ -59,7 +60,7 @@ def test_planted_errors_are_found(planted: str, ddp: Path, tmp_path: Path, monke
     monkeypatch.setenv("FSDP_PLANTED", planted)
     fsdp = tmp_path / "fsdp"
     assert not launch(SCRIPT, MODEL.split(), ranks=2, steps=2, folder=fsdp, ddp=False)
-    found = compare(ddp, fsdp, ranks=2, precision="fp32").findings
+    found = compare(ddp, fsdp, precision="fp32").findings
     assert str(found[0]).startswith(WHERE[planted]), found[:5]
 
 
@@ -83,31 +84,33 @@ def biased(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.mark.slow
 def test_a_key_bias_whose_gradient_is_rounding_is_ignored_and_reported(biased: tuple[Path, Path]) -> None:
-    result = compare(*biased, ranks=2, precision="bf16")
+    result = compare(*biased, precision="bf16")
     assert not result.findings, result.findings[:5]
     # Rows are queries, keys and values of one head after the other; 64 of them belong to keys.
     assert result.noise.get(BIAS) == 64, result.noise
-    a, b = (torch.load(folder / "0.pt", weights_only=True)["weights"] for folder in biased)
-    assert _distance(a[BIAS], b[BIAS]) > 5e-2, "the biases agree anyway, so this test is meaningless"
+    a, b = (torch.load(folder / "000005.0.pt", weights_only=True)["weights"] for folder in biased)
+    assert distance(a[BIAS], b[BIAS]) > 5e-2, "the biases agree anyway, so this test is meaningless"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "row", "where"),
     [
-        ("weights", 0, f"last, weight of {BIAS}"),  # of a query
-        ("weights", 32, f"last, weight of {BIAS}"),  # of a value
-        ("gradients", 16, f"iteration 1, gradient of {BIAS}"),  # of a key
+        ("weights", 0, f"step 5, weight of {BIAS}"),  # of a query
+        ("weights", 32, f"step 5, weight of {BIAS}"),  # of a value
+        ("gradients", 16, f"step 1, gradient of {BIAS}"),  # of a key
     ],
 )
 def test_an_error_in_such_a_bias_is_found(
     kind: str, row: int, where: str, biased: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    for rank in range(2):
-        record = torch.load(biased[1] / f"{rank}.pt", weights_only=True)
-        record[kind][BIAS][row] += record[kind][BIAS].abs().max() * 2
-        torch.save(record, tmp_path / f"{rank}.pt")
-    found = compare(biased[0], tmp_path, ranks=2, precision="bf16").findings
+    for file in biased[1].iterdir():
+        step = Step(**torch.load(file, weights_only=True))
+        if BIAS in getattr(step, kind):
+            getattr(step, kind)[BIAS][row] += getattr(step, kind)[BIAS].abs().max() * 2
+        number, rank = map(int, file.stem.split("."))
+        step.save(tmp_path, number, rank)
+    found = compare(biased[0], tmp_path, precision="bf16").findings
     assert str(found[0]).startswith(where), found[:5]
 
 
@@ -117,5 +120,5 @@ def test_a_planted_error_in_such_a_model_is_found(
 ) -> None:
     monkeypatch.setenv("FSDP_PLANTED", "skipped_parameter")
     assert not launch(SCRIPT, BF16.split(), ranks=2, steps=5, folder=tmp_path / "fsdp", ddp=False)
-    found = compare(biased[0], tmp_path / "fsdp", ranks=2, precision="bf16").findings
+    found = compare(biased[0], tmp_path / "fsdp", precision="bf16").findings
     assert str(found[0]).startswith(WHERE["skipped_parameter"]), found[:5]

@@ -8,13 +8,45 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from . import remedies
 from .program import Program, programs
 from .runner import Result, Runner
 from .steps import KINDS
-from .table import defect, source, table
+from .table import defect, frequencies, source, table
 
 
 def main() -> int:
+    arguments = _arguments()
+    only = dict(_setting(word) for word in arguments.settings.split())
+    kinds = arguments.only.split(",") if arguments.only else list(KINDS)
+    made = programs(arguments.programs, arguments.seed, only, kinds)
+    if arguments.dry or arguments.remedies is not None:
+        dry = frequencies(made) if arguments.dry else ""
+        print(dry or remedies.table(arguments.remedies, arguments.programs, arguments.seed))
+        return 0
+    runner = Runner()
+    start = time.time()
+    results = _run(runner, made, start + arguments.seconds)
+    seconds = time.time() - start
+    control: list[Result] = []
+    if arguments.control:
+        torchs = Runner(torchs=True)
+        control = _run(torchs, (r.made for r in results if r.made.setting.in_torch), float("inf"))
+        torchs.pool.close()
+    defects = _by_signature(results)
+    text = table(results, control, seconds)
+    for found in defects:
+        text += defect(found, runner.reduce(_shortest(found), arguments.reduce))
+    runner.pool.close()
+    text += "\n# With torch's FSDP2\n" if control else ""
+    text += "".join(defect(found, _shortest(found)) for found in _by_signature(control))
+    arguments.out.mkdir(exist_ok=True)
+    (arguments.out / "table.md").write_text(text)
+    print(text)
+    return 1 if defects else 0
+
+
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--programs", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=1)
@@ -23,33 +55,22 @@ def main() -> int:
     parser.add_argument("--only", default="", help="only these kinds of steps, separated by commas")
     parser.add_argument("--control", choices=["fsdp2"], help="run the programs with torch's FSDP2, too")
     parser.add_argument("--reduce", type=float, default=20, help="seconds to reduce a defect; 0: do not")
+    parser.add_argument("--dry", action="store_true", help="only make the programs, and print how often steps occur")
+    parser.add_argument("--remedies", nargs="?", const="", help="take these out in turn (see remedies.py); empty: all")
     parser.add_argument("--out", type=Path, default=Path("fuzz_output"))
-    arguments = parser.parse_args()
-    only = dict(_setting(word) for word in arguments.settings.split())
-    kinds = arguments.only.split(",") if arguments.only else list(KINDS)
-    start = time.time()
-    runner = Runner()
-    results = _run(runner, programs(arguments.programs, arguments.seed, only, kinds), start + arguments.seconds)
-    seconds = time.time() - start
-    control: list[Result] = []
-    if arguments.control:
-        torchs = Runner(torchs=True)
-        made = (result.made for result in results if result.made.setting.in_torch)
-        control = _run(torchs, made, float("inf"))
-        torchs.pool.close()
-    text = table(results, control, seconds)
-    kinds_of_defects: dict[tuple[str, str], list[Result]] = {}
+    return parser.parse_args()
+
+
+def _by_signature(results: list[Result]) -> list[list[Result]]:
+    found: dict[tuple[str, str], list[Result]] = {}
     for result in results:
         if result.verdict.kind != "right":
-            kinds_of_defects.setdefault(result.signature, []).append(result)
-    for found in sorted(kinds_of_defects.values(), key=len, reverse=True):
-        shortest = min(found, key=lambda result: len(result.program.steps))
-        text += defect(found, runner.reduce(shortest, arguments.reduce))
-    runner.pool.close()
-    arguments.out.mkdir(exist_ok=True)
-    (arguments.out / "table.md").write_text(text)
-    print(text)
-    return 1 if kinds_of_defects else 0
+            found.setdefault(result.signature, []).append(result)
+    return sorted(found.values(), key=len, reverse=True)
+
+
+def _shortest(found: list[Result]) -> Result:
+    return min(found, key=lambda result: len(result.program.steps))
 
 
 def _run(runner: Runner, made: Iterator[Program], end: float) -> list[Result]:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from tests.ranks import RankFailure, RankPool
 
 from .network import CHOICES as FEATURES
-from .program import SECONDS, Program, Step, Verdict, run
+from .program import SECONDS, Program, Step, Verdict, run_in
 from .settings import CHOICES
 from .steps import KINDS
 
@@ -47,24 +47,31 @@ class Runner:
 
     Args:
         torchs: Run the sharded side with torch's FSDP2.
+        project: The folder of the project to run, if it is not this one.
     """
 
-    def __init__(self, torchs: bool = False) -> None:
+    def __init__(self, torchs: bool = False, project: str = "") -> None:
         self.pool = RankPool()
         self.torchs = torchs
+        self.project = project
 
-    def verdicts(self, programs: list[Program]) -> list[Verdict]:
-        """Verdicts of the first programs, at least of one. All have the same number of ranks."""
-        # An alarm ends a rank whose program takes long.
-        self.pool.timeout = SECONDS * (2 + len(programs))
+    def verdicts(self, programs: list[Program], seconds: int = SECONDS) -> list[Verdict]:
+        """Verdicts of the first programs, at least of one. All have the same number of ranks.
+
+        Args:
+            programs: The programs.
+            seconds: An alarm ends a rank whose program takes longer. Alone, it then gets ten times as long: the machine
+                may be busy.
+        """
+        self.pool.timeout = seconds * (2 + len(programs))
         try:
             if programs[0].setting.mesh == "tp":
                 # torch's DTensor remembers the names of groups that have been destroyed.
                 self.pool.close()
             with contextlib.redirect_stdout(io.StringIO()), tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
                 try:
-                    arguments = programs, self.torchs, Path(folder)
-                    verdicts = self.pool.run(programs[0].setting.ranks, run, *arguments)[0]
+                    arguments = self.project, programs, self.torchs, Path(folder), seconds
+                    verdicts = self.pool.run(programs[0].setting.ranks, run_in, *arguments)[0]
                 finally:
                     notes = [file.read_text().split(" ", 1) for file in Path(folder).glob("?")]
                     traces = "\n".join(file.read_text() for file in Path(folder).glob("*.trace"))
@@ -72,7 +79,12 @@ class Runner:
             at = min((int(note[0]) for note in notes), default=0)
             said = {note[1] for note in notes if int(note[0]) == at and note[1:]}
             before = self.verdicts(programs[:at]) if at else []
-            return before if len(before) < at else [*before, _lost(str(failure), said, traces)]
+            if len(before) < at:
+                return before
+            lost = _lost(str(failure), said, traces)
+            if lost.kind == "hang" and seconds == SECONDS:
+                return [*before, *self.verdicts(programs[at : at + 1], 10 * seconds)]
+            return [*before, lost]
         if "Disagreement" in verdicts[-1].what:
             self.pool.close()  # every later wait of these processes raises it again
         return verdicts

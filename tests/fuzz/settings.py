@@ -35,13 +35,23 @@ class Setting(NamedTuple):
     precision: str = "fp64"
     optimizer: str = "sgd"
     groups: str = "all"  # "part": the head's parameters may be added later
+    start: str = "same"  # "own": every rank builds another model
     watch: bool = False  # compare all state after every step, not only in the end
     features: Features = Features()
 
     @property
     def in_torch(self) -> bool:
         """Whether torch's FSDP2 can do the same."""
-        return self.strategy >= 2 and self.units != "none" and not self.double_buffer and self.sync_each
+        same = self.strategy >= 2 and self.units != "none" and self.start == "same"
+        return same and not self.double_buffer and self.sync_each
+
+    @property
+    def counts_versions(self) -> bool:
+        """Whether a backward of weights that were written since the forward has to raise, as in plain torch.
+
+        Where compute and main weights share memory, it does not yet: see found/_weights_of_a_later_step.py.
+        """
+        return self.interface == "fsdp2" or self.offload or (self.strategy == 3 and self.units != "none")
 
     def valid(self) -> "Setting":
         """The nearest setting that exists."""
@@ -72,6 +82,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "precision": ("fp64", "fp64", "fp64", "fp32", "bf16"),
     "optimizer": ("sgd", "momentum", "adamw"),
     "groups": ("all", "all", "part"),
+    "start": ("same",) * 5 + ("own",),
     "watch": (False, False, False, False, True),
 }
 

@@ -49,8 +49,10 @@ class Side:
 
     def add_model(self) -> None:
         """Build a model and its optimizer, and use them."""
-        torch.manual_seed(len(self.models))
-        net = settings.build(self.setting, self.place)
+        number = len(self.models)
+        # Where ranks start differently, the first one's weights count, as in DDP.
+        alike = self.plain or self.setting.start == "same"
+        net = self.build(seed=number if alike else number + 10 * self.place.rank)
         self.old = self.old or list(net.parameters())
         self.net = net
         self.model, self.optimizer = self.shard(net)
@@ -58,12 +60,16 @@ class Side:
         self.optimizers.append(self.optimizer)
         self.firsts[id(net)] = self.optimizer
 
+    def build(self, seed: int) -> Net:
+        """A model that is not sharded."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return settings.build(self.setting, self.place)
+
     def switch(self) -> None:
         """Use another model from now on."""
         if len(self.models) == 1:
-            state = torch.get_rng_state()
             self.add_model()
-            torch.set_rng_state(state)
             return
         model, net = self.models[0] if self.net is self.models[1][1] else self.models[1]
         self.model, self.net = model, net

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.amp.grad_scaler import OptState
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 from .sides import Side, full, full_local
@@ -157,7 +159,7 @@ def regularized(side: Side, kind: str, what: str, alone: bool) -> Any:
     return loss
 
 
-@step(kind=("output", "parameter", "accumulated", "module", "forward"))
+@step(4, kind=("output", "parameter", "accumulated", "module", "forward"))
 def hooked(side: Side, kind: str) -> Any:
     """A backward with a user's hook, which is removed afterwards."""
     block, parameter = side.net.blocks[0], side.net.blocks[0].up.weight
@@ -171,6 +173,10 @@ def hooked(side: Side, kind: str) -> Any:
         "module": lambda: block.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 2,)),
         "forward": lambda: block.register_forward_hook(lambda module, inputs, output: output * 1.5),
     }
+    features = side.setting.features
+    if features.tied == "blocks" and features.reentrant and features.checkpoint != "no":
+        # Each block's backward is one of its own. Plain torch calls the hook after each, with a part of the gradient.
+        register.pop("accumulated")
     side.read()
     handle = register[kind]() if kind in register else None
     output = side.model(side.batch(1))
@@ -178,7 +184,8 @@ def hooked(side: Side, kind: str) -> Any:
         handle = output.register_hook(lambda gradient: gradient * 3)
     side.backward(side.loss(output))
     side.read()
-    handle.remove()
+    if handle is not None:
+        handle.remove()
 
 
 @step(where=("forward", "backward"))
@@ -211,29 +218,33 @@ def clip(side: Side, kind: str) -> Any:
     """Clip gradients, those of parameters listed before sharding, too."""
     side.read()
     parameters = side.old if kind == "old" else side.parameters()
-    if side.plain and side.setting.mesh == "tp":
-        return _clip([full_local(p.grad) for p in parameters if p.grad is not None], parameters, kind)
-    if kind == "value":
-        return nn.utils.clip_grad_value_(parameters, 0.05)
-    return nn.utils.clip_grad_norm_(parameters, 0.05, float("inf") if kind == "inf" else 2.0)
+    if kind != "value":
+        return _clip_norm(side, parameters, 0.05, float("inf") if kind == "inf" else 2.0)
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if gradients and _by_hand(side):
+        return [full_local(gradient).clamp_(-0.05, 0.05) for gradient in gradients].clear()
+    return nn.utils.clip_grad_value_(parameters, 0.05)
 
 
-def _clip(locals: list[torch.Tensor], parameters: list[nn.Parameter], kind: str) -> Any:
-    """The same by hand: torch cannot clip DTensors and plain tensors together."""
-    if kind == "value":
-        return [local.clamp_(-0.05, 0.05) for local in locals] and None
-    order = float("inf") if kind == "inf" else 2.0
-    norms = [full(p.grad).norm(order) for p in parameters if p.grad is not None]
-    norm = torch.stack(norms).norm(order) if norms else torch.tensor(0.0)
-    for local in locals:
-        local.mul_(min(1.0, 0.05 / (norm.item() + 1e-6)))
+def _by_hand(side: Side) -> bool:
+    """Whether torch refuses the gradients of one model together: some are DTensors over the tensor-parallel ranks."""
+    return side.plain and side.setting.mesh == "tp"
+
+
+def _clip_norm(side: Side, parameters: list[nn.Parameter], most: float, order: float = 2.0) -> torch.Tensor:
+    if not _by_hand(side):
+        return nn.utils.clip_grad_norm_(parameters, most, order)
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norm = torch.stack([full(gradient).norm(order) for gradient in gradients] or [torch.tensor(0.0)]).norm(order)
+    for gradient in gradients:
+        full_local(gradient).mul_((most / (norm + 1e-6)).clamp(max=1.0))
     return norm
 
 
 GRADIENTS = ("norm", "finite", "mul_", "foreach", "assign", "none", "zeros")
 
 
-@step(3, how=GRADIENTS, what=PARTS)
+@step(4, how=GRADIENTS, what=PARTS)
 def gradient(side: Side, how: str, what: str) -> Any:
     """.grad is read or assigned."""
     side.read()
@@ -281,22 +292,38 @@ def closure(side: Side) -> Any:
     return loss
 
 
-@step(overflow=(False, True))
-def scaled(side: Side, overflow: bool) -> Any:
-    """A step with GradScaler."""
+@step(overflow=("no", "all", "one"))
+def scaled(side: Side, overflow: str) -> Any:
+    """A step with GradScaler; "one" parameter overflows, under tensor parallelism on the first of its ranks."""
     scaler = side.kept.setdefault("scaler", torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2))
     side.read()
     side.optimizer.zero_grad()
-    factor = float("inf") if overflow else 1.0
+    factor = float("inf") if overflow == "all" else 1.0
     side.backward(scaler.scale(side.loss(side.model(side.batch(1))) * factor))
     side.read()
-    scaler.unscale_(side.optimizer)
-    norm = nn.utils.clip_grad_norm_(side.parameters(), 1.0)
+    gradient = side.net.blocks[1].up.bias.grad
+    if overflow == "one" and gradient is not None and not (side.setting.mesh == "tp" and dist.get_rank() % 2):
+        full_local(gradient).fill_(float("inf"))
+    _unscale(side, scaler)
+    norm = _clip_norm(side, side.parameters(), 1.0)
     scaler.step(side.optimizer)
     scaler.update()
     side.written()
     side.optimizer.zero_grad()
     return torch.stack([full(norm).double(), torch.tensor(scaler.get_scale()).double()])
+
+
+def _unscale(side: Side, scaler: torch.amp.GradScaler) -> None:
+    if not _by_hand(side):
+        scaler.unscale_(side.optimizer)
+        return
+    gradients = [full_local(p.grad) for g in side.optimizer.param_groups for p in g["params"] if p.grad is not None]
+    found = torch.zeros(())
+    if gradients:
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, torch.tensor(1.0 / scaler.get_scale()))
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    found_inf = {found.device: found} if gradients else {}
+    scaler._per_optimizer_states[id(side.optimizer)] = {"stage": OptState.UNSCALED, "found_inf_per_device": found_inf}
 
 
 @step(4, who=("optimizer", "model"), to_none=(True, True, False))
@@ -398,7 +425,7 @@ def read(side: Side, kind: str, what: str) -> Any:
 SAVES = ("clone", "deepcopy", "pickle", "full", "get", "dcp")
 
 
-@step(2, kind=SAVES, optimizer=(False, True))
+@step(4, kind=SAVES, optimizer=(False, True))
 def save(side: Side, kind: str, optimizer: bool) -> None:
     """Keep a state for a later load."""
     state: dict[str, Any] = {"model": side.model.state_dict()}
@@ -423,11 +450,15 @@ def save(side: Side, kind: str, optimizer: bool) -> None:
     side.kept["state"] = kind, side.model, side.optimizer, state
 
 
-@step(3, assign=(False, False, False, True))
-def load(side: Side, assign: bool) -> None:
+@step(3, assign=(False, False, False, True), alike=(True,) * 5 + (False,))
+def load(side: Side, assign: bool, alike: bool) -> None:
+    """Load what was saved, or else a model that was trained elsewhere, of which ranks may have another one each."""
     kind, model, optimizer, state = side.kept.get("state", (None,) * 4)
-    if kind is None or model is not side.model or optimizer is not side.optimizer:
-        return
+    if model is not side.model or optimizer is not side.optimizer:
+        kind, state = (
+            "full",
+            {"model": side.build(seed=99 if alike or side.plain else 99 + side.place.rank).state_dict()},
+        )
     side.written()
     if kind == "dcp" and not side.plain:
         kept = state
@@ -445,7 +476,7 @@ def load(side: Side, assign: bool) -> None:
         side.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
 
 
-@step(1)
+@step()
 def other_model(side: Side) -> None:
     """Train another model of the same kind in turn."""
     side.switch()

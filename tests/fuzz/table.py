@@ -1,7 +1,10 @@
 """The table of a run: programs, steps by kind, verdicts, refused steps by message, defects."""
 
 from collections import Counter
+from collections.abc import Iterable
+from typing import Any
 
+from .program import Program
 from .runner import Result
 from .steps import KINDS
 
@@ -45,6 +48,22 @@ def table(results: list[Result], control: list[Result], seconds: float) -> str:
         inside = [sum(one.kind == kind for one in result.program.steps) for result in results]
         dropped = sum(name == kind for result in results for name, _ in result.refused)
         lines.append(f"| {kind} | {sum(map(bool, inside))} | {sum(inside)} | {dropped} |")
+    return "\n".join(lines) + "\n"
+
+
+def frequencies(made: Iterable[Program]) -> str:
+    """Markdown: how many programs have each kind of step, and which of its arguments' values are in the fewest."""
+    kinds: Counter[str] = Counter()
+    values: Counter[tuple[str, str, Any]] = Counter()
+    for program in made:
+        kinds.update({one.kind for one in program.steps})
+        values.update({(one.kind, name, value) for one in program.steps for name, value in one.arguments.items()})
+    lines = ["| step | programs | fewest have | programs |", "|---|---|---|---|"]
+    for kind in KINDS:
+        every = [(kind, name, value) for name, choices in KINDS[kind].choices.items() for value in choices]
+        rarest = min(every, key=lambda each: values[each], default=None)
+        rare = f"{rarest[1]}={rarest[2]!r} | {values[rarest]}" if rarest else "|"
+        lines.append(f"| {kind} | {kinds[kind]} | {rare} |")
     return "\n".join(lines) + "\n"
 
 

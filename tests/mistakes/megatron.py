@@ -27,12 +27,6 @@ MISTAKES = (
         ("The model cannot be sharded: it is already synchronized by", "(its .module)"),
     ),
     Mistake(
-        "Megatron's DDP around",
-        _WRAP + "DistributedDataParallel(config, ddp_config(None), model)",
-        ValueError,
-        ("DistributedDataParallel cannot wrap a model that Megatron-FSDP has sharded",),
-    ),
-    Mistake(
         "A layer that the Megatron model does not have",
         "FullyShardedDataParallel(config, ddp_config(), gpt(config), fsdp_unit_modules=[torch.nn.Conv2d])",
         ValueError,

@@ -125,21 +125,6 @@ _AFTER = (
         ("The model is already wrapped: parameter embedding.weight belongs to a MegatronFSDP", "Call fully_shard once"),
     ),
     Mistake(
-        "DDP around a sharded model",
-        "DistributedDataParallel(model)",
-        ValueError,
-        (
-            "DistributedDataParallel cannot wrap a model that Megatron-FSDP has sharded",
-            "Use the sharded model directly.",
-        ),
-    ),
-    Mistake(
-        "FSDP2 around a sharded model",
-        "torch.distributed.fsdp.fully_shard(model)",
-        ValueError,
-        ("torch's fully_shard was called on a model that Megatron-FSDP has sharded. Leave it out.",),
-    ),
-    Mistake(
         "The inner model instead of the sharded one",
         "model.module(tokens_of())",
         None,
@@ -324,24 +309,6 @@ _AFTER = (
         None,
         "every rank initializes its shard, with the variance of the whole tensor.",
         "assert abs(model.module.head.weight.full_tensor().std().item() - (2 / 44) ** 0.5) < 0.02",
-    ),
-    Mistake(
-        "backward of DeepSpeed's engine",
-        "model.backward(loss_of(model, tokens_of()))",
-        AttributeError,
-        ("have no 'backward'", "Call loss.backward()"),
-    ),
-    Mistake(
-        "clip_grad_norm_ of torch's FSDP",
-        "model.clip_grad_norm_(1.0)",
-        AttributeError,
-        ("have no 'clip_grad_norm_'", "torch.nn.utils.clip_grad_norm_"),
-    ),
-    Mistake(
-        "set_requires_gradient_sync of FSDP2",
-        "model.set_requires_gradient_sync(False)",
-        AttributeError,
-        ("have no 'set_requires_gradient_sync'", "no_sync()"),
     ),
     Mistake(
         "register_buffers without nccl_ub",

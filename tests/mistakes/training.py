@@ -158,15 +158,6 @@ MISTAKES = (
         ("on the sharded parameter embedding.weight", "use register_post_accumulate_grad_hook of each parameter"),
     ),
     Mistake(
-        "Join",
-        """
-        with torch.distributed.algorithms.join.Join([model]):
-            train(model, optimizer)
-        """,
-        AttributeError,
-        ("have no 'join_hook'. Join: give all ranks the same number of batches",),
-    ),
-    Mistake(
         "Sparse gradients",
         """
         torch.manual_seed(0)

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.fsdp.comm import backends, streams
 from megatron.fsdp.dtensor.ragged_dtensor import make_like
-from megatron.fsdp.quantized.reference import ReferenceTensor
+from megatron.fsdp.quantized.reference.base import ReferenceTensor
 from tests.simulated.checker import HOST, Checker, Race, Range
 from tests.simulated.kernels import Call
 from tests.simulated.memory import Memory, Place, has_storage

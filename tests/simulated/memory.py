@@ -7,7 +7,7 @@ from enum import Enum
 import torch
 from torch.distributed.tensor import DTensor
 
-from megatron.fsdp.quantized.reference import ReferenceTensor
+from megatron.fsdp.quantized.reference.base import ReferenceTensor
 from tests.simulated.allocator import Allocator, Block
 from tests.simulated.checker import HOST, Checker, Range
 from tests.simulated.streams import Timeline

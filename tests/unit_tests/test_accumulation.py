@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model, fully_shard_optimizer
-from tests.exchanges import both_exchanges
+from tests.exchanges import both_exchanges, seen
 from tests.models import (
     FP32_GRADS,
     STRATEGIES,
@@ -58,36 +58,18 @@ def test_accumulation_over_three_ranks(ranks: RankPool, strategy: str) -> None:
 
 
 def _count_reductions(strategy: str) -> int:
-    import megatron.fsdp.buffers.reduction as reduction
-
-    count = 0
-    collectives = {name: getattr(reduction, name) for name in ("all_reduce", "reduce_scatter")}
-
-    def counting(name: str):  # noqa: ANN202
-        def call(*args: object) -> None:
-            nonlocal count
-            count += 1
-            collectives[name](*args)
-
-        return call
-
-    try:
-        for name in collectives:
-            setattr(reduction, name, counting(name))
+    with seen("all_reduce") as all_reduces, seen("reduce_scatter") as reduce_scatters:
         model = fully_shard_model(TinyModel(), zero_dp_strategy=strategy, mixed_precision_policy=FP32_GRADS)
         data = batches(steps=1, per_step=3)[0]
         with model.no_sync():
             loss_of(model, data[0]).backward()
             loss_of(model, data[1]).backward()
         model.synchronize_gradient_reduce()
-        before_last = count
+        before_last = len(all_reduces) + len(reduce_scatters)
         loss_of(model, data[2]).backward()
         assert all(p.grad is not None for p in model.parameters())
-        assert count == before_last + 1
+        assert len(all_reduces) + len(reduce_scatters) == before_last + 1
         return before_last
-    finally:
-        for name, function in collectives.items():
-            setattr(reduction, name, function)
 
 
 @pytest.mark.parametrize(("strategy", "expected"), [("no_shard", 0), ("optim", 0), ("optim_grads", 2)])

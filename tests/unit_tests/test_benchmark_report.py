@@ -11,10 +11,13 @@ from benchmarks.columns import COLUMNS
 from benchmarks.figures import Summary
 from benchmarks.peers import PEERS
 from benchmarks.probes.traffic import _Collective, _Write, classify
-from benchmarks.results import FOLDER, Case, Result, load_all
+from benchmarks.results import Case, Result, load_all
 from benchmarks.sections import SECTIONS
 from benchmarks.suite.real_loop import PEERS as LOOP_PEERS
 from benchmarks.targets import TARGETS, Target, judge, judge_all
+
+METHOD = report.PICTURES.with_suffix(".md")
+BENCHMARKS_FOLDER = Path(report.__file__).parent
 
 
 def _case(**figures: list[float]) -> Case:
@@ -58,9 +61,9 @@ def test_tables_refer_to_existing_benchmarks_and_peers() -> None:
         assert target.peer in PEERS
         assert target.reference is None or target.reference in PEERS
     for module in BENCHMARKS.values():
-        assert (FOLDER.parent / "suite" / f"{module}.py").exists()
+        assert (BENCHMARKS_FOLDER / "suite" / f"{module}.py").exists()
     for peer in PEERS.values():
-        assert (FOLDER.parent / "peers" / f"{peer.module}.py").exists()
+        assert (BENCHMARKS_FOLDER / "peers" / f"{peer.module}.py").exists()
 
 
 def test_a_record_survives_writing_and_reading(tmp_path: Path) -> None:
@@ -87,7 +90,7 @@ def test_the_page_has_a_section_for_every_benchmark() -> None:
     assert [line for line in made.split("\n") if line.startswith("## ")] == [f"## {s.title}" for s in SECTIONS.values()]
     assert "| ours, ZeRO-3 |" in made
     assert "* a &lt;note>" in made
-    assert "performance/step-0.png" in made
+    assert "pictures/step-0.png" in made
     assert "*Skipped: needs a CUDA device.*" in made
     assert "*Not measured: `python -m benchmarks --only memory`.*" in made
 
@@ -96,8 +99,21 @@ def test_a_quick_run_is_marked() -> None:
     assert "A quick run" in report.block("step", {"step": Result("step", [_case(ours_3=[1.0])], quick=True)})
 
 
-def test_the_page_matches_the_results() -> None:
-    assert report.PAGE.read_text() == report.page(load_all(FOLDER)), "run: make bench-report"
+def test_the_summary_has_the_range_of_each_target() -> None:
+    cases = [_case(ours_3=[8.0], fsdp2=[10.0]), _case(ours_3=[9.0], fsdp2=[10.0])]
+    machine = {"processor": "x", "cores": 2, "memory_gib": 4, "native_bf16": True, "gpus": []}
+    about = {"date": "2026-11-21", "commit": "abc", "machine": machine, "versions": {"torch": "2.13.0"}}
+    made = report.summary({"step": Result("step", cases, about=about)})
+    assert "| step | step of ours-3 / fsdp2 &lt;= 0.8 | 0.8 to 0.9 | 1 of 2 |" in made
+    assert "| step | 2026-11-21 | abc |" in made
+
+
+def test_one_plot_of_a_benchmark_is_kept() -> None:
+    few, many = _case(ours_3=[8.0], fsdp2=[10.0]), _case(ours_3=[9.0], fsdp2=[10.0], ours_0=[3.0])
+    assert report.kept(Result("step", [few, many, many])) == 1
+    assert report.kept(Result("growth", [few])) is None
+    kept = {path.stem for path in report.PICTURES.glob("*.png")}
+    assert kept <= set(plots.PLOTS) and all(f"performance/{name}.png" in METHOD.read_text() for name in kept)
 
 
 def test_a_picture(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import copy
 import gc
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,11 +15,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-import megatron.fsdp.buffers.reduction as reduction
 import megatron.fsdp.buffers.weights as weights
 from megatron.fsdp.comm.streams import CpuStream
 from megatron.fsdp.comm.streams import _CpuHandle as CpuHandle
 from megatron_fsdp import MegatronFSDP, fully_shard
+from tests.exchanges import wrapped
 from tests.models import (
     STRATEGIES,
     Block,
@@ -217,22 +217,20 @@ def test_backward_after_a_failed_backward(ranks: RankPool, strategy: str) -> Non
 @contextmanager
 def _failing_collective(name: str, number: int) -> Iterator[None]:
     """The collective raises in its ``number``-th call on every rank."""
-    owner = weights if name == "all_gather" else reduction
-    original, calls = getattr(owner, name), 0
+    calls = 0
 
-    def call(*args: Any) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == number:
-            raise ConnectionError("collective failed")
-        original(*args)
+    def failing(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == number:
+                raise ConnectionError("collective failed")
+            original(*args)
 
-    setattr(owner, name, call)
-    try:
-        with pytest.raises(ConnectionError, match="collective failed"):
-            yield
-    finally:
-        setattr(owner, name, original)
+        return call
+
+    with wrapped(**{name: failing}), pytest.raises(ConnectionError, match="collective failed"):
+        yield
 
 
 def _collective_fails(strategy: str, name: str, direct: bool) -> None:
@@ -362,7 +360,7 @@ def _raise(*args: Any) -> None:
 def _freed_after(strategy: str, what: str) -> None:
     """A cycle through an error and its traceback would not be freed, because the garbage collector is off."""
     adamw([nn.Parameter(torch.zeros(1))])  # torch's own first optimizer is kept by an import that it tries
-    originals = weights.all_gather, reduction.all_reduce
+    failing = wrapped(all_gather=lambda original: _raise, all_reduce=lambda original: _raise)
     gc.collect()
     gc.disable()
     try:
@@ -370,7 +368,7 @@ def _freed_after(strategy: str, what: str) -> None:
         tokens = batches(1, 1)[0, 0]
         pair.backward(tokens[None].expand(2, -1, -1))
         if what == "collective":
-            weights.all_gather = reduction.all_reduce = _raise
+            failing.__enter__()
         else:
             setattr(pair.model.blocks[1], f"{what}_error", ValueError)
         try:  # pytest.raises would keep the error
@@ -387,7 +385,8 @@ def _freed_after(strategy: str, what: str) -> None:
         assert failed and not alive, alive
     finally:
         gc.enable()
-        weights.all_gather, reduction.all_reduce = originals
+        if what == "collective":
+            failing.__exit__(None, None, None)
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])

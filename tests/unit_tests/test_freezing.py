@@ -1,16 +1,16 @@
 """Parameters are frozen and unfrozen between steps: training equals that of the unsharded model."""
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-import megatron.fsdp.buffers.reduction as reduction
 from megatron.fsdp.comm.context import CommContext
 from megatron_fsdp import FSDPConfig, MegatronFSDP
+from tests.exchanges import seen
 from tests.models import STRATEGIES, Block, Pair, TinyModel, batches, loss_of
 from tests.ranks import RankPool
 
@@ -101,29 +101,17 @@ def test_freezing_while_weights_are_gathered(ranks: RankPool, strategy: str) -> 
 
 def _communication_of(phases: list[str]) -> list[tuple[int, int]]:
     """Reductions, and exchanges of plans, in each step."""
-    found = {"reductions": 0, "exchanges": 0}
-    originals = reduction.reduce_scatter, CommContext.exchange
-
-    def counting(key: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            found[key] += 1
-            return function(*args)
-
-        return call
-
-    reduction.reduce_scatter = counting("reductions", originals[0])
-    CommContext.exchange = counting("exchanges", originals[1])
-    counts = []
-    try:
+    counts, exchanged = [], CommContext.exchange
+    exchange = patch.object(CommContext, "exchange", autospec=True, side_effect=exchanged)
+    with seen("reduce_scatter") as reductions, exchange as exchanges:
         sharded = MegatronFSDP(TinyModel(), config=FSDPConfig(), fsdp_unit_modules=[Block])
         for what in phases:
             _freeze(sharded.module, what)
-            found.update(reductions=0, exchanges=0)
+            reductions.clear()
+            exchanges.reset_mock()
             loss_of(sharded, batches(1, 1)[0, 0]).backward()
             sharded.zero_grad()
-            counts.append((found["reductions"], found["exchanges"]))
-    finally:
-        reduction.reduce_scatter, CommContext.exchange = originals
+            counts.append((len(reductions), exchanges.call_count))
     return counts
 
 

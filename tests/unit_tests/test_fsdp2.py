@@ -21,6 +21,7 @@ from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.fsdp2.marked import model_of
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy as EnginePolicy
 from megatron_fsdp import fully_shard
+from tests.exchanges import seen
 from tests.models import (
     DEVICE,
     STRATEGIES,
@@ -439,29 +440,18 @@ def test_several_backwards_of_one_forward(ranks: RankPool) -> None:
 
 def _count_unshards(reshard: bool | int | None, later: bool) -> list[int]:
     """Number of unshards of a block in each of three steps."""
-    from megatron.fsdp.buffers import weights
-
     model = build(fsdp2, TinyModel().to(device()), reshard_after_forward=None if later else reshard)
     if later:
         model.set_reshard_after_forward(reshard)
     loss_of(model, batches(1, 1)[0, 0])
     size = max(group.layout.numel for group in model_of(model).engine.groups)
-    counts, count, original = [], 0, weights.all_gather
-
-    def counting(output: torch.Tensor, *others: Any) -> None:
-        nonlocal count
-        count += output.numel() == size
-        original(output, *others)
-
-    weights.all_gather = counting
-    try:
+    counts = []
+    with seen("all_gather") as gathers:
         for tokens in batches(1, 3)[0]:
             loss_of(model, tokens).backward()
             model.unshard(async_op=True).wait()  # wait for all-gathers in flight before counting
-            counts.append(count)
-            count = 0
-    finally:
-        weights.all_gather = original
+            counts.append(sum(output.numel() == size for output, *_ in gathers))
+            gathers.clear()
     return counts
 
 

@@ -513,8 +513,6 @@ def _unsupported_methods() -> None:
     with pytest.raises(NotImplementedError, match="cannot be copied"):
         copy.deepcopy(model)
     for method in (
-        "set_custom_all_gather",
-        "set_custom_reduce_scatter",
         "set_all_reduce_hook",
         "set_symm_mem_for_comm",
         "set_keep_unsharded_storage",

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron.fsdp.buffers.reduction import Reduction
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron_fsdp import FSDPConfig, MegatronFSDP, MixedPrecisionPolicy
+from tests.exchanges import wrapped
 from tests.models import STRATEGIES, Block, TinyModel, batches, device, loss_of
 from tests.ranks import RankPool
 
@@ -116,7 +117,7 @@ def _shard(way: Way, strategy: str, fused: bool = True) -> MegatronFSDP:
     torch.manual_seed(3)
     settings = {"mixed_precision_policy": FP32, **way.settings}
     config = FSDPConfig(zero_dp_strategy=strategy, fused_weight_gradients=fused, **settings)
-    return MegatronFSDP(FusedModel(way).to(device(), way.dtype), config, fsdp_unit_modules=[Block])
+    return MegatronFSDP(FusedModel(way).to(device(), way.dtype), config=config, fsdp_unit_modules=[Block])
 
 
 def _gradients(sharded: MegatronFSDP, micro_batches: int, accumulates: bool) -> dict[str, torch.Tensor]:
@@ -316,7 +317,7 @@ def _freeze(strategy: str) -> None:
     model = FusedModel(Way()).to(device())
     model.blocks[0].requires_grad_(False)
     config = FSDPConfig(zero_dp_strategy=strategy, mixed_precision_policy=FP32, fused_weight_gradients=True)
-    sharded = MegatronFSDP(model, config, fsdp_unit_modules=[Block])
+    sharded = MegatronFSDP(model, config=config, fsdp_unit_modules=[Block])
     frozen = _gradients(sharded, 1, False)
     assert frozen and not any(name.startswith("blocks.0.") for name in frozen)
     for entry in sharded.engine.params():
@@ -372,10 +373,9 @@ class _Writes(TorchDispatchMode):
 
 
 def _writes(strategy: str, dtype: torch.dtype) -> None:
-    from megatron.fsdp.buffers import reduction
     from megatron.fsdp.buffers.parameter_group import ParameterGroup
 
-    writes, scatter = _Writes(), reduction.reduce_scatter
+    writes = _Writes()
     new_flat, over_inner = Reduction.new_flat, Reduction.over_inner
 
     def buffer(*args: Any) -> torch.Tensor:
@@ -388,13 +388,16 @@ def _writes(strategy: str, dtype: torch.dtype) -> None:
         with writes:  # tasks have their own thread
             return over_inner(self, placed, total)
 
-    def collective(shard: torch.Tensor, flat: torch.Tensor, *args: Any) -> None:
-        assert flat.untyped_storage().data_ptr() in writes.buffers, "it sends the buffer that kernels have written"
-        assert shard.numel() * 2 == flat.numel()
-        writes.seen.append(("collective", flat.nbytes))
-        assert torch.isfinite(flat).all(), "padding is zero"
-        with _disable_current_modes():
-            scatter(shard, flat, *args)
+    def checked(scatter: Callable[..., Any]) -> Callable[..., Any]:
+        def collective(shard: torch.Tensor, flat: torch.Tensor, *args: Any) -> None:
+            assert flat.untyped_storage().data_ptr() in writes.buffers, "it sends the buffer that kernels have written"
+            assert shard.numel() * 2 == flat.numel()
+            writes.seen.append(("collective", flat.nbytes))
+            assert torch.isfinite(flat).all(), "padding is zero"
+            with _disable_current_modes():
+                scatter(shard, flat, *args)
+
+        return collective
 
     class Layer(nn.Module):
         def __init__(self) -> None:
@@ -407,11 +410,11 @@ def _writes(strategy: str, dtype: torch.dtype) -> None:
 
     model = nn.Sequential(Layer(), Layer()).to(device(), dtype)
     config = FSDPConfig(zero_dp_strategy=strategy, mixed_precision_policy=FP32, fused_weight_gradients=True)
-    sharded = MegatronFSDP(model, config, fsdp_unit_modules=[Layer])
+    sharded = MegatronFSDP(model, config=config, fsdp_unit_modules=[Layer])
     with (
         patch.object(Reduction, "new_flat", buffer),
         patch.object(Reduction, "over_inner", reduce),
-        patch.object(reduction, "reduce_scatter", collective),
+        wrapped(reduce_scatter=checked),
     ):
         for _ in range(2):
             writes.seen.clear()

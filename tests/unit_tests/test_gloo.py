@@ -12,6 +12,7 @@ from megatron.fsdp.comm.streams import CpuStream
 from megatron_fsdp import fully_shard_model
 from tests.ranks import RankPool
 
+SUM = dist.ReduceOp.SUM
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for tensors in host memory")
 
 
@@ -40,12 +41,12 @@ def _compare(numel: int, dtype: torch.dtype) -> None:
     for step in range(1, size):
         total += everything[(rank - step) % size][own]
     flat, shard = everything[rank].clone(), torch.empty(numel, dtype=dtype)
-    gloo.reduce_scatter(shard, flat, group)
+    gloo.reduce_scatter(shard, flat, SUM, group)
     assert torch.equal(shard, total)
-    gloo.reduce_scatter(flat[own], flat, group)
+    gloo.reduce_scatter(flat[own], flat, SUM, group)
     assert torch.equal(flat[own], total)
     exact = torch.empty(numel, dtype=torch.float64)
-    gloo.reduce_scatter(exact, everything[rank], group)
+    gloo.reduce_scatter(exact, everything[rank], SUM, group)
     torch.testing.assert_close(exact, sum(one[own].double() for one in everything), rtol=1e-14, atol=1e-14)
     dist.destroy_process_group(group)
 

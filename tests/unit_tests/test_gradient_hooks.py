@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from megatron.fsdp import fsdp2
 from megatron.fsdp.dtensor.ragged_dtensor import RaggedDTensor, local_shard
@@ -206,6 +207,49 @@ def _of_what_is_not_trained_yet() -> None:
 
 def test_hooks_of_frozen_parameters(ranks: RankPool) -> None:
     ranks.run(2, _of_what_is_not_trained_yet)
+
+
+def _halve(param: nn.Parameter) -> None:
+    assert param.grad is not None
+    param.grad.mul_(0.5)
+
+
+class _Twice(nn.Module):
+    """A layer that is called twice, checkpointed each time."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.layer, self.reentrant = nn.Linear(4, 4), reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = checkpoint(self.layer, x, use_reentrant=self.reentrant)
+        return x
+
+
+def _gradients_in_parts(strategy: str) -> None:
+    """Reentrant checkpointing accumulates a gradient in parts, and hooks would be called with each."""
+    for reentrant in False, True:
+        torch.manual_seed(0)
+        plain = _Twice(reentrant)
+        model = fully_shard_model(copy.deepcopy(plain), fsdp_unit_modules=[nn.Linear], zero_dp_strategy=strategy)
+        x = torch.randn(3, 4, requires_grad=True)
+        for each in plain, model:
+            next(each.parameters()).register_post_accumulate_grad_hook(_halve)
+        if reentrant:
+            with pytest.raises(NotImplementedError, match="layer.weight has gradient hooks.*use_reentrant=False"):
+                model(x).sum().backward()
+            continue
+        plain(x).sum().backward()
+        model(x).sum().backward()
+        grad = next(model.parameters()).grad
+        assert isinstance(grad, DTensor)
+        torch.testing.assert_close(grad.full_tensor(), plain.layer.weight.grad)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_hooks_under_reentrant_checkpointing(ranks: RankPool, strategy: str) -> None:
+    ranks.run(2, _gradients_in_parts, strategy)
 
 
 def _kept_parameters(strategy: str) -> None:

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.fsdp.sharding.strategy import INNER, OUTER
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model
-from tests.exchanges import both_exchanges
+from tests.exchanges import both_exchanges, seen
 from tests.models import (
     DEVICE,
     STRATEGIES,
@@ -92,9 +92,7 @@ def test_each_axis_divides_what_its_strategy_says(ranks: RankPool, strategy: str
 
 def _count_outer(strategy: str, outer_strategy: str) -> list[int]:
     """Elements reduced over the outer axis in each of three micro-batches, the last of which synchronizes."""
-    from megatron.fsdp.buffers import reduction
-
-    seen: list[int] = []
+    found: list[int] = []
     model = fully_shard_model(
         TinyModel(),
         fsdp_unit_modules=[Block],
@@ -104,31 +102,19 @@ def _count_outer(strategy: str, outer_strategy: str) -> list[int]:
     )
     axis = model.engine.groups[0].gradients.reduction.outer
     outer = None if axis is None else axis.group
-    originals = reduction.all_reduce, reduction.reduce_scatter
-    counted = [0]
-
-    def all_reduce(flat, op, group):  # noqa: ANN001, ANN202
-        counted[0] += flat.numel() if group is outer else 0
-        return originals[0](flat, op, group)
-
-    def reduce_scatter(shard, flat, op, group):  # noqa: ANN001, ANN202
-        counted[0] += flat.numel() if group is outer else 0
-        return originals[1](shard, flat, op, group)
-
-    reduction.all_reduce, reduction.reduce_scatter = all_reduce, reduce_scatter
-    try:
+    with seen("all_reduce") as all_reduces, seen("reduce_scatter") as reduce_scatters:
         for number, tokens in enumerate(batches(1, 3)[0]):
-            counted[0] = 0
+            all_reduces.clear()
+            reduce_scatters.clear()
             if number < 2:
                 with model.no_sync():
                     loss_of(model, tokens).backward()
             else:
                 loss_of(model, tokens).backward()
             model.synchronize_gradient_reduce()
-            seen.append(counted[0])
-    finally:
-        reduction.all_reduce, reduction.reduce_scatter = originals
-    return seen
+            flats = [(call[0], call[-1]) for call in all_reduces] + [(call[1], call[-1]) for call in reduce_scatters]
+            found.append(sum(flat.numel() for flat, group in flats if group is outer))
+    return found
 
 
 @pytest.mark.parametrize("strategy, outer", DEFINED)

@@ -1,9 +1,11 @@
 """Reports about ranks that have issued different collectives."""
 
 import json
+import logging
 import threading
 import time
 from collections.abc import Callable
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -175,6 +177,35 @@ def test_a_wait_that_cannot_end_raises_with_one_report(ranks: RankPool) -> None:
         assert raised.count("waits for: gather a, 12 bytes") == 2
         assert "rank 0: reduce a; rank 1: gather b" in raised and "test_journal.py" in raised
         assert len(told) <= 1
+
+
+def _watch_with_errors() -> tuple[list[str], list[str]]:
+    """The first two checks fail."""
+    channel, logged, told = JOURNAL.channel([0]), list[str](), list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("megatron.fsdp").addHandler(handler)
+    errors = [RuntimeError(text) for text in ("device failed\nException raised from x", "device failed")]
+    stuck_for, task = Journal.stuck_for, Task()
+    channel.note("gather a", [task])
+    watchdog = Watchdog(JOURNAL, 0.1, told.append, interval=0.02)
+    with patch.object(Journal, "stuck_for", lambda self: _raise(errors.pop()) if errors else stuck_for(self)):
+        watchdog.start()
+        time.sleep(1.0)
+        watchdog.stop()
+    JOURNAL.clear()
+    logging.getLogger("megatron.fsdp").removeHandler(handler)
+    return logged, told
+
+
+def _raise(error: Exception) -> float:
+    raise error
+
+
+def test_the_watchdog_outlives_errors_and_logs_each_once(ranks: RankPool) -> None:
+    ((logged, told),) = ranks.run(1, _watch_with_errors)
+    assert logged == ["FSDP: the watchdog could not check whether communication is stuck: RuntimeError: device failed"]
+    assert len(told) == 1 and "gather a" in told[0]
 
 
 def test_nothing_is_reported_while_operations_are_issued() -> None:

@@ -114,7 +114,7 @@ def test_chart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> No
         ("no_colon", "expected module:function, or a config.json that exists (nothing is downloaded)"),
         ("no_such_module:f", "cannot call 'no_such_module:f'"),
         ("math:pi", "cannot call"),
-        ("builtins:list", "expected builtins:list to return an nn.Module; got list"),
+        ("builtins:list", "expected builtins:list to return an nn.Module, or a tuple or dict with one; got list"),
     ],
 )
 def test_wrong_targets(

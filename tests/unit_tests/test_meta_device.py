@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.fsdp.quantized.float8 import Float8Tensor
+from megatron.fsdp.quantized.reference.float8 import Float8Tensor
 from megatron_fsdp import fully_shard, fully_shard_model
 from tests.models import (
     STRATEGIES,

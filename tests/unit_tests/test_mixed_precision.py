@@ -8,11 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.fsdp.comm import gloo
 from megatron.fsdp.comm.backends import Backend
 from megatron.fsdp.state.consistency import inconsistent_weights
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
-from tests.exchanges import both_exchanges
+from tests.exchanges import both_exchanges, seen
 from tests.models import (
     STRATEGIES,
     Block,
@@ -97,9 +96,9 @@ def test_gradients_are_sent_in_bf16_and_summed_in_fp32(ranks: RankPool, strategy
 
 
 def _over_gloo(strategy: str) -> None:
-    with patch.object(gloo, "reduce_scatter", side_effect=gloo.reduce_scatter) as reduced:
+    with seen("reduce_scatter") as calls:
         _train(strategy, FP32)
-    assert {call.args[1].dtype for call in reduced.call_args_list} == {FP32 if strategy == "optim" else BF16}
+    assert {flat.dtype for _, flat, *_ in calls} == {FP32 if strategy == "optim" else BF16}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for tensors in host memory")
@@ -172,26 +171,14 @@ def test_main_weights_narrower_than_compute_weights(ranks: RankPool, strategy: s
 
 
 def _reduced_in(comm: torch.dtype) -> None:
-    import megatron.fsdp.buffers.reduction as reduction
-
-    seen: set[torch.dtype] = set()
-    original = reduction.reduce_scatter
-
-    def recording(shard: torch.Tensor, flat: torch.Tensor, *rest: object) -> None:
-        seen.add(flat.dtype)
-        original(shard, flat, *rest)
-
-    reduction.reduce_scatter = recording
-    try:
+    with seen("reduce_scatter") as calls:
         model = TinyModel().to(device())
         policy = MixedPrecisionPolicy(main_grads_dtype=FP32, grad_comm_dtype=comm)
         sharded, _ = fully_shard(model, adamw(model.parameters()), mixed_precision_policy=policy)
         data = batches(1, 2)[0]
         loss_of(sharded, data[0]).backward()
         loss_of(sharded, data[1]).backward()
-    finally:
-        reduction.reduce_scatter = original
-    assert seen == {comm}
+    assert {flat.dtype for _, flat, *_ in calls} == {comm}
     reference = TinyModel().to(device())
     reference.load_state_dict(main_weights(sharded))
     (loss_of(reference, data[0]) + loss_of(reference, data[1])).backward()

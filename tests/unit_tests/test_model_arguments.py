@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import inspect
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import megatron_fsdp
-from megatron.fsdp import api
+from megatron.fsdp.api import fully_shard as signatures
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron_fsdp import (
     FSDPConfig,
@@ -67,14 +66,14 @@ def test_every_setting_is_an_argument_of_the_same_name_type_and_default(function
 
 
 def test_a_new_setting_is_added_to_signatures_and_docstring_by_the_tool() -> None:
-    source = Path(api.__file__).read_text()
+    source = Path(signatures.__file__).read_text()
     assert argument_table.with_settings(source) == source, "run: python tools/argument_table.py --write"
     declaration = argument_table.settings()["max_unsharded_units"]
     without = source.replace(declaration, "")
     begin = without.index("        max_unsharded_units: ")
     without = without[:begin] + without[without.index("        max_reducing_units: ") :]
     again = argument_table.with_settings(without)
-    assert again.count(declaration) == 2
+    assert again.count(declaration) == 1
     assert sorted(again.splitlines()) == sorted(source.splitlines())
 
 
@@ -104,30 +103,6 @@ def test_public_names() -> None:
         "MixedPrecisionPolicy",
         "FSDPDistributedIndex",
     }
-
-
-def _older_names() -> None:
-    fp32, bf16 = torch.float32, torch.bfloat16
-    with pytest.warns(DeprecationWarning, match="preserve_fp32_weights is deprecated") as caught:
-        model = fully_shard_model(TinyModel().bfloat16(), preserve_fp32_weights=False)
-    assert all(warning.filename == __file__ for warning in caught)
-    assert model.fsdp_config.mixed_precision_policy == MixedPrecisionPolicy(main_params_dtype=None)
-    assert next(model.parameters()).dtype == bf16
-    with pytest.warns(DeprecationWarning, match="grad_reduce_in_fp32 is deprecated"):
-        model = fully_shard_model(TinyModel().bfloat16(), preserve_fp32_weights=True, grad_reduce_in_fp32=True)
-    assert model.fsdp_config.mixed_precision_policy == MixedPrecisionPolicy(fp32, fp32, fp32)
-    with pytest.raises(ValueError, match="give one"):
-        fully_shard_model(TinyModel(), mixed_precision_policy=MixedPrecisionPolicy(), grad_reduce_in_fp32=True)
-    with pytest.warns(DeprecationWarning, match="use keep_fp8_transpose_cache"):
-        model = fully_shard_model(TinyModel(), keep_fp8_transpose_cache_when_using_custom_fsdp=True)
-    assert model.fsdp_config.keep_fp8_transpose_cache
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        fully_shard_model(TinyModel())
-
-
-def test_older_names_warn_and_mean_what_they_meant(ranks: RankPool) -> None:
-    ranks.run(1, _older_names)
 
 
 def _needs_cuda(argument: str) -> None:

@@ -44,19 +44,6 @@ def test_groups_with_several_backends_are_recognized(groups: list[Any]) -> None:
         check_can_register([*groups, Group("gloo")], torch.device("cuda", 1))
 
 
-@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
-def test_expandable_segments_need_a_torch_that_keeps_them_out_of_pools(
-    groups: list[Any], monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    monkeypatch.setenv(name, "max_split_size_mb:64,expandable_segments:True")
-    for version in ("2.11.0a0+git", "2.11.0", "2.13.0+cu130"):
-        monkeypatch.setattr(torch, "__version__", version)
-        check_can_register(groups, torch.device("cuda", 1))
-    monkeypatch.setattr(torch, "__version__", "2.10.1")
-    with pytest.raises(ValueError, match="Use torch 2.11 or later, or remove expandable_segments:True"):
-        check_can_register(groups, torch.device("cuda", 1))
-
-
 def test_torch_must_not_register_everything_besides(groups: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK", "1")
     with pytest.raises(ValueError, match="HOOK torch registers the memory, too. Unset it"):

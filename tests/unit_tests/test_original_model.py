@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from megatron.fsdp.ddp_config import from_megatron, to_megatron
+from megatron.fsdp.api.ddp_config import from_megatron, to_megatron
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron_fsdp import (
     DistributedDataParallelConfig,
@@ -67,7 +67,7 @@ def _constructor() -> None:
     assert model.fsdp_config == FSDPConfig(sync_model_each_microbatch=False, enable_fine_grained_param_gather=True)
     assert model.ddp_config == to_megatron(model.fsdp_config)
     assert model.ddp_config.data_parallel_sharding_strategy == "optim_grads_params"
-    model = MegatronFSDP(TinyModel(), FSDPConfig(zero_dp_strategy="optim"), index)
+    model = MegatronFSDP(TinyModel(), index, config=FSDPConfig(zero_dp_strategy="optim"))
     assert model.dist_index is index and model.data_parallel_sharding_strategy == "optim"
 
 

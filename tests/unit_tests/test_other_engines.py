@@ -1,4 +1,4 @@
-"""Sharding a model that another engine wraps raises an error, and so does wrapping a sharded model."""
+"""Sharding a model that another engine wraps raises an error that names it. Wrapping a sharded model fails, too."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed._composable.replicate import replicate
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
@@ -58,18 +59,26 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "fsdp2 inside": (_shard(_torch_inside), r"its module 1 .*Leave out torch's fully_shard"),
     "fsdp2 inside of marked": (_marked, r"its module 1 .*Leave out torch's fully_shard"),
     "sharded before": (_shard(lambda: _sharded()[1]), "already wrapped: parameter .* belongs to a MegatronFSDP"),
-    "ddp around": (lambda: DistributedDataParallel(_sharded()[1]), "DistributedDataParallel cannot wrap a model"),
-    "ddp around the model": (lambda: DistributedDataParallel(_sharded()[0]), "Use the sharded model directly"),
-    "ddp far around": (lambda: DistributedDataParallel(nn.Sequential(_sharded()[1])), "cannot wrap a model"),
-    "data parallel around": (lambda: DataParallel(_sharded()[1]), "cannot wrap a model"),
-    "fsdp2 around": (lambda: torch_fully_shard(_sharded()[1]), "torch's fully_shard was called on a model"),
-    "fsdp2 of a part": (lambda: torch_fully_shard(_sharded()[0][1]), "torch's fully_shard was called on a model"),
+}
+# Ways to wrap a sharded model.
+AROUND: dict[str, Callable[[], Any]] = {
+    "ddp": lambda: DistributedDataParallel(_sharded()[1]),
+    "ddp around the model": lambda: DistributedDataParallel(_sharded()[0]),
+    "ddp far around": lambda: DistributedDataParallel(nn.Sequential(_sharded()[1])),
+    "fsdp1": lambda: FullyShardedDataParallel(_sharded()[1], device_id=torch.device("cpu")),
+    "fsdp2": lambda: torch_fully_shard(_sharded()[1]),
+    "fsdp2 of a part": lambda: torch_fully_shard(_sharded()[0][1]),
 }
 
 
 def _refuse_all() -> None:
     for case, (act, expected) in REFUSED.items():
         with pytest.raises(ValueError, match=expected):
+            act()
+            pytest.fail(f"{case} was accepted")
+    for case, act in AROUND.items():
+        # Where another engine first reads a parameter. torch's fully_shard finds a DTensor without its own mesh.
+        with pytest.raises((NotImplementedError, TypeError, ValueError)):
             act()
             pytest.fail(f"{case} was accepted")
     # Other models can still be wrapped afterwards.

@@ -9,6 +9,7 @@ import torch
 from megatron.fsdp.buffers.reduction import Reduction
 from megatron.fsdp.comm.streams import CpuStream
 from megatron_fsdp import fully_shard_model
+from tests.exchanges import seen
 from tests.models import Block, TinyModel, batches, loss_of
 from tests.ranks import DEVICE, RankPool
 
@@ -106,28 +107,16 @@ def test_backward_goes_on_while_a_unit_is_reduced(ranks: RankPool) -> None:
 
 
 def _order_of_reductions() -> list[int]:
-    import megatron.fsdp.buffers.reduction as reduction
-
-    sizes: list[int] = []
-    original = reduction.reduce_scatter
-
-    def recording(shard: torch.Tensor, flat: torch.Tensor, *rest: object) -> None:
-        sizes.append(flat.numel())
-        original(shard, flat, *rest)
-
-    reduction.reduce_scatter = recording
-    try:
+    with seen("reduce_scatter") as calls:
         model = TinyModel()
         for number, block in enumerate(model.blocks):  # blocks that can be distinguished by their sizes
             block.up, block.down = torch.nn.Linear(13, 40 + 9 * number), torch.nn.Linear(40 + 9 * number, 13)
         sharded = fully_shard_model(model, fsdp_unit_modules=[Block])
         loss_of(sharded, batches(1, 1)[0, 0]).backward()
-        sizes.clear()
+        calls.clear()
         loss_of(sharded, batches(1, 1)[0, 0]).backward()
-    finally:
-        reduction.reduce_scatter = original
     by_size = {unit.groups[0].layout.numel: number for number, unit in enumerate(sharded.engine.units)}
-    return [by_size[size] for size in sizes]
+    return [by_size[flat.numel()] for _, flat, *_ in calls]
 
 
 def test_units_are_reduced_last_first_in_one_order_on_all_ranks(ranks: RankPool) -> None:

@@ -1,7 +1,6 @@
 """Generated pages of the documentation match the output of their tools."""
 
 import inspect
-import json
 import re
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 from megatron_fsdp import fully_shard_model
 from tests.models import TinyModel
 from tests.ranks import DEVICE, RankPool
-from tools import argument_table, compatibility_table, draw_pictures
+from tools import argument_table, compatibility_table, draw_pictures, status
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -38,15 +37,33 @@ def test_every_argument_is_described() -> None:
 
 
 def test_compatibility() -> None:
-    results = json.loads(compatibility_table.RESULTS.read_text())
-    assert (DOCS / "compatibility.md").read_text() == compatibility_table.as_markdown(results), (
-        "run: make compatibility"
-    )
     for feature in compatibility_table.FEATURES:
         for test in (*feature.tests, *(f"simulated/{test}" for test in feature.simulated)):
             file, _, name = test.partition("::")
             assert f"def {name}" in (DOCS.parent / "tests" / "unit_tests" / file).read_text()
-            assert any(t.startswith(f"tests/unit_tests/{test}") for t in results["cpu"]), "run: make compatibility"
+
+
+def test_results_replace_blocks_of_the_status_page(tmp_path: Path) -> None:
+    text = status.PAGE.read_text()
+    assert all(text.count(f"<!-- {block} -->\n") == 1 for block in ("compatibility", "benchmarks"))
+    page = tmp_path / "status.md"
+    page.write_text("a\n<!-- x -->\nold\n<!-- end -->\nb\n<!-- y -->\nkept\n<!-- end -->\n")
+    status.write("x", "new\n", page)
+    assert page.read_text() == "a\n<!-- x -->\n\nnew\n\n<!-- end -->\nb\n<!-- y -->\nkept\n<!-- end -->\n"
+    with pytest.raises(ValueError, match="expected a block that begins with '<!-- z -->'"):
+        status.write("z", "new", page)
+
+
+def test_a_summary_groups_features_by_what_they_work_with() -> None:
+    names = [
+        f"tests/unit_tests/{test}" for test in ("test_tied.py::test_a", "test_frozen.py::test_a", "test_deferred.py")
+    ]
+    works = dict.fromkeys(compatibility_table.STRATEGIES, "passed")
+    found = compatibility_table.summary(
+        {"cpu": {names[0]: works, names[1]: works | {"optim": "failed"}, names[2]: {"": "skipped"}}}
+    )
+    assert "| all strategies | tied parameters, also across units |" in found
+    assert "| **fails** | frozen parameters |" in found and "Tests: 7 passed, 1 failed, 1 skipped." in found
 
 
 def test_a_failed_test_shows() -> None:
@@ -78,9 +95,8 @@ def test_gloo_cannot_average(ranks: RankPool) -> None:
 GUIDE = sorted(page for page in (DOCS / "guide").glob("*.md") if page.stem not in ("index", "doctor"))
 HEAD = "| Megatron flag / field | `fully_shard` argument | default | values |\n"
 SECTIONS = ["What it does", "Should I turn it on?", "Example", "Works with / not with", "How to see that it works"]
-# Described elsewhere: the model itself, where it computes, and arguments without effect or with another name today.
-NOT_IN_GUIDE = """module device disable_bucketing preserve_fp32_weights grad_reduce_in_fp32
-    keep_fp8_transpose_cache_when_using_custom_fsdp"""
+# Described elsewhere: the model itself, where it computes, and an argument without effect.
+NOT_IN_GUIDE = {"module", "device", "disable_bucketing"}
 
 
 @pytest.mark.parametrize("page", GUIDE, ids=lambda page: page.stem)
@@ -93,5 +109,5 @@ def test_pages_of_the_guide_have_one_form(page: Path) -> None:
 
 def test_the_guide_describes_every_argument() -> None:
     text = "".join(page.read_text() for page in GUIDE)
-    arguments = set(inspect.signature(fully_shard_model).parameters) - set(NOT_IN_GUIDE.split())
+    arguments = set(inspect.signature(fully_shard_model).parameters) - NOT_IN_GUIDE
     assert not [name for name in arguments if not re.search(rf"`{name}\b", text)]

@@ -16,13 +16,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-from megatron.fsdp.buffers import quantizing, weights
+from megatron.fsdp.buffers import quantizing
 from megatron.fsdp.buffers.parameter import TENSOR_PARALLEL
 from megatron.fsdp.checkpoint.backend import Reader, Writer
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.quantized.storage import Direction
 from megatron.fsdp.state.consistency import inconsistent_weights
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard, fully_shard_model
+from tests.exchanges import seen
 from tests.models import DEVICE, STRATEGIES, Block, TinyModel, batches, loss_of
 from tests.quantized_models import (
     ALL_FORMATS,
@@ -332,9 +333,9 @@ def _gathers(format: str, kind: str) -> None:
     sharded, optimizer = sharded_model(kind, model)
     data = batches(2, dist.get_world_size())
     train(sharded, optimizer, data[:1])
-    with patch.object(weights, "all_gather", wraps=weights.all_gather) as gather:
+    with seen("all_gather") as gathers:
         train(sharded, optimizer, data[1:])
-    sent = [call.args[0] for call in gather.call_args_list]
+    sent = [output for output, *_ in gathers]
     quantized = sum(tensor.nbytes for tensor in sent if tensor.dtype == torch.uint8)
     # The last of three blocks stays unsharded between forward and backward if these read the same bytes.
     uses = 3 if kind == "optim" else 6 if format == "mx" else 5

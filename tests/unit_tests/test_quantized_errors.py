@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.fsdp.quantized.float8 import Float8Storage, Float8Tensor
+from megatron.fsdp.quantized.reference.float8 import Float8Storage, Float8Tensor
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model
 from tests.models import Block, batches, loss_of
 from tests.quantized_models import FORMATS, quantized_model, sharded_model

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.fsdp.quantized.float8 import Float8Tensor
-from megatron.fsdp.quantized.mx import MXTensor
-from megatron.fsdp.quantized.nvfp4 import NVFP4Tensor
-from megatron.fsdp.quantized.reference import ReferenceTensor
+from megatron.fsdp.quantized.reference.base import ReferenceTensor
+from megatron.fsdp.quantized.reference.float8 import Float8Tensor
+from megatron.fsdp.quantized.reference.mx import MXTensor
+from megatron.fsdp.quantized.reference.nvfp4 import NVFP4Tensor
 from megatron.fsdp.quantized.storage import Direction, WeightShard, storage_of
 from tests.quantized_models import FORMATS, IN_BLOCKS
 

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from megatron.fsdp.comm import gloo
+from megatron.fsdp.comm import collectives
 from megatron_fsdp import fully_shard_model
 from tests.exchanges import COLLECTIVES, SENDS
 from tests.models import Block, TinyModel, batches, loss_of
@@ -85,7 +85,7 @@ def test_state_left_by_a_failed_test_does_not_reach_the_next(ranks: RankPool) ->
 
 
 def _sends_of_gloo() -> int:
-    with patch.object(gloo, "reduce_scatter", side_effect=gloo.reduce_scatter) as sends:
+    with patch.object(collectives.SENDS, "reduce_scatter", side_effect=collectives.SENDS.reduce_scatter) as sends:
         model = fully_shard_model(TinyModel(), fsdp_unit_modules=[Block])
         loss_of(model, batches(1, 1)[0, 0]).backward()
     return sends.call_count

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.exchanges import seen
 from tests.models import STRATEGIES, Block, TinyModel, adamw, assert_same_training, batches, device
 from tests.ranks import RankPool
 
@@ -93,27 +94,16 @@ def test_recompute_of_a_unit_that_is_called_twice(ranks: RankPool, reentrant: bo
 
 def _count_unshards(what: str) -> int:
     """Number of unshards in one step after the first."""
-    import megatron.fsdp.buffers.weights as weights
     from megatron_fsdp import fully_shard_model
     from tests.models import loss_of
 
-    count, original = 0, weights.all_gather
-
-    def counting(*args: Any) -> None:
-        nonlocal count
-        count += 1
-        original(*args)
-
-    weights.all_gather = counting
-    try:
+    with seen("all_gather") as gathers:
         model = fully_shard_model(Recomputing(True, what), fsdp_unit_modules=[Block])
         tokens = batches(1, 1)[0, 0]
         loss_of(model, tokens).backward()
-        before = count
+        before = len(gathers)
         loss_of(model, tokens).backward()
-        return count - before
-    finally:
-        weights.all_gather = original
+        return len(gathers) - before
 
 
 def test_recompute_and_backward_of_a_unit_share_one_gather(ranks: RankPool) -> None:

@@ -1,6 +1,7 @@
 """Programs that plain PyTorch allows train a sharded model as an unsharded one, or raise."""
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.fsdp import fsdp2
 from megatron.fsdp.dtensor.unsupported import refuse_reads
-from megatron_fsdp import fully_shard, fully_shard_model
+from megatron_fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_model
 from tests.models import assert_same_weights, device, sgd
 from tests.ranks import DEVICE, RankFailure, RankPool
 
@@ -309,17 +310,22 @@ def test_writes_that_nothing_counts(ranks: RankPool) -> None:
 
 def _stale() -> None:
     """As without sharding, backward does not read weights that a step has changed."""
-    model = Model().to(device())
-    model, optimizer = fully_shard(model, sgd(model.parameters()), fsdp_unit_modules=[Block], zero_dp_strategy=3)
-    pending = model(_batch()).mean()
-    model(_batch()).mean().backward()
-    optimizer.step()
-    pending.backward()
+    for compute, setting in itertools.product([None, torch.bfloat16], SETTINGS.values()):
+        policy = MixedPrecisionPolicy(main_params_dtype=None, compute_dtype=compute)
+        arguments = {"fsdp_unit_modules": [Block], "mixed_precision_policy": policy, **setting}
+        model = Model().to(device())
+        model, optimizer = fully_shard(model, sgd(model.parameters()), **arguments)
+        batch = _batch().to(compute)
+        pending = model(batch).mean()
+        model(batch).mean().backward()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            pending.backward()
+        model(batch).mean().backward()  # it is usable afterwards
 
 
 def test_a_pending_backward_does_not_read_newer_weights(ranks: RankPool) -> None:
-    with pytest.raises(RankFailure, match="modified by an inplace operation"):
-        ranks.run(2, _stale)
+    ranks.run(2, _stale)
 
 
 def _kept() -> None:
@@ -401,6 +407,33 @@ def _keep_a_weight(view: bool) -> None:
 def test_reading_a_weight_that_was_kept_from_forward_raises(ranks: RankPool, view: bool) -> None:
     with pytest.raises(RankFailure, match=r"blocks\.0\.norm\.weight or one of its group\) that was kept"):
         ranks.run(2, _keep_a_weight, view)
+
+
+def _keep_a_weight_in_debug_mode(kind: str) -> None:
+    def keep(module: nn.Module, *unused: Any) -> None:
+        module.seen = [module.weight.detach()] if kind == "list" else module.weight.t()
+
+    torch.manual_seed(0)
+    model: nn.Module = Recurrent() if kind == "its own" else Model()
+    if kind != "its own":
+        model.blocks[0].up.register_forward_hook(keep)
+    model = fully_shard_model(model.to(device()), fsdp_unit_modules=["Block", *(["LSTM"] if kind == "its own" else [])])
+    before = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.INFO)
+    try:
+        model(_batch())
+    finally:
+        dist.set_debug_level(before)
+
+
+@pytest.mark.parametrize("kind", ["view", "list"])
+def test_debugging_names_the_module_that_has_kept_a_weight(ranks: RankPool, kind: str) -> None:
+    with pytest.raises(RankFailure, match=r"Linear\.seen \(up\) keeps a weight of the unit"):
+        ranks.run(2, _keep_a_weight_in_debug_mode, kind)
+
+
+def test_debugging_does_not_mind_parameters_from_before_sharding(ranks: RankPool) -> None:
+    ranks.run(2, _keep_a_weight_in_debug_mode, "its own")
 
 
 def _take_data() -> None:

@@ -5,6 +5,7 @@ import json
 import sys
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,12 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.utils.checkpoint import checkpoint
 
 from megatron.fsdp import fsdp2
-from megatron.fsdp.buffers import weights
 from megatron.fsdp.tools.trace import Kind, RankTrace, Row, Span, Timeline, trace_step
 from megatron.fsdp.tools.trace.plot import short_names
-from megatron.fsdp.tools.trace.timeline import mark_late_ranks
+from megatron.fsdp.tools.trace.spans import mark_late_ranks
 from megatron.fsdp.tools.trace.watch import StepWatcher
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
+from tests.exchanges import wrapped
 from tests.models import STRATEGIES, Block, TinyModel, adamw, batches, device, loss_of
 from tests.ranks import DEVICE, RankPool
 
@@ -246,19 +247,18 @@ def _slow_gather(seconds: float) -> Timeline:
     """All-gathers of one block are slow."""
     run = _Run()
     run.step()
-    original, block = weights.all_gather, run.model.engine.units[2].groups[0].weights.compute.flat
+    block = run.model.engine.units[2].groups[0].weights.compute.flat
 
-    def all_gather(output: torch.Tensor, *rest: Any) -> None:
-        if output is block:
-            time.sleep(seconds)
-        original(output, *rest)
+    def slow(original: Callable[..., Any]) -> Callable[..., Any]:
+        def all_gather(output: torch.Tensor, *rest: Any) -> None:
+            if output is block:
+                time.sleep(seconds)
+            original(output, *rest)
 
-    weights.all_gather = all_gather
-    try:
-        with trace_step(run.model) as timeline:
-            run.step()
-    finally:
-        weights.all_gather = original
+        return all_gather
+
+    with wrapped(all_gather=slow), trace_step(run.model) as timeline:
+        run.step()
     return timeline
 
 

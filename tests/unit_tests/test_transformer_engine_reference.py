@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.fsdp.quantized.float8 import Float8Tensor
-from megatron.fsdp.quantized.nvfp4 import NVFP4Tensor
+from megatron.fsdp.quantized.reference.float8 import Float8Tensor
+from megatron.fsdp.quantized.reference.nvfp4 import NVFP4Tensor
 from megatron.fsdp.quantized.transformer_engine import TransformerEngineStorage
 from tests import te_stand_ins as te
 

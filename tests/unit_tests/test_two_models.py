@@ -172,7 +172,7 @@ def test_estimates_are_those_of_each_model(ranks: RankPool) -> None:
 
 
 def _whole_tensors() -> None:
-    from megatron.fsdp.tools.compare_runs import whole_gradients, whole_weights
+    from megatron.fsdp.tools.megatron_run import whole_gradients, whole_weights
     from tests.megatron_models import forward_backward, megatron, tokens, wrapped
 
     with megatron():

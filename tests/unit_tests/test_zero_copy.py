@@ -72,17 +72,18 @@ def test_a_rank_holds_one_copy_of_its_weights(ranks: RankPool, strategy: str) ->
     ranks.run(2, _main_weights_share_memory, strategy)
 
 
+def _nothing(*args: object) -> None:
+    pass
+
+
 def _copied(dtype: torch.dtype, strategy: str) -> tuple[dict[str, int], int, int]:
     """Elements that one unshard and one reduction of a group copy, and the sizes of the group and the shard."""
-    from megatron.fsdp.buffers import reduction, weights
-    from megatron.fsdp.comm import collectives
-
-    # Only copies around a collective count, not those that gloo makes inside it.
-    weights.all_gather = reduction.reduce_scatter = lambda *args: None
     policy = MixedPrecisionPolicy(main_grads_dtype=torch.float32)
     config = FSDPConfig(zero_dp_strategy=strategy, mixed_precision_policy=policy)
-    model = MegatronFSDP(TinyModel().to(dtype), config, fsdp_unit_modules=[Block])
+    model = MegatronFSDP(TinyModel().to(dtype), config=config, fsdp_unit_modules=[Block])
     group = model.engine.groups[-1]
+    # Only copies around a collective count, not those that gloo makes inside it.
+    group.use_collectives(all_gather=_nothing, reduce_scatter=_nothing)
     group.weights.invalidate()
     with _CountCopies() as gather:
         group.weights._unshard(group.weights.planes, [True], 0)
@@ -90,7 +91,6 @@ def _copied(dtype: torch.dtype, strategy: str) -> tuple[dict[str, int], int, int
         grads: list[torch.Tensor | None] = [torch.ones_like(e.compute, dtype=dtype) for e in group.params]
         group.gradients.reduce(grads, last=True)
         group.gradients.take(group.dtypes.main_params)
-    weights.all_gather, reduction.reduce_scatter = collectives.all_gather, collectives.reduce_scatter
     return (
         {
             "gather": sum(gather.written.values()),

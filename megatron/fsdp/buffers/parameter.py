@@ -338,6 +338,12 @@ class ShardedParameter:
             grad = make_like(local_shard(returned), self.main)
         return grad
 
+    @property
+    def has_hooks(self) -> bool:
+        """Whether the user has registered gradient hooks with the main weight."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return bool(self.main._backward_hooks or self.main._post_accumulate_grad_hooks)
+
     def run_gradient_hooks(self) -> None:
         """Call the main weight's post-accumulate hooks: its gradient is complete."""
         with torch._C.DisableTorchFunctionSubclass():

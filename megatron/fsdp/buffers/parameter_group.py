@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,7 +27,7 @@ from megatron.fsdp.helpers.autograd import in_backward
 from megatron.fsdp.helpers.weak import weak_method
 from megatron.fsdp.quantized.storage import WeightShard, WeightStorage, storage_of
 from megatron.fsdp.sharding.layout import Granularity, Layout, ShardSlice
-from megatron.fsdp.sharding.mesh import DataParallelAxes, FSDPDistributedIndex
+from megatron.fsdp.sharding.mesh import DataParallelAxes, MeshIndex
 from megatron.fsdp.sharding.ownership import shards_of
 from megatron.fsdp.sharding.packing import plan_layout, plan_layout_of_blocks
 from megatron.fsdp.sharding.strategy import UNSHARDED
@@ -59,7 +60,7 @@ class ParameterGroup:
         self,
         params: list[ShardedParameter],
         config: FSDPConfig,
-        index: FSDPDistributedIndex,
+        index: MeshIndex,
         context: CommContext,
         pool: Pool,
         tp_mesh: DeviceMesh | None,
@@ -164,6 +165,12 @@ class ParameterGroup:
         batch.add(self.storage, self.weights.shared_by(), shards)
         self.weights.batch = batch
 
+    def use_collectives(self, **operations: Any) -> None:
+        """Communicate by other operations from now on; see :meth:`Collectives.replaced`. No task may be in flight."""
+        self.weights.collectives = self.weights.collectives.replaced(**operations)
+        reduction = self.gradients.reduction
+        reduction.use(reduction.dtypes, reduction.collectives.replaced(**operations))
+
     def is_divided(self, i: int) -> bool:
         """True if no rank holds all of parameter ``i``."""
         parallel = self.params[i].tensor_parallel
@@ -206,14 +213,6 @@ class ParameterGroup:
             tp_placements = [Replicate()] if param.tensor_parallel is None else param.tensor_parallel[1]
             placements += tp_placements if param.sections is None else [SectionedShard(param.sections)]
         return make_dtensor(local, mesh, param.shape, placements, main=True)
-
-    def shard(self, i: int, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of this rank's slice of a whole tensor in parameter ``i``'s shape, as a DTensor."""
-        shard_slice = self.params[i].shard_slice
-        if isinstance(tensor, DTensor):
-            tensor = local_shard(tensor)
-        local = tensor.detach().reshape(-1)[shard_slice.start : shard_slice.stop].view(shard_slice.shape).clone()
-        return make_like(local, self.params[i].main)
 
     def show(self, compute: bool) -> None:
         """Register compute weights (or else main weights) as the modules' parameters.
@@ -364,7 +363,7 @@ class ParameterGroup:
         """
         param, (grad,) = self.params[i], grads
         if grad is not None:
-            if param.main._backward_hooks or param.main._post_accumulate_grad_hooks:
+            if param.has_hooks:
                 raise NotImplementedError(
                     f"{param.name} has gradient hooks, and a loss reads it outside of the model's forward, as a "
                     "penalty on weights does. The hooks would see a part of its gradient. Read it in the forward of "

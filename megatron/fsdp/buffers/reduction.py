@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from megatron.fsdp.buffers.flat_buffer import gap_views, slot_view
 from megatron.fsdp.buffers.pool import Pool
-from megatron.fsdp.comm.backends import backend_of
-from megatron.fsdp.comm.collectives import all_reduce, exchange_and_sum, reduce_scatter
+from megatron.fsdp.comm.backends import require_group
+from megatron.fsdp.comm.collectives import Collectives, collectives_of, exchanging
 from megatron.fsdp.comm.context import CommContext
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.sharding.layout import Layout
@@ -61,6 +61,7 @@ class Reduction:
     Attributes:
         stream: Runs reductions.
         context: How the model communicates.
+        collectives: How gradients are communicated.
         to_host: Reduced gradients are copied to host memory.
         sent_dtype: Dtype in which gradients of a single micro-batch are sent over the inner axis.
         inner: The inner axis.
@@ -89,20 +90,29 @@ class Reduction:
         if axes.outer is not None:
             own = within(owned.main, owned.inner)
             self.outer = _Axis(self.stream.group(axes.outer), sharding.outer.shards_optimizer, own)
-        # Over gloo every rank sends each other rank its slice in any case. Fused kernels write gradients in
-        # main_grads_dtype, so there is nothing narrower to send. Ranks that keep sums of micro-batches might differ in
-        # what they send, so these are sent in the wide dtype.
-        exchange = config.exchange_gradients or backend_of(context.dp_group, context.device).prefers_sends
-        self._may_narrow = exchange and not config.fused_weight_gradients and sharding.inner.shards_gradients
+        # Fused kernels write gradients in main_grads_dtype, so there is nothing narrower to send. Ranks that keep sums
+        # of micro-batches might differ in what they send, so these are sent in the wide dtype.
+        self._may_narrow = not config.fused_weight_gradients and sharding.inner.shards_gradients
+        collectives = collectives_of(context.dp_group, context.device)
+        if config.exchange_gradients and not collectives.sums_wider:
+            collectives = exchanging(pool.scratch, pool.give_back)
         self._averages, self._size = config.average_in_collective, axes.size
         self._scale = 1.0 if config.calculate_per_token_loss else 1.0 / context.dp_group.size()
         self._gets_whole_sum = not sharding.inner.shards_optimizer
+        self.collectives = collectives
         self.use(dtypes)
 
-    def use(self, dtypes: Dtypes) -> None:
-        """Reduce in ``dtypes`` from now on. No gradient may be placed already, and no reduction be in flight."""
+    def use(self, dtypes: Dtypes, collectives: Collectives | None = None) -> None:
+        """Reduce in ``dtypes`` from now on. No gradient may be placed already, and no reduction be in flight.
+
+        Args:
+            dtypes: Dtypes of the group.
+            collectives: How gradients are communicated. None: as before.
+        """
         self.dtypes = dtypes
-        narrow = self._may_narrow and dtypes.compute.itemsize < dtypes.grad_comm.itemsize
+        self.collectives = collectives or self.collectives
+        narrower = dtypes.compute.itemsize < dtypes.grad_comm.itemsize
+        narrow = narrower and self._may_narrow and self.collectives.sums_wider
         self.sent_dtype = dtypes.compute if narrow else dtypes.grad_comm
         average = self._averages and not narrow
         self._op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
@@ -223,21 +233,19 @@ class Reduction:
             axis: The axis to reduce over.
             kept: The result will be kept, and must not keep ``flat`` alive.
         """
-        numel, dtype = axis.own.stop - axis.own.start, self.dtypes.main_grads
-        if flat.dtype != self.dtypes.grad_comm:
-            exact = self.pool.scratch(numel, self.dtypes.grad_comm, flat.device)
-            exchange_and_sum(exact, flat, axis.group, self.pool)
-            total = self.cast(exact, dtype)
-            if total is not exact:
-                self.pool.give_back(exact)
-            return total
+        require_group(axis.group)
+        dtype, sums_in = self.dtypes.main_grads, self.dtypes.grad_comm
         if not axis.scatters:
-            all_reduce(flat, self._op, axis.group)
+            self.collectives.all_reduce(flat, self._op, axis.group)
             return self.cast(flat, dtype)
-        # In place unless the result is kept. A shard in another dtype is a copy anyway.
-        shard = self.pool.scratch(numel, dtype, flat.device) if kept and flat.dtype == dtype else flat[axis.own]
-        reduce_scatter(shard, flat, self._op, axis.group)
-        return self.cast(shard, dtype)
+        # In place unless the sum is wider or the result is kept. A shard in another dtype is a copy anyway.
+        apart = flat.dtype != sums_in or (kept and flat.dtype == dtype)
+        shard = self.pool.scratch(axis.own.stop - axis.own.start, sums_in, flat.device) if apart else flat[axis.own]
+        self.collectives.reduce_scatter(shard, flat, self._op, axis.group)
+        total = self.cast(shard, dtype)
+        if apart and total is not shard:
+            self.pool.give_back(shard)
+        return total
 
     def cast(self, tensor: torch.Tensor, dtype: torch.dtype, for_compute: bool = False) -> torch.Tensor:
         """The tensor itself, or a copy in memory of the pool if it has another dtype."""

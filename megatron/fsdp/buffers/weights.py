@@ -9,7 +9,8 @@ import torch
 from megatron.fsdp.buffers.flat_buffer import FlatBuffer, slot_view
 from megatron.fsdp.buffers.pool import Pool
 from megatron.fsdp.buffers.quantizing import QuantizationBatch, SharedBy
-from megatron.fsdp.comm.collectives import all_gather, broadcast
+from megatron.fsdp.comm.backends import require_group
+from megatron.fsdp.comm.collectives import broadcast, collectives_of
 from megatron.fsdp.comm.context import CommContext
 from megatron.fsdp.comm.streams import Handle
 from megatron.fsdp.quantized.storage import Direction, Plane
@@ -136,6 +137,7 @@ class WeightBuffer:
         owned: Which slices of the flat buffer this rank holds.
         main: Main weights, flat: the elements ``owned.main`` of the buffer.
         stream: Runs unshards.
+        collectives: How shards are gathered. Replaced only while no unshard is in flight.
         batch: Quantizes main weights into the planes; None if compute weights are not quantized.
         version: Version counter of the main weights when they were last read or found to have changed.
     """
@@ -155,6 +157,7 @@ class WeightBuffer:
         self._axes = axes
         self.temporary = sharding.inner.shards_parameters
         self.stream = stream = context.unshard_stream
+        self.collectives = collectives_of(context.dp_group, context.device)
         self._inner = stream.group(axes.gather)
         self._outer = None if axes.outer is None else stream.group(axes.outer)
         self.owned = Ownership.of(layout, sharding, axes)
@@ -282,6 +285,7 @@ class WeightBuffer:
         for plane, is_old in zip(planes, refresh, strict=True):
             # If this raises, for instance because memory runs out, the next unshard refreshes the resident weights.
             plane.is_resident_old |= is_old
+        require_group(self._inner)
         for plane in planes:
             if self.temporary:
                 plane.buffer.allocate()
@@ -292,10 +296,10 @@ class WeightBuffer:
                 if plane.is_resident_old:
                     own = self._cast_into(plane.own, version)
                     if self.sharding.outer.shards_optimizer and self._outer is not None:
-                        all_gather(shard, own, self._outer)
+                        self.collectives.all_gather(shard, own, self._outer)
                     plane.is_resident_old = False
             if self.sharding.inner.shards_optimizer:
-                all_gather(plane.buffer.flat, shard, self._inner)
+                self.collectives.all_gather(plane.buffer.flat, shard, self._inner)
 
     def _cast_into(self, own: torch.Tensor, version: int) -> torch.Tensor:
         """The main weights in the compute weights' dtype: themselves, or a copy in ``own``."""
@@ -346,32 +350,22 @@ class WeightBuffer:
         """Free temporary compute weights, which nothing reads after the compute issued so far.
 
         On CUDA that compute may still run. Only a later task of the stream gets the memory, and it waits for the
-        compute issued before it.
+        compute issued before it. An unshard that nothing has waited for may have failed, and is not waited for.
         """
-        self.wait()
-        if self.temporary:
-            for plane in self.planes:
-                plane.is_current = False
+        if not self.temporary:
+            return
+        in_flight = bool(self.handles)
+        for plane in self.planes:
+            plane.handle, plane.is_current = None, False
+        if in_flight:
+            # Behind the unshard in the stream's order: the collective of the other ranks still needs the memory.
+            self.stream.run(self._free)
+        else:
             self._free()
 
     def _free(self) -> None:
         for plane in self.planes:
             plane.buffer.free()
-
-    def reshard_unused(self) -> None:
-        """As :meth:`reshard`, without a wait, for weights that the compute does not use."""
-        if self.temporary and self.handles:
-            for plane in self.planes:
-                plane.handle, plane.is_current = None, False
-            # Behind the unshard in the stream's order: the collective of the other ranks still needs the memory.
-            self.stream.run(self._free)
-
-    def abandon(self) -> None:
-        """As :meth:`reshard`, in any state. An unshard in flight may have failed, and is not waited for."""
-        if self.handles:
-            self.reshard_unused()
-        else:
-            self.reshard()
 
 
 def _length(span: slice) -> int:

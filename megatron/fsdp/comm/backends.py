@@ -62,6 +62,11 @@ def moves_data(group: dist.ProcessGroup) -> bool:
     return any(Backend(name, on_host=False).moves_data for name in _names(group).values())
 
 
+def require_group(group: dist.ProcessGroup) -> None:
+    """Raise a clear error if the group was destroyed: not every collective notices that."""
+    _names(group)
+
+
 def _names(group: dist.ProcessGroup) -> dict[str, str]:
     """Names of the group's backends by device type.
 

@@ -1,7 +1,13 @@
-"""Collectives on flat tensors. None of them copies what it sends, beyond what the backend itself copies."""
+"""Collectives on flat tensors: three operations that weights and gradients are communicated by, and some others.
 
+:class:`Collectives` has the three. Its implementations stand below it, and :func:`collectives_of` chooses between them.
+``CONTRIBUTING.md`` shows how to write another one.
+"""
+
+import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -9,61 +15,92 @@ import torch.distributed as dist
 from megatron.fsdp.comm import gloo
 from megatron.fsdp.comm.backends import backend_of
 
-# torch 2.13 renamed these two and warns at the old names.
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+ReduceOp = dist.ReduceOp.RedOpType
+AllGather = Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup], Any]
+ReduceScatter = Callable[[torch.Tensor, torch.Tensor, ReduceOp, dist.ProcessGroup], Any]
+AllReduce = Callable[[torch.Tensor, ReduceOp, dist.ProcessGroup], Any]
 
 
-class ScratchMemory(Protocol):
-    """Lends flat tensors of undefined content, as the buffers' pools do."""
+@dataclass
+class Collectives:
+    """How weights are all-gathered and gradients are reduced.
 
-    def scratch(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Lend a tensor."""
+    The operations get flat, contiguous tensors, whose memory belongs to the engine. A rank's slice of a whole tensor is
+    that of its number in the group, and all slices have the same length. The operations run as a part of a task of the
+    communication stream: on CUDA that stream is the current one, and on a CPU they run in a thread of their own and
+    must have ended when they return. Every rank calls them in the same order. What they return is ignored.
 
-    def give_back(self, tensor: torch.Tensor) -> None:
-        """Return a tensor that was lent."""
-
-
-def all_gather(output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Gather flat shards in rank order into ``output``; ``shard`` may be this rank's slice of it."""
-    if backend_of(group, output.device).prefers_sends:
-        gloo.all_gather(output, shard, group)
-    else:
-        _all_gather(output, shard, group=group)
-
-
-def reduce_scatter(
-    shard: torch.Tensor, flat: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
-) -> None:
-    """Reduce ``flat`` over the group into ``shard``, which may be this rank's slice of it."""
-    if op == dist.ReduceOp.SUM and backend_of(group, flat.device).prefers_sends:
-        gloo.reduce_scatter(shard, flat, group)
-    else:
-        _reduce_scatter(shard, flat, op=op, group=group)
-
-
-def exchange_and_sum(shard: torch.Tensor, flat: torch.Tensor, group: dist.ProcessGroup, pool: ScratchMemory) -> None:
-    """Sum ``flat`` over the group into this rank's ``shard``, which may have a wider dtype than what is sent.
-
-    Args:
-        shard: This rank's slice of the sum, in the same or a wider dtype. It shares no memory with ``flat``.
-        flat: This rank's summand, which is not changed.
-        group: The ranks.
-        pool: Provides the memory of the slices that are received.
+    Attributes:
+        all_gather: ``all_gather(output, shard, group)`` gathers the ranks' shards into ``output``, in rank order.
+            ``shard`` may be this rank's slice of it.
+        reduce_scatter: ``reduce_scatter(shard, flat, op, group)`` reduces ``flat`` over the ranks and writes this
+            rank's slice to ``shard``, which may be its slice of ``flat``. ``flat`` may be overwritten. The operation is
+            SUM, or AVG with ``average_in_collective``.
+        all_reduce: ``all_reduce(flat, op, group)`` reduces ``flat`` in place.
+        sums_wider: ``reduce_scatter`` can also sum into a shard of a wider dtype than what is sent. That shard is no
+            part of ``flat``, which must not change.
     """
-    if backend_of(group, flat.device).prefers_sends:
-        gloo.reduce_scatter(shard, flat, group)
-        return
-    received = pool.scratch(flat.numel(), flat.dtype, flat.device)
-    dist.all_to_all_single(received, flat, group=group)
-    torch.sum(received.view(group.size(), -1), dim=0, dtype=shard.dtype, out=shard)
-    pool.give_back(received)
+
+    all_gather: AllGather
+    reduce_scatter: ReduceScatter
+    all_reduce: AllReduce
+    sums_wider: bool = False
+
+    def replaced(
+        self,
+        all_gather: AllGather | None = None,
+        reduce_scatter: ReduceScatter | None = None,
+        all_reduce: AllReduce | None = None,
+    ) -> "Collectives":
+        """A copy with other operations. None: those of this object."""
+        given = {"all_gather": all_gather, "reduce_scatter": reduce_scatter, "all_reduce": all_reduce}
+        changed: dict[str, Any] = {name: operation for name, operation in given.items() if operation is not None}
+        # Gradients are sent in the dtype in which they are summed, unless the operation says that it can sum wider.
+        if reduce_scatter is not None:
+            changed["sums_wider"] = getattr(reduce_scatter, "sums_wider", False)
+        return dataclasses.replace(self, **changed)
 
 
-def all_reduce(flat: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> None:
+def all_reduce(flat: torch.Tensor, op: ReduceOp, group: dist.ProcessGroup) -> None:
     """Reduce ``flat`` over the group in place."""
     with gloo.ensure_released(group, flat):
         dist.all_reduce(flat, op=op, group=group)
+
+
+# The backend's own. torch 2.13 renamed the first two and warns at the old names.
+BACKEND = Collectives(
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor,
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor,
+    all_reduce,
+)
+
+# Sends between every two ranks over gloo.
+SENDS = Collectives(gloo.all_gather, gloo.reduce_scatter, all_reduce, sums_wider=True)
+
+
+def exchanging(lend: Callable[..., torch.Tensor], give_back: Callable[[torch.Tensor], None]) -> Collectives:
+    """The backend's own, except that narrow gradients are exchanged, and summed in a wider dtype on the receiving rank.
+
+    Args:
+        lend: Lends memory for what is received: ``lend(numel, dtype, device)``.
+        give_back: Takes it back.
+    """
+
+    def reduce_scatter(shard: torch.Tensor, flat: torch.Tensor, op: ReduceOp, group: dist.ProcessGroup) -> None:
+        if shard.dtype == flat.dtype:
+            BACKEND.reduce_scatter(shard, flat, op, group)
+            return
+        received = lend(flat.numel(), flat.dtype, flat.device)
+        dist.all_to_all_single(received, flat, group=group)
+        torch.sum(received.view(group.size(), -1), dim=0, dtype=shard.dtype, out=shard)
+        give_back(received)
+
+    return dataclasses.replace(BACKEND, reduce_scatter=reduce_scatter, sums_wider=True)
+
+
+def collectives_of(group: dist.ProcessGroup, device: torch.device) -> Collectives:
+    """The collectives for tensors on ``device``, unless others are given."""
+    return SENDS if backend_of(group, device).prefers_sends else BACKEND
 
 
 def broadcast(flat: torch.Tensor, source: int, group: dist.ProcessGroup) -> None:

@@ -1,13 +1,15 @@
 """How one model communicates: its devices, streams and process group, and the record of what was issued."""
 
 import functools
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from megatron.fsdp.comm.backends import is_on_host, moves_data, runs_ahead
-from megatron.fsdp.comm.collectives import all_gather, all_reduce
+from megatron.fsdp.comm.collectives import all_reduce, collectives_of
 from megatron.fsdp.comm.journal import Channel, report_on_failure
 from megatron.fsdp.comm.streams import Stream, communication_stream
 
@@ -79,58 +81,70 @@ class CommContext:
         """Make compute wait for all unshards that were issued, used or not."""
         self.unshard_stream.join()
 
-    def any_rank(self, flags: list[bool]) -> "SetFlags":
-        """Start to find out which flags are set on any data-parallel rank.
+    def any_rank(self, flags: list[bool], *groups: dist.ProcessGroup) -> "SetFlags":
+        """Start to find out which flags are set on any rank of the groups, one after the other.
 
         A collective: all ranks pass the same number of flags.
+
+        Args:
+            flags: Those of this rank.
+            groups: Groups that tasks of ``stream`` may use. None: the data-parallel ranks.
         """
-        result = SetFlags(flags, self)
+        result = SetFlags(flags, self, groups or (self.dp_group,))
         self.channel.note(f"compare {len(flags)} flags", [result.handle])
         return result
 
-    def exchange(self, numbers: list[int]) -> list[list[int]]:
-        """Every data-parallel rank's list of integers, in rank order. A collective; lists may differ in length."""
-        if not moves_data(self.dp_group):
+    def exchange(self, numbers: list[int], group: dist.ProcessGroup | None = None) -> list[list[int]]:
+        """Every rank's list of integers, in rank order. A collective; lists may differ in length.
+
+        Args:
+            numbers: The list of this rank.
+            group: A group that tasks of ``stream`` may use. None: the data-parallel ranks.
+        """
+        group = group or self.dp_group
+        if not moves_data(group):
             return [numbers]
         # The compute waits for each task before it drops the tensors that the task uses, so they need no ``keep``.
         size = torch.tensor(len(numbers), dtype=torch.int64, device=self.device)
-        self.stream.run(functools.partial(all_reduce, size, dist.ReduceOp.MAX, self.dp_group)).wait()
+        self.stream.run(functools.partial(all_reduce, size, dist.ReduceOp.MAX, group)).wait()
         # The first element is the length: rows are padded to the longest.
         row = torch.zeros(int(size) + 1, dtype=torch.int64, device=self.device)
         row[: len(numbers) + 1] = torch.tensor([len(numbers), *numbers], dtype=torch.int64, device=self.device)
-        rows = torch.empty(self.dp_group.size() * row.numel(), dtype=torch.int64, device=self.device)
-        self.stream.run(functools.partial(all_gather, rows, row, self.dp_group)).wait()
-        return [r[1 : r[0] + 1] for r in rows.view(self.dp_group.size(), -1).tolist()]
+        rows = torch.empty(group.size() * row.numel(), dtype=torch.int64, device=self.device)
+        gather = collectives_of(group, self.device).all_gather
+        self.stream.run(functools.partial(gather, rows, row, group)).wait()
+        return [r[1 : r[0] + 1] for r in rows.view(group.size(), -1).tolist()]
 
 
 class SetFlags:
-    """The flags that are set on any data-parallel rank.
+    """The flags that are set on any rank of some groups. They may be dropped without reading them.
 
     Args:
         flags: Those of this rank.
         context: How the model communicates.
+        groups: The groups.
 
     Attributes:
-        handle: Of the reduction.
+        handle: Of the reductions.
     """
 
-    def __init__(self, flags: list[bool], context: CommContext) -> None:
-        self._context = context
-        self._flags = flags
-        self._result: torch.Tensor | None = None
-        self.handle = context.stream.run(self._reduce)
-
-    def _reduce(self) -> None:
-        # Allocated by the task: the memory follows the stream's order, so the result may be dropped without a wait.
-        device = self._context.device
-        # From pageable memory, the copy would make the host wait for the device.
-        flags = torch.tensor(self._flags, dtype=torch.uint8, pin_memory=runs_ahead(device))
-        self._result = flags.to(device, non_blocking=True)
-        all_reduce(self._result, dist.ReduceOp.MAX, self._context.dp_group)
+    def __init__(self, flags: list[bool], context: CommContext, groups: Sequence[dist.ProcessGroup]) -> None:
+        # From pageable memory, or to it, a copy would make the host wait for the device.
+        self._flags = torch.tensor(flags, dtype=torch.uint8, pin_memory=runs_ahead(context.device))
+        self.handle = context.stream.run(functools.partial(_reduce, self._flags, context.device, groups))
 
     def read(self) -> list[bool]:
-        """Wait for the reduction, and return the flags. The host waits for the device."""
+        """Wait for the reductions, and return the flags. The host waits until the device has them."""
         with report_on_failure():
             self.handle.wait()
-        assert self._result is not None, "the task has ended without an exception"
-        return [bool(flag) for flag in self._result.tolist()]
+        while not self.handle.ended:
+            time.sleep(0.0005)
+        return [bool(flag) for flag in self._flags.tolist()]
+
+
+def _reduce(flags: torch.Tensor, device: torch.device, groups: Sequence[dist.ProcessGroup]) -> None:
+    # Allocated by the task, so that the memory follows the stream's order.
+    result = flags.to(device, non_blocking=True)
+    for group in groups:
+        all_reduce(result, dist.ReduceOp.MAX, group)
+    flags.copy_(result, non_blocking=True)

@@ -55,12 +55,15 @@ def all_gather(flat: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup
     _wait(works)
 
 
-def reduce_scatter(shard: torch.Tensor, flat: torch.Tensor, group: dist.ProcessGroup) -> None:
+def reduce_scatter(
+    shard: torch.Tensor, flat: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
+) -> None:
     """Sum ``flat`` over the group into ``shard``, which may be this rank's slice of it.
 
     Slices are sent in the dtype of ``flat`` and summed in that of ``shard``, which may be wider. They arrive two at a
     time: while one is added, the next is on its way.
     """
+    assert op == dist.ReduceOp.SUM, "no setting asks gloo for anything else"
     rank, size = group.rank(), group.size()
     slices = _slices(flat, size)
     if slices[rank].data_ptr() != shard.data_ptr():

@@ -11,12 +11,12 @@ NCCL the host does not wait for collectives, so there is only the report.
 """
 
 import json
+import logging
 import os
 import sys
 import sysconfig
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,18 +32,20 @@ import torch.distributed as dist
 
 from megatron.fsdp.comm.backends import backend_of, is_communication_error, moves_data, runs_ahead
 from megatron.fsdp.comm.process_groups import timeout_of
+from megatron.fsdp.comm.rounds import SECONDS_FOR_ANSWERS, Round, holds_store
 from megatron.fsdp.comm.streams import Disagreement, Handle, at_end, error_at_end, fail_all_waits, watch_end
 
+logger = logging.getLogger(__name__)
+
 MAX_KEPT = 256
-# The time that ranks have to answer. Their threads answer, unless the process has ended or does not release the GIL.
-SECONDS_FOR_ANSWERS = 5.0
 # The length of a wait after which the ranks compare their logs, to find out whether the wait can end.
 SECONDS_TO_COMPARE = 5.0
 SECONDS_TO_REPORT = 60.0
 # Environment variable: seconds instead of SECONDS_TO_REPORT; 0 for no report.
 REPORT_AFTER = "MEGATRON_FSDP_REPORT_AFTER"
 
-_PREFIX = "journal"
+# Names of rounds: by number, and one for the last answers of processes that have ended.
+_PREFIX, _ENDED = "journal", "journal/ended"
 _REMEDY = (
     "Every rank must run the same forwards, backwards and steps, including in evaluation, when saving, after an "
     "exception that is caught, and at the end of the data."
@@ -237,17 +239,17 @@ def _without_frames(error: BaseException) -> str:
 class ReportDesk:
     """Rounds of requests and answers between ranks, through the store of the process group.
 
-    A round begins when a rank requests a report, because it waits or its communication has failed. The first such rank
-    collects the answers and writes the report, and the others read it.
+    A round begins when a rank requests a report, because it waits or its communication has failed. That rank judges:
+    it collects the answers and writes the report, and the others read it.
     """
 
     def __init__(self) -> None:
-        self._round = 0
+        self._number = 0
         self._lock = threading.RLock()
 
     def clear(self) -> None:
         """Start again with a new process group."""
-        self._round = 0
+        self._number = 0
 
     def report(self) -> tuple[str, bool]:
         """Return a report about all ranks, and whether it proves that they have issued different operations."""
@@ -255,14 +257,7 @@ class ReportDesk:
             return "The process group is gone.", False
         with self._lock:
             try:
-                store = open_store()
-                here = self._join(store)
-                if store.add(f"{here}/requested", 1) > 1:
-                    return _read_report(store, here)
-                answers = _collect_answers(store, here, dist.get_world_size())
-                text, proven = describe(answers, dist.get_world_size())
-                store.set(f"{here}/report", json.dumps([text, proven]))
-                return text, proven
+                return _read_report(self._join())
             except RuntimeError as error:
                 reason = _without_frames(error)
                 return f"Rank 0 holds their positions and cannot be reached ({reason}): it has ended. {_REMEDY}", False
@@ -272,79 +267,43 @@ class ReportDesk:
         if not dist.is_initialized():
             return None
         with self._lock:
-            store = open_store()
-            if not store.check([f"{_PREFIX}/{self._round}/requested"]):
+            if not Round(f"{_PREFIX}/{self._number}").is_judged:
                 return None
-            here = self._join(store)
-        return _read_report(store, here)
+            joined = self._join()
+        return _read_report(joined)
 
-    def _join(self, store: dist.Store) -> str:
-        """Answer in this round, and advance to the next one. Returns the prefix of the round's keys."""
-        here = f"{_PREFIX}/{self._round}"
-        self._round += 1
-        store.set(f"{here}/{dist.get_rank()}", JOURNAL.as_json())
-        return here
+    def _join(self) -> Round:
+        """Answer in this round, and advance to the next one."""
+        this = Round(f"{_PREFIX}/{self._number}")
+        self._number += 1
+        this.publish(dist.get_rank(), JOURNAL.as_json())
+        return this
 
     def leave_last_answer(self) -> None:
         """Store an answer for requests after this process has ended."""
-        rank, error = dist.get_rank(), error_at_end()
+        error = error_at_end()
         how = "it has ended" if error is None else f"it has ended with {type(error).__name__}: {str(error)[:200]}"
         # Another rank's process may hold the store and be gone already; torch would log that at length.
         if holds_store() or error is not None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            open_store().set(f"{_PREFIX}/ended/{rank}", JOURNAL.as_json(how))
+            Round(_ENDED).publish(dist.get_rank(), JOURNAL.as_json(how))
 
 
 _desk = ReportDesk()
 
 
-# The store of the current default process group.
-_stores: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.Store] = weakref.WeakKeyDictionary()
+def _read_report(joined: Round) -> tuple[str, bool]:
+    """The report of a round, which the first rank that requests it writes."""
 
+    def write(end: float) -> str:
+        size = dist.get_world_size()
+        answers = joined.collect(range(size), end, otherwise=Round(_ENDED))
+        return json.dumps(describe({int(rank): json.loads(answer) for rank, answer in answers.items()}, size))
 
-def open_store() -> dist.Store:
-    """The store of the default process group, with a new prefix for each such group, so that old keys are not read."""
-    world = dist.group.WORLD
-    if world is None:
-        raise RuntimeError("The process group is gone.")
-    if world not in _stores:
-        store = dist.distributed_c10d._get_default_store()
-        number = store.add(f"megatron_fsdp/groups/{dist.get_rank()}", 1)
-        _stores[world] = dist.PrefixStore(f"megatron_fsdp/{number}", store)
-    return _stores[world]
-
-
-def holds_store() -> bool:
-    """Whether the store may end with this process: rank 0 holds it, unless the launcher does."""
-    return dist.get_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-
-
-def wait_for_key(store: dist.Store, key: str, end: float) -> bool:
-    """Wait until ``end`` for a key in the store; return whether it exists. Does not block other users of the store."""
-    while not store.check([key]):
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.01)
-    return True
-
-
-def _read_report(store: dist.Store, here: str) -> tuple[str, bool]:
-    """Wait for the report that another rank writes."""
-    if not wait_for_key(store, f"{here}/report", time.monotonic() + SECONDS_FOR_ANSWERS + 2.0):
+    written = joined.verdict(write)
+    if written is None:
         return "Another rank was to write the report, but has not done so in time.", False
-    text, proven = json.loads(store.get(f"{here}/report"))
+    text, proven = json.loads(written)
     return text, proven
-
-
-def _collect_answers(store: dist.Store, here: str, size: int) -> dict[int, dict]:
-    found: dict[int, dict] = {}
-    end = time.monotonic() + SECONDS_FOR_ANSWERS
-    while len(found) < size and time.monotonic() < end:
-        for rank in set(range(size)) - set(found):
-            for key in (f"{here}/{rank}", f"{_PREFIX}/ended/{rank}"):
-                if rank not in found and store.check([key]):
-                    found[rank] = json.loads(store.get(key))
-        time.sleep(0.05)
-    return found
 
 
 def describe(answers: dict[int, dict], size: int) -> tuple[str, bool]:
@@ -436,12 +395,19 @@ class Watchdog(threading.Thread):
         self._ended = threading.Event()
 
     def run(self) -> None:
-        """Check at every interval, until the thread is stopped or the store is gone."""
+        """Check at every interval, until the thread is stopped or the store is gone. Log each other error once."""
+        logged = set()
         while not self._ended.wait(self._interval):
             try:
                 self._check()
-            except RuntimeError:
-                return
+            except dist.DistNetworkError:
+                return  # rank 0 has ended, and the store with it: no rank can ask or answer any more
+            except Exception as error:  # noqa: BLE001 - without this thread, no report and no wait that raises
+                text = f"{type(error).__name__}: {_without_frames(error)}"
+                # The process group may be destroyed during a check.
+                if dist.is_initialized() and text not in logged:
+                    logged.add(text)
+                    logger.warning("FSDP: the watchdog could not check whether communication is stuck: %s", text)
 
     def _check(self) -> None:
         count, stuck = self._journal.count, self._journal.stuck_for()

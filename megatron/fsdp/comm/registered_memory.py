@@ -8,14 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.torch_version import TorchVersion
 
 from megatron.fsdp.comm.backends import backend_of
 from megatron.fsdp.comm.streams import at_end, error_at_end
 
 logger = logging.getLogger(__name__)
 
-_ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _REGISTERS_ALL = "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"
 
 
@@ -32,15 +30,8 @@ def check_can_register(groups: list[dist.ProcessGroup], device: torch.device) ->
     for group in groups:
         if not (backend := backend_of(group, device)).registers_memory:
             raise ValueError(f"nccl_ub: expected NCCL as the backend; got {backend.name!r}.")
-    # From 2.11 on, torch uses expandable segments only outside of pools that have an allocator of their own, as this
-    # one does (active_user_pool in c10/cuda/CUDACachingAllocator.cpp). Earlier versions use them in such pools too or
-    # raise an error.
-    expandable = any("expandable_segments:true" in os.environ.get(name, "").lower() for name in _ALLOCATOR_SETTINGS)
-    if expandable and TorchVersion(torch.__version__) < "2.11.0a0":
-        raise ValueError(
-            f"nccl_ub: torch {torch.__version__} cannot combine memory pools with expandable segments. Use torch 2.11 "
-            "or later, or remove expandable_segments:True from PYTORCH_CUDA_ALLOC_CONF."
-        )
+    # Expandable segments need no check: torch uses them only outside of pools that have an allocator of their own, as
+    # this one does (active_user_pool in c10/cuda/CUDACachingAllocator.cpp).
     if os.environ.get(_REGISTERS_ALL, "0").lower() in ("1", "y", "yes", "t", "true", "on"):
         # These registrations are not symmetric windows, and they would be undone as if they were.
         raise ValueError(f"nccl_ub: with {_REGISTERS_ALL} torch registers the memory, too. Unset it.")

@@ -17,6 +17,31 @@ ABSOLUTE = 1e-8
 RELATIVE = 1e-5
 
 
+class Gap(NamedTuple):
+    """How elements differ from others.
+
+    Attributes:
+        different_elements: The number of unequal elements; two nans are equal.
+        max_absolute: Largest difference of two elements; inf if only one of them is nan or infinite.
+        max_relative: Largest difference of two elements, relative to the larger magnitude.
+        close: Whether every element is within ``ABSOLUTE + RELATIVE * |second|``, as in ``torch.allclose``.
+    """
+
+    different_elements: int = 0
+    max_absolute: float = 0.0
+    max_relative: float = 0.0
+    close: bool = True
+
+    def with_block(self, block: "Gap") -> "Gap":
+        """The gap of these elements and those of another block."""
+        return Gap(
+            self.different_elements + block.different_elements,
+            max(self.max_absolute, block.max_absolute),
+            max(self.max_relative, block.max_relative),
+            self.close and block.close,
+        )
+
+
 class Difference(NamedTuple):
     """How a tensor differs between two checkpoints.
 
@@ -24,29 +49,41 @@ class Difference(NamedTuple):
         key: Its key.
         shapes: In the first and in the second checkpoint.
         dtypes: In the first and in the second checkpoint.
-        elements: The number of unequal elements; two nans are equal. None if the shapes differ.
-        absolute: Largest difference of two elements; inf if only one of them is nan or infinite.
-        relative: Largest difference of two elements, relative to the larger magnitude.
-        close: Whether every element is within ``ABSOLUTE + RELATIVE * |second|``, as in ``torch.allclose``.
+        gap: Of the elements. None if the shapes differ.
     """
 
     key: str
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
     dtypes: tuple[torch.dtype, torch.dtype]
-    elements: int | None
-    absolute: float
-    relative: float
-    close: bool
+    gap: Gap | None
 
     @property
     def same(self) -> bool:
         """Whether nothing differs at all."""
-        return self.elements == 0 and self.dtypes[0] == self.dtypes[1]
+        return self.gap is not None and not self.gap.different_elements and self.dtypes[0] == self.dtypes[1]
 
     @property
     def alike(self) -> bool:
         """Whether shape and dtype are the same and the elements close."""
-        return self.close and self.dtypes[0] == self.dtypes[1]
+        return self.gap is not None and self.gap.close and self.dtypes[0] == self.dtypes[1]
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Its attributes as plain data, those of the gap among them."""
+        gap = {**dict.fromkeys(Gap._fields), "close": False} if self.gap is None else self.gap._asdict()
+        return {"key": self.key, "shapes": self.shapes, "dtypes": [str(dtype) for dtype in self.dtypes], **gap}
+
+    def __str__(self) -> str:
+        what = f"{self.key}: {_either(*self.shapes)}, {_either(*self.dtypes)}"
+        if self.gap is None:
+            return what
+        count, absolute, relative, close = self.gap
+        sizes = f"{count:,} of {math.prod(self.shapes[0]):,} elements differ"
+        return f"{what}: {sizes}, by {absolute:.3g} at most, relative {relative:.3g}{' (close)' if close else ''}"
+
+
+def _either(first: object, second: object) -> str:
+    return str(first) if first == second else f"{first} | {second}"
 
 
 class Comparison(NamedTuple):
@@ -111,28 +148,18 @@ def difference(
     shapes, dtypes = (first.shape, second.shape), (first.dtype, second.dtype)
     if first.shape != second.shape:
         progress(first.nbytes)
-        return Difference(key, shapes, dtypes, None, math.nan, math.nan, False)
-    elements, absolute, relative, close = 0, 0.0, 0.0, True
+        return Difference(key, shapes, dtypes, None)
+    gap = Gap()
     for box in first.blocks(BLOCK):
-        found = _compare_block(first.read(box), second.read(box))
-        elements += found.elements
-        absolute, relative = max(absolute, found.absolute), max(relative, found.relative)
-        close = close and found.close
+        gap = gap.with_block(_compare_block(first.read(box), second.read(box)))
         progress(math.prod(box.sizes) * first.dtype.itemsize)
-    return Difference(key, shapes, dtypes, elements, absolute, relative, close)
+    return Difference(key, shapes, dtypes, gap)
 
 
-class _Block(NamedTuple):
-    elements: int
-    absolute: float
-    relative: float
-    close: bool
-
-
-def _compare_block(first: torch.Tensor, second: torch.Tensor) -> _Block:
+def _compare_block(first: torch.Tensor, second: torch.Tensor) -> Gap:
     integers = not (first.is_floating_point() or first.is_complex())
     if first.dtype == second.dtype and integers and torch.equal(first, second):
-        return _Block(0, 0.0, 0.0, True)
+        return Gap()
     if first.is_complex() and second.is_complex():
         pair = first.to(torch.complex128), second.to(torch.complex128)
     else:
@@ -141,14 +168,14 @@ def _compare_block(first: torch.Tensor, second: torch.Tensor) -> _Block:
     unequal = (first != second) if integers and first.dtype == second.dtype else (a != b) & ~(a.isnan() & b.isnan())
     count = int(unequal.count_nonzero())
     if not count:
-        return _Block(0, 0.0, 0.0, True)
+        return Gap()
     a, b = a[unequal], b[unequal]
     # Different integers may round to the same float64: they differ by at least one.
     gap = (a - b).abs().nan_to_num(nan=math.inf, posinf=math.inf).clamp(min=1.0 if integers else 0.0)
     scale = torch.maximum(a.abs(), b.abs())
     relative = (gap / scale).nan_to_num(nan=math.inf, posinf=math.inf)
     close = bool((gap <= ABSOLUTE + RELATIVE * b.abs()).logical_and(gap.isfinite()).all())
-    return _Block(count, gap.max().item(), relative.max().item(), close)
+    return Gap(count, gap.max().item(), relative.max().item(), close)
 
 
 def _objects_differ(key: str, first: CheckpointReader, second: CheckpointReader) -> bool:
@@ -164,7 +191,7 @@ def equal(first: object, second: object) -> bool:
         return False
     if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
         alike = first.dtype == second.dtype and first.shape == second.shape
-        return alike and _compare_block(first, second).elements == 0
+        return alike and not _compare_block(first, second).different_elements
     if isinstance(first, dict) and isinstance(second, dict):
         return first.keys() == second.keys() and all(equal(value, second[key]) for key, value in first.items())
     if isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)):

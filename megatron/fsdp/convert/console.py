@@ -1,4 +1,4 @@
-"""Parts that all commands share: readable and JSON output, error messages, progress, division of work."""
+"""What all commands share: options, errors, output as text or JSON, progress, and the division of work."""
 
 import argparse
 import enum
@@ -7,67 +7,134 @@ import json
 import math
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import click
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from rich.table import Table
-from rich.text import Text
 
 from megatron.fsdp.checkpoint.allowed import Foreign
 from megatron.fsdp.checkpoint.reader import checkpoint_folder
 from megatron.fsdp.convert.inspecting import SHOWN, listed
+from megatron.fsdp.convert.options import ReadOptions, WriteOptions
 
 # Errors that a user, a file or the system can cause. Any other error is a bug and keeps its traceback.
-EXPECTED = (ValueError, OSError, NotImplementedError, RuntimeError)
-# Columns of output to a file, enough to keep long names on one line.
-_WIDTH = 160
+EXPECTED = (ValueError, OSError, NotImplementedError, RuntimeError, MemoryError)
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
-
-json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
-msc_option = click.option("--enable-msc", is_flag=True, help="Require the Multi-Storage Client to be installed.")
+_Options = TypeVar("_Options", ReadOptions, WriteOptions)
 
 
-def layer_options(command: _Command) -> _Command:
-    """Add the options that describe a model's layers, for ``torch_dist`` checkpoints that do not."""
-    implementation = click.option(
-        "--transformer-impl",
-        type=click.Choice(["local", "transformer_engine"]),
-        help="The implementation of the model's layers, if a torch_dist checkpoint does not record it.",
-    )
-    grouped = click.option(
-        "--moe-grouped-gemm/--no-moe-grouped-gemm",
-        default=None,
-        help="Whether the experts of a layer are one grouped module, if a torch_dist checkpoint does not record it.",
-    )
-    return implementation(grouped(command))
+class Result(NamedTuple):
+    """What a command prints.
+
+    Attributes:
+        data: The JSON object of ``--json``, and the readable output; see :func:`plain` for the values.
+        text: The entries of the readable output, where they differ from ``data``.
+        end: The last lines of the readable output.
+        failed: The exit status is 1.
+    """
+
+    data: Mapping[str, Any]
+    text: Mapping[str, Any] | None = None
+    end: str = ""
+    failed: bool = False
+
+    def show(self, as_json: bool) -> None:
+        """Print it."""
+        if as_json:
+            click.echo(as_json_text(self.data))
+            return
+        show(self.data if self.text is None else self.text)
+        if self.end:
+            click.echo(f"\n{self.end}")
+
+
+def command(name: str, divided: bool = False) -> Callable[[Callable[..., Result]], click.Command]:
+    """Make a command of a function that returns its result, and add ``--json`` and ``--enable-msc``.
+
+    Expected errors become one line on standard error and the exit status 1.
+
+    Args:
+        name: The command's name.
+        divided: Whether processes that torchrun or srun started divide the work. Otherwise only the first one runs it.
+    """
+
+    def decorate(function: Callable[..., Result]) -> click.Command:
+        @functools.wraps(function)
+        def run(as_json: bool, enable_msc: bool, **options: Any) -> None:
+            if not divided and not is_first():
+                return
+            traced = options.pop("oom_traceback", None)
+            try:
+                if enable_msc:
+                    require_msc()
+                result = function(**options)
+            except EXPECTED as error:
+                if traced and isinstance(error, MemoryError):
+                    click.echo(traceback.format_exc(), err=True)
+                raise click.ClickException(_one_line(error, hint=traced is False)) from error
+            if is_first():
+                result.show(as_json)
+            if result.failed:
+                click.get_current_context().exit(1)
+
+        made = click.command(name)(run)
+        made.params += [
+            click.Option(["--enable-msc"], is_flag=True, help="Require the Multi-Storage Client to be installed."),
+            click.Option(["--json", "as_json"], is_flag=True, help="Print one JSON object instead of text."),
+        ]
+        return made
+
+    return decorate
+
+
+def _one_line(error: BaseException, hint: bool) -> str:
+    text = " ".join(line.strip() for line in str(error).split("\n")) or type(error).__name__
+    if not isinstance(error, MemoryError):
+        return text
+    return f"memory is exhausted: {text}.{' --oom-traceback prints the traceback.' if hint else ''}"
+
+
+def read_options(command: _Command) -> _Command:
+    """Add options with which checkpoints are read: the fields of ``ReadOptions`` with the same names."""
+    for option in (
+        click.option(
+            "--no-verify",
+            "verify",
+            flag_value=False,
+            default=True,
+            help="Do not compare files with the checkpoint's checksums.",
+        ),
+        click.option(
+            "--moe-grouped-gemm/--no-moe-grouped-gemm",
+            default=None,
+            help="Whether a layer's experts are one grouped module, if a torch_dist checkpoint does not record it.",
+        ),
+        click.option(
+            "--transformer-impl",
+            type=click.Choice(["local", "transformer_engine"]),
+            help="The implementation of the model's layers, if a torch_dist checkpoint does not record it.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def fields_of(kind: type[_Options], values: Mapping[str, Any]) -> _Options:
+    """A dataclass of options, from those of the command line that are named like its fields."""
+    return kind(**{field.name: values[field.name] for field in fields(kind) if field.name in values})
 
 
 def directory(name: str) -> Callable[[_Command], _Command]:
-    """Add an argument for the folder of a checkpoint, or for its parent with a tracker file."""
+    """Add an argument for a folder: of a checkpoint or its parent with a tracker file, or one to create."""
     return click.argument(name, type=click.Path(path_type=Path))
-
-
-def handled(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Print expected errors as one line on standard error and exit with status 1; check ``--enable-msc``."""
-
-    @functools.wraps(command)
-    def run(*arguments: Any, **options: Any) -> Any:
-        try:
-            if options.pop("enable_msc", False):
-                require_msc()
-            return command(*arguments, **options)
-        except EXPECTED as error:
-            lines = str(error).split("\n")
-            raise click.ClickException(" ".join(line.strip() for line in lines) or type(error).__name__) from error
-
-    return run
 
 
 def require_msc() -> None:
@@ -110,41 +177,37 @@ def is_first() -> bool:
     return worker()[0] == 0
 
 
-def console() -> Console:
-    """The console for readable output."""
-    found = Console(highlight=False, soft_wrap=False)
-    return found if found.is_terminal else Console(highlight=False, width=_WIDTH)
+def show(entries: Mapping[str, Any]) -> None:
+    """Print entries as text: first single values, then each collection under a heading.
+
+    The entries of a mapping are cut off at the length of a line, those of a list are not. ``bytes`` is a size.
+    """
+    sections: dict[str, Any] = {}
+    for name, value in entries.items():
+        title = name.replace("_", " ")
+        if value and isinstance(value, (Mapping, list)):
+            sections[title] = value
+        else:
+            click.echo(f"{title}: {gib(value) if name == 'bytes' else _in_words(value)}")
+    for title, values in sections.items():
+        click.secho(f"\n{title.upper()} ({len(values)})", fg="cyan", bold=True)
+        is_mapping = isinstance(values, Mapping)
+        for entry in values:
+            click.echo(f"► {entry}: {short(values[entry])}" if is_mapping else f"► {entry}")
 
 
-def heading(out: Console, text: str) -> None:
-    """Print the title of a section."""
-    out.print()
-    out.print(Text(text, style="bold cyan"))
-
-
-def line(out: Console, text: str, style: str = "") -> None:
-    """Print a line verbatim, without wrapping or markup."""
-    out.print(Text(text, style=style), soft_wrap=True)
-
-
-def table(title: str, *columns: str) -> Table:
-    """An empty table. Columns whose name begins with ``>`` are aligned to the right."""
-    made = Table(title=title, title_justify="left", title_style="bold")
-    for name in columns:
-        right = name.startswith(">")
-        made.add_column(name.removeprefix(">"), justify="right" if right else "left", overflow="fold")
-    return made
+def _in_words(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if value is None or value == [] or value == {}:
+        return "none"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def gib(nbytes: int) -> str:
     """A size in GiB."""
     size = nbytes / 2**30
     return f"{size:,.3f} GiB" if size >= 0.0005 or not nbytes else "< 0.001 GiB"
-
-
-def print_json(value: Mapping[str, Any]) -> None:
-    """Print one JSON object."""
-    click.echo(as_json_text(value))
 
 
 def as_json_text(value: Mapping[str, Any]) -> str:

@@ -2,26 +2,22 @@
 
 import re
 import shlex
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 import torch
 
 from megatron.fsdp.checkpoint.reader import RELEASE
 from megatron.fsdp.convert.console import (
-    console,
+    Result,
+    command,
     directory,
+    fields_of,
     folder_of,
-    gib,
-    handled,
-    is_first,
-    json_option,
-    layer_options,
-    line,
-    print_json,
     progress_bar,
-    table,
+    read_options,
     worker,
 )
 from megatron.fsdp.convert.huggingface.arguments import flags
@@ -37,9 +33,11 @@ from megatron.fsdp.convert.huggingface.transfer import (
     prepare_import,
 )
 from megatron.fsdp.convert.options import ReadOptions, WriteOptions
+from megatron.fsdp.convert.rewrites import FSDP_DTENSOR, TORCH_DIST
 from megatron.fsdp.convert.run import read_state
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "keep": None}
+_Command = TypeVar("_Command", bound=Callable[..., Any])
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
@@ -56,56 +54,58 @@ class Size(click.ParamType):
         return int(float(match[1]) * _UNITS[match[2]])
 
 
-@click.command("export-safetensors")
+def _dtype_option(default: str) -> Callable[[_Command], _Command]:
+    return click.option(
+        "--dtype",
+        type=click.Choice([*_DTYPES]),
+        callback=lambda context, option, name: _DTYPES[name],
+        default=default,
+        show_default=True,
+        help="Of the weights.",
+    )
+
+
+@command("export-safetensors", divided=True)
 @directory("checkpoint")
-@click.argument("out", type=click.Path(path_type=Path))
+@directory("out")
 @click.option(
     "--config",
     "original",
     type=click.Path(path_type=Path),
     help="Folder of the original Hugging Face model, whose config.json and tokenizer files are copied.",
 )
-@click.option("--dtype", type=click.Choice([*_DTYPES]), default="bfloat16", show_default=True, help="Of the weights.")
+@_dtype_option("bfloat16")
 @click.option("--max-shard-size", type=Size(), default="5GiB", show_default=True, help="Largest size of a file.")
 @click.option(
     "--vocab-size",
     type=int,
     help="Number of tokens without padding, if neither --config nor the checkpoint contains it.",
 )
-@layer_options
-@click.option("--no-verify", is_flag=True, help="Do not verify the checksums of the checkpoint's files.")
-@json_option
-@handled
+@read_options
 def export_safetensors(
     checkpoint: Path,
     out: Path,
     original: Path | None,
-    dtype: str,
+    dtype: torch.dtype | None,
     max_shard_size: int,
     vocab_size: int | None,
-    transformer_impl: str | None,
-    moe_grouped_gemm: bool | None,
-    no_verify: bool,
-    as_json: bool,
-) -> None:
+    **options: Any,
+) -> Result:
     """Export a checkpoint's weights to a Hugging Face model: Llama, Qwen3, Qwen3-MoE or DeepSeek-V3."""
     process, processes = worker()
-    reading = ReadOptions(transformer_impl=transformer_impl, moe_grouped_gemm=moe_grouped_gemm, verify=not no_verify)
-    state = read_state(folder_of(checkpoint), reading)
-    plan = prepare_export(state, _DTYPES[dtype], original, vocab_size)
+    state = read_state(folder_of(checkpoint), fields_of(ReadOptions, options))
+    plan = prepare_export(state, dtype, original, vocab_size)
     with progress_bar("Writing", plan.nbytes // processes) as progress:
         export(plan, out, max_shard_size, WriteOptions(process=process, processes=processes), progress)
     files = list(divide(plan.tensors, max_shard_size))
-    facts = {"out": str(out), "files": files}
-    _report(as_json, plan, out, len(plan.tensors), facts, (">files", str(len(files))))
+    facts = {"out": str(out), "files": files, "tensors": len(plan.tensors), **_facts(plan)}
+    return Result(facts, facts | {"files": len(files)})
 
 
-@click.command("import-safetensors")
-@click.argument("folder", type=click.Path(path_type=Path))
-@click.argument("out", type=click.Path(path_type=Path))
-@click.option(
-    "--format", "format_", type=click.Choice(["fsdp_dtensor", "torch_dist"]), default="fsdp_dtensor", show_default=True
-)
+@command("import-safetensors", divided=True)
+@directory("folder")
+@directory("out")
+@click.option("--format", type=click.Choice([FSDP_DTENSOR, TORCH_DIST]), default=FSDP_DTENSOR, show_default=True)
 @click.option(
     "--layer-spec",
     type=click.Choice(["transformer_engine", "local"]),
@@ -115,68 +115,29 @@ def export_safetensors(
 )
 @click.option(
     "--make-vocab-size-divisible-by",
+    "vocabulary_multiple",
     type=click.IntRange(min=1),
     default=128,
     show_default=True,
     help="Pad the embedding to a multiple of this: training's value times its tensor parallelism.",
 )
-@click.option("--dtype", type=click.Choice([*_DTYPES]), default="float32", show_default=True, help="Of the weights.")
-@json_option
-@handled
-def import_safetensors(
-    folder: Path,
-    out: Path,
-    format_: str,
-    layer_spec: str,
-    make_vocab_size_divisible_by: int,
-    dtype: str,
-    as_json: bool,
-) -> None:
+@_dtype_option("float32")
+def import_safetensors(folder: Path, out: Path, **settings: Any) -> Result:
     """Import a Hugging Face model into a checkpoint for training: give OUT to --load, and the flags in OUT/args.sh."""
     process, processes = worker()
-    options = ImportOptions(
-        format_,
-        layer_spec,
-        make_vocab_size_divisible_by,
-        _DTYPES[dtype],
-        WriteOptions(process=process, processes=processes),
-    )
+    options = ImportOptions(**settings, write=WriteOptions(process=process, processes=processes))
     plan = prepare_import(folder, options)
     with progress_bar("Writing", plan.nbytes // processes) as progress:
         import_(plan, out, options, progress)
-    words, checkpoint = flags(plan.args), out / RELEASE
-    facts = {"out": str(out), "checkpoint": str(checkpoint), "format": format_, "flags": words}
-    _report(as_json, plan, checkpoint, len(plan.state.weights) + len(plan.state.buffers), facts, ("format", format_))
-    if is_first() and not as_json:
-        line(console(), f"Flags for training, also in {out / ARGUMENTS}; add --load {out} --finetune:")
-        line(console(), shlex.join(words))
+    words, tensors = flags(plan.args), len(plan.state.weights) + len(plan.state.buffers)
+    facts = {"out": str(out), "checkpoint": str(out / RELEASE), "format": options.format, "tensors": tensors}
+    facts |= _facts(plan)
+    end = f"Flags for training, also in {out / ARGUMENTS}; add --load {out} --finetune:\n{shlex.join(words)}"
+    return Result(facts | {"flags": words}, facts, end)
 
 
-def _report(
-    as_json: bool, plan: Export | Import, path: Path, tensors: int, facts: dict[str, Any], column: tuple[str, str]
-) -> None:
-    """Print the result of a conversion, on the first process.
-
-    Args:
-        as_json: Print JSON instead of a table.
-        plan: The conversion.
-        path: Its output.
-        tensors: Number of tensors.
-        facts: Further entries of the JSON output.
-        column: Name and value of a further column of the table.
-    """
-    if not is_first():
-        return
-    architecture = plan.model.architecture
-    if as_json:
-        common = {"architecture": architecture, "tensors": tensors, "bytes": plan.nbytes, "notes": plan.notes}
-        print_json(facts | common)
-        return
-    out, shown = console(), table(str(path), "architecture", ">tensors", ">size", column[0])
-    shown.add_row(architecture, str(tensors), gib(plan.nbytes), column[1])
-    out.print(shown)
-    for note in plan.notes:
-        line(out, f"Note: {note}", "yellow")
+def _facts(plan: Export | Import) -> dict[str, Any]:
+    return {"architecture": plan.model.architecture, "bytes": plan.nbytes, "notes": plan.notes}
 
 
 COMMANDS: tuple[click.Command, ...] = (export_safetensors, import_safetensors)

@@ -20,58 +20,44 @@ _EDGE = 3
 _NOT_COMMON = ("model.", "optimizer.", "rng_state.")
 
 
-class Entry(NamedTuple):
-    """A key of a checkpoint. ``dtype``, ``shape`` and ``chunks`` are those of a tensor; ``nbytes`` is its size."""
-
-    key: str
-    dtype: torch.dtype | None
-    shape: tuple[int, ...]
-    chunks: int
-    nbytes: int
-
-
-class Summary(NamedTuple):
-    """The contents of a checkpoint.
-
-    Attributes:
-        reader: The checkpoint.
-        common: State that it stores once for all ranks.
-        entries: All its keys, sorted.
-        files: Its files and their sizes in bytes.
-        mcore_data: Metadata that older versions of Megatron-Core add; {} if there is none.
-    """
-
-    reader: CheckpointReader
-    common: dict[str, Any]
-    entries: list[Entry]
-    files: dict[str, int]
-    mcore_data: dict[str, Any]
-
-    @property
-    def elements(self) -> int:
-        """Number of elements of all tensors."""
-        return sum(math.prod(entry.shape) for entry in self.entries if entry.dtype)
-
-
-def summarize(path: Path) -> Summary:
-    """Summarize a checkpoint, without comparing checksums.
+def summarize(path: Path, with_groups: bool = False) -> dict[str, Any]:
+    """The contents of a checkpoint: plain data by name, without comparing checksums.
 
     Args:
         path: The folder with ``.metadata``.
+        with_groups: Also list the optimizer settings of each parameter.
     """
     reader = CheckpointReader(path, verify=False)
-    entries = [
-        Entry(key, tensor.dtype, tensor.shape, len(reader.chunks(key)), tensor.nbytes)
-        for key, tensor in reader.tensors.items()
-    ]
-    entries += [Entry(key, None, (), 1, reader.place(key).length) for key in reader.objects]
-    if reader.format == "torch_dist" or COMMON_KEY in reader.objects:
-        common = common_state(path, verify=False)
-    else:
-        common = {key: reader.read_object(key) for key in reader.objects if not key.startswith(_NOT_COMMON)}
     files = {p.name: p.stat().st_size for p in sorted(path.iterdir()) if p.is_file()}
+    listed = [key for key in sorted((*reader.tensors, *reader.objects)) if with_groups or GROUP_META not in key]
     mcore_data = vars(reader.metadata).get("mcore_data")
-    return Summary(reader, common, sorted(entries), files, mcore_data if isinstance(mcore_data, dict) else {})
+    return {
+        "path": str(reader.path),
+        "format": reader.format,
+        "bytes": sum(files.values()),
+        "files": files,
+        "common_state": _common(reader),
+        "total_tensors": len(reader.tensors),
+        "total_elements": sum(math.prod(tensor.shape) for tensor in reader.tensors.values()),
+        "tensors": {key: _facts(reader, key) for key in listed if key in reader.tensors},
+        "objects": [key for key in listed if key in reader.objects],
+        "ignored_param_to_group_meta": len(reader.tensors) + len(reader.objects) - len(listed),
+        # Metadata that older versions of Megatron-Core add.
+        "mcore_data": mcore_data if isinstance(mcore_data, dict) and mcore_data else None,
+    }
+
+
+def _common(reader: CheckpointReader) -> dict[str, Any]:
+    """State that a checkpoint stores once for all ranks."""
+    if reader.format == "torch_dist" or COMMON_KEY in reader.objects:
+        return common_state(reader.path, verify=False)
+    return {key: reader.read_object(key) for key in reader.objects if not key.startswith(_NOT_COMMON)}
+
+
+def _facts(reader: CheckpointReader, key: str) -> dict[str, Any]:
+    tensor = reader.tensors[key]
+    chunks = len(reader.chunks(key))
+    return {"dtype": str(tensor.dtype), "shape": tensor.shape, "bytes": tensor.nbytes, "chunks": chunks}
 
 
 class Statistics(NamedTuple):

@@ -72,10 +72,12 @@ class Facts:
 class Rewrite(NamedTuple):
     """A difference between a format and the canonical view, and its inverse."""
 
-    name: str
-    format: str
     to_canonical: Callable[[Tensors, Facts], Tensors]
     from_canonical: Callable[[Tensors, Facts], Tensors]
+
+
+def _renamed(tensors: Tensors, rename: Callable[[str], str]) -> Tensors:
+    return {rename(name): tensor for name, tensor in tensors.items()}
 
 
 def _unstack(tensors: Tensors, index: str, is_stacked: Callable[[Name], bool]) -> Tensors:
@@ -132,11 +134,11 @@ def _stacked(parts: Tensors, key: str) -> lazy.LazyTensor:
 def _unstack_experts(tensors: Tensors, facts: Facts) -> Tensors:
     style = GROUPED if facts.grouped_experts else LOCAL
     single = _unstack(tensors, "expert", lambda name: name.style == STORED and not name.expert)
-    return {_with_style(name, style): tensor for name, tensor in single.items()}
+    return _renamed(single, lambda name: _with_style(name, style))
 
 
 def _stack_experts(tensors: Tensors, facts: Facts) -> Tensors:
-    stored = {_with_style(name, STORED): tensor for name, tensor in tensors.items()}
+    stored = _renamed(tensors, lambda name: _with_style(name, STORED))
     return stored if facts.single_experts else _stack(stored, "expert", lambda name: name.style == STORED)
 
 
@@ -240,10 +242,8 @@ def _split(tensors: Tensors, parts: Mapping[Kind, Sequence[Part]], rows: Mapping
 
 
 def _separate_norms(tensors: Tensors, facts: Facts) -> Tensors:
-    if not facts.separate_norms:
-        return tensors
-    for alias in NORMS:
-        tensors = {alias.to_stored(name): tensor for name, tensor in tensors.items()}
+    for alias in NORMS if facts.separate_norms else ():
+        tensors = _renamed(tensors, alias.to_stored)
     return tensors
 
 
@@ -276,13 +276,14 @@ def has_own_layers(names: Iterable[str]) -> bool | None:
 
 def _fuse_norms(tensors: Tensors, facts: Facts) -> Tensors:
     layers = layers_with_own_norms(tensors)
-    found: Tensors = {}
-    for name, tensor in tensors.items():
+
+    def fused(name: str) -> str:
         for alias in NORMS:
             if name.partition(alias.stored)[0] in layers:
                 name = alias.to_live(name)
-        found[name] = tensor
-    return found
+        return name
+
+    return _renamed(tensors, fused)
 
 
 def _unfuse_down_projection(tensors: Tensors, facts: Facts) -> Tensors:
@@ -306,29 +307,26 @@ def _unfuse_down_projection(tensors: Tensors, facts: Facts) -> Tensors:
 
 
 def _live_mtp(tensors: Tensors, facts: Facts) -> Tensors:
-    return {live_prediction_name(name): tensor for name, tensor in tensors.items()} if facts.live_mtp else tensors
+    return _renamed(tensors, live_prediction_name) if facts.live_mtp else tensors
 
 
 # Reading applies them in this order. MLA's projections are always written separately, which every version reads.
-REWRITES = (
-    Rewrite("layers", TORCH_DIST, _unstack_layers, _stack_layers),
-    Rewrite("experts", TORCH_DIST, _unstack_experts, _stack_experts),
-    Rewrite("norms", TORCH_DIST, _separate_norms, _fuse_norms),
-    Rewrite(
-        "sections",
-        TORCH_DIST,
-        lambda tensors, facts: _join(tensors, _SECTIONS),
-        lambda tensors, facts: _split(tensors, _SECTIONS, facts.sections),
+_REWRITES = {
+    TORCH_DIST: (
+        Rewrite(_unstack_layers, _stack_layers),
+        Rewrite(_unstack_experts, _stack_experts),
+        Rewrite(_separate_norms, _fuse_norms),
+        Rewrite(
+            lambda tensors, facts: _join(tensors, _SECTIONS),
+            lambda tensors, facts: _split(tensors, _SECTIONS, facts.sections),
+        ),
+        Rewrite(_split_gates, _join_gates),
     ),
-    Rewrite("gates", TORCH_DIST, _split_gates, _join_gates),
-    Rewrite("mla", FSDP_DTENSOR, _unfuse_down_projection, lambda tensors, facts: tensors),
-    Rewrite(
-        "mtp",
-        FSDP_DTENSOR,
-        lambda tensors, facts: {stored_prediction_name(name): tensor for name, tensor in tensors.items()},
-        _live_mtp,
+    FSDP_DTENSOR: (
+        Rewrite(_unfuse_down_projection, lambda tensors, facts: tensors),
+        Rewrite(lambda tensors, facts: _renamed(tensors, stored_prediction_name), _live_mtp),
     ),
-)
+}
 
 
 def to_canonical(tensors: Tensors, format: str, facts: Facts) -> Tensors:
@@ -337,9 +335,8 @@ def to_canonical(tensors: Tensors, format: str, facts: Facts) -> Tensors:
     Raises:
         ValueError: A tensor has the wrong shape for its name.
     """
-    for rewrite in REWRITES:
-        if rewrite.format == format:
-            tensors = rewrite.to_canonical(tensors, facts)
+    for rewrite in _REWRITES[format]:
+        tensors = rewrite.to_canonical(tensors, facts)
     return tensors
 
 
@@ -349,7 +346,6 @@ def from_canonical(tensors: Tensors, format: str, facts: Facts) -> Tensors:
     Raises:
         ValueError: Tensors that the format stacks differ in shape, or one is missing.
     """
-    for rewrite in reversed(REWRITES):
-        if rewrite.format == format:
-            tensors = rewrite.from_canonical(tensors, facts)
+    for rewrite in reversed(_REWRITES[format]):
+        tensors = rewrite.from_canonical(tensors, facts)
     return tensors

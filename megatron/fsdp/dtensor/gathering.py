@@ -1,13 +1,14 @@
 """Gathers whole tensors from DTensors with shards of any size. All functions with a process group are collectives."""
 
 import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -98,14 +99,8 @@ class OfAllShards(torch.autograd.Function):
 
 
 def _averaged(grad: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
-    mesh, mean = spec.mesh, grad.clone(memory_format=torch.contiguous_format)
-    what = f"average the gradient of a tensor of shape {tuple(spec.shape)} that a loss has read"
-    with JOURNAL.recorded(what, mesh.mesh.flatten().tolist()):
-        for axis in range(mesh.ndim):
-            group = mesh.get_group(axis)
-            with ensure_released(group, mean):
-                _finish(dist.all_reduce(mean, group=group, async_op=True), group, mean)
-    return mean.div_(mesh.size())
+    mesh = spec.mesh
+    return reduce_over(grad.contiguous(), dist.ReduceOp.SUM, mesh, range(mesh.ndim)).div_(mesh.size())
 
 
 def _gather_whole(tensor: DTensor) -> torch.Tensor:
@@ -133,32 +128,26 @@ def _gather_whole(tensor: DTensor) -> torch.Tensor:
     return own
 
 
-_OPERATIONS = {
-    "sum": dist.ReduceOp.SUM,
-    "product": dist.ReduceOp.PRODUCT,
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-}
+def sharding_axes(tensor: DTensor) -> tuple[int, ...]:
+    """The mesh axes over which a DTensor is not replicated."""
+    return tuple(axis for axis, p in enumerate(tensor._spec.placements) if not isinstance(p, Replicate))
 
 
-def reduce_whole(tensor: DTensor) -> torch.Tensor:
-    """Reduce the results of all shards, on every rank. A collective over every mesh axis with a partial placement.
+def reduce_over(
+    value: torch.Tensor, operation: dist.ReduceOp.RedOpType, mesh: DeviceMesh, axes: Iterable[int]
+) -> torch.Tensor:
+    """Reduce a tensor of every rank over axes of the mesh, on the mesh's device. A collective.
 
     torch's own reduction waits where no report about hanging ranks could end the wait.
     """
-    mesh, local = tensor.device_mesh, tensor._local_tensor.detach()
-    # gloo has no reductions of booleans, and sums of bytes would overflow.
-    value = (local.int() if local.dtype is torch.bool else local.clone()).to(mesh.device_type)
-    with JOURNAL.recorded(f"reduce a tensor of shape {tuple(tensor.shape)}", mesh.mesh.flatten().tolist()):
-        for axis, placement in enumerate(tensor._spec.placements):
-            if isinstance(placement, Partial):
-                group, order = mesh.get_group(axis), getattr(placement, "norm_type", 1)  # torch's _NormPartial has one
-                value = value if order == 1 else value**order
-                with ensure_released(group, value):
-                    operation = _OPERATIONS[placement.reduce_op]
-                    _finish(dist.all_reduce(value, operation, group=group, async_op=True), group, value)
-                value = value if order == 1 else value ** (1.0 / order)
-    return value.to(local)
+    # gloo has no reductions of booleans. Gradients may be in host memory, where NCCL cannot reduce.
+    sent = (value.int() if value.dtype is torch.bool else value).detach().to(mesh.device_type, copy=True)
+    with JOURNAL.recorded(f"reduce a tensor of shape {tuple(value.shape)}", mesh.mesh.flatten().tolist()):
+        for axis in axes:
+            group = mesh.get_group(axis)
+            with ensure_released(group, sent):
+                _finish(dist.all_reduce(sent, operation, group=group, async_op=True), group, sent)
+    return sent.to(value)
 
 
 def _finish(work: dist.Work | None, group: dist.ProcessGroup, tensor: torch.Tensor) -> None:

@@ -4,7 +4,7 @@ Main weights, their gradients and optimizer state are :class:`RaggedDTensor`. It
 rules, which assume even shards. It supports:
 
 * element-wise operations between tensors of one layout and with scalars, on the local shards without communication;
-* reductions of the whole tensor, on the local shard; reading the result reduces it over the ranks;
+* reductions of the whole tensor, on the local shard and then over the ranks. They are collectives;
 * random initialization in place, with the same values as for a whole tensor;
 * ``copy_`` from a whole tensor or from a tensor with another layout.
 
@@ -15,24 +15,22 @@ DTensor with uneven shards without communication; tests on every supported versi
 """
 
 import functools
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
-from torch.optim import optimizer as torch_optimizer
 from torch.torch_version import TorchVersion
-from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from megatron.fsdp.comm.collectives import broadcast
-from megatron.fsdp.dtensor.gathering import ToFull, ToLocal, gather_whole, reduce_whole
+from megatron.fsdp.dtensor.gathering import ToFull, ToLocal, gather_whole, reduce_over
 from megatron.fsdp.dtensor.placements import (
     InChunks,
     contiguous_stride,
@@ -40,11 +38,13 @@ from megatron.fsdp.dtensor.placements import (
     is_replicated,
     local_slice,
     reported,
+    spanning_mesh,
     spec_like,
 )
-from megatron.fsdp.dtensor.reductions import call, in_graph, require_no_graph, shard_norm, shard_result
+from megatron.fsdp.dtensor.reductions import call, in_graph, norms, reduce_tensor, require_no_graph
 from megatron.fsdp.dtensor.unsupported import (
     NO_MEMORY,
+    OWNER,
     Unsupported,
     explained,
     refuse_memory,
@@ -54,27 +54,26 @@ from megatron.fsdp.dtensor.unsupported import (
 
 
 class _Dispatching(TorchDispatchMode):
-    """Dispatches operations to the classes of this module where torch would apply its rules to every DTensor."""
+    """Dispatches operations to this module where torch would apply its rules to every DTensor."""
 
     def __torch_dispatch__(self, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict | None = None) -> Any:
-        given = {type(value) for value in tree_flatten((args, kwargs))[0]}
-        if RaggedDTensor in given:
+        if any(isinstance(value, RaggedDTensor) for value in tree_flatten((args, kwargs))[0]):
             return _dispatch(func, args, kwargs or {})
-        if PartialDTensor in given:
-            return PartialDTensor.__torch_dispatch__(func, tuple(given), args, kwargs)
         return func(*args, **(kwargs or {}))
 
 
+# Up to torch 2.12, DTensor's C++ dispatch ignores __torch_dispatch__ of subclasses. A dispatch mode runs before it.
 _IS_OLD = TorchVersion(torch.__version__) < "2.13"
 _dispatching: Any = _Dispatching if _IS_OLD else torch._C.DisableTorchFunctionSubclass
 
 
-class _OwnDispatch(DTensor):
-    """Base class of DTensors with a different dispatch.
+class RaggedDTensor(InChunks, DTensor):
+    """A DTensor with :class:`RaggedShard` or :class:`SectionedShard` among the placements of its spec.
 
-    Up to torch 2.12, DTensor's C++ dispatch ignores ``__torch_dispatch__`` of subclasses. A dispatch mode runs before
-    it, and ``__torch_function__`` enables one for every operation that is called from Python. Attributes pass through
-    that, too: code that runs in every step reads them in ``torch._C.DisableTorchFunctionSubclass()``.
+    Main weights and results of reductions are RaggedDTensors even if they are replicated.
+
+    ``__torch_function__`` sees every operation that is called from Python. Attributes pass through that, too: code that
+    runs in every step reads them in ``torch._C.DisableTorchFunctionSubclass()``.
     """
 
     def __init__(self, *unused: Any, **unused_options: Any) -> None:
@@ -84,10 +83,6 @@ class _OwnDispatch(DTensor):
     def __torch_function__(cls, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict | None = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass(), _dispatching():
             return call(func, args, kwargs or {}) if torch.is_grad_enabled() else func(*args, **(kwargs or {}))
-
-
-class RaggedDTensor(InChunks, _OwnDispatch):
-    """A DTensor with :class:`RaggedShard` or :class:`SectionedShard` among the placements of its spec."""
 
     def __new__(cls, local_tensor: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool = False) -> "RaggedDTensor":
         """Create a tensor from this rank's shard and a spec; see :func:`make_dtensor`."""
@@ -168,44 +163,20 @@ class RaggedDTensor(InChunks, _OwnDispatch):
         memo[id(self)] = copied.requires_grad_(self.requires_grad)
         return copied
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # The attributes of a main weight refer to the model, which cannot be pickled.
+        bare = nn.Parameter(self.detach(), self.requires_grad) if hasattr(self, OWNER) else self
+        return DTensor.__reduce_ex__(bare, protocol)
+
+    def __format__(self, format_spec: str) -> str:
+        return format(self.item(), format_spec) if format_spec or not self.dim() else repr(self)
+
     def __repr__(self) -> str:  # type: ignore[override]
         mine = local_slice(self._spec)
         return (
             f"RaggedDTensor(shape={tuple(self.shape)}, elements {mine.start} to {mine.stop} on this rank: "
             f"{self._local_tensor}, device_mesh={self.device_mesh})"
         )
-
-
-class PartialDTensor(_OwnDispatch):
-    """A partial result that is reduced over the ranks when it is read as a number.
-
-    Reading torch's DTensor with a ``Partial`` placement would return this rank's value instead.
-    """
-
-    if not _IS_OLD:  # Partial results are in no graph.
-        __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        if any(issubclass(each, RaggedDTensor) for each in types):
-            return NotImplemented
-        flat, tree = tree_flatten((args, kwargs or {}))
-        # None for plain tensors, with which it becomes one.
-        meshes = {getattr(value, "device_mesh", None) for value in flat if isinstance(value, torch.Tensor)}
-        if func is aten._local_scalar_dense.default or len(meshes) > 1:
-            args, kwargs = tree_unflatten([reduced(value) for value in flat], tree)
-            return func(*args, **kwargs)
-        args, kwargs = tree_unflatten([_as_plain(value) for value in flat], tree)
-        return tree_map(_as_partial, func(*args, **kwargs))
-
-    def __format__(self, format_spec: str) -> str:
-        return format(self.item(), format_spec)
-
-    def full_tensor(self, *, grad_placements: object = None) -> torch.Tensor:
-        """Reduce the result over the ranks. A collective over the mesh; not differentiable."""
-        return reduce_whole(self)
 
 
 # Creating and reading DTensors ----------------------------------------------------------------------------------
@@ -237,6 +208,11 @@ def make_like(local: torch.Tensor, other: torch.Tensor) -> DTensor:
     return kind(local, spec_like(other._spec, local.dtype), requires_grad=False)
 
 
+def replicated(value: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """A DTensor of which every rank of the mesh has the whole."""
+    return make_dtensor(value, mesh, tuple(value.shape), [Replicate()] * mesh.ndim, main=True)
+
+
 def is_sharded(value: object) -> TypeGuard[DTensor]:
     """True for a DTensor that is not replicated on all ranks."""
     return isinstance(value, DTensor) and not is_replicated(value._spec.placements)
@@ -261,11 +237,9 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def reduced(value: Any) -> Any:
-    """The whole tensor of a DTensor, gathered or reduced by a collective if needed. Other values are returned as is."""
+    """The whole tensor of a DTensor, gathered by a collective if needed. Other values are returned as is."""
     if not isinstance(value, DTensor):
         return value
-    if isinstance(value, PartialDTensor):
-        return reduce_whole(value)
     return value._local_tensor if is_replicated(value._spec.placements) else value.full_tensor()
 
 
@@ -274,7 +248,7 @@ def _same(one: DTensorSpec, other: DTensorSpec) -> bool:
 
 
 def _as_plain(value: Any) -> Any:
-    if isinstance(value, _OwnDispatch):
+    if isinstance(value, RaggedDTensor):
         return DTensor(value._local_tensor, value._spec, requires_grad=False)
     return value
 
@@ -283,12 +257,6 @@ def _as_ragged(value: Any) -> Any:
     if type(value) is not DTensor or any(placement.is_partial() for placement in value._spec.placements):
         return value
     return RaggedDTensor(value._local_tensor, value._spec, requires_grad=False)
-
-
-def _as_partial(value: Any) -> Any:
-    if isinstance(value, DTensor):
-        return PartialDTensor(value._local_tensor, value._spec, requires_grad=False)
-    return value
 
 
 # Dispatch --------------------------------------------------------------------------------------------------------
@@ -311,12 +279,13 @@ def _dispatch(func: Any, args: tuple, kwargs: dict) -> Any:
         result = _run(func, args, kwargs)
     except Unsupported as error:
         raise explained(error, tree_flatten((args, kwargs))[0]) from None
-    if func._schema.is_mutable:
-        # Autograd counts writes to a tensor, but not those to its ``.data`` or in a list, and not in the shard.
-        written = [args[i] if i < len(args) else kwargs.get(name) for i, name in _written(func)]
-        tensors = [each for each in tree_flatten(written)[0] if isinstance(each, RaggedDTensor)]
-        torch._C._increment_version([*tensors, *(each._local_tensor for each in tensors)])
-    return result
+    if not func._schema.is_mutable:
+        return result
+    # Autograd counts writes to a tensor, but not those to its ``.data`` or in a list, and not in the shard.
+    written = [args[i] if i < len(args) else kwargs.get(name) for i, name in _written(func)]
+    tensors = [each for each in tree_flatten(written)[0] if isinstance(each, RaggedDTensor)]
+    torch._C._increment_version([*tensors, *(each._local_tensor for each in tensors)])
+    return None if result is None else written[0]
 
 
 @functools.cache
@@ -338,40 +307,66 @@ def _run(func: Any, args: tuple, kwargs: dict) -> Any:
     if torch.Tag.pointwise in func.tags or name in _ELEMENTWISE:
         return _elementwise(func, args, kwargs)
     flat, tree = tree_flatten((args, kwargs))
-    tensors = [value for value in flat if isinstance(value, torch.Tensor) and value.dim()]
-    if any(not isinstance(each, DTensor) or is_ragged(each._spec) for each in tensors):
+    tensors = [value for value in flat if isinstance(value, torch.Tensor)]
+    if all(not isinstance(each, RaggedDTensor) or is_replicated(each._spec.placements) for each in tensors):
+        return _on_full(func, args, kwargs)
+    if any(not isinstance(each, DTensor) or is_ragged(each._spec) for each in tensors if each.dim()):
         raise Unsupported(func)
     require_no_graph(func, flat)
-    # torch has rules for tensors that are not sharded, or evenly over a tensor-parallel axis only.
+    # torch has rules for tensors that are sharded evenly over a tensor-parallel axis only.
     args, kwargs = tree_unflatten([_as_plain(value) for value in flat], tree)
     return tree_map(_as_ragged, func(*args, **kwargs))
 
 
-def _first(values: Sequence[Any]) -> "RaggedDTensor":
-    return next(value for value in values if isinstance(value, RaggedDTensor))
+def _on_full(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Compute with full tensors: the result is replicated, or plain if plain tensors are among the arguments."""
+    flat, tree = tree_flatten((args, kwargs))
+    require_no_graph(func, flat)
+    args, kwargs = tree_unflatten([reduced(value) for value in flat], tree)
+    result = func(*args, **kwargs)
+    if any(isinstance(value, torch.Tensor) and not isinstance(value, DTensor) for value in flat):
+        return result
+    mesh = _leading(flat).device_mesh
+    return tree_map(lambda value: replicated(value, mesh) if isinstance(value, torch.Tensor) else value, result)
 
 
-def _operand(func: Any, value: Any, spec: DTensorSpec, local: torch.Tensor) -> Any:
-    """The operand that stands for ``value`` in an element-wise operation on this rank's shard."""
-    if isinstance(value, RaggedDTensor):
-        if not _same(value._spec, spec):
-            shapes = f"{tuple(spec.shape)} and {tuple(value.shape)}"
+def _leading(values: Sequence[Any]) -> "RaggedDTensor":
+    """The argument whose layout the result of an element-wise operation has."""
+    ragged = [value for value in values if isinstance(value, RaggedDTensor)]
+    return max(ragged, key=lambda each: (each.dim(), not is_replicated(each._spec.placements)))
+
+
+def _operand(func: Any, value: Any, lead: DTensor) -> Any:
+    """What stands for ``value`` in an element-wise operation with this rank's shard of ``lead``."""
+    if isinstance(value, DTensor):
+        if same_layout(value, lead):
+            return value._local_tensor
+        if isinstance(value, RaggedDTensor) and is_sharded(value):
+            shapes = f"{tuple(lead.shape)} and {tuple(value.shape)}"
             raise Unsupported(func, f"operands of shapes {shapes} are sharded differently")
-        return value._local_tensor
     value = reduced(value)
     if isinstance(value, torch.Tensor) and value.dim():
-        if value.shape == spec.shape:
-            return local_slice(spec).take_from(value)
-        if value.numel() != 1 or value.dim() > len(spec.shape):
+        if value.shape == lead.shape:
+            return local_slice(lead._spec).take_from(value)
+        if value.numel() != 1 or value.dim() > lead.dim():
             raise Unsupported(func, f"an operand is a plain tensor of shape {tuple(value.shape)}")
-        return value.reshape((1,) * local.dim())
+        return value.reshape((1,) * lead._local_tensor.dim())
     return value
 
 
-def _needs_full(func: Any, value: Any, spec: DTensorSpec) -> bool:
+def _result(func: Any, value: Any, lead: Any) -> Any:
+    """The DTensor for a local result of an element-wise operation."""
+    if not isinstance(value, torch.Tensor) or not isinstance(lead, DTensor):
+        return value
+    if value.shape != lead._local_tensor.shape:
+        raise Unsupported(func)
+    return make_like(value, lead)
+
+
+def _needs_full(func: Any, value: Any, lead: DTensor) -> bool:
     """Whether, in a graph, an operand may differ between ranks or would take a gradient that a shard does not have."""
     if isinstance(value, RaggedDTensor):
-        return not _same(value._spec, spec)
+        return not same_layout(value, lead)
     if isinstance(value, torch.Tensor):
         return value.requires_grad or not isinstance(value, DTensor)
     # Exponents are constants, such as the 2 of squares.
@@ -380,39 +375,24 @@ def _needs_full(func: Any, value: Any, spec: DTensorSpec) -> bool:
 
 def _elementwise(func: Any, args: tuple, kwargs: dict) -> Any:
     flat, tree = tree_flatten((args, kwargs))
-    first = _first(flat)
-    if func._schema.is_mutable and not isinstance(args[0], DTensor):
-        # A plain tensor that is changed in place needs all elements, for instance an average of weights.
-        require_no_graph(func, flat)
-        args, kwargs = tree_unflatten([reduced(value) for value in flat], tree)
-        return func(*args, **kwargs)
+    lead = _leading(flat)
+    plain = [value for value in flat if isinstance(value, torch.Tensor) and not isinstance(value, DTensor)]
+    in_place = func._schema.is_mutable
+    # A plain tensor that is changed in place needs all elements, for instance an average of weights.
+    if in_place and not isinstance(args[0], DTensor):
+        return _on_full(func, args, kwargs)
+    if not is_sharded(lead) and any(value.dim() > lead.dim() for value in plain):
+        return _on_full(func, args, kwargs)
     if func in _ALIASES:
         # The result shares the shard itself, and with it the counter of writes.
-        return RaggedDTensor(first._local_tensor, first._spec, requires_grad=False)
-    spec, local = first._spec, first._local_tensor
-    if in_graph(flat) and any(_needs_full(func, value, spec) for value in flat):
-        if func._schema.is_mutable:
+        return RaggedDTensor(lead._local_tensor, lead._spec, requires_grad=False)
+    if in_graph(flat) and any(_needs_full(func, value, lead) for value in flat):
+        if in_place:
             raise Unsupported(func, "in a loss, it is supported in place only with tensors that are sharded alike")
         require_no_graph(func, flat)
-    operands = [_operand(func, value, spec, local) for value in flat]
-    own_args, own_kwargs = tree_unflatten(operands, tree)
+    own_args, own_kwargs = tree_unflatten([_operand(func, value, lead) for value in flat], tree)
     result = func(*own_args, **own_kwargs)
-    return tree_map(lambda value: _wrapped(func, value, flat, operands, spec, local.shape), result)
-
-
-def _wrapped(
-    func: Any, value: Any, given: Sequence[Any], operands: Sequence[Any], spec: DTensorSpec, shape: torch.Size
-) -> Any:
-    """The DTensor for a local result: the argument itself if the operation changed it in place."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    if func._schema.is_mutable:
-        for original, operand in zip(given, operands, strict=True):
-            if operand is value:
-                return original
-    if value.shape != shape:
-        raise Unsupported(func)
-    return RaggedDTensor(value, spec_like(spec, value.dtype), requires_grad=False)
+    return result if in_place else tree_map(lambda value: _result(func, value, lead), result)
 
 
 def _on_lists(func: Any, args: tuple, kwargs: dict) -> Any:
@@ -421,29 +401,26 @@ def _on_lists(func: Any, args: tuple, kwargs: dict) -> Any:
     if not func._schema.is_mutable:
         require_no_graph(func, [value for each in lists for value in each])
     leading: Sequence[Any] = lists[0]
-    specs = [value._spec if isinstance(value, RaggedDTensor) else None for value in leading]
 
-    def unwrap(value: Any) -> Any:
+    def local(value: Any) -> Any:
         if not isinstance(value, (list, tuple)) or len(value) != len(leading):
             return reduced(value)
-        return [
-            reduced(each) if spec is None else _operand(func, each, spec, lead._local_tensor)
-            for each, spec, lead in zip(value, specs, leading, strict=True)
-        ]
+        pairs = zip(value, leading, strict=True)
+        return [_operand(func, each, lead) if isinstance(lead, DTensor) else reduced(each) for each, lead in pairs]
 
-    result = func(*(unwrap(value) for value in args), **{key: unwrap(value) for key, value in kwargs.items()})
+    result = func(*(local(value) for value in args), **{key: local(value) for key, value in kwargs.items()})
     if func._schema.is_mutable or not isinstance(result, (list, tuple)):
-        return result if not isinstance(result, (list, tuple)) else leading
-    return [
-        make_like(value, lead) if isinstance(lead, DTensor) else value
-        for value, lead in zip(_checked(func, result, leading), leading, strict=True)
-    ]
+        return result
+    return [_result(func, value, lead) for value, lead in zip(result, leading, strict=True)]
 
 
-def _checked(func: Any, results: Sequence[torch.Tensor], leading: Sequence[Any]) -> Sequence[torch.Tensor]:
-    if any(isinstance(d, DTensor) and r.shape != d._local_tensor.shape for r, d in zip(results, leading, strict=True)):
-        raise Unsupported(func)
-    return results
+def _unscale(func: Any, args: tuple, kwargs: dict) -> None:
+    """Unscale gradients, and set ``found_inf`` if any rank has a non-finite one. A collective."""
+    grads, found_inf, inv_scale = args
+    func([each._local_tensor if isinstance(each, DTensor) else each for each in grads], found_inf, reduced(inv_scale))
+    # torch reduces over the axes along which the first gradient is sharded, so that ranks would skip different steps.
+    mesh, _ = spanning_mesh(grads)
+    found_inf.copy_(reduce_over(found_inf, dist.ReduceOp.MAX, mesh, range(mesh.ndim)))
 
 
 def _copy(func: Any, args: tuple, kwargs: dict) -> Any:
@@ -472,26 +449,18 @@ def _random(func: Any, args: tuple, kwargs: dict) -> Any:
     If the random states of ranks differ, replicas take the values of the first rank of their axis.
     """
     target = args[0]
-    in_place = func._schema.is_mutable
-    if not isinstance(target, RaggedDTensor) or not (in_place or func._schema.name.endswith("_like")):
-        raise Unsupported(func)
+    if not isinstance(target, RaggedDTensor) or not func._schema.is_mutable:
+        raise Unsupported(func, "random numbers are drawn in place only, such as by torch.empty_like(p).normal_()")
     spec, local = target._spec, target._local_tensor
     whole = torch.empty(target.shape, dtype=local.dtype, device=local.device)
-    if in_place:
-        func(whole, *args[1:], **kwargs)
-    else:
-        whole = func(whole, *args[1:], **kwargs)
+    func(whole, *args[1:], **kwargs)
     drawn = local_slice(spec).take_from(whole).contiguous()
     for axis, placement in enumerate(spec.placements):
         if isinstance(placement, Replicate) and spec.mesh.size(axis) > 1:
-            group = spec.mesh.get_group(axis)
             sent = drawn.to(spec.mesh.device_type)
-            broadcast(sent, 0, group)
+            broadcast(sent, 0, spec.mesh.get_group(axis))
             drawn.copy_(sent)
-    if not in_place:
-        return make_like(drawn, target)
-    local.copy_(drawn)
-    return target
+    return local.copy_(drawn)
 
 
 def _new(func: Any, args: tuple, kwargs: dict) -> Any:
@@ -503,96 +472,46 @@ def _new(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _reduction(func: Any, args: tuple, kwargs: dict) -> Any:
+    """A reduction of all elements: of this rank's shard, and then over the ranks. A collective."""
     tensor, given = args[0], _arguments(func, args, kwargs)
-    _require_all_dims(func, tensor, given.get("dim"))
-    name, local = func._schema.name.removeprefix("aten::"), tensor._local_tensor.reshape(-1)
-    value, placement = shard_result(name, local, tensor.numel(), given)
-    value = value.reshape((1,) * tensor.dim()) if given.get("keepdim") else value
-    return _partial(value, placement, tensor._spec)
-
-
-def _arguments(func: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
-    """The arguments of a reduction by name. In a graph, :func:`call` reduces instead."""
-    require_no_graph(func, args[0] if isinstance(args[0], (list, tuple)) else args[:1])
-    names = [argument.name for argument in func._schema.arguments]
-    return {**dict(zip(names, args, strict=False)), **kwargs}
-
-
-def _require_all_dims(func: Any, tensor: torch.Tensor, dim: Any) -> None:
+    require_no_graph(func, args[:1])
+    dim = given.get("dim")
     dims = [dim] if isinstance(dim, int) else list(dim or range(tensor.dim()))
     # `max` and `min` along a dimension return indices as well, so they have several results.
     if len(func._schema.returns) > 1 or {d % tensor.dim() for d in dims} != set(range(tensor.dim())):
         raise Unsupported(func, f"it reduces dimensions {dims} only")
+    value = reduce_tensor(func._schema.name.removeprefix("aten::"), tensor, given)
+    return replicated(value.reshape((1,) * tensor.dim()) if given.get("keepdim") else value, tensor.device_mesh)
 
 
-# Specs of results by the spec of the reduced tensor. Clipping reduces every gradient in every step, and creating a spec
-# would take most of that time. The cache is not an attribute of the spec, because specs are pickled with their tensors.
-_specs_of_results: weakref.WeakKeyDictionary[DTensorSpec, dict[tuple, DTensorSpec]] = weakref.WeakKeyDictionary()
-
-
-def _partial(value: torch.Tensor, placement: Placement, spec: DTensorSpec) -> DTensor:
-    """Wrap the result of this rank's shard as a partial DTensor, to be reduced over the axes that shard the tensor."""
-    known = _specs_of_results.setdefault(spec, {})
-    key = (placement, value.dtype, value.shape)
-    if key not in known:
-        placements = tuple(p if isinstance(p, Replicate) else placement for p in spec.placements)
-        meta = TensorMeta(value.shape, value.stride(), value.dtype)
-        known[key] = DTensorSpec(spec.mesh, placements, tensor_meta=meta)
-    return PartialDTensor(value, known[key], requires_grad=False)
-
-
-def _spread(func: Any, args: tuple, kwargs: dict) -> DTensor:
-    """Variance or standard deviation, of the full tensor."""
-    tensor, _ = args[0], _arguments(func, args, kwargs)
-    value = func(gather_whole(tensor), *args[1:], **kwargs)
-    return DTensor.from_local(value, tensor.device_mesh, [Replicate()] * tensor.device_mesh.ndim, run_check=False)
+def _arguments(func: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
+    names = [argument.name for argument in func._schema.arguments]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def _foreach_norm(func: Any, args: tuple, kwargs: dict) -> Any:
-    given = _arguments(func, args, kwargs)
-    order, results = float(given.get("ord", 2)), []
-    for tensor in args[0]:
-        local = local_shard(tensor) if isinstance(tensor, DTensor) else tensor
-        value, placement = shard_norm(local.reshape(-1), order, given.get("dtype"))
-        results.append(_partial(value, placement, tensor._spec) if isinstance(tensor, DTensor) else value)
-    return results
-
-
-def _equal(func: Any, args: tuple, kwargs: dict) -> bool:
-    """``torch.equal`` and ``allclose``, with the same result on every rank. A collective."""
-    one, other = args[:2]
-    spec = _first(args)._spec
-    if one.shape != other.shape:
-        return False
-    local = _first(args)._local_tensor
-    locals_ = [
-        _operand(func, value, spec, local) if isinstance(value, DTensor) else local_slice(spec).take_from(value)
-        for value in (one, other)
+    tensors, given = args[0], _arguments(func, args, kwargs)
+    require_no_graph(func, tensors)
+    order, dtype = float(given.get("ord", 2)), given.get("dtype")
+    sharded = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
+    found = iter(norms(sharded, order, dtype))
+    return [
+        replicated(next(found), each.device_mesh)
+        if isinstance(each, DTensor)
+        else torch.linalg.vector_norm(each, order, dtype=dtype)
+        for each in tensors
     ]
-    equal = bool(func(*locals_, *args[2:], **kwargs))
-    return bool(reduced(_partial(torch.tensor(float(equal), device=locals_[0].device), Partial("min"), spec)))
-
-
-def _number(func: Any, args: tuple, kwargs: dict) -> Any:
-    return func(gather_whole(args[0]), *args[1:], **kwargs)
 
 
 _HANDLERS: dict[str, Callable[[Any, tuple, dict], Any]] = {
     "aten::copy_": _copy,
-    "aten::equal": _equal,
-    "aten::allclose": _equal,
     "aten::is_same_size": lambda func, args, kwargs: args[0].shape == args[1].shape,
-    "aten::_local_scalar_dense": _number,
     "aten::_foreach_norm": _foreach_norm,
-    "aten::var": _spread,
-    "aten::std": _spread,
+    "aten::_amp_foreach_non_finite_check_and_unscale_": _unscale,
     **{f"aten::new_{kind}": _new for kind in ("empty", "zeros", "ones", "full")},
+    **{f"aten::{name}": _on_full for name in "equal allclose var std _local_scalar_dense".split()},
     **{
         f"aten::{name}": _reduction
         for name in "sum mean max min amax amin linalg_vector_norm norm all any prod count_nonzero".split()
     },
 }
-
-# Let torch's clipping and optimizers use their foreach implementations for lists of RaggedDTensors.
-for _supported in (_foreach_utils._foreach_supported_types, torch_optimizer._foreach_supported_types):
-    _supported.append(RaggedDTensor)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Reductions of a sharded tensor: the result of one shard, and the placement that combines the results of all ranks.
+"""Reductions of a sharded tensor: of one rank's shard, and then over the ranks, at once.
 
 A loss that reads a parameter outside of the model's forward, such as a penalty on weights, reduces it at once: on every
 rank, that is a function of the full tensor.
@@ -9,52 +9,73 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Partial
-from torch.distributed.tensor._ops._math_ops import _NormPartial
-from torch.distributed.tensor.placement_types import Placement
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from megatron.fsdp.dtensor.gathering import OfAllShards
+from megatron.fsdp.dtensor.gathering import OfAllShards, reduce_over, sharding_axes
+
+_SUM, _PRODUCT, _MAX, _MIN = dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT, dist.ReduceOp.MAX, dist.ReduceOp.MIN
 
 
-def shard_result(name: str, local: torch.Tensor, numel: int, given: dict[str, Any]) -> tuple[torch.Tensor, Placement]:
-    """Reduce one rank's shard. The result of an empty shard is the neutral element.
+def reduce_tensor(name: str, tensor: DTensor, given: dict[str, Any]) -> torch.Tensor:
+    """Reduce all elements of a sharded tensor, on every rank. A collective over the axes that shard it.
 
     Args:
         name: Name of torch's operation.
-        local: The shard, flattened.
-        numel: Number of elements in the whole tensor.
+        tensor: The tensor.
         given: Arguments of the operation, by name.
 
     Returns:
-        A scalar, and the partial placement that reduces the scalars of all ranks.
+        A scalar.
     """
-    dtype = given.get("dtype")
-    if name in ("max", "amax", "min", "amin"):
-        largest = "max" in name
-        if not local.numel():
-            return local.new_full((), _extreme(local.dtype, largest=not largest)), Partial("max" if largest else "min")
-        return local.amax() if largest else local.amin(), Partial("max" if largest else "min")
     if name in ("linalg_vector_norm", "norm"):
         order = given.get("ord", given.get("p"))
-        return shard_norm(local, 2.0 if order is None else float(order), dtype)
-    if name == "mean":
-        return local.sum(dtype=dtype) / numel, Partial("sum")
-    if name in ("all", "any"):
-        return getattr(local, name)(), Partial("product" if name == "all" else "sum")
-    if name == "count_nonzero":
-        return local.count_nonzero(), Partial("sum")
-    return getattr(local, name)(dtype=dtype), Partial("product" if name == "prod" else "sum")
+        return norms([tensor], 2.0 if order is None else float(order), given.get("dtype"))[0]
+    local, dtype = tensor._local_tensor.reshape(-1), given.get("dtype")
+    # The result of an empty shard is the neutral element.
+    if name in ("max", "amax", "min", "amin"):
+        largest = "max" in name
+        empty = local.new_full((1,), _extreme(local.dtype, largest=not largest))
+        own = local if local.numel() else empty
+        value, operation = (own.amax(), _MAX) if largest else (own.amin(), _MIN)
+    elif name == "mean":
+        value, operation = local.sum(dtype=dtype) / tensor.numel(), _SUM
+    elif name in ("all", "any"):
+        value, operation = (local.all(), _MIN) if name == "all" else (local.any(), _MAX)
+    elif name == "count_nonzero":
+        value, operation = local.count_nonzero(), _SUM
+    else:
+        value, operation = getattr(local, name)(dtype=dtype), _PRODUCT if name == "prod" else _SUM
+    return reduce_over(value, operation, tensor.device_mesh, sharding_axes(tensor))
 
 
-def shard_norm(local: torch.Tensor, order: float, dtype: torch.dtype | None) -> tuple[torch.Tensor, Placement]:
-    """The norm of one rank's flattened shard, and the partial placement that reduces the norms of all ranks."""
-    special: dict[float, str] = {math.inf: "max", -math.inf: "min", 0.0: "sum"}
-    placement = Partial(special[order]) if order in special else _NormPartial(order)
+def norms(tensors: Sequence[DTensor], order: float, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+    """The norms of sharded tensors, on every rank. A collective for all tensors that the same axes shard."""
+    alike: dict[tuple[DeviceMesh, tuple[int, ...]], list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        alike.setdefault((tensor.device_mesh, sharding_axes(tensor)), []).append(i)
+    found: list[torch.Tensor] = [torch.empty(0)] * len(tensors)
+    is_power = 0 < order < math.inf
+    for (mesh, axes), places in alike.items():
+        values = torch.stack([_norm_of_shard(tensors[i]._local_tensor.reshape(-1), order, dtype) for i in places])
+        if is_power and axes:
+            powers = values.to(torch.promote_types(values.dtype, torch.float32)) ** order
+            values = reduce_over(powers, _SUM, mesh, axes) ** (1 / order)
+        else:
+            operation = {math.inf: _MAX, -math.inf: _MIN}.get(order, _SUM)
+            values = reduce_over(values, operation, mesh, axes)
+        for i, value in zip(places, values.unbind(), strict=True):
+            found[i] = value.to(dtype or tensors[i].dtype)
+    return found
+
+
+def _norm_of_shard(local: torch.Tensor, order: float, dtype: torch.dtype | None) -> torch.Tensor:
     if not local.numel():
         # torch raises an error for the infinity norm of an empty tensor.
-        return local.new_full((), math.inf if order == -math.inf else 0.0, dtype=dtype or local.dtype), placement
-    return torch.linalg.vector_norm(local, order, dtype=dtype), placement
+        return local.new_full((), math.inf if order == -math.inf else 0.0, dtype=dtype or local.dtype)
+    return torch.linalg.vector_norm(local, order, dtype=dtype)
 
 
 def _extreme(dtype: torch.dtype, largest: bool) -> float | int | bool:

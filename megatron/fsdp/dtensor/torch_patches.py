@@ -10,12 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from megatron.fsdp.comm.collectives import all_reduce
+from megatron.fsdp.dtensor.gathering import reduce_over
 from megatron.fsdp.dtensor.placements import (
     RaggedShard,
     ReportedPlacements,
@@ -24,10 +22,9 @@ from megatron.fsdp.dtensor.placements import (
     spanning_mesh,
     spec_like,
 )
-from megatron.fsdp.dtensor.ragged_dtensor import PartialDTensor, RaggedDTensor, local_shard
-from megatron.fsdp.dtensor.unsupported import OWNER
+from megatron.fsdp.dtensor.ragged_dtensor import RaggedDTensor, local_shard, replicated
 from megatron.fsdp.helpers import patches
-from megatron.fsdp.helpers.patches import Patch, Patches
+from megatron.fsdp.helpers.patches import Kind, Patch, Patches
 
 _HERE = "megatron.fsdp.dtensor.torch_patches"
 
@@ -43,19 +40,7 @@ TORCH = Patches(
         Patch(
             "torch.distributed.checkpoint.state_dict:_init_optim_state",
             "creates optimizer state to load into by taking a step, so that training would begin with the second step",
-            f"{_HERE}:initialize_optimizer_state",
-            patches.TORCH,
-        ),
-        Patch(
-            "torch.distributed.tensor:DTensor.__reduce_ex__",
-            "fails for a DTensor whose local tensor is a view at an offset, or that refers to its model",
-            f"{_HERE}:reduce_at_offset_zero",
-            patches.TORCH,
-        ),
-        Patch(
-            "torch:_amp_foreach_non_finite_check_and_unscale_",
-            "lets ranks skip different steps: it reduces over the axes along which the first gradient is sharded",
-            f"{_HERE}:unscale_gradients",
+            "megatron.fsdp.optim.hooks:initialize_state",
             patches.TORCH,
         ),
         *(
@@ -68,6 +53,13 @@ TORCH = Patches(
             for name in (".clip_grad:_get_total_norm", ":get_total_norm")
         ),
         Patch(
+            "torch.utils._foreach_utils:_foreach_supported_types",
+            "makes clipping multiply gradients one by one",
+            f"{_HERE}:with_ragged",
+            patches.TORCH,
+            Kind.FACTORY,
+        ),
+        Patch(
             "torch.distributed.tensor:DTensor.from_local",
             "takes a shard of any size for an even one, where optimizers make state like a parameter",
             f"{_HERE}:from_local",
@@ -76,7 +68,7 @@ TORCH = Patches(
         Patch(
             "torch.nn:Module._apply",
             "converts or moves the parameters of a part of a sharded model, which then would not be trained",
-            f"{_HERE}:apply_if_allowed",
+            "megatron.fsdp.runtime.structure:apply_if_allowed",
             patches.TORCH,
         ),
         Patch(
@@ -89,29 +81,13 @@ TORCH = Patches(
             Patch(
                 f"torch.optim:Optimizer.{name}",
                 "may be called before the first step, at which the optimizer of a model sharded in place is attached",
-                f"{_HERE}:attach_before",
+                "megatron.fsdp.optim.hooks:attach_before",
                 patches.TORCH,
             )
             for name in ("state_dict", "load_state_dict")
         ),
     ],
 )
-
-_called: dict[str, list[Callable[..., Any]]] = {"initialize": [], "attach": [], "apply": []}
-
-
-def call_at(event: str, function: Callable[..., Any]) -> None:
-    """Call a function from now on.
-
-    Args:
-        event: "initialize": with every optimizer for which ``torch.distributed.checkpoint.state_dict`` needs state. It
-            returns True if it has created the state, so that PyTorch does not take a step for that.
-            "attach": with every optimizer whose state is about to be saved or loaded.
-            "apply": with every module that is converted or moved, and the function that does so. It may raise.
-        function: The function. A second call with it changes nothing.
-    """
-    if function not in _called[event]:
-        _called[event].append(function)
 
 
 def apply() -> None:
@@ -137,15 +113,6 @@ def distribute_tensors(
     original(local_state_dict, keys, *args, **kwargs)
 
 
-def unscale_gradients(
-    original: Callable[..., None], grads: list[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor
-) -> None:
-    """Unscale gradients, and set ``found_inf`` if any rank has a non-finite one. A collective."""
-    original([local_shard(g) if isinstance(g, DTensor) else g for g in grads], found_inf, inv_scale)
-    if any(isinstance(grad, DTensor) for grad in grads):
-        found_inf.copy_(_reduced(found_inf, spanning_mesh(grads)[0], dist.ReduceOp.MAX))
-
-
 @torch.no_grad()
 def total_norm(
     original: Callable[..., torch.Tensor],
@@ -169,57 +136,20 @@ def total_norm(
     norms = [original(each, norm_type, False, foreach) / number ** (1 / norm_type) for number, each in filled]
     norm = original(norms, norm_type)
     if math.isinf(norm_type):
-        norm = _reduced(norm, mesh, dist.ReduceOp.MAX)
+        norm = reduce_over(norm, dist.ReduceOp.MAX, mesh, range(mesh.ndim))
     else:
         powers = norm.to(torch.promote_types(norm.dtype, torch.float32)) ** norm_type
-        norm = (_reduced(powers, mesh, dist.ReduceOp.SUM) ** (1 / norm_type)).to(norm.dtype)
+        total = reduce_over(powers, dist.ReduceOp.SUM, mesh, range(mesh.ndim))
+        norm = (total ** (1 / norm_type)).to(norm.dtype)
     norm = original([norm], norm_type, error_if_nonfinite)
     # torch multiplies gradients of another mesh by a plain tensor only.
     alike = all(tensor.device_mesh == mesh for tensor in sharded)
-    if not alike:
-        return norm
-    everywhere: Any = DTensor.from_local(norm, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return PartialDTensor(norm, everywhere._spec, requires_grad=False)  # which can be formatted
+    return replicated(norm, mesh) if alike else norm
 
 
-def _reduced(value: torch.Tensor, mesh: DeviceMesh, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
-    """Reduce over all axes, on the mesh's device: gradients may be in host memory, where NCCL cannot reduce."""
-    sent = value.clone() if value.device.type == mesh.device_type else value.to(mesh.device_type)
-    for group in mesh.get_all_groups():
-        all_reduce(sent, op, group)
-    return sent.to(value.device)
-
-
-def apply_if_allowed(
-    original: Callable[..., nn.Module],
-    module: nn.Module,
-    fn: Callable[[torch.Tensor], torch.Tensor],
-    *args: Any,
-    **kwargs: Any,
-) -> nn.Module:
-    """Ask the guards before ``fn`` is applied to the module's parameters."""
-    for guard in _called["apply"]:
-        guard(module, fn)
-    return original(module, fn, *args, **kwargs)
-
-
-def reduce_at_offset_zero(original: Callable[..., Any], tensor: DTensor, *args: Any) -> Any:
-    """Pickle a DTensor through one without a storage offset, which PyTorch would take for memory of the wrapper."""
-    if hasattr(tensor, OWNER):  # its attributes refer to the model, which cannot be pickled
-        tensor = nn.Parameter(tensor.detach(), tensor.requires_grad)  # type: ignore[assignment]
-    if type(tensor) is DTensor and tensor.storage_offset():
-        copy = torch.Tensor._make_wrapper_subclass(
-            DTensor,
-            tensor.shape,
-            strides=tensor.stride(),
-            dtype=tensor.dtype,
-            layout=tensor.layout,
-            device=tensor.device,
-            requires_grad=tensor.requires_grad,
-        )
-        copy._spec, copy._local_tensor = tensor._spec, tensor._local_tensor
-        tensor = copy
-    return original(tensor, *args)
+def with_ragged(original: list[type]) -> list[type]:
+    """The classes of tensors that torch's clipping passes to ``_foreach_`` operations."""
+    return [*original, RaggedDTensor]
 
 
 def from_local(
@@ -235,28 +165,5 @@ def from_local(
     return original(local_tensor, device_mesh, placements, **options)
 
 
-def initialize_optimizer_state(original: Callable[..., None], optimizer: torch.optim.Optimizer) -> None:
-    """Create optimizer state without a step where the optimizer updates a sharded model."""
-    for attach in _called["attach"]:
-        attach(optimizer)
-    # A list: every initializer has to be called.
-    if not any([initialize(optimizer) for initialize in _called["initialize"]]):
-        original(optimizer)
-
-
-def attach_before(original: Callable[..., Any], optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-    """Attach the optimizer to the sharded models it updates, then save or load its state."""
-    for attach in _called["attach"]:
-        attach(optimizer)
-    return original(optimizer, *args, **kwargs)
-
-
-# Classes in pickled DTensors, which torch.load(weights_only=True) may create; also by their paths in earlier versions.
-torch.serialization.add_safe_globals(
-    [
-        *(RaggedDTensor, RaggedShard, SectionedShard, DTensorSpec),
-        (RaggedDTensor, "megatron.fsdp.ragged_dtensor.RaggedDTensor"),
-        (RaggedShard, "megatron.fsdp.ragged.RaggedShard"),
-        (SectionedShard, "megatron.fsdp.ragged.SectionedShard"),
-    ]
-)
+# Classes in pickled DTensors, which torch.load(weights_only=True) may create.
+torch.serialization.add_safe_globals([RaggedDTensor, RaggedShard, SectionedShard, DTensorSpec])

@@ -47,6 +47,7 @@ from torch.utils._pytree import tree_map
 
 from megatron.fsdp.comm.backends import is_on_host
 from megatron.fsdp.comm.process_groups import require_process_group
+from megatron.fsdp.fsdp2.custom_collectives import all_gather_by, reduce_scatter_by
 from megatron.fsdp.fsdp2.marked import (
     Mark,
     MarkedModule,
@@ -269,9 +270,7 @@ class FSDPModule(MarkedModule):
     def reshard(self) -> None:
         """Reshard this module's unit, if :meth:`unshard` or a forward has left it unsharded."""
         unit = mark_of(self).unit()
-        if unit is not None and unit.state is WeightState.UNSHARDING:
-            unit.reshard_unused()
-        elif unit is not None and unit.state is WeightState.UNSHARDED:
+        if unit is not None and unit.state in (WeightState.UNSHARDING, WeightState.UNSHARDED):
             unit.reshard()
 
     def mark_weights_changed(self) -> None:
@@ -336,6 +335,29 @@ class FSDPModule(MarkedModule):
 
     set_reduce_scatter_divide_factor = set_gradient_divide_factor
 
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """All-gather the weights of this module's unit by ``comm``.
+
+        Args:
+            comm: An ``AllGather`` of torch's FSDP2: ``allocate()`` lends its memory, and calling it gathers.
+        """
+        self._use_collectives(all_gather=all_gather_by(comm))
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Reduce-scatter the gradients of this module's unit by ``comm``.
+
+        Args:
+            comm: A ``ReduceScatter`` of torch's FSDP2: ``allocate()`` lends its memory, and calling it reduces.
+        """
+        self._use_collectives(reduce_scatter=reduce_scatter_by(comm))
+
+    def _use_collectives(self, **operations: Any) -> None:
+        mark = mark_of(self)
+        mark.collectives |= operations
+        unit, model = mark.unit(), mark.model()
+        if unit is not None and model is not None:
+            model.engine.use_collectives(unit, **operations)
+
     def set_modules_to_forward_prefetch(self, modules: Sequence["FSDPModule"]) -> None:
         """No effect: the engine records the order in which modules run, and prefetches in that order."""
         for module in modules:
@@ -350,11 +372,8 @@ class FSDPModule(MarkedModule):
     set_reduce_scatter_unused_params = _method_without_effect("set_reduce_scatter_unused_params")
     set_reduce_scatter_max_input_buffers = _method_without_effect("set_reduce_scatter_max_input_buffers")
     set_separate_reduce_scatter_group = _method_without_effect("set_separate_reduce_scatter_group")
-    _COLLECTIVES = "the engine's collectives cannot be replaced. "
-    set_custom_all_gather = _unsupported_method("set_custom_all_gather", _COLLECTIVES + "Leave it out.")
-    set_custom_reduce_scatter = _unsupported_method("set_custom_reduce_scatter", _COLLECTIVES + "Leave it out.")
     set_all_reduce_hook = _unsupported_method(
-        "set_all_reduce_hook", _COLLECTIVES + "Change .grad of the parameters after backward."
+        "set_all_reduce_hook", "there is no hook. Change .grad of the parameters after backward."
     )
     _BUFFERS = "buffers are registered with NCCL by megatron.fsdp.fully_shard_model(nccl_ub=True)."
     set_allocate_memory_from_process_group_for_comm = _unsupported_method(

@@ -25,13 +25,13 @@ from megatron.fsdp.comm.backends import compute_device, local_device
 from megatron.fsdp.comm.streams import communication_stream
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
-from megatron.fsdp.optim.hooks import attach_at_first_use, attach_if_needed, attach_optimizer, watch_steps
+from megatron.fsdp.optim.hooks import attach_at_first_use, attach_if_needed, watch_steps
 from megatron.fsdp.runtime.agreement import as_text, checksum, difference, receive
 from megatron.fsdp.runtime.builder import UnitSettings, build_engine, make_blueprint
-from megatron.fsdp.runtime.other_engines import check_no_other_engine, reject_other_engines
-from megatron.fsdp.runtime.partition import UnitPart, is_wrapped, partition, root_modules
+from megatron.fsdp.runtime.other_engines import check_no_other_engine
+from megatron.fsdp.runtime.partition import UnitPart, partition, root_modules
 from megatron.fsdp.runtime.unit import Unit
-from megatron.fsdp.sharding.mesh import FSDPDistributedIndex, default_index
+from megatron.fsdp.sharding.mesh import MeshIndex, default_index
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
 from megatron.fsdp.state.loading import hook_state_dict, load
 
@@ -64,12 +64,13 @@ class Mark:
         requires_all_reduce: Whether gradients are reduced over the outer axis.
         is_last_backward: Whether the next backward is the last one before the optimizer's step.
         divisor: Divides the sum of gradients. None: the number of ranks.
+        collectives: Operations that communicate the unit's weights and gradients in place of the engine's.
         model: Returns the model that the module belongs to; None before it is sharded or after it is deleted.
         unit: Returns the module's unit in that model; None also if the module has no parameters.
     """
 
     mesh: DeviceMesh | None
-    index: FSDPDistributedIndex
+    index: MeshIndex
     world: object
     device: torch.device
     policy: MixedPrecisionPolicy
@@ -82,6 +83,7 @@ class Mark:
     requires_all_reduce: bool = True
     is_last_backward: bool = True
     divisor: float | None = None
+    collectives: dict[str, Any] = field(default_factory=dict)
     model: "Callable[[], InPlaceModel | None]" = field(default=lambda: None)
     unit: Callable[[], Unit | None] = field(default=lambda: None)
 
@@ -155,7 +157,7 @@ class InPlaceModel:
         marks: The settings of all marked modules.
     """
 
-    def __init__(self, root: MarkedModule, config: FSDPConfig, index: FSDPDistributedIndex) -> None:
+    def __init__(self, root: MarkedModule, config: FSDPConfig, index: MeshIndex) -> None:
         blueprint = make_blueprint(root, config, index, [MarkedModule], mark_of(root).device, _settings_of)
         self.engine = engine = build_engine(blueprint)
         self._agreed = False
@@ -164,7 +166,10 @@ class InPlaceModel:
         for mark in self.marks:
             mark.model = weakref.ref(self)
         for unit, part in zip(engine.units, blueprint.root.walk(), strict=True):
-            mark_of(part.module).unit = weakref.ref(unit)
+            mark = mark_of(part.module)
+            mark.unit = weakref.ref(unit)
+            if mark.collectives:
+                engine.use_collectives(unit, **mark.collectives)
         # A parameter's sites name the modules that it is registered with, so that main and compute weights can be
         # swapped there. The outermost module owns the engine and must not be held by it, so a stand-in that shares its
         # dict of parameters replaces it.
@@ -172,9 +177,8 @@ class InPlaceModel:
         stand_in.__dict__["_parameters"] = root._parameters
         for param in engine.params():
             param.sites = [(stand_in if owner is root else owner, name) for owner, name in param.sites]
-        reject_other_engines(root, is_wrapped)
         hook_state_dict(engine, root_modules(root))
-        attach_at_first_use(engine, _attach)
+        attach_at_first_use(engine)
         self.update_sync()
 
     def before_forward(self) -> None:
@@ -262,7 +266,7 @@ def _shard(root: MarkedModule) -> None:
         raise
 
 
-def _ranks(index: FSDPDistributedIndex) -> list[list[int]]:
+def _ranks(index: MeshIndex) -> list[list[int]]:
     return [dist.get_process_group_ranks(group) for group in index.dense.groups]
 
 
@@ -273,7 +277,7 @@ def _check_dtypes(part: UnitPart) -> None:
             mark_of(unit.module).policy.resolve(param.compute.dtype, param.name)
 
 
-def _with_tensor_parallel(index: FSDPDistributedIndex, tensors: Sequence[torch.Tensor]) -> FSDPDistributedIndex:
+def _with_tensor_parallel(index: MeshIndex, tensors: Sequence[torch.Tensor]) -> MeshIndex:
     """The index, extended by the tensor-parallel axis if parameters are DTensors."""
     mesh = next((t.data.device_mesh for t in tensors if isinstance(t.data, DTensor)), None)
     if mesh is None:
@@ -285,10 +289,10 @@ def _with_tensor_parallel(index: FSDPDistributedIndex, tensors: Sequence[torch.T
             "the mesh given to fully_shard."
         )
     both = None if index.dense.outer is None else index.dense.dp_group
-    return FSDPDistributedIndex(whole, index.dp_shard_dim, index.dp_outer_dim, names[0], both)
+    return MeshIndex(whole, index.dp_shard_dim, index.dp_outer_dim, names[0], both)
 
 
-def axes_of(mesh: DeviceMesh | None, module: nn.Module) -> tuple[FSDPDistributedIndex, torch.device]:
+def axes_of(mesh: DeviceMesh | None, module: nn.Module) -> tuple[MeshIndex, torch.device]:
     """Return the data-parallel axes and the device for ``mesh``. Creates process groups: all ranks must call this.
 
     Raises:
@@ -308,7 +312,7 @@ def axes_of(mesh: DeviceMesh | None, module: nn.Module) -> tuple[FSDPDistributed
             raise ValueError(f"mesh: expected one axis, or two with names (outer, inner); got {mesh}.")
         device = local_device(mesh.device_type)
         outer = names[0] if names and mesh.ndim == 2 else None
-        index = FSDPDistributedIndex(mesh, names[-1] if names else None, outer)
+        index = MeshIndex(mesh, names[-1] if names else None, outer)
     # The stream's own process groups must be created here, in a call that all ranks make together: sharding later
     # communicates nothing, and one rank may do it before the others.
     stream = communication_stream(device, index.dense.dp_group)
@@ -318,10 +322,10 @@ def axes_of(mesh: DeviceMesh | None, module: nn.Module) -> tuple[FSDPDistributed
 
 
 # Models of which a difference between ranks was reported.
-_reported: weakref.WeakSet[FSDPDistributedIndex] = weakref.WeakSet()
+_reported: weakref.WeakSet[MeshIndex] = weakref.WeakSet()
 
 
-def equalize(module: nn.Module, index: FSDPDistributedIndex, device: torch.device) -> None:
+def equalize(module: nn.Module, index: MeshIndex, device: torch.device) -> None:
     """Give the weights and buffers of the first rank to the others if they differ. A collective.
 
     Later there is no time for it: sharding communicates nothing, and leaves every rank with its shards. Marked modules
@@ -346,7 +350,3 @@ def equalize(module: nn.Module, index: FSDPDistributedIndex, device: torch.devic
             _reported.add(index)
             for value in real.values():
                 receive(value, communication_stream(device, group), group)
-
-
-def _attach(optimizer: torch.optim.Optimizer) -> None:
-    attach_optimizer(optimizer, needs_gradient=False)

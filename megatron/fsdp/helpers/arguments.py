@@ -1,4 +1,4 @@
-"""Errors about arguments: unknown ones, for which those of other engines have equivalents, and wrong types."""
+"""Errors about arguments: unknown ones, and wrong types."""
 
 import functools
 import inspect
@@ -12,55 +12,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 C = TypeVar("C", bound=type)
 
-_STAGES = "Use zero_dp_strategy=0, 1, 2 or 3 (the stage of ZeRO)."
-_DTYPES = "Use mixed_precision_policy=MixedPrecisionPolicy(compute_dtype=..., grad_comm_dtype=...)."
-_OFFLOAD = "Use offload_optimizer=True."
-_PREFETCH = "Use overlap_param_gather=True, the default."
-_ALWAYS = "Leave it out: {}."
-# Arguments of torch's DDP, FSDP and FSDP2, of FairScale and of DeepSpeed, and what stands for them here.
-_EQUIVALENTS = {
-    "sharding_strategy": "Use zero_dp_strategy=3 for FULL_SHARD, 2 for SHARD_GRAD_OP, 0 for NO_SHARD; for "
-    "HYBRID_SHARD, also device_mesh, dp_shard_dim and dp_outer_dim.",
-    "zero_stage": _STAGES,
-    "stage": _STAGES,
-    "reshard_after_forward": "Use zero_dp_strategy=3 for True, 2 for False.",
-    "auto_wrap_policy": "Use fsdp_unit_modules=[TransformerLayer], with the classes to shard as units.",
-    "mesh": "Use device_mesh.",
-    "process_group": "Use device_mesh.",
-    "mixed_precision": _DTYPES,
-    "mp_policy": _DTYPES,
-    "param_dtype": "Use compute_dtype.",
-    "reduce_dtype": "Use grad_comm_dtype.",
-    "output_dtype": _ALWAYS.format("forward returns the dtype that the model computes"),
-    "buffer_dtype": _ALWAYS.format("buffers keep their dtype"),
-    "cast_forward_inputs": _ALWAYS.format("inputs keep their dtype"),
-    "cpu_offload": _OFFLOAD,
-    "offload_policy": _OFFLOAD,
-    "device_id": "Use device.",
-    "param_init_fn": "Use init_model_with_meta_device=True, which calls the modules' reset_parameters.",
-    "use_orig_params": _ALWAYS.format("parameters always keep their names and shapes"),
-    "find_unused_parameters": _ALWAYS.format("unused parameters are always found"),
-    "forward_prefetch": _PREFETCH,
-    "backward_prefetch": _PREFETCH,
-    "limit_all_gathers": "Use max_unsharded_units.",
-    "overlap_comm": "Use overlap_grad_reduce=True and overlap_param_gather=True, the defaults.",
-    "optimizer": "To shard a model without one, call fully_shard_model.",
-}
-# Methods of the same engines, which the sharded model does not have.
-METHODS = {
-    "backward": "Call loss.backward().",
-    "step": "Call step() of the optimizer that fully_shard returned.",
-    "clip_grad_norm_": "Call torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm) on all ranks.",
-    "join_hook": "Join: give all ranks the same number of batches, by drop_last=True or a padding sampler.",
-    "set_requires_gradient_sync": "Use the context no_sync().",
-    "summon_full_params": "Use the context unsharded().",
-    "save_checkpoint": "Save state_dict() of the model and the optimizer with torch.distributed.checkpoint.",
-    "load_checkpoint": "Load state_dict() of the model and the optimizer with torch.distributed.checkpoint.",
-}
-
 
 def check_arguments(function: Callable[P, R]) -> Callable[P, R]:  # noqa: UP047 - for Python 3.10
-    """Decorate a function: missing and unknown arguments are a TypeError that suggests the right ones."""
+    """Decorate a function: missing and unknown arguments are a TypeError that names the function."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -85,7 +39,8 @@ def _explained(error: TypeError, signature: inspect.Signature) -> str:
     found = re.search(r"'(\w+)'", str(error))
     name = found[1] if found else ""
     known = [each for each in signature.parameters if each != "self"]
-    return f"{error}.{f' {_EQUIVALENTS[name]}' if name in _EQUIVALENTS else did_you_mean(name, known)}"
+    # Only a misspelled name: an argument of another engine may be similar to one with another meaning.
+    return f"{error}.{did_you_mean(name, known, cutoff=0.8) if name not in known else ''}"
 
 
 def check_type(name: str, value: object, kind: type, remedy: str = "") -> None:

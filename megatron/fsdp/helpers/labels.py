@@ -2,27 +2,17 @@
 
 import functools
 from collections.abc import Callable
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-class Labelled(Protocol):
-    """An object with a name for messages."""
-
-    @property
-    def label(self) -> str:
-        """The name."""
-
-
-S = TypeVar("S", bound=Labelled)
+S = TypeVar("S", bound=Any)
 
 
 def profiled(what: str) -> Callable[[Callable[Concatenate[S, P], R]], Callable[Concatenate[S, P], R]]:
-    """Decorate a method: a profiler that runs sees its calls as ``"FSDP <what> <label>"``.
+    """Decorate a method of a class with a ``label``: a profiler that runs sees its calls as ``"FSDP <what> <label>"``.
 
     Without a profiler that costs one look at torch's own flag. ``record_function`` alone would cost several times that.
     """

@@ -32,6 +32,7 @@ TABLES = (
     "megatron.fsdp.mcore.initialization:RANDOM_STATES",
     "megatron.fsdp.mcore.patches:MEGATRON",
     "megatron.fsdp.runtime.engine:GRADIENTS",
+    "megatron.fsdp.tools.megatron_run:RECORDING",
 )
 
 _ABSENT = object()

@@ -17,12 +17,12 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from megatron.fsdp.api import fully_shard_model, fully_shard_optimizer
+from megatron.fsdp.api.fully_shard import fully_shard_model, fully_shard_optimizer
 from megatron.fsdp.checkpoint.backend import save
 from megatron.fsdp.checkpoint.loading import load
 from megatron.fsdp.forward_methods import register_forward_method
 from megatron.fsdp.helpers.spelling import did_you_mean
-from megatron.fsdp.module import MegatronFSDP
+from megatron.fsdp.module import ShardedModel
 from megatron.fsdp.optim.hooks import is_attached
 from megatron.fsdp.runtime.engine import Engine, engines_of
 from megatron.fsdp.runtime.partition import is_wrapped
@@ -136,7 +136,7 @@ class FSDPAccelerator(Accelerator):
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """Return the model that was sharded. Its parameters are main weights, of which each rank holds its shard."""
-        return super().unwrap_model(model.module if isinstance(model, MegatronFSDP) else model, *args, **kwargs)
+        return super().unwrap_model(model.module if isinstance(model, ShardedModel) else model, *args, **kwargs)
 
     # Training --------------------------------------------------------------------------------------------------
 

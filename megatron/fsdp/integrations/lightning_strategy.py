@@ -20,12 +20,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from megatron.fsdp.api import fully_shard_model, fully_shard_optimizer
+from megatron.fsdp.api.fully_shard import fully_shard_model, fully_shard_optimizer
+from megatron.fsdp.api.megatron_fsdp import MegatronFSDP
 from megatron.fsdp.checkpoint.backend import Reader
 from megatron.fsdp.comm.backends import HOST
 from megatron.fsdp.forward_methods import register_forward_method
 from megatron.fsdp.helpers.spelling import did_you_mean
-from megatron.fsdp.module import MegatronFSDP
 from megatron.fsdp.runtime.partition import UnitClasses
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
 

@@ -5,6 +5,7 @@ import functools
 import logging
 import math
 import random
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,19 +25,20 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import log_single_rank
+from megatron.fsdp.api.ddp_config import FLAGS, from_megatron
+from megatron.fsdp.api.index import FSDPDistributedIndex
+from megatron.fsdp.api.megatron_fsdp import MegatronFSDP
 from megatron.fsdp.comm.backends import compute_device
 from megatron.fsdp.config import FSDPConfig
-from megatron.fsdp.ddp_config import FLAGS, from_megatron
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.helpers.spelling import bare_name
 from megatron.fsdp.mcore.limits import Settings, adjust, check
 from megatron.fsdp.mcore.topology import make_index, mark_tensor_parallel
-from megatron.fsdp.module import MegatronFSDP
 from megatron.fsdp.optim.classes import looks_at
-from megatron.fsdp.optim.hooks import attach_at_first_use, attach_local_step, require_synchronized_gradients
-from megatron.fsdp.runtime.engine import engines_of
+from megatron.fsdp.optim.hooks import attach_at_first_use
+from megatron.fsdp.optim.local_step import LocalStep
+from megatron.fsdp.runtime.engine import Engine, engines_of
 from megatron.fsdp.runtime.partition import UnitClasses, resolve_unit_classes
-from megatron.fsdp.sharding.mesh import FSDPDistributedIndex
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
 from megatron.fsdp.state.loading import unsharded_state
 
@@ -61,14 +63,40 @@ class ShardedModule(MegatronFSDP):
         return self.state_dict(prefix=prefix, keep_vars=keep_vars)
 
 
+class _Step(LocalStep):
+    """Checks before an optimizer's step that Megatron-Core's training loop has synchronized gradients.
+
+    Element-wise optimizers then update local shards: fused ones of other libraries take their memory's addresses.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer)
+        self._engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+        optimizer.register_step_pre_hook(self.check)
+        if looks_at(optimizer) == "element":
+            optimizer.register_step_pre_hook(self.before_step)
+            optimizer.register_step_post_hook(self.after_step)
+
+    def add_engines(self, engines: list[Engine]) -> None:
+        """Check these engines, too."""
+        self._engines.update(engines)
+        self.add(group for engine in engines for group in engine.groups)
+
+    def check(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+        """Step pre-hook: raise if a backward has ended since gradients were last synchronized."""
+        if any(engine.has_pending_gradients for engine in self._engines):
+            raise RuntimeError(
+                "The optimizer's step would ignore the gradients of the latest backward, which are not synchronized "
+                "yet. Call finish_grad_sync() of the wrapped model, or Megatron's finalize_model_grads(), before the "
+                "step."
+            )
+
+
 def _attach(optimizer: torch.optim.Optimizer) -> None:
-    """Make element-wise optimizers update local shards: fused ones of other libraries take their memory's addresses."""
-    engines = engines_of(p for group in optimizer.param_groups for p in group["params"])
-    require_synchronized_gradients(
-        optimizer, engines, "Call finish_grad_sync() of the wrapped model, or Megatron's finalize_model_grads(),"
-    )
-    if looks_at(optimizer) == "element":
-        attach_local_step(optimizer, [group for engine in engines for group in engine.groups])
+    step: _Step | None = vars(optimizer).get("_fsdp_step")
+    if step is None:
+        step = vars(optimizer)["_fsdp_step"] = _Step(optimizer)
+    step.add_engines(engines_of(p for group in optimizer.param_groups for p in group["params"]))
 
 
 class WeightInstaller:

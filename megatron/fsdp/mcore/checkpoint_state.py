@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from megatron.core import parallel_state
 from megatron.core.transformer.module import Float16Module
+from megatron.fsdp.api.uneven_dtensor import narrow_rows
 from megatron.fsdp.buffers.parameter import ShardedParameter
-from megatron.fsdp.dtensor.uneven import narrow_rows
 from megatron.fsdp.helpers.spelling import bare_name
 from megatron.fsdp.mcore.adapter import ShardedModule
 from megatron.fsdp.mcore.parameter_names import (

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from megatron.fsdp.api.ddp_config import FLAGS
 from megatron.fsdp.comm.backends import is_on_host, runs_ahead
-from megatron.fsdp.ddp_config import FLAGS
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard, make_like
 from megatron.fsdp.runtime.engine import Engine, engines_of
 

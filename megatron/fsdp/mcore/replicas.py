@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.fsdp.buffers.parameter import ShardedParameter
-from megatron.fsdp.comm.collectives import all_gather
+from megatron.fsdp.comm.collectives import collectives_of
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.mcore.adapter import FullyShardedDataParallel, ShardedModule
 from megatron.fsdp.runtime.agreement import hash_of
@@ -92,7 +92,7 @@ def _differences(chunk: ShardedModule, expert: bool) -> list[tuple[str, float]]:
         return []
     hashes = torch.stack([hash_of(local_shard(param.main)) for param in params]).to(chunk.device)
     gathered = hashes.new_empty(group.size() * len(params))
-    all_gather(gathered, hashes, group)
+    collectives_of(group, hashes.device).all_gather(gathered, hashes, group)
     differs = (gathered.view(group.size(), -1) != hashes).any(0).int()
     # Data-parallel ranks have other shards of the same parameters: a difference in one of them counts for all.
     axis = (index.experts if expert else index.dense).dp_group
@@ -105,7 +105,7 @@ def _distance(param: ShardedParameter, group: Any, axis: Any) -> float:
     mine = local_shard(param.main).detach().reshape(-1)
     copies = mine.new_empty(group.size() * mine.numel())
     if mine.numel():
-        all_gather(copies, mine, group)
+        collectives_of(group, mine.device).all_gather(copies, mine, group)
     rows = copies.view(group.size(), mine.numel()).double()
     squares = torch.stack([(rows - rows[0]).square().sum(1).max(), rows.square().sum(1).max()])
     dist.all_reduce(squares, group=axis)

@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.fsdp.api.index import FSDPDistributedIndex
 from megatron.fsdp.buffers.parameter import SECTIONS, TENSOR_PARALLEL
 from megatron.fsdp.comm.process_groups import new_group
 from megatron.fsdp.mcore.parameter_names import layouts
-from megatron.fsdp.sharding.mesh import FSDPDistributedIndex
 
 OUTER, INNER, TENSOR = "dp_outer", "dp_cp", "tp"
 

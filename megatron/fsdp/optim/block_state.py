@@ -8,7 +8,6 @@ State dicts have codes and scales as two DTensors, so that checkpoints load on a
 """
 
 import math
-import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -61,28 +60,16 @@ def initial_state(optimizer: torch.optim.Optimizer, options: dict, main: torch.T
     return state
 
 
-_attached: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-
-
-def attach_block_state(optimizer: torch.optim.Optimizer) -> None:
-    """Add hooks that make state of whole blocks, and divide it in state dicts. Repeated calls have no effect."""
-    if optimizer not in _attached:
-        _attached.add(optimizer)
-        optimizer.register_step_pre_hook(_before_step)
-        optimizer.register_state_dict_post_hook(_split)
-        optimizer.register_load_state_dict_pre_hook(_join)
-
-
-def _before_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-    """Make the state: torchao would decide by the size of a shard, and not of the parameter, what to quantize."""
+def make_state(optimizer: torch.optim.Optimizer) -> None:
+    """Make missing state: torchao would decide by the size of a shard, not of the parameter, what to quantize."""
     for options in optimizer.param_groups:
         for main in options["params"]:
             if isinstance(main, DTensor) and main.requires_grad and not optimizer.state.get(main):
                 optimizer.state[main] = initial_state(optimizer, options, main)
 
 
-def _split(optimizer: torch.optim.Optimizer, state_dict: dict) -> None:
-    """State-dict post-hook: codes and scales in place of quantized state, without copying."""
+def split_state(optimizer: torch.optim.Optimizer, state_dict: dict) -> None:
+    """Put codes and scales in place of quantized state into a state dict, without copying."""
     for number, main in _quantized(optimizer, state_dict):
         state: dict[str, Any] = {}
         for name, value in state_dict["state"][number].items():
@@ -90,8 +77,8 @@ def _split(optimizer: torch.optim.Optimizer, state_dict: dict) -> None:
         state_dict["state"][number] = state
 
 
-def _join(optimizer: torch.optim.Optimizer, state_dict: dict) -> dict:
-    """Load-state-dict pre-hook: the inverse of :func:`_split`.
+def join_state(optimizer: torch.optim.Optimizer, state_dict: dict) -> dict:
+    """The inverse of :func:`split_state`.
 
     Raises:
         ValueError: The state of a parameter is not quantized, or not of this format.

@@ -7,7 +7,6 @@ initial values that the first step would create.
 """
 
 import logging
-import weakref
 from collections import defaultdict
 from typing import Any
 
@@ -48,15 +47,8 @@ class FreshState:
         self._versions = WeakTensorKeyDictionary()
         self._warned = False
 
-    def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Register hooks for the optimizer's state dicts and its step."""
-        optimizer.register_state_dict_post_hook(self.add_missing)
-        optimizer.register_load_state_dict_pre_hook(_join_text_keys)
-        optimizer.register_load_state_dict_post_hook(self.discard_unloaded)
-        optimizer.register_step_pre_hook(self.before_step)
-
     def add_missing(self, optimizer: torch.optim.Optimizer, state_dict: dict) -> None:
-        """State-dict post-hook: add the state of parameters that have none."""
+        """Add the state of parameters that have none to a state dict."""
         states = state_dict["state"]
         missing = [(number, *found) for number, found in enumerate(_parameters(optimizer)) if number not in states]
         # Initial values of unknown classes are not known, so they get state only if the load will overwrite all of it.
@@ -78,14 +70,9 @@ class FreshState:
             if main not in optimizer.state and (state := self._state_of(optimizer, options, main)):
                 optimizer.state[main] = state
 
-    def before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-        """Step pre-hook: discard state that nothing was loaded into."""
-        if len(self._versions):
-            self.discard_unloaded(optimizer)
-
     def discard_unloaded(self, optimizer: torch.optim.Optimizer) -> None:
-        """Load-state-dict post-hook: remove state whose tensors have not changed since they were created."""
-        for main in list(optimizer.state):
+        """Remove state whose tensors have not changed since they were created."""
+        for main in list(optimizer.state) if len(self._versions) else ():
             # Of tensors without elements, the versions do not tell. Such state may be kept: nothing depends on it.
             values = [v for v in optimizer.state[main].values() if isinstance(v, torch.Tensor) and _local(v).numel()]
             if values and all(self._versions.get(value) == _version(value) for value in values):
@@ -126,8 +113,8 @@ class FreshState:
         return state
 
 
-def _join_text_keys(optimizer: torch.optim.Optimizer, state_dict: dict) -> None:
-    """Load-state-dict pre-hook: move state under a parameter's number as text to the number.
+def join_text_keys(state_dict: dict) -> None:
+    """Move state under a parameter's number as text to the number, in a state dict to load.
 
     ``torch.distributed.checkpoint.load`` fills tensors in place, but adds other values, such as a step count that is an
     int, under the number as text. The optimizer would ignore them.
@@ -197,23 +184,3 @@ def _initial(key: str, value: Any, options: dict, main: nn.Parameter, shape: tup
     if tuple(value.shape) != shape:
         raise ValueError(f"state {key!r} is not shaped like its parameter")
     return make_like(torch.full_like(local_shard(main), start, dtype=value.dtype), main)
-
-
-_attached: weakref.WeakKeyDictionary[torch.optim.Optimizer, FreshState] = weakref.WeakKeyDictionary()
-
-
-def attach_fresh_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make the optimizer's state dicts include the state of every parameter. Repeated calls have no effect."""
-    if optimizer not in _attached:
-        _attached[optimizer] = FreshState()
-        _attached[optimizer].attach(optimizer)
-
-
-def initialize_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Create state to load into if the optimizer has none. Returns False if the optimizer is not attached."""
-    fresh = _attached.get(optimizer)
-    if fresh is None:
-        return False
-    if not optimizer.state:
-        fresh.initialize(optimizer)
-    return True

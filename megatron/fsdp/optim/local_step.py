@@ -6,7 +6,7 @@ are several times faster. An element-wise update gives the same result on a shar
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.buffers.parameter_group import ParameterGroup
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard, make_like
-from megatron.fsdp.optim.classes import looks_at, skips_empty
+from megatron.fsdp.optim.classes import skips_empty
 
 State = dict[str, Any]
 
@@ -30,31 +30,51 @@ class LocalStep:
     """Shows an optimizer plain tensors instead of DTensors during its step.
 
     Args:
-        groups: The parameter groups of the models whose main weights the optimizer may update.
+        optimizer: The optimizer.
     """
 
-    def __init__(self, groups: list[ParameterGroup]) -> None:
-        self._dp_groups = {param.main: group.axes.dp_group for group in groups for param in group.params}
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._skips_empty = skips_empty(optimizer)
+        self._dp_groups: dict[nn.Parameter, dist.ProcessGroup] = {}
         self._local: dict[nn.Parameter, nn.Parameter] = {}
         self._dtensor_state: dict[nn.Parameter, dict[str, DTensor]] = {}
         # The parameter lists of the optimizer's param_groups while plain tensors replace them.
         self._replaced: list[list[nn.Parameter]] | None = None
-        self._skips_empty = False
 
-    def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Register hooks for the optimizer's step and its state dicts."""
-        self._skips_empty = skips_empty(optimizer)
-        optimizer.register_step_pre_hook(self.before_step)
-        optimizer.register_step_post_hook(self.after_step)
-        if looks_at(optimizer) == "parameter":
-            optimizer.register_state_dict_post_hook(self.share_whole_state)
+    def add(self, groups: Iterable[ParameterGroup]) -> None:
+        """Show local tensors instead of the main weights of these groups as well."""
+        self._dp_groups |= {param.main: group.axes.dp_group for group in groups for param in group.params}
 
-    def before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        """Step pre-hook: swap the parameters, and wrap the closure so that it sees DTensors."""
+    def before_step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        args: tuple,
+        kwargs: dict,
+        after_closure: Callable[[], None] = lambda: None,
+    ) -> tuple[tuple, dict] | None:
+        """Step pre-hook: swap the parameters, and wrap the closure, which runs forward and backward, to see DTensors.
+
+        Args:
+            optimizer: The optimizer.
+            args: The arguments of ``step``, after the optimizer.
+            kwargs: Its keyword arguments.
+            after_closure: Called after the closure.
+        """
         self._restore(optimizer)  # torch does not call post-hooks of a step that raised an error
         self._swap(optimizer)
         closure = closure_of(args, kwargs)
-        return None if closure is None else (args[:1], {"closure": self._with_dtensors(optimizer, closure)})
+        if closure is None:
+            return None
+
+        def call() -> Any:
+            self._restore(optimizer)
+            # If the closure raises an error, DTensors stay in place: callers may save a checkpoint then.
+            loss = closure()
+            after_closure()
+            self._swap(optimizer)
+            return loss
+
+        return args[:1], {"closure": call}
 
     def shown(self, main: nn.Parameter) -> int:
         """The identity of the tensor that stands for a main weight during a step."""
@@ -66,18 +86,6 @@ class LocalStep:
         with torch._C.DisableTorchFunctionSubclass():
             mains = [main for options in optimizer.param_groups for main in options["params"]]
             torch._C._increment_version([m for m in mains if m in self._dp_groups and m.grad is not None])
-
-    def _with_dtensors(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Wrap a closure, which runs forward and backward, so that it runs with the DTensors in place."""
-
-        def call() -> Any:
-            self._restore(optimizer)
-            # If the closure raises an error, DTensors stay in place: callers may save a checkpoint then.
-            loss = closure()
-            self._swap(optimizer)
-            return loss
-
-        return call
 
     def _swap(self, optimizer: torch.optim.Optimizer) -> None:
         self._replaced = [options["params"] for options in optimizer.param_groups]

@@ -28,23 +28,15 @@ from torch.distributed.tensor import DTensor
 from megatron.fsdp.buffers.parameter import ShardedParameter
 from megatron.fsdp.comm.backends import moves_data
 from megatron.fsdp.comm.collectives import broadcast
-from megatron.fsdp.comm.journal import (
-    SECONDS_FOR_ANSWERS,
-    Channel,
-    InProgress,
-    holds_store,
-    name_ranks,
-    open_store,
-    report_on_failure,
-    wait_for_key,
-)
+from megatron.fsdp.comm.journal import Channel, InProgress, name_ranks, report_on_failure
 from megatron.fsdp.comm.process_groups import timeout_of
+from megatron.fsdp.comm.rounds import SECONDS_FOR_ANSWERS, Round, holds_store
 from megatron.fsdp.comm.streams import Stream, raise_if_ranks_disagree
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.quantized.storage import storage_of
 from megatron.fsdp.runtime.partition import UnitPart
-from megatron.fsdp.sharding.mesh import DataParallelAxes, FSDPDistributedIndex
+from megatron.fsdp.sharding.mesh import DataParallelAxes, MeshIndex
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +68,7 @@ _REMEDIES = (
 
 
 def fingerprint(
-    part: UnitPart, config: FSDPConfig, index: FSDPDistributedIndex, settings_of: Callable[[UnitPart], str]
+    part: UnitPart, config: FSDPConfig, index: MeshIndex, settings_of: Callable[[UnitPart], str]
 ) -> tuple[Fingerprint, Fingerprint]:
     """Describe everything that must be equal on all ranks.
 
@@ -133,7 +125,7 @@ def _describe(param: ShardedParameter, unit: UnitPart) -> str:
     return f"{text}, in unit {unit.name or '<root>'}"
 
 
-def buffers_of(module: nn.Module, index: FSDPDistributedIndex) -> Iterator[tuple[bool, str, torch.Tensor]]:
+def buffers_of(module: nn.Module, index: MeshIndex) -> Iterator[tuple[bool, str, torch.Tensor]]:
     """Yield the buffers with their names, and whether only the ranks with the same experts have equal ones.
 
     That is assumed of all buffers of modules that contain experts, which may say which experts a rank has.
@@ -181,7 +173,7 @@ def as_text(checksums: dict[str, torch.Tensor], device: torch.device) -> Fingerp
 
 
 def compare_values(
-    part: UnitPart, config: FSDPConfig, index: FSDPDistributedIndex, device: torch.device, channel: Channel
+    part: UnitPart, config: FSDPConfig, index: MeshIndex, device: torch.device, channel: Channel
 ) -> tuple[bool, bool]:
     """Compare initial weights and buffers with those of other ranks, after :meth:`Agreement.wait`.
 
@@ -247,7 +239,7 @@ def difference(group: dist.ProcessGroup, values: Fingerprint, channel: Channel |
     return ""
 
 
-def give_from_first(module: nn.Module, index: FSDPDistributedIndex, stream: Stream, wanted: tuple[bool, bool]) -> None:
+def give_from_first(module: nn.Module, index: MeshIndex, stream: Stream, wanted: tuple[bool, bool]) -> None:
     """Overwrite buffers with those of the first rank of each data-parallel group. A collective.
 
     Args:
@@ -295,11 +287,11 @@ class Comparison:
         assert world is not None
         counts = _counts.setdefault(world, Counter())
         name = hashlib.blake2b(str(ranks).encode(), digest_size=8).hexdigest()
-        self._store = dist.PrefixStore(f"compare/{name}/{counts[ranks]}", open_store())
+        self._round = Round(f"compare/{name}/{counts[ranks]}")
         counts[ranks] += 1
         # The hash is counted before the rank. So if more ranks than equal hashes are counted, some rank differs.
-        self._first = self._store.add(self._hash, 1) == 1
-        self._store.add("arrived", 1)
+        self._first = self._round.count(self._hash, 1) == 1
+        self._round.count("arrived", 1)
 
     def wait(self, channel: Channel | None) -> None:
         """Wait for the other ranks.
@@ -328,8 +320,8 @@ class Comparison:
         """Whether all ranks have equal fingerprints. Raises TimeoutError if those that have arrived in time do."""
         end, pause = time.monotonic() + seconds, 0.001
         while True:
-            arrived = 0 if self._alone else self._store.add("arrived", 0)
-            if self._alone or self._store.add(self._hash, 0) < arrived:
+            arrived = 0 if self._alone else self._round.count("arrived")
+            if self._alone or self._round.count(self._hash) < arrived:
                 return False
             if arrived == len(self._ranks):
                 return True
@@ -342,46 +334,45 @@ class Comparison:
     def publish_error(self) -> None:
         """Store this rank's error for ranks that wait for it, and let them read it before this process may end."""
         if not self._alone:
-            self.publish()
-            self._let_others_read(time.monotonic() + SECONDS_FOR_OTHERS)
+            self._publish()
+            self._let_others_read(SECONDS_FOR_OTHERS)
 
-    def publish(self) -> None:
-        """Store this rank's hash and, if no other rank has done so, the fingerprint behind it. Does not wait."""
-        if self._alone:
-            return
+    def _publish(self) -> None:
+        """Store this rank's hash and, if no other rank has done so, the fingerprint behind it."""
         if self._first:
-            self._store.set(f"details/{self._hash}", self._details)
-        self._store.set(f"rank/{dist.get_rank()}", self._hash)
+            self._round.publish(f"details/{self._hash}", self._details)
+        self._round.publish(f"rank/{dist.get_rank()}", self._hash)
 
     def _verdict(self) -> str:
         """The message about the first difference. One rank computes it, so that all ranks have the same."""
-        self.publish()
-        end = time.monotonic() + SECONDS_FOR_ANSWERS
-        if self._store.add("judges", 1) == 1:
-            self._store.set("verdict", _first_difference(self._fingerprints(end), self._ranks))
-        elif not wait_for_key(self._store, "verdict", end + 2.0):
+        self._publish()
+        verdict = self._round.verdict(self._judge)
+        if verdict is None:
             return "The ranks that shard this model differ, and the rank that was to report the difference has ended."
-        verdict = self._store.get("verdict").decode()
-        self._let_others_read(end)
+        self._let_others_read(SECONDS_FOR_ANSWERS)
         return verdict
 
-    def _let_others_read(self, end: float) -> None:
-        """If this process holds the store, wait until all ranks have read why the model cannot be sharded."""
-        self._store.add("read", 1)
-        while holds_store() and self._store.add("read", 0) < len(self._ranks) and time.monotonic() < end:
-            time.sleep(0.01)
-
-    def _fingerprints(self, end: float) -> list[tuple[list[int], Fingerprint]]:
-        """The different fingerprints, each with the ranks that have it."""
+    def _judge(self, end: float) -> str:
+        """Describe the first difference between the fingerprints that have arrived at time ``end``."""
+        hashes = self._round.collect((f"rank/{rank}" for rank in self._ranks), end)
         ranks_of: dict[str, list[int]] = {}
         for rank in self._ranks:
-            if wait_for_key(self._store, f"rank/{rank}", end):
-                ranks_of.setdefault(self._store.get(f"rank/{rank}").decode(), []).append(rank)
-        return [
-            (ranks, dict(json.loads(zlib.decompress(b64decode(self._store.get(f"details/{key}"))))))
+            if key := hashes.get(f"rank/{rank}"):
+                ranks_of.setdefault(f"details/{key}", []).append(rank)
+        details = self._round.collect(ranks_of, end)
+        found = [
+            (ranks, dict(json.loads(zlib.decompress(b64decode(details[key])))))
             for key, ranks in ranks_of.items()
-            if wait_for_key(self._store, f"details/{key}", end)
+            if key in details
         ]
+        return _first_difference(found, self._ranks)
+
+    def _let_others_read(self, seconds: float) -> None:
+        """If this process holds the store, wait until all ranks have read why the model cannot be sharded."""
+        end = time.monotonic() + seconds
+        self._round.count("read", 1)
+        while holds_store() and self._round.count("read") < len(self._ranks) and time.monotonic() < end:
+            time.sleep(0.01)
 
 
 def _first_difference(found: list[tuple[list[int], Fingerprint]], ranks: tuple[int, ...]) -> str:
@@ -412,7 +403,7 @@ class Agreement:
         experts: Fingerprint that ranks with the same experts must have; empty if experts have no separate axes.
     """
 
-    def __init__(self, index: FSDPDistributedIndex, dense: Fingerprint, experts: Fingerprint) -> None:
+    def __init__(self, index: MeshIndex, dense: Fingerprint, experts: Fingerprint) -> None:
         self._index = index
         self._dense = dense
         self._experts = experts
@@ -432,7 +423,7 @@ class Agreement:
 
 
 @contextmanager
-def propagate_errors(index: FSDPDistributedIndex) -> Iterator[None]:
+def propagate_errors(index: MeshIndex) -> Iterator[None]:
     """Run checks of this rank. If they raise an error, the other ranks raise one as well, instead of waiting for it."""
     try:
         yield

@@ -24,7 +24,7 @@ from megatron.fsdp.dtensor import torch_patches
 from megatron.fsdp.init.deferred import drop_recipes
 from megatron.fsdp.init.materialize import check_can_materialize, comes_last, initialize, materialize_buffers
 from megatron.fsdp.runtime.agreement import Agreement, compare_values, fingerprint, give_from_first, propagate_errors
-from megatron.fsdp.runtime.engine import Engine, Resources
+from megatron.fsdp.runtime.engine import Engine
 from megatron.fsdp.runtime.partition import (
     UnitClasses,
     UnitPart,
@@ -42,7 +42,7 @@ from megatron.fsdp.runtime.partition import (
 from megatron.fsdp.runtime.registration import BufferRegistration, groups_of
 from megatron.fsdp.runtime.structure import reject_structural_changes
 from megatron.fsdp.runtime.unit import Unit
-from megatron.fsdp.sharding.mesh import FSDPDistributedIndex, default_index
+from megatron.fsdp.sharding.mesh import MeshIndex, default_index
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
 
 
@@ -84,7 +84,7 @@ class Blueprint:
     module: nn.Module
     root: UnitPart
     config: FSDPConfig
-    index: FSDPDistributedIndex
+    index: MeshIndex
     device: torch.device
     tp_mesh: DeviceMesh | None
     settings_of: Callable[[UnitPart], UnitSettings]
@@ -97,7 +97,7 @@ class Blueprint:
 def make_blueprint(
     module: nn.Module,
     config: FSDPConfig,
-    index: FSDPDistributedIndex | None = None,
+    index: MeshIndex | None = None,
     unit_modules: UnitClasses | None = None,
     device: torch.device | str | None = None,
     settings_of: Callable[[UnitPart], UnitSettings] | None = None,
@@ -144,7 +144,7 @@ def make_blueprint(
 def _check_and_divide(
     module: nn.Module,
     config: FSDPConfig,
-    index: FSDPDistributedIndex,
+    index: MeshIndex,
     unit_modules: UnitClasses | None,
     device: torch.device,
 ) -> tuple[UnitPart, DeviceMesh | None]:
@@ -188,12 +188,11 @@ def build_engine(blueprint: Blueprint) -> Engine:
     units = _build_units(blueprint, context, pool, modules_without_parameters)
     give_from_first(module, blueprint.index, context.stream, given)
     registration = _registration(config, blueprint.index, context, pool, units)
-    resources = Resources(context, pool, registration, blueprint.agreement)
     unit_of: weakref.WeakKeyDictionary[nn.Module, Unit] = weakref.WeakKeyDictionary()
     for unit, part in zip(units, blueprint.root.walk(), strict=True):
         # walk() yields inner units later, so each module ends up with the innermost unit around it.
         unit_of.update((each, unit) for each in part.module.modules())
-    engine = Engine(units, config, blueprint.index, resources, unit_of)
+    engine = Engine(units, config, blueprint.index, context, pool, registration, blueprint.agreement, unit_of)
     for unit, part in zip(units, blueprint.root.walk(), strict=True):
         unit.channel = blueprint.channel  # records the unit's collectives for reports about ranks that hang
         unit.install_hooks(root_modules(part.module) if unit.is_root else [part.module], engine.schedule)
@@ -211,7 +210,7 @@ def build_engine(blueprint: Blueprint) -> Engine:
 
 
 def _registration(
-    config: FSDPConfig, index: FSDPDistributedIndex, context: CommContext, pool: FixedPool | None, units: list[Unit]
+    config: FSDPConfig, index: MeshIndex, context: CommContext, pool: FixedPool | None, units: list[Unit]
 ) -> BufferRegistration | None:
     """What registers the fixed buffers with NCCL, if the settings ask for it."""
     groups = [group for unit in units for group in unit.groups]

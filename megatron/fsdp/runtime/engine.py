@@ -6,7 +6,6 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,43 +28,9 @@ from megatron.fsdp.runtime.agreement import Agreement
 from megatron.fsdp.runtime.partition import owner_of
 from megatron.fsdp.runtime.passes import PassState
 from megatron.fsdp.runtime.registration import BufferRegistration
-from megatron.fsdp.runtime.schedule import Limits, Schedule
+from megatron.fsdp.runtime.schedule import Schedule
 from megatron.fsdp.runtime.unit import Unit, WeightState
-from megatron.fsdp.sharding.mesh import FSDPDistributedIndex
-
-
-@dataclass
-class _Synchronization:
-    """Which backward passes synchronize gradients.
-
-    Attributes:
-        after_every_backward: Every backward ends with reduced gradients in ``.grad``.
-        is_last_microbatch: The next backward is the last one before the optimizer's step.
-        pending: A backward has ended since gradients were last synchronized.
-        microbatch_count: Number of such backward passes.
-    """
-
-    after_every_backward: bool
-    is_last_microbatch: bool = True
-    pending: bool = False
-    microbatch_count: int = 0
-
-
-@dataclass(frozen=True)
-class Resources:
-    """What the engine of one model communicates with.
-
-    Attributes:
-        context: Devices, streams and process groups.
-        pool: Fixed buffers; None if temporary buffers come from torch's allocator.
-        registration: Registers the buffers of ``pool`` with NCCL; None if they are not registered.
-        agreement: Comparison of the model between ranks.
-    """
-
-    context: CommContext
-    pool: FixedPool | None
-    registration: BufferRegistration | None
-    agreement: Agreement
+from megatron.fsdp.sharding.mesh import MeshIndex
 
 
 class Engine:
@@ -80,50 +45,61 @@ class Engine:
         units: All units of the model; the root first, then in the order of registration.
         config: Settings.
         index: Mesh and process groups.
-        resources: Streams, memory and the comparison between ranks.
+        context: Devices, streams and process groups.
+        pool: Fixed buffers; None if temporary buffers come from torch's allocator.
+        registration: Registers the buffers of ``pool`` with NCCL; None if they are not registered.
+        agreement: Comparison of the model between ranks.
         unit_of: The innermost unit around each module of the model.
 
     Attributes:
+        microbatch_count: Number of backward passes since gradients were last synchronized.
+        has_pending_gradients: A backward has ended since gradients were last put into ``.grad``.
         reads_synchronize: Whether reading ``.grad`` synchronizes gradients that wait. Megatron-Core scales gradients
             when it synchronizes them, so that reading them earlier would be a mistake.
+        attach_optimizer: Called with each optimizer that has parameters of the model, before its first step. None:
+            nothing is called.
     """
 
     reads_synchronize = True
+    attach_optimizer: Callable[[torch.optim.Optimizer], None] | None = None
 
     def __init__(
         self,
         units: list[Unit],
         config: FSDPConfig,
-        index: FSDPDistributedIndex,
-        resources: Resources,
+        index: MeshIndex,
+        context: CommContext,
+        pool: FixedPool | None,
+        registration: BufferRegistration | None,
+        agreement: Agreement,
         unit_of: weakref.WeakKeyDictionary[nn.Module, Unit],
     ) -> None:
         self.units = units
         self.config = config
         self.index = index
-        self.resources = resources
+        self.context = context
+        self.pool = pool
+        self._registration = registration
+        self._agreement = agreement
         self._unit_of = unit_of
         self._unit_with = {id(e.compute): unit for unit in units for group in unit.groups for e in group.params}
         self._units_in: weakref.WeakKeyDictionary[nn.Module, list[Unit]] = weakref.WeakKeyDictionary()
-        self._sync = _Synchronization(config.sync_model_each_microbatch)
+        self._syncs_every_backward = config.sync_model_each_microbatch
+        self._is_last_microbatch = True
+        self.microbatch_count = 0
+        self.has_pending_gradients = False
         # Which parameters take gradients, as of the last synchronization.
         self._trained = [param.trained for group in self.groups if group.requires_grad for param in group.params]
         self.schedule = Schedule(
             units,
-            Limits(
-                unsharded=config.max_unsharded_units,
-                reducing=config.max_reducing_units,
-                prefetch=config.overlap_param_gather and config.max_unsharded_units > 1,
-                wait_for_reduction=not config.overlap_grad_reduce,
-            ),
-            exchange=resources.context.exchange,
+            config,
+            exchange=context.exchange,
             on_backward_end=self._backward_ended,
         )
-        self.schedule.refresh_weights = config.cuda_graph_mode
         self._update_reduce_now()
         if runs_ahead(self.device):
             # When the engine is deleted, tasks may still use memory that compute has allocated. Compute would reuse it.
-            weakref.finalize(self, resources.context.join).atexit = False
+            weakref.finalize(self, context.join).atexit = False
 
     # Structure -------------------------------------------------------------------------------------------------
 
@@ -138,19 +114,9 @@ class Engine:
         return [unit.name for unit in self.units]
 
     @property
-    def context(self) -> CommContext:
-        """Devices, streams and process groups."""
-        return self.resources.context
-
-    @property
     def device(self) -> torch.device:
         """The device of the computation."""
         return self.context.device
-
-    @property
-    def pool(self) -> FixedPool | None:
-        """The fixed buffers; None if temporary buffers come from torch's allocator."""
-        return self.resources.pool
 
     def params(self) -> Iterator[ShardedParameter]:
         """All parameters, each once."""
@@ -181,11 +147,22 @@ class Engine:
             ValueError: Ranks have different models or settings. All of them raise.
             RuntimeError: A rank did not arrive in time.
         """
-        self.resources.agreement.wait(self.context.channel)
+        self._agreement.wait(self.context.channel)
 
     def on_any_rank(self, flags: list[bool]) -> list[bool]:
         """For each flag, whether any rank has set it. A collective: all ranks pass the same number of flags."""
         return self.context.any_rank(flags).read()
+
+    def use_collectives(self, unit: Unit | None = None, **operations: Any) -> None:
+        """Communicate weights and gradients by other operations from now on. All ranks call it at the same point.
+
+        Args:
+            unit: Only those of this unit. None: all.
+            operations: See :meth:`megatron.fsdp.comm.collectives.Collectives.replaced`.
+        """
+        self.context.join()  # what was issued before ends with the operations that it began with, on every rank
+        for group in self.groups if unit is None else unit.groups:
+            group.use_collectives(**operations)
 
     def average_buffers(self, module: nn.Module) -> None:
         """Replace floating-point buffers of ``module`` by their mean over the data-parallel ranks. A collective."""
@@ -201,31 +178,26 @@ class Engine:
     @property
     def is_last_microbatch(self) -> bool:
         """Whether the next backward is the last one before the optimizer's step. Settable."""
-        return self._sync.is_last_microbatch
+        return self._is_last_microbatch
 
     @is_last_microbatch.setter
     def is_last_microbatch(self, value: bool) -> None:
-        self._sync.is_last_microbatch = value
+        self._is_last_microbatch = value
         self._update_reduce_now()
 
     @property
     def model_auto_sync(self) -> bool:
         """Whether every backward ends with reduced gradients in ``.grad``. Settable."""
-        return self._sync.after_every_backward
+        return self._syncs_every_backward
 
     @model_auto_sync.setter
     def model_auto_sync(self, value: bool) -> None:
-        self._sync.after_every_backward = value
+        self._syncs_every_backward = value
         self._update_reduce_now()
 
-    @property
-    def microbatch_count(self) -> int:
-        """Number of backward passes since gradients were last synchronized."""
-        return self._sync.microbatch_count
-
     def _update_reduce_now(self) -> None:
-        overlapped = self._sync.is_last_microbatch and self.config.overlap_grad_reduce
-        self.schedule.reduce_now = self._sync.after_every_backward or overlapped
+        overlapped = self._is_last_microbatch and self.config.overlap_grad_reduce
+        self.schedule.reduce_now = self._syncs_every_backward or overlapped
 
     @contextmanager
     def synchronizing(self, auto_sync: bool, last: bool | None = None) -> Iterator[None]:
@@ -239,12 +211,12 @@ class Engine:
             self.model_auto_sync, self.is_last_microbatch = was_auto, was_last
 
     def _backward_ended(self) -> None:
-        self._sync.microbatch_count += 1
+        self.microbatch_count += 1
         # This reshards all units, so it waits for a later backward if the next micro-batch's forward runs.
-        if self._sync.after_every_backward and not self.schedule.in_callers_forward:
+        if self._syncs_every_backward and not self.schedule.in_callers_forward:
             self.finish_gradients()
         else:
-            self._sync.pending = True
+            self.has_pending_gradients = True
             if self.reads_synchronize:
                 if not _waiting:
                     GRADIENTS.install()
@@ -252,7 +224,7 @@ class Engine:
 
     def _nothing_waits(self, pending: bool = False) -> None:
         """From here on, reading ``.grad`` does not synchronize gradients."""
-        self._sync.pending = pending
+        self.has_pending_gradients = pending
         _waiting.discard(self)
         if not _waiting:
             GRADIENTS.uninstall()
@@ -370,10 +342,10 @@ class Engine:
         Raises:
             RuntimeError: ``nccl_ub`` is off, or a rank has too little memory.
         """
-        if self.resources.registration is None:
+        if self._registration is None:
             raise RuntimeError("register_buffers: expected nccl_ub=True; the buffers of this model are not for NCCL.")
         self.reshard()
-        self.resources.registration.register()
+        self._registration.register()
 
     # Gradients -------------------------------------------------------------------------------------------------
 
@@ -390,14 +362,15 @@ class Engine:
         """Reduce what is left to reduce, wait for it, and put gradients into ``.grad`` of the main weights."""
         self._nothing_waits()
         try:
+            self._check_hooks()
             self.schedule.reduce_waiting()
             with report_on_failure():
                 self.schedule.reset()
                 self.wait_for_reductions()
                 # Not every optimizer calls wait_before_write: Megatron-Core's updates main weights after this.
                 self.context.join_unshards()
-            if self.resources.registration is not None:
-                self.resources.registration.end_step()
+            if self._registration is not None:
+                self._registration.end_step()
             arrived = self._attach_gradients()
             if self.config.cuda_graph_mode:
                 # A capture ends with an error if a stream that it has forked is not joined.
@@ -406,25 +379,35 @@ class Engine:
             for group in self.groups:
                 group.abandon_gradients()
             raise
-        self._sync.microbatch_count = 0
+        self.microbatch_count = 0
         self.schedule.refresh_weights = self.config.cuda_graph_mode
         # Last, because a user's gradient hook may run the optimizer's step, which needs the final state.
         for param in arrived:
             param.run_gradient_hooks()
 
-    @property
-    def has_pending_gradients(self) -> bool:
-        """Whether a backward has ended since gradients were last put into ``.grad``."""
-        return self._sync.pending
+    def _check_hooks(self) -> None:
+        """Raise if gradient hooks, which are called once, would have been called more often in an unsharded model."""
+        nested, self.schedule.passes.was_nested = self.schedule.passes.was_nested, False
+        for param in self.params() if nested else ():
+            if param.has_hooks:
+                unit = self.unit_with(param.compute)
+                assert unit is not None
+                if unit.calls > 1 or len(param.sites) > 1:
+                    raise NotImplementedError(
+                        f"{param.name} has gradient hooks and is used more than once under reentrant activation "
+                        "checkpointing, which accumulates its gradient in parts: without sharding, the hooks would be "
+                        "called with each part. Use checkpoint(..., use_reentrant=False), or change .grad before the "
+                        "optimizer's step in place of the hooks."
+                    )
 
     def finish_pending_gradients(self) -> None:
         """Call :meth:`finish_gradients` if a backward has ended since the last call."""
-        if self._sync.pending:
+        if self.has_pending_gradients:
             self.finish_gradients()
 
     def leave_gradients_waiting(self) -> None:
         """Let the optimizer's step use what is in ``.grad``, without gradients that are not synchronized yet."""
-        self._nothing_waits(self._sync.pending)
+        self._nothing_waits(self.has_pending_gradients)
 
     def _attach_gradients(self) -> list[ShardedParameter]:
         groups = [group for group in self.groups if group.requires_grad or group.pending]

@@ -103,7 +103,10 @@ def run_backward(original: Callable[..., Any], outputs: Sequence[Any], *args: An
     """
     if not in_backward():
         _check_inputs(args[3])
-    # Only reentrant checkpointing runs a backward in a backward. The units' hooks see what it recomputes.
+    else:
+        # Only reentrant checkpointing runs a backward in a backward. The units' hooks see what it recomputes.
+        for schedule in list(_listening):
+            schedule.passes.was_nested = True
     edges = [_edge(output) for output in outputs]
     entered = {} if in_backward() else _entered_aside(edges)
 
@@ -184,8 +187,8 @@ def _entered_aside(edges: list[tuple[Any, int]]) -> dict[Any, list["Unit"]]:
             unit = node.unit()
         elif (weight := getattr(node, "variable", None)) is not None and (engine := owner_of(weight)) is not None:
             unit = engine.unit_with(weight)
-        if unit is not None and unit not in inside and unit.listener is not None:
-            entered[unit.listener][unit] = None
+        if unit is not None and unit not in inside and unit.schedule is not None:
+            entered[unit.schedule][unit] = None
         inside = inside - {unit} if type(node) is _END else inside
         stack += [(*edge, inside) for edge in node.next_functions]
     return {schedule: list(units) for schedule, units in entered.items()}

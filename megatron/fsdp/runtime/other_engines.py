@@ -1,14 +1,10 @@
-"""Raises an error if another data-parallel engine wraps a model before or after it is sharded.
+"""Raises an error if another data-parallel engine has wrapped a model that is to be sharded.
 
-Two engines on one model would reduce gradients twice, or gather each other's shards.
+Two engines on one model would reduce gradients twice. Another engine around a sharded model fails at its parameters.
 """
-
-from collections.abc import Callable
-from typing import Any
 
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY
-from torch.nn.modules.module import register_module_module_registration_hook
 
 _UNWRAP = "Give fully_shard the model that it wraps (its .module)."
 _COMPOSED = "Leave out torch's {0}; megatron.fsdp.fsdp2.fully_shard takes the same arguments."
@@ -48,44 +44,3 @@ def check_no_other_engine(module: nn.Module) -> None:
         if found is not None:
             where = f"its module {name}" if name else "it"
             raise ValueError(f"The model cannot be sharded: {where} is already synchronized by {found[0]}. {found[1]}")
-
-
-class _GuardedRegistry(dict[str, Any]):
-    """The registry of torch's composable functions in a sharded module. It raises an error for ``fully_shard``.
-
-    torch stores the registry in the module's ``__dict__`` under a private key, and looks a function up in it before
-    applying it.
-    """
-
-    def __contains__(self, name: object) -> bool:
-        if name == "fully_shard":
-            raise ValueError(
-                "torch's fully_shard was called on a model that Megatron-FSDP has sharded. Leave it out. Units are set "
-                "by fsdp_unit_modules, or by megatron.fsdp.fsdp2.fully_shard."
-            )
-        return super().__contains__(name)
-
-
-_hooks: list[object] = []
-
-
-def reject_other_engines(module: nn.Module, is_sharded: Callable[[nn.Module], bool]) -> None:
-    """Raise ValueError from now on if another engine wraps a sharded model or one of its modules.
-
-    Args:
-        module: The model that has just been sharded.
-        is_sharded: Returns whether a module has parameters of a sharded model. It must be the same in every call.
-    """
-    for part in module.modules():
-        part.__dict__[REGISTRY_KEY] = _GuardedRegistry(part.__dict__.get(REGISTRY_KEY) or {})
-
-    def check(outer: nn.Module, name: str, inner: nn.Module) -> None:
-        found = _wrapper(type(outer))
-        if found is not None and is_sharded(inner):
-            raise ValueError(
-                f"{found[0]} cannot wrap a model that Megatron-FSDP has sharded, which synchronizes gradients already. "
-                "Use the sharded model directly."
-            )
-
-    if not _hooks:
-        _hooks.append(register_module_module_registration_hook(check))

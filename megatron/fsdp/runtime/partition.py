@@ -21,7 +21,7 @@ from megatron.fsdp.helpers.arguments import described
 from megatron.fsdp.helpers.spelling import did_you_mean
 from megatron.fsdp.quantized.storage import storage_of
 from megatron.fsdp.runtime.other_engines import check_no_other_engine
-from megatron.fsdp.sharding.mesh import FSDPDistributedIndex
+from megatron.fsdp.sharding.mesh import MeshIndex
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
 
 # torch's wrapper for activation checkpointing removes this prefix from the names of parameters and in state dicts.
@@ -90,20 +90,14 @@ def resolve_unit_classes(module: nn.Module, unit_modules: UnitClasses | None) ->
     kinds = {type(m) for m in module.modules()}
     present = {kind.__name__: kind for kind in kinds}
     classes = []
-    single = isinstance(unit_modules, (str, type, nn.Module)) or not isinstance(unit_modules or (), Iterable)
-    entries: Iterable[Any] = [unit_modules] if single else unit_modules or ()  # type: ignore[assignment]
+    several = isinstance(unit_modules, Iterable) and not isinstance(unit_modules, str)
+    entries: Any = () if unit_modules is None else unit_modules if several else [unit_modules]
     for entry in entries:
         if isinstance(entry, str) and sum(kind.__name__ == entry for kind in kinds) > 1:
             raise ValueError(f"fsdp_unit_modules: the model has several classes called {entry}; give the class itself.")
         cls = _import_class(entry, present) if isinstance(entry, str) else entry
         if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
-            owner, one = "its class", entry
-            if isinstance(entry, nn.ModuleList) and len(entry):
-                owner, one = "the class of its modules", entry[0]
-            hint = f" Give {owner}: fsdp_unit_modules=[{type(one).__name__}]." if isinstance(one, nn.Module) else ""
-            raise TypeError(
-                f"fsdp_unit_modules: expected classes of modules, or their names; got {described(entry)}.{hint}"
-            )
+            raise TypeError(f"fsdp_unit_modules: expected classes of modules, or their names; got {described(entry)}.")
         if not any(isinstance(m, cls) for m in module.modules()):
             raise _absent(cls.__name__, present)
         classes.append(cls)
@@ -230,7 +224,7 @@ def check_quantized(part: UnitPart, device: torch.device, policy: MixedPrecision
             )
 
 
-def tensor_parallel_mesh(module: nn.Module, index: FSDPDistributedIndex) -> DeviceMesh | None:
+def tensor_parallel_mesh(module: nn.Module, index: MeshIndex) -> DeviceMesh | None:
     """The tensor-parallel mesh, if any parameter is a DTensor over one or is marked as tensor-parallel.
 
     Raises:

@@ -25,6 +25,7 @@ class Pass:
         by_caller: The caller has begun the backward and will end it. It may consist of several of autograd's.
         prefetched: The first unshards of the next forward were started.
         number: Number of backward passes so far.
+        was_nested: A backward ran in a backward since gradients were last synchronized.
     """
 
     def __init__(self) -> None:
@@ -33,6 +34,7 @@ class Pass:
         self.by_caller = False
         self.prefetched = False
         self.number = 0
+        self.was_nested = False
 
     @property
     def has_failed(self) -> bool:

@@ -1,19 +1,13 @@
 """Registers the fixed buffers of a model with NCCL, alike on all ranks."""
 
-import dataclasses
 import functools
 import logging
-import time
 
-import torch
 import torch.distributed as dist
 
 from megatron.fsdp.buffers.pool import Buffer, FixedPool, sufficient
-from megatron.fsdp.comm.backends import runs_ahead
-from megatron.fsdp.comm.collectives import all_reduce
-from megatron.fsdp.comm.context import CommContext
+from megatron.fsdp.comm.context import CommContext, SetFlags
 from megatron.fsdp.comm.registered_memory import NcclMemory
-from megatron.fsdp.comm.streams import Handle
 from megatron.fsdp.sharding.mesh import DataParallelAxes
 
 logger = logging.getLogger(__name__)
@@ -22,37 +16,6 @@ logger = logging.getLogger(__name__)
 def groups_of(axes: list[DataParallelAxes]) -> list[dist.ProcessGroup]:
     """The process groups over which weights and gradients are communicated, each once."""
     return list(dict.fromkeys(group for each in axes for group in (*each.groups, each.gather)))
-
-
-class _Question:
-    """Whether any rank's answer is yes. Asked at the end of one step and read at the end of the next.
-
-    By then the device has long answered, so that the host does not wait for the computation of the step.
-
-    Args:
-        contexts: Groups to ask, one after the other.
-        answer: This rank's.
-    """
-
-    def __init__(self, contexts: list[CommContext], answer: bool) -> None:
-        stream = contexts[0].stream
-        self._read = torch.empty(1, dtype=torch.uint8, pin_memory=runs_ahead(contexts[0].device))
-        self._handle: Handle = stream.run(functools.partial(self._ask, contexts, answer))
-        contexts[0].channel.note("compare whether buffers were added", [self._handle])
-
-    def _ask(self, contexts: list[CommContext], answer: bool) -> None:
-        # A kernel writes it: copying it from the host would make the host wait.
-        asked = torch.full((1,), int(answer), dtype=torch.uint8, device=contexts[0].device)
-        for context in contexts:
-            all_reduce(asked, dist.ReduceOp.MAX, context.dp_group)
-        self._read.copy_(asked, non_blocking=True)
-
-    def answered(self) -> bool:
-        """The answer. The host waits until the device has it."""
-        self._handle.wait()
-        while not self._handle.ended:
-            time.sleep(0.0005)
-        return bool(self._read.item())
 
 
 class BufferRegistration:
@@ -91,18 +54,17 @@ class BufferRegistration:
         self._symmetric = symmetric
         self._manual = manual
         self._once = once
-        self._question: _Question | None = None
+        self._context = context
+        # Asked at the end of one step and read at the end of the next. By then the device has long answered, so that
+        # the host does not wait for the computation of the step.
+        self._added: SetFlags | None = None
         groups = groups_of(axes)
         self._memory = NcclMemory(groups, context.device)
-        self._groups = self._as_contexts(context, groups)
+        self._groups = [context.stream.group(group) for group in groups]
         # Dense parameters and experts may be sharded by different ranks. After the ranks of the first have agreed, and
         # those of the second, the first hear what their ranks have learned from the second.
-        parties = [each.dp_group for each in axes]
-        self._parties = self._as_contexts(context, [*parties, *parties[:-1]])
-
-    @staticmethod
-    def _as_contexts(context: CommContext, groups: list[dist.ProcessGroup]) -> list[CommContext]:
-        return [dataclasses.replace(context, dp_group=context.stream.group(group)) for group in groups]
+        parties = [context.stream.group(each.dp_group) for each in axes]
+        self._parties = [*parties, *parties[:-1]]
 
     def end_step(self) -> None:
         """Register the buffers after the first step, and after steps in which any rank has added one. A collective."""
@@ -113,8 +75,8 @@ class BufferRegistration:
             return
         if self._once:
             return
-        question, self._question = self._question, _Question(self._parties, self._pool.grown)
-        if question is not None and question.answered():
+        added, self._added = self._added, self._context.any_rank([self._pool.grown], *self._parties)
+        if added is not None and any(added.read()):
             self.register()
 
     def register(self) -> None:
@@ -123,11 +85,11 @@ class BufferRegistration:
         Raises:
             RuntimeError: A rank has too little memory. All ranks raise.
         """
-        self._question = None
+        self._added = None
         buffers, alike = self._agree()
         if self._symmetric and not alike:
             logger.warning("FSDP: ranks have parameter groups of other sizes: no symmetric memory is registered.")
-        device = self._groups[0].device
+        device = self._context.device
         failure: Exception | None = None
         try:
             self._memory.allocate(functools.partial(self._pool.renew, buffers, device))
@@ -135,10 +97,8 @@ class BufferRegistration:
             failure = error
         # The first collective of a group makes its communicator, to which nothing can be registered before. And
         # a rank that cannot go on must say so here, because the others would wait for it in a registration.
-        failed = failure is not None
-        for group in (*self._groups, *self._parties):
-            failed = _Question([group], failed).answered()
-        if failed:
+        failed = self._context.any_rank([failure is not None], *self._groups, *self._parties)
+        if any(failed.read()):
             raise failure or RuntimeError("nccl_ub: another rank could not allocate memory to register with NCCL.")
         self._memory.register(self._symmetric and alike)
 
@@ -147,7 +107,7 @@ class BufferRegistration:
         buffers, alike = self._pool.buffers(), True
         for party in self._parties:
             numbers = [int(alike), len(self._sizes), *self._sizes, *(number for each in buffers for number in each)]
-            found = party.exchange(numbers)
+            found = self._context.exchange(numbers, party)
             end = 2 + len(self._sizes)
             alike = all(each[0] and each[1:end] == numbers[1:end] for each in found)
             buffers = sufficient([_as_buffers(each[2 + each[1] :]) for each in found])

@@ -3,12 +3,12 @@
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
 from megatron.fsdp.buffers.weights import PlaneSet
 from megatron.fsdp.comm.streams import is_capturing
+from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.helpers.weak import weak_method
 from megatron.fsdp.quantized.storage import Direction
 from megatron.fsdp.runtime.graph import listen
@@ -20,23 +20,6 @@ from megatron.fsdp.runtime.unit import Unit, WeightState
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Limits of the communication in flight.
-
-    Attributes:
-        unsharded: Maximum number of unsharded units besides the root.
-        reducing: Maximum number of units whose gradients are being reduced.
-        prefetch: Whether to unshard units ahead of the computation.
-        wait_for_reduction: Whether to wait for every reduction right after issuing it.
-    """
-
-    unsharded: int
-    reducing: int
-    prefetch: bool
-    wait_for_reduction: bool
-
-
 class Schedule:
     """Drives the units of one model through forward and backward passes.
 
@@ -44,7 +27,7 @@ class Schedule:
 
     Args:
         units: All units; the root first, then in the order of registration.
-        limits: Limits of the communication in flight.
+        config: Settings of the model; the limits of the communication in flight.
         exchange: Gathers a list of integers from every rank.
         on_backward_end: A method to call when a backward has ended. It is referred to weakly: the engine owns this.
 
@@ -60,17 +43,18 @@ class Schedule:
     def __init__(
         self,
         units: list[Unit],
-        limits: Limits,
+        config: FSDPConfig,
         exchange: Callable[[list[int]], list[list[int]]],
         on_backward_end: Callable[[], None],
     ) -> None:
         self.units = units
-        self.limits = limits
-        self.plans = Plans(units, limits.unsharded - 1 if limits.prefetch else 0, exchange)
+        self._config = config
+        self._prefetches = config.overlap_param_gather and config.max_unsharded_units > 1
+        self.plans = Plans(units, config.max_unsharded_units - 1 if self._prefetches else 0, exchange)
         self.passes = Pass()
         self.reducing: deque[Unit] = deque()
         self.reduce_now = True
-        self.refresh_weights = False
+        self.refresh_weights = config.cuda_graph_mode
         self.in_callers_forward = False
         self._index = {id(unit): i for i, unit in enumerate(units)}
         self._weights = [group.weights for unit in units for group in unit.groups]
@@ -99,11 +83,11 @@ class Schedule:
         The list ends before a unit whose main weights are in the memory that an unshard writes to, or are quantized
         together with those of the other units.
         """
-        if not self.limits.prefetch:
+        if not self._prefetches:
             return []
         first: list[Unit] = []
         for unit in self.plans.next_forward_units():
-            full = sum(u.temporary and not u.is_root for u in first) == self.limits.unsharded
+            full = sum(u.temporary and not u.is_root for u in first) == self._config.max_unsharded_units
             if full or unit.quantized or not all(group.weights.main_is_apart for group in unit.groups):
                 break
             first.append(unit)
@@ -221,10 +205,7 @@ class Schedule:
             unit.let_go(Direction.BACKWARD)
             if self.in_callers_forward and (unit.held_by or unit.expected_by):
                 continue
-            if unit.state is WeightState.UNSHARDING:
-                unit.reshard_unused()
-            elif unit.state is not WeightState.SHARDED:
-                unit.reshard()
+            unit.reshard()
         self._issue_skipped(self.plans.backward, self.plans.backward.finish())
         # If no input of a unit needs gradients, no hook runs at the end of its backward, so it is reduced here.
         for unit in reversed(self.units):
@@ -244,7 +225,7 @@ class Schedule:
     # Units -----------------------------------------------------------------------------------------------------
 
     def before_forward(self, unit: Unit) -> bool:
-        """See :class:`megatron.fsdp.runtime.unit.UnitListener`."""
+        """Handle the start of a module's forward. Returns whether to watch its inputs for the end of its backward."""
         if self.passes.has_failed:
             self.reset()
         if unit.state is WeightState.HELD:
@@ -267,7 +248,7 @@ class Schedule:
         return grad and not unit.is_root and (not self._in_backward or unit.calls_done >= unit.calls)
 
     def after_forward(self, unit: Unit) -> bool:
-        """See :class:`megatron.fsdp.runtime.unit.UnitListener`."""
+        """Handle the end of a module's forward. Returns whether to watch its outputs for the start of backward."""
         if unit.state is WeightState.HELD:
             return False
         forward = self.plans.forward
@@ -296,14 +277,14 @@ class Schedule:
         return last == self._index[id(unit)] and not unit.is_directional
 
     def before_inner_forward(self, unit: Unit) -> None:
-        """See :class:`megatron.fsdp.runtime.unit.UnitListener`."""
+        """Handle the forward of a module inside a unit, which may be recomputed in the unit's backward."""
         in_use = unit.state is WeightState.BACKWARD or Direction.BACKWARD in unit.held_by
         recomputed = unit.is_directional and self._in_backward and in_use
         if recomputed and self._unshard_forward_only(unit):
             unit.prepare(Direction.FORWARD)
 
     def before_backward(self, unit: Unit) -> None:
-        """See :class:`megatron.fsdp.runtime.unit.UnitListener`."""
+        """Handle the gradient of an output: the unit's backward starts."""
         self._begin_backward()
         unit.took_part = True
         if unit.state is WeightState.BACKWARD:
@@ -321,7 +302,7 @@ class Schedule:
             unit.aside = True
 
     def after_backward(self, unit: Unit) -> None:
-        """See :class:`megatron.fsdp.runtime.unit.UnitListener`."""
+        """Handle complete gradients of the inputs of one call: this call's backward has ended."""
         unit.calls_done += 1
         if unit.aside:
             return
@@ -477,13 +458,13 @@ class Schedule:
         while (op := plan.ahead()) is not None and op.kind is not OpKind.REDUCE:
             unit = self.units[op.unit_index]
             if op.kind is OpKind.UNSHARD_FORWARD_ONLY:
-                if not self.limits.prefetch or unit.state is WeightState.SHARDED:
+                if not self._prefetches or unit.state is WeightState.SHARDED:
                     return
                 unit.unshard(PlaneSet.FORWARD_ONLY)
             else:
                 if unit.state is WeightState.SHARDED:
                     full = unit.temporary and not unit.is_root and self._full(plan)
-                    if not self.limits.prefetch or full or unit.slot_is_taken:
+                    if not self._prefetches or full or unit.slot_is_taken:
                         return
                 self._unshard(plan, unit)
             plan.issued += 1
@@ -500,15 +481,15 @@ class Schedule:
             others = [u for u in others if self._direction(plan) in u.held_by | u.expected_by]
         # Units that stay unsharded until their backward do not count: the limit could not be kept with them.
         unsharded = [u for u in others if not (u.keeps_weights and u.state is WeightState.UNSHARDED)]
-        return len(unsharded) >= self.limits.unsharded
+        return len(unsharded) >= self._config.max_unsharded_units
 
     def _issue_reduction(self, unit: Unit) -> None:
         unit.reduced = True
-        while len(self.reducing) >= self.limits.reducing:
+        while len(self.reducing) >= self._config.max_reducing_units:
             self.reducing.popleft().wait_for_gradients()
         if unit.reduce_gradients(self.reduce_now) and unit.reducing_frees_memory:
             self.reducing.append(unit)
-        if self.limits.wait_for_reduction:
+        if not self._config.overlap_grad_reduce:
             unit.wait_for_gradients()
 
     def reduce_waiting(self) -> None:

@@ -3,6 +3,7 @@
 import functools
 import weakref
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +13,6 @@ from torch.nn.modules.module import (
 )
 from torch.nn.utils import parametrize
 
-from megatron.fsdp.dtensor.torch_patches import call_at
 from megatron.fsdp.dtensor.unsupported import BEFORE, OWNER
 from megatron.fsdp.runtime.partition import owner_of
 
@@ -40,9 +40,17 @@ def reject_conversion(parameters: Iterable[torch.Tensor], fn: Callable[[torch.Te
             )
 
 
-def _reject_conversion_of_part(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def apply_if_allowed(
+    original: Callable[..., nn.Module],
+    module: nn.Module,
+    fn: Callable[[torch.Tensor], torch.Tensor],
+    *args: Any,
+    **kwargs: Any,
+) -> nn.Module:
+    """``nn.Module._apply``, unless it would convert parameters of a part of a sharded model."""
     if _is_sharded(module):
         reject_conversion((p for p in module._parameters.values() if p is not None and hasattr(p, OWNER)), fn)
+    return original(module, fn, *args, **kwargs)
 
 
 def _is_sharded(module: nn.Module) -> bool:
@@ -53,7 +61,6 @@ def _is_sharded(module: nn.Module) -> bool:
 @functools.cache
 def _watch() -> None:
     # torch's registration hooks are global, so they are registered once for all models.
-    call_at("apply", _reject_conversion_of_part)
     register_module_parameter_registration_hook(_parameter_registered)
     register_module_module_registration_hook(_module_registered)
 

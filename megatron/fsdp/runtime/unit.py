@@ -6,9 +6,10 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map
 
@@ -21,6 +22,9 @@ from megatron.fsdp.helpers.labels import profiled
 from megatron.fsdp.helpers.weak import not_compiled, weak_method
 from megatron.fsdp.quantized.storage import Direction, storage_of
 from megatron.fsdp.runtime.graph import tensors_in, watch_inputs, watch_outputs
+
+if TYPE_CHECKING:
+    from megatron.fsdp.runtime.schedule import Schedule
 
 logger = logging.getLogger(__name__)
 
@@ -48,31 +52,6 @@ TRANSITIONS: dict[WeightState, tuple[WeightState, ...]] = {
     # The forward of one micro-batch and the backward of another may use the unit at once.
     _W.HELD: (_W.HELD, _W.SHARDED),
 }
-
-
-class UnitListener(Protocol):
-    """The interface through which the hooks of units call the schedule."""
-
-    def before_forward(self, unit: "Unit") -> bool:
-        """Handle the start of the module's forward. Returns whether to watch its inputs for the end of its backward."""
-
-    def after_forward(self, unit: "Unit") -> bool:
-        """Handle the end of the module's forward. Returns whether to watch its outputs for the start of backward."""
-
-    def forward_failed(self) -> None:
-        """Handle an exception in the root's forward."""
-
-    def before_inner_forward(self, unit: "Unit") -> None:
-        """Handle the forward of a module inside a unit, which may be recomputed in the unit's backward."""
-
-    def before_backward(self, unit: "Unit") -> None:
-        """Handle the gradient of an output: the unit's backward starts."""
-
-    def enter_aside(self, units: list["Unit"]) -> None:
-        """Handle the start of a backward that enters units at something else than their outputs."""
-
-    def after_backward(self, unit: "Unit") -> None:
-        """Handle complete gradients of the inputs of one call: this call's backward has ended."""
 
 
 class Unit:
@@ -121,16 +100,19 @@ class Unit:
         self.held_by: set[Direction] = set()
         self.expected_by: set[Direction] = set()
         self.channel = Channel(Log([]))
-        self._listener: Callable[[], UnitListener | None] = lambda: None
+        self._schedule: Callable[[], Schedule | None] = lambda: None
         self._before: Callable[..., Any] = weak_method(self.pre_forward)
         self._after: Callable[..., Any] = weak_method(self.post_forward)
         self._state = WeightState.SHARDED
         self._shows_compute = False
         self._depth = 0
         # See [Note: versions of compute weights].
-        apart = [g for g in groups if g.storage is None and (g.weights.temporary or g.weights.main_is_apart)]
+        plain = [group for group in groups if group.storage is None]
+        apart = [g for g in plain if g.weights.temporary or g.weights.main_is_apart]
         self._versioned = [param for group in apart for param in group.params]
+        self._sharing = [param for group in plain if group not in apart for param in group.params]
         self._versions: list[int] = []
+        self._versions_of_main: list[int] = []
         self._end: Any = None
 
     def __repr__(self) -> str:
@@ -232,9 +214,7 @@ class Unit:
         Raises:
             RuntimeError: The weights are in use.
         """
-        if self._state is WeightState.UNSHARDING:
-            self.reshard_unused()
-        elif self._state is WeightState.UNSHARDED:
+        if self._state in (WeightState.UNSHARDING, WeightState.UNSHARDED):
             self.reshard()
         elif self._state is not WeightState.SHARDED:
             raise RuntimeError(
@@ -265,9 +245,7 @@ class Unit:
         self.expected_by.discard(direction)
         if self.held_by or self.expected_by:
             return
-        if self._state is WeightState.UNSHARDING:
-            self.reshard_unused()
-        elif self._state is WeightState.HELD:
+        if self._state in (WeightState.UNSHARDING, WeightState.HELD):
             self.reshard()
 
     def prepare(self, direction: Direction) -> None:
@@ -289,8 +267,11 @@ class Unit:
 
     @profiled("reshard")
     def reshard(self) -> None:
-        """Free the compute weights once the compute issued so far has read them."""
-        self._drop_derived()
+        """Free the compute weights, in any state, once the compute issued so far has read them."""
+        if self._state is WeightState.SHARDED:
+            return
+        for storage, params in self.quantized:
+            storage.after_use(params)
         for group in self.groups:
             group.weights.reshard()
         self.to(WeightState.SHARDED)
@@ -305,12 +286,18 @@ class Unit:
         a graph can read them after they were resharded and unsharded again, unless the weight was changed meanwhile,
         as in an unsharded model. Resharded weights have another version, so that backward cannot read freed memory, or
         that of another unit, through a part of the graph that no hook guards. Weights whose memory contains the main
-        weights count their versions themselves.
+        weights count writes in forward themselves, and get those of their main weights added.
         """
         with torch._C.DisableTorchFunctionSubclass():
             self._versions = [2 * param.main._version + (not readable) for param in self._versioned]
+            of_main = [param.main._version for param in self._sharing]
         weights = [param.compute for param in self._versioned]
         torch._C._autograd._unsafe_set_version_counter(tuple(weights), tuple(self._versions))
+        if of_main != self._versions_of_main:
+            before = self._versions_of_main or of_main
+            written = [p.compute for p, now, was in zip(self._sharing, of_main, before, strict=True) if now != was]
+            torch._C._increment_version(written)
+            self._versions_of_main = of_main
 
     def _check_not_written(self) -> None:
         """Raise if the module's forward has written a weight: the next unshard would undo that."""
@@ -323,18 +310,6 @@ class Unit:
             "only change between forwards: this change would be lost. Change the parameter before or after the model's "
             "forward, where it is the main weight."
         )
-
-    def _drop_derived(self) -> None:
-        """Drop what formats of quantized weights have computed for the forward or backward that has ended."""
-        for storage, params in self.quantized:
-            storage.after_use(params)
-
-    @profiled("reshard")
-    def reshard_unused(self) -> None:
-        """Free weights that were prefetched and not used."""
-        for group in self.groups:
-            group.weights.reshard_unused()
-        self.to(WeightState.SHARDED)
 
     def show(self, compute: bool) -> None:
         """Make compute weights, or main weights, the module's parameters."""
@@ -405,15 +380,15 @@ class Unit:
 
     # Hooks -----------------------------------------------------------------------------------------------------
 
-    def install_hooks(self, modules: list[nn.Module], listener: UnitListener) -> None:
+    def install_hooks(self, modules: list[nn.Module], schedule: "Schedule") -> None:
         """Register hooks on the unit's module.
 
         Args:
             modules: The module. For the root, also the modules inside that contain all parameters, since the user may
                 call any of these nested wrappers.
-            listener: Called by the hooks. It is referred to weakly, because the modules hold the hooks.
+            schedule: Called by the hooks. It is referred to weakly, because the modules hold the hooks.
         """
-        self._listener = weakref.ref(listener)
+        self._schedule = weakref.ref(schedule)
         self._before, self._after = not_compiled(self._before), not_compiled(self._after)
         for module in modules:
             if module._compiled_call_impl is not None:
@@ -433,14 +408,14 @@ class Unit:
 
         Backward may recompute such a module without the unit, and then needs the planes of forward.
         """
-        listener = self._listener()
-        if listener is not None:
-            listener.before_inner_forward(self)
+        schedule = self._schedule()
+        if schedule is not None:
+            schedule.before_inner_forward(self)
 
     def pre_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """Forward pre-hook. Calls inside a call of the same unit are ignored."""
-        listener = self._listener()
-        if listener is None:
+        schedule = self._schedule()
+        if schedule is None:
             return None
         if torch._C._functorch.maybe_current_level() is not None:
             raise NotImplementedError(
@@ -448,7 +423,7 @@ class Unit:
                 "Use torch.autograd.grad, torch.autograd.functional.jacobian, or a loop in place of vmap."
             )
         self._depth += 1
-        if self._depth > 1 or not listener.before_forward(self):
+        if self._depth > 1 or not schedule.before_forward(self):
             return None
         watched, self._end = watch_inputs(self, args, kwargs)
         if watched is not None:
@@ -458,17 +433,41 @@ class Unit:
     def post_forward(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         """Forward hook. ``output`` is None if the module has raised an exception."""
         self._depth = max(self._depth - 1, 0)
-        listener = self._listener()
-        if listener is None or self._depth:
+        schedule = self._schedule()
+        if schedule is None or self._depth:
             return None
         if output is not None:
             self._check_not_written()
+            if dist.get_debug_level() != dist.DebugLevel.OFF:  # TORCH_DISTRIBUTED_DEBUG, since this is slow
+                self._check_not_kept(module)
         copied = self._copy_own_weights(output)
         output = output if copied is None else copied
         end, self._end = self._end, None
-        if listener.after_forward(self):
+        if schedule.after_forward(self):
             watch_outputs(self, output, end)
         return copied
+
+    def _check_not_kept(self, module: nn.Module) -> None:
+        """Raise if a module has kept a weight, whose memory is freed."""
+        memory = self._temporary_memory()
+        for name, part in module.named_modules():
+            for key, value in vars(part).items():
+                # Parameters from before sharding stand for the present ones.
+                found = [each for each in tensors_in(value) if "_fsdp_stands_for" not in vars(each)]
+                # Recurrent layers list their weights anew in every forward.
+                if key not in ("_parameters", "_modules", "_flat_weights") and any(
+                    _is_in(memory, each) for each in found
+                ):
+                    raise RuntimeError(
+                        f"FSDP unit {self.label}: {type(part).__name__}.{key} ({name or 'the module of the unit'}) "
+                        "keeps a weight of the unit, or a view of one. Its memory is freed after the unit's forward: "
+                        "keep a copy, .clone(), instead."
+                    )
+
+    def _temporary_memory(self) -> set[int]:
+        """The storages of the unit's weights whose memory is freed, or that have quantized values."""
+        groups = [group for group in self.groups if group.weights.temporary or group.storage is not None]
+        return {storage_id(plane.buffer.flat) for group in groups for plane in group.weights.planes}
 
     def _copy_own_weights(self, output: Any) -> Any:
         """Return the output with copies in place of the unit's weights; None if it contains no weights.
@@ -476,16 +475,11 @@ class Unit:
         Some modules return parameters, such as Megatron-Core's linear layers, whose bias the caller adds later. By then
         the memory of the weights has been freed.
         """
-        groups = [group for group in self.groups if group.weights.temporary or group.storage is not None]
-        memory = {storage_id(plane.buffer.flat) for group in groups for plane in group.weights.planes}
-
-        def is_own(value: Any) -> bool:
-            return isinstance(value, torch.Tensor) and not memory.isdisjoint(map(storage_id, _stored_in(value)))
-
-        if not memory or not any(is_own(tensor) for tensor in tensors_in(output)):
+        memory = self._temporary_memory()
+        if not memory or not any(_is_in(memory, tensor) for tensor in tensors_in(output)):
             return None
-        output = tree_map(lambda value: value.clone() if is_own(value) else value, output)
-        if any(is_own(tensor) for tensor in tensors_in(output)):
+        output = tree_map(lambda value: value.clone() if _is_in(memory, value) else value, output)
+        if any(_is_in(memory, tensor) for tensor in tensors_in(output)):
             raise NotImplementedError(
                 f"FSDP unit {self.label} returns one of its own parameters, in a {type(output).__name__}. The memory "
                 "of parameters is freed after the unit's forward: return a copy (.clone())."
@@ -499,41 +493,35 @@ class Unit:
             output = function(*args, **kwargs)
         except BaseException:
             self._after(module, args, kwargs, None)
-            listener = self._listener()
-            if listener is not None and self.is_root and not self._depth:
-                listener.forward_failed()
+            schedule = self._schedule()
+            if schedule is not None and self.is_root and not self._depth:
+                schedule.forward_failed()
             raise
         copied = self._after(module, args, kwargs, output)
         return output if copied is None else copied
 
     def pre_backward(self, grad: torch.Tensor) -> None:
         """Tensor hook of an output."""
-        listener = self._listener()
-        if listener is not None:
-            listener.before_backward(self)
+        schedule = self._schedule()
+        if schedule is not None:
+            schedule.before_backward(self)
 
     @property
-    def listener(self) -> UnitListener | None:
+    def schedule(self) -> "Schedule | None":
         """What the hooks call; None once it is gone."""
-        return self._listener()
+        return self._schedule()
 
     def post_backward(self) -> None:
         """Called when the gradients of one call's inputs are complete."""
-        listener = self._listener()
-        if listener is not None:
-            listener.after_backward(self)
+        schedule = self._schedule()
+        if schedule is not None:
+            schedule.after_backward(self)
 
     def abandon(self) -> None:
         """Reshard in any state, and reset the counters of a pass that did not end."""
         self._depth = 0
         self.new_pass()
-        if self._state is not WeightState.SHARDED:
-            self._drop_derived()
-            for group in self.groups:
-                group.weights.abandon()
-            self.to(WeightState.SHARDED)
-            self._set_versions(readable=False)
-            self.show(compute=False)
+        self.reshard()
 
 
 def as_forward(unit: Unit, module: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -551,6 +539,11 @@ def as_forward(unit: Unit, module: nn.Module, function: Callable[..., Any]) -> C
         return unit.call(module, function, args, kwargs)
 
     return call
+
+
+def _is_in(memory: set[int], value: Any) -> bool:
+    """Whether a value is a tensor in one of these storages."""
+    return isinstance(value, torch.Tensor) and not memory.isdisjoint(map(storage_id, _stored_in(value)))
 
 
 def _stored_in(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -43,7 +43,7 @@ class DataParallelAxes:
         return [self.inner] if self.outer is None else [self.inner, self.outer]
 
 
-class FSDPDistributedIndex:
+class MeshIndex:
     """The axes of a device mesh that the engine uses.
 
     Args:
@@ -56,7 +56,7 @@ class FSDPDistributedIndex:
             axis.
         hybrid_fsdp_expt_group: The corresponding group of ``expt_device_mesh``.
         hsdp_outer_dp_shard: Whether the optimizer state is sharded over the outer axis. The strategy decides that; the
-            value is kept as an attribute for callers.
+            value is kept as an attribute.
         expt_device_mesh: Mesh of expert parameters (those whose ``allreduce`` attribute is False), with the same axis
             names. A mesh without these axes is ignored unless the model has experts.
         fsdp_group_ag: A separate process group with the ranks of the inner axis, which lets all-gathers run
@@ -191,26 +191,6 @@ class FSDPDistributedIndex:
         return {name: axes[name] for name in axes if not any(each.issuperset(ranks[name]) for each in known)}
 
     @property
-    def use_hybrid_fsdp(self) -> bool:
-        """True if there is an outer axis."""
-        return self.dp_outer_dim is not None
-
-    @property
-    def fsdp_group(self) -> dist.ProcessGroup:
-        """Process group of the inner axis."""
-        return self.dense.inner
-
-    @property
-    def outer_fsdp_group(self) -> dist.ProcessGroup | None:
-        """Process group of the outer axis; None if there is none."""
-        return self.dense.outer
-
-    @property
-    def hybrid_fsdp_group(self) -> dist.ProcessGroup | None:
-        """Process group of both data-parallel axes; None if there is one axis."""
-        return self.dense.dp_group if self.use_hybrid_fsdp else None
-
-    @property
     def has_gather_group(self) -> bool:
         """True if all-gathers have separate process groups, so that they can run concurrently with reductions."""
         return all(axes.gather is not axes.inner for axes in (self.dense, self.experts))
@@ -231,45 +211,6 @@ class FSDPDistributedIndex:
         if mesh is None:
             raise ValueError("get_submesh(is_expert_parallel=True): there is no expt_device_mesh.")
         return submesh(mesh, (mesh_dim_names,) if isinstance(mesh_dim_names, str) else tuple(mesh_dim_names))
-
-    def get_fsdp_group(
-        self, is_expert_parallel: bool = False, independent_all_gather: bool = False
-    ) -> dist.ProcessGroup | None:
-        """Process group that parameters are sharded over.
-
-        Args:
-            is_expert_parallel: That of experts.
-            independent_all_gather: The second group, for all-gathers; None if none was given.
-        """
-        axes = self.experts if is_expert_parallel else self.dense
-        if independent_all_gather:
-            return None if axes.gather is axes.inner else axes.gather
-        return axes.inner
-
-    def get_outer_fsdp_group(self, is_expert_parallel: bool = False) -> dist.ProcessGroup | None:
-        """Process group of the outer axis; None if there is none."""
-        return (self.experts if is_expert_parallel else self.dense).outer
-
-    def get_root_mesh(self, is_expert_parallel: bool = False) -> DeviceMesh | None:
-        """The whole mesh; of experts, None if they have none of their own."""
-        return self.expt_device_mesh if is_expert_parallel else self.device_mesh
-
-    def get_logical_hybrid_fsdp_rank(self, is_expert_parallel: bool = False) -> int:
-        """Position of this rank's shard of main weights among those of all data-parallel ranks, with hybrid FSDP.
-
-        Parameters are divided over the inner axis first, and each of these shards over the outer axis.
-
-        Raises:
-            ValueError: Nothing is sharded over the outer axis, or there is none.
-        """
-        axes = self.experts if is_expert_parallel else self.dense
-        if axes.outer is None or not self.hsdp_outer_dp_shard:
-            raise ValueError("get_logical_hybrid_fsdp_rank: expected dp_outer_dim, and hsdp_outer_dp_shard=True.")
-        return axes.inner.rank() * axes.outer.size() + axes.outer.rank()
-
-    def get_dp_group(self, is_expert_parallel: bool = False) -> dist.ProcessGroup:
-        """Process group of all data-parallel ranks."""
-        return (self.experts if is_expert_parallel else self.dense).dp_group
 
 
 def submesh(mesh: DeviceMesh, names: tuple[str, ...], argument: str = "") -> DeviceMesh:
@@ -308,7 +249,7 @@ def _check_ranks(name: str, group: dist.ProcessGroup, expected: list[int]) -> No
         raise ValueError(f"{name}: expected a group of ranks {sorted(expected)}; got {got}.")
 
 
-def default_index(device: torch.device) -> FSDPDistributedIndex:
+def default_index(device: torch.device) -> MeshIndex:
     """An index with a single axis over all ranks of the default process group."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=(DEFAULT_SHARD_DIM,))
-    return FSDPDistributedIndex(mesh, DEFAULT_SHARD_DIM)
+    return MeshIndex(mesh, DEFAULT_SHARD_DIM)

@@ -4,7 +4,7 @@ import torch
 
 from megatron.fsdp.buffers.flat_buffer import slot_view
 from megatron.fsdp.buffers.parameter_group import ParameterGroup
-from megatron.fsdp.comm.collectives import all_gather
+from megatron.fsdp.comm.collectives import collectives_of
 from megatron.fsdp.runtime.agreement import hash_of
 from megatron.fsdp.runtime.engine import Engine
 
@@ -50,7 +50,8 @@ def _inconsistent(group: ParameterGroup) -> torch.Tensor:
         differs.append(not all(torch.equal(a, b) for a, b in zip(views, present, strict=True)))
         hashes += [hash_of(view) for view in present]
     mine = torch.stack(hashes)
-    of_all_ranks = mine.new_empty(group.axes.dp_group.size() * mine.numel())
-    all_gather(of_all_ranks, mine, group.axes.dp_group)
+    dp_group = group.axes.dp_group
+    of_all_ranks = mine.new_empty(dp_group.size() * mine.numel())
+    collectives_of(dp_group, mine.device).all_gather(of_all_ranks, mine, dp_group)
     unequal = (of_all_ranks.view(-1, len(differs), len(buffers)) != mine.view(-1, len(buffers))).any(2).any(0)
     return unequal | torch.tensor(differs, device=unequal.device)

@@ -20,7 +20,7 @@ from megatron.fsdp.dtensor.gathering import gather_whole
 from megatron.fsdp.helpers.weak import weak_method
 
 if TYPE_CHECKING:
-    from megatron.fsdp.module import MegatronFSDP
+    from megatron.fsdp.module import ShardedModel
 
 _MERGE = "the model is sharded. Load the adapters into an unsharded one, and merge them there."
 _REMEDIES = {
@@ -34,7 +34,7 @@ GIB = 1 << 30
 
 @torch.no_grad()
 def save_safetensors(
-    model: MegatronFSDP, folder: str | os.PathLike, dtype: torch.dtype | None = None, max_shard_size: int = 5 * GIB
+    model: ShardedModel, folder: str | os.PathLike, dtype: torch.dtype | None = None, max_shard_size: int = 5 * GIB
 ) -> None:
     """Write the main weights and buffers. A collective: all ranks must call this, and rank 0 writes.
 
@@ -85,7 +85,7 @@ def save_safetensors(
     dist.barrier()
 
 
-def adapt_pretrained(model: MegatronFSDP) -> None:
+def adapt_pretrained(model: ShardedModel) -> None:
     """Make the methods of a Hugging Face model that need full tensors gather them, or say what to do instead."""
     for name, remedy in {"save_pretrained": "", **_REMEDIES}.items():
         method = getattr(model.module, name, None)
@@ -97,7 +97,7 @@ def adapt_pretrained(model: MegatronFSDP) -> None:
 
 
 def _save_pretrained(
-    model: MegatronFSDP, method: Callable[..., Any], save_directory: str | os.PathLike, **options: Any
+    model: ShardedModel, method: Callable[..., Any], save_directory: str | os.PathLike, **options: Any
 ) -> Any:
     """``save_pretrained`` of the original model. A collective, unless full tensors are given as ``state_dict``."""
     if not options and not hasattr(model.module, "peft_config"):
@@ -117,7 +117,7 @@ def _call(message: str, method: Callable[..., Any], *args: Any, **options: Any) 
         raise RuntimeError(message) from error
 
 
-def _whole_tensors(model: MegatronFSDP, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
+def _whole_tensors(model: ShardedModel, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every parameter and buffer, whole and on the CPU, in the same order on all ranks. A collective."""
     model.engine.reshard()
     seen: set[int] = set()

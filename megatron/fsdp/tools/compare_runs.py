@@ -1,259 +1,90 @@
-"""Runs a training command with Megatron's DDP and with our FSDP, and finds the first number that differs.
+"""Finds the first number that differs between two runs of a training program: one that is trusted, and a sharded one.
 
-Both runs start from the same weights and train on the same data. Each rank records loss and gradient norm of every
-iteration, all gradients of the first iteration, and all weights after the last, gathered over the data-parallel ranks.
-The recordings of the same rank are compared.
+A run is recorded in a folder, with a file per step and recording rank. Both runs start from the same weights and train
+on the same data.
 """
 
-import functools
 import hashlib
 import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
-from torch import nn
 
-from megatron.fsdp.helpers.spelling import bare_name
-from megatron.fsdp.tools.script import run
-
+# Names the folder of the recording, in the environment of ranks.
 RECORD = "MEGATRON_FSDP_RECORD"
-STEPS = "MEGATRON_FSDP_RECORD_STEPS"
 
 # Relative differences that another order of summation may cause: of a number, and of a tensor's elements relative to
 # its largest element.
-TOLERANCES = {"fp32": (5e-6, 1e-4), "bf16": (1e-2, 5e-2)}
-# Gradients below this fraction of a tensor's largest gradient are rounding errors.
+TOLERANCES = {"fp64": (1e-9, 1e-8), "fp32": (5e-6, 1e-4), "bf16": (1e-2, 5e-2)}
+# A tensor's gradients are judged relative to its largest one or, if that is below this fraction of the model's largest
+# one, relative to this fraction: all of them may be rounding errors.
+SMALL = 1e-3
+# Gradients below this fraction of that are rounding errors.
 NOISE = 1e-5
+# Gradients that are zero in theory may be tiny, so smaller differences are ignored.
+TINY = 1e-9
 
-# Options for FSDP only, with the number of values that follow each.
-_ONLY_FSDP = {
-    "--use-megatron-fsdp": 0,
-    "--data-parallel-sharding-strategy": 1,
-    "--outer-dp-sharding-strategy": 1,
-    "--num-distributed-optimizer-instances": 1,
-    "--fsdp-double-buffer": 0,
-    "--nccl-ub": 0,
-    "--init-model-with-meta-device": 0,
-    "--ckpt-format": 1,
-    "--use-distributed-optimizer": 0,
-    "--overlap-param-gather": 0,
-    "--megatron-fsdp-main-params-dtype": 1,
-    "--megatron-fsdp-main-grads-dtype": 1,
-    "--megatron-fsdp-grad-comm-dtype": 1,
-}
-# Options that would end the runs early or overwrite the user's files.
-_DROPPED = {"--save": 1, "--load": 1, "--save-interval": 1, "--exit-interval": 1, "--tensorboard-dir": 1}
+Tensors = dict[str, torch.Tensor]
 
 
-def without(arguments: Sequence[str], options: dict[str, int]) -> list[str]:
-    """Remove options from a command line.
-
-    Args:
-        arguments: The command line.
-        options: Names of options, with the number of values that follow each.
-    """
-    kept, words = [], iter(arguments)
-    for word in words:
-        name, _, value = word.partition("=")
-        if name not in options:
-            kept.append(word)
-        elif not value:
-            for _ in range(options[name]):
-                next(words, None)
-    return kept
-
-
-def with_value(arguments: Sequence[str], option: str, value: int) -> list[str]:
-    """Set the value of an option in a command line."""
-    return [*without(arguments, {option: 1}), option, str(value)]
-
-
-# Recording a run -------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class RunRecorder:
-    """Records losses, gradients and weights of one rank.
+class Step(NamedTuple):
+    """What one rank records of a training step.
 
     Attributes:
-        folder: Folder for the recording.
-        steps: Number of iterations.
-        numbers: Loss and gradient norm of each iteration.
-        gradients: Whole gradients of the first iteration, by name.
+        losses: Losses, by what they are called in messages.
+        gradients: Whole gradients before the optimizer's step, by name of the parameter; empty if not recorded.
+        norm: Norm of all gradients; 0 if it is not recorded.
+        weights: Whole parameters after the optimizer's step, by name; empty if they are not recorded.
+        key_shifts: Biases of attention keys, by name: a mask of their rows, and name and mask of the bias of the
+            queries. A bias of the keys adds the same value to all scores of a query, and softmax ignores it, so its
+            exact gradient is zero.
     """
 
-    folder: Path
-    steps: int
-    numbers: list[tuple[float, float]] = field(default_factory=list)
-    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    losses: dict[str, float]
+    gradients: Tensors = {}
+    norm: float = 0.0
+    weights: Tensors = {}
+    key_shifts: dict[str, tuple[torch.Tensor, str, torch.Tensor]] = {}
 
-    def install(self) -> None:
-        """Wrap the functions of Megatron's training loop."""
-        from megatron.training import training
-
-        training.train_step = self._watch_step(training.train_step)
-        training.finalize_model_grads = self._watch_gradients(training.finalize_model_grads)
-
-    def _watch_gradients(self, finalize: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(finalize)
-        def finalize_and_record(model: list[nn.Module], *args: Any, **kwargs: Any) -> Any:
-            result = finalize(model, *args, **kwargs)
-            if not self.numbers and not self.gradients:
-                self.gradients = dict(whole_gradients(model))
-            return result
-
-        return finalize_and_record
-
-    def _watch_step(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(train_step)
-        def step_and_record(step: Any, data: Any, model: list[nn.Module], *args: Any, **kwargs: Any) -> Any:
-            result = train_step(step, data, model, *args, **kwargs)
-            losses, norms = result[0], [value for value in result[1:] if isinstance(value, float)]
-            loss = sum(float(value) for value in losses.values()) if losses else 0.0
-            self.numbers.append((loss, norms[0] if norms else 0.0))
-            if len(self.numbers) == self.steps:
-                found = {
-                    "numbers": self.numbers,
-                    "gradients": self.gradients,
-                    "weights": dict(whole_weights(model)),
-                    "key shifts": {} if _is_ours(model) else key_shifts(model),
-                }
-                torch.save(found, self.folder / f"{dist.get_rank()}.pt")
-            return result
-
-        return step_and_record
+    def save(self, folder: Path, number: int, rank: int) -> None:
+        """Write the file of step ``number``, which counts from 1."""
+        torch.save(self._asdict(), folder / f"{number:06d}.{rank}.pt")
 
 
-def _is_ours(model: list[nn.Module]) -> bool:
-    from megatron.fsdp.mcore.adapter import FullyShardedDataParallel
-
-    return all(isinstance(chunk, FullyShardedDataParallel) for chunk in model)
-
-
-def whole_gradients(model: list[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The gradient of each parameter on this tensor-parallel rank, in fp32, by name."""
-    from megatron.fsdp.mcore.adapter import FullyShardedDataParallel
-
-    for number, chunk in enumerate(model):
-        if isinstance(chunk, FullyShardedDataParallel):
-            for param, tensor in _gather_chunk(chunk, lambda main: main.grad):
-                yield _key(number, param.name), tensor.float()
-        else:
-            for name, parameter in chunk.named_parameters():
-                if parameter.requires_grad:
-                    yield _key(number, name), parameter.main_grad.detach().float().cpu().clone()  # type: ignore[attr-defined]
-
-
-def whole_weights(model: list[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each parameter on this tensor-parallel rank, by name."""
-    from megatron.fsdp.mcore.adapter import FullyShardedDataParallel
-
-    for number, chunk in enumerate(model):
-        if isinstance(chunk, FullyShardedDataParallel):
-            chunk.stop_communication()
-            for param, tensor in _gather_chunk(chunk, lambda main: main):
-                yield _key(number, param.name), tensor.to(param.compute.dtype)
-        else:
-            for name, parameter in chunk.named_parameters():
-                yield _key(number, name), parameter.detach().cpu().clone()
-
-
-def key_shifts(model: list[nn.Module]) -> dict[str, tuple[torch.Tensor, str, torch.Tensor]]:
-    """Find biases of attention keys.
-
-    A bias of the keys adds the same value to all scores of a query, and softmax ignores it, so its exact gradient is
-    zero. With rotary embeddings or a softmax offset, the gradient is not zero.
+def run_on_ranks(
+    words: Sequence[str], ranks: int, folder: Path, last: int, environment: Mapping[str, str] = os.environ
+) -> str:
+    """Run ``verify`` with a command line on ranks of this machine, which record into ``folder``, a new one.
 
     Args:
-        model: Model chunks in Megatron's DDP.
+        words: The command line.
+        ranks: Number of ranks.
+        folder: The new folder.
+        last: Number of the last step.
+        environment: Environment variables of the ranks.
 
     Returns:
-        By name of the bias: a mask of its rows that belong to keys, and name and mask of the bias of the queries.
+        The end of the log if the last step is not recorded, else an empty string.
     """
-    from megatron.core import parallel_state
-    from megatron.fsdp.mcore.parameter_names import layouts
-
-    ranks = parallel_state.get_tensor_model_parallel_world_size()
-    found = {}
-    for number, chunk in enumerate(model):
-        biases = {name: p for name, p in chunk.named_parameters() if name.endswith(".bias")}
-        parts = {name: ranks if getattr(p, "tensor_model_parallel", False) else 1 for name, p in biases.items()}
-        shapes = {name: (len(p) * parts[name],) for name, p in biases.items()}
-        for name, layout in layouts(chunk, shapes).items():
-            kinds = [kind for kind, rows in layout.sections for _ in range(rows)]
-            groups, rest = divmod(len(biases[name]), len(kinds))
-            if name.endswith("linear_qkv.bias") and not rest:
-                key, query = (torch.tensor([kind == one for kind in kinds] * groups) for one in ("key", "query"))
-                found[_key(number, name)] = key, _key(number, name), query
-        for name, bias in biases.items():
-            queries = name.replace(".k_layernorm.", ".q_layernorm.")
-            if queries != name and queries in biases:
-                everything = torch.ones(len(bias), dtype=torch.bool)
-                found[_key(number, name)] = everything, _key(number, queries), everything
-    return found
-
-
-def _key(chunk: int, name: str) -> str:
-    return f"chunk {chunk}: {bare_name(name)}" if chunk else bare_name(name)
-
-
-def _gather_chunk(chunk: Any, choose: Callable[[nn.Parameter], Any]) -> Iterator[tuple[Any, torch.Tensor]]:
-    """Every parameter of a chunk, and the tensor that ``choose`` returns for it, gathered over data-parallel ranks."""
-    from megatron.fsdp.dtensor.ragged_dtensor import local_shard
-
-    for group in chunk.module.engine.groups:
-        dp_group = group.axes.dp_group
-        for param in group.params:
-            value = choose(param.main)
-            mine = None if value is None else local_shard(value).detach().cpu().reshape(-1)
-            shards: list[Any] = [None] * dp_group.size()
-            dist.all_gather_object(shards, (param.shard_slice.start, param.shard_slice.stop, mine), group=dp_group)
-            whole = torch.zeros(math.prod(param.local_shape))
-            for start, stop, shard in shards:
-                if shard is not None and stop > start:
-                    whole[start:stop] = shard.float()
-            if param.trained or value is param.main:
-                yield param, whole.view(param.local_shape)
-
-
-def record(script: Path, arguments: Sequence[str]) -> None:
-    """Run a script and record it. :func:`launch` calls this in every rank process."""
-    from megatron.fsdp.mcore import install
-
-    install()
-    RunRecorder(Path(os.environ[RECORD]), int(os.environ[STEPS])).install()
-    run(script, arguments)
-
-
-def launch(script: Path, arguments: Sequence[str], ranks: int, steps: int, folder: Path, ddp: bool) -> str:
-    """Train and record into ``folder``. Returns the end of the log if the run fails, else an empty string."""
     folder.mkdir(parents=True)
-    words = with_value(with_value(without(arguments, _DROPPED), "--train-iters", steps), "--log-interval", 1)
-    environment = {**os.environ, RECORD: str(folder), STEPS: str(steps)}
-    environment.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
-    if ddp:
-        words = without(words, _ONLY_FSDP)
-        environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     result = subprocess.run(
-        [*command, "-m", "megatron.fsdp.verify", "--record", str(script), *words],
-        env=environment,
+        [*command, "-m", "megatron.fsdp.tools.verify", *words],
+        env={**environment, RECORD: str(folder)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
-    recorded = all((folder / f"{rank}.pt").exists() for rank in range(ranks))
+    # A process may crash while it ends, after everything is recorded.
+    first, end = (sorted(file.suffixes[0] for file in folder.glob(f"{step:06d}.*.pt")) for step in (1, last))
+    recorded = first and first == end
     return "" if recorded else result.stdout[-4000:] or f"exit code {result.returncode}"
-
-
-# Comparing two runs ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -261,133 +92,178 @@ class Finding:
     """A difference between the runs.
 
     Attributes:
-        where: The iteration, and the parameter or quantity.
-        rank: The rank that recorded it.
+        where: The step, and the parameter or quantity.
+        rank: The rank that recorded it; None if only one rank records.
         difference: The relative difference.
+        got: The number of the sharded run, and its position in the tensor.
+        wanted: The number of the trusted run.
     """
 
     where: str
-    rank: int
+    rank: int | None
     difference: float
+    got: str
+    wanted: str
 
     def __str__(self) -> str:
-        return f"{self.where} (rank {self.rank}): relative difference {self.difference:.1e}"
+        rank = "" if self.rank is None else f" (rank {self.rank})"
+        return f"{self.where}{rank}: got {self.got}, expected {self.wanted}; relative difference {self.difference:.1e}"
 
 
-@dataclass(frozen=True)
+@dataclass
 class RunComparison:
     """The result of a comparison.
 
     Attributes:
-        findings: Differences, earliest first.
+        findings: Differences in the first step that differs, in the order in which a step computes them.
         compared: Number of compared numbers and tensors.
         largest: Largest relative difference within the tolerances.
-        fingerprint: Hash of all weights of the FSDP run.
+        fingerprint: Hash of the last weights of the sharded run.
         noise: By name of weight, the number of elements that were left out because their gradient is a rounding error.
     """
 
-    findings: list[Finding]
-    compared: int
-    largest: float
-    fingerprint: str
+    findings: list[Finding] = field(default_factory=list)
+    compared: int = 0
+    largest: float = 0.0
+    fingerprint: str = ""
     noise: dict[str, int] = field(default_factory=dict)
 
 
-def compare(ddp: Path, fsdp: Path, ranks: int, precision: str) -> RunComparison:
-    """Compare the recordings of two runs.
+def compare(trusted: Path, sharded: Path, precision: str) -> RunComparison:
+    """Compare the recordings of two runs, up to the first step that differs.
 
     Args:
-        ddp: Folder of the run with DDP.
-        fsdp: Folder of the run with FSDP.
-        ranks: Number of ranks of each run.
+        trusted: Folder of the run with DDP or without sharding.
+        sharded: Folder of the sharded run.
         precision: A key of ``TOLERANCES``.
     """
-    digest = hashlib.sha256()
-    found: list[tuple[int, Finding]] = []
-    compared, largest, noise = 0, 0.0, {}
-    for rank in range(ranks):
-        a, b = (torch.load(folder / f"{rank}.pt", weights_only=True) for folder in (ddp, fsdp))
-        checks = [*_numbers(a, b, precision), *_gradients(a, b, precision)]
-        for name, difference, discounted in _weights(a, b, precision):
-            checks.append((10**9, f"last, weight of {name}", difference, TOLERANCES[precision][1]))
-            if discounted:
-                noise[name] = discounted
-        for name in sorted(b["weights"]):
-            digest.update(name.encode() + b["weights"][name].float().numpy().tobytes())
-        compared += len(checks)
-        for order, where, difference, allowed in checks:
-            if difference <= allowed:
-                largest = max(largest, difference)
-            else:
-                found.append((order, Finding(where, rank, difference)))
-    found.sort(key=lambda pair: pair[0])
-    return RunComparison([finding for _, finding in found], compared, largest, digest.hexdigest()[:16], noise)
+    return _Comparison(precision).run(trusted, sharded)
 
 
-# Position in time, description, relative difference, and tolerance.
-_Check = tuple[int, str, float, float]
-
-
-def _numbers(a: dict[str, Any], b: dict[str, Any], precision: str) -> Iterator[_Check]:
-    """Compare losses and gradient norms."""
-    for number, (x, y) in enumerate(zip(a["numbers"], b["numbers"], strict=True), start=1):
-        for what, p, q in zip(("loss", "gradient norm"), x, y, strict=True):
-            yield 3 * number, f"iteration {number}, {what}", relative(p, q), TOLERANCES[precision][0]
-
-
-def _gradients(a: dict[str, Any], b: dict[str, Any], precision: str) -> Iterator[_Check]:
-    """Compare the gradients of the first iteration. For key biases, the scale is the gradient of the query bias."""
-    for name in sorted(a["gradients"].keys() | b["gradients"].keys()):
-        difference = math.inf
-        if name in a["gradients"] and name in b["gradients"]:
-            scale = 0.0
-            if name in a["key shifts"]:
-                _, queries, rows = a["key shifts"][name]
-                scale = float(a["gradients"][queries][rows].abs().max())
-            difference = _distance(a["gradients"][name], b["gradients"][name], scale=scale)
-        yield 1, f"iteration 1, gradient of {name}", difference, TOLERANCES[precision][1]
-
-
-def _weights(a: dict[str, Any], b: dict[str, Any], precision: str) -> Iterator[tuple[str, float, int]]:
-    """Compare weights: relative difference of each, and the number of elements left out to meet the tolerance."""
-    allowed = TOLERANCES[precision][1]
-    for name in sorted(a["weights"].keys() | b["weights"].keys()):
-        if name not in a["weights"] or name not in b["weights"]:
-            yield name, math.inf, 0
-            continue
-        noise = _noise(name, a, b, precision)
-        pair = a["weights"][name], b["weights"][name]
-        difference = _distance(*pair, noise)
-        discounted = noise is not None and difference <= allowed < _distance(*pair)
-        yield name, difference, int(noise.sum()) if discounted and noise is not None else 0
-
-
-def relative(a: float, b: float) -> float:
-    """The difference of two numbers relative to the larger one; infinite if one is not finite."""
+def relative(a: float, b: float, scale: float = 0.0) -> float:
+    """The difference of two numbers relative to the largest of them and ``scale``; infinite if one is not finite."""
     if not (math.isfinite(a) and math.isfinite(b)):
         return math.inf
-    return 0.0 if a == b else abs(a - b) / max(abs(a), abs(b))
+    return 0.0 if a == b else abs(a - b) / max(abs(a), abs(b), scale)
 
 
-def _noise(name: str, a: dict[str, Any], b: dict[str, Any], precision: str) -> torch.Tensor | None:
-    """A mask of elements whose gradient is only a rounding error, such as biases of attention keys.
+class _Comparison:
+    """What one comparison remembers from step to step."""
 
-    Optimizers that normalize gradients, such as Adam, turn these into steps of full size in a random direction.
-    """
-    gradient = a["gradients"].get(name)
-    if gradient is None:
-        return None
-    noise: torch.Tensor = gradient.abs() <= NOISE * gradient.abs().max()
-    if name in a["key shifts"] and name in b["gradients"]:
-        rows, queries, of_queries = a["key shifts"][name]
-        scale = a["gradients"][queries][of_queries].abs().max()
-        largest = max(run["gradients"][name][rows].abs().max() for run in (a, b))
-        if largest <= TOLERANCES[precision][1] * scale:
-            noise |= rows
-    return noise
+    def __init__(self, precision: str) -> None:
+        self._of_numbers, self._of_elements = TOLERANCES[precision]
+        self._result = RunComparison()
+        # By rank: losses of the first step, to which the later ones are relative, and masks of rounding errors.
+        self._losses: dict[int, dict[str, float]] = {}
+        self._noise: dict[int, Tensors] = {}
+
+    def run(self, trusted: Path, sharded: Path) -> RunComparison:
+        files = sorted(file.name for file in trusted.iterdir())
+        several = any(not name.endswith(".0.pt") for name in files)
+        found, failed, digest = self._result, 0, hashlib.sha256()
+        for name in files:
+            number, rank = (int(part) for part in name.split(".")[:2])
+            if failed and number > failed:
+                break
+            a, b = (Step(**torch.load(folder / name, weights_only=True)) for folder in (trusted, sharded))
+            for what, difference, allowed, got, wanted in self._checks(rank, a, b):
+                found.compared += 1
+                if difference <= allowed:
+                    found.largest = max(found.largest, difference)
+                    continue
+                failed = number
+                where = f"step {number}, {what}"
+                found.findings.append(Finding(where, rank if several else None, difference, got, wanted))
+            if name[:6] == files[-1][:6]:
+                for key, weight in sorted(b.weights.items()):
+                    digest.update(key.encode() + weight.float().numpy().tobytes())
+        found.fingerprint = digest.hexdigest()[:16]
+        return found
+
+    def _checks(self, rank: int, a: Step, b: Step) -> Iterator["_Check"]:
+        """Compare two steps in the order of computation: losses, gradients from the last to the first, weights."""
+        scales = self._losses.setdefault(rank, a.losses)
+        for name, loss in a.losses.items():
+            yield _number(name, loss, b.losses[name], self._of_numbers, abs(scales[name]))
+        small = SMALL * max((_largest(gradient) for gradient in a.gradients.values()), default=0.0)
+        if rank not in self._noise:
+            self._noise[rank] = {name: self._noise_of(name, a, b, small) for name in a.gradients}
+        for name in reversed(list(a.gradients | b.gradients)):
+            # For biases of keys, the scale is the gradient of the bias of the queries.
+            scale = small
+            if name in a.key_shifts:
+                _, queries, rows = a.key_shifts[name]
+                scale = max(small, _largest(a.gradients[queries][rows]))
+            yield self._tensor("gradient", name, a.gradients, b.gradients, scale=scale)
+        yield _number("gradient norm", a.norm, b.norm, self._of_numbers)
+        for name in a.weights | b.weights:
+            yield self._weight(name, a, b, self._noise[rank].get(name))
+
+    def _weight(self, name: str, a: Step, b: Step, noise: torch.Tensor | None) -> "_Check":
+        """Compare a weight without elements whose gradient is a rounding error. They are reported if they differ."""
+        check = self._tensor("weight", name, a.weights, b.weights, noise)
+        if noise is not None and name in a.weights and name in b.weights and check.difference <= check.allowed:
+            if distance(a.weights[name], b.weights[name]) > check.allowed:
+                self._result.noise[name] = int(noise.sum())
+        return check
+
+    def _tensor(
+        self,
+        kind: str,
+        name: str,
+        wanted: Tensors,
+        got: Tensors,
+        ignored: torch.Tensor | None = None,
+        scale: float = 0.0,
+    ) -> "_Check":
+        a, b, what = wanted.get(name), got.get(name), f"{kind} of {name}"
+        if a is None or b is None:
+            # A parameter without a gradient on one side may have a gradient of zeros on the other.
+            difference = math.inf if kind == "weight" or _largest(b if a is None else a) else 0.0
+        else:
+            difference = distance(a, b, ignored, scale)
+        if difference <= self._of_elements:
+            return _Check(what, difference, self._of_elements)
+        return _Check(what, difference, self._of_elements, *_farthest(a, b, ignored))
+
+    def _noise_of(self, name: str, a: Step, b: Step, small: float) -> torch.Tensor:
+        """A mask of elements whose gradient is only a rounding error, such as biases of attention keys.
+
+        Optimizers that normalize gradients, such as Adam, turn these into steps of full size in a random direction.
+        """
+        gradient = a.gradients[name]
+        noise = gradient.abs() <= NOISE * max(small, _largest(gradient))
+        other = b.gradients.get(name)
+        if other is not None and other.shape == gradient.shape:
+            # An element without a gradient in either run does not move in either.
+            noise &= (gradient != 0) | (other != 0)
+            if name in a.key_shifts:
+                rows, queries, of_queries = a.key_shifts[name]
+                most = max(_largest(one[rows]) for one in (gradient, other))
+                if most <= self._of_elements * _largest(a.gradients[queries][of_queries]):
+                    noise |= rows
+        return noise
 
 
-def _distance(a: torch.Tensor, b: torch.Tensor, ignored: torch.Tensor | None = None, scale: float = 0.0) -> float:
+class _Check(NamedTuple):
+    """A compared quantity: its name, the relative difference, what is allowed, and both numbers if it is more."""
+
+    what: str
+    difference: float
+    allowed: float
+    got: str = ""
+    wanted: str = ""
+
+
+def _number(what: str, wanted: float, got: float, allowed: float, scale: float = 0.0) -> _Check:
+    return _Check(what, relative(got, wanted, scale), allowed, f"{got:.6g}", f"{wanted:.6g}")
+
+
+def _largest(tensor: torch.Tensor | None) -> float:
+    return float(tensor.abs().max()) if tensor is not None and tensor.numel() else 0.0
+
+
+def distance(a: torch.Tensor, b: torch.Tensor, ignored: torch.Tensor | None = None, scale: float = 0.0) -> float:
     """The largest difference of elements, relative to the largest element or to ``scale``, whichever is larger."""
     if a.shape != b.shape:
         return math.inf
@@ -396,9 +272,19 @@ def _distance(a: torch.Tensor, b: torch.Tensor, ignored: torch.Tensor | None = N
     if not a.numel():
         return 0.0
     a, b = a.double(), b.double()
-    largest = max(scale, float(torch.maximum(a.abs(), b.abs()).max()))
     difference = float((a - b).abs().max())
     if not math.isfinite(difference):
         return math.inf
-    # Gradients that are zero in theory may be tiny, so ignore absolute differences below 1e-9.
-    return 0.0 if difference < 1e-9 else difference / largest
+    return 0.0 if difference < TINY else difference / max(scale, _largest(a), _largest(b))
+
+
+def _farthest(a: torch.Tensor | None, b: torch.Tensor | None, ignored: torch.Tensor | None) -> tuple[str, str]:
+    """The elements that differ most, as texts: that of the sharded run ``b`` with its place, and that of ``a``."""
+    if a is None or b is None or a.shape != b.shape:
+        first, second = ("none" if one is None else f"a tensor of shape {tuple(one.shape)}" for one in (b, a))
+        return first, second
+    apart = (a.double() - b.double()).abs().nan_to_num(math.inf)
+    if ignored is not None:
+        apart = apart.masked_fill(ignored, 0)
+    place = [int(index) for index in torch.unravel_index(apart.argmax(), apart.shape)]
+    return f"{float(b[tuple(place)]):.6g} at {place}", f"{float(a[tuple(place)]):.6g}"

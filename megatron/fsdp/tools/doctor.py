@@ -1,6 +1,6 @@
 """Checks a training command without GPUs: reports how it would be sharded, or why it cannot run with our FSDP.
 
-    python -m megatron.fsdp.doctor [--world-size N] [--gpu NAME] [--rank R] [--json] [-m] SCRIPT ARGS...
+    megatron-fsdp-doctor [--world-size N] [--gpu NAME] [--rank R] [--json] [-m] SCRIPT ARGS...
 
 One process is enough for any number of ranks, and no memory is allocated for weights. The report lists the mesh, units,
 dtypes, collectives and bytes per rank, or every unsupported setting with a remedy. With --gpu or --device-memory, it
@@ -22,7 +22,7 @@ from megatron.fsdp.tools.progress import Progress
 
 def main() -> int:
     """Examine the command and print the report. Returns the exit code."""
-    parser = script.parser("megatron.fsdp.doctor", __doc__)
+    parser = script.parser("megatron-fsdp-doctor", __doc__)
     parser.add_argument("--world-size", type=int, default=int(os.environ.get("WORLD_SIZE", "8")), help="ranks (or 8)")
     parser.add_argument("--rank", type=int, help="the rank to examine (or one of the fullest pipeline stage)")
     add_device(parser)

@@ -1,88 +1,29 @@
 """Shows the memory of your model on each rank, by sharding strategy: as a table and as a chart.
 
-    python -m megatron.fsdp.memory --model mymodule:build --units Block --ranks 8 64 --plot memory.svg
-    python -m megatron.fsdp.memory --model path/of/a/config.json --gpu h100 --plot memory.png
+    megatron-fsdp-memory --model mymodule:build --units Block --ranks 8 64 --plot memory.svg
+    megatron-fsdp-memory --model path/of/a/config.json --gpu h100 --plot memory.png
 
 The model is built on the meta device: no weights are allocated, and one process stands for any number of ranks. The
 engine's own planner divides it. Activations are not part of the result. The exit code is 0, or 2 for wrong arguments.
 """
 
 import argparse
-import importlib
 import json
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from megatron.fsdp.config import FSDPConfig
-from megatron.fsdp.runtime.partition import resolve_unit_classes
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
+from megatron.fsdp.tools import program
 from megatron.fsdp.tools.by_strategy import Bar, bars
 from megatron.fsdp.tools.devices import GIB, add_device
 from megatron.fsdp.tools.estimate import outline
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-
-def build(target: str) -> nn.Module:
-    """Build a model on the meta device.
-
-    Args:
-        target: ``module:function`` or ``file.py:function``, which returns the model, or a Hugging Face
-            ``config.json`` or its folder.
-
-    Raises:
-        ValueError: The target cannot be found or returns something else.
-    """
-    path = Path(target)
-    with torch.device("meta"):
-        if path.exists():
-            model = _huggingface(path)
-        else:
-            module, colon, name = target.partition(":")
-            if not colon:
-                raise ValueError(
-                    f"expected module:function, or a config.json that exists (nothing is downloaded); got {target!r}"
-                )
-            file = Path(module)
-            sys.path.insert(0, str(file.parent.resolve()))
-            module = file.stem if file.suffix == ".py" else module
-            try:
-                model = getattr(importlib.import_module(module), name)()
-            except (ImportError, AttributeError, TypeError) as error:
-                raise ValueError(f"cannot call {target!r}: {error}") from error
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"expected {target} to return an nn.Module; got {type(model).__name__}")
-    return model
-
-
-def _huggingface(path: Path) -> nn.Module:
-    try:
-        from transformers import AutoConfig, AutoModelForCausalLM
-    except ImportError as error:
-        raise ValueError("a config.json needs transformers: pip install transformers") from error
-    model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
-    return model
-
-
-def unit_classes(model: nn.Module, names: Sequence[str]) -> tuple[type[nn.Module], ...]:
-    """Classes of the units: those named, else the most frequent class in the model's longest ``nn.ModuleList``.
-
-    Raises:
-        ValueError: The model has none of these.
-    """
-    if names:
-        return resolve_unit_classes(model, list(names))
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
-    if not lists:
-        raise ValueError("the model has no nn.ModuleList of layers: name the classes of its units with --units")
-    return (Counter(type(layer) for layer in max(lists, key=len)).most_common(1)[0][0],)
+from megatron.fsdp.tools.program import DTYPES, unit_classes
 
 
 def table(found: Sequence[Bar], capacity: int | None = None) -> str:
@@ -106,7 +47,7 @@ def table(found: Sequence[Bar], capacity: int | None = None) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m megatron.fsdp.memory",
+        prog="megatron-fsdp-memory",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -135,7 +76,8 @@ def main() -> int:
         main_params_dtype=DTYPES[options.main_dtype], main_grads_dtype=DTYPES[options.grad_dtype]
     )
     try:
-        model = build(options.model).to(DTYPES[options.dtype])
+        with torch.device("meta"):
+            model = program.load(options.model).model.to(DTYPES[options.dtype])
         classes = unit_classes(model, options.units)
     except ValueError as error:
         parser.error(str(error))

@@ -15,12 +15,7 @@ from typing import Any
 
 import torch
 
-from megatron.fsdp.helpers.extras import require
-
-if __name__ == "__main__":
-    require("mcore")
-
-from megatron.fsdp.mcore import cpu, install  # noqa: E402
+from megatron.fsdp.mcore import cpu, install
 
 cpu.enable()  # does nothing if CUDA is available; must precede the imports of Megatron
 

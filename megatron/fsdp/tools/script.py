@@ -9,31 +9,38 @@ from pathlib import Path
 from megatron.fsdp.helpers.extras import require
 
 
-def parser(module: str, description: str | None) -> argparse.ArgumentParser:
+def parser(command: str, description: str | None) -> argparse.ArgumentParser:
     """A parser for the options of a command that runs a script. :func:`parse` adds the script and its arguments.
 
     Args:
-        module: Name of the module in ``python -m``.
-        description: The module's docstring.
+        command: Name of the installed command.
+        description: The docstring of its module.
     """
     return argparse.ArgumentParser(
-        prog=f"python -m {module}",
+        prog=command,
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
 
 
-def parse(options: argparse.ArgumentParser) -> argparse.Namespace:
+def parse(options: argparse.ArgumentParser, unless: str = "") -> argparse.Namespace:
     """Parse a command line that ends with ``script`` and its ``arguments``. Exits if the script does not exist.
 
     After ``-m``, the script is the name of a module.
+
+    Args:
+        options: The parser.
+        unless: Name of an option that takes the place of a script.
     """
     options.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT names a module, as in python -m")
-    options.add_argument("script", type=Path)
-    options.add_argument("arguments", nargs=argparse.REMAINDER)
+    script = options.add_argument("script", type=Path)
+    rest = options.add_argument("arguments", nargs=argparse.REMAINDER)
+    script.required = rest.required = not unless
     parsed = options.parse_args()
-    if not parsed.is_module and not parsed.script.is_file():
+    if unless and (getattr(parsed, unless) is None) == (parsed.script is None):
+        options.error(f"expected either --{unless} or a script")
+    if parsed.script is not None and not parsed.is_module and not parsed.script.is_file():
         options.error(f"no such script: {parsed.script}")
     return parsed
 

@@ -1,37 +1,117 @@
-"""Trains with Megatron's DDP and with our FSDP, and reports the first difference.
+"""Trains twice, without and with this FSDP, and reports the first number that differs.
 
-    python -m megatron.fsdp.verify [--ranks N] [--steps 5] [--layers L] [--hidden H] [-m] SCRIPT ARGS...
+    megatron-fsdp-verify --model FILE.py:FUNCTION [--ranks 2] [--steps 5] [--units CLASS ...]
+    megatron-fsdp-verify [--ranks N] [--steps 5] [--layers L] [--hidden H] [-m] SCRIPT ARGS...
 
-It compares loss and gradient norm of every step, all gradients of the first step, and all weights after the last step.
-Give the command line of the FSDP run; options that only FSDP takes are removed for DDP. Nothing is loaded or saved.
-Weights whose gradient is a rounding error, such as biases of attention keys, are left out and listed. The exit code is
-0 if the runs agree, else 1.
+Both runs start from equal weights and train on equal data.
+
+--model: a function that returns your model, or a tuple or dict with model, batches, loss, optimizer and shard, of which
+all but the model may be missing. One process trains it without sharding and averages the gradients of the ranks'
+batches by hand. Then ranks train it sharded. Losses, gradients and weights of every step are compared.
+
+SCRIPT ARGS...: the command line of Megatron with FSDP. It is run with Megatron's DDP as well, without options that only
+FSDP takes. Nothing is loaded or saved. Loss and gradient norm of every step, all gradients of the first step, and all
+weights after the last step are compared.
+
+Weights whose gradient is a rounding error, such as biases of attention keys, are left out and listed.
+
+Exit codes: 0 the runs are equal; 1 they differ, or only the sharded one fails; 2 the command line, the function or the
+run without FSDP fails.
 """
 
+import argparse
 import os
 import sys
 import tempfile
+import traceback
 from pathlib import Path
 
-from megatron.fsdp.tools import script
+from megatron.fsdp.sharding.strategy import INNER
+from megatron.fsdp.tools import compare_runs, script
 
 
 def main() -> int:
-    """Run the command with both, compare, and print the result. Returns the exit code."""
-    if sys.argv[1:2] == ["--record"]:
-        script.prepare_megatron()
-        from megatron.fsdp.tools.compare_runs import record
-
-        record(Path(sys.argv[2]), sys.argv[3:])
+    """Run both, compare, and print the result. Returns the exit code."""
+    parser = script.parser("megatron-fsdp-verify", __doc__)
+    add_options(parser)
+    options = script.parse(parser, unless="model")
+    if options.ranks < 1 or options.steps < 1:
+        parser.error(f"expected at least 1 rank and 1 step; got {options.ranks} and {options.steps}")
+    if compare_runs.RECORD in os.environ:
+        _record(options)
         return 0
-    parser = script.parser("megatron.fsdp.verify", __doc__)
+    with tempfile.TemporaryDirectory() as folder:
+        trusted, sharded = Path(folder, "trusted"), Path(folder, "sharded")
+        run = _run_program if options.model else _run_megatron
+        precision, code = run(options, trusted, sharded)
+        return code or _report(compare_runs.compare(trusted, sharded, precision))
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
     parser.add_argument("--ranks", type=int, default=int(os.environ.get("WORLD_SIZE", "2")), help="ranks (or 2)")
-    parser.add_argument("--steps", type=int, default=5, help="training steps")
-    parser.add_argument("--layers", type=int, help="overrides --num-layers")
-    parser.add_argument("--hidden", type=int, help="overrides --hidden-size, and sets --ffn-hidden-size to 4 times it")
-    options = script.parse(parser)
+    parser.add_argument("--steps", type=int, default=5, help="training steps (or 5)")
+    plain = parser.add_argument_group("programs of plain PyTorch")
+    plain.add_argument(
+        "--model", metavar="TARGET", help="file.py:function or module:function, or a Hugging Face config"
+    )
+    plain.add_argument("--units", nargs="+", default=[], metavar="CLASS", help="classes of units (or the layers')")
+    plain.add_argument("--strategy", choices=tuple(INNER), default="optim_grads_params", help="(or optim_grads_params)")
+    plain.add_argument(
+        "--dtype",
+        choices=("bf16", "fp32", "fp64"),
+        help="convert the model (or its own); fp64 has no rounding to allow for",
+    )
+    plain.add_argument("--device", choices=("cpu", "cuda"), help="(or cuda with a device for each rank, else cpu)")
+    plain.add_argument("--timeout", type=float, default=300, help="seconds that ranks wait for each other (or 300)")
+    megatron = parser.add_argument_group("training commands of Megatron")
+    megatron.add_argument("--layers", type=int, help="overrides --num-layers")
+    megatron.add_argument(
+        "--hidden", type=int, help="overrides --hidden-size, and sets --ffn-hidden-size to 4 times it"
+    )
+
+
+def _record(options: argparse.Namespace) -> None:
+    """Train as one of the ranks."""
+    if options.model:
+        from megatron.fsdp.tools.plain_run import record_sharded
+
+        record_sharded(options)
+        return
     script.prepare_megatron()
-    from megatron.fsdp.tools.compare_runs import compare, launch, with_value
+    from megatron.fsdp.tools.megatron_run import record
+
+    record(options.script, options.arguments)
+
+
+def _run_program(options: argparse.Namespace, trusted: Path, sharded: Path) -> tuple[str, int]:
+    """Train a program of plain PyTorch twice. Returns the precision, and the exit code if a run fails, else 0."""
+    from megatron.fsdp.tools import plain_run
+
+    print("training without sharding ...", flush=True)
+    try:
+        plain_run.record_trusted(options, trusted)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return "", 2
+    except Exception:  # noqa: BLE001 - any error of the user's program
+        traceback.print_exc()
+        print("The run without sharding failed.", file=sys.stderr)
+        return "", 2
+    print(f"training sharded over {options.ranks} ranks ...", flush=True)
+    log = plain_run.launch(options, sys.argv[1:], sharded)
+    if log:
+        print(
+            f"{log}\nDIFFERENT. The sharded run failed, the run without sharding did not. Above is the end of the log."
+        )
+        return "", 1
+    return (sharded / plain_run.PRECISION).read_text(), 0
+
+
+def _run_megatron(options: argparse.Namespace, trusted: Path, sharded: Path) -> tuple[str, int]:
+    """Train a command of Megatron twice. Returns the precision, and the exit code if a run fails, else 0."""
+    script.prepare_megatron()
+    from megatron.fsdp.tools.megatron_run import launch, with_value
 
     arguments = options.arguments
     if options.layers:
@@ -39,16 +119,17 @@ def main() -> int:
     if options.hidden:
         arguments = with_value(arguments, "--hidden-size", options.hidden)
         arguments = with_value(arguments, "--ffn-hidden-size", 4 * options.hidden)
-    with tempfile.TemporaryDirectory() as folder:
-        ddp, fsdp = Path(folder, "ddp"), Path(folder, "fsdp")
-        for name, into in (("DDP", ddp), ("FSDP", fsdp)):
-            print(f"training with {name} ...", flush=True)
-            log = launch(options.script, arguments, options.ranks, options.steps, into, ddp=into is ddp)
-            if log:
-                print(f"{log}\nThe run with {name} failed; above is the end of its log.")
-                return 1
-        precision = "bf16" if {"--bf16", "--fp16"} & set(arguments) else "fp32"
-        result = compare(ddp, fsdp, options.ranks, precision)
+    for name, folder, code in (("DDP", trusted, 2), ("FSDP", sharded, 1)):
+        print(f"training with {name} ...", flush=True)
+        log = launch(options.script, arguments, options.ranks, options.steps, folder, ddp=folder is trusted)
+        if log:
+            print(f"{log}\nThe run with {name} failed; above is the end of its log.")
+            return "", code
+    return "bf16" if {"--bf16", "--fp16"} & set(arguments) else "fp32", 0
+
+
+def _report(result: compare_runs.RunComparison) -> int:
+    """Print the result. Returns the exit code."""
     print(
         f"{result.compared} losses, norms, gradients and weights compared; "
         f"fingerprint of the weights {result.fingerprint}"
@@ -62,7 +143,7 @@ def main() -> int:
     for finding in result.findings[1:10]:
         print(f"           then: {finding}")
     if len(result.findings) > 10:
-        print(f"           and {len(result.findings) - 10} more")
+        print(f"           and {len(result.findings) - 10} more in this step")
     return 1
 
 

@@ -15,8 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner, Result
 
-from megatron.fsdp.convert.convert_commands import COMMANDS
-from megatron.fsdp.convert.inspect_commands import modify_state_dict as MODIFY
+from megatron.fsdp.convert.cli import cli
 from tests.checkpoints import (
     DECAYED,
     ITERATION,
@@ -32,16 +31,15 @@ from tests.checkpoints import (
     write_torch_dist,
 )
 
-TO_FSDP, TO_TORCH_DIST = COMMANDS
+TO_FSDP, TO_TORCH_DIST = "convert-torch-dist-to-fsdp-dtensor", "convert-fsdp-dtensor-to-torch-dist"
 
 
-def run(command: Any, *arguments: object) -> Result:
-    return CliRunner().invoke(command, [str(argument) for argument in arguments])
+def run(*words: object) -> Result:
+    return CliRunner().invoke(cli, [str(word) for word in words])
 
 
 def test_command_has_all_options_of_the_original() -> None:
-    options = {option for parameter in TO_FSDP.params for option in parameter.opts if option.startswith("--")}
-    assert TO_FSDP.name == "convert-torch-dist-to-fsdp-dtensor"
+    options = {option for parameter in cli.commands["convert"].params for option in parameter.opts}
     assert options >= {
         "--swiglu",
         "--swiglu-modules",
@@ -53,7 +51,6 @@ def test_command_has_all_options_of_the_original() -> None:
         "--rename-mtp-keys",
         "--json",
     }
-    assert TO_TORCH_DIST.name == "convert-fsdp-dtensor-to-torch-dist"
 
 
 def test_report_as_json(tmp_path: Path) -> None:
@@ -73,10 +70,17 @@ def test_report_as_json(tmp_path: Path) -> None:
 def test_report_as_text(tmp_path: Path) -> None:
     result = run(TO_FSDP, sample("torch_dist_dp2") / ITERATION, tmp_path / "a")
     assert result.exit_code == 0, result.output
-    assert "GiB" in result.stdout and "optimizer groups" in result.stdout
+    assert "GiB" in result.stdout and "OPTIMIZER GROUPS (2)\n► parameters " in result.stdout
     assert f"Converted checkpoint saved to {tmp_path / 'a'}." in result.stdout
     back = run(TO_TORCH_DIST, tmp_path / "a", tmp_path / "b")
-    assert back.exit_code == 0 and "fsdp_dtensor to torch_dist" in back.stdout
+    assert back.exit_code == 0 and "output format: torch_dist\n" in back.stdout
+
+
+def test_the_other_format_is_the_default(tmp_path: Path) -> None:
+    for source, target in ((sample("torch_dist_dp2") / ITERATION, "a"), (tmp_path / "a", "b")):
+        report = json.loads(run("convert", source, tmp_path / target, "--json").stdout)
+        assert {report["input_format"], report["output_format"]} == {"torch_dist", "fsdp_dtensor"}
+    assert set(plain_tensors(tmp_path / "b")) == set(plain_tensors(sample("torch_dist_dp2") / ITERATION))
 
 
 def test_prefixes_of_keys_can_be_chosen(tmp_path: Path) -> None:
@@ -100,11 +104,13 @@ def test_prefixes_of_keys_can_be_chosen(tmp_path: Path) -> None:
         (TO_FSDP, "torch_dist_dp2", ("--transformer-impl", "transformer_engine"), "--transformer-impl"),
         (TO_FSDP, "torch_dist_moe_ep2", ("--moe-grouped-gemm",), "--moe-grouped-gemm"),
         (TO_TORCH_DIST, "fsdp_dtensor_dp2", ("--like", "fsdp_dtensor_dp2"), "expected a torch_dist checkpoint"),
+        (TO_TORCH_DIST, "fsdp_dtensor_dp2", ("--rename-mtp-keys",), "--rename-mtp-keys: only for conversions to fsdp"),
+        (TO_FSDP, "torch_dist_dp2", ("--like", "fsdp_dtensor_dp2"), "--like: only for conversions to torch_dist"),
         (TO_FSDP, "nothing", (), "expected a folder"),
     ],
 )
 def test_user_errors_are_one_line(
-    tmp_path: Path, command: Any, source: str, options: tuple[str, ...], message: str
+    tmp_path: Path, command: str, source: str, options: tuple[str, ...], message: str
 ) -> None:
     folder = tmp_path if source == "nothing" else sample(source)
     located = [sample(option) if option == "fsdp_dtensor_dp2" else option for option in options]
@@ -147,16 +153,13 @@ def test_empty_map_is_none(tmp_path: Path, text: str) -> None:
     assert again.exit_code == 1 and "out: expected no such folder yet, or an empty one" in again.stderr
 
 
-SCRIPT = "import sys; from megatron.fsdp.convert.convert_commands import COMMANDS; COMMANDS[0](sys.argv[1:])"
-
-
 LAUNCHERS = {"torchrun": ("RANK", "WORLD_SIZE"), "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")}
 
 
 def start(source: Path, target: Path, rank: int, processes: int, launcher: str) -> subprocess.Popen[str]:
     variables = dict(zip(LAUNCHERS[launcher], (str(rank), str(processes)), strict=True))
     environment = {**os.environ, **variables, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", SCRIPT, str(source), str(target), "--json"]
+    command = [sys.executable, "-m", "megatron.fsdp.convert", TO_FSDP, str(source), str(target), "--json"]
     return subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
 
@@ -206,7 +209,7 @@ def test_damaged_data_gets_no_fresh_checksums(tmp_path: Path, kind: str) -> None
     source = write_torch_dist(tmp_path / "source", tensors, common)
     assert run(TO_FSDP, source, tmp_path / "good").exit_code == 0
     name = damaged(source, tensors[f"{kind}{names[2]}"]).name
-    for command, *options in ((TO_FSDP,), (MODIFY, "--op", "remove layers.0")):
+    for command, *options in ((TO_FSDP,), ("modify-state-dict", "--op", "remove layers.0")):
         result = run(command, source, tmp_path / "bad", *options)
         assert result.exit_code == 1 and name in result.stderr and "CRC-32" in result.stderr, result.output
         assert names[2] in result.stderr and not (tmp_path / "bad").exists()

@@ -14,21 +14,21 @@ import torch
 from click.testing import CliRunner, Result
 
 from megatron.fsdp.checkpoint.lazy import LazyTensor, Region
+from megatron.fsdp.convert.cli import cli
 from megatron.fsdp.convert.huggingface import transfer
-from megatron.fsdp.convert.huggingface_commands import COMMANDS, Size
+from megatron.fsdp.convert.huggingface_commands import Size
 from megatron.fsdp.convert.options import WriteOptions
 from megatron.fsdp.convert.run import read_state, write_state
+from tests.checkpoints import ITERATION, sample
 from tests.huggingface_models import CASES, save
 
 ROOT = Path(__file__).resolve().parents[3]
-SAMPLES = ROOT.parent / "shared" / "samples"
 FORMATS = ("fsdp_dtensor", "torch_dist")
 SPECS = ("transformer_engine", "local")
 
 
 def call(name: str, *words: Any) -> Result:
-    command = next(command for command in COMMANDS if command.name == name)
-    return CliRunner().invoke(command, [str(word) for word in words])
+    return CliRunner().invoke(cli, [name, *map(str, words)])
 
 
 def succeeded(result: Result) -> Result:
@@ -153,8 +153,8 @@ def test_text_output(tmp_path: Path) -> None:
     save("deepseek_v3-no-query-rank", tmp_path / "in")
     result = succeeded(call("import-safetensors", tmp_path / "in", tmp_path / "mid"))
     assert "GiB" in result.output and "deepseek_v3" in result.output
-    assert "Note: q_lora_rank is null" in result.output
-    assert "Note: 1 of 1 multi-token prediction layers are missing" in result.output
+    assert "NOTES (2)\n" in result.output and "► q_lora_rank is null" in result.output
+    assert "► 1 of 1 multi-token prediction layers are missing" in result.output
     assert "--multi-latent-attention" in result.output
 
 
@@ -252,13 +252,12 @@ def test_at_most_one_block_is_held(format_: str, tmp_path: Path, monkeypatch: py
     assert_same(files_of(tmp_path / "out"), files_of(tmp_path / "in"))
 
 
-@pytest.mark.skipif(not SAMPLES.is_dir(), reason="needs the sample checkpoints")
 @pytest.mark.parametrize(
     "name", ["fsdp_dtensor_dp2", "torch_dist_dp2", "torch_dist_dp2_main", "torch_dist_tp2dp2_legacy_fsms_mcore013"]
 )
 def test_exporting_checkpoints_of_megatron(name: str, tmp_path: Path) -> None:
-    succeeded(call("export-safetensors", SAMPLES / name / "iter_0000003", tmp_path / "out", "--dtype", "keep"))
-    found, weights = files_of(tmp_path / "out"), read_state(SAMPLES / name / "iter_0000003").weights
+    succeeded(call("export-safetensors", sample(name) / ITERATION, tmp_path / "out", "--dtype", "keep"))
+    found, weights = files_of(tmp_path / "out"), read_state(sample(name) / ITERATION).weights
     # Four query heads of 16 rows in two groups: the rows of the fused tensor, written out.
     fused = weights["decoder.layers.1.self_attention.linear_qkv.weight"].whole()
     prefix = "model.layers.1.self_attn"
@@ -268,9 +267,8 @@ def test_exporting_checkpoints_of_megatron(name: str, tmp_path: Path) -> None:
     assert torch.equal(found["lm_head.weight"], weights["output_layer.weight"].whole())
 
 
-@pytest.mark.skipif(not SAMPLES.is_dir(), reason="needs the sample checkpoints")
 def test_a_model_without_a_counterpart_raises_an_error(tmp_path: Path) -> None:
-    result = call("export-safetensors", SAMPLES / "fsdp_dtensor_moe_ep2" / "iter_0000003", tmp_path / "out")
+    result = call("export-safetensors", sample("fsdp_dtensor_moe_ep2") / ITERATION, tmp_path / "out")
     assert result.exit_code == 1 and "qk_layernorm: expected True; got False" in result.output
     assert not list(tmp_path.iterdir())
 
@@ -278,15 +276,14 @@ def test_a_model_without_a_counterpart_raises_an_error(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_several_processes_share_the_work(tmp_path: Path) -> None:
     save("qwen3_moe", tmp_path / "in")
-    code = "import sys; from megatron.fsdp.convert.huggingface_commands import COMMANDS as C; C[int(sys.argv.pop(1))]()"
     steps = (
-        ("1", tmp_path / "in", tmp_path / "mid"),
-        ("0", tmp_path / "mid", tmp_path / "out", "--dtype", "float32", "--max-shard-size", "8KB"),
+        ("import-safetensors", tmp_path / "in", tmp_path / "mid"),
+        ("export-safetensors", tmp_path / "mid", tmp_path / "out", "--dtype", "float32", "--max-shard-size", "8KB"),
     )
     for words in steps:
         processes = [
             subprocess.Popen(
-                [sys.executable, "-c", code, *map(str, words)],
+                [sys.executable, "-m", "megatron.fsdp.convert", *map(str, words)],
                 env={"RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"},
                 cwd=ROOT,
                 stdout=subprocess.PIPE,

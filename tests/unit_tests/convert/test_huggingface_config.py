@@ -107,7 +107,7 @@ def test_defaults_of_old_files() -> None:
         ({**LLAMA, "model_type": "qwen3", "attention_bias": True}, "attention_bias: expected False"),
         ({**DEEPSEEK, "rope_interleave": False}, "rope_interleave: expected True"),
         ({**DEEPSEEK, "norm_topk_prob": False}, "norm_topk_prob: expected True"),
-        ({**DEEPSEEK, "num_experts_per_tok": 6}, "num_experts_per_tok: expected 8, twice topk_group; got 6"),
+        ({**DEEPSEEK, "num_experts_per_tok": 6}, "num_experts_per_tok: expected 8, twice the chosen groups; got 6"),
         ({**DEEPSEEK, "num_experts_per_tok": 1, "n_group": 1}, "num_experts_per_tok: expected at least 2"),
         ({**DEEPSEEK, "scoring_func": "softmax"}, "scoring_func: expected 'sigmoid'"),
     ],

@@ -4,19 +4,18 @@ import copy
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 
-from megatron.fsdp.buffers import weights
 from megatron.fsdp.buffers.parameter_group import ParameterGroup
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
 from megatron.fsdp.tools.estimate import AxisSizes, Estimate, estimate
 from megatron.fsdp.tools.recipes import FP8, NVFP4, Recipe, plan, recipe_of
 from megatron_fsdp import MegatronFSDP, fully_shard_model
+from tests.exchanges import seen
 from tests.models import FP32_GRADS, STRATEGIES, Block, TinyModel, batches, device, loss_of
 from tests.quantized_models import KINDS, quantized_model, sharded_model
 from tests.ranks import RankPool
@@ -125,20 +124,13 @@ def _quantized(kind: str, format: str) -> None:
     _check_units(model, found)
     optimizer.step()
     optimizer.zero_grad()
-    gathered: list[int] = []
-
-    def count(output: torch.Tensor, *rest: Any) -> None:
-        gathered.append(output.nbytes)
-        all_gather(output, *rest)
-
-    all_gather = weights.all_gather
-    with patch.object(weights, "all_gather", count):
+    with seen("all_gather") as gathers:
         loss_of(model, batches(1, 1)[0, 0]).backward()
         model.synchronize_gradient_reduce()
     # The last unit of forward stays unsharded for backward, unless that reads other bytes.
     last = found.units[-1].bytes
     twice = last.backward if last.unsharded == last.forward else 0
-    assert sum(gathered) == found.total.gathered - twice
+    assert sum(output.nbytes for output, *_ in gathers) == found.total.gathered - twice
     assert sum(map(_kept, engine.groups)) == found.total.compute
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.fsdp.api.ddp_config import FLAGS
 from megatron.fsdp.config import FSDPConfig
-from megatron.fsdp.ddp_config import FLAGS
 from megatron.fsdp.mcore import limits
 from megatron.fsdp.mcore.limits import (
     ADJUSTMENTS,

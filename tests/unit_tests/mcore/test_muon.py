@@ -39,21 +39,21 @@ class Matrices(torch.nn.Module):
 
 
 def _index(hybrid: bool) -> Any:
-    from megatron.fsdp.sharding.mesh import FSDPDistributedIndex, default_index
+    from megatron.fsdp.sharding.mesh import MeshIndex, default_index
 
     if not hybrid:
         return default_index(torch.device("cpu"))
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-    return FSDPDistributedIndex(mesh, "inner", "outer")
+    return MeshIndex(mesh, "inner", "outer")
 
 
 def _steps(nesterov: bool, steps: int, outer: str | None = None) -> None:
     """Compare a few steps bit for bit with those of Megatron's own class on whole matrices, in one round or several."""
     import tests.megatron_models  # noqa: F401 - switches Megatron to the CPU
     from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
+    from megatron.fsdp.api.megatron_fsdp import MegatronFSDP
     from megatron.fsdp.config import FSDPConfig
     from megatron.fsdp.mcore.muon import ShardedMuon
-    from megatron.fsdp.module import MegatronFSDP
     from megatron.fsdp.optim import matrix_exchange
     from tests.models import whole
 

@@ -73,18 +73,28 @@ def test_constructor_matches_the_original() -> None:
         assert _same_default(ours[name], expected) or (name, ours[name].default) == ("dist_index", None)
 
 
+def _check_takes_the_same(function: Callable[..., Any], theirs: Callable[..., Any]) -> None:
+    expected, parameters = _parameters(theirs), _parameters(function)
+    named = [n for n, p in expected.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and n != "self"]
+    takes_any = {p.kind for p in parameters.values()} & {inspect.Parameter.VAR_KEYWORD}
+    assert [n for n in parameters if n in named] == named or takes_any, function
+    required = {n for n, p in parameters.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
+    assert required <= expected.keys(), function
+
+
+def test_names_match_the_original() -> None:
+    published = {f"__{name}__" for name in ("contact_emails", "download_url", "homepage", "repository_url")}
+    package = importlib.import_module("megatron.core.distributed.fsdp.src.megatron_fsdp")
+    assert set(package.__all__) - published <= set(megatron_fsdp.__all__)
+
+
 @pytest.mark.parametrize("name", ["MegatronFSDP", "FSDPDistributedIndex"])
 def test_methods_match_the_original(name: str) -> None:
     theirs, ours = _original(name), getattr(megatron_fsdp, name)
     for method, function in vars(theirs).items():
         if method.startswith("_") or not inspect.isfunction(function):
             continue
-        expected, parameters = _parameters(function), _parameters(getattr(ours, method))
-        named = {n for n, p in expected.items() if p.kind is not p.VAR_POSITIONAL and n != "self"}
-        takes_any = {p.kind for p in parameters.values()} & {inspect.Parameter.VAR_KEYWORD}
-        assert named <= parameters.keys() or takes_any, method
-        required = {n for n, p in parameters.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
-        assert required <= expected.keys(), method
+        _check_takes_the_same(getattr(ours, method), function)
 
 
 def test_index_constructor_matches_the_original() -> None:
@@ -108,9 +118,13 @@ def test_submodules_match_the_original_or_have_a_reason() -> None:
             if name.startswith("_") or getattr(value, "__module__", None) != theirs.__name__ or name in INTERNAL:
                 continue
             try:
-                assert callable(getattr(ours, name)), name
+                found = getattr(ours, name)
             except ImportError as error:
                 assert f"megatron_fsdp.{submodule}.{name}" in str(error)
+                continue
+            assert callable(found), name
+            if inspect.isfunction(value):
+                _check_takes_the_same(found, value)
 
 
 def test_package_describes_itself() -> None:

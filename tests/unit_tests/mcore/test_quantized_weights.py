@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.helpers.spelling import bare_name
-from megatron.fsdp.quantized.reference import ReferenceTensor
+from megatron.fsdp.quantized.reference.base import ReferenceTensor
 from megatron.fsdp.quantized.storage import KEEP_TRANSPOSE
 from tests.quantized_models import FORMATS, IN_BLOCKS, layers_of, quantize_layers, round_layers
 from tests.ranks import DEVICE, RankPool

@@ -26,7 +26,7 @@ def _statistics(strategy: str, outer: str | None) -> None:
     )
 
     install()
-    from megatron.fsdp.dtensor.uneven import uneven_dtensor_to_full_tensor
+    from megatron.fsdp.api.uneven_dtensor import uneven_dtensor_to_full_tensor
     from megatron.training import training
 
     instances = 1 if outer is None else 2

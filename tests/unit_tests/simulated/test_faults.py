@@ -17,6 +17,7 @@ from megatron.fsdp.buffers import reduction
 from megatron.fsdp.buffers.gradients import GradientBuffer, InFlight
 from megatron.fsdp.buffers.reduction import Reduction
 from megatron.fsdp.buffers.weights import PlaneSet, WeightBuffer
+from megatron.fsdp.comm.collectives import BACKEND
 from megatron.fsdp.comm.context import CommContext
 from megatron.fsdp.comm.streams import CudaStream, Handle, Task, communication_stream
 from megatron.fsdp.runtime.engine import Engine
@@ -264,9 +265,9 @@ def test_races_are_found(ranks: RankPool, what: str) -> None:
 # Mistakes that something else shows, or that need something special ------------------------------------------------
 
 
-def _copies_from_pageable_memory(any_rank: Callable[..., Any], context: CommContext, flags: list[bool]) -> Any:
-    torch.tensor(flags, dtype=torch.uint8, device=context.device)
-    return any_rank(context, flags)
+def _copies_from_pageable_memory(any_rank: Callable[..., Any], context: CommContext, *args: Any) -> Any:
+    torch.tensor(args[0], dtype=torch.uint8, device=context.device)
+    return any_rank(context, *args)
 
 
 def _blocking_copy() -> None:
@@ -345,7 +346,7 @@ def _fails_once(reduce_scatter: Callable[..., None]) -> Callable[..., None]:
 def _fail_in_task() -> None:
     for planted in (None, _replace(CudaStream, "run", _raises_without_wait)):
         with _simulation(planted) as sim, pytest.MonkeyPatch.context() as patch:
-            patch.setattr(reduction, "reduce_scatter", _fails_once(reduction.reduce_scatter))
+            patch.setattr(BACKEND, "reduce_scatter", _fails_once(BACKEND.reduce_scatter))
             model, optimizer = _sharded()
             data = batches(2, 1).to(DEVICE)
             with pytest.raises(MemoryError):

@@ -8,9 +8,9 @@ import torch
 
 from megatron.fsdp.buffers.weights import WeightBuffer
 from megatron.fsdp.comm.streams import CudaStream, Handle
-from megatron.fsdp.quantized.float8 import Float8Storage
-from megatron.fsdp.quantized.mx import MXStorage
-from megatron.fsdp.quantized.reference import ReferenceStorage
+from megatron.fsdp.quantized.reference.base import ReferenceStorage
+from megatron.fsdp.quantized.reference.float8 import Float8Storage
+from megatron.fsdp.quantized.reference.mx import MXStorage
 from megatron.fsdp.quantized.storage import Direction
 from megatron.fsdp.runtime.unit import Unit, WeightState
 from megatron_fsdp import fully_shard

@@ -9,7 +9,7 @@ import torch
 
 from megatron.fsdp.convert.huggingface.config import LLAMA3
 from megatron.fsdp.convert.huggingface.model import Attention, Experts, Model, Rope, Router, Sizes
-from megatron.fsdp.convert.huggingface.settings import Settings, latent_attention
+from megatron.fsdp.convert.huggingface.settings import Settings, latent_attention, router_groups
 
 # Arguments that change what a model computes, with the values that Hugging Face's four architectures imply.
 _EXPECTED: dict[str, tuple[Any, ...]] = {
@@ -40,8 +40,13 @@ _EXPECTED: dict[str, tuple[Any, ...]] = {
     "moe_shared_expert_glu_interleave_size": (None,),
     "mtp_use_repeated_layer": (False,),
 }
-# Defaults of Megatron's configuration that its training script cannot change for multi-latent attention.
-_LATENT_YARN = {"original": 4096, "beta_fast": 32.0, "beta_slow": 1.0}
+# The arguments of fields of ``Rope`` for yarn, and Megatron's defaults. Without latent attention they begin with yarn_;
+# with it, the training script cannot change the defaults.
+_YARN = {
+    "original": ("original_max_position_embeddings", 4096),
+    "beta_fast": ("beta_fast", 32.0),
+    "beta_slow": ("beta_slow", 1.0),
+}
 # The arguments of the fields of ``Latent``.
 _LATENT = {
     "query_rank": "q_lora_rank",
@@ -136,13 +141,7 @@ def _rope(known: Settings) -> Rope:
         kind = str(known.get("position_embedding_type"))
     base = float(known.get("rotary_base", 10000))
     if kind == "yarn":
-        return _yarn(
-            known,
-            base,
-            original=int(known.get("yarn_original_max_position_embeddings", 4096)),
-            beta_fast=float(known.get("yarn_beta_fast", 32.0)),
-            beta_slow=float(known.get("yarn_beta_slow", 1.0)),
-        )
+        return _yarn(known, base, "yarn_")
     if known.get("use_rope_scaling"):
         factor = float(known.get("rope_scaling_factor", 8.0))
         return Rope(base, "llama3", factor, int(LLAMA3["original_max_position_embeddings"]))
@@ -157,22 +156,19 @@ def _latent_rope(known: Settings) -> Rope:
             # Megatron scales attention scores by mscale_all_dim even without yarn.
             known.expect("mscale_all_dim", 0.0, None)
         return Rope(base)
-    return _yarn(
-        known,
-        base,
-        original=int(known.get("original_max_position_embeddings", _LATENT_YARN["original"])),
-        beta_fast=float(known.get("beta_fast", _LATENT_YARN["beta_fast"])),
-        beta_slow=float(known.get("beta_slow", _LATENT_YARN["beta_slow"])),
-    )
+    return _yarn(known, base)
 
 
-def _yarn(known: Settings, base: float, *, original: int, beta_fast: float, beta_slow: float) -> Rope:
+def _yarn(known: Settings, base: float, prefix: str = "") -> Rope:
     mscale, mscale_all = float(known.get("mscale", 1.0)), float(known.get("mscale_all_dim", 0.0))
     if not mscale_all:
         known.expect("mscale", 1.0, None)
     known.expect("yarn_correction_range_round_to_int", True, None)
+    given: dict[str, Any] = {
+        field: type(default)(known.get(prefix + name, default)) for field, (name, default) in _YARN.items()
+    }
     factor = float(known.get("rotary_scaling_factor", 1.0))
-    return Rope(base, "yarn", factor, original, beta_fast, beta_slow, mscale, mscale_all)
+    return Rope(base, "yarn", factor, **given, mscale=mscale, mscale_all=mscale_all)
 
 
 def _experts(known: Settings, layers: int) -> Experts | None:
@@ -218,12 +214,8 @@ def _expert_layers(known: Settings, layers: int) -> tuple[bool, ...]:
 
 def _router(known: Settings) -> Router:
     score = str(known.get("moe_router_score_function", "softmax"))
-    chosen = int(known.get("moe_router_topk", 2))
-    groups, chosen_groups = int(known.get("moe_router_num_groups", 1)), int(known.get("moe_router_group_topk", 1))
-    if not known.get("moe_router_group_topk") or chosen_groups >= groups:
-        groups = chosen_groups = 1
-    elif chosen // chosen_groups != 2:
-        known.expect("moe_router_topk", 2 * chosen_groups)
+    chosen, groups = int(known.get("moe_router_topk", 2)), int(known.get("moe_router_num_groups", 1))
+    groups, chosen_groups = router_groups(known, "moe_router_topk", chosen, groups, known.get("moe_router_group_topk"))
     if score == "sigmoid" and chosen < 2:
         known.problems.append(f"moe_router_topk: expected at least 2; got {chosen}")
     return Router(
@@ -294,9 +286,9 @@ def _without_argument(model: Model) -> list[str]:
     if not rope.base.is_integer():
         problems.append(f"rope_theta: expected an integer for --rotary-base; got {rope.base}")
     if model.attention.latent is not None and rope.kind == "yarn":
-        for name, expected in _LATENT_YARN.items():
-            if getattr(rope, name) != expected:
-                problems.append(f"rope {name}: expected {expected} with latent attention; got {getattr(rope, name)}")
+        for field, (_, expected) in _YARN.items():
+            if getattr(rope, field) != expected:
+                problems.append(f"rope {field}: expected {expected} with latent attention; got {getattr(rope, field)}")
     return problems
 
 
@@ -309,12 +301,8 @@ def _rope_arguments(rope: Rope, latent: bool) -> dict[str, Any]:
     if rope.kind == "yarn":
         values |= {"rotary_scaling_factor": rope.factor, "mscale": rope.mscale, "mscale_all_dim": rope.mscale_all}
         if not latent:
-            values |= {
-                "position_embedding_type": "yarn",
-                "yarn_original_max_position_embeddings": rope.original,
-                "yarn_beta_fast": rope.beta_fast,
-                "yarn_beta_slow": rope.beta_slow,
-            }
+            values["position_embedding_type"] = "yarn"
+            values |= {f"yarn_{name}": getattr(rope, field) for field, (name, _) in _YARN.items()}
     return values
 
 

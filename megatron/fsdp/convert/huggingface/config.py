@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from megatron.fsdp.convert.huggingface.model import Attention, Experts, Model, Rope, Router, Sizes
-from megatron.fsdp.convert.huggingface.settings import Settings, latent_attention
+from megatron.fsdp.convert.huggingface.settings import Settings, latent_attention, router_groups
 
 CLASSES = {
     "llama": "LlamaForCausalLM",
@@ -232,14 +232,8 @@ def _sigmoid_router(config: Settings) -> Router:
     chosen = config.size("num_experts_per_tok")
     if chosen < 2:
         config.problems.append("num_experts_per_tok: expected at least 2; Megatron does not normalize a single weight")
-    groups, chosen_groups = config.size("n_group"), config.size("topk_group")
-    if chosen_groups >= groups:
-        groups = chosen_groups = 1
-    elif chosen // chosen_groups != 2:
-        # Groups are ranked by the scores of their best experts: two in transformers, and in Megatron as many as are
-        # chosen per group. Only where these numbers are equal do both choose the same experts.
-        config.problems.append(f"num_experts_per_tok: expected {2 * chosen_groups}, twice topk_group; got {chosen}")
-    return Router(chosen, "sigmoid", True, float(config.get("routed_scaling_factor")), groups, chosen_groups)
+    groups = router_groups(config, "num_experts_per_tok", chosen, config.size("n_group"), config.size("topk_group"))
+    return Router(chosen, "sigmoid", True, float(config.get("routed_scaling_factor")), *groups)
 
 
 def to_config(model: Model, dtype: torch.dtype) -> dict[str, Any]:

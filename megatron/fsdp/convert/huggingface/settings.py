@@ -66,3 +66,25 @@ def latent_attention(settings: Settings, names: Mapping[str, str]) -> Attention:
     sizes = {field: settings.size(name) for field, name in names.items() if field != "query_rank"}
     latent = Latent(settings.get(names["query_rank"]), **sizes)
     return Attention(heads, heads, latent.plain + latent.rotary, norm=True, latent=latent)
+
+
+def router_groups(
+    settings: Settings, name: str, chosen: int, groups: int, chosen_groups: int | None
+) -> tuple[int, int]:
+    """The numbers of groups of experts and of groups that a token's experts are chosen from; 1 and 1 without limits.
+
+    Groups are ranked by the scores of their best experts: two in transformers, and in Megatron as many as are chosen
+    per group. Only where these numbers are equal do both choose the same experts.
+
+    Args:
+        settings: Of the model. They get a problem if both choose other experts.
+        name: The setting for the number of experts per token.
+        chosen: Its value.
+        groups: From the settings.
+        chosen_groups: From the settings; None or 0 if they have none.
+    """
+    if not chosen_groups or chosen_groups >= groups:
+        return 1, 1
+    if chosen // chosen_groups != 2:
+        settings.problems.append(f"{name}: expected {2 * chosen_groups}, twice the chosen groups; got {chosen}")
+    return groups, chosen_groups

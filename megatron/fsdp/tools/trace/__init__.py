@@ -20,11 +20,12 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.fsdp.comm.backends import moves_data
-from megatron.fsdp.module import MegatronFSDP
+from megatron.fsdp.module import ShardedModel
 from megatron.fsdp.runtime.engine import Engine, engines_of
 from megatron.fsdp.tools.trace.clock import Meeting, clock_of, meet, offset
 from megatron.fsdp.tools.trace.recorder import StepRecorder
-from megatron.fsdp.tools.trace.timeline import Kind, RankTrace, Row, Span, Timeline, UnitTimes, mark_late_ranks
+from megatron.fsdp.tools.trace.spans import Kind, RankTrace, Row, Span, UnitTimes, mark_late_ranks
+from megatron.fsdp.tools.trace.timeline import Timeline
 
 __all__ = ["Kind", "RankTrace", "Row", "Span", "Timeline", "UnitTimes", "trace_step"]
 
@@ -66,7 +67,7 @@ def trace_step(model: nn.Module | Engine, all_ranks: bool = True) -> Iterator[Ti
 def _engine_of(model: nn.Module | Engine) -> Engine:
     if isinstance(model, Engine):
         return model
-    wrappers = [module.engine for module in model.modules() if isinstance(module, MegatronFSDP)]
+    wrappers = [module.engine for module in model.modules() if isinstance(module, ShardedModel)]
     found = wrappers or engines_of(model.parameters())
     if len(found) != 1:
         raise ValueError(f"trace_step: expected one sharded model; got {len(found)} in {type(model).__name__}.")

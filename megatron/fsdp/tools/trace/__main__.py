@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.fsdp.api import fully_shard
+from megatron.fsdp.api.fully_shard import fully_shard
 from megatron.fsdp.sharding.strategy import INNER
 from megatron.fsdp.tools.script import run
 from megatron.fsdp.tools.trace import Timeline, trace_step

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.fsdp.tools.trace.timeline import MILLISECOND, Kind, RankTrace, Row, Span, Timeline
+from megatron.fsdp.tools.trace.spans import MILLISECOND, Kind, RankTrace, Row, Span, mean_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,11 +34,11 @@ MOST_RANKS = 8
 CHARACTER = 0.0062
 
 
-def draw(timeline: Timeline, path: str | Path) -> None:
+def draw(traces: list[RankTrace], path: str | Path) -> None:
     """Draw a timeline and write it to a file.
 
     Args:
-        timeline: A timeline with at least one recording.
+        traces: The recordings of all ranks, at least one.
         path: The file. Its extension determines the format.
 
     Raises:
@@ -50,13 +50,13 @@ def draw(timeline: Timeline, path: str | Path) -> None:
         raise ImportError(
             "Timeline.plot needs matplotlib: pip install 'megatron-fsdp-engine[trace]'. Timeline.save does not."
         ) from error
-    shown = timeline.ranks[:MOST_RANKS]
+    shown = traces[:MOST_RANKS]
     height = 1.1 * len(shown) + 0.9
     # Do not use pyplot, whose current figure may belong to the traced script.
     figure = Figure(figsize=(WIDTH, height + 3.4), dpi=110, layout="constrained")
     above, below = figure.subplots(2, 1, height_ratios=[height, 2.4])
-    _draw_rows(above, shown, of=len(timeline.ranks))
-    _draw_units(below, timeline)
+    _draw_rows(above, shown, of=len(traces))
+    _draw_units(below, traces)
     _add_legend(figure, [span for trace in shown for span in trace.spans])
     figure.savefig(path)
 
@@ -129,9 +129,9 @@ def _add_legend(figure: "Figure", spans: list[Span]) -> None:
     figure.legend(handles=patches, loc="outside lower center", ncols=5, fontsize=8.5, frameon=False)
 
 
-def _draw_units(axes: "Axes", timeline: Timeline) -> None:
+def _draw_units(axes: "Axes", traces: list[RankTrace]) -> None:
     """Draw the communication time of each unit, and how much of it the computation waited for."""
-    mean = timeline.mean()
+    mean = mean_of(traces)
     places = range(len(mean))
     columns = (
         (-0.3, "gather", COLORS[Kind.GATHER]),

@@ -20,7 +20,7 @@ from megatron.fsdp.helpers.autograd import in_backward
 from megatron.fsdp.runtime.engine import Engine
 from megatron.fsdp.runtime.unit import Unit
 from megatron.fsdp.tools.trace.clock import HostClock
-from megatron.fsdp.tools.trace.timeline import Kind, RankTrace, Row, Span
+from megatron.fsdp.tools.trace.spans import Kind, RankTrace, Row, Span
 
 
 class Activity(NamedTuple):
@@ -199,13 +199,7 @@ class StepRecorder:
         }
         for name, around in hooks.items():
             self._replacements.replace(schedule, name, around)
-        for name in (
-            "finish_gradients",
-            "start_reductions",
-            "unshard_persistent",
-            "prefetch_first",
-            "invalidate_weights",
-        ):
+        for name in _METHODS:
             self._replacements.replace(self._observed, name, self._engine)
         for unit in self._observed.units:
             self._watch_unit(unit)

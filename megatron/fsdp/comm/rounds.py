@@ -1,0 +1,90 @@
+"""Rounds of messages between ranks through the store of the process group: publish, collect, one verdict for all.
+
+A collective would not do: ranks that have different process groups, or that run different code, would wait in it
+forever. A round ends at a time limit with what has arrived by then.
+"""
+
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterable
+
+import torch.distributed as dist
+
+# The time that ranks have to publish what another rank collects. Their threads do so, unless the process has ended or
+# does not release the GIL.
+SECONDS_FOR_ANSWERS = 5.0
+
+# The store of the current default process group.
+_stores: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.Store] = weakref.WeakKeyDictionary()
+
+
+def _open_store() -> dist.Store:
+    """The store of the default process group, with a new prefix for each such group, so that old keys are not read."""
+    world = dist.group.WORLD
+    if world is None:
+        raise RuntimeError("The process group is gone.")
+    if world not in _stores:
+        store = dist.distributed_c10d._get_default_store()
+        number = store.add(f"megatron_fsdp/groups/{dist.get_rank()}", 1)
+        _stores[world] = dist.PrefixStore(f"megatron_fsdp/{number}", store)
+    return _stores[world]
+
+
+def holds_store() -> bool:
+    """Whether the store may end with this process: rank 0 holds it, unless the launcher does."""
+    return dist.get_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
+class Round:
+    """One round. Only :meth:`collect` and :meth:`verdict` wait, without blocking other users of the store.
+
+    Args:
+        name: The round's name, the same on all its ranks and unique in the process group.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._store = dist.PrefixStore(name, _open_store())
+
+    def publish(self, key: object, text: str) -> None:
+        """Store a text for the other ranks."""
+        self._store.set(str(key), text)
+
+    def count(self, key: str, more: int = 0) -> int:
+        """Increase a counter, and return it."""
+        return self._store.add(key, more)
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether a rank has asked for the verdict."""
+        return self._store.check(["judges"])
+
+    def collect(self, keys: Iterable[object], end: float, otherwise: "Round | None" = None) -> dict[str, str]:
+        """Return what was published under the keys, once there is something for each of them, or at time ``end``.
+
+        Args:
+            keys: The keys.
+            end: When to stop waiting.
+            otherwise: Another round, which is searched for keys that this one lacks.
+        """
+        stores = [self._store] if otherwise is None else [self._store, otherwise._store]
+        found, missing = {}, [str(key) for key in keys]
+        while True:
+            for key in missing:
+                if (store := next((each for each in stores if each.check([key])), None)) is not None:
+                    found[key] = store.get(key).decode()
+            missing = [key for key in missing if key not in found]
+            if not missing or time.monotonic() > end:
+                return found
+            time.sleep(0.01)
+
+    def verdict(self, judge: Callable[[float], str]) -> str | None:
+        """Return the verdict, which one rank writes for all of them; None if that rank has ended.
+
+        Args:
+            judge: Writes the verdict, on the first rank that asks for it. Gets the time at which to stop collecting.
+        """
+        end = time.monotonic() + SECONDS_FOR_ANSWERS
+        if self.count("judges", 1) == 1:
+            self.publish("verdict", judge(end))
+        return self.collect(["verdict"], end + 2.0).get("verdict")

@@ -1,0 +1,214 @@
+"""What keeps sharded programs right, each with a change of the engine that takes it out: does the grammar notice?"""
+
+import itertools
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.ranks import ROOT
+
+from .program import Program, programs
+from .runner import Runner
+from .steps import KINDS
+
+ENGINE = Path("megatron") / "fsdp"
+
+
+class Remedy(NamedTuple):
+    """One remedy.
+
+    Attributes:
+        name: What it is.
+        file: Its file, under megatron/fsdp.
+        text: Text that the file has once.
+        instead: What takes it out.
+        ranks: Numbers of ranks to try.
+        mesh: Meshes to try, if only some need it.
+    """
+
+    name: str
+    file: str
+    text: str
+    instead: str
+    ranks: tuple[int, ...] = (2,)
+    mesh: tuple[str, ...] = ()
+
+
+REMEDIES = [
+    Remedy(
+        "versions of main weights",
+        "buffers/weights.py",
+        "return read and self.version != self.main._version and not self.needs_nothing",
+        "return False",
+    ),
+    Remedy(
+        "writes counted in aliases",
+        "dtensor/ragged_dtensor.py",
+        "torch._C._increment_version([*tensors, *(each._local_tensor for each in tensors)])",
+        "torch._C._increment_version(tensors)",
+    ),
+    Remedy(
+        "main weights between forward and backward",
+        "runtime/schedule.py",
+        "            self.show_main()\n        return grad",
+        "            pass\n        return grad",
+    ),
+    Remedy(
+        "full tensors in losses",
+        "dtensor/ragged_dtensor.py",
+        "        if in_graph([self]):\n            full:",
+        "        if False:\n            full:",
+    ),
+    Remedy("gradients of reads are averaged", "dtensor/gathering.py", "return mean.div_(mesh.size())", "return mean"),
+    Remedy(
+        "backward by use",
+        "runtime/graph.py",
+        "entered = {} if in_backward() else _entered_aside(edges)",
+        "entered: dict[Any, Any] = {}",
+    ),
+    Remedy(
+        "versions of compute weights",
+        "runtime/unit.py",
+        "torch._C._autograd._unsafe_set_version_counter(tuple(weights), tuple(self._versions))",
+        "self._versions = [weight._version for weight in weights]",
+    ),
+    Remedy(
+        "calls of a pending backward",
+        "runtime/schedule.py",
+        "            if torch.is_grad_enabled():\n                unit.new_pass()",
+        "            unit.new_pass()",
+    ),
+    Remedy(
+        "parameters from before sharding",
+        "buffers/parameter.py",
+        "self.original.__class__ = _EarlierDTensor if is_dtensor else _EarlierParameter",
+        "unused = _EarlierDTensor if is_dtensor else _EarlierParameter",
+    ),
+    Remedy(
+        "equal weights at the start",
+        "runtime/agreement.py",
+        "        differs.append(bool(text))",
+        "        differs.append(False)",
+    ),
+    Remedy(
+        "equal weights in a load",
+        "state/loading.py",
+        "    _compare(engine, wanted, state_dict)\n",
+        "",
+    ),
+    Remedy(
+        ".grad synchronizes",
+        "runtime/engine.py",
+        "            if self.reads_synchronize:",
+        "            if False:",
+    ),
+    Remedy(
+        "overflow on any rank",
+        "dtensor/torch_patches.py",
+        "        found_inf.copy_(_reduced(found_inf, spanning_mesh(grads)[0], dist.ReduceOp.MAX))",
+        "        pass",
+    ),
+    Remedy(
+        "norms count replicas once",
+        "dtensor/placements.py",
+        "copies.append(inside * outside)",
+        "copies.append(1)",
+        ranks=(4,),
+        mesh=("hsdp", "tp"),
+    ),
+    Remedy(
+        "zero_grad of some parameters",
+        "optim/hooks.py",
+        "shared = any(",
+        "shared = False and any(",
+    ),
+    Remedy(
+        "zeros that zero_grad leaves",
+        "runtime/engine.py",
+        "            self.finish_pending_gradients()  # parameters",
+        "            pass  # parameters",
+    ),
+    Remedy(
+        "closures synchronize",
+        "optim/hooks.py",
+        "            loss = closure()\n            self._finish()",
+        "            loss = closure()",
+    ),
+    Remedy(
+        "freezing is followed",
+        "runtime/schedule.py",
+        "            self.plans.follow_freezing()",
+        "            pass",
+    ),
+    Remedy(
+        "frozen since the forward",
+        "buffers/parameter_group.py",
+        "grad if e.main.requires_grad else None for",
+        "grad for",
+    ),
+    Remedy(
+        "hooks of gradients",
+        "buffers/parameter_group.py",
+        "if before is None or hooks:",
+        "if before is None:",
+    ),
+    Remedy(
+        "weights that functional_call gives",
+        "buffers/parameter_group.py",
+        "if module._parameters.get(attribute) is hidden:",
+        "if True:",
+    ),
+    Remedy(
+        "exceptions in backward reshard",
+        "runtime/graph.py",
+        "            schedule.backward_failed()",
+        "            pass",
+    ),
+]
+
+
+def find(remedy: Remedy, made: Iterator[Program], right: Runner) -> tuple[int, str]:
+    """Run programs without a remedy, up to the first that is right with it.
+
+    Returns:
+        How many programs were run, and what became of the last one: "right" if all were.
+    """
+    count = 0
+    with tempfile.TemporaryDirectory(prefix="without-") as folder:
+        for name in ("megatron", "megatron_fsdp"):
+            shutil.copytree(ROOT / name, Path(folder) / name, ignore=shutil.ignore_patterns("__pycache__"))
+        file = Path(folder) / ENGINE / remedy.file
+        file.write_text(file.read_text().replace(remedy.text, remedy.instead))
+        runner = Runner(project=folder)
+        while chunk := list(itertools.islice(made, 10)):
+            for result in sorted(runner.results(chunk), key=lambda result: chunk.index(result.made)):
+                count += 1
+                wrong = result.verdict.kind != "right"
+                if wrong and right.results([result.program])[0].verdict.kind == "right":
+                    runner.pool.close()
+                    return count, f"{result.verdict.kind}: {result.verdict.what.splitlines()[0][:80]}"
+        runner.pool.close()
+    return count, "right"
+
+
+def table(names: str, count: int, seed: int) -> str:
+    """Markdown: for each remedy, after how many programs it was missed.
+
+    Args:
+        names: Beginnings of the remedies' names, separated by commas; empty for all.
+        count: After how many programs to give up.
+        seed: Of the programs.
+    """
+    lines = ["| without | programs until found | verdict |", "|---|---|---|"]
+    right = Runner()
+    for remedy in REMEDIES:
+        if remedy.name.startswith(tuple(names.split(","))):
+            only = {name: values for name, values in (("ranks", remedy.ranks), ("mesh", remedy.mesh)) if values}
+            number, verdict = find(remedy, programs(count, seed, only, list(KINDS)), right)
+            lines.append(f"| {remedy.name} | {number} | {verdict} |")
+            print(lines[-1], file=sys.stderr, flush=True)
+    right.pool.close()
+    return "\n".join(lines) + "\n"
