@@ -153,7 +153,7 @@ def test_freezing_where_ranks_leave_units_out(ranks: RankPool, strategy: str) ->
 
 
 def _zeros_for_unused_only() -> None:
-    sharded = MegatronFSDP(TinyModel(), FSDPConfig(zero_unused_gradients=True), fsdp_unit_modules=[Block])
+    sharded = MegatronFSDP(TinyModel(), config=FSDPConfig(zero_unused_gradients=True), fsdp_unit_modules=[Block])
     for what in ("blocks.1", "blocks.1.up"):
         _freeze(sharded.module, what)
         loss_of(sharded, batches(1, 1)[0, 0]).backward()
