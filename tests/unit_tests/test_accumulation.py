@@ -12,14 +12,13 @@ from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model, fully_shard_optimizer
-from tests.exchanges import both_exchanges, seen
+from tests.exchanges import seen
 from tests.models import (
     FP32_GRADS,
     STRATEGIES,
     Block,
     TinyModel,
     adamw,
-    assert_same_training,
     assert_same_weights,
     batches,
     device,
@@ -28,33 +27,6 @@ from tests.models import (
 from tests.ranks import RankPool
 
 pytestmark = pytest.mark.every_strategy
-
-
-def _train(strategy: str, micro_batches: int, use_no_sync: bool, sync_each: bool, overlap: bool) -> None:
-    assert_same_training(
-        TinyModel(),
-        batches(steps=3, per_step=micro_batches * dist.get_world_size()),
-        adamw,
-        zero_dp_strategy=strategy,
-        use_no_sync=use_no_sync,
-        sync_model_each_microbatch=sync_each,
-        overlap_grad_reduce=overlap,
-        overlap_param_gather=overlap,
-    )
-
-
-@both_exchanges("strategy", STRATEGIES)
-@pytest.mark.parametrize(
-    ("use_no_sync", "sync_each", "overlap"),
-    [(False, True, True), (True, True, True), (True, False, True), (False, False, False), (True, False, False)],
-)
-def test_accumulation(ranks: RankPool, strategy: str, use_no_sync: bool, sync_each: bool, overlap: bool) -> None:
-    ranks.run(2, _train, strategy, 3, use_no_sync, sync_each, overlap)
-
-
-@both_exchanges("strategy", STRATEGIES)
-def test_accumulation_over_three_ranks(ranks: RankPool, strategy: str) -> None:
-    ranks.run(3, _train, strategy, 2, True, True, True)
 
 
 def _count_reductions(strategy: str) -> int:

@@ -119,25 +119,6 @@ def test_clipped_values(ranks: RankPool, strategy: str) -> None:
     ranks.run(3, _values, strategy)
 
 
-def _train(strategy: str, how: str) -> None:
-    pair = Pair(Uneven(), zero_dp_strategy=strategy)
-    for step in batches(4, dist.get_world_size()):
-        pair.backward(step)
-        for each, _ in pair.sides:
-            if how == "norm":
-                clip_grad_norm_(each.parameters(), max_norm=0.3)
-            else:
-                clip_grad_value_(each.parameters(), clip_value=0.01)
-        pair.update()
-    pair.assert_same_weights()
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("how", ["norm", "value"])
-def test_training_with_clipping(ranks: RankPool, strategy: str, how: str) -> None:
-    ranks.run(2, _train, strategy, how)
-
-
 def _not_finite(strategy: str) -> None:
     """One rank's shard of one gradient is infinite. Every rank computes an infinite norm, and may skip its step."""
     _, sharded = _gradients(strategy)

@@ -9,10 +9,12 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.fsdp.comm.context import CommContext
+from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron_fsdp import FSDPConfig, MegatronFSDP
 from tests.exchanges import seen
 from tests.models import STRATEGIES, Block, Pair, TinyModel, batches, loss_of
 from tests.ranks import RankPool
+from tests.training_models import WithUnused
 
 # The modules that are frozen in each step.
 PHASES = {
@@ -153,12 +155,14 @@ def test_freezing_where_ranks_leave_units_out(ranks: RankPool, strategy: str) ->
 
 
 def _zeros_for_unused_only() -> None:
-    sharded = MegatronFSDP(TinyModel(), config=FSDPConfig(zero_unused_gradients=True), fsdp_unit_modules=[Block])
+    sharded = MegatronFSDP(WithUnused(), config=FSDPConfig(zero_unused_gradients=True), fsdp_unit_modules=[Block])
     for what in ("blocks.1", "blocks.1.up"):
         _freeze(sharded.module, what)
         loss_of(sharded, batches(1, 1)[0, 0]).backward()
         frozen = set(_frozen(sharded.module, what))
         assert {name for name, p in sharded.module.named_parameters() if p.grad is None} == frozen
+        unused = [p.grad for name, p in sharded.module.named_parameters() if "spare" in name and name not in frozen]
+        assert unused and not any(local_shard(grad).any() for grad in unused)
         sharded.zero_grad()
 
 

@@ -81,47 +81,6 @@ def test_optimizer_sees_a_plain_tensor_per_parameter(
     ranks.run(number, _train, make)
 
 
-def _replaced_gradients() -> None:
-    """Some ways of clipping replace gradients by other tensors."""
-    (sharded, optimizer), (reference, reference_optimizer) = _both(_parameters)
-    for tokens in batches(3, 1)[:, 0]:
-        for each, each_optimizer in ((sharded, optimizer), (reference, reference_optimizer)):
-            loss_of(each, tokens).backward()
-            for parameter in each.parameters():
-                assert parameter.grad is not None
-                parameter.grad = parameter.grad * 0.5
-            each_optimizer.step()
-            each_optimizer.zero_grad()
-    assert_same_weights(sharded, reference)
-
-
-def test_gradients_that_were_replaced(ranks: RankPool) -> None:
-    ranks.run(2, _replaced_gradients)
-
-
-def _some_without_gradient() -> None:
-    """A parameter without a gradient is not updated, and its step count falls behind that of the others."""
-    (sharded, optimizer), (reference, reference_optimizer) = _both(_parameters)
-    for number, tokens in enumerate(batches(4, 1)[:, 0]):
-        for each, each_optimizer in ((sharded, optimizer), (reference, reference_optimizer)):
-            loss_of(each, tokens).backward()
-            if number == 1:
-                module = sharded.module if each is sharded else reference
-                module.get_parameter("blocks.1.up.weight").grad = None
-                for parameter in module.get_submodule("blocks.2").parameters():
-                    parameter.grad = None
-            each_optimizer.step()
-            each_optimizer.zero_grad()
-    assert_same_weights(sharded, reference)
-    steps = {entry.name: int(optimizer.state[entry.main]["step"]) for entry in sharded.engine.params()}
-    assert steps["blocks.1.up.weight"] == steps["blocks.2.up.weight"] == 3
-    assert steps["blocks.1.down.weight"] == steps["blocks.0.up.weight"] == 4
-
-
-def test_parameters_without_gradient(ranks: RankPool) -> None:
-    ranks.run(2, _some_without_gradient)
-
-
 def _state() -> None:
     (sharded, optimizer), (reference, reference_optimizer) = _both(_parameters)
     data = batches(6, 1)[:, 0]

@@ -107,29 +107,6 @@ def test_gradients_are_always_summed_in_fp32_over_gloo(ranks: RankPool, strategy
     ranks.run(2, _over_gloo, strategy)
 
 
-def _compute_dtype_and_main_dtype(strategy: str, policy: MixedPrecisionPolicy) -> None:
-    seen: list[torch.dtype] = []
-    model = TinyModel().to(device(), BF16)
-    model.blocks[0].register_forward_pre_hook(lambda module, args: seen.append(module.up.weight.dtype))
-    sharded, _ = fully_shard(
-        model,
-        adamw(model.parameters()),
-        fsdp_unit_modules=[Block],
-        zero_dp_strategy=strategy,
-        mixed_precision_policy=policy,
-    )
-    loss_of(sharded, batches(1, 1)[0, 0]).backward()
-    assert seen == [BF16]
-    assert {p.dtype for p in sharded.parameters()} == {policy.main_params_dtype or BF16}
-    assert {p.grad.dtype for p in sharded.parameters()} == {policy.main_params_dtype or BF16}
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("main", [FP32, None])
-def test_forward_reads_the_models_dtype(ranks: RankPool, strategy: str, main: torch.dtype | None) -> None:
-    ranks.run(2, _compute_dtype_and_main_dtype, strategy, MixedPrecisionPolicy(main_params_dtype=main))
-
-
 def _narrow_main_weights(strategy: str, main: torch.dtype | None) -> None:
     """Equal to a copy that computes with its 16-bit weights in fp32, and updates those by gradients in 16 bits."""
     model = TinyModel().to(device(), BF16 if main is None else FP32)

@@ -28,16 +28,6 @@ from tests.models import (
 from tests.ranks import RankPool
 
 
-def _train(strategy: str) -> None:
-    data = batches(steps=3, per_step=2 * dist.get_world_size())
-    assert_same_training(TinyModel(), data, adamw, zero_dp_strategy=strategy, offload_optimizer=True)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_trains_as_unsharded(ranks: RankPool, strategy: str) -> None:
-    ranks.run(2, _train, strategy)
-
-
 def _where(strategy: str) -> None:
     model = TinyModel().to(device(), torch.bfloat16)
     sharded, optimizer = fully_shard(

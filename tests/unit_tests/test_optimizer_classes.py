@@ -10,11 +10,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 
 from megatron.fsdp import fsdp2
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
@@ -339,37 +334,6 @@ def _states_are_complete(name: str, strategy: str) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_state_dict_equals_that_of_the_unsharded_optimizer(ranks: RankPool, name: str, strategy: str) -> None:
     ranks.run(4, _states_are_complete, name, strategy)
-
-
-def _whole_states(name: str) -> None:
-    """torch's functions gather the whole state of an optimizer, and load it into another."""
-    torch.manual_seed(3)
-    reference = TinyModel().to(device())
-    expected = WHOLE[name](reference.parameters())
-    model, optimizer = _start(name)
-    for each, each_optimizer in ((model, optimizer), (reference, expected)):
-        _step(each, each_optimizer, 0)
-    options = StateDictOptions(full_state_dict=True)
-    found = get_optimizer_state_dict(model.module, optimizer, options=options)
-    wanted = get_optimizer_state_dict(reference, expected)
-    assert found["state"].keys() == wanted["state"].keys()
-    for parameter, state in wanted["state"].items():
-        assert found["state"][parameter].keys() == state.keys()
-        for key, value in state.items():
-            torch.testing.assert_close(found["state"][parameter][key].float(), value.float(), rtol=1e-3, atol=1.1)
-    other, other_optimizer = _start(name)
-    other.load_state_dict(model.state_dict())
-    # As in torch, an optimizer keeps using the tensors that it is given.
-    set_optimizer_state_dict(other.module, other_optimizer, copy.deepcopy(found), options=options)
-    for each, each_optimizer in ((model, optimizer), (other, other_optimizer)):
-        _step(each, each_optimizer, 1)
-    weights = main_weights(other)
-    assert all(torch.equal(value, weights[key]) for key, value in main_weights(model).items())
-
-
-@pytest.mark.parametrize("name", ["Adafactor", "Blockwise"])
-def test_whole_state_is_gathered_and_loaded(ranks: RankPool, name: str) -> None:
-    ranks.run(4, _whole_states, name)
 
 
 def _start(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -5,7 +5,6 @@ import io
 import itertools
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from megatron.fsdp.dtensor.ragged_dtensor import RaggedDTensor, make_dtensor
 from megatron.fsdp.sharding.layout import ELEMENT, ROW, Layout, Slot
 from megatron.fsdp.sharding.packing import plan_layout
 from megatron_fsdp import uneven_dtensor
-from tests.models import Pair, TinyModel, batches, device
+from tests.models import device
 from tests.ranks import RankPool
 
 # Shapes and cuts: whole rows, a cut row, ranks without anything, a single owner.
@@ -327,30 +326,6 @@ def _functions_of_the_original() -> None:
 
 def test_functions_of_the_original(ranks: RankPool) -> None:
     ranks.run(3, _functions_of_the_original)
-
-
-def _averaged(folder: str) -> None:
-    """An exponential moving average of weights as users write it, saved and loaded, equals that without sharding."""
-    pair = Pair(TinyModel())
-    average = {key: value.clone() for key, value in pair.sharded.state_dict().items()}
-    expected = {key: value.clone() for key, value in pair.reference.state_dict().items()}
-    for step in batches(3, dist.get_world_size()):
-        pair.backward(step)
-        pair.update()
-        with torch.no_grad():
-            for key, value in pair.sharded.state_dict().items():
-                average[key].lerp_(value, 0.1)
-            for key, value in pair.reference.state_dict().items():
-                expected[key] = expected[key] * 0.9 + value * 0.1
-    dcp.save(average, checkpoint_id=folder)
-    loaded = {f"module.{key}": torch.zeros_like(value) for key, value in expected.items()}
-    dcp.load(loaded, checkpoint_id=folder)
-    for key, value in expected.items():
-        torch.testing.assert_close(loaded[f"module.{key}"], value, rtol=2e-5, atol=2e-6)
-
-
-def test_averaged_weights(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(3, _averaged, str(tmp_path / "ema"))
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 7)), min_size=1, max_size=5), st.integers(1, 9))

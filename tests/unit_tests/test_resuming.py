@@ -105,11 +105,6 @@ def test_resumes_every_optimizer(ranks: RankPool, tmp_path: Path, name: str) -> 
     _assert_resumes(ranks, tmp_path, "optim_grads_params", name, by_torch=False)
 
 
-@pytest.mark.parametrize("kind", ["no_shard", "optim_grads_params", "in place"])
-def test_resumes_momentum(ranks: RankPool, tmp_path: Path, kind: str) -> None:
-    _assert_resumes(ranks, tmp_path, kind, "SGD_momentum", by_torch=True)
-
-
 DELICATE: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "dampening": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5),
     "Rprop": lambda p: torch.optim.Rprop(p, lr=1e-3),
@@ -286,31 +281,6 @@ def _changed_structure(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["optim_grads_params", "in place"])
 def test_structural_changes_of_a_sharded_model_raise(ranks: RankPool, kind: str) -> None:
     ranks.run(2, _changed_structure, kind)
-
-
-class WithConfig(TinyModel):
-    """A model with an attribute and a method, as models of frameworks have."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.config = {"width": 13}
-
-    def guess(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self(tokens).argmax(-1)
-
-
-def _attributes() -> None:
-    model = fully_shard_model(WithConfig().to(device()), fsdp_unit_modules=[Block])
-    assert model.config == {"width": 13}
-    tokens = batches(1, 1)[0, 0]
-    assert model.guess(tokens).shape == tokens.shape
-    with pytest.raises(AttributeError, match="nothing"):
-        _ = model.nothing
-    assert not hasattr(model, "save_pretrained")
-
-
-def test_attributes_of_the_model(ranks: RankPool) -> None:
-    ranks.run(2, _attributes)
 
 
 def _averaged_buffers() -> None:

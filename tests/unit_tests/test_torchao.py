@@ -16,9 +16,9 @@ import torch.distributed.fsdp
 from torch import nn
 
 from megatron.fsdp.buffers.flat_buffer import storage_id
-from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard, fully_shard_model
+from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard_model
 from tests.models import TinyModel, batches, device, loss_of
-from tests.quantized_models import Reference, arguments, exact, float8, quantized_model, sharded_model, train
+from tests.quantized_models import Reference, arguments, float8, quantized_model, sharded_model, train
 from tests.ranks import RankPool
 
 pytest.importorskip("torchao")
@@ -28,9 +28,6 @@ from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic  # n
 from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole  # noqa: E402
 from torchao.prototype.quantized_training import Int8MixedPrecisionTrainingConfig  # noqa: E402
 from torchao.quantization import quantize_  # noqa: E402
-
-STEPS = 20
-
 
 # Quantizing -------------------------------------------------------------------------------------------------------
 
@@ -123,41 +120,6 @@ def _copies() -> None:
 
 def test_copies_of_a_model(ranks: RankPool) -> None:
     ranks.run(2, _copies)
-
-
-class Even(nn.Module):
-    """Layers whose rows two ranks divide evenly: FSDP2 cannot gather torchao's weights otherwise."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(16)
-        self.up = nn.Linear(16, 64)
-        self.down = nn.Linear(64, 16, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
-
-
-def _even() -> nn.Module:
-    torch.manual_seed(5)
-    model = TinyModel(width=16, depth=0, vocabulary=32)
-    model.blocks = nn.ModuleList(Even() for _ in range(3))
-    return float8(model.to(device()))
-
-
-def _like_fsdp2() -> None:
-    data = batches(STEPS, dist.get_world_size())
-    theirs = _even()
-    for block in theirs.blocks:
-        torch.distributed.fsdp.fully_shard(block)
-    torch.distributed.fsdp.fully_shard(theirs)
-    expected = train(theirs, exact(theirs.parameters()), data)
-    ours = _even()
-    assert train(*fully_shard(ours, exact(ours.parameters()), fsdp_unit_modules=[Even]), data) == expected
-
-
-def test_trains_as_fsdp2(ranks: RankPool) -> None:
-    ranks.run(2, _like_fsdp2)
 
 
 # Checkpoints ------------------------------------------------------------------------------------------------------
