@@ -1,20 +1,20 @@
-"""Forward passes without an immediate backward: several before one backward, evaluation, no backward at all."""
+"""Several forwards before their backwards, and a model that only evaluates, in inference mode from the start."""
+
+import copy
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp import fully_shard
+from megatron_fsdp import fully_shard_model
 from tests.models import (
     STRATEGIES,
     Block,
     Pair,
     TinyModel,
-    adamw,
     batches,
     device,
     loss_of,
-    main_weights,
 )
 from tests.ranks import RankPool
 
@@ -38,38 +38,19 @@ def test_several_forwards_before_backward(ranks: RankPool, strategy: str, order:
     ranks.run(2, _all_forwards_first, strategy, order)
 
 
-def _weights_change_between_forward_and_forward(strategy: str) -> None:
-    """A forward keeps weights for its backward; a step in between must not be missed by the next forward."""
+def _built_in_inference_mode() -> None:
+    """A model that is loaded and evaluated in inference mode and never trained."""
     torch.manual_seed(3)
     model = TinyModel().to(device())
-    sharded, optimizer = fully_shard(
-        model, adamw(model.parameters()), fsdp_unit_modules=[Block], zero_dp_strategy=strategy
-    )
+    reference = copy.deepcopy(model)
     tokens = batches(1, 1)[0, 0]
-    loss_of(sharded, tokens).backward()
-    kept = loss_of(sharded, tokens)
-    optimizer.step()
-    after = loss_of(sharded, tokens)
-    reference = TinyModel().to(device())
-    reference.load_state_dict(main_weights(sharded))
-    torch.testing.assert_close(after, loss_of(reference, tokens))
-    assert not torch.allclose(after, kept)
+    with torch.inference_mode():
+        sharded = fully_shard_model(model, fsdp_unit_modules=[Block])
+        sharded.load_state_dict({f"module.{name}": value for name, value in reference.state_dict().items()})
+        torch.testing.assert_close(sharded(tokens), reference(tokens))
+    with torch.no_grad():
+        torch.testing.assert_close(sharded(tokens), reference(tokens))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_step_after_a_forward_that_keeps_weights(ranks: RankPool, strategy: str) -> None:
-    ranks.run(2, _weights_change_between_forward_and_forward, strategy)
-
-
-def _call_the_inner_module() -> None:
-    pair = Pair(TinyModel())
-    tokens = batches(1, 1)[0, 0]
-    losses = [loss_of(each, tokens) for each in (pair.sharded.module, pair.reference)]
-    torch.testing.assert_close(*losses)
-    for loss in losses:
-        loss.backward()
-    pair.assert_same_gradients()
-
-
-def test_wrapped_module_may_be_called_itself(ranks: RankPool) -> None:
-    ranks.run(2, _call_the_inner_module)
+def test_model_that_is_sharded_in_inference_mode(ranks: RankPool) -> None:
+    ranks.run(2, _built_in_inference_mode)

@@ -147,12 +147,3 @@ def _muon(strategy: str) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_muon_sees_whole_matrices(ranks: RankPool, strategy: str, world_size: int) -> None:
     ranks.run(world_size, _muon, strategy)
-
-
-def _wrong() -> None:
-    with pytest.raises(ValueError, match=r"expected row, whole_row, tensor, parameter, element or block\(<rows>\)"):
-        fully_shard_model(TinyModel(), shard_granularity="rows")
-
-
-def test_unknown_granularity_raises(ranks: RankPool) -> None:
-    ranks.run(1, _wrong)

@@ -149,13 +149,6 @@ def test_classes_of_other_packages_are_known_by_name(name: str, kind: str | None
     assert looks_at(made([nn.Parameter(torch.ones(2))], {})) == kind
 
 
-def test_register_optimizer_checks_its_arguments() -> None:
-    with pytest.raises(ValueError, match="expected looks_at to be one of .*; got 'row'"):
-        register_optimizer(Lion, "row")
-    with pytest.raises(ValueError, match="expected a subclass of torch.optim.Optimizer; got <class 'torch.nn"):
-        register_optimizer(nn.Linear, "element")  # type: ignore[arg-type]
-
-
 def _hybrid(parameters: Any) -> torch.optim.Optimizer:
     name = "megatron.core.optimizer.cpu_offloading.hybrid_optimizer"
     return type("HybridDeviceOptimizer", (torch.optim.Optimizer,), {"__module__": name})(parameters, {})
@@ -216,25 +209,6 @@ WHOLE: dict[str, Make] = {
     "Blockwise": lambda p: Blockwise(p, lr=0.3),
 }
 MATRICES: dict[str, Make] = {"Muon": lambda p: torch.optim.Muon([q for q in p if q.dim() == 2], lr=0.05)}
-
-
-def _divided(name: str, granularity: str) -> None:
-    make = {**WHOLE, **MATRICES}[name]
-    kind = "matrices" if name in MATRICES else "parameters"
-    remedy = "tensor" if name in MATRICES else "parameter"
-    model = TinyModel()
-    optimizer = make(model.parameters())
-    sharded = fully_shard_model(model, fsdp_unit_modules=[Block], shard_granularity=granularity)
-    message = rf"{name} looks at whole {kind}, .*embedding.weight.*shard_granularity='{remedy}'"
-    with pytest.raises(ValueError, match=message.replace(".*embedding.weight", "")):
-        fully_shard_optimizer(optimizer)
-    assert sharded.module is model
-
-
-@pytest.mark.parametrize("name", [*WHOLE, *MATRICES])
-@pytest.mark.parametrize("granularity", ["row", "element"])
-def test_divided_parameters_raise_if_they_must_be_whole(ranks: RankPool, name: str, granularity: str) -> None:
-    ranks.run(4, _divided, name, granularity)
 
 
 def _vectors_are_parameters() -> None:

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from megatron.fsdp import fsdp2
-from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
+from megatron_fsdp import fully_shard, fully_shard_model
 from tests.models import OPTIMIZERS, STRATEGIES, Block, TinyModel, adamw, batches, device, loss_of, main_weights
 from tests.ranks import DEVICE, RankPool
 
@@ -251,36 +251,6 @@ def _by_plain_names() -> None:
 
 def test_loading_by_the_models_own_names(ranks: RankPool) -> None:
     ranks.run(2, _by_plain_names)
-
-
-def _changed_structure(kind: str) -> None:
-    wrapper, optimizer = _model(kind, adamw, seed=3)
-    model = wrapper.module if isinstance(wrapper, MegatronFSDP) else wrapper
-    _train(wrapper, optimizer, 0, 1)
-    with pytest.raises(RuntimeError, match=r"norm\.weight is sharded|LayerNorm\.weight is sharded"):
-        model.norm.weight = nn.Parameter(torch.ones(13))
-    with pytest.raises(RuntimeError, match="new module 'adapter'"):
-        model.blocks[0].adapter = nn.Linear(2, 2)
-    with pytest.raises(RuntimeError, match="new parameter 'scale'"):
-        model.norm.scale = nn.Parameter(torch.ones(1))
-    model.blocks[0].activation = nn.GELU()
-    model.alias = model.norm
-    if kind != "in place":  # which copies the values all the same
-        with pytest.raises(RuntimeError, match="sharded"):
-            model.load_state_dict(TinyModel(tied=True).state_dict(), assign=True)
-    _train(wrapper, optimizer, 1, 2)
-    for copying in (copy.deepcopy, lambda m: m.__reduce_ex__(2)):
-        with pytest.raises(NotImplementedError, match=r"[Ll]oad|state"):
-            copying(wrapper)
-    assert wrapper.to(DEVICE) is wrapper and wrapper.float() is wrapper and wrapper.train() is wrapper
-    for change in (wrapper.bfloat16, wrapper.double, lambda: wrapper.to("meta")):
-        with pytest.raises(NotImplementedError, match="sharded"):
-            change()
-
-
-@pytest.mark.parametrize("kind", ["optim_grads_params", "in place"])
-def test_structural_changes_of_a_sharded_model_raise(ranks: RankPool, kind: str) -> None:
-    ranks.run(2, _changed_structure, kind)
 
 
 def _averaged_buffers() -> None:
