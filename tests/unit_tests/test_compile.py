@@ -14,10 +14,10 @@ from megatron_fsdp import fully_shard, fully_shard_model
 from tests.models import (
     STRATEGIES,
     Block,
+    Pair,
     TinyModel,
     adamw,
     assert_same_gradients,
-    assert_same_weights,
     batches,
     device,
     loss_of,
@@ -90,30 +90,17 @@ WAYS = {way.__name__.strip("_"): way for way in _ALL}
 
 def _train(strategy: str, way: str, backend: str, before: bool) -> None:
     with _fresh_compiler():
-        torch.manual_seed(3)
-        model = TinyModel().to(device())
-        reference = copy.deepcopy(model)
-        reference_optimizer = adamw(reference.parameters())
-        graphs = Graphs(backend)
-        if before:
-            WAYS[way](model, graphs)
-        sharded, optimizer = fully_shard(
-            model, adamw(model.parameters()), fsdp_unit_modules=[Block], zero_dp_strategy=strategy
-        )
+        graphs, seen = Graphs(backend), []
+        pair = Pair(TinyModel(), prepare=lambda model: before and WAYS[way](model, graphs), zero_dp_strategy=strategy)
         if not before:
-            WAYS[way](model, graphs)
-        assert sharded.engine.unit_names == ["", "blocks.0", "blocks.1", "blocks.2"]
-        seen = []
+            WAYS[way](pair.sharded.module, graphs)
+        assert pair.sharded.engine.unit_names == ["", "blocks.0", "blocks.1", "blocks.2"]
         for step in batches(4, dist.get_world_size()):
-            for tokens in step:
-                (loss_of(reference, tokens) / len(step)).backward()
-            loss_of(sharded, step[dist.get_rank()]).backward()
-            for each in (optimizer, reference_optimizer):
-                each.step()
-                each.zero_grad()
+            pair.backward(step)
+            pair.update()
             seen.append((graphs.compiled, graphs.called))
         _assert_each_step_calls_the_same_graphs(seen)
-        assert_same_weights(sharded, reference)
+        pair.assert_same_weights()
 
 
 def _assert_each_step_calls_the_same_graphs(seen: list[tuple[int, int]]) -> None:

@@ -14,7 +14,7 @@ from megatron_fsdp import FSDPConfig, MegatronFSDP
 from tests.exchanges import seen
 from tests.models import STRATEGIES, Block, Pair, TinyModel, batches, loss_of
 from tests.ranks import RankPool
-from tests.training_models import WithUnused
+from tests.training_models import Skipping, WithUnused
 
 # The modules that are frozen in each step.
 PHASES = {
@@ -122,17 +122,6 @@ def test_frozen_units_are_not_reduced_and_plans_are_made_once(ranks: RankPool) -
     # Forward and backward are exchanged where a set of units takes gradients for the first time.
     expected = [(4, 2), (3, 2), (4, 0), (3, 0), (3, 0), (2, 2)]
     assert ranks.run(2, _communication_of, phases) == [expected] * 2
-
-
-class Skipping(TinyModel):
-    """Leaves out the block that the first token names."""
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens)
-        for number, block in enumerate(self.blocks):
-            if int(tokens[0, 0]) != number:
-                x = block(x)
-        return self.head(self.norm(x))
 
 
 def _skipping(strategy: str) -> None:

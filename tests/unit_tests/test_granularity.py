@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
@@ -18,8 +17,10 @@ from tests.models import (
     assert_same_weights,
     batches,
     device,
+    load_from,
     loss_of,
     main_weights,
+    save_to,
 )
 from tests.ranks import RankPool
 
@@ -79,10 +80,8 @@ def test_rows_are_cut_only_where_necessary(ranks: RankPool) -> None:
 def _save(granularity: str, strategy: str, folder: str) -> dict[str, torch.Tensor]:
     model, optimizer = _sharded(granularity, strategy=strategy)
     _step(model, optimizer, 0)
-    names = {f"module.{name}" for name in main_weights(model)}
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()["state"]}
-    assert set(state["model"]) == names
-    dcp.save(state, checkpoint_id=folder)
+    assert set(model.state_dict()) == {f"module.{name}" for name in main_weights(model)}
+    save_to(folder, model, optimizer)
     _step(model, optimizer, 1)
     return main_weights(model)
 
@@ -90,10 +89,7 @@ def _save(granularity: str, strategy: str, folder: str) -> dict[str, torch.Tenso
 def _resume(granularity: str, folder: str) -> dict[str, torch.Tensor]:
     model, optimizer = _sharded(granularity)
     _step(model, optimizer, 7)  # makes the state to load into, and other weights
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()["state"]}
-    dcp.load(state, checkpoint_id=folder)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict({**optimizer.state_dict(), "state": state["optimizer"]})
+    load_from(folder, model, optimizer)
     _step(model, optimizer, 1)
     return main_weights(model)
 

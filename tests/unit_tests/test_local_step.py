@@ -36,11 +36,11 @@ class SeenTypes:
         self.counts.append(len(parameters))
 
 
-def _both(make: Callable[[nn.Module], torch.optim.Optimizer]) -> tuple[Sharded, Unsharded]:
+def _both(make: Callable[[nn.Module], torch.optim.Optimizer], **settings: Any) -> tuple[Sharded, Unsharded]:
     torch.manual_seed(3)
     model = TinyModel().to(device())
     reference = copy.deepcopy(model)
-    sharded = fully_shard(model, make(model), fsdp_unit_modules=[Block])
+    sharded = fully_shard(model, make(model), fsdp_unit_modules=[Block], **settings)
     return sharded, (reference, make(reference))
 
 
@@ -164,14 +164,10 @@ def _steps_with_fused(library: str, folder: str, strategy: str, first: bool, dty
     """Two steps, and in other processes, on a different number of ranks, two more from a checkpoint of the first."""
     kind = _FUSED[library]
     options = {} if dtype is None else {"exp_avg_dtype": dtype, "exp_avg_sq_dtype": dtype}
-    torch.manual_seed(3)
-    model = TinyModel().to(device())
-    reference = copy.deepcopy(model)
-    reference_optimizer = _fused_groups(kind, reference, **options)
-    data = batches(4, 1)[:, 0]
-    sharded, optimizer = fully_shard(
-        model, _fused_groups(kind, model, **options), fsdp_unit_modules=[Block], zero_dp_strategy=strategy
+    (sharded, optimizer), (reference, reference_optimizer) = _both(
+        lambda model: _fused_groups(kind, model, **options), zero_dp_strategy=strategy
     )
+    data = batches(4, 1)[:, 0]
     for tokens in data[:2]:
         _step(reference, reference_optimizer, tokens)
         if first:

@@ -24,34 +24,16 @@ from tests.models import (
     main_weights,
 )
 from tests.ranks import RankPool
+from tests.unit_tests.test_dtypes import Reference
 
 pytestmark = pytest.mark.every_strategy
 
 FP32, BF16 = torch.float32, torch.bfloat16
 
 
-def _reference_step(compute: torch.nn.Module, main: dict, data: torch.Tensor, grad_dtype: torch.dtype) -> None:
-    """One step of AdamW on fp32 main weights; gradients of bf16 compute, summed over micro-batches in grad_dtype."""
-    parameters = dict(compute.named_parameters())
-    sums = {name: torch.zeros(p.shape, dtype=grad_dtype, device=p.device) for name, p in parameters.items()}
-    for tokens in data:
-        loss_of(compute, tokens).backward()
-        for name, p in parameters.items():
-            sums[name] += p.grad.to(grad_dtype)
-            p.grad = None
-    for name, weight in main["weights"].items():
-        weight.grad = (sums[name] / len(data)).to(FP32)
-    main["optimizer"].step()
-    with torch.no_grad():
-        for name, p in parameters.items():
-            p.copy_(main["weights"][name])
-
-
 def _train(strategy: str, grad_dtype: torch.dtype, **arguments: bool) -> None:
     model = TinyModel().to(device(), BF16)
-    reference = copy.deepcopy(model)
-    weights = {name: torch.nn.Parameter(p.detach().to(FP32)) for name, p in reference.named_parameters()}
-    main = {"weights": weights, "optimizer": adamw(weights.values())}
+    reference = Reference(copy.deepcopy(model), grad_dtype)
     policy = MixedPrecisionPolicy(main_params_dtype=FP32, main_grads_dtype=grad_dtype)
     sharded, optimizer = fully_shard(
         model,
@@ -62,7 +44,7 @@ def _train(strategy: str, grad_dtype: torch.dtype, **arguments: bool) -> None:
         **arguments,
     )
     for data in batches(steps=3, per_step=dist.get_world_size()):
-        _reference_step(reference, main, data, grad_dtype)
+        reference.step(data)
         loss_of(sharded, data[dist.get_rank()]).backward()
         assert all(p.dtype == FP32 and p.grad.dtype == FP32 for p in sharded.parameters())
         optimizer.step()
@@ -70,7 +52,7 @@ def _train(strategy: str, grad_dtype: torch.dtype, **arguments: bool) -> None:
     # Two ranks add two gradients, in whichever order: in fp32 the sums are equal, in bf16 a bit may differ.
     tolerance = 2e-6 if grad_dtype is FP32 else 2e-3
     for name, weight in main_weights(sharded).items():
-        expected = weights[name].detach().cpu()
+        expected = reference.weights[name].detach().cpu()
         torch.testing.assert_close(weight, expected, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
 
 

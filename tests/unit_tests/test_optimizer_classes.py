@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from megatron.fsdp import fsdp2
@@ -22,11 +21,12 @@ from tests.models import (
     TinyModel,
     adamw,
     assert_same_training,
-    assert_same_weights,
     batches,
     device,
+    load_from,
     loss_of,
     main_weights,
+    save_to,
 )
 from tests.ranks import RankPool
 
@@ -326,7 +326,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> No
 def _save(name: str, folder: str) -> dict[str, torch.Tensor]:
     model, optimizer = _start(name)
     _step(model, optimizer, 0)
-    dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=folder)
+    save_to(folder, model, optimizer)
     _step(model, optimizer, 1)
     return main_weights(model)
 
@@ -334,10 +334,7 @@ def _save(name: str, folder: str) -> dict[str, torch.Tensor]:
 def _resume(name: str, folder: str) -> dict[str, torch.Tensor]:
     model, optimizer = _start(name)
     _step(model, optimizer, 7)
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    dcp.load(state, checkpoint_id=folder)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
+    load_from(folder, model, optimizer)
     _step(model, optimizer, 1)
     # State that a rank has loaded for another rank's parameters is out of date, so all ranks return the owner's.
     plain = [
@@ -383,25 +380,3 @@ def _never_attached(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_optimizers_are_attached_at_their_first_step(ranks: RankPool, strategy: str) -> None:
     ranks.run(2, _never_attached, strategy)
-
-
-def _of_main_weights(strategy: str) -> None:
-    """An optimizer of the sharded model's parameters trains it, whether it was attached or not."""
-    torch.manual_seed(3)
-    model = TinyModel().to(device())
-    reference = copy.deepcopy(model)
-    sharded = fully_shard_model(model, fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
-    optimizer, expected = adamw(sharded.parameters()), adamw(reference.parameters())
-    for (tokens,) in batches(steps=3, per_step=1):
-        for each, each_optimizer in ((sharded, optimizer), (reference, expected)):
-            loss = loss_of(each, tokens)
-            loss.backward()
-            each_optimizer.step()
-            each_optimizer.zero_grad()
-    torch.testing.assert_close(loss_of(sharded, tokens), loss_of(reference, tokens), rtol=1e-5, atol=1e-5)
-    assert_same_weights(sharded, reference)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_optimizer_of_main_weights_that_was_not_attached(ranks: RankPool, strategy: str) -> None:
-    ranks.run(2, _of_main_weights, strategy)

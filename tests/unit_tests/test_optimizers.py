@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp import fully_shard, register_optimizer
@@ -20,8 +19,10 @@ from tests.models import (
     assert_same_weights,
     batches,
     device,
+    load_from,
     loss_of,
     main_weights,
+    save_to,
 )
 from tests.ranks import RankPool
 
@@ -132,15 +133,11 @@ def _count_is_an_int(folder: Path) -> None:
     for loads in (False, True):
         whole = TinyModel()
         model, optimizer = fully_shard(whole, Counting(whole.parameters()), fsdp_unit_modules=[Block])
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         if loads:
-            dcp.load(state, checkpoint_id=folder)
-            model.load_state_dict(state["model"])
-            optimizer.load_state_dict(state["optimizer"])
+            load_from(folder, model, optimizer)
         for number, tokens in list(enumerate(batches(3, 1)[:, 0]))[2 * loads :]:
             if number == 2 and not loads:
-                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-                dcp.save(state, checkpoint_id=folder)
+                save_to(folder, model, optimizer)
             loss_of(model, tokens).backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -21,9 +21,9 @@ from megatron.fsdp.buffers.parameter import TENSOR_PARALLEL
 from megatron.fsdp.checkpoint.backend import Reader, Writer
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.state.consistency import inconsistent_weights
-from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
+from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from tests.exchanges import seen
-from tests.models import DEVICE, STRATEGIES, Block, TinyModel, batches, loss_of
+from tests.models import DEVICE, STRATEGIES, Block, TinyModel, batches, load_from, loss_of, save_to
 from tests.quantized_models import (
     ALL_FORMATS,
     KINDS,
@@ -356,14 +356,10 @@ def _data() -> torch.Tensor:
     return batches(6, 1).expand(-1, dist.get_world_size(), -1, -1)
 
 
-def _state(model: MegatronFSDP, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-
-
 def _save(folder: str, format: str) -> list[float]:
     model, optimizer = sharded_model("optim_grads_params", quantized_model(format))
     train(model, optimizer, _data()[:3])
-    dcp.save(_state(model, optimizer), checkpoint_id=folder)
+    save_to(folder, model, optimizer)
     if format != "delayed":
         return train(model, optimizer, _data()[3:])
     # Delayed scaling starts anew with the loaded weights. No other format has more to lose than main weights.
@@ -379,10 +375,7 @@ def _resume(folder: str, kind: str, format: str) -> list[float]:
     model, optimizer = sharded_model(kind, quantized_model(format, keep_initial=False))
     if format != "delayed":
         train(model, optimizer, _data()[4:5])
-    state = _state(model, optimizer)
-    dcp.load(state, checkpoint_id=folder)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
+    load_from(folder, model, optimizer)
     return train(model, optimizer, _data()[3:])
 
 

@@ -492,53 +492,6 @@ def test_appears_as_its_dtype(name: str) -> None:
 # Bytes and devices ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "forward", "backward"),
-    [
-        ("tensor", 0.5, 0.5),
-        ("delayed", 0.5, 0.5),
-        ("128x128", 0.5, 0.5),
-        ("1x128", 0.516, 0.516),
-        ("mx", 0.516, 0.516),
-        ("nvfp4", 0.281, 0.281),
-    ],
-)
-def test_bytes_beside_bf16(name: str, forward: float, backward: float) -> None:
-    value = torch.ones(256, 384)
-    made: Any = FORMATS[name](value)
-    storage: Any = storage_of(made)
-    for direction, expected in ((Direction.FORWARD, forward), (Direction.BACKWARD, backward)):
-        read = [plane.nbytes for plane, p in zip(made.planes, storage.planes, strict=True) if direction in p.directions]
-        assert round(sum(read) / value.bfloat16().nbytes, 3) == expected
-    assert [plane.numel() for plane in made.planes] == [value.numel() // p.values_per_byte for p in storage.planes]
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_meta_tensors_are_bound_to_a_device(name: str) -> None:
-    meta = nn.Parameter(FORMATS[name](torch.empty(64, 32, device="meta"), dtype=torch.bfloat16), requires_grad=False)
-    assert meta.is_meta and not meta.requires_grad and meta.dequantize().is_meta
-    storage: Any = storage_of(meta)
-    assert storage is not None and storage.problem(meta, torch.device("cpu")) is None
-    planes = _empty_planes(storage, meta)
-    bound = storage.bind(meta, planes, meta.dtype)
-    assert isinstance(bound, nn.Parameter) and type(bound.data) is type(meta.data)
-    assert (bound.device.type, bound.dtype, bound.requires_grad) == ("cpu", torch.bfloat16, False)
-    value = _values((64, 32))
-    storage.quantize([WeightShard(bound, value.flatten(), 0, tuple(planes))], lambda values: None)
-    assert torch.equal(bound.dequantize(), FORMATS[name](value, dtype=torch.bfloat16).dequantize())
-    assert storage.bind(bound, planes, bound.dtype) is bound
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_initial_values(name: str) -> None:
-    value = _values((32, 32))
-    kept, dropped = (nn.Parameter(FORMATS[name](value, keep_initial=keep)) for keep in (True, False))
-    storage: Any = storage_of(kept)
-    assert torch.equal(storage.initial(kept), value) and type(storage.initial(kept)) is torch.Tensor
-    assert torch.equal(storage.initial(dropped), dropped.dequantize())
-    assert storage.bind(kept, _empty_planes(storage, kept), kept.dtype).initial is None
-
-
 # Errors -----------------------------------------------------------------------------------------------------------
 
 

@@ -273,26 +273,6 @@ def test_two_axes_and_tensor_parallelism(ranks: RankPool) -> None:
     ranks.run(4, _two_axes_and_tensor_parallel)
 
 
-def _hybrid_order() -> None:
-    """Shards over two axes are in the order of the flat buffer: outer neighbours are adjacent."""
-    mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("outer", "inner"))
-    outer, inner = mesh.get_coordinate()
-    whole = torch.arange(20.0, device=device()).view(10, 2)
-    cuts = (0, 2, 8, 14, 20)
-    number = inner * 2 + outer
-    placements = [RaggedShard(4, 0, cuts, 1), RaggedShard(4, 0, cuts, 2)]
-    ragged = make_dtensor(
-        whole.flatten()[cuts[number] : cuts[number + 1]].view(-1, 2).clone(), mesh, (10, 2), placements
-    )
-    _same(ragged, whole)
-    for drawn in (torch.zeros_like(ragged).normal_(),):
-        assert drawn.full_tensor().unique().numel() == 20
-
-
-def test_the_order_of_shards_over_two_axes(ranks: RankPool) -> None:
-    ranks.run(4, _hybrid_order)
-
-
 def _functions_of_the_original() -> None:
     for case in CASES:
         whole, ragged = _ragged(case)

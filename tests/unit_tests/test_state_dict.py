@@ -1,14 +1,13 @@
 """State dicts: plain torch checkpointing of shards, on another number of ranks, and loading of whole tensors."""
 
 import copy
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
-from tests.models import Block, TinyModel, adamw, batches, device, loss_of, main_weights
+from tests.models import Block, TinyModel, adamw, batches, device, loss_of, main_weights, state_of
 from tests.ranks import RankPool
 
 
@@ -29,10 +28,6 @@ def _train(model: MegatronFSDP, optimizer: torch.optim.Optimizer, first: int, la
         optimizer.zero_grad()
 
 
-def _state(model: MegatronFSDP, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-
-
 def _count_collectives_of_a_state_dict() -> int:
     from torch.distributed.distributed_c10d import _world  # noqa: PLC2701
 
@@ -40,7 +35,7 @@ def _count_collectives_of_a_state_dict() -> int:
     # The step's flags, for which a rank that used all its parameters has not waited.
     model.engine.context.stream.run(lambda: None).wait()
     before = [pg._get_sequence_number_for_group() for pg in _world.pg_map]
-    _state(model, optimizer)
+    state_of(model, optimizer)
     return sum(pg._get_sequence_number_for_group() for pg in _world.pg_map) - sum(before)
 
 

@@ -6,18 +6,16 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp
 from torch import nn
 
 from megatron.fsdp.buffers.flat_buffer import storage_id
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard_model
-from tests.models import TinyModel, batches, device, loss_of
+from tests.models import TinyModel, batches, device, load_from, loss_of, save_to
 from tests.quantized_models import Reference, arguments, float8, quantized_model, sharded_model, train
 from tests.ranks import RankPool
 
@@ -140,17 +138,6 @@ def test_releases_what_it_was_made_of(ranks: RankPool) -> None:
     ranks.run(2, _releases)
 
 
-def _state(model: MegatronFSDP, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-
-
-def _load(folder: str, model: MegatronFSDP, optimizer: torch.optim.Optimizer) -> None:
-    state = _state(model, optimizer)
-    dcp.load(state, checkpoint_id=folder)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-
-
 def _whole(model: MegatronFSDP) -> dict[str, torch.Tensor]:
     return {name: value.full_tensor() for name, value in model.state_dict().items()}
 
@@ -161,14 +148,14 @@ def _through_plain(folder: str) -> None:
     plain = sharded_model("optim_grads_params", TinyModel().bfloat16())
     train(*plain, batches(2, dist.get_world_size()))
     expected = _whole(plain[0])
-    dcp.save(_state(*plain), checkpoint_id=f"{folder}/plain")
+    save_to(f"{folder}/plain", *plain)
     converted = sharded_model("optim_grads_params", quantized_model("torchao", torch.bfloat16))
-    _load(f"{folder}/plain", *converted)
+    load_from(f"{folder}/plain", *converted)
     loss_of(converted[0], batches(1, 1)[0, 0])
-    dcp.save(_state(*converted), checkpoint_id=f"{folder}/float8")
+    save_to(f"{folder}/float8", *converted)
     torch.manual_seed(4)
     again = sharded_model("optim_grads_params", TinyModel().bfloat16())
-    _load(f"{folder}/float8", *again)
+    load_from(f"{folder}/float8", *again)
     for found in (_whole(converted[0]), _whole(again[0])):
         assert found.keys() == expected.keys()
         assert all(torch.equal(value, found[name]) and value.dtype == torch.float32 for name, value in expected.items())

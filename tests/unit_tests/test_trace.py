@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils.checkpoint import checkpoint
 
@@ -163,21 +162,6 @@ def test_models_sharded_as_with_fsdp2(ranks: RankPool) -> None:
     for trace in _recorded(ranks, _traced_fsdp2).ranks:
         assert _units(trace, Row.GATHERS, Kind.GATHER, backward=False) == UNITS
         assert sorted(_units(trace, Row.REDUCTIONS, Kind.REDUCTION)) == UNITS
-
-
-def _traced_hybrid() -> Timeline:
-    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp_outer", "dp_shard"))
-    return _traced(device_mesh=mesh, dp_shard_dim="dp_shard", dp_outer_dim="dp_outer")
-
-
-def test_two_axes(ranks: RankPool) -> None:
-    first, *others = ranks.run(4, _traced_hybrid)
-    assert [trace.rank for trace in first.ranks] == [0, 1, 2, 3]
-    assert not any(timeline.ranks for timeline in others)
-    for trace in first.ranks:
-        assert _units(trace, Row.GATHERS, Kind.GATHER, backward=False) == UNITS
-        # Not every rank takes part in every all-gather, so late ranks cannot be identified.
-        assert not any(span.late for span in trace.spans)
 
 
 # Times ---------------------------------------------------------------------------------------------------------

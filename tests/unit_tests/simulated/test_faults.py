@@ -30,7 +30,7 @@ from tests.models import TinyModel, batches, loss_of
 from tests.ranks import DEVICE as REAL_DEVICE
 from tests.ranks import RankPool
 from tests.simulated.device import DEVICE, SimulatedDevice, simulated_device
-from tests.simulated.faults import Ended, task_does_not_wait
+from tests.simulated.faults import Ended, no_wait_for_unshard, task_does_not_wait
 from tests.simulated.models import BF16, sharded
 from tests.simulated.ranks import fake_ranks
 from tests.simulated.streams import HostWait
@@ -79,12 +79,6 @@ def _replace(owner: Any, name: str, version: Callable[..., Any]) -> Plant:
 
 
 # Mistakes that races show ------------------------------------------------------------------------------------------
-
-
-def _no_wait_for_unshard(wait: Callable[..., None], weights: WeightBuffer) -> None:
-    for handle in weights.handles:
-        weights.replace_handle(handle, Ended())
-    wait(weights)
 
 
 def _no_wait_for_reduction(wait: Callable[..., None], in_flight: InFlight) -> None:
@@ -190,10 +184,10 @@ GATHER, SCATTER = ("allgather_base_ writes", "weights.py", " _unshard"), ("reduc
 DECODE = ("reads on stream 0", " decode", " before_use")
 FAULTS: dict[str, Fault] = {
     "unshard is not waited for": Fault(
-        _replace(WeightBuffer, "wait", _no_wait_for_unshard), ZERO_3, (*GATHER, "layer_norm reads on stream 0")
+        _replace(WeightBuffer, "wait", no_wait_for_unshard), ZERO_3, (*GATHER, "layer_norm reads on stream 0")
     ),
     "resident weights are not waited for": Fault(
-        _replace(WeightBuffer, "wait", _no_wait_for_unshard), ZERO_1, (*GATHER, "layer_norm reads on stream 0")
+        _replace(WeightBuffer, "wait", no_wait_for_unshard), ZERO_1, (*GATHER, "layer_norm reads on stream 0")
     ),
     "reduction is not waited for": Fault(
         _replace(InFlight, "wait", _no_wait_for_reduction), ZERO_3, (*SCATTER, "writes on stream 0")
