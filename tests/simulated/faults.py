@@ -29,6 +29,5 @@ def task_does_not_wait(run: Callable[..., Handle], stream: CudaStream, task: Tas
 
 def no_wait_for_unshard(wait: Callable[..., None], weights: WeightBuffer) -> None:
     """``WeightBuffer.wait`` that does not wait."""
-    for handle in weights.handles:
-        weights.replace_handle(handle, Ended())
+    weights.unsharding = {Ended(): planes for planes in weights.unsharding.values()}
     wait(weights)

@@ -24,4 +24,4 @@ def test_rows_have_titles_of_their_own_and_one_form() -> None:
     titles = [mistake.title for mistake in MISTAKES]
     assert len(set(titles)) == len(titles) > 100
     assert {*expected.CHECKS, *expected.ON, *expected.PARTS, *expected.OF_TORCH} <= set(titles)
-    assert with_messages({}) == PAGE.read_text(), "run: python tools/mistake_table.py --write nothing"
+    assert with_messages({}) == PAGE.read_text(), "run: python scripts/mistake_table.py --write nothing"

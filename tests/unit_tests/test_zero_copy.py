@@ -86,7 +86,7 @@ def _copied(dtype: torch.dtype, strategy: str) -> tuple[dict[str, int], int, int
     group.use_collectives(all_gather=_nothing, reduce_scatter=_nothing)
     group.weights.invalidate()
     with _CountCopies() as gather:
-        group.weights._unshard(group.weights.planes, [True], 0)
+        group.weights._unshard(group.weights.planes, 1, 0)
     with _CountCopies() as reduce:
         grads: list[torch.Tensor | None] = [torch.ones_like(e.compute, dtype=dtype) for e in group.params]
         group.gradients.reduce(grads, last=True)

@@ -1,7 +1,7 @@
 """Writes the messages of docs/mistakes.md: makes the mistakes that the page has, on two ranks.
 
-    python tools/mistake_table.py --write           # all of them; a few minutes
-    python tools/mistake_table.py --write dtype     # those with a word in a title; the others keep their messages
+    python scripts/mistake_table.py --write           # makes every mistake on two ranks; a few minutes
+    python scripts/mistake_table.py --write dtype     # those with a word in a title; the others keep their messages
 
 To add a mistake, add a row with its title, its code and an empty ``<code></code>``, and run this.
 """
