@@ -1,1 +1,1 @@
-"""Mistakes that users make, as docs/mistakes.md lists them, and the error that each must end in."""
+"""Mistakes that users make, as README.md lists them, and the error that each must end in."""

@@ -1,6 +1,5 @@
 """How a mistake is made on two ranks, and what it is compared with."""
 
-import difflib
 import re
 import tempfile
 import time
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.mistakes.expected import CHECKS, OF_TORCH, ON, PARTS
-from tests.mistakes.page import MORE, Mistake
+from tests.mistakes.table import MORE, Mistake
 from tests.ranks import RankPool
 
 # The longest that a user may wait for the message, in seconds. Another rank may then wait for one that has ended.
@@ -22,7 +21,7 @@ LIMIT_OF_OTHERS = 16.0
 # Messages of ranks that have waited for each other take longer than this.
 PAUSE = 2.0
 MEGATRON = "Megatron-Core"
-# The page has torch's messages of this version.
+# The table has torch's messages of this version.
 TORCH = "2.13"
 _OPERATION = re.compile(r"\b(aten|c10d)\.\S+")
 
@@ -81,7 +80,7 @@ def run(pool: RankPool, mistake: Mistake) -> list[Outcome]:
 
 
 def check(mistake: Mistake, outcomes: list[Outcome]) -> None:
-    """Compare what happened with the page, and with ``expected``."""
+    """Compare what happened with the table, and with ``expected``."""
     raising = ON.get(mistake.title, (0, 1)) if mistake.error else ()
     assert min(each.seconds for each in outcomes if each.kinds or not mistake.error) < LIMIT, outcomes
     assert max(each.seconds for each in outcomes) < LIMIT_OF_OTHERS, outcomes
@@ -91,7 +90,7 @@ def check(mistake: Mistake, outcomes: list[Outcome]) -> None:
         assert [part for part in parts if part not in outcome.text] == [], outcome.text
         if rank == raising[0] or not parts:
             assert mistake.error in outcome.kinds, outcomes
-            assert _same_line(mistake, outcome), outcome.text
+            assert _same_line(mistake, outcome), f"the table has {mistake.said!r}; the message is {outcome.text!r}"
 
 
 def _same_line(mistake: Mistake, outcome: Outcome) -> bool:
@@ -100,13 +99,3 @@ def _same_line(mistake: Mistake, outcome: Outcome) -> bool:
         return line in lines and mistake.said.endswith(MORE) == (line != outcome.text)
     plain = [_OPERATION.sub("", each) for each in lines]
     return mistake.title in OF_TORCH or _OPERATION.sub("", line) in plain
-
-
-def shown(mistake: Mistake, outcomes: list[Outcome]) -> str:
-    """What the page is to say: of the first rank's message, the line that is most like the present one."""
-    first = next((each for each in outcomes if each.kinds), None)
-    if first is None:
-        return mistake.said
-    lines = first.text.splitlines() or [""]
-    line = max(lines, key=lambda each: difflib.SequenceMatcher(None, each, mistake.line).ratio())
-    return f"{first.kinds[0]}: {line}{MORE if line != first.text else ''}"

@@ -1,4 +1,4 @@
-"""Every mistake of docs/mistakes.md ends within seconds in the error that the page has, or it works."""
+"""Every mistake of tests/mistakes/README.md ends within seconds in the error that its row has, or it works."""
 
 from importlib.util import find_spec
 
@@ -6,10 +6,10 @@ import pytest
 
 from tests.mistakes import expected
 from tests.mistakes.case import MEGATRON, check, run
-from tests.mistakes.page import PAGE, Mistake, mistakes, with_messages
+from tests.mistakes.table import PATH, Mistake, mistakes
 from tests.ranks import DEVICE, RankPool
 
-pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="the page has the messages of a CPU")
+pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="the table has the messages of a CPU")
 MISTAKES = mistakes()
 
 
@@ -20,8 +20,8 @@ def test_mistake(ranks: RankPool, mistake: Mistake) -> None:
     check(mistake, run(ranks, mistake))
 
 
-def test_rows_have_titles_of_their_own_and_one_form() -> None:
+def test_every_row_is_read_and_has_a_title_of_its_own() -> None:
     titles = [mistake.title for mistake in MISTAKES]
     assert len(set(titles)) == len(titles) > 100
     assert {*expected.CHECKS, *expected.ON, *expected.PARTS, *expected.OF_TORCH} <= set(titles)
-    assert with_messages({}) == PAGE.read_text(), "run: python scripts/mistake_table.py --write nothing"
+    assert len(titles) == PATH.read_text().count("\n| **")
