@@ -20,7 +20,7 @@ from tools import status
 
 PICTURES = status.PAGE.parent / "performance"
 # The benchmarks whose plots docs/performance.md shows.
-SHOWN = ("loop", "memory", "step")
+SHOWN = ("memory", "step")
 HEAD = """# Benchmark tables
 
 `make bench-report` generates this page from the results beside it. docs/performance.md explains the method and the

@@ -20,7 +20,7 @@ def _step() -> str:
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the simulated device computes on CPU tensors")
 def test_pictures(ranks: RankPool) -> None:
-    drawn = {"layout": draw_pictures.draw_layout().svg(), "step": ranks.run(1, _step)[0]}
+    drawn = {**{name: draw().svg() for name, draw in draw_pictures.STATIC.items()}, "step": ranks.run(1, _step)[0]}
     for name, svg in drawn.items():
         assert (DOCS / "images" / f"{name}.svg").read_text() == svg, "run: python tools/draw_pictures.py"
 
