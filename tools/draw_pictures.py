@@ -384,7 +384,8 @@ def draw_losses(ddp: list[float], sharded: list[float]) -> Drawing:
     """Two curves on top of each other: DDP as circles, ZeRO-3 as a line."""
     apart = max(abs(a - b) / abs(a) for a, b in zip(ddp, sharded, strict=True))
     drawing = Drawing("The losses of DDP and ZeRO-3 over the steps of a run", 330)
-    drawing.text(24, 34, f"Loss of DDP and ZeRO-3, two ranks, fp32: at most {apart:.0e} apart", extra=BOLD)
+    how_near = f"at most {apart:.0e} apart" if apart else "bit-identical"
+    drawing.text(24, 34, f"Loss of DDP and ZeRO-3, two ranks, fp32: {how_near}", extra=BOLD)
     left, top, height = 64, 56, 210
     high, low = max(ddp), min(ddp)
     for value in (high, (high + low) / 2, low):
