@@ -39,12 +39,12 @@ class Matrices(torch.nn.Module):
 
 
 def _index(hybrid: bool) -> Any:
-    from megatron.fsdp.sharding.mesh import MeshIndex, default_index
+    from megatron_fsdp import FSDPDistributedIndex
 
     if not hybrid:
-        return default_index(torch.device("cpu"))
+        return None
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-    return MeshIndex(mesh, "inner", "outer")
+    return FSDPDistributedIndex(mesh, "inner", "outer")
 
 
 def _steps(nesterov: bool, steps: int, outer: str | None = None) -> None:
@@ -53,28 +53,30 @@ def _steps(nesterov: bool, steps: int, outer: str | None = None) -> None:
     from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
     from megatron.fsdp.api.megatron_fsdp import MegatronFSDP
     from megatron.fsdp.config import FSDPConfig
+    from megatron.fsdp.dtensor.ragged_dtensor import make_like
     from megatron.fsdp.mcore.muon import ShardedMuon
     from megatron.fsdp.optim import matrix_exchange
+    from megatron.fsdp.state.loading import own_shard
     from tests.models import whole
 
     reference = Matrices()
     config = FSDPConfig(outer_dp_sharding_strategy=outer or "no_shard")
     model = MegatronFSDP(Matrices(), _index(outer is not None), fsdp_unit_modules=[], config=config)
-    entries = {p.names[0]: (group, i, p) for group in model.engine.groups for i, p in enumerate(group.params)}
+    entries = {param.names[0]: param for param in model.engine.params()}
     matrices = {name: entry for name, entry in entries.items() if name in SHAPES}
     assert len(matrices) == len(SHAPES)
-    ours = ShardedMuon([entry.main for _, _, entry in matrices.values()], nesterov=nesterov, **SETTINGS)
+    ours = ShardedMuon([entry.main for entry in matrices.values()], nesterov=nesterov, **SETTINGS)
     theirs = TensorParallelMuon([getattr(reference, name) for name in matrices], nesterov=nesterov, **SETTINGS)
     generator = torch.Generator().manual_seed(5)
     matrix_exchange.ROUND = 1 if nesterov else 1 << 24
     for _ in range(steps):
-        for name, (group, i, entry) in matrices.items():
+        for name, entry in matrices.items():
             grad = torch.randn(SHAPES[name], generator=generator)
             getattr(reference, name).grad = grad
-            entry.main.grad = group.shard(i, grad.clone())
+            entry.main.grad = make_like(own_shard(entry, grad), entry.main)
         ours.step()
         theirs.step()
-    for name, (_, _, entry) in matrices.items():
+    for name, entry in matrices.items():
         expected = getattr(reference, name)
         assert torch.equal(whole(entry, entry.main), expected), name
         momentum = theirs.state[expected]["momentum_buffer"]
