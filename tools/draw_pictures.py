@@ -345,7 +345,7 @@ def losses(strategy: str | None) -> list[float]:
     """The mean loss of every step on this rank's part of the data. None: with torch's DDP."""
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(nn.Embedding(64, 32), *(Residual(32) for _ in range(3)), nn.Linear(32, 64))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     if strategy is None:
         model = nn.parallel.DistributedDataParallel(model)
     else:
