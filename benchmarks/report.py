@@ -16,7 +16,7 @@ from benchmarks.columns import cell, columns_of
 from benchmarks.peers import PEERS
 from benchmarks.results import FOLDER, Case, Result, load_all
 from benchmarks.sections import SECTIONS
-from tools import status
+from scripts import status
 
 PICTURES = status.PAGE.parent / "performance"
 # The benchmarks whose plots docs/performance.md shows.
@@ -118,7 +118,7 @@ def summary(results: Mapping[str, Result]) -> str:
 
 
 def kept(result: Result) -> int | None:
-    """The number of the case whose plot docs/performance.md shows: the first with the most peers; None without plots."""
+    """The case whose plot docs/performance.md shows, the first with the most peers; None without plots."""
     plotted = [number for number, case in enumerate(result.cases) if plots.is_plotted(result, case)]
     return max(plotted, key=lambda number: len(result.cases[number].figures), default=None)
 

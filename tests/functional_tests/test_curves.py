@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tools.real_loop import Run, run
+from scripts.real_loop import Run, run
 
 event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 wandb_messages = pytest.importorskip("wandb.proto.wandb_internal_pb2")

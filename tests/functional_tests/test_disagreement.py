@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from scripts.real_loop import free_port
 from tests.slow import all_but_slow
-from tools.real_loop import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """

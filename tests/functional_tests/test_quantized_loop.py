@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from scripts.parity_cases import ALLTOALL, EP, TP
 from tests.functional_tests.test_training_loop import DDP, KINDS, MODEL, OURS, Run, numbers, train
 from tests.ranks import DEVICE
-from tools.parity_cases import ALLTOALL, EP, TP
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here")
 

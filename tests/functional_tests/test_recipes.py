@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from scripts.real_loop import run
 from tests.functional_tests.recipes import load, page, reduced, refused
-from tools.real_loop import run
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = load()

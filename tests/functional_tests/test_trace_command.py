@@ -41,12 +41,10 @@ def spans(path: Path) -> set[tuple[int, str]]:
 
 @pytest.mark.slow
 def test_the_built_in_model(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     small = ["--layers", "2", "--width", "32", "--tokens", "128", "--strategy", "3"]
     result = run(tmp_path, "--out", "timeline", *small)
     assert result.returncode == 0, result.stderr[-3000:]
     assert {(rank, f"backward layers.{i}") for rank in (0, 1) for i in (0, 1)} <= spans(tmp_path / "timeline.json")
-    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
     assert "layers.1" in result.stdout and "wrote timeline.json" in result.stdout
 
 

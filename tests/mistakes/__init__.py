@@ -1,4 +1,4 @@
-"""Mistakes that users make, and the error that each must end in."""
+"""Mistakes that users make, and the error that each must end in; tests/mistakes/README.md is made from them."""
 
 from tests.mistakes import checkpoints, differing, fsdp2, megatron, models, optimizers, settings, training
 from tests.mistakes.case import Mistake, Theme

@@ -26,7 +26,7 @@ class Mistake(NamedTuple):
         title: What is wrong, in words.
         code: What the user writes, after the theme's ``setup``.
         error: The class of the error, or several if ranks differ; None: it works.
-        says: Parts of the message. Where it works, why, in a sentence.
+        says: Parts of the message. Where it works, what the page says about that.
         check: Where it works, code that asserts it, run after ``code``.
         on: The ranks that raise the error; the others end without one.
     """
@@ -61,8 +61,8 @@ class Theme(NamedTuple):
     """Mistakes that begin with the same code.
 
     Attributes:
-        title: What the mistakes have in common.
-        setup: What runs before each mistake.
+        title: Heading on the page.
+        setup: What runs before each mistake. The page shows it.
         mistakes: The mistakes.
         names: Module with the names that code uses.
     """
@@ -123,3 +123,12 @@ def run(pool: RankPool, theme: Theme, mistake: Mistake) -> list[Outcome]:
     if max(each.seconds for each in outcomes) > PAUSE:
         pool.close()  # they have waited for each other, and collectives may still be in progress
     return outcomes
+
+
+def shown(outcomes: list[Outcome], mistake: Mistake) -> str:
+    """What the page says about a mistake: of the first rank's message, the line that counts."""
+    if mistake.error is None:
+        return f"Works: {mistake.says}"
+    first = next(each for each in outcomes if each.kinds)
+    line = next((line for line in first.text.splitlines() if mistake.says[0] in line), "")
+    return f"{first.kinds[0]}: {line}{' …' if line != first.text else ''}"

@@ -26,7 +26,7 @@ from megatron.fsdp.sharding.layout import (
     parse_granularity,
 )
 from megatron.fsdp.sharding.packing import ALIGNMENT, allowed_shard, plan_layout
-from tools.layout_table import table
+from scripts.layout_table import table
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA: dict[str, Any] = json.loads((Path(__file__).parent / "layout_shapes.json").read_text())

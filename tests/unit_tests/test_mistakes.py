@@ -1,14 +1,19 @@
-"""Every mistake ends within seconds in an error that names the argument and says what to do, or it works."""
+"""Every mistake ends within seconds in an error that names the argument and says what to do, or it works.
+
+``python scripts/mistake_table.py --write`` writes what these tests find to tests/mistakes/README.md.
+"""
 
 from importlib.util import find_spec
 
 import pytest
+import torch
 
+from scripts import mistake_table
 from tests.mistakes import THEMES, find
-from tests.mistakes.case import LIMIT, LIMIT_OF_OTHERS, run
+from tests.mistakes.case import LIMIT, LIMIT_OF_OTHERS, run, shown
 from tests.ranks import DEVICE, RankPool
 
-pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="the messages are those of a CPU")
+pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="the page has the messages of a CPU")
 
 TITLES = [mistake.title for theme in THEMES for mistake in theme.mistakes]
 
@@ -26,7 +31,13 @@ def test_mistake(ranks: RankPool, title: str) -> None:
         if outcome.kinds:
             assert set(outcome.kinds) & set(mistake.errors), outcomes
             assert [part for part in mistake.says if part not in outcome.text] == [], outcome.text
+    if torch.__version__.startswith(mistake_table.TORCH):
+        assert mistake_table.on_page().get(title) == shown(outcomes, mistake), (
+            "run: python scripts/mistake_table.py --write"
+        )
 
 
-def test_every_mistake_has_a_title_of_its_own() -> None:
+def test_the_page_has_every_mistake_once() -> None:
     assert len(set(TITLES)) == len(TITLES)
+    text = mistake_table.PAGE.read_text()
+    assert mistake_table.as_markdown(mistake_table.on_page()) == text, "run: python scripts/mistake_table.py --write"

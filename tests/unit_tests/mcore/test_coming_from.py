@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import megatron_fsdp
+from scripts import flag_table
 from tests.ranks import DEVICE, ROOT
-from tools import flag_table
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here")
 

@@ -13,8 +13,8 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.fsdp.mcore.adapter import fsdp_config, largest_unit, units_of
 from megatron.fsdp.mcore.limits import Settings, adjust, validate_args
 from megatron.fsdp.mcore.statistics import get_megatron_optimizer
+from scripts import flag_table
 from tests.ranks import DEVICE, ROOT, RankPool
-from tools import flag_table
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here")
 

@@ -1,6 +1,6 @@
 """Writes what follows from the settings: the signature and the docstring of fully_shard_model.
 
-    python tools/argument_table.py --write
+    python scripts/argument_table.py --write
 
 A setting is a field of ``FSDPConfig``. ``--write`` adds new fields to the signature of ``fully_shard_model``, which
 ``fully_shard`` shares, and copies the fields' descriptions into the docstring, which the reference shows.
