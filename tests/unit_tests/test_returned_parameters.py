@@ -88,7 +88,7 @@ class Hides(nn.Linear):
 
 
 def _hidden() -> None:
-    sharded = MegatronFSDP(nn.Sequential(Hides(16, 16)), FSDPConfig(), fsdp_unit_modules=[Hides])
+    sharded = MegatronFSDP(nn.Sequential(Hides(16, 16)), config=FSDPConfig(), fsdp_unit_modules=[Hides])
     with pytest.raises(NotImplementedError, match=r"unit 0 returns one of its own parameters, in a Output"):
         sharded(torch.ones(2, 16, device=device()))
     with pytest.raises(NotImplementedError, match=r"\.clone\(\)"):

@@ -73,7 +73,7 @@ def _train(strategy: str) -> dict[str, int]:
 
 def _load_elsewhere(sharded: MegatronFSDP) -> None:
     """A state dict of such parameters is loaded into another model."""
-    other = MegatronFSDP(WithOdd().to(device()), sharded.fsdp_config, fsdp_unit_modules=[Odd])
+    other = MegatronFSDP(WithOdd().to(device()), config=sharded.fsdp_config, fsdp_unit_modules=[Odd])
     other.load_state_dict(sharded.state_dict())
     for mine, theirs in zip(sharded.engine.params(), other.engine.params(), strict=True):
         assert torch.equal(local_shard(mine.main), local_shard(theirs.main))
