@@ -416,8 +416,8 @@ STATIC = {
 
 
 if __name__ == "__main__":
+    from scripts import draw_pictures  # whose functions other processes find by name
     from tests.ranks import RankPool
-    from tools import draw_pictures  # whose functions other processes find by name
 
     IMAGES.mkdir(exist_ok=True)
     for name, draw in STATIC.items():

@@ -86,7 +86,7 @@ def test_gloo_cannot_average(ranks: RankPool) -> None:
     ranks.run(1, _average)
 
 
-GUIDE = sorted(page for page in (DOCS / "guide").glob("*.md") if page.stem not in ("index", "doctor", "verify"))
+GUIDE = sorted(page for page in (DOCS / "guide").glob("*.md"))
 HEAD = "| Megatron flag / field | `fully_shard` argument | default | values |\n"
 # Pages about tools, and about no single option.
 WITHOUT_OPTIONS = {"index", "doctor", "verify", "settings", "multi_node"}
@@ -123,3 +123,40 @@ def test_unrun_code_stands_where_it_says_so() -> None:
         page.stem for page in DOCS.rglob("*.md") if re.search(r"not (yet )?(been )?run on a\s+GPU", page.read_text())
     ]
     assert set(pages) <= {"index", "status", "communication", "cuda_graphs", "fp8"}, pages
+
+
+ROOT = DOCS.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", ROOT / "CHANGELOG.md", *DOCS.rglob("*.md")]
+PAGES += ROOT.glob("examples/**/README.md")
+# Paths without a folder of the repository before them are those of the engine, as in docs/design.md, or of its tests.
+STARTS = ("megatron/fsdp", "tests", "tests/unit_tests", "tests/fuzz")
+
+
+def _anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), flags=re.MULTILINE)
+    texts = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", text).replace(" ", "-") for text in texts}
+
+
+# mkdocs checks links between pages of the site; the README is not among them, nor are files outside of it.
+def test_links_lead_to_files_and_headings() -> None:
+    for page in PAGES:
+        text = re.sub(r"^ *(```+).*?^ *\1$|`[^`\n]+`", "`code`", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+        for target, anchor in re.findall(r"\]\(([^)\s#:]*)(?:#([^)\s]*))?\)", text):
+            file = (page.parent / target) if target else page
+            assert file.exists(), f"{page}: {target}"
+            assert not anchor or anchor in _anchors(file), f"{page}: {target}#{anchor}"
+
+
+def test_paths_of_the_repository_exist() -> None:
+    folders = {path.name for start in ("", *STARTS) for path in (ROOT / start).iterdir()}
+    seen = 0
+    for page in PAGES:
+        named = re.findall(
+            r"(?<![\w./$<{-])(?:\w[\w.-]*/)+[\w.*-]+\.(?:py|md|sh|sbatch|svg|png|toml|yml)\b", page.read_text()
+        )
+        for path in {path for path in named if path.split("/")[0] in folders}:
+            starts = [ROOT, page.parent, *(ROOT / start for start in STARTS)]
+            assert any(next(start.glob(path), None) for start in starts), f"{page}: {path}"
+            seen += 1
+    assert seen > 100
