@@ -230,8 +230,6 @@ def summary(results: dict[str, dict[str, dict[str, str]]]) -> str:
         words = "all strategies" if len(works) == len(STRATEGIES) else ", ".join(f"`{name}`" for name in works)
         other = "".join(sorted({*cells.values()} - {"", "works"})) or "the simulated device only"
         groups.setdefault("**fails**" if "**fails**" in cells.values() else words or other, []).append(feature.name)
-        if simulated(results["cpu"], feature):
-            groups.setdefault("CUDA, simulated", []).append(feature.name)
     counts = Counter(found for outcomes in results["cpu"].values() for found in outcomes.values())
     by_number = sorted(groups.items(), key=lambda group: -len(group[1]))
     lines = [f"| {words} | {'<br>'.join(names)} |" for words, names in by_number]

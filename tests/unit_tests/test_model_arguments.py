@@ -258,3 +258,18 @@ def _axes_in_another_order() -> None:
 
 def test_mesh_with_the_outer_axis_last(ranks: RankPool) -> None:
     ranks.run(4, _axes_in_another_order)
+
+
+class _Listing(nn.Module):
+    """Lists a class that it lacks, as Whisper's classifier does."""
+
+    _no_split_modules = ("Linear", "Decoder")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+
+def test_units_of_a_model_that_lists_classes_it_lacks() -> None:
+    assert megatron_fsdp.unit_classes(_Listing()) == ["Linear"]
+    assert megatron_fsdp.unit_classes(nn.Linear(2, 2)) == []
