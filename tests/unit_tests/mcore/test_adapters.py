@@ -12,9 +12,7 @@ import tests.megatron_models as mm
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from tests.models import STRATEGIES
-from tests.ranks import DEVICE, RankPool
-
-pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here")
+from tests.ranks import RankPool
 
 RANK = 4
 

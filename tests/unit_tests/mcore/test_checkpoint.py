@@ -13,9 +13,7 @@ from torch.distributed.tensor import DTensor
 import tests.megatron_models as mm
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from tests.models import whole
-from tests.ranks import DEVICE, RankPool
-
-pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here")
+from tests.ranks import RankPool
 
 LLAMA = {"gated_linear_unit": True, "add_bias_linear": False, "normalization": "RMSNorm"}
 

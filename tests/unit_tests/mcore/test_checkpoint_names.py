@@ -12,9 +12,6 @@ from megatron.fsdp.mcore.checkpoint_state import Names
 from megatron.fsdp.mcore.load import strictness_of
 from megatron.fsdp.mcore.parameter_names import global_name
 from megatron.fsdp.naming.keys import other_names
-from tests.ranks import DEVICE
-
-pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here")
 
 
 class Layer(nn.Module):

@@ -15,10 +15,7 @@ import pytest
 import torch
 
 from megatron.fsdp.mcore import cpu
-
-cpu.enable()
-
-from megatron.fsdp.mcore.cpu import arguments, cuda_stand_in, imports, torch_view  # noqa: E402
+from megatron.fsdp.mcore.cpu import arguments, cuda_stand_in, imports, torch_view
 
 pytestmark = pytest.mark.skipif(not cpu.is_enabled(), reason="Megatron runs on CUDA here")
 

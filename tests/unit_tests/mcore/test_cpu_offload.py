@@ -14,9 +14,7 @@ from megatron.fsdp.mcore.adapter import fsdp_config
 from megatron.fsdp.mcore.offload import build_optimizer, get_megatron_ddp_config
 from megatron.fsdp.runtime.partition import offloaded_units, partition
 from tests.models import STRATEGIES, Block, TinyModel
-from tests.ranks import DEVICE, RankPool
-
-pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here")
+from tests.ranks import RankPool
 
 
 def _trained(strategy: str, offload: dict[str, Any], changes: dict[str, Any]) -> tuple[list[float], dict, Any]:

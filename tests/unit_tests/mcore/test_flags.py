@@ -13,10 +13,8 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.fsdp.mcore.adapter import fsdp_config, largest_unit, units_of
 from megatron.fsdp.mcore.limits import Settings, adjust, validate_args
 from megatron.fsdp.mcore.statistics import get_megatron_optimizer
-from tests.ranks import DEVICE, RankPool
+from tests.ranks import RankPool
 from tools import flag_table
-
-pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here")
 
 
 def test_the_page_is_up_to_date() -> None:
@@ -34,22 +32,18 @@ def test_the_page_has_each_flag_with_its_status() -> None:
     assert "check_weight_hash_across_dp_replicas_interval" in flag_table.read_for_fsdp()
 
 
-def test_megatrons_flags_in_the_guide_exist() -> None:
+# Flags of torchrun, doctor and verify, and Megatron's own name for --use-nccl-ub in its messages.
+OTHERS = {"--nproc-per-node", "--world-size", "--ranks", "--gpu", "--device-memory", "--nccl-ub"}
+
+
+def test_megatrons_flags_in_the_pages_exist() -> None:
     docs = flag_table.PAGE.parent
     known = {option for action in flag_table.parser()._actions for option in action.option_strings}
-    for page in [
-        *docs.glob("guide/*.md"),
-        docs / "start" / "megatron.md",
-        docs / "troubleshooting.md",
-        docs / "faq.md",
-    ]:
-        # Names in code, without placeholders such as `--muon-...`.
+    folders = [page for folder in ("guide", "coming_from", "tutorials") for page in docs.glob(f"{folder}/*.md")]
+    for page in [*folders, docs / "start" / "megatron.md", docs / "troubleshooting.md", docs / "faq.md"]:
+        # Names in code, without placeholders such as `--muon-...`. The options on doctor's page are not Megatron's.
         named = set(re.findall(r"`(--[a-z0-9-]*[a-z0-9])(?![a-z0-9-])", page.read_text()))
-        if page.name == "doctor.md":
-            continue  # its options are not Megatron's
-        # Those of doctor and verify, and Megatron's own name for --use-nccl-ub in its messages.
-        unknown = named - known - {"--world-size", "--ranks", "--gpu", "--device-memory", "--nccl-ub"}
-        assert not unknown, page
+        assert page.name == "doctor.md" or not named - known - OTHERS, page
 
 
 # What Megatron-Core's FSDP does with this size: prefetch until half of it is in flight, and reduce at most all of it.

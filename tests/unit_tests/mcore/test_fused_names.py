@@ -21,9 +21,7 @@ from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.helpers.spelling import bare_name
 from megatron.fsdp.naming.keys import other_names
 from tests.models import whole
-from tests.ranks import DEVICE, RankPool
-
-pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here")
+from tests.ranks import RankPool
 
 HIDDEN, QUERY, KEY_VALUE, ROPE = 4, 7, 5, 2
 CONFIG = SimpleNamespace(

@@ -12,9 +12,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.fsdp.mcore.initialization import build_recorded
 from tests.hybrid_models import stack
 from tests.models import STRATEGIES
-from tests.ranks import DEVICE, RankPool
-
-pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here")
+from tests.ranks import RankPool
 
 IMAGE, PATCH = 8, 4  # pixels
 

@@ -14,9 +14,7 @@ from megatron.fsdp.dtensor.ragged_dtensor import local_shard, same_layout
 from megatron.fsdp.mcore import adapter
 from tests.fused_adam import FusedAdam
 from tests.models import STRATEGIES
-from tests.ranks import DEVICE, RankPool
-
-pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here")
+from tests.ranks import RankPool
 
 
 @contextmanager

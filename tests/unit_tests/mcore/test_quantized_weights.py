@@ -26,9 +26,7 @@ from megatron.fsdp.quantized.reference.base import ReferenceTensor
 from megatron.fsdp.quantized.storage import KEEP_TRANSPOSE
 from tests.models import STRATEGIES, whole
 from tests.quantized_models import FORMATS, IN_BLOCKS, layers_of, quantize_layers, round_layers
-from tests.ranks import DEVICE, RankPool
-
-pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here")
+from tests.ranks import RankPool
 
 # Sizes that blocks divide and ranks do not.
 SIZES = {"hidden_size": 96, "ffn_hidden_size": 160}

@@ -14,10 +14,8 @@ from megatron.fsdp.mcore.torch_dist import view
 from megatron.fsdp.naming.keys import other_names
 from tests.checkpoints import ITERATION, SAMPLES, sample
 from tests.models import STRATEGIES
-from tests.ranks import DEVICE, RankPool
+from tests.ranks import RankPool
 from tests.sample_models import config_of, go_on, gpt
-
-pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here")
 
 
 def meta_of(folder: Path) -> dict[str, Any]:

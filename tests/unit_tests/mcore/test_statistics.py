@@ -6,9 +6,7 @@ import torch
 import tests.megatron_models as mm
 from megatron.fsdp.api.uneven_dtensor import uneven_dtensor_to_full_tensor
 from megatron.training import training
-from tests.ranks import DEVICE, RankPool
-
-pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here")
+from tests.ranks import RankPool
 
 # Strategy, and that of two optimizer instances; None: there is one instance.
 CASES = [("no_shard", None), ("optim", None), ("optim_grads_params", "no_shard"), ("optim_grads_params", "optim")]

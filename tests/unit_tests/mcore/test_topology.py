@@ -16,9 +16,8 @@ from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.mcore import replicas, save, topology
 from megatron.fsdp.mcore.checkpoint_state import CheckpointState
 from megatron.fsdp.mcore.topology import divided_dim
-from tests.ranks import DEVICE, RankFailure, RankPool
-
-pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here")
+from tests.models import sgd, train_reference
+from tests.ranks import RankFailure, RankPool
 
 OFFSETS = "layers.{}.self_attention.core_attention.softmax_offset"
 
@@ -126,7 +125,7 @@ def _train_with_groups(names: tuple[str, ...]) -> tuple[list[float], list[str], 
         fsdp_unit_modules=[nn.Linear],
         pg_collection=groups,
     )
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = sgd(model.parameters())
     data = torch.randn(4, dist.get_world_size(), 3, 5, generator=torch.Generator().manual_seed(1))
     losses = []
     for batch in data:
@@ -146,16 +145,8 @@ def _train_with_groups(names: tuple[str, ...]) -> tuple[list[float], list[str], 
 def _expected_losses(world_size: int) -> list[float]:
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
     data = torch.randn(4, world_size, 3, 5, generator=torch.Generator().manual_seed(1))
-    losses = []
-    for batch in data:
-        optimizer.zero_grad()
-        loss = model(batch).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    return train_reference(model, data, sgd, lambda model, batch: model(batch).square().mean())
 
 
 @pytest.mark.parametrize("more", [(), ("expt_dp",), ("dp_cp_ag",)], ids=" ".join)
