@@ -141,7 +141,9 @@ def reduce_over(
     torch's own reduction waits where no report about hanging ranks could end the wait.
     """
     # gloo has no reductions of booleans. Gradients may be in host memory, where NCCL cannot reduce.
-    sent = (value.int() if value.dtype is torch.bool else value).detach().to(mesh.device_type, copy=True)
+    sent = (value.int() if value.dtype is torch.bool else value.clone()).detach()
+    if sent.device.type != mesh.device_type:
+        sent = sent.to(mesh.device_type)
     with JOURNAL.recorded(f"reduce a tensor of shape {tuple(value.shape)}", mesh.mesh.flatten().tolist()):
         for axis in axes:
             group = mesh.get_group(axis)

@@ -33,7 +33,7 @@ def rows(text: str) -> Iterator[tuple[str, str]]:
 
 def exists(name: str) -> bool:
     """Whether a name is a flag, an argument, in ``megatron_fsdp``, or can be imported."""
-    name = name.split()[0].split("=")[0]
+    name = name.removeprefix("torchrun -m ").split()[0].split("=")[0]
     if name.startswith("--"):
         return name in FLAGS
     if name in ARGUMENTS:

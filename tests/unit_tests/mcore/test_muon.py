@@ -16,6 +16,7 @@ from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.dtensor.ragged_dtensor import make_like
 from megatron.fsdp.mcore.muon import ShardedMuon
 from megatron.fsdp.optim import matrix_exchange
+from megatron.fsdp.state.loading import own_shard
 from tests.models import whole
 from tests.ranks import RankPool
 
@@ -66,8 +67,7 @@ def _steps(nesterov: bool, steps: int, outer: str | None = None) -> None:
         for name, entry in matrices.items():
             grad = torch.randn(SHAPES[name], generator=generator)
             getattr(reference, name).grad = grad
-            rows = grad.flatten()[entry.shard_slice.start : entry.shard_slice.stop].view(entry.shard_slice.shape)
-            entry.main.grad = make_like(rows.clone(), entry.main)
+            entry.main.grad = make_like(own_shard(entry, grad), entry.main)
         ours.step()
         theirs.step()
     for name, entry in matrices.items():
