@@ -14,9 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.launch import ROOT, start
+
 ITERATIONS = 3
-SECONDS = 280
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,7 @@ def command(output: Path, iterations: int) -> list[str]:
 
 def run(output: Path) -> str:
     """Runs the demo for too few iterations to beat the unigram entropy, which it must report; returns its output."""
-    result = subprocess.run(command(output, ITERATIONS), capture_output=True, text=True, timeout=SECONDS)
+    result = start(command(output, ITERATIONS))
     assert "validation loss is not below the unigram entropy" in result.stdout, result.stdout + result.stderr
     assert result.returncode == 1
     return result.stdout
@@ -47,8 +48,6 @@ def processes_of(output: Path) -> list[psutil.Process]:
     return [process for process in psutil.process_iter(["cmdline"]) if str(output) in str(process.info["cmdline"])]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(SECONDS)
 def test_trains_and_writes_everything(output: Path) -> None:
     printed = run(output)
     assert "iterations         0 -> 3" in printed
@@ -59,16 +58,13 @@ def test_trains_and_writes_everything(output: Path) -> None:
     assert lines[first - 1] == "  the first iteration"
     assert len(set(lines[1:first])) == len(lines[1:first])
     generate = lines[lines.index("  Let the model continue a text:") + 1]
-    text = subprocess.run(shlex.split(generate), capture_output=True, text=True, timeout=SECONDS)
-    assert text.stdout.startswith("class Parser"), text.stderr
+    assert printed(start(shlex.split(generate))).startswith("class Parser")
     assert list((output / "tensorboard").glob("events.*"))
     for name in ("train.log", "loss.png", "sample.txt", "data/meta.json", "checkpoints/iter_0000003/.metadata"):
         assert (output / name).stat().st_size > 0, name
     assert (output / "sample.txt").read_text().startswith("def __init__(self")
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(SECONDS)
 def test_resumes_from_its_checkpoint(output: Path) -> None:
     built = (output / "data" / "meta.json").stat().st_mtime_ns
     printed = run(output)
@@ -78,8 +74,6 @@ def test_resumes_from_its_checkpoint(output: Path) -> None:
     assert (output / "data" / "meta.json").stat().st_mtime_ns == built
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(SECONDS)
 def test_an_interrupt_saves_and_stops_the_training_processes(output: Path) -> None:
     log = output / "train.log"
     offset = log.stat().st_size
@@ -100,11 +94,9 @@ def test_an_interrupt_saves_and_stops_the_training_processes(output: Path) -> No
     assert processes_of(output) == []
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(SECONDS)
 def test_a_failed_process_is_reported_with_its_error(output: Path) -> None:
     (output / "data" / "tokenizer" / "tokenizer.json").write_text("not a tokenizer")
-    result = subprocess.run(command(output, ITERATIONS), capture_output=True, text=True, timeout=SECONDS)
+    result = start(command(output, ITERATIONS))
     assert result.returncode == 1
     assert "the training processes failed" in result.stdout
     assert "Unable to instantiate HuggingFace" in result.stdout
