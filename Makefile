@@ -103,7 +103,7 @@ $(TORCH_STAMPS): .venv-torch-%/.installed: constraints.txt pyproject.toml
 	@touch $@
 
 parity: install ## train with Megatron's DDP and with FSDP in its loop, and compare; all cases with PARITY_FLAGS="--markdown out/parity.md"
-	@$(PYTHON) -W ignore tools/parity.py $(PARITY_FLAGS)
+	@$(PYTHON) -W ignore scripts/parity.py $(PARITY_FLAGS)
 
 fuzz: install ## run random programs plain and sharded, and compare; write fuzz_output/table.md (FUZZ_FLAGS="--programs 500")
 	@$(PYTHON) -W ignore -m tests.fuzz $(FUZZ_FLAGS)
@@ -134,7 +134,7 @@ compatibility: install ## run all tests, and write out/compatibility.md and docs
 	mkdir -p out
 	rm -f out/compatibility.json
 	$(PYTEST) tests -n 2 --dist worksteal --results out/compatibility.json
-	$(PYTHON) tools/compatibility_table.py
+	$(PYTHON) scripts/compatibility_table.py
 
 dist: install ## build the sdist, and the wheel from it, into dist/
 	rm -rf dist *.egg-info

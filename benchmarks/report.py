@@ -16,7 +16,7 @@ from benchmarks.columns import cell, columns_of
 from benchmarks.peers import PEERS
 from benchmarks.results import FOLDER, Case, Result, load_all
 from benchmarks.sections import SECTIONS
-from tools import status
+from scripts import status
 
 PICTURES = status.PAGE.parent / "performance"
 HEAD = """# Benchmark tables

@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.figures import Summary
 from benchmarks.rounds import Rounds, as_json
-from tools import status
+from scripts import status
 
 FOLDER = status.OUT / "benchmarks"
 PACKAGES = ("torch", "megatron-core", "numpy", "psutil")

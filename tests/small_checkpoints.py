@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.fsdp.checkpoint import writer
 from megatron.fsdp.checkpoint.archive import memory
 from megatron.fsdp.checkpoint.lazy import LazyTensor, of
-from megatron.fsdp.checkpoint.writer import CheckpointWriter
 from tests.checkpoints import FSDP_DTENSOR, ITERATION, TORCH_DIST, sample
 
 NAMES = (*FSDP_DTENSOR, *TORCH_DIST, "converted_repaired_strict_loadable_from_tp2dp2")
@@ -49,10 +49,8 @@ def write_checkpoint(
     block: int = 64 << 20,
     **more: Any,
 ) -> Path:
-    """Write a checkpoint; ``more`` is what ``CheckpointWriter.finish`` takes."""
-    writer = CheckpointWriter(path, block=block)
-    writer.write(lazily(tensors), objects or {})
-    writer.finish(**more)
+    """Write a checkpoint; ``more`` is what ``Draft`` takes."""
+    writer.write_checkpoint(writer.Draft(lazily(tensors), dict(objects or {}), **more), path, block=block)
     return path
 
 

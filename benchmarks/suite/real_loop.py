@@ -56,7 +56,7 @@ class LoopTurns:
         Raises:
             WorkerFailure: The run failed.
         """
-        from tools.real_loop import RunFailure, run
+        from scripts.real_loop import RunFailure, run
 
         try:
             finished = run(self.arguments, RANKS, timeout=240.0)
@@ -86,7 +86,7 @@ def run(options: Options) -> list[Case]:
         LossesDisagree: The losses of two peers differ.
     """
     try:
-        from tools.parity import write_corpus
+        from scripts.parity import write_corpus
     except ImportError as error:
         raise Skipped(f"needs megatron-core[training]: {error}") from error
     iterations = WARM_UP + 4 if options.quick else ITERATIONS

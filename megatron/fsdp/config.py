@@ -18,7 +18,7 @@ class FSDPConfig:
 
     A setting has one name everywhere: it is a field here, a keyword argument of :func:`megatron_fsdp.fully_shard` and
     :func:`megatron_fsdp.fully_shard_model`, and the attribute that the engine reads. To add one, add the field and its
-    description here, read it where it takes effect, and run ``python tools/argument_table.py --write``, which copies
+    description here, read it where it takes effect, and run ``python scripts/argument_table.py --write``, which copies
     both into the signatures and the documentation.
 
     Attributes:

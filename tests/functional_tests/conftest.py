@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The dataset of Megatron's loop."""
-    from tools.parity import write_corpus
+    from scripts.parity import write_corpus
 
     return write_corpus(tmp_path_factory.mktemp("corpus"))
 

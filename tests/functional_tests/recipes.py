@@ -55,7 +55,7 @@ class Reduction:
 
 
 _SIZE, _DATA, _TIME = "a smaller model", "synthetic tokens", "a shorter run"
-_LIMITED = [Reduction(limit.setting.replace("_", "-"), None, limit.message) for limit in LIMITS]
+_LIMITED = [Reduction(limit.setting.replace("_", "-"), None, limit.reason) for limit in LIMITS]
 REDUCTIONS = (
     Reduction("num-layers", 2, _SIZE),
     Reduction("moe-layer-freq", "([0]*1+[1]*1)", _SIZE),

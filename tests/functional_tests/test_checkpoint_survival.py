@@ -46,14 +46,19 @@ def save(folder: Path, value: dict) -> None:
         dcp.save(value, storage_writer=Writer(folder), planner=Planner())
 
 
-def holds(folder: Path, iteration: int) -> bool:
+def value_of(folder: Path) -> float:
+    """Load a checkpoint and return its iteration, which must be the same for all values."""
     found = state(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         load(found, folder)
-    expected = state(iteration)
-    same = all(torch.equal(found["model"][key], value) for key, value in expected["model"].items())
-    return same and found["iteration"] == iteration
+    (value,) = {float(x) - i for i, tensor in enumerate(found["model"].values()) for x in (tensor.min(), tensor.max())}
+    assert found["iteration"] == value
+    return value
+
+
+def holds(folder: Path, iteration: int) -> bool:
+    return value_of(folder) == iteration
 
 
 def save_repeatedly(folder: Path, first: int, again: bool) -> None:
@@ -120,17 +125,6 @@ def test_killed_over_a_checkpoint_without_checksums(tmp_path: Path, sums: str, s
     assert holds(tmp_path, 2 if stop == "AtomicSaveMixin._remove_earlier" else 1)
     save(tmp_path, state(3))
     assert holds(tmp_path, 3) and len(list(tmp_path.glob("*.distcp"))) == 1
-
-
-def value_of(folder: Path) -> float:
-    """Load a checkpoint and return its iteration, which must be the same for all values."""
-    found = state(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        load(found, folder)
-    (value,) = {float(x) - i for i, tensor in enumerate(found["model"].values()) for x in (tensor.min(), tensor.max())}
-    assert found["iteration"] == value
-    return value
 
 
 def save_despite_conflicts(folder: Path, first: int) -> None:

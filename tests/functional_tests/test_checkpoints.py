@@ -11,12 +11,12 @@ import torch
 
 from megatron.fsdp.checkpoint.reader import CheckpointReader
 from megatron.fsdp.helpers.spelling import bare_name
+from scripts.parity import DDP, fsdp_arguments, model_arguments, write_corpus
+from scripts.parity_cases import ALLTOALL, CP, EP, INSTANCES, LLAMA, PP, TP, Case
+from scripts.real_loop import Run, run, started
 from tests.launch import torchrun
 from tests.ranks import DEVICE
 from tests.slow import all_but_slow
-from tools.parity import DDP, fsdp_arguments, model_arguments, write_corpus
-from tools.parity_cases import ALLTOALL, CP, EP, INSTANCES, LLAMA, PP, TP, Case
-from tools.real_loop import Run, run, started
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here")
 

@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from megatron.fsdp.convert.run import read_state, write_state
-from tests.checkpoints import plain_common, plain_metadata, plain_objects, plain_tensors, same
-from tests.ranks import DEVICE
-from tools.parity import (
+from scripts.parity import (
     DDP,
     DDP_ENVIRONMENT,
     fsdp_arguments,
@@ -18,8 +16,10 @@ from tools.parity import (
     original_arguments,
     write_corpus,
 )
-from tools.parity_cases import ALLTOALL, EP, LLAMA, MLA, PP, TP, Case
-from tools.real_loop import Run, run
+from scripts.parity_cases import ALLTOALL, EP, LLAMA, MLA, PP, TP, Case
+from scripts.real_loop import Run, run
+from tests.checkpoints import plain_common, plain_metadata, plain_objects, plain_tensors, same
+from tests.ranks import DEVICE
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here")
 

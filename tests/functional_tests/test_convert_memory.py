@@ -1,4 +1,4 @@
-"""A conversion takes memory for a few blocks, however large the checkpoint is, and resumes after it was killed."""
+"""A conversion takes memory for a few blocks, however large the checkpoint, and can be repeated after a kill."""
 
 import argparse
 import json
@@ -45,7 +45,7 @@ from pathlib import Path
 import torch
 from megatron.fsdp.checkpoint.reader import CheckpointReader
 from megatron.fsdp.convert.options import ReadOptions
-from megatron.fsdp.convert.view import ConvertedView
+from megatron.fsdp.convert.run import converted
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -53,7 +53,7 @@ def peak():
 def have_read():
     return int(Path("/proc/self/io").read_text().split()[1])
 
-view = ConvertedView(CheckpointReader(Path(sys.argv[1]), verify=False), ReadOptions(verify=False, keeps_rest=False))
+view = converted(CheckpointReader(Path(sys.argv[1]), verify=False), ReadOptions(verify=False, keeps_rest=False))
 before, start, shards = peak(), have_read(), []
 for tensor in view.tensors.values():
     rows, *rest = tensor.shape
@@ -136,7 +136,7 @@ def test_a_large_checkpoint_is_converted_in_a_gibibyte(tmp_path: Path) -> None:
     assert max(there["after"], back["after"]) < 1024 * MIB
 
 
-def test_a_killed_conversion_resumes(tmp_path: Path) -> None:
+def test_a_killed_conversion_can_be_repeated(tmp_path: Path) -> None:
     source = large_checkpoint(tmp_path, 256 * MIB)
     command = [sys.executable, "-c", SCRIPT, str(source), str(tmp_path / "there"), "fsdp_dtensor", str(MIB)]
     partial = tmp_path / "there.partial"

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from scripts import real_loop
 from tests.functional_tests.test_training_loop import MODEL, OURS
-from tools import real_loop
 
 pytestmark = [
     pytest.mark.slow,

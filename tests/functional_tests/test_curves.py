@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from scripts.real_loop import Run, run
 from tests.functional_tests.test_training_loop import DDP, MODEL, OURS
-from tools.real_loop import Run, run
 
 event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 wandb_messages = pytest.importorskip("wandb.proto.wandb_internal_pb2")

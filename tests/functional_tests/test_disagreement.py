@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from scripts.real_loop import free_port
 from tests.launch import ROOT
 from tests.slow import all_but_slow
-from tools.real_loop import free_port
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="several ranks over gloo on the CPU")
 SCRIPT = """

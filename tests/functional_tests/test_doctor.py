@@ -74,9 +74,9 @@ FILES = {
 # Commands with an exit code, and what the report or, with code 2, stderr contains.
 MISTAKES: dict[str, tuple[list[str], int, tuple[str, ...]]] = {
     "limits": (
-        [*WORDS, "--optimizer-cpu-offload", "--save-wgrads-interval", "10"],
+        [*WORDS, "--use-tp-pp-dp-mapping", "--save-wgrads-interval", "10"],
         1,
-        ("NOT POSSIBLE  optimizer_cpu_offload", "NOT POSSIBLE  save_wgrads_interval"),
+        ("NOT POSSIBLE  use_tp_pp_dp_mapping", "NOT POSSIBLE  save_wgrads_interval"),
     ),
     "megatron": ([*WORDS, "--global-batch-size", "7"], 1, ("ERROR  AssertionError: ", "at ")),
     "unknown": ([*WORDS, "--no-such-flag", "3"], 1, ("ERROR  unrecognized arguments: --no-such-flag 3",)),

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from scripts.parity import fsdp_arguments, model_arguments
+from scripts.parity_cases import CASES, Case
+from scripts.real_loop import Run, run
 from tests.ranks import DEVICE
-from tools.parity import fsdp_arguments, model_arguments
-from tools.parity_cases import CASES, Case
-from tools.real_loop import Run, run
 
 pytestmark = [
     pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here"),

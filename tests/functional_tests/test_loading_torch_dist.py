@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import pytest
 
+from scripts.parity import fsdp_arguments
+from scripts.parity_cases import ALLTOALL, EP, LLAMA, PP, TP
 from tests.checkpoints import plain_objects, plain_tensors, same
 from tests.functional_tests.test_convert import (
     BY_PARAMETER,
@@ -20,8 +22,6 @@ from tests.functional_tests.test_convert import (
     train,
 )
 from tests.ranks import DEVICE
-from tools.parity import fsdp_arguments
-from tools.parity_cases import ALLTOALL, EP, LLAMA, PP, TP
 
 pytestmark = [
     pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here"),
@@ -118,7 +118,7 @@ def test_options_of_loading(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_another_model_raises(corpus: Path, tmp_path: Path) -> None:
-    from tools.real_loop import RunFailure
+    from scripts.real_loop import RunFailure
 
     folder = save(corpus, MODEL, tmp_path / "run").parent
     with pytest.raises(RunFailure, match=r"expected \(\d+, 64\)|does not fit the model"):

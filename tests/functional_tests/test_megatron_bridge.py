@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 from click.testing import CliRunner
 
-from megatron.fsdp.checkpoint.backend import Reader
+from megatron.fsdp.checkpoint.reader import open_checkpoint
 from megatron.fsdp.convert.cli import cli
 from megatron.fsdp.mcore.patches import MEGATRON_BRIDGE
 from tests.launch import printed, python, torchrun
@@ -104,7 +104,7 @@ def test_adapters(site: Path, llama: Path, tmp_path: Path) -> None:
     found = steps(site, "train", "optim_grads_params", folder, 2, llama, "lora", 2, ranks=4)
     ddp = steps(site, "train", "ddp", tmp_path / "ddp", 4, llama, "lora", 2)
     assert [*found[1], *found[2]] == pytest.approx([*ddp[1], *ddp[2]], rel=5e-7)
-    metadata = Reader(folder / "iter_0000002").read_metadata().state_dict_metadata
+    metadata = open_checkpoint(folder / "iter_0000002").metadata.state_dict_metadata
     keys = [key for key in metadata if key.startswith(("model.", "optimizer."))]
     assert keys and all(".adapter." in key for key in keys)
     rest = steps(site, "train", "optim", folder, 4, llama, "lora", 1)

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tools import parity
-from tools.parity_cases import CASES, STRATEGIES, Case
-from tools.real_loop import RunFailure, run
+from scripts import parity
+from scripts.parity_cases import CASES, STRATEGIES, Case
+from scripts.real_loop import RunFailure, run
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="several ranks over gloo; Megatron runs on CUDA here")
 

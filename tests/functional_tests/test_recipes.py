@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from scripts.real_loop import run
 from tests.functional_tests.recipes import load, page, reduced, refused
 from tests.launch import ROOT, python
-from tools.real_loop import run
 
 RECIPES = load()
 

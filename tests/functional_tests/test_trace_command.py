@@ -40,11 +40,9 @@ def spans(path: Path) -> set[tuple[int, str]]:
 
 @pytest.mark.slow
 def test_the_built_in_model(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     small = ["--layers", "2", "--width", "32", "--tokens", "128", "--strategy", "3"]
     output = printed(run(tmp_path, "--out", "timeline", *small))
     assert {(rank, f"backward layers.{i}") for rank in (0, 1) for i in (0, 1)} <= spans(tmp_path / "timeline.json")
-    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
     assert "layers.1" in output and "wrote timeline.json" in output
 
 

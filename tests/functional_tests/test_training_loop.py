@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from scripts.parity_cases import ALLTOALL, EP, TP
 from tests.launch import Ended, printed, torchrun
-from tools.parity_cases import ALLTOALL, EP, TP
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="several ranks over gloo; Megatron runs on CUDA here")
 

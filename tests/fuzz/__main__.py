@@ -22,7 +22,7 @@ def main() -> int:
     made = programs(arguments.programs, arguments.seed, only, kinds)
     if arguments.dry or arguments.remedies is not None:
         dry = frequencies(made) if arguments.dry else ""
-        print(dry or remedies.table(arguments.remedies, arguments.programs, arguments.seed))
+        print(dry or remedies.table(arguments.remedies, arguments.programs, arguments.seed, only, kinds))
         return 0
     runner = Runner()
     start = time.time()

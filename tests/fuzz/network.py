@@ -19,6 +19,7 @@ class Features(NamedTuple):
     reentrant: bool = False
     dropout: bool = False
     batchnorm: bool = False
+    returns: str = "tensor"  # "object": blocks return an object of a class of their own
 
 
 CHOICES: dict[str, tuple[Any, ...]] = {
@@ -28,7 +29,20 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "reentrant": (False, True),
     "dropout": (False, False, True),
     "batchnorm": (False, False, True),
+    "returns": ("tensor", "tensor", "object"),
 }
+
+
+class Result:
+    """What a block may return."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+def value_of(output: torch.Tensor | Result) -> torch.Tensor:
+    """What a block has computed."""
+    return output.value if isinstance(output, Result) else output
 
 
 class Linear(nn.Linear):
@@ -54,8 +68,8 @@ class Odd(nn.Module):
         self.transposed = nn.Parameter(torch.randn(WIDTH, 3).t())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        shift = self.row[0] + self.transposed.mean(0)
-        return x * self.scale.to(x.dtype) + shift.to(x.dtype) + self.empty.sum().to(x.dtype)
+        row, transposed, empty = (p.to(x.dtype) for p in (self.row, self.transposed, self.empty))
+        return x * self.scale.to(x.dtype) + row[0] + transposed.mean(0) + empty.sum()
 
 
 class Block(nn.Module):
@@ -72,13 +86,14 @@ class Block(nn.Module):
     def inner(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(torch.tanh(self.up(self.norm(x))))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor | Result:
         if self.features.checkpoint == "inside":
             y = checkpoint(self.inner, x, use_reentrant=self.features.reentrant)
         else:
             y = self.inner(x)
         self.aux = y.float().pow(2).mean()
-        return self.odd(x + self.dropout(y))
+        result = self.odd(x + self.dropout(y))
+        return Result(result) if self.features.returns == "object" else result
 
 
 class Net(nn.Module):
@@ -102,7 +117,7 @@ class Net(nn.Module):
         for index in order:
             block = self.blocks[index]
             if self.features.checkpoint == "around":
-                x = checkpoint(block, x, use_reentrant=self.features.reentrant)
+                x = value_of(checkpoint(block, x, use_reentrant=self.features.reentrant))
             else:
-                x = block(x)
+                x = value_of(block(x))
         return self.head(x)

@@ -6,13 +6,12 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tests.ranks import ROOT
 
 from .program import Program, programs
 from .runner import Runner
-from .steps import KINDS
 
 ENGINE = Path("megatron") / "fsdp"
 
@@ -40,8 +39,8 @@ class Remedy(NamedTuple):
 REMEDIES = [
     Remedy(
         "versions of main weights",
-        "buffers/weights.py",
-        "return read and self.version != self.main._version and not self.needs_nothing",
+        "runtime/schedule.py",
+        "return any([weights.version not in (None, weights.main._version) for weights in self._weights])",
         "return False",
     ),
     Remedy(
@@ -62,11 +61,16 @@ REMEDIES = [
         "        if in_graph([self]):\n            full:",
         "        if False:\n            full:",
     ),
-    Remedy("gradients of reads are averaged", "dtensor/gathering.py", "return mean.div_(mesh.size())", "return mean"),
+    Remedy(
+        "gradients of reads are averaged",
+        "dtensor/gathering.py",
+        "range(mesh.ndim)).div_(mesh.size())",
+        "range(mesh.ndim))",
+    ),
     Remedy(
         "backward by use",
         "runtime/graph.py",
-        "entered = {} if in_backward() else _entered_aside(edges)",
+        "entered = {} if in_backward() else _entered_aside(edges, passed)",
         "entered: dict[Any, Any] = {}",
     ),
     Remedy(
@@ -107,9 +111,9 @@ REMEDIES = [
     ),
     Remedy(
         "overflow on any rank",
-        "dtensor/torch_patches.py",
-        "        found_inf.copy_(_reduced(found_inf, spanning_mesh(grads)[0], dist.ReduceOp.MAX))",
-        "        pass",
+        "dtensor/ragged_dtensor.py",
+        "    found_inf.copy_(reduce_over(",
+        "    reduced(reduce_over(",
     ),
     Remedy(
         "norms count replicas once",
@@ -133,15 +137,15 @@ REMEDIES = [
     ),
     Remedy(
         "closures synchronize",
-        "optim/hooks.py",
-        "            loss = closure()\n            self._finish()",
-        "            loss = closure()",
+        "optim/local_step.py",
+        "            after_closure()\n",
+        "",
     ),
     Remedy(
-        "freezing is followed",
+        "thawing is followed",
         "runtime/schedule.py",
-        "            self.plans.follow_freezing()",
-        "            pass",
+        "as in an unsharded model.\n        self._follow_freezing()",
+        "as in an unsharded model.",
     ),
     Remedy(
         "frozen since the forward",
@@ -166,6 +170,42 @@ REMEDIES = [
         "runtime/graph.py",
         "            schedule.backward_failed()",
         "            pass",
+    ),
+    Remedy(
+        "writes in the forward",
+        "runtime/unit.py",
+        "if not self._shows_compute or [",
+        "if True or [",
+    ),
+    Remedy(
+        "freed weights are not read",
+        "dtensor/unsupported.py",
+        "refuse_reads = torch._C._set_storage_data_ptr_access_error_msg if _CAN_ALLOW else None",
+        "refuse_reads = None",
+    ),
+    Remedy(
+        "a load is a write",
+        "state/loading.py",
+        "    torch._C._increment_version([param.main])",
+        "    pass",
+    ),
+    Remedy(
+        "penalties of frozen units",
+        "runtime/graph.py",
+        "            _mark_gradients(gradients, passed)",
+        "            pass",
+    ),
+    Remedy(
+        "gradients of frozen parameters stay",
+        "optim/hooks.py",
+        "main.requires_grad or main.grad is not None for",
+        "main.requires_grad for",
+    ),
+    Remedy(
+        "gradients from before sharding",
+        "fsdp2/marked.py",
+        "        if parameter.requires_grad\n    ]",
+        "        if False\n    ]",
     ),
 ]
 
@@ -194,20 +234,22 @@ def find(remedy: Remedy, made: Iterator[Program], right: Runner) -> tuple[int, s
     return count, "right"
 
 
-def table(names: str, count: int, seed: int) -> str:
+def table(names: str, count: int, seed: int, only: dict[str, tuple[Any, ...]], kinds: list[str]) -> str:
     """Markdown: for each remedy, after how many programs it was missed.
 
     Args:
         names: Beginnings of the remedies' names, separated by commas; empty for all.
         count: After how many programs to give up.
         seed: Of the programs.
+        only: Values of settings to try.
+        kinds: Kinds of steps to try.
     """
     lines = ["| without | programs until found | verdict |", "|---|---|---|"]
     right = Runner()
     for remedy in REMEDIES:
         if remedy.name.startswith(tuple(names.split(","))):
-            only = {name: values for name, values in (("ranks", remedy.ranks), ("mesh", remedy.mesh)) if values}
-            number, verdict = find(remedy, programs(count, seed, only, list(KINDS)), right)
+            needed = {name: values for name, values in (("ranks", remedy.ranks), ("mesh", remedy.mesh)) if values}
+            number, verdict = find(remedy, programs(count, seed, only | needed, kinds), right)
             lines.append(f"| {remedy.name} | {number} | {verdict} |")
             print(lines[-1], file=sys.stderr, flush=True)
     right.pool.close()

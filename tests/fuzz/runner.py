@@ -60,8 +60,8 @@ class Runner:
 
         Args:
             programs: The programs.
-            seconds: An alarm ends a rank whose program takes longer. Alone, it then gets ten times as long: the machine
-                may be busy.
+            seconds: An alarm ends a rank whose program takes longer. Alone, it then gets ten times as long, and so does
+                one that has crashed: the machine may be busy, and writing the stack of a running thread may crash.
         """
         self.pool.timeout = seconds * (2 + len(programs))
         try:
@@ -73,7 +73,8 @@ class Runner:
                     arguments = self.project, programs, self.torchs, Path(folder), seconds
                     verdicts = self.pool.run(programs[0].setting.ranks, run_in, *arguments)[0]
                 finally:
-                    notes = [file.read_text().split(" ", 1) for file in Path(folder).glob("?")]
+                    texts = [file.read_text() for file in Path(folder).glob("?")]
+                    notes = [text.split(" ", 1) for text in texts if text]  # a rank may end while it writes
                     traces = "\n".join(file.read_text() for file in Path(folder).glob("*.trace"))
         except RankFailure as failure:
             at = min((int(note[0]) for note in notes), default=0)
@@ -82,7 +83,7 @@ class Runner:
             if len(before) < at:
                 return before
             lost = _lost(str(failure), said, traces)
-            if lost.kind == "hang" and seconds == SECONDS:
+            if seconds == SECONDS:
                 return [*before, *self.verdicts(programs[at : at + 1], 10 * seconds)]
             return [*before, lost]
         if "Disagreement" in verdicts[-1].what:

@@ -11,8 +11,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from .network import Block, Features, Net
 
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
-TOLERANCES = {"fp64": 1e-9, "fp32": 2e-5, "bf16": 5e-2}
+# Of batches. "bf16" casts fp32 weights to compute; "main" has bf16 ones, and fp32 main weights.
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "main": torch.bfloat16}
+TOLERANCES = {"fp64": 1e-9, "fp32": 2e-5, "bf16": 5e-2, "main": 5e-2}
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1),
@@ -28,62 +29,74 @@ class Setting(NamedTuple):
     mesh: str = "flat"  # "hsdp": 2 copies; "tp": 2 tensor-parallel ranks
     interface: str = "own"
     strategy: int = 3
+    outer: int = 0  # 1: HSDP divides the optimizer state over the copies, too
     units: str = "block"
     double_buffer: bool = False
     offload: bool = False
+    overlap: bool = True
+    granularity: str = "row"
     sync_each: bool = True
     precision: str = "fp64"
     optimizer: str = "sgd"
     groups: str = "all"  # "part": the head's parameters may be added later
     start: str = "same"  # "own": every rank builds another model
-    watch: bool = False  # compare all state after every step, not only in the end
+    watch: bool = False  # compare all state after every step, not only in the end, though that synchronizes
     features: Features = Features()
 
     @property
     def in_torch(self) -> bool:
         """Whether torch's FSDP2 can do the same."""
-        same = self.strategy >= 2 and self.units != "none" and self.start == "same"
-        return same and not self.double_buffer and self.sync_each
+        same = self.strategy >= 2 and self.units != "none" and self.start == "same" and self.precision != "main"
+        return same and not self.double_buffer and self.sync_each and self.outer == 0
 
     @property
-    def counts_versions(self) -> bool:
-        """Whether a backward of weights that were written since the forward has to raise, as in plain torch.
-
-        Where compute and main weights share memory, it does not yet: see found/_weights_of_a_later_step.py.
-        """
-        return self.interface == "fsdp2" or self.offload or (self.strategy == 3 and self.units != "none")
+    def mixed(self) -> bool:
+        """Whether the model computes in another dtype than that of its main weights."""
+        return self.precision in ("bf16", "main")
 
     def valid(self) -> "Setting":
         """The nearest setting that exists."""
         own, many = self.interface == "own", self.ranks == 4 and self.mesh != "flat"
         tp = many and self.mesh == "tp"
-        changes: dict[str, Any] = {"mesh": self.mesh if many else "flat"}
+        changes: dict[str, Any] = {"mesh": self.mesh if many else "flat", "precision": self.precision}
+        if not (own and many and self.mesh == "hsdp" and self.strategy):
+            changes |= {"outer": 0}
         if not own:
             changes |= {"strategy": max(2, self.strategy), "double_buffer": False, "sync_each": True}
+            changes |= {"overlap": True, "granularity": "row"}
+            changes |= {"precision": "bf16" if self.precision == "main" else self.precision}
             changes |= {"units": "block" if self.units == "none" else self.units}
         # torch adds DTensors of the tensor-parallel axis and plain tensors in no reduction, so all weights are simple.
         odd = self.features._replace(tied="no", odd="no", dropout=False) if tp else self.features
-        if self.precision == "bf16":
+        if odd.checkpoint == "around" and odd.reentrant:
+            # Autograd does not see an object that such a checkpoint returns.
+            odd = odd._replace(returns="tensor")
+        if tp:
+            changes |= {"precision": "fp64"}
+        elif self.mixed:
             odd = odd._replace(batchnorm=False)
             changes |= {"optimizer": "sgd"}
-        changes |= {"features": odd, "precision": "fp64" if tp else self.precision}
+        changes |= {"features": odd}
         return self._replace(**changes)
 
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "ranks": (2, 2, 2, 2, 1, 3, 4, 4),
-    "mesh": ("flat", "hsdp", "tp"),
+    "mesh": ("flat", "hsdp", "hsdp", "tp"),
     "interface": ("own", "own", "own", "fsdp2"),
     "strategy": (3, 2, 1, 0),
+    "outer": (0, 1, 1),
     "units": ("block", "block", "none", "whole", "fine"),
     "double_buffer": (False, False, False, True),
     "offload": (False, False, False, False, True),
+    "overlap": (True, True, True, False),
+    "granularity": ("row", "row", "row", "element", "tensor"),
     "sync_each": (True, True, True, True, True, False),
-    "precision": ("fp64", "fp64", "fp64", "fp32", "bf16"),
+    "precision": ("fp64", "fp64", "fp64", "fp64", "fp32", "bf16", "main"),
     "optimizer": ("sgd", "momentum", "adamw"),
     "groups": ("all", "all", "part"),
     "start": ("same",) * 5 + ("own",),
-    "watch": (False, False, False, False, True),
+    "watch": (False, True),
 }
 
 
@@ -109,9 +122,11 @@ def meshes(setting: Setting) -> Meshes:
     return Meshes(mesh, mesh["shard"] if setting.mesh == "tp" else mesh)
 
 
-def build(setting: Setting, place: Meshes) -> Net:
-    """The model before it is sharded."""
+def build(setting: Setting, place: Meshes, plain: bool) -> Net:
+    """The model before it is sharded. The plain side of mixed precision has the main weights."""
     net = Net(setting.features).to(torch.float32 if setting.precision == "bf16" else DTYPES[setting.precision])
+    if plain and setting.precision == "main":
+        net = net.to(torch.float32)
     if setting.mesh == "tp":
         plan = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
         parallelize_module(net, place.mesh["tp"], plan)
@@ -134,10 +149,13 @@ def shard(net: Net, setting: Setting, place: Meshes, torchs: bool) -> tuple[Any,
     from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 
     arguments: dict[str, Any] = {"dp_shard_dim": "shard", "device_mesh": place.mesh}
+    if setting.mesh == "hsdp":
+        arguments["outer_dp_sharding_strategy"] = setting.outer
     if setting.mesh != "flat":
         arguments |= {"dp_outer_dim": "copies"} if setting.mesh == "hsdp" else {"tp_dim": "tp"}
     units: Any = {"none": None, "whole": []}.get(setting.units, [Block])
     compute = torch.bfloat16 if setting.precision == "bf16" else None
+    main = torch.float32 if setting.precision == "main" else None
     return fully_shard(
         net,
         make_optimizer(net, setting),
@@ -147,8 +165,11 @@ def shard(net: Net, setting: Setting, place: Meshes, torchs: bool) -> tuple[Any,
         zero_dp_strategy=setting.strategy,
         fsdp_double_buffer=setting.double_buffer,
         offload_optimizer=setting.offload,
+        overlap_grad_reduce=setting.overlap,
+        overlap_param_gather=setting.overlap,
+        shard_granularity=setting.granularity,
         sync_model_each_microbatch=setting.sync_each,
-        mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=None, compute_dtype=compute),
+        mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=main, compute_dtype=compute),
     )
 
 

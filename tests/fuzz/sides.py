@@ -64,7 +64,7 @@ class Side:
         """A model that is not sharded."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            return settings.build(self.setting, self.place)
+            return settings.build(self.setting, self.place, self.plain)
 
     def switch(self) -> None:
         """Use another model from now on."""
@@ -109,7 +109,7 @@ class Side:
 
         Autograd does not see writes through ``.data``, and the plain side of mixed precision saves casts of weights.
         """
-        if hidden or self.setting.precision == "bf16":
+        if hidden or self.setting.mixed:
             self.losses.clear()
 
     @contextlib.contextmanager
@@ -219,5 +219,6 @@ class Sharded(Side):
     def read(self) -> None:
         if self.pending and not self.setting.sync_each:
             # What the documentation asks for before gradients are read.
-            self.model.finish_grad_sync()
+            for model, _ in self.models:
+                model.finish_grad_sync()
         self.pending = False

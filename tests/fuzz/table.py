@@ -55,15 +55,25 @@ def frequencies(made: Iterable[Program]) -> str:
     """Markdown: how many programs have each kind of step, and which of its arguments' values are in the fewest."""
     kinds: Counter[str] = Counter()
     values: Counter[tuple[str, str, Any]] = Counter()
+    lengths = []
     for program in made:
+        lengths.append(len(program.steps))
         kinds.update({one.kind for one in program.steps})
         values.update({(one.kind, name, value) for one in program.steps for name, value in one.arguments.items()})
-    lines = ["| step | programs | fewest have | programs |", "|---|---|---|---|"]
+        features = program.setting.features._asdict()
+        for name, value in (program.setting._asdict() | features).items():
+            values["", name, repr(value)] += name != "features"
+    mean = sum(lengths) / max(1, len(lengths))
+    lines = [f"{len(lengths)} programs of {mean:.1f} steps on average.", ""]
+    lines += ["| step | programs | fewest have | programs |", "|---|---|---|---|"]
     for kind in KINDS:
         every = [(kind, name, value) for name, choices in KINDS[kind].choices.items() for value in choices]
         rarest = min(every, key=lambda each: values[each], default=None)
         rare = f"{rarest[1]}={rarest[2]!r} | {values[rarest]}" if rarest else "|"
         lines.append(f"| {kind} | {kinds[kind]} | {rare} |")
+    lines += ["", "| setting | programs |", "|---|---|"]
+    settings = sorted((name, value) for kind, name, value in values if not kind and name != "features")
+    lines += [f"| {name}={value} | {values['', name, value]} |" for name, value in settings]
     return "\n".join(lines) + "\n"
 
 

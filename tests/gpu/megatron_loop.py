@@ -84,7 +84,7 @@ def summary(figures: dict[str, Any]) -> Verdict:
 
 
 def _run(arguments: list[str], seconds: float) -> dict[str, Any]:
-    from tools.real_loop import RunFailure, run
+    from scripts.real_loop import RunFailure, run
 
     try:
         finished = run(arguments, 1, timeout=seconds)
@@ -99,7 +99,7 @@ def _run(arguments: list[str], seconds: float) -> dict[str, Any]:
 
 
 def _arguments(setup: Setup, folder: Path, has_engine: bool) -> list[str]:
-    from tools.parity import write_corpus
+    from scripts.parity import write_corpus
 
     width, layers, length = (64, 2, 64) if setup.dry_run else (1024, 8, 1024)
     iterations = WARM_UP + 2 if setup.dry_run else ITERATIONS

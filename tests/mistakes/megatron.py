@@ -58,22 +58,10 @@ MISTAKES = (
         ("finish_grad_sync(force_all_reduce=True): gradients stay sharded.",),
     ),
     Mistake(
-        "--ckpt-format torch_dist",
-        'check_flags(ckpt_format="torch_dist")',
-        (ValueError, NotImplementedError),
-        ("ckpt_format other than fsdp_dtensor:", "fsdp_dtensor"),
-    ),
-    Mistake(
-        "--use-torch-fsdp2 as well",
-        'check_flags(use_torch_fsdp2=True, ckpt_format="fsdp_dtensor")',
-        (ValueError, NotImplementedError),
-        ("use_torch_fsdp2:",),
-    ),
-    Mistake(
         "--optimizer sgd",
         'check_flags(optimizer="sgd", ckpt_format="fsdp_dtensor")',
         (ValueError, NotImplementedError),
-        ("optimizer sgd:",),
+        ("optimizer other than adam and muon:",),
     ),
     Mistake(
         "--optimizer-offload-fraction 50",

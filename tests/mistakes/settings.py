@@ -127,7 +127,7 @@ MISTAKES = (
         "A dtype as a string",
         'MixedPrecisionPolicy(main_params_dtype="fp32")',
         ValueError,
-        ("MixedPrecisionPolicy: main_params_dtype: expected None or one of torch.float64", "'fp32'", "torch.float32?"),
+        ("MixedPrecisionPolicy: main_params_dtype: expected None or one of torch.float64", "got 'fp32'."),
     ),
     Mistake(
         "A dtype that is not a floating-point dtype",

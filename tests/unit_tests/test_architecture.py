@@ -1,19 +1,49 @@
 """Rules for the sources that neither ruff nor the import contract in pyproject.toml can express."""
 
 import ast
+import io
 import subprocess
 import sys
+import tokenize
+from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGINE = ROOT / "megatron" / "fsdp"
-FOLDERS = ("megatron", "megatron_fsdp", "tools", "examples", "tests", "benchmarks")
+FOLDERS = ("megatron", "megatron_fsdp", "scripts", "tools", "examples", "tests", "benchmarks")
 # Packages that may import more than torch, and the distributions that they may import.
 NEED_MORE = {"mcore": None, "convert": None, "integrations": None, "tools": None, "checkpoint": {"numpy"}}
 # What torch itself requires on every version of Python.
 WITH_TORCH = {"torch", "typing_extensions"}
 # Distributions that are imported on first use.
 OPTIONAL = {"state/export.py": {"safetensors"}, "quantized/torchao.py": {"torchao"}}
+
+# The most lines of code of each package, without blank lines, comments, docstrings and sub-packages that have a row.
+BUDGETS = {
+    "megatron/fsdp": 310,
+    "megatron/fsdp/api": 580,
+    "megatron/fsdp/buffers": 1_360,
+    "megatron/fsdp/checkpoint": 1_970,
+    "megatron/fsdp/comm": 910,
+    "megatron/fsdp/convert": 3_910,
+    "megatron/fsdp/dtensor": 1_000,
+    "megatron/fsdp/fsdp2": 600,
+    "megatron/fsdp/helpers": 340,
+    "megatron/fsdp/init": 310,
+    "megatron/fsdp/integrations": 520,
+    "megatron/fsdp/mcore": 2_240,
+    "megatron/fsdp/mcore/cpu": 730,
+    "megatron/fsdp/naming": 250,
+    "megatron/fsdp/optim": 860,
+    "megatron/fsdp/quantized": 300,
+    "megatron/fsdp/quantized/reference": 390,
+    "megatron/fsdp/runtime": 2_190,
+    "megatron/fsdp/sharding": 690,
+    "megatron/fsdp/state": 280,
+    "megatron/fsdp/tools": 2_780,
+    "megatron_fsdp": 150,
+    "tests": 37_650,
+}
 
 
 def _imports(path: Path) -> set[str]:
@@ -64,3 +94,38 @@ def test_files_and_functions_have_a_readable_length() -> None:
                 if (node.end_lineno or 0) - code[0].lineno >= 60:
                     too_long.append(f"{name}: {node.name} has 60 lines or more, without its docstring")
     assert not too_long
+
+
+def _lines_of_code(path: Path) -> int:
+    """Number of lines that hold more than comments and docstrings."""
+    source = path.read_text()
+    documented: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and ast.get_docstring(
+            node
+        ):
+            documented.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    ignored = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in ignored:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    return len(lines - documented)
+
+
+def test_packages_keep_their_budgets() -> None:
+    """Sizes grow by a line at a time, which no limit for files and functions stops."""
+    found: Counter[str] = Counter()
+    for path in (path for name in ("megatron", "megatron_fsdp", "tests") for path in (ROOT / name).rglob("*.py")):
+        folders = [
+            folder.relative_to(ROOT).as_posix() for folder in path.parents if folder != ROOT and ROOT in folder.parents
+        ]
+        package = next((folder for folder in folders if folder in BUDGETS), folders[0])
+        found[package] += _lines_of_code(path)
+    too_large = [
+        f"{package}: expected at most {BUDGETS.get(package, 0)} lines of code; got {count}. Remove something. If the "
+        "package needs more, raise its budget here, and give the reason in docs/design.md in the same commit."
+        for package, count in found.items()
+        if count > BUDGETS.get(package, 0)
+    ]
+    assert not too_large, "\n".join(too_large)

@@ -142,7 +142,7 @@ def test_units_inside_each_other_have_different_buffers(ranks: RankPool, own: bo
 
 
 def test_scratch_is_reused_and_the_two_sides_have_their_own() -> None:
-    pool = FixedPool(2)
+    pool = FixedPool(2, torch.device("cpu"))
     cpu, fp32 = torch.device("cpu"), torch.float32
     first = pool.scratch(100, fp32, cpu, False)
     pool.give_back(first)

@@ -84,7 +84,7 @@ def _mismatched_dtypes() -> None:
     _unchanged_after(
         TypeError,
         "MixedPrecisionPolicy; got 'bf16'",
-        lambda m: MegatronFSDP(m, FSDPConfig(mixed_precision_policy="bf16")),
+        lambda m: MegatronFSDP(m, config=FSDPConfig(mixed_precision_policy="bf16")),
     )  # type: ignore[arg-type]
 
 
@@ -93,7 +93,9 @@ def _settings_that_contradict() -> None:
     _unchanged_after(
         ValueError, match, lambda m: fully_shard_model(m, average_in_collective=True, calculate_per_token_loss=True)
     )
-    _unchanged_after(ValueError, "max_unsharded_units", lambda m: MegatronFSDP(m, FSDPConfig(max_unsharded_units=0)))
+    _unchanged_after(
+        ValueError, "max_unsharded_units", lambda m: MegatronFSDP(m, config=FSDPConfig(max_unsharded_units=0))
+    )
 
 
 def _optimizer_of_another_model() -> None:

@@ -86,7 +86,7 @@ def _assert_sharded(sharded: MegatronFSDP) -> None:
     for group in sharded.engine.groups:
         assert not group.has_gradients()
         if group.weights.temporary:
-            assert not group.weights.handles
+            assert not group.weights.unsharding
             assert group.weights.compute.flat.untyped_storage().nbytes() == 0
         for module, attribute in (site for entry in group.params for site in entry.sites):
             assert any(getattr(module, attribute) is entry.main for entry in group.params)

@@ -114,7 +114,7 @@ def _freeze_at_odd_times(strategy: str) -> None:
     torch.manual_seed(3)
     model = TinyModel().to(device())
     reference = copy.deepcopy(model)
-    sharded = MegatronFSDP(model, FSDPConfig(zero_dp_strategy=strategy), fsdp_unit_modules=[Block])
+    sharded = MegatronFSDP(model, config=FSDPConfig(zero_dp_strategy=strategy), fsdp_unit_modules=[Block])
     tokens = batches(1, 1)[0, 0]
     for each in (reference, sharded):
         module = sharded.module if each is sharded else reference
@@ -201,7 +201,7 @@ def test_freezing_where_ranks_leave_units_out(ranks: RankPool, strategy: str) ->
 
 
 def _zeros_for_unused_only() -> None:
-    sharded = MegatronFSDP(TinyModel(), FSDPConfig(zero_unused_gradients=True), fsdp_unit_modules=[Block])
+    sharded = MegatronFSDP(TinyModel(), config=FSDPConfig(zero_unused_gradients=True), fsdp_unit_modules=[Block])
     for what in ("blocks.1", "blocks.1.up"):
         _freeze(sharded.module, what)
         loss_of(sharded, batches(1, 1)[0, 0]).backward()

@@ -132,7 +132,7 @@ def _gradients(sharded: MegatronFSDP, micro_batches: int, accumulates: bool) -> 
 
 def _nothing_is_left(sharded: MegatronFSDP) -> None:
     for group in sharded.engine.groups:
-        assert group.gradients.lent is None
+        assert group.gradients.for_kernels is None
         for entry in group.params:
             assert not entry.fused
             kept = getattr(entry.compute, "main_grad", None)
@@ -236,8 +236,8 @@ def _requests(strategy: str) -> None:
         assert first.data_ptr() != second.data_ptr(), "a kernel that overwrites must not get what another one wrote"
         assert first.shape == weight.shape and first.dtype == torch.float32
         i = next(i for i, e in enumerate(group.params) if e.compute is weight)
-        assert group.gradients.lent is not None
-        offset = first.data_ptr() - group.gradients.lent.data_ptr()
+        assert group.gradients.for_kernels is not None
+        offset = first.data_ptr() - group.gradients.for_kernels.data_ptr()
         assert offset == group.layout.slots[i].offset * 4, "it is the parameter's place in the buffer"
         seen.append(first)
         raise InterruptedError

@@ -71,7 +71,7 @@ def _kept(strategy: str, outer_strategy: str) -> dict[str, int]:
     )
     group = max(model.engine.groups, key=lambda g: g.layout.numel)
     weights = group.weights
-    home = weights.resident.untyped_storage().nbytes() // 2 if weights.resident is not None else 0
+    home = weights.planes[0].shard.untyped_storage().nbytes() // 2
     gathered = weights.compute.flat.untyped_storage().nbytes() // 2
     return {
         "whole": group.layout.numel,

@@ -26,7 +26,7 @@ from megatron.fsdp.sharding.layout import (
     parse_granularity,
 )
 from megatron.fsdp.sharding.packing import ALIGNMENT, allowed_shard, plan_layout
-from tools.layout_table import table
+from scripts.layout_table import table
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA: dict[str, Any] = json.loads((Path(__file__).parent / "layout_shapes.json").read_text())
@@ -425,7 +425,7 @@ def test_validation_does_not_depend_on_the_number_of_boundaries() -> None:
 
 
 def test_the_page_shows_what_the_tool_prints() -> None:
-    assert table() in (ROOT / "docs" / "layout.md").read_text(), "run tools/layout_table.py and update docs/layout.md"
+    assert table() in (ROOT / "docs" / "layout.md").read_text(), "run scripts/layout_table.py and update docs/layout.md"
 
 
 def test_a_small_unit_keeps_its_rows() -> None:

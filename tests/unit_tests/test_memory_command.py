@@ -1,4 +1,4 @@
-"""The memory command: its figures are the measured ones, and its table and chart have all strategies."""
+"""The memory command: its figures are the measured ones, and its table has all strategies."""
 
 import json
 import sys
@@ -13,6 +13,7 @@ from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.tools import memory
 from megatron.fsdp.tools.by_strategy import bars
 from megatron.fsdp.tools.estimate import outline
+from scripts import memory_chart
 from tests.models import FP32_GRADS, Block, TinyModel
 from tests.ranks import DEVICE
 from tests.tensor_bytes import build, call_counted
@@ -76,13 +77,6 @@ def test_what_a_device_leaves_for_activations(
     assert all(float(row[-1]) == pytest.approx(1 - float(row[-2]), abs=0.011) for row in rows[1:])
 
 
-def test_a_chart_without_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(memory, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit) as end:
-        command(monkeypatch, "--model", TARGET, "--plot", "memory.svg")
-    assert end.value.code == 2 and "--plot needs matplotlib: pip install" in capsys.readouterr().err
-
-
 def test_json_and_a_huggingface_config(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -98,14 +92,16 @@ def test_json_and_a_huggingface_config(
 
 
 @pytest.mark.parametrize("name", ["memory.svg", "memory.png"])
-def test_chart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
+def test_chart(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str) -> None:
     pytest.importorskip("matplotlib")
-    path = tmp_path / name
-    words = ("--model", TARGET, "--ranks", "8", "16", "--device-memory", "1MB", "--plot", str(path))
-    assert command(monkeypatch, *words) == 0
+    assert command(monkeypatch, "--model", TARGET, "--ranks", "8", "16", "--json") == 0
+    bars, path = tmp_path / "memory.json", tmp_path / name
+    bars.write_text(capsys.readouterr().out)
+    memory_chart.main([str(bars), str(path), "--device-memory", "1MB"])
     first = path.read_bytes()
     assert len(first) > 5000
-    assert command(monkeypatch, *words) == 0 and path.read_bytes() == first
+    memory_chart.main([str(bars), str(path), "--device-memory", "1MB"])
+    assert path.read_bytes() == first
 
 
 @pytest.mark.parametrize(

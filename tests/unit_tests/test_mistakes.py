@@ -1,6 +1,6 @@
 """Every mistake ends within seconds in an error that names the argument and says what to do, or it works.
 
-``python tools/mistake_table.py --write`` writes what these tests find to docs/mistakes.md.
+``python scripts/mistake_table.py --write`` writes what these tests find to docs/mistakes.md.
 """
 
 from importlib.util import find_spec
@@ -8,10 +8,10 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from scripts import mistake_table
 from tests.mistakes import THEMES, find
 from tests.mistakes.case import LIMIT, LIMIT_OF_OTHERS, run, shown
 from tests.ranks import DEVICE, RankPool
-from tools import mistake_table
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="the page has the messages of a CPU")
 
@@ -33,11 +33,11 @@ def test_mistake(ranks: RankPool, title: str) -> None:
             assert [part for part in mistake.says if part not in outcome.text] == [], outcome.text
     if torch.__version__.startswith(mistake_table.TORCH):
         assert mistake_table.on_page().get(title) == shown(outcomes, mistake), (
-            "run: python tools/mistake_table.py --write"
+            "run: python scripts/mistake_table.py --write"
         )
 
 
 def test_the_page_has_every_mistake_once() -> None:
     assert len(set(TITLES)) == len(TITLES)
     text = mistake_table.PAGE.read_text()
-    assert mistake_table.as_markdown(mistake_table.on_page()) == text, "run: python tools/mistake_table.py --write"
+    assert mistake_table.as_markdown(mistake_table.on_page()) == text, "run: python scripts/mistake_table.py --write"

@@ -23,9 +23,9 @@ from megatron_fsdp import (
     fully_shard_model,
     register_optimizer,
 )
+from scripts import argument_table
 from tests.models import DEVICE, Block, TinyModel, adamw, assert_same_training, batches, device, loss_of, main_weights
 from tests.ranks import RankPool
-from tools import argument_table
 
 # Frozen: users' calls depend on names, order and defaults of the first 33.
 ARGUMENTS = """
@@ -67,7 +67,7 @@ def test_every_setting_is_an_argument_of_the_same_name_type_and_default(function
 
 def test_a_new_setting_is_added_to_signatures_and_docstring_by_the_tool() -> None:
     source = Path(signatures.__file__).read_text()
-    assert argument_table.with_settings(source) == source, "run: python tools/argument_table.py --write"
+    assert argument_table.with_settings(source) == source, "run: python scripts/argument_table.py --write"
     declaration = argument_table.settings()["max_unsharded_units"]
     without = source.replace(declaration, "")
     begin = without.index("        max_unsharded_units: ")

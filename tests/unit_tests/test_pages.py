@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 
 from megatron_fsdp import fully_shard_model
+from scripts import argument_table, compatibility_table, draw_pictures, status
 from tests.models import TinyModel
 from tests.ranks import DEVICE, RankPool
-from tools import argument_table, compatibility_table, draw_pictures, status
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 def test_arguments() -> None:
     page = argument_table.as_markdown()
-    assert (DOCS / "arguments.md").read_text() == page, "run: python tools/argument_table.py --write"
+    assert (DOCS / "arguments.md").read_text() == page, "run: python scripts/argument_table.py --write"
 
 
 def _step() -> str:
@@ -27,7 +27,7 @@ def _step() -> str:
 def test_pictures(ranks: RankPool) -> None:
     drawn = {"layout": draw_pictures.draw_layout().svg(), "step": ranks.run(1, _step)[0]}
     for name, svg in drawn.items():
-        assert (DOCS / "images" / f"{name}.svg").read_text() == svg, "run: python tools/draw_pictures.py"
+        assert (DOCS / "images" / f"{name}.svg").read_text() == svg, "run: python scripts/draw_pictures.py"
 
 
 def test_every_argument_is_described() -> None:
@@ -92,7 +92,7 @@ def test_gloo_cannot_average(ranks: RankPool) -> None:
     ranks.run(1, _average)
 
 
-GUIDE = sorted(page for page in (DOCS / "guide").glob("*.md") if page.stem not in ("index", "doctor"))
+GUIDE = sorted(page for page in (DOCS / "guide").glob("*.md") if page.stem not in ("index", "doctor", "verify"))
 HEAD = "| Megatron flag / field | `fully_shard` argument | default | values |\n"
 SECTIONS = ["What it does", "Should I turn it on?", "Example", "Works with / not with", "How to see that it works"]
 # Described elsewhere: the model itself, where it computes, and an argument without effect.

@@ -18,7 +18,8 @@ from torch.distributed.tensor import Shard
 
 from megatron.fsdp.buffers import quantizing
 from megatron.fsdp.buffers.parameter import TENSOR_PARALLEL
-from megatron.fsdp.checkpoint.backend import Reader, Writer
+from megatron.fsdp.checkpoint.backend import Writer
+from megatron.fsdp.checkpoint.loading import load
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.quantized.storage import Direction
 from megatron.fsdp.state.consistency import inconsistent_weights
@@ -343,7 +344,9 @@ def _gathers(format: str, kind: str) -> None:
         SHARES[format], abs=0.01 if SHARES[format] == 0.5 else 5e-4
     )
     groups = [group for unit in sharded.engine.units[1:] for group in unit.groups if group.storage is not None]
-    at_rest = sum(plane.resident.nbytes for group in groups for plane in group.weights.planes)
+    planes = [plane for group in groups for plane in group.weights.planes]
+    assert all(plane.is_resident for plane in planes)
+    at_rest = sum((plane.buffer.flat if kind == "optim" else plane.shard).nbytes for plane in planes)
     copies = 2 if format == "mx" else 1
     shards = 1 if kind == "optim" else dist.get_world_size()
     assert at_rest / (2 * 3 * elements / shards) == pytest.approx(copies * SHARES[format], rel=0.02)
@@ -372,12 +375,12 @@ def _between_steps(kind: str) -> None:
                     stored = param.compute.raw.untyped_storage()
                     assert stored._cdata == group.weights.compute.flat.untyped_storage()._cdata
                     assert stored.nbytes() == 0 or not group.weights.temporary
-    left = [weakref.ref(each) for group in model.engine.groups for each in (group.weights.main, group.weights.resident)
-            if each is not None]  # fmt: skip
+    weights = [group.weights for group in model.engine.groups]
+    left = [weakref.ref(each) for of in weights for each in (of.main, of.planes[0].shard)]
     gc.collect()
     gc.disable()
     try:
-        del model, optimizer, unit, group, param, stored, down
+        del model, optimizer, unit, group, param, stored, down, weights
         assert not any(reference() is not None for reference in left)
     finally:
         gc.enable()
@@ -392,7 +395,7 @@ def _plain() -> None:
     with patch.object(quantizing, "all_reduce", side_effect=AssertionError):
         model, optimizer = fully_shard(model := TinyModel(), exact(model.parameters()), fsdp_unit_modules=[Block])
         train(model, optimizer, batches(2, dist.get_world_size()))
-    assert all(group.weights.batch is None and group.weights.resident is None for group in model.engine.groups)
+    assert not any(group.weights.batch or group.weights.planes[0].is_resident for group in model.engine.groups)
 
 
 def test_other_models_are_as_before(ranks: RankPool) -> None:
@@ -521,7 +524,7 @@ def _codes(folder: str) -> None:
             model.load_state_dict({**whole, name: whole[name].to(dtype)})
     dcp.save({name: whole[name].to(torch.uint8)}, storage_writer=Writer(folder))
     with pytest.raises(CheckpointException, match=rf"{name}: expected values of torch.float32 .* got torch.uint8"):
-        dcp.load({name: model.state_dict()[name]}, storage_reader=Reader(folder))
+        load({name: model.state_dict()[name]}, folder)
     assert torch.equal(local_shard(model.state_dict()[name]), local_shard(before))
 
 

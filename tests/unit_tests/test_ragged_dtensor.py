@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from megatron.fsdp.dtensor.gathering import gather_whole
 from megatron.fsdp.dtensor.placements import RaggedShard, SectionedShard
 from megatron.fsdp.dtensor.ragged_dtensor import RaggedDTensor, make_dtensor
 from megatron.fsdp.sharding.layout import ELEMENT, ROW, Layout, Slot
@@ -379,3 +380,20 @@ def test_the_size_of_a_placement_depends_on_the_shards_of_its_parameter() -> Non
     layout = Layout((Slot(100, (30,), ELEMENT),), 4096, 50)
     assert RaggedShard.of(layout, 0) == RaggedShard(4096, 2, (0, 30))
     assert RaggedShard.of(Layout((Slot(90, (30,), ELEMENT),), 4096, 50), 0).cuts == (0, 10, 30)
+
+
+def _gather_plain() -> None:
+    mesh = init_device_mesh(device().type, (3, 1), mesh_dim_names=("data", "other"))
+    whole = torch.arange(14.0, device=device()).view(7, 2)
+    reduce, dist.all_reduce = dist.all_reduce, None  # type: ignore[assignment]
+    try:
+        for lengths in ((3, 3, 1), (0, 5, 2)):
+            local = whole.split(lengths)[dist.get_rank()]
+            foreign = DTensor.from_local(local, mesh, [Shard(0), Replicate()], shape=whole.shape, stride=whole.stride())
+            assert torch.equal(gather_whole(foreign), whole)
+    finally:
+        dist.all_reduce = reduce
+
+
+def test_gathering_a_plain_dtensor_needs_no_reduction(ranks: RankPool) -> None:
+    ranks.run(3, _gather_plain)

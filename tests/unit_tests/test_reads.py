@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from megatron.fsdp import fsdp2
 from megatron_fsdp import fully_shard, fully_shard_model
 from tests.models import DEVICE, FP32_GRADS, Block, TinyModel, assert_same_weights, batches, device, loss_of, sgd
-from tests.ranks import RankPool
+from tests.ranks import RankFailure, RankPool
 
 
 def _full(tensor: Any) -> torch.Tensor:
@@ -276,3 +276,26 @@ def _norms() -> None:
 
 def test_norms_can_be_printed(ranks: RankPool) -> None:
     ranks.run(2, _norms)
+
+
+def _early_read() -> None:
+    model = TinyModel().to(device())
+    loss = model.head.weight.pow(2).sum()
+    model = fully_shard_model(model, fsdp_unit_modules=[Block])
+    (loss + loss_of(model, batches(1, 1)[0, 0])).backward()
+
+
+def _early_gradient() -> None:
+    """Reading the parameters of a module that is not marked does not shard the model."""
+    model = fsdp2.fully_shard(TinyModel().to(device()))
+    (weight,) = (p for p in model.head.parameters() if p.dim() > 1)
+    weight.pow(2).sum().backward()
+    loss_of(model, batches(1, 1)[0, 0])
+
+
+@pytest.mark.parametrize("case", [_early_read, _early_gradient])
+def test_a_gradient_of_a_parameter_from_before_the_model_was_sharded_raises(
+    ranks: RankPool, case: Callable[[], None]
+) -> None:
+    with pytest.raises(RankFailure, match=r"head\.weight before the model was sharded"):
+        ranks.run(2, case)

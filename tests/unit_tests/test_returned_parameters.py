@@ -61,7 +61,7 @@ def _evaluate() -> None:
     layer = Whole(16, 16).to(device())
     ones = torch.ones(2, 16, device=device())
     expected = {name: value.clone() for name, value in layer(ones).items()}
-    sharded = MegatronFSDP(layer, FSDPConfig(), fsdp_unit_modules=[])
+    sharded = MegatronFSDP(layer, config=FSDPConfig(), fsdp_unit_modules=[])
     with torch.no_grad():
         found = sharded(ones)
     assert not any(unit.weights.compute.flat.untyped_storage().nbytes() for unit in sharded.engine.groups)

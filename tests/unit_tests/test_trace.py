@@ -2,7 +2,6 @@
 
 import gc
 import json
-import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -18,10 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.fsdp import fsdp2
 from megatron.fsdp.tools.trace import Kind, RankTrace, Row, Span, Timeline, trace_step
-from megatron.fsdp.tools.trace.plot import short_names
 from megatron.fsdp.tools.trace.spans import mark_late_ranks
 from megatron.fsdp.tools.trace.watch import StepWatcher
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
+from scripts import draw_trace
 from tests.exchanges import wrapped
 from tests.models import STRATEGIES, Block, TinyModel, adamw, batches, device, loss_of
 from tests.ranks import DEVICE, RankPool
@@ -422,17 +421,16 @@ def test_chrome_trace(ranks: RankPool, tmp_path: Path) -> None:
     assert all(begun[name] <= ts for name, ts in awaited.items())
 
 
-def test_png(ranks: RankPool, tmp_path: Path) -> None:
+def test_picture(ranks: RankPool, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    _recorded(ranks).plot(tmp_path / "trace.png")
+    timeline = _recorded(ranks)
+    timeline.save(tmp_path / "trace.json")
+    for drawn, recorded in zip(draw_trace.read(tmp_path / "trace.json"), timeline.ranks, strict=True):
+        assert drawn.of_computation() == pytest.approx(recorded.of_computation(), abs=1e-3)
+        assert drawn.per_unit().keys() == recorded.per_unit().keys()
+    draw_trace.main([str(tmp_path / "trace.json"), str(tmp_path / "trace.png")])
     content = (tmp_path / "trace.png").read_bytes()
     assert content.startswith(b"\x89PNG") and len(content) < 300_000
-
-
-def test_without_matplotlib_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"pip install 'megatron-fsdp-engine\[trace\]'"):
-        Timeline([_rank(0, 1)]).plot(tmp_path / "trace.png")
 
 
 def test_table(ranks: RankPool) -> None:
@@ -444,13 +442,12 @@ def test_table(ranks: RankPool) -> None:
 def test_ranks_without_a_recording_write_nothing(tmp_path: Path) -> None:
     empty = Timeline()
     empty.save(tmp_path / "a.json")
-    empty.plot(tmp_path / "a.png")
     assert list(tmp_path.iterdir()) == [] and empty.table() == "" and empty.exposed() == {}
 
 
 def test_shortened_names_stay_distinct() -> None:
     units = ["<root>", "encoder.0", "decoder.0", "decoder.1"]
-    assert list(short_names(units).values()) == ["root", "encoder.0", "decoder.0", "1"]
+    assert list(draw_trace.short_names(units).values()) == ["root", "encoder.0", "decoder.0", "1"]
 
 
 # Scripts -------------------------------------------------------------------------------------------------------

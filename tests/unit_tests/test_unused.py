@@ -104,7 +104,7 @@ def test_blocks_that_some_ranks_skip(ranks: RankPool, strategy: str, rows: list[
 
 
 def _zeros_where_they_are_asked_for() -> None:
-    model = MegatronFSDP(WithUnused(), FSDPConfig(zero_unused_gradients=True), fsdp_unit_modules=[Block])
+    model = MegatronFSDP(WithUnused(), config=FSDPConfig(zero_unused_gradients=True), fsdp_unit_modules=[Block])
     loss_of(model, batches(1, 1)[0, 0]).backward()
     for entry in model.engine.params():
         assert entry.main.grad is not None

@@ -34,7 +34,7 @@ class _CountCopies(TorchDispatchMode):
 
 
 def _views_of_the_gathered_buffer(strategy: str) -> None:
-    model = MegatronFSDP(TinyModel(), FSDPConfig(zero_dp_strategy=strategy), fsdp_unit_modules=[Block])
+    model = MegatronFSDP(TinyModel(), config=FSDPConfig(zero_dp_strategy=strategy), fsdp_unit_modules=[Block])
     groups = {id(e.compute): (g, i) for g in model.engine.groups for i, e in enumerate(g.params)}
     seen: dict[int, int] = {}
 
@@ -59,7 +59,7 @@ def test_parameters_are_views_of_the_gathered_buffer(ranks: RankPool, strategy: 
 
 
 def _main_weights_share_memory(strategy: str) -> None:
-    model = MegatronFSDP(TinyModel(), FSDPConfig(zero_dp_strategy=strategy), fsdp_unit_modules=[Block])
+    model = MegatronFSDP(TinyModel(), config=FSDPConfig(zero_dp_strategy=strategy), fsdp_unit_modules=[Block])
     for group in model.engine.groups:
         whole = group.weights.compute.flat.untyped_storage()
         shared = group.weights.main.untyped_storage()._cdata == whole._cdata
@@ -86,7 +86,7 @@ def _copied(dtype: torch.dtype, strategy: str) -> tuple[dict[str, int], int, int
     group.use_collectives(all_gather=_nothing, reduce_scatter=_nothing)
     group.weights.invalidate()
     with _CountCopies() as gather:
-        group.weights._unshard(group.weights.planes, [True], 0)
+        group.weights._unshard(group.weights.planes, 1, 0)
     with _CountCopies() as reduce:
         grads: list[torch.Tensor | None] = [torch.ones_like(e.compute, dtype=dtype) for e in group.params]
         group.gradients.reduce(grads, last=True)

@@ -210,7 +210,7 @@ class MegatronFSDP(ShardedModel):
         if force_sync or not self.fsdp_config.overlap_param_gather:
             self.engine.unshard_persistent()
         else:
-            self.engine.prefetch_first()
+            self.engine.schedule.prefetch_first()
 
     def synchronize_param_gather(self) -> None:
         """Reshard all units: main weights are then the model's parameters."""
@@ -304,7 +304,7 @@ class MegatronFSDP(ShardedModel):
 
     def start_grad_sync(self, *unused: Any) -> None:
         """Start to reduce gradients that earlier micro-batches have only accumulated."""
-        self.engine.start_reductions()
+        self.engine.schedule.reduce_waiting()
 
     def synchronize_gradient_reduce(self) -> None:
         """Make the computation wait for all reductions in flight."""

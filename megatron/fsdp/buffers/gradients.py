@@ -19,46 +19,6 @@ class Owed(Flag):
     OUTER = auto()
 
 
-class InFlight:
-    """The reductions in flight, and the buffers that they read.
-
-    Attributes:
-        handles: Handles of the stream's tasks, oldest first.
-    """
-
-    def __init__(self, reduction: Reduction) -> None:
-        self.handles: list[Handle] = []
-        self._pool = reduction.pool
-        # On a CPU, a buffer is free once its collective has ended, before the next unit is unsharded. Buffers with
-        # fixed addresses are returned in an order that is the same on all ranks.
-        self._holds = self._pool.is_fixed or runs_ahead(reduction.context.device)
-        self._read: list[torch.Tensor] = []
-
-    def hold(self, buffer: torch.Tensor) -> None:
-        """Return ``buffer`` to the pool, on a GPU at the next :meth:`wait`. Called by the task after it has read it.
-
-        Compute has written this buffer and will reuse its memory. If the task returned it, compute could overwrite it
-        while the collective still reads it. Compute therefore waits for the task first.
-        """
-        if self._holds:
-            self._read.append(buffer)
-        else:
-            self._pool.give_back(buffer)
-
-    def wait(self) -> None:
-        """Make compute wait for all reductions in flight."""
-        while self.handles:
-            handle = self.handles[0]
-            try:
-                handle.wait()
-            finally:
-                # After an interrupted wait, the reduction continues and must be waited for again.
-                if handle.done:
-                    del self.handles[0]
-        while self._read:
-            self._pool.give_back(self._read.pop())
-
-
 class GradientBuffer:
     """Holds the sums of a group's gradients between reductions, which ``reduction`` performs.
 
@@ -72,21 +32,25 @@ class GradientBuffer:
 
     Attributes:
         unreduced: Sum of unreduced gradients; None if there are none. Only compute uses it.
-        lent: The flat buffer that kernels write this micro-batch's gradients into; None unless there are such kernels.
+        for_kernels: The flat buffer that fused kernels write this micro-batch's gradients into; None unless they do.
         inner_sum: Sum of gradients reduced over the inner axis only. Only tasks of the stream use it.
         reduced: Sum of gradients reduced over both axes. Tasks use it, and compute after a wait.
         owed: The axes to reduce over before the optimizer's step.
-        in_flight: The reductions in flight.
+        handles: Of the reductions in flight, oldest first.
     """
 
     def __init__(self, reduction: Reduction) -> None:
         self.reduction = reduction
         self.unreduced: torch.Tensor | None = None
-        self.lent: torch.Tensor | None = None
+        self.for_kernels: torch.Tensor | None = None
         self.inner_sum: torch.Tensor | None = None
         self.reduced: torch.Tensor | None = None
         self.owed = Owed.NOTHING
-        self.in_flight = InFlight(reduction)
+        self.handles: list[Handle] = []
+        # On a CPU, a buffer is free once its collective has ended, before the next unit is unsharded. Buffers with
+        # fixed addresses are returned in an order that is the same on all ranks.
+        self._holds = reduction.pool.is_fixed or runs_ahead(reduction.context.device)
+        self._read: list[torch.Tensor] = []
 
     def rescale(self, ratio: float) -> None:
         """Multiply the factor of later reductions by ``ratio``. Reductions in flight are not affected."""
@@ -94,15 +58,15 @@ class GradientBuffer:
         if self.unreduced is not None:
             self.unreduced.mul_(of_placed)
 
-    def lend(self, i: int) -> torch.Tensor:
+    def for_kernel(self, i: int) -> torch.Tensor:
         """Memory of undefined content for this micro-batch's gradient of parameter ``i``, in ``main_grads_dtype``.
 
         It is the gradient's place in the buffer that is reduced. The caller passes the tensor to :meth:`accumulate` or
         :meth:`reduce`, or another gradient in its place.
         """
-        if self.lent is None:
-            self.lent = self.reduction.new_flat(self.reduction.dtypes.main_grads)
-        return self.reduction.slot(self.lent, i)
+        if self.for_kernels is None:
+            self.for_kernels = self.reduction.new_flat(self.reduction.dtypes.main_grads)
+        return self.reduction.slot(self.for_kernels, i)
 
     def accumulate(self, grads: list[torch.Tensor | None]) -> None:
         """Add a micro-batch's gradients to the unreduced sum.
@@ -113,13 +77,13 @@ class GradientBuffer:
         self.owed |= Owed.INNER
         if self.unreduced is not None:
             self.reduction.add(self.unreduced, grads)
-            self._drop_lent()
+            self._drop_for_kernels()
         elif self.reduction.pool.is_fixed or any(grad is not None for grad in grads):
             # A fixed pool must lend its buffers in the same order on all ranks, also on those whose computation has
             # skipped the unit: symmetric memory needs the same address everywhere.
             self.unreduced = self._place(grads, self.reduction.dtypes.main_grads)
         else:
-            self._drop_lent()
+            self._drop_for_kernels()
 
     def reduce(self, grads: list[torch.Tensor | None], last: bool) -> Handle:
         """Start to reduce a micro-batch's gradients together with the unreduced sum.
@@ -140,21 +104,21 @@ class GradientBuffer:
         self.owed = Owed.OUTER if self.reduction.outer is not None and not last else Owed.NOTHING
         # The stream waits for the compute issued so far, which includes the copies into ``placed``.
         handle = self.reduction.stream.run(lambda: self._reduce(placed, last))
-        self.in_flight.handles.append(handle)
+        self.handles.append(handle)
         return handle
 
     def _place(self, grads: list[torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
-        """A flat buffer with the gradients: the one that was lent, or else a new one of ``dtype``."""
-        flat, self.lent = self.lent, None
+        """A flat buffer with the gradients: the one for kernels, or else a new one of ``dtype``."""
+        flat, self.for_kernels = self.for_kernels, None
         if flat is None:
             flat = self.reduction.new_flat(dtype)
         self.reduction.place(grads, flat)
         return flat
 
-    def _drop_lent(self) -> None:
-        if self.lent is not None:
-            self.give_back(self.lent)
-            self.lent = None
+    def _drop_for_kernels(self) -> None:
+        if self.for_kernels is not None:
+            self.give_back(self.for_kernels)
+            self.for_kernels = None
 
     def reduce_waiting(self) -> None:
         """Start to reduce gradients of earlier micro-batches over the axes in ``owed``."""
@@ -162,7 +126,7 @@ class GradientBuffer:
             self.reduce([], last=True)
         elif self.owed:
             self.owed = Owed.NOTHING
-            self.in_flight.handles.append(self.reduction.stream.run(self._reduce_over_outer))
+            self.handles.append(self.reduction.stream.run(self._reduce_over_outer))
 
     def _reduce(self, placed: torch.Tensor, last: bool) -> None:
         """Runs in the stream. Its tasks run one after another, so the sums need no lock."""
@@ -171,7 +135,7 @@ class GradientBuffer:
         else:
             total = self.inner_sum = self.reduction.over_inner(placed, self.inner_sum)
         if memory_of(total) != memory_of(placed):
-            self.in_flight.hold(placed)
+            self.hold(placed)
         if last and self.reduction.outer is not None:
             self._reduce_over_outer()
 
@@ -181,11 +145,31 @@ class GradientBuffer:
         inner_sum, self.inner_sum = self.inner_sum, None
         self.reduced = self.reduction.over_outer(inner_sum, self.reduced)
         if memory_of(self.reduced) != memory_of(inner_sum):
-            self.in_flight.hold(inner_sum)
+            self.hold(inner_sum)
+
+    def hold(self, buffer: torch.Tensor) -> None:
+        """Return ``buffer`` to the pool, on a GPU at the next :meth:`wait`. Called by the task after it has read it.
+
+        Compute has written this buffer and will reuse its memory. If the task returned it, compute could overwrite it
+        while the collective still reads it. Compute therefore waits for the task first.
+        """
+        if self._holds:
+            self._read.append(buffer)
+        else:
+            self.give_back(buffer)
 
     def wait(self) -> None:
         """Make compute wait for the reductions in flight."""
-        self.in_flight.wait()
+        while self.handles:
+            handle = self.handles[0]
+            try:
+                handle.wait()
+            finally:
+                # After an interrupted wait, the reduction continues and must be waited for again.
+                if handle.done:
+                    del self.handles[0]
+        while self._read:
+            self.give_back(self._read.pop())
 
     def take(self, dtype: torch.dtype) -> torch.Tensor | None:
         """Return the gradients reduced since the last call, flat like the main weights; None if there are none.
@@ -219,15 +203,15 @@ class GradientBuffer:
     def clear(self) -> None:
         """Drop all sums, including those of reductions in flight, and the errors of these."""
         self.owed = Owed.NOTHING
-        self._drop_lent()
+        self._drop_for_kernels()
         if self.unreduced is not None:
             self.give_back(self.unreduced)
             self.unreduced = None
-        if self.in_flight.handles:
+        if self.handles:
             # Reductions in flight still write to the sums, so a later task of the same stream drops them. The handles
             # are dropped here together with their errors, which concern dropped gradients only.
-            drop = functools.partial(self._drop_sums, self.in_flight.hold)
-            self.in_flight.handles = [self.reduction.stream.run(drop)]
+            drop = functools.partial(self._drop_sums, self.hold)
+            self.handles = [self.reduction.stream.run(drop)]
         else:
             self._drop_sums(self.give_back)
 

@@ -290,7 +290,7 @@ class ShardedParameter:
         self.compute.register_hook = weak_method(self._register_hook)  # type: ignore[method-assign]
         self.compute.register_post_accumulate_grad_hook = weak_method(self._refuse_hook)  # type: ignore[method-assign]
         if self.original.requires_grad and self.original is not self.compute:
-            torch.Tensor.register_hook(self.original, functools.partial(_refuse_early_read, self.name))
+            torch.Tensor.register_hook(self.original, functools.partial(refuse_early_read, self.name))
         if self.original is not self.compute and storage_of(self.original) is None:
             self.original._fsdp_stands_for = weakref.ref(self), self.main  # type: ignore[attr-defined]
             is_dtensor = isinstance(self.original, DTensor)
@@ -375,7 +375,7 @@ class ShardedParameter:
         """True if the parameter has a gradient of this micro-batch."""
         return self.compute.grad is not None or bool(self.fused)
 
-    def lend(self, memory: torch.Tensor) -> torch.Tensor:
+    def next_fused(self, memory: torch.Tensor) -> torch.Tensor:
         """Return the memory that a kernel overwrites with a gradient of this parameter.
 
         The kernel then sets ``grad_added_to_main_grad``. If a parameter is used more than once in a backward, each
@@ -409,7 +409,7 @@ class ShardedParameter:
         return bool(getattr(self.compute, "skip_backward_post_hook", False))
 
     @property
-    def is_lent_to_autograd(self) -> bool:
+    def autograd_may_write(self) -> bool:
         """Whether autograd may have the memory itself, and add this backward's other gradients to it later.
 
         It can only if dtypes are equal. Otherwise it has made a copy.
@@ -458,7 +458,7 @@ class ShardedParameter:
 
 
 def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same shape that shares one element, for graphs that end in :func:`_refuse_early_read`."""
+    """A tensor of the same shape that shares one element, for graphs that end in :func:`refuse_early_read`."""
     return _zero(tensor.dtype, tensor.device).expand(tensor.shape)
 
 
@@ -467,7 +467,8 @@ def _zero(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.zeros((), dtype=dtype, device=device)
 
 
-def _refuse_early_read(name: str, grad: torch.Tensor) -> NoReturn:
+def refuse_early_read(name: str, grad: torch.Tensor) -> NoReturn:
+    """Raise an error about a gradient of a parameter from before the model was sharded."""
     raise RuntimeError(
         f"A loss has read {name} before the model was sharded: its gradient would be lost. Shard the model first; with "
         "megatron.fsdp.fsdp2, run its forward before parameters are read."

@@ -91,7 +91,7 @@ class ParameterGroup:
         reduction = Reduction(self.layout, self.dtypes, self.sharding, self.axes, config, context, pool)
         self.gradients = GradientBuffer(reduction)
         self.used = [False] * len(params)
-        self._lent: tuple[torch.Tensor, int] | None = None
+        self._attached: tuple[torch.Tensor, int] | None = None
         self._persistent: torch.Tensor | None = None
         self.pending = False
         self._move_into_buffers()
@@ -234,8 +234,8 @@ class ParameterGroup:
 
     def collect_gradients(self) -> list[torch.Tensor | None]:
         """Remove this micro-batch's gradients from the parameters: one per parameter, None where there is none."""
-        if any(param.is_lent_to_autograd for param in self.params):
-            self.gradients.lent = None
+        if any(param.autograd_may_write for param in self.params):
+            self.gradients.for_kernels = None
         grads = [param.take_gradient() for param in self.params]
         # As in torch, parameters that were frozen since forward get none.
         with torch._C.DisableTorchFunctionSubclass():
@@ -255,7 +255,7 @@ class ParameterGroup:
             The handle of the reduction; None if gradients were only accumulated.
         """
         grads = self.collect_gradients()
-        self._recover_lent()
+        self._recover_attached()
         self.used = [used or grad is not None for used, grad in zip(self.used, grads, strict=True)]
         self.pending = True
         if last or self.sharding.inner.shards_gradients:
@@ -291,7 +291,7 @@ class ParameterGroup:
         param = self.params[i]
         if not in_backward():
             return self._placeholder.expand(param.local_shape)
-        return param.lend(self.gradients.lend(i))
+        return param.next_fused(self.gradients.for_kernel(i))
 
     @functools.cached_property
     def _placeholder(self) -> torch.Tensor:
@@ -303,7 +303,7 @@ class ParameterGroup:
         A copy to the host has only been started.
         """
         self.used = [False] * len(self.params)
-        self._recover_lent()
+        self._recover_attached()
         self.pending = False
         return self.gradients.take(self._grad_dtype)
 
@@ -317,27 +317,27 @@ class ParameterGroup:
     def _grad_device(self) -> torch.device:
         return self.weights.main.device if self._config.offloads_gradients else self.device
 
-    def attach_gradients(
-        self, reduced: torch.Tensor | None, used: list[bool], zero_unused: bool
-    ) -> list[ShardedParameter]:
+    def attach_gradients(self, reduced: torch.Tensor | None, used: list[bool]) -> list[ShardedParameter]:
         """Add reduced gradients to the main weights' ``.grad``, and return the parameters that got one.
+
+        With ``zero_unused_gradients``, parameters that are not frozen get zeros instead of nothing.
 
         Args:
             reduced: The result of :meth:`take_gradients`.
             used: For each parameter, whether any rank had a gradient for it.
-            zero_unused: Give the other parameters zeros instead of nothing, unless they are frozen.
         """
+        zero_unused = self._config.zero_unused_gradients
         if self._config.cuda_graph_mode:
             return self._add_to_persistent(reduced)
         if reduced is None and zero_unused:
             reduced = torch.zeros(self.weights.main.numel(), dtype=self._grad_dtype, device=self._grad_device)
         if reduced is None:
             return []
-        self._lent = (reduced, users_of(reduced)) if self._pool.keeps_gradients else None
+        self._attached = (reduced, users_of(reduced)) if self._pool.keeps_gradients else None
         arrived = [e for e, flag in zip(self.params, used, strict=True) if flag or (zero_unused and e.trained)]
         for param in arrived:
             self._add_gradient(param, self._local(reduced, param.shard_slice))
-        self._recover_lent()  # at once if everything was added to gradients that were there before
+        self._recover_attached()  # at once if everything was added to gradients that were there before
         self._pool.trim()
         return arrived
 
@@ -400,13 +400,13 @@ class ParameterGroup:
             self.gradients.give_back(reduced)
         return trained
 
-    def _recover_lent(self) -> None:
-        """Give gradients of an earlier step back to a pool that lends them again, unless a tensor still has them."""
-        if self._lent is not None:
-            lent, users = self._lent
-            if users_of(lent) == users:
-                self._lent = None
-                self.gradients.give_back(lent)
+    def _recover_attached(self) -> None:
+        """Give the memory of an earlier step's ``.grad`` back to a pool that keeps it, unless a tensor still has it."""
+        if self._attached is not None:
+            attached, users = self._attached
+            if users_of(attached) == users:
+                self._attached = None
+                self.gradients.give_back(attached)
 
     def clear_gradients(self, set_to_none: bool = True) -> None:
         """Drop all gradients: collected, reduced, and in ``.grad``, or fill that with zeros.

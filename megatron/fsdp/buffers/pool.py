@@ -2,15 +2,16 @@
 
 A buffer of unsharded weights keeps one ``UntypedStorage`` for life. Autograd saves views of weights in forward and
 reads them in backward, so weights that are unsharded again must appear in the storage that those views point to. Either
-the storage stays and only its memory is allocated and freed (:class:`AllocatorPool`, and :class:`HostPool` on a CPU),
-or the storage is one of a few that keep their memory and that units use in turn (:class:`FixedPool`).
+the storage stays and only its memory is allocated and freed (:class:`Pool`, and :class:`HostPool` on a CPU), or the
+storage is one of a few that keep their memory and that units use in turn (:class:`FixedPool`).
 """
 
+import functools
 import threading
 from collections import defaultdict
 from collections.abc import Callable
 from itertools import zip_longest
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -29,25 +30,36 @@ _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, t
 BUFFER_ALIGNMENT = 256
 
 
-class Pool(Protocol):
-    """Provides the memory of one unit's temporary buffers.
+class Pool:
+    """Provides the memory of one unit's temporary buffers: here torch's allocator, and nothing is kept.
+
+    Tasks of the communication stream allocate and free. On CUDA the memory therefore belongs to that stream's part of
+    the caching allocator, and tasks that reuse it are ordered by the stream.
 
     Attributes:
         keeps_gradients: The memory of ``.grad`` is used for the next step's gradients. If False, it is freed with them.
         is_fixed: Buffers keep their addresses, which all ranks must use in the same order.
+        slot: Memory for unsharded weights that several units share; None if each has separate memory.
     """
 
-    is_fixed: bool
-    keeps_gradients: bool
+    keeps_gradients = False
+    is_fixed = False
+    slot: "Slot | None" = None
 
     def reserve(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A flat tensor of zeros for unsharded weights, which has memory until it is freed for the first time."""
+        return torch.zeros(numel, dtype=dtype, device=device)
 
     def allocate(self, flat: torch.Tensor) -> None:
         """Allocate memory of undefined content for a tensor that ``reserve`` returned, unless it has memory."""
+        storage = flat.untyped_storage()
+        if storage.nbytes() != flat.nbytes:
+            storage.resize_(flat.nbytes)
 
     def free(self, flat: torch.Tensor) -> None:
         """Free that memory. Views of ``flat`` must not be read until it is allocated again."""
+        if flat.untyped_storage().nbytes():
+            flat.untyped_storage().resize_(0)
 
     def scratch(self, numel: int, dtype: torch.dtype, device: torch.device, for_compute: bool = False) -> torch.Tensor:
         """A flat tensor of undefined content.
@@ -58,6 +70,7 @@ class Pool(Protocol):
             device: Device of the tensor.
             for_compute: The computation is the first to write it, and not a task of the communication stream.
         """
+        return torch.empty(numel, dtype=dtype, device=device)
 
     def give_back(self, tensor: torch.Tensor) -> None:
         """Return a tensor that ``scratch`` lent: no task that is given to a stream from now on uses it.
@@ -70,43 +83,7 @@ class Pool(Protocol):
         """Free what was given back, unless it stays allocated for life: the step's gradients are reduced."""
 
 
-class AllocatorPool:
-    """Allocates with torch's own allocator and keeps nothing, so sharded units hold no memory.
-
-    Tasks of the communication stream allocate and free. On CUDA the memory therefore belongs to that stream's part of
-    the caching allocator, and tasks that reuse it are ordered by the stream.
-    """
-
-    keeps_gradients = False
-    is_fixed = False
-
-    def reserve(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """See :meth:`Pool.reserve`."""
-        return torch.zeros(numel, dtype=dtype, device=device)
-
-    def allocate(self, flat: torch.Tensor) -> None:
-        """See :meth:`Pool.allocate`."""
-        storage, nbytes = flat.untyped_storage(), flat.numel() * flat.element_size()
-        if storage.nbytes() != nbytes:
-            storage.resize_(nbytes)
-
-    def free(self, flat: torch.Tensor) -> None:
-        """See :meth:`Pool.free`."""
-        if flat.untyped_storage().nbytes():
-            flat.untyped_storage().resize_(0)
-
-    def scratch(self, numel: int, dtype: torch.dtype, device: torch.device, for_compute: bool = False) -> torch.Tensor:
-        """See :meth:`Pool.scratch`."""
-        return torch.empty(numel, dtype=dtype, device=device)
-
-    def give_back(self, tensor: torch.Tensor) -> None:
-        """See :meth:`Pool.give_back`. Dropping the last reference is enough."""
-
-    def trim(self) -> None:
-        """See :meth:`Pool.trim`. Nothing is kept."""
-
-
-class HostPool(AllocatorPool):
+class HostPool(Pool):
     """Lends freed memory of a model's buffers again, for buffers of the same size, as CUDA's allocator does.
 
     On a CPU, memory of large buffers that is freed goes back to the operating system. New memory then costs a fault per
@@ -209,32 +186,20 @@ class Slot:
 
     Attributes:
         holder: Returns the unit whose weights were last unsharded to it, if there is one; set by ``Unit.unshard``.
+        storage: The memory. Views move with it when it changes its size.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.holder: Callable[[], Any] = lambda: None
-        self._storage: torch.UntypedStorage | None = None
+        self.storage = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
 
-    @property
-    def nbytes(self) -> int:
-        """Size of the memory."""
-        return 0 if self._storage is None else self._storage.nbytes()
-
-    def resize(self, nbytes: int) -> None:
-        """Change the size of the memory, which may move it. Views of the slot move with it."""
-        if self._storage is not None:
-            self._storage.resize_(nbytes)
-
-    def view(self, begin: int, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def view(self, begin: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A flat tensor over the bytes from ``begin`` on. The slot grows if it is too small."""
         end = begin + numel * dtype.itemsize
-        if self._storage is None:
-            self._storage = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
-        if self._storage.nbytes() < end:
-            self._storage.resize_(end)
-        flat = torch.empty(0, dtype=dtype, device=device)
-        flat.set_(self._storage, begin // dtype.itemsize, (numel,), (1,))
-        return flat.zero_()
+        if self.storage.nbytes() < end:
+            self.storage.resize_(end)
+        flat = torch.empty(0, dtype=dtype, device=self.storage.device)
+        return flat.set_(self.storage, begin // dtype.itemsize, (numel,), (1,)).zero_()
 
 
 class FixedPool:
@@ -244,35 +209,31 @@ class FixedPool:
 
     Args:
         slots: How many units that are not inside each other may be unsharded at a time.
+        device: Device of the slots.
 
     Attributes:
         grown: Whether a buffer was made since the last :meth:`renew`.
     """
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, device: torch.device) -> None:
         self.grown = False
         self._slots = slots
-        self._by_place: dict[tuple[object, int], Slot] = defaultdict(Slot)
+        self._by_place: dict[tuple[object, int], Slot] = defaultdict(functools.partial(Slot, device))
         self._free: dict[_Kind, list[torch.Tensor]] = defaultdict(list)
         self._lent: dict[int, tuple[_Kind, torch.Tensor]] = {}
         self._lock = threading.Lock()
 
-    def for_unit(self, number: int, depth: int, shared: bool) -> "UnitPool":
+    def for_unit(self, number: int, depth: int, inner_apart: bool) -> "UnitPool":
         """The pool of one unit.
 
         Args:
             number: Units with neighbouring numbers have different slots.
             depth: How many units are around it. Units of different depths never share a slot, because one may be
                 unsharded inside the other.
-            shared: Share a slot with other units. Otherwise no other unit uses it.
+            inner_apart: Units inside of others have slots that no other unit uses, as the root always has.
         """
-        place = (depth, number % self._slots) if shared else ("own", number)
-        return UnitPool(self, self._by_place[place])
-
-    def view(self, slot: Slot, begin: int, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """See :meth:`Slot.view`."""
-        self.grown = True
-        return slot.view(begin, numel, dtype, device)
+        own = depth == 0 or (depth > 1 and inner_apart)
+        return UnitPool(self, self._by_place[("own", number) if own else (depth, number % self._slots)])
 
     def scratch(self, numel: int, dtype: torch.dtype, device: torch.device, for_compute: bool) -> torch.Tensor:
         """The smallest free buffer that is large enough, or a new one.
@@ -310,7 +271,7 @@ class FixedPool:
         with self._lock:
             scratch = [(kind, tensor) for kind, free in self._free.items() for tensor in free]
             scratch += self._lent.values()
-        found = [(0, place, 0, slot.nbytes) for place, slot in enumerate(self._by_place.values())]
+        found = [(0, place, 0, slot.storage.nbytes()) for place, slot in enumerate(self._by_place.values())]
         found += [
             (1, _DTYPES.index(dtype), int(for_compute), tensor.numel()) for (dtype, _, for_compute), tensor in scratch
         ]
@@ -327,13 +288,13 @@ class FixedPool:
             self._lent.clear()
             slots = list(self._by_place.values())
             for slot in slots:
-                slot.resize(0)
+                slot.storage.resize_(0)
             for is_scratch, which, for_compute, size in buffers:
                 if is_scratch:
                     kind = (_DTYPES[which], device, bool(for_compute))
                     self._free[kind].append(torch.empty(size, dtype=kind[0], device=device))
                 else:
-                    slots[which].resize(size)
+                    slots[which].storage.resize_(size)
             self.grown = False
 
 
@@ -354,18 +315,17 @@ def sufficient(lists: list[list[Buffer]]) -> list[Buffer]:
     return sorted((*kind, size) for kind, found in result.items() for size in found)
 
 
-class UnitPool:
+class UnitPool(Pool):
     """One unit's view of a :class:`FixedPool`: a slot for its unsharded weights, and scratch memory.
 
-    Attributes:
-        slot: The slot, which other units may use as well.
+    ``Unit.unshard`` makes sure that no other unit uses the slot, which keeps its memory.
     """
 
     keeps_gradients = True
     is_fixed = True
 
     def __init__(self, pool: FixedPool, slot: Slot) -> None:
-        self.slot = slot
+        self.slot: Slot = slot
         self._pool = pool
         self._end = 0
 
@@ -373,21 +333,19 @@ class UnitPool:
         """See :meth:`Pool.reserve`. Groups of the unit follow each other in the slot."""
         begin = -(-self._end // BUFFER_ALIGNMENT) * BUFFER_ALIGNMENT
         self._end = begin + numel * dtype.itemsize
-        return self._pool.view(self.slot, begin, numel, dtype, device)
+        self._pool.grown = True
+        return self.slot.view(begin, numel, dtype)
 
     def allocate(self, flat: torch.Tensor) -> None:
-        """Do nothing: the slot has memory. ``Unit.unshard`` makes sure that no other unit uses it."""
+        """Do nothing."""
 
     def free(self, flat: torch.Tensor) -> None:
-        """Do nothing: the slot keeps its memory."""
+        """Do nothing."""
 
     def scratch(self, numel: int, dtype: torch.dtype, device: torch.device, for_compute: bool = False) -> torch.Tensor:
-        """See :meth:`Pool.scratch`."""
+        """See :meth:`FixedPool.scratch`."""
         return self._pool.scratch(numel, dtype, device, for_compute)
 
     def give_back(self, tensor: torch.Tensor) -> None:
-        """See :meth:`Pool.give_back`."""
+        """See :meth:`FixedPool.give_back`."""
         self._pool.give_back(tensor)
-
-    def trim(self) -> None:
-        """See :meth:`Pool.trim`. Everything stays allocated."""

@@ -201,11 +201,7 @@ class Reduction:
         flat = self.cast(placed, self.sent_dtype)
         if (factor := self._factor_at(Stage.SENT)) != 1.0:
             flat.mul_(factor)
-        factor = self._factor_at(Stage.SUMMED) if self.outer is None else 1.0
-        reduced = self._communicate(flat, self.inner, total is None)
-        total = _sum(total, reduced, factor)
-        self._give_back([flat, reduced], but=[total, placed])
-        return total
+        return self._over(self.inner, flat, placed, total)
 
     def over_outer(self, inner_sum: torch.Tensor, total: torch.Tensor | None) -> torch.Tensor:
         """Reduce the micro-batches' sum over the outer axis and add this rank's slice to ``total``.
@@ -219,10 +215,14 @@ class Reduction:
             The sum in ``main_grads_dtype``.
         """
         assert self.outer is not None
-        flat = self.cast(inner_sum, self.dtypes.grad_comm)
-        reduced = self._communicate(flat, self.outer, total is None)
-        total = _sum(total, reduced, self._factor_at(Stage.SUMMED))
-        self._give_back([flat, reduced], but=[total, inner_sum])
+        return self._over(self.outer, self.cast(inner_sum, self.dtypes.grad_comm), inner_sum, total)
+
+    def _over(self, axis: _Axis, flat: torch.Tensor, given: torch.Tensor, total: torch.Tensor | None) -> torch.Tensor:
+        """Reduce ``flat``, which is ``given`` or a copy of it, over an axis, and add this rank's slice to ``total``."""
+        reduced = self._communicate(flat, axis, total is None)
+        is_last = axis is (self.outer or self.inner)
+        total = _sum(total, reduced, self._factor_at(Stage.SUMMED) if is_last else 1.0)
+        self._give_back([flat, reduced], but=[total, given])
         return total
 
     def _communicate(self, flat: torch.Tensor, axis: _Axis, kept: bool) -> torch.Tensor:

@@ -51,12 +51,12 @@ class WeightPlane:
 
     Attributes:
         buffer: The memory of the whole array.
-        owned: Which slices of it this rank holds.
-        resident: Elements that stay in memory while the unit is sharded; None if none do.
+        shard: The inner rank's shard of it, which an all-gather over the inner axis sends.
+        own: The part of ``shard`` that this rank's main weights are, or are cast into.
+        is_resident: ``shard`` stays in memory while the unit is sharded. Otherwise it lies in ``buffer``, as it does if
+            the whole array stays.
         is_current: The array is whole and up to date.
-        is_resident_current: An unshard since the last change of main weights was started.
-        handle: Of an unshard that was started and not waited for; else None.
-        is_resident_old: The resident elements are older than the main weights. Only tasks of the stream read and write
+        generation: That of the main weights that ``shard`` was made from. Only tasks of the stream read and write
             this, and these run one after the other.
     """
 
@@ -73,37 +73,17 @@ class WeightPlane:
     ) -> None:
         temporary = sharding.inner.shards_parameters
         self.directions = directions
-        self.owned = Ownership.of(layout, sharding, axes)
+        owned = Ownership.of(layout, sharding, axes)
         self.buffer = FlatBuffer(layout, dtype, device, pool if temporary else None)
-        self.resident: torch.Tensor | None = self.buffer.flat
-        self._span = slice(0, layout.numel)
-        if sharding.keeps_shard or (temporary and quantized):
-            self.resident = torch.zeros(_length(self.owned.inner), dtype=dtype, device=device)
-            self._span = self.owned.inner
-        elif temporary:
-            self.resident = None
+        apart = sharding.keeps_shard or (temporary and quantized)
+        self.is_resident = apart or not temporary
+        if apart:
+            self.shard = torch.zeros(_length(owned.inner), dtype=dtype, device=device)
+        else:
+            self.shard = self.buffer.flat[owned.inner]
+        self.own = self.shard[within(owned.main, owned.inner)]
         self.is_current = False
-        self.is_resident_current = False
-        self.handle: Handle | None = None
-        self.is_resident_old = False
-
-    @property
-    def own(self) -> torch.Tensor:
-        """The elements of this rank's main weights: resident ones, or their place in the whole array."""
-        if self.resident is None:
-            return self.buffer.flat[self.owned.main]
-        return self.resident[within(self.owned.main, self._span)]
-
-    @property
-    def shard(self) -> torch.Tensor:
-        """The inner rank's shard, which has to be resident."""
-        assert self.resident is not None
-        return self.resident[within(self.owned.inner, self._span)]
-
-    def load(self, flat: torch.Tensor) -> None:
-        """Copy resident elements from the whole array."""
-        if self.resident is not None and self.resident is not flat:
-            self.resident.copy_(flat[self._span])
+        self.generation = -1
 
 
 class WeightBuffer:
@@ -139,7 +119,11 @@ class WeightBuffer:
         stream: Runs unshards.
         collectives: How shards are gathered. Replaced only while no unshard is in flight.
         batch: Quantizes main weights into the planes; None if compute weights are not quantized.
-        version: Version counter of the main weights when they were last read or found to have changed.
+        unsharding: The planes of each unshard that was started and not waited for.
+        version: Version counter of the main weights when they were last unsharded; None before the first unshard since
+            :meth:`invalidate`. If the counter differs, main weights were written after that. It sees every write
+            through the sharded parameters, their ``.data`` and their local tensors, and is the same on all ranks that
+            run the same code, also where a shard is empty.
     """
 
     def __init__(
@@ -174,7 +158,9 @@ class WeightBuffer:
             self.main = self.planes[0].own
         self._loaded: torch.Tensor | None = None
         self.batch: QuantizationBatch | None = None
-        self.version = self.main._version
+        self.unsharding: dict[Handle, list[WeightPlane]] = {}
+        self.version: int | None = None
+        self._generation = 0
 
     def shared_by(self) -> SharedBy:
         """The ranks that share main weights. The first call may be a collective of these ranks."""
@@ -188,29 +174,9 @@ class WeightBuffer:
         return self.planes[0].buffer
 
     @property
-    def resident(self) -> torch.Tensor | None:
-        """What :attr:`compute` keeps in memory while the unit is sharded; None if nothing."""
-        return self.planes[0].resident
-
-    @property
     def main_is_apart(self) -> bool:
         """True if the main weights have memory of their own, so that unshards only read them."""
-        return self.planes[0].resident is None or self._casts
-
-    @property
-    def is_outdated(self) -> bool:
-        """Whether main weights were written after the compute weights were unsharded from them.
-
-        The counter sees every write through the sharded parameters, their ``.data`` and their local tensors. It is
-        the same on all ranks that run the same code, also where a shard is empty.
-        """
-        read = any(plane.is_current or plane.is_resident_current or plane.handle is not None for plane in self.planes)
-        return read and self.version != self.main._version and not self.needs_nothing
-
-    @property
-    def needs_nothing(self) -> bool:
-        """True if compute weights and main weights are the same memory on every rank."""
-        return not self._casts and not self.sharding.inner.shards_optimizer
+        return not self.planes[0].is_resident or self._casts
 
     def load(self, tensors: list[torch.Tensor | None], dtype: torch.dtype) -> list[torch.Tensor]:
         """Copy whole parameters into one buffer, which :meth:`initialize_main` makes main weights of.
@@ -245,59 +211,57 @@ class WeightBuffer:
         if from_first:
             group = self.stream.group(self._axes.dp_group)
             self.stream.run(functools.partial(broadcast, flat, 0, group)).wait()
-        if not self._quantized:
-            self.planes[0].load(flat)
+        if self.planes[0].is_resident and not self._quantized:
+            self.planes[0].shard.copy_(flat[self.owned.inner])
         if self.main_is_apart:
             self.main.copy_(flat[self.owned.main])
         # Ranks may have initialized their parameters differently. The first unshard gets the owners' values.
-        self._set_current(self.needs_nothing)
+        self._set_outdated()
         if self.temporary:
             self._free()
 
-    def _set_current(self, value: bool) -> None:
+    def _set_outdated(self) -> None:
+        self.version = None
         for plane in self.planes:
-            plane.is_current = plane.is_resident_current = value
+            # Compute weights and main weights may be the same memory on every rank.
+            plane.is_current = not self._casts and not self.sharding.inner.shards_optimizer
 
     def invalidate(self) -> None:
         """The main weights have changed: unshard before the next use."""
         # An unshard that nothing has waited for was of the old ones, so every rank has to start another. Waiting keeps
         # the compute from writing main weights that the stream still reads.
         self.wait()
-        self._set_current(self.needs_nothing)
+        self._set_outdated()
+        self._generation += 1
         if self.batch is not None:
             self.batch.version += 1
 
     def unshard(self, planes: PlaneSet = PlaneSet.ALL) -> Handle | None:
         """Start to unshard compute weights; None if they are up to date or their unshard was started."""
-        wanted = [p for p in self.planes if not p.is_current and p.handle is None and planes.includes(p)]
+        started = [plane for each in self.unsharding.values() for plane in each]
+        wanted = [p for p in self.planes if not p.is_current and p not in started and planes.includes(p)]
         if not wanted:
             return None
         self.version = self.main._version
-        refresh = [not plane.is_resident_current for plane in wanted]
         version = 0 if self.batch is None else self.batch.version
-        handle = self.stream.run(functools.partial(self._unshard, wanted, refresh, version))
-        for plane in wanted:
-            plane.handle, plane.is_resident_current = handle, True
+        handle = self.stream.run(functools.partial(self._unshard, wanted, self._generation, version))
+        self.unsharding[handle] = wanted
         return handle
 
-    def _unshard(self, planes: list[WeightPlane], refresh: list[bool], version: int) -> None:
+    def _unshard(self, planes: list[WeightPlane], generation: int, version: int) -> None:
         """Task. It allocates in the stream, so the memory follows the stream's order from here to :meth:`reshard`."""
-        for plane, is_old in zip(planes, refresh, strict=True):
-            # If this raises, for instance because memory runs out, the next unshard refreshes the resident weights.
-            plane.is_resident_old |= is_old
         require_group(self._inner)
         for plane in planes:
             if self.temporary:
                 plane.buffer.allocate()
-            if plane.resident is None:
+            shard = plane.shard
+            if not plane.is_resident:
                 shard = self._cast_into(plane.own, version)
-            else:
-                shard = plane.shard
-                if plane.is_resident_old:
-                    own = self._cast_into(plane.own, version)
-                    if self.sharding.outer.shards_optimizer and self._outer is not None:
-                        self.collectives.all_gather(shard, own, self._outer)
-                    plane.is_resident_old = False
+            elif plane.generation != generation:
+                own = self._cast_into(plane.own, version)
+                if self.sharding.outer.shards_optimizer and self._outer is not None:
+                    self.collectives.all_gather(shard, own, self._outer)
+                plane.generation = generation
             if self.sharding.inner.shards_optimizer:
                 self.collectives.all_gather(plane.buffer.flat, shard, self._inner)
 
@@ -311,40 +275,16 @@ class WeightBuffer:
         # From pinned host memory the copy does not block the host. The all-gather follows it in the stream's order.
         return own.copy_(self.main, non_blocking=True)
 
-    def lacks(self, direction: Direction) -> bool:
-        """Whether the compute has not waited for some of the planes that a pass reads."""
-        return any(not plane.is_current and direction in plane.directions for plane in self.planes)
-
-    @property
-    def handles(self) -> list[Handle]:
-        """Of unshards that were started and not waited for, each once."""
-        return list(dict.fromkeys(plane.handle for plane in self.planes if plane.handle is not None))
-
     def wait(self) -> None:
         """Make the compute wait for the unshards that were started."""
-        for plane in self.planes:
-            handle = plane.handle
-            if handle is None:
-                continue
+        for handle in list(self.unsharding):
             try:
                 handle.wait()
             finally:
                 # An interrupted wait does not stop the unshard, which uses the memory until it has ended.
-                waited = self.replace_handle(handle, None) if handle.done else []
-            for each in waited:
-                each.is_current = True
-
-    def replace_handle(self, handle: Handle, replacement: Handle | None) -> list[WeightPlane]:
-        """Replace the handle of an unshard, and return the planes that it unshards."""
-        planes = [plane for plane in self.planes if plane.handle is handle]
-        for plane in planes:
-            plane.handle = replacement
-        return planes
-
-    def finish_unshard(self) -> None:
-        """Make the compute wait for the unshards that were started, and leave the handles to :meth:`wait`."""
-        for handle in self.handles:
-            handle.wait()
+                waited = self.unsharding.pop(handle) if handle.done else []
+            for plane in waited:
+                plane.is_current = True
 
     def reshard(self) -> None:
         """Free temporary compute weights, which nothing reads after the compute issued so far.
@@ -354,10 +294,10 @@ class WeightBuffer:
         """
         if not self.temporary:
             return
-        in_flight = bool(self.handles)
         for plane in self.planes:
-            plane.handle, plane.is_current = None, False
-        if in_flight:
+            plane.is_current = False
+        if self.unsharding:
+            self.unsharding.clear()
             # Behind the unshard in the stream's order: the collective of the other ranks still needs the memory.
             self.stream.run(self._free)
         else:

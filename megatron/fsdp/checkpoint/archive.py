@@ -8,12 +8,12 @@ import sys
 import threading
 import zipfile
 import zlib
-from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, Any, NamedTuple
 
 import torch
+from typing_extensions import Buffer
 
 from megatron.fsdp.checkpoint.checksums import DamagedCheckpoint, combine
 
@@ -23,16 +23,9 @@ _LARGE = 4 << 20
 _PIECE = 8 << 20
 
 _LOCAL = struct.Struct("<4s5H3I2H")
-_CENTRAL = struct.Struct("<4s6H3I5H2I")
-_END = struct.Struct("<4s4H2IH")
-_END_64 = struct.Struct("<4sQ2H2I4Q")
-_LOCATOR = struct.Struct("<4sIQI")
-_DATE = 0x21  # the first day of 1980, the earliest that the format can express
-_FULL = 0xFFFFFFFF
-_SIZES_FOLLOW = 1 << 3
 
 
-class Entry(NamedTuple):
+class ArchivedFile(NamedTuple):
     """A file in the archive: the offset of its first byte, its size in bytes and its CRC-32."""
 
     offset: int
@@ -76,7 +69,7 @@ class Archive:
         with _damage(self.source):
             return self._zip.read(self._prefix + name)
 
-    def entry(self, name: str) -> Entry:
+    def entry(self, name: str) -> ArchivedFile:
         """Locate a file.
 
         Raises:
@@ -95,7 +88,7 @@ class Archive:
             offset = info.header_offset + _LOCAL.size + fields[-2] + fields[-1]
             if offset + info.file_size > self._end:
                 raise ValueError(f"{name} is cut off")
-            return Entry(offset, info.file_size, info.CRC)
+            return ArchivedFile(offset, info.file_size, info.CRC)
 
     def check(self) -> None:
         """Compare the contents of every file with its checksum.
@@ -160,141 +153,101 @@ def memory(tensor: torch.Tensor) -> memoryview:
     return memoryview(found).cast("B")
 
 
-class Written(NamedTuple):
-    """Length in bytes and CRC-32 of data that was written."""
-
-    length: int
-    crc32: int
-
-    def then(self, other: "Written") -> "Written":
-        """Length and CRC-32 of this data followed by other data."""
-        return Written(self.length + other.length, combine(self.crc32, other.crc32, other.length))
-
-
-def write(file: IO[bytes], data: bytes | memoryview) -> Written:
-    """Write data completely and compute its checksum meanwhile.
+class ChecksummedFile(io.RawIOBase):
+    """A file that is written front to back, with the checksum of everything that was written.
 
     Args:
-        file: Open for writing; an unbuffered file saves a copy.
-        data: Bytes, or a one-dimensional view of bytes.
+        file: Open for writing.
+
+    Attributes:
+        length: Bytes written so far.
+        crc32: Their CRC-32.
     """
-    if len(data) < _LARGE:
-        _write_all(file, data)
-        return Written(len(data), zlib.crc32(data))
-    # Writing and computing the checksum both release the GIL, so they run in parallel.
-    found: list[int] = []
-    thread = threading.Thread(target=lambda: found.append(zlib.crc32(data)))
-    thread.start()
-    try:
-        _write_all(file, data)
-    finally:
-        thread.join()
-    return Written(len(data), found[0])
-
-
-def _write_all(file: IO[bytes], data: bytes | memoryview) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[file.write(view) :]
-
-
-def write_tensor(file: IO[bytes], tensor: torch.Tensor) -> Written:
-    """Write a tensor in the format of ``torch.save`` at the file's position, straight from the tensor's memory.
-
-    Only the tensor's elements are written, even if it is a view of a larger storage.
-
-    Args:
-        file: Open for writing; an unbuffered file saves a copy.
-        tensor: Contiguous, on the CPU.
-
-    Raises:
-        ValueError: The tensor is not contiguous or not on the CPU.
-    """
-    elements = memory(tensor)
-    writer = _Writer(file)
-    writer.add("data.pkl", _pickled(tensor))
-    writer.add("byteorder", sys.byteorder.encode())
-    writer.add("version", b"3\n")
-    writer.add("data/0", elements, aligned=True)
-    return writer.finish()
-
-
-class _Writer:
-    """Writes an archive front to back. It never seeks, so headers cannot hold checksums of data that follows."""
 
     def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self._written = Written(0, 0)
-        self._central: list[bytes] = []
+        super().__init__()
+        self.length, self.crc32 = 0, 0
+        self._file, self._start = file, 0
 
-    def _put(self, data: bytes | memoryview) -> int:
-        """Append data and return its CRC-32."""
-        written = write(self._file, data)
-        self._written = self._written.then(written)
-        return written.crc32
+    def write(self, data: Buffer) -> int:
+        """Write data completely."""
+        view = memoryview(data).cast("B")
+        if len(view) >= _LARGE:
+            self.append(view)
+        else:
+            self.crc32 = zlib.crc32(view, self.crc32)
+            self._write(view)
+        return len(view)
 
-    def add(self, name: str, data: bytes | memoryview, aligned: bool = False) -> None:
-        """Append a file. If ``aligned``, its first byte is at a multiple of ``ALIGNMENT`` bytes."""
-        start, path, size = self._written.length, f"archive/{name}".encode(), len(data)
-        large = size >= _FULL
-        extra = struct.pack("<2H2Q", 1, 16, 0, 0) if large else b""
-        if aligned:
+    def append(self, data: memoryview) -> int:
+        """Write data completely and return its own CRC-32."""
+        if len(data) < _LARGE:
+            crc32 = zlib.crc32(data)
+            self._write(data)
+        else:
+            # Writing and computing the checksum both release the GIL, so they run in parallel.
+            found: list[int] = []
+            thread = threading.Thread(target=lambda: found.append(zlib.crc32(data)))
+            thread.start()
+            try:
+                self._write(data)
+            finally:
+                thread.join()
+            (crc32,) = found
+        self.crc32 = combine(self.crc32, crc32, len(data))
+        return crc32
+
+    def _write(self, data: memoryview) -> None:
+        self.length += len(data)
+        while data:
+            data = data[self._file.write(data) :]
+
+    def tell(self) -> int:
+        """The position in the archive that is being written; ``zipfile`` counts from its beginning."""
+        return self.length - self._start
+
+    def write_tensor(self, tensor: torch.Tensor) -> None:
+        """Write a tensor in the format of ``torch.save``, straight from the tensor's memory.
+
+        Only the tensor's elements are written, even if it is a view of a larger storage. ``torch.save`` itself would
+        take a fifth longer, because it computes the elements' checksum before it writes them.
+
+        Args:
+            tensor: Contiguous, on the CPU.
+
+        Raises:
+            ValueError: The tensor is not contiguous or not on the CPU.
+        """
+        elements, self._start = memory(tensor), self.length
+        large = len(elements) >= zipfile.ZIP64_LIMIT
+        with zipfile.ZipFile(self, "w") as archive:
+            for name, text in (("data.pkl", _pickled(tensor)), ("byteorder", sys.byteorder), ("version", "3\n")):
+                archive.writestr(zipfile.ZipInfo(f"archive/{name}"), text)
+            info = zipfile.ZipInfo("archive/data/0")
             # As torch.save pads, so that torch.load(mmap=True) gets aligned tensors.
-            gap = -(start + _LOCAL.size + len(path) + len(extra) + 4) % ALIGNMENT
-            extra += struct.pack("<2s1H", b"FB", gap) + b"Z" * gap
-        # Checksum and sizes follow the data, because the checksum is computed while the data is written.
-        version = 45 if large else 20
-        fields = (version, _SIZES_FOLLOW, 0, 0, _DATE)
-        self._put(_LOCAL.pack(b"PK\3\4", *fields, 0, 0, 0, len(path), len(extra)) + path + extra)
-        crc = self._put(data)
-        self._put(b"PK\7\x08" + struct.pack("<I2Q" if large else "<3I", crc, size, size))
-        sizes = [value for value in (size, size) if large] + [start for start in (start,) if start >= _FULL]
-        extra = struct.pack(f"<2H{len(sizes)}Q", 1, 8 * len(sizes), *sizes) if sizes else b""
-        short = (min(size, _FULL), min(size, _FULL), len(path), len(extra), 0, 0, 0, 0, min(start, _FULL))
-        self._central.append(_CENTRAL.pack(b"PK\1\2", version, *fields, crc, *short) + path + extra)
-
-    def finish(self) -> Written:
-        """Append the table of contents."""
-        start, count, table = self._written.length, len(self._central), b"".join(self._central)
-        size = len(table)
-        if start >= _FULL:
-            table += _END_64.pack(b"PK\6\6", _END_64.size - 12, 45, 45, 0, 0, count, count, size, start)
-            table += _LOCATOR.pack(b"PK\6\7", 0, start + size, 1)
-        self._put(table + _END.pack(b"PK\5\6", 0, 0, count, count, size, min(start, _FULL), 0))
-        return self._written
+            gap = -(self.tell() + _LOCAL.size + len(info.filename) + 20 * large + 4) % ALIGNMENT
+            info.extra = struct.pack("<2sH", b"FB", gap) + b"Z" * gap
+            with archive.open(info, "w", force_zip64=large) as file:
+                # Its own write would compute the checksum before it writes.
+                vars(file).update(_crc=self.append(elements), _file_size=len(elements))
 
 
-class _StorageReference(NamedTuple):
-    """Stands for a tensor's storage while the tensor is pickled."""
+class _TensorPickler(pickle.Pickler):
+    """Pickles a tensor as ``torch.save`` does: its storage is the file ``data/0``."""
 
-    kind: type
-    numel: int
-
-
-class _TensorReference:
-    """Pickles as a tensor with a storage of its own size, whatever storage the tensor is a view of."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        tensor = self._tensor
-        hooks: OrderedDict[str, Any] = OrderedDict()
-        layout = (0, tuple(tensor.shape), tensor.stride(), False, hooks)
-        name = torch.storage._dtype_to_storage_type_map().get(tensor.dtype)
-        if name is None:
-            # Newer dtypes have no storage class; torch.save stores them as bytes and names the dtype.
-            storage = _StorageReference(torch.UntypedStorage, tensor.numel() * tensor.itemsize)
-            return torch._utils._rebuild_tensor_v3, (storage, *layout, tensor.dtype)
-        return torch._utils._rebuild_tensor_v2, (_StorageReference(getattr(torch, name), tensor.numel()), *layout)
-
-
-class _Pickler(pickle.Pickler):
     def persistent_id(self, value: Any) -> Any:
-        return ("storage", value.kind, "0", "cpu", value.numel) if isinstance(value, _StorageReference) else None
+        if isinstance(value, torch.UntypedStorage):
+            return "storage", torch.UntypedStorage, "0", "cpu", value.nbytes()
+        if isinstance(value, torch.storage.TypedStorage):
+            return "storage", getattr(torch, value._pickle_storage_type()), "0", "cpu", value._size()
+        return None
 
 
 def _pickled(tensor: torch.Tensor) -> bytes:
+    start = tensor.storage_offset() * tensor.itemsize
+    # Shares the memory, without the elements of the storage that are not the tensor's.
+    storage = tensor.untyped_storage()[start : start + tensor.nbytes]
+    own = torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape, tensor.stride())
     stream = io.BytesIO()
-    _Pickler(stream, protocol=2).dump(_TensorReference(tensor))
+    _TensorPickler(stream, protocol=2).dump(own)
     return stream.getvalue()

@@ -1,4 +1,4 @@
-"""Storage for ``torch.distributed.checkpoint``: atomic saves, checksums, and loads that never run code."""
+"""Saves through ``torch.distributed.checkpoint``: atomically, and with checksums."""
 
 import concurrent.futures
 import fcntl
@@ -7,25 +7,24 @@ import os
 import pickle
 import re
 import zlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.planner_helpers import _create_write_items
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from megatron.fsdp.checkpoint import archive
+from megatron.fsdp.checkpoint.archive import ChecksummedFile
 from megatron.fsdp.checkpoint.checksums import (
     METADATA,
     NAME,
@@ -37,26 +36,67 @@ from megatron.fsdp.checkpoint.checksums import (
     sync_folder,
     write_file,
 )
-from megatron.fsdp.checkpoint.coordination import gather_from_ranks, rank_and_world_size
-from megatron.fsdp.checkpoint.reader import COMMON, FORMAT_FILE, CheckpointReader, format_of
-from megatron.fsdp.helpers.codes import check_values
+from megatron.fsdp.checkpoint.reader import COMMON, FORMAT_FILE, format_of
 
-# Bytes that loading holds besides the model, and that saving writes before it asks the disk to flush them.
+# Bytes to write before the disk is asked to flush them.
 BLOCK = 32 << 20
+# Small items are collected into writes of this size; larger ones are not copied.
+_BUFFER = 1 << 20
 # A rank reports a file's size and checksum as the result of saving an item whose name begins with this.
 _FILE = "checksum of file "
-# Damaged files that a message lists.
-SHOWN = 50
 # Pattern of the names of data files.
 _DATA = "*.distcp"
-
-
-# Saving ------------------------------------------------------------------------------------------------------------
 
 
 def file_result(name: str, size: int, crc32: int) -> WriteResult:
     """Report a file that this rank has written to the rank that finishes the save."""
     return WriteResult(index=MetadataIndex(_FILE + name), size_in_bytes=size, storage_data=as_hex(crc32))
+
+
+def write_items(path: Path, items: Iterable[tuple[MetadataIndex, Any]]) -> list[WriteResult]:
+    """Write a data file and flush it to the disk.
+
+    Args:
+        path: The file. An existing one is replaced.
+        items: Tensors, and the bytes of pickled objects.
+
+    Returns:
+        The place of each item, then the file's size and checksum.
+    """
+    results, flushed = [], 0
+    flushing: list[concurrent.futures.Future[None]] = []
+    # A thread flushes to the disk while this one writes more: otherwise everything would wait for the final fsync.
+    with open(path, "wb", _BUFFER) as file, concurrent.futures.ThreadPoolExecutor(1) as flusher:
+        output = ChecksummedFile(file)
+        for index, data in items:
+            start = output.length
+            if isinstance(data, torch.Tensor):
+                output.write_tensor(data.detach().cpu().contiguous())
+            else:
+                output.write(data.getbuffer() if isinstance(data, io.BytesIO) else data)
+            place = _StorageInfo(path.name, start, output.length - start)
+            results.append(WriteResult(index, place.length, place))
+            if output.length - flushed >= BLOCK and all(flush.done() for flush in flushing):
+                flushing.append(flusher.submit(os.fdatasync, file.fileno()))
+                flushed = output.length
+        # The kernel reports a disk error to one fsync only, which may have been one of these.
+        for flush in flushing:
+            flush.result()
+        file.flush()
+        os.fsync(file.fileno())
+    return [*results, file_result(path.name, output.length, output.crc32)]
+
+
+def complete(metadata: Metadata, results: Iterable[WriteResult]) -> tuple[Checksums, bytes]:
+    """Add the places of items to a checkpoint's metadata; return the checksums of its files, and it as a pickle."""
+    metadata.storage_data, files = {}, {}
+    for result in results:
+        if result.index.fqn.startswith(_FILE):
+            files[result.index.fqn.removeprefix(_FILE)] = FileSum(result.size_in_bytes, result.storage_data)
+        else:
+            metadata.storage_data[result.index] = result.storage_data
+    data = pickle.dumps(metadata)
+    return Checksums(files, [as_hex(zlib.crc32(data))]), data
 
 
 class AtomicSaveMixin:
@@ -90,15 +130,9 @@ class AtomicSaveMixin:
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write checksums and metadata, which completes the checkpoint, then remove the files of the earlier one."""
-        everything = [result for of_rank in results for result in of_rank]
-        files = {r.index.fqn.removeprefix(_FILE): r for r in everything if r.index.fqn.startswith(_FILE)}
-        metadata.storage_data = {r.index: r.storage_data for r in everything if not r.index.fqn.startswith(_FILE)}
         metadata.storage_meta = StorageMeta(checkpoint_id=str(self.path), save_id=self.save_id)
-        folder, data = Path(self.path), pickle.dumps(metadata)
-        sums = Checksums(
-            {name: FileSum(result.size_in_bytes, result.storage_data) for name, result in files.items()},
-            [as_hex(zlib.crc32(data))],
-        )
+        folder = Path(self.path)
+        sums, data = complete(metadata, (result for of_rank in results for result in of_rank))
         with _locked(folder):
             _require_all(folder, sums)
             before = _earlier_sums(folder)
@@ -117,7 +151,7 @@ class AtomicSaveMixin:
                     sync_folder(parent)
             if good.metadata:
                 sums.save(folder)
-            self._remove_earlier(folder, files)
+            self._remove_earlier(folder, sums.files)
 
     def _remove_earlier(self, folder: Path, files: Collection[str]) -> None:
         """Remove the files of the earlier save, and this save's reserved file if rank 0 had nothing to write."""
@@ -240,10 +274,9 @@ class Writer(AtomicSaveMixin, FileSystemWriter):
             done.set_result([])
             return done
         self._written = Path(self.path) / f"{plan.storage_data.prefix}0.distcp"
+        items = ((item.index, planner.resolve_data(item)) for item in plan.items)
         try:
-            with open(self._written, "wb", buffering=0) as file:
-                results = list(_write_items(file, self._written.name, plan, planner))
-                os.fsync(file.fileno())
+            results = write_items(self._written, items)
         except BaseException:
             self.discard()
             raise
@@ -279,29 +312,6 @@ def save_with(writer: Writer, state_dict: dict[str, Any], **options: Any) -> Any
         raise
 
 
-def _write_items(file: IO[bytes], name: str, plan: SavePlan, planner: SavePlanner) -> Iterator[WriteResult]:
-    so_far, flushed = archive.Written(0, 0), 0
-    flushing: list[concurrent.futures.Future[None]] = []
-    # A thread flushes to the disk while this one writes more: otherwise everything would wait for the final fsync.
-    with concurrent.futures.ThreadPoolExecutor(1) as flusher:
-        for item in plan.items:
-            data = planner.resolve_data(item)
-            if isinstance(data, io.BytesIO):
-                written = archive.write(file, data.getvalue())
-            else:
-                written = archive.write_tensor(file, data.detach().cpu().contiguous())
-            place = _StorageInfo(name, so_far.length, written.length)
-            yield WriteResult(index=item.index, size_in_bytes=written.length, storage_data=place)
-            so_far = so_far.then(written)
-            if so_far.length - flushed >= BLOCK and all(flush.done() for flush in flushing):
-                flushing.append(flusher.submit(os.fdatasync, file.fileno()))
-                flushed = so_far.length
-    # The kernel reports a disk error to one fsync only, which may have been one of these.
-    for flush in flushing:
-        flush.result()
-    yield file_result(name, *so_far)
-
-
 class Planner(DefaultSavePlanner):
     """Plans what this rank writes: its shards of tensors and, on chosen ranks, everything that is not sharded.
 
@@ -333,116 +343,3 @@ class Planner(DefaultSavePlanner):
         if self._copies and isinstance(data, torch.Tensor) and data.device.type == "cpu":
             return data.detach().clone()
         return data
-
-
-# Loading -----------------------------------------------------------------------------------------------------------
-
-
-class Reader(FileSystemReader):
-    """Reads only the requested region of each stored chunk, and unpickles only through the allow-list.
-
-    Args:
-        path: Folder of the checkpoint.
-        opened: The checkpoint, already checked. None: :meth:`read_metadata` opens it, and each file is compared with
-            its checksum when it is first read.
-    """
-
-    def __init__(self, path: str | os.PathLike, opened: CheckpointReader | None = None) -> None:
-        super().__init__(path)
-        self._opened = opened
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the checkpoint's metadata.
-
-        Raises:
-            FileNotFoundError: The folder has no complete checkpoint.
-            DamagedCheckpoint: The metadata is damaged.
-            UnsafePickle: The metadata would run code.
-        """
-        self._stored = self._opened or open_checkpoint(Path(self.path), verify=True)
-        metadata = self._stored.metadata
-        if getattr(metadata, "storage_meta", None) is None:
-            metadata.storage_meta = StorageMeta()
-        return metadata
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the planned items, in the order of their places in the files.
-
-        Raises:
-            ValueError: Weights are to be loaded from codes, such as 8-bit floats. Nothing has been read then.
-        """
-        for item in plan.items:
-            if item.type != LoadItemType.BYTE_IO:
-                name = item.storage_index.fqn
-                check_values(name, self._stored.tensors[name].dtype, planner.resolve_tensor(item).dtype)
-        for item in sorted(plan.items, key=self._place):
-            name = item.storage_index.fqn
-            if item.type == LoadItemType.BYTE_IO:
-                planner.load_bytes(item, io.BytesIO(self._stored.object_bytes(name)))
-                continue
-            target = planner.resolve_tensor(item).detach()
-            tensor = self._stored.tensors[name]
-            # storage_offsets count from the beginning of the stored chunk.
-            begin = item.storage_index.offset or (0,) * len(item.lengths)
-            start = tuple(int(a) + int(b) for a, b in zip(begin, item.storage_offsets, strict=True))
-            tensor.read_into(target, start, BLOCK)
-            planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    def _place(self, item: ReadItem) -> tuple[str, int]:
-        stored = self.storage_data[item.storage_index]
-        return stored.relative_path, stored.offset
-
-
-def open_checkpoint(folder: Path, verify: bool = False) -> CheckpointReader:
-    """Open a checkpoint and verify its metadata. Raises the errors of ``CheckpointReader``.
-
-    Args:
-        folder: Of the checkpoint.
-        verify: Also compare each file with its checksum when it is first read.
-    """
-    try:
-        return _open(folder, verify)
-    except DamagedCheckpoint:
-        # Checksums and metadata are read one after the other: a save may have replaced both in between.
-        return _open(folder, verify)
-
-
-def _open(folder: Path, verify: bool) -> CheckpointReader:
-    opened = CheckpointReader(folder, verify)
-    if opened.checksums is not None:
-        opened.checksums.check_metadata(folder, opened.metadata_crc32)
-    return opened
-
-
-def check_files(opened: CheckpointReader) -> None:
-    """Compare all files of a checkpoint with their checksums. Ranks divide the files among them. A collective.
-
-    Items in files that ``checksums.json`` does not list, such as those of a checkpoint that torch wrote, are compared
-    with the checksums that ``torch.save`` stored with them.
-
-    Args:
-        opened: The checkpoint, the same on every rank.
-
-    Raises:
-        DamagedCheckpoint: On every rank. The message names all damaged files.
-    """
-    folder, sums = opened.path, opened.checksums or Checksums()
-    checks: list[Callable[[], None]] = [partial(sums.check_file, folder, name) for name in sorted(sums.files)]
-    rank, ranks = rank_and_world_size()
-    found: list[str] = []
-    try:
-        checks += [partial(opened.check_contents, *item) for item in opened.unlisted()]
-    except DamagedCheckpoint as damage:
-        found.append(str(damage))
-    for check in checks[rank::ranks]:
-        try:
-            check()
-        except Exception as damage:  # noqa: BLE001 - other ranks wait for this one
-            found.append(str(damage) or repr(damage))
-    found = list(dict.fromkeys(message for of_rank in gather_from_ranks(found) for message in of_rank))
-    if found:
-        more = [f"... and {len(found) - SHOWN} more."] if len(found) > SHOWN else []
-        raise DamagedCheckpoint("\n".join([*found[:SHOWN], *more]))

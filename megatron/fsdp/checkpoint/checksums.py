@@ -5,12 +5,10 @@ import glob
 import hashlib
 import json
 import os
-import re
 import secrets
 import stat
 import time
 import zlib
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -231,32 +229,6 @@ def write_file(path: Path, data: bytes) -> None:
             if time.time() - left.lstat().st_mtime > _ABANDONED:
                 left.unlink()
     sync_folder(path.parent)
-
-
-def require_own(folder: Path, names: str) -> None:
-    """Check that a folder that a writer is about to fill or empty is missing, or holds files of such a writer only.
-
-    Args:
-        folder: The folder.
-        names: Regular expression for the names of the writer's files, and for the files in its folders.
-
-    Raises:
-        FileExistsError: The folder or a file in it is a link, or a file has another name.
-    """
-    left = sorted(folder.rglob("*")) if folder.is_dir() else []
-    foreign = [path for path in left if path.is_symlink() or not re.fullmatch(names, path.name)]
-    if folder.is_symlink() or foreign:
-        found = f"{foreign[0].name!r} in it" if foreign else "a link"
-        raise FileExistsError(
-            f"{folder}: expected no such folder, or one of an interrupted run; got {found}. Move it away."
-        )
-
-
-def write_files(folder: Path, files: Mapping[str, bytes]) -> dict[str, FileSum]:
-    """Write each file atomically and return their checksums."""
-    for name, data in files.items():
-        write_file(folder / name, data)
-    return {name: FileSum(len(data), as_hex(zlib.crc32(data))) for name, data in files.items()}
 
 
 def sync_folder(path: Path) -> None:

@@ -1,15 +1,11 @@
-"""How the processes of a save, a load or a conversion agree with each other and wait for each other."""
+"""How the ranks of a save or a load agree with each other."""
 
-import time
 from collections.abc import Callable
 from typing import TypeVar
 
 import torch.distributed as dist
 
 T = TypeVar("T")
-
-# Seconds to wait for another process that makes no progress.
-PATIENCE = 600.0
 
 
 def rank_and_world_size() -> tuple[int, int]:
@@ -26,21 +22,15 @@ def gather_from_ranks(value: T) -> list[T]:
     return values
 
 
-def wait_until(done: Callable[[], bool], progress: Callable[[], object], describe: Callable[[], str]) -> None:
-    """Poll until a condition holds.
+def attempt(work: Callable[[], T]) -> tuple[T | None, str]:
+    """Do something on every rank, although it may raise errors on some. A collective.
 
-    Args:
-        done: The condition.
-        progress: Returns something that changes while the other processes work.
-        describe: Says which processes are waited for, for the error message.
-
-    Raises:
-        RuntimeError: ``progress`` returned the same value for ``PATIENCE`` seconds.
+    Returns:
+        This rank's result, None if it raised an error; and the error of the first rank that raised one, "" if none did.
     """
-    seen, since = progress(), time.monotonic()
-    while not done():
-        if (now := progress()) != seen:
-            seen, since = now, time.monotonic()
-        elif time.monotonic() - since > PATIENCE:
-            raise RuntimeError(f"{describe()} made no progress for {PATIENCE:.0f} s.")
-        time.sleep(0.05)
+    result, text = None, ""
+    try:
+        result = work()
+    except Exception as error:  # noqa: BLE001 - other ranks wait for this one
+        text = str(error) or repr(error)
+    return result, next(filter(None, gather_from_ranks(text)), "")

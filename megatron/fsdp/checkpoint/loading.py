@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,18 +14,24 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.checkpoint.utils import find_tensor_shard
 
-from megatron.fsdp.checkpoint.backend import BLOCK, check_files, open_checkpoint
-from megatron.fsdp.checkpoint.checksums import METADATA, DamagedCheckpoint, crc32_of
-from megatron.fsdp.checkpoint.coordination import gather_from_ranks
+from megatron.fsdp.checkpoint.checksums import METADATA, Checksums, DamagedCheckpoint, crc32_of
+from megatron.fsdp.checkpoint.coordination import attempt, gather_from_ranks, rank_and_world_size
 from megatron.fsdp.checkpoint.lazy import LazyTensor
 from megatron.fsdp.checkpoint.matching import Aliases, Strictness, match, report, unexpected_keys
-from megatron.fsdp.checkpoint.reader import CheckpointReader
+from megatron.fsdp.checkpoint.reader import CheckpointReader, open_checkpoint
+from megatron.fsdp.helpers.codes import check_values
 
 logger = logging.getLogger(__name__)
 
 # How often to read a checkpoint that another job replaces meanwhile.
-ATTEMPTS = 3
+ATTEMPTS = 4
 _SECONDS_BETWEEN = 0.1
+# Bytes that loading holds besides the model.
+BLOCK = 32 << 20
+# Damaged files that a message lists.
+_SHOWN = 50
+# Errors that damaged or replaced files cause, on every rank.
+_OF_FILES = (DamagedCheckpoint, CheckpointException)
 
 
 class Contents(Protocol):
@@ -79,29 +86,29 @@ def load(
         UnsafePickle: An object would run code.
         RuntimeError: Keys are missing or unexpected.
         ValueError: Shapes differ.
+        CheckpointException: A value cannot be read, or weights would be loaded from codes, such as 8-bit floats.
     """
     folder, strictness = Path(folder), strictness or Strictness()
     for left in reversed(range(ATTEMPTS)):
-        opened = _open_on_all_ranks(folder)
+        opened = None
         try:
+            opened = _open_on_all_ranks(folder)
             if check:
                 check_files(opened)
             _load(state_dict, _viewed(opened, view), folder, aliases, strictness)
             return
-        except (DamagedCheckpoint, CheckpointException):
-            if not left or not _is_replaced(opened):
+        except Exception as error:
+            replaced = opened is None or (isinstance(error, _OF_FILES) and _is_replaced(opened))
+            if not left or not replaced:
                 raise
-            logger.warning("%s: another job replaced this checkpoint during loading; loading the new one.", folder)
+            if opened is not None:
+                logger.warning("%s: another job replaced this checkpoint during loading; loading the new one.", folder)
+            time.sleep(_SECONDS_BETWEEN)
 
 
 def _viewed(opened: CheckpointReader, view: View) -> Contents:
     """Make the view. If that fails on any rank, every rank raises an error. A collective."""
-    contents, error = None, ""
-    try:
-        contents = view(opened)
-    except Exception as caught:  # noqa: BLE001 - other ranks wait for this one
-        error = str(caught) or repr(caught)
-    error = next(filter(None, gather_from_ranks(error)), "")
+    contents, error = attempt(lambda: view(opened))
     if contents is None or error:
         raise RuntimeError(error)
     return contents
@@ -118,6 +125,9 @@ def _load(state_dict: dict[str, Any], opened: Contents, folder: Path, aliases: A
         logger.warning("%s: %s", folder, text)
     values, failure = {}, None
     try:
+        for key, name in found.sources.items():
+            if name in opened.tensors and isinstance(wanted[key], torch.Tensor):
+                check_values(name, opened.tensors[name].dtype, wanted[key].dtype)
         for key, name in found.sources.items():
             values[key] = _read(wanted[key], name, found.starts.get(key, 0), opened)
     except Exception as error:
@@ -163,24 +173,51 @@ def _read(target: Any, name: str, start: int, opened: Contents) -> Any:
 
 def _open_on_all_ranks(folder: Path) -> CheckpointReader:
     """Open a checkpoint such that all ranks have read the same metadata, even if another job saves. A collective."""
-    for left in reversed(range(ATTEMPTS)):
-        opened, error = None, None
-        try:
-            opened = open_checkpoint(folder)
-        except Exception as caught:  # noqa: BLE001 - other ranks wait for this one
-            error = caught
-        mine = (opened.metadata_crc32 if opened else "", str(error) if error else "")
-        of_ranks = gather_from_ranks(mine)
-        if opened is not None and all(of_rank == mine for of_rank in of_ranks):
-            return opened
-        if error is not None and not left:
-            raise error
-        time.sleep(_SECONDS_BETWEEN)
+    opened, error = None, None
+    try:
+        opened = open_checkpoint(folder)
+    except Exception as caught:  # noqa: BLE001 - other ranks wait for this one
+        error = caught
+    mine = (opened.metadata_crc32 if opened else "", str(error) if error else "")
+    of_ranks = gather_from_ranks(mine)
+    if error is not None:
+        raise error
     if text := next((text for _, text in of_ranks if text), ""):
         raise DamagedCheckpoint(text)
-    raise RuntimeError(
-        f"{folder}: ranks read different metadata in {ATTEMPTS} attempts. Does another job save into this folder?"
-    )
+    if opened is None or any(of_rank != mine for of_rank in of_ranks):
+        raise RuntimeError(f"{folder}: ranks read different metadata. Does another job save into this folder?")
+    return opened
+
+
+def check_files(opened: CheckpointReader) -> None:
+    """Compare all files of a checkpoint with their checksums. Ranks divide the files among them. A collective.
+
+    Items in files that ``checksums.json`` does not list, such as those of a checkpoint that torch wrote, are compared
+    with the checksums that ``torch.save`` stored with them.
+
+    Args:
+        opened: The checkpoint, the same on every rank.
+
+    Raises:
+        DamagedCheckpoint: On every rank. The message names all damaged files.
+    """
+    folder, sums = opened.path, opened.checksums or Checksums()
+    checks: list[Callable[[], None]] = [partial(sums.check_file, folder, name) for name in sorted(sums.files)]
+    rank, ranks = rank_and_world_size()
+    found: list[str] = []
+    try:
+        checks += [partial(opened.check_contents, *item) for item in opened.unlisted()]
+    except DamagedCheckpoint as damage:
+        found.append(str(damage))
+    for check in checks[rank::ranks]:
+        try:
+            check()
+        except Exception as damage:  # noqa: BLE001 - other ranks wait for this one
+            found.append(str(damage) or repr(damage))
+    found = list(dict.fromkeys(message for of_rank in gather_from_ranks(found) for message in of_rank))
+    if found:
+        more = [f"... and {len(found) - _SHOWN} more."] if len(found) > _SHOWN else []
+        raise DamagedCheckpoint("\n".join([*found[:_SHOWN], *more]))
 
 
 def _is_replaced(opened: CheckpointReader) -> bool:

@@ -5,8 +5,9 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
-from megatron.fsdp.checkpoint.backend import check_files, open_checkpoint
-from megatron.fsdp.checkpoint.coordination import gather_from_ranks
+from megatron.fsdp.checkpoint.coordination import attempt, gather_from_ranks
+from megatron.fsdp.checkpoint.loading import check_files
+from megatron.fsdp.checkpoint.reader import CheckpointReader, open_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -53,16 +54,11 @@ def newest_complete(folder: Path, wanted: int | None, check: bool = True, checke
 
 def _damage(folder: Path, check: bool) -> str:
     """Describe what any rank finds wrong with a checkpoint; empty if it is complete. A collective."""
-    found, opened = "", None
-    try:
-        opened = open_checkpoint(folder)
-        opened.check_sizes()
-    except Exception as error:  # noqa: BLE001 - other ranks wait for this one
-        found = str(error) or repr(error)
-    found = next(filter(None, gather_from_ranks(found)), "")
-    if not found and check and opened is not None:
-        try:
-            check_files(opened)
-        except ValueError as error:
-            found = str(error)
-    return found
+
+    def opened() -> CheckpointReader:
+        found = open_checkpoint(folder)
+        found.check_sizes()
+        return found
+
+    found, damage = attempt(opened)
+    return damage if damage or not check or found is None else attempt(lambda: check_files(found))[1]

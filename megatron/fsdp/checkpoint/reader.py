@@ -136,6 +136,8 @@ class CheckpointReader:
         checksums: Of the files; None if the checkpoint has none.
         tensors: Lazily read tensors, by key.
         objects: Keys of the entries that are not tensors.
+        stored: Locates the elements of one of a tensor's :meth:`chunks`, given the key and the chunk. Raises
+            DamagedCheckpoint if the chunk is missing or contradicts the metadata.
         format: ``"torch_dist"`` if ``metadata.json`` says so, otherwise ``"fsdp_dtensor"``.
 
     Raises:
@@ -161,7 +163,7 @@ class CheckpointReader:
         self.tensors = {key: self._tensor(key, e) for key, e in entries if isinstance(e, TensorStorageMetadata)}
         self.objects = tuple(key for key, e in entries if isinstance(e, BytesStorageMetadata))
         # Tensors are read block by block, so each chunk is located many times.
-        self._stored = functools.lru_cache(maxsize=1 << 16)(self._find_chunk)
+        self.stored = functools.lru_cache(maxsize=1 << 16)(self._find_chunk)
         self._index = functools.lru_cache(maxsize=1 << 16)(self._find_chunks)
 
     @functools.cached_property
@@ -169,17 +171,18 @@ class CheckpointReader:
         """Identifies this checkpoint and its current state: changes whenever one of its files does."""
         return f"{self.metadata_crc32} {fingerprint(self.path)}"
 
-    def unlisted(self) -> list[tuple[str, Region | None]]:
-        """List the items in files that ``checksums.json`` does not list: keys with a chunk, or with None for objects.
+    def items(self) -> list[tuple[str, Region | None]]:
+        """List everything that is stored: keys with a chunk, or with None for objects."""
+        chunks = [(key, chunk) for key in self.tensors for chunk in self.chunks(key)]
+        return [*((key, None) for key in self.objects), *chunks]
 
-        Of items that are stored at the same place, it lists one.
+    def unlisted(self) -> list[tuple[str, Region | None]]:
+        """List the items in files that ``checksums.json`` does not list; of several at the same place, one.
 
         Raises:
             DamagedCheckpoint: The metadata lacks the place of an item.
         """
-        items: list[tuple[str, Region | None]] = [(key, None) for key in self.objects]
-        items += [(key, chunk) for key in self.tensors for chunk in self.chunks(key)]
-        places = {self.place(*item): item for item in items}
+        places = {self.place(*item): item for item in self.items()}
         return [item for place, item in places.items() if not self._is_listed(place.file)]
 
     def files(self) -> dict[str, int]:
@@ -199,18 +202,6 @@ class CheckpointReader:
         if key not in self.tensors:
             raise KeyError(key)
         return self._index(key).regions
-
-    def stored(self, key: str, chunk: Region) -> StoredChunk:
-        """Locate the elements of one chunk of a tensor.
-
-        Args:
-            key: The tensor.
-            chunk: One of :meth:`chunks`.
-
-        Raises:
-            DamagedCheckpoint: The chunk is missing or contradicts the metadata.
-        """
-        return self._stored(key, chunk)
 
     def read_object(self, key: str) -> Any:
         """Read an object and unpickle it through the allow-list.
@@ -318,7 +309,7 @@ class CheckpointReader:
             common = intersection(chunk, region)
             if common is None:
                 continue
-            stored = self._stored(key, chunk)
+            stored = self.stored(key, chunk)
             target = result[common.slices(region.offsets)]
             with self._open(stored.file) as file:
                 read_region(file, stored.start, stored.stride, common.relative_to(chunk.offsets), target)
@@ -387,6 +378,26 @@ class CheckpointReader:
 
     def _is_listed(self, name: str) -> bool:
         return self.checksums is not None and name in self.checksums.files
+
+
+def open_checkpoint(folder: Path, verify: bool = False) -> CheckpointReader:
+    """Open a checkpoint and compare its metadata with its checksum. Raises the errors of ``CheckpointReader``.
+
+    Args:
+        folder: Of the checkpoint.
+        verify: Also compare each file with its checksum when it is first read.
+    """
+    for last in (False, True):
+        try:
+            opened = CheckpointReader(folder, verify)
+            if opened.checksums is not None:
+                opened.checksums.check_metadata(folder, opened.metadata_crc32)
+            break
+        except DamagedCheckpoint:
+            # Checksums and metadata are read one after the other: a save may have replaced both in between.
+            if last:
+                raise
+    return opened
 
 
 def common_state(path: Path, verify: bool = True) -> dict[str, Any]:

@@ -8,7 +8,6 @@ import operator
 import pickle
 import pickletools
 import signal
-import struct
 import sys
 import types
 from collections.abc import Callable
@@ -33,22 +32,6 @@ from megatron.fsdp.checkpoint.allowed import (
 )
 from megatron.fsdp.checkpoint.archive import Archive
 from megatron.fsdp.checkpoint.checksums import DamagedCheckpoint
-
-# Errors that unpickling raises for damaged or malicious data, besides UnsafePickle.
-_ERRORS = (
-    pickle.UnpicklingError,
-    struct.error,
-    EOFError,
-    ValueError,
-    TypeError,
-    AttributeError,
-    LookupError,
-    ArithmeticError,
-    RuntimeError,
-    ImportError,
-    MemoryError,
-    AssertionError,
-)
 
 # The steps that a pickle may take, see _Costs.
 _SPARE = 1 << 20
@@ -197,11 +180,19 @@ def _index(code: int, argument: bytes) -> int:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Resolves names only to objects that are immutable and harmless, whatever arguments they are called with."""
+    """Resolves names only to objects that are immutable and harmless, whatever arguments they are called with.
 
-    def __init__(self, data: bytes, source: str) -> None:
+    Args:
+        data: The pickle.
+        source: Its name in error messages.
+        archive: The archive of ``torch.save`` that it is from, with the tensors that it refers to.
+        with_data: Whether to read these tensors. If not, a :class:`StoredTensor` describes each.
+    """
+
+    def __init__(self, data: bytes, source: str, archive: Archive | None = None, with_data: bool = True) -> None:
         super().__init__(io.BytesIO(data))
-        self._source = source
+        self._source, self._archive, self._with_data = source, archive, with_data
+        self._storages: dict[str, Storage] = {}
         self._costs = _Costs(data)
         self._in_ranges = 0
         self._members: dict[enum.Enum, dict[str, Any]] = {}
@@ -230,15 +221,26 @@ class _Unpickler(pickle.Unpickler):
         raise UnsafePickle(f"{self._source}: refers to {full}, which is not allowed in a checkpoint; nothing was run.")
 
     def persistent_load(self, identity: Any, /) -> Any:
-        raise pickle.UnpicklingError("the pickle refers to data outside of itself")
+        if self._archive is None:
+            raise pickle.UnpicklingError("the pickle refers to data outside of itself")
+        what, kind, key, _, count = identity
+        if what != "storage" or not isinstance(kind, StorageKind) or not isinstance(count, int) or count < 0:
+            raise pickle.UnpicklingError(f"the pickle refers to {what!r}, which is not a storage")
+        if key not in self._storages:
+            have, need = self._archive.entry(f"data/{key}").size, count * kind.dtype.itemsize
+            if have < need:
+                raise ValueError(f"storage {key} has {have} bytes; its tensors need {need}")
+            data = self._archive.storage(key) if self._with_data else None
+            self._storages[key] = Storage(kind.dtype, key, count, data)
+        return self._storages[key]
 
     def load(self) -> Any:
         try:
             self._costs.check()
             return super().load()
-        except (UnsafePickle, DamagedCheckpoint):
+        except (UnsafePickle, DamagedCheckpoint, OSError):
             raise
-        except _ERRORS as error:
+        except Exception as error:
             raise DamagedCheckpoint(
                 f"{self._source}: expected a pickle of a checkpoint; got {type(error).__name__}: {error}."
             ) from error
@@ -270,28 +272,6 @@ class _Unpickler(pickle.Unpickler):
                 raise UnsafePickle(f"{self._source}: modifies {member!r}, which is not allowed in a checkpoint.")
 
 
-class _TorchUnpickler(_Unpickler):
-    """Unpickles the object in an archive of ``torch.save``."""
-
-    def __init__(self, archive: Archive, with_data: bool) -> None:
-        super().__init__(archive.read("data.pkl"), archive.source)
-        self._archive = archive
-        self._with_data = with_data
-        self._storages: dict[str, Storage] = {}
-
-    def persistent_load(self, identity: Any, /) -> Any:
-        what, kind, key, _, count = identity
-        if what != "storage" or not isinstance(kind, StorageKind) or not isinstance(count, int) or count < 0:
-            raise pickle.UnpicklingError(f"the pickle refers to {what!r}, which is not a storage")
-        if key not in self._storages:
-            have, need = self._archive.entry(f"data/{key}").size, count * kind.dtype.itemsize
-            if have < need:
-                raise ValueError(f"storage {key} has {have} bytes; its tensors need {need}")
-            data = self._archive.storage(key) if self._with_data else None
-            self._storages[key] = Storage(kind.dtype, key, count, data)
-        return self._storages[key]
-
-
 def loads(data: bytes, source: str) -> Any:
     """Load a plain pickle, such as ``.metadata``.
 
@@ -317,7 +297,8 @@ def load_torch(stream: IO[bytes], source: str) -> Any:
         UnsafePickle: The file refers to something that is not on the allow-list.
         DamagedCheckpoint: The stream does not hold a complete file of ``torch.save``.
     """
-    return _TorchUnpickler(Archive(stream, source), with_data=True).load()
+    archive = Archive(stream, source)
+    return _Unpickler(archive.read("data.pkl"), source, archive).load()
 
 
 def stored_tensor(archive: Archive) -> StoredTensor:
@@ -327,7 +308,7 @@ def stored_tensor(archive: Archive) -> StoredTensor:
         UnsafePickle: The file refers to something that is not on the allow-list.
         DamagedCheckpoint: The file is damaged, or does not hold a single tensor.
     """
-    found = _TorchUnpickler(archive, with_data=False).load()
+    found = _Unpickler(archive.read("data.pkl"), archive.source, archive, with_data=False).load()
     if not isinstance(found, StoredTensor):
         raise DamagedCheckpoint(f"{archive.source}: expected a tensor; got {type(found).__name__}.")
     return found
@@ -365,6 +346,8 @@ class _Pickler(pickle._Pickler):
 _PICKLE_MODULE = types.SimpleNamespace(__name__="pickle", Pickler=_Pickler)
 
 
-def save_torch(value: Any, stream: IO[bytes]) -> None:
-    """Write an object as ``torch.save`` does. Stand-ins are written as the objects that they stand for."""
+def save_torch(value: Any) -> bytes:
+    """Pickle an object as ``torch.save`` does. Stand-ins are written as the objects that they stand for."""
+    stream = io.BytesIO()
     torch.save(value, stream, pickle_module=_PICKLE_MODULE)
+    return stream.getvalue()

@@ -44,27 +44,13 @@ SECONDS_TO_REPORT = 60.0
 # Environment variable: seconds instead of SECONDS_TO_REPORT; 0 for no report.
 REPORT_AFTER = "MEGATRON_FSDP_REPORT_AFTER"
 
+FAILED = "Communication with other ranks has failed."
 # Names of rounds: by number, and one for the last answers of processes that have ended.
 _PREFIX, _ENDED = "journal", "journal/ended"
 _REMEDY = (
     "Every rank must run the same forwards, backwards and steps, including in evaluation, when saving, after an "
     "exception that is caught, and at the end of the data."
 )
-
-
-class InProgress(Handle):
-    """The handle of something that is no task of a stream. It has not ended until ``over`` is set."""
-
-    def __init__(self) -> None:
-        self.over = False
-
-    def wait(self) -> None:
-        """Do nothing."""
-
-    @property
-    def ended(self) -> bool:
-        """Whether ``over`` is set."""
-        return self.over
 
 
 class Log:
@@ -86,11 +72,22 @@ class Log:
         self.models = 0
         self._issued: deque[tuple[int, str, list[Callable[[], bool]]]] = deque(maxlen=MAX_KEPT)
 
-    def add(self, what: str, handles: Sequence[Handle]) -> None:
-        """Record an operation."""
-        self._issued.append((self.count, what, [handle.watcher() for handle in handles]))
+    def add(self, what: str, watchers: list[Callable[[], bool]]) -> None:
+        """Record an operation, which has ended when all watchers return True."""
+        self._issued.append((self.count, what, watchers))
         self.count += 1
         self.last = time.monotonic()
+
+    @contextmanager
+    def waiting(self, what: str, failed: str) -> Iterator[None]:
+        """Record what the main thread waits for in this context, whose errors begin with the sentence ``failed``."""
+        over = threading.Event()
+        self.add(what, [over.is_set])
+        try:
+            with report_on_failure(failed):
+                yield
+        finally:
+            over.set()
 
     @property
     def unfinished(self) -> list[int]:
@@ -125,7 +122,7 @@ class Channel:
             what: Its name, such as ``"unshard blocks.0"``, which must be the same on all ranks of the model.
             handles: Its tasks.
         """
-        self.log.add(self.model + what, handles if self.watches else [])
+        self.log.add(self.model + what, [handle.watcher() for handle in handles] if self.watches else [])
 
 
 class Journal:
@@ -147,14 +144,9 @@ class Journal:
 
         Ranks do not issue the collectives of other threads, such as one that saves, in the same order as the others.
         """
-        log, handle = self._logs.get(tuple(peers)), InProgress()
-        if log is not None and threading.current_thread() is threading.main_thread():
-            log.add(what, [handle])
-        try:
-            with report_on_failure():
-                yield
-        finally:
-            handle.over = True
+        log, is_main = self._logs.get(tuple(peers)), threading.current_thread() is threading.main_thread()
+        with log.waiting(what, FAILED) if log is not None and is_main else report_on_failure():
+            yield
 
     def clear(self) -> None:
         """Drop all logs. Numbers start at 0 in the next process group."""
@@ -215,7 +207,7 @@ def _is_library(frame: FrameType) -> bool:
 
 
 @contextmanager
-def report_on_failure(what: str = "Communication with other ranks has failed.") -> Iterator[None]:
+def report_on_failure(what: str = FAILED) -> Iterator[None]:
     """Context for waits: communication errors and timeouts are raised with the report about all ranks.
 
     Args:

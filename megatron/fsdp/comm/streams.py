@@ -25,7 +25,6 @@ import torch.distributed as dist
 
 from megatron.fsdp.comm.backends import is_on_host, moves_data, runs_ahead
 from megatron.fsdp.comm.process_groups import new_group, timeout_of
-from megatron.fsdp.helpers.patches import TORCH, Patch, Patches
 
 logger = logging.getLogger(__name__)
 
@@ -89,33 +88,6 @@ class Stream(ABC):
         """Wait for all tasks for a limited time, and return whether they have ended."""
 
 
-class _Done(Handle):
-    def wait(self) -> None:
-        pass
-
-    @property
-    def ended(self) -> bool:
-        return True
-
-
-class InlineStream(Stream):
-    """Runs tasks synchronously. For the fake backend, which moves no data, so there is nothing to overlap."""
-
-    def run(self, task: Task) -> Handle:
-        """See :meth:`Stream.run`."""
-        with torch.no_grad():
-            task()
-        return _Done()
-
-    def group(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        """See :meth:`Stream.group`."""
-        return group
-
-    def finish(self) -> bool:
-        """See :meth:`Stream.finish`."""
-        return True
-
-
 class Disagreement(RuntimeError):
     """Ranks have issued different collectives, so this rank would wait forever."""
 
@@ -175,7 +147,7 @@ class _CpuHandle(Handle):
         return self.done
 
     def watcher(self) -> Callable[[], bool]:
-        """See :meth:`Handle.watcher`. A dropped handle does not count as ended: other ranks may wait for the task."""
+        """A dropped handle does not count as ended: other ranks may wait for the task."""
         return self._done.is_set
 
     def wait(self) -> None:
@@ -189,6 +161,26 @@ class _CpuHandle(Handle):
                 # The error's traceback refers to this frame. A reference from the frame to the error would be a cycle,
                 # which would keep the task's tensors alive until the garbage collector ran.
                 del error
+
+
+class InlineStream(Stream):
+    """Runs tasks synchronously. For the fake backend, which moves no data, so there is nothing to overlap."""
+
+    def run(self, task: Task) -> Handle:
+        """Run ``task`` now. What it raises is raised here."""
+        with torch.no_grad():
+            task()
+        handle = _CpuHandle()
+        handle.finish(None)
+        return handle
+
+    def group(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        """The caller's group: no other thread uses it."""
+        return group
+
+    def finish(self) -> bool:
+        """True: every task has ended."""
+        return True
 
 
 class CpuStream(Stream):
@@ -208,7 +200,7 @@ class CpuStream(Stream):
         self._thread: threading.Thread | None = None
 
     def run(self, task: Task) -> Handle:
-        """See :meth:`Stream.run`."""
+        """Queue ``task`` for the thread, which the first task starts."""
         if self._thread is None:
             self._tasks = queue.SimpleQueue()
             self._thread = threading.Thread(
@@ -248,7 +240,7 @@ class CpuStream(Stream):
             self._thread = None
 
     def finish(self) -> bool:
-        """See :meth:`Stream.finish`. A thread whose task does not end is abandoned; the next task starts another."""
+        """Wait for the thread. If its task does not end in time, it is abandoned, and the next task starts another."""
         if self._thread is None:
             return True
         handle = self.run(_nothing)
@@ -259,7 +251,7 @@ class CpuStream(Stream):
         return True
 
     def group(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        """See :meth:`Stream.group`. The first call for these ranks is a collective of them."""
+        """A group that only this stream uses. The first call for these ranks is a collective of them."""
         if group.size() == 1:
             # Nothing is sent, so the caller's group will do. A new group would be harmful: torch names groups by the
             # number of groups that a rank has created, which must be equal on the ranks of later groups.
@@ -285,7 +277,7 @@ class _CudaHandle(Handle):
         return self._event.query()
 
     def watcher(self) -> Callable[[], bool]:
-        """See :meth:`Handle.watcher`. The host drops the handle before the device has run the task: keep the event."""
+        """The host drops the handle before the device has run the task, so this keeps the event."""
         return self._event.query
 
 
@@ -305,7 +297,7 @@ class CudaStream(Stream):
         self._stream = torch.cuda.Stream(device=device, priority=-1)
 
     def run(self, task: Task) -> Handle:
-        """See :meth:`Stream.run`."""
+        """Launch the kernels of ``task`` on the stream, now."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         try:
             with torch.cuda.stream(self._stream), torch.no_grad():
@@ -319,14 +311,14 @@ class CudaStream(Stream):
         return _CudaHandle(event, self._device)
 
     def group(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        """See :meth:`Stream.group`. The caller's thread issues the collectives, so it can share its own groups.
+        """The caller's group: its own thread issues the collectives.
 
         NCCL runs the collectives of one communicator in the order in which they are issued, whatever their streams.
         """
         return group
 
     def finish(self) -> bool:
-        """See :meth:`Stream.finish`."""
+        """Ask the device until it has run all tasks, for a limited time."""
         end = time.monotonic() + _seconds_to_end()
         while not self._stream.query():
             if time.monotonic() > end:
@@ -403,35 +395,10 @@ def watch_end() -> None:
     Other ranks may need tasks that this rank does not wait for, such as unshards of layers that only this rank has
     skipped. Such a task would fail once torch had destroyed its group.
     """
-    world = dist.distributed_c10d._world
-    communicators = getattr(world, "comms", None)
-    if isinstance(communicators, list):
-        # torch finalizes these first. A patch would miss scripts that imported destroy_process_group by name.
-        if _END not in communicators:
-            communicators.append(_END)
-    else:
-        GROUP_END.install()
-
-
-GROUP_END = Patches(
-    "The end of process groups",
-    [
-        Patch(
-            f"{module}:destroy_process_group",
-            "ends groups that tasks still use; only versions of torch without a list of communicators need it",
-            "megatron.fsdp.comm.streams:finish_and_destroy",
-            TORCH,
-        )
-        for module in ("torch.distributed", "torch.distributed.distributed_c10d")
-    ],
-)
-
-
-def finish_and_destroy(destroy: Callable[..., None], group: dist.ProcessGroup | None = None) -> None:
-    """Finish the tasks of all streams, and then destroy the process group."""
-    if group is None or group is dist.group.WORLD:
-        _END.finalize()
-    destroy(group)
+    # torch finalizes these first. A patch would miss scripts that imported destroy_process_group by name.
+    communicators = dist.distributed_c10d._world.comms
+    if _END not in communicators:
+        communicators.append(_END)
 
 
 class _End:

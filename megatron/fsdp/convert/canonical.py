@@ -2,8 +2,9 @@
 
 import argparse
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -14,6 +15,15 @@ from megatron.fsdp.naming.names import without_half
 Tensors = dict[str, LazyTensor]
 
 _BUFFER = re.compile(r"\.(?:router\.(?!weight$|bias$)\w+|running_mean|running_var|num_batches_tracked|inv_freq)$")
+
+
+def transposed(nested: Mapping[str, Tensors]) -> dict[str, Tensors]:
+    """The same tensors with the inner key first: by name and kind of state, or by kind and name."""
+    result: dict[str, Tensors] = {}
+    for outer, inner in nested.items():
+        for key, tensor in inner.items():
+            result.setdefault(key, {})[outer] = tensor
+    return result
 
 
 def is_buffer(name: str) -> bool:
@@ -42,7 +52,7 @@ class TrainingState:
             without halves. Empty if ``optimizer_state`` is.
         model_dtypes: The dtype that the model computes a weight in, for those where it is not ``compute_dtype``.
         torch_dist: Plain data that only a conversion back to ``torch_dist`` needs; empty if there is none.
-        source: Identifies the files that are read, so that an interrupted conversion can resume.
+        source: Identifies the files that are read: another conversion's unfinished files are not reused.
 
     Raises:
         ValueError: A state does not belong to a weight or has another shape, or a parameter has no group.
@@ -93,19 +103,3 @@ def compute_dtype(args: argparse.Namespace) -> torch.dtype:
     if getattr(args, "bf16", False):
         return torch.bfloat16
     return torch.float16 if getattr(args, "fp16", False) else torch.float32
-
-
-class Output(NamedTuple):
-    """A checkpoint to write.
-
-    Attributes:
-        tensors: By key.
-        objects: By key.
-        planner_data: The path of each key in a nested dict; None if keys are flat.
-        files: The contents of small files beside the data, by name.
-    """
-
-    tensors: Tensors
-    objects: dict[str, Any]
-    planner_data: dict[str, tuple[Any, ...]] | None
-    files: dict[str, bytes]

@@ -108,8 +108,7 @@ def convert(input_dir: Path, output_dir: Path, format: str | None, **options: An
     options["like"] = options["like"] and folder_of(options["like"])
     writing = fields_of(WriteOptions, options)
     state = read_state(folder, fields_of(ReadOptions, options))
-    total = sum(tensor.nbytes for tensor in lay_out(state, other, writing).tensors.values())
-    with progress_bar(f"{found} to {other}", total // writing.processes) as progress:
+    with progress_bar(f"{found} to {other}", lay_out(state, other, writing).nbytes // writing.processes) as progress:
         written = write_state(state, output_dir, other, writing, progress)
     facts: dict[str, Any] = {
         "input": str(folder),
@@ -117,8 +116,8 @@ def convert(input_dir: Path, output_dir: Path, format: str | None, **options: An
         "output": str(output_dir),
         "output_format": other,
         "iteration": state.common.get("iteration"),
-        "tensors": written.tensors,
-        "objects": written.objects,
+        "tensors": len(written.tensors),
+        "objects": len(written.objects),
         "bytes": written.nbytes,
         **_contents(state),
     }

@@ -11,9 +11,9 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from megatron.fsdp.checkpoint import lazy, safe_pickle
 from megatron.fsdp.checkpoint.reader import CheckpointReader
-from megatron.fsdp.checkpoint.writer import RawObject
+from megatron.fsdp.checkpoint.writer import Draft, RawObject
 from megatron.fsdp.convert import groups
-from megatron.fsdp.convert.canonical import Output, Tensors, TrainingState, compute_dtype, is_buffer
+from megatron.fsdp.convert.canonical import Tensors, TrainingState, compute_dtype, is_buffer, transposed
 from megatron.fsdp.convert.options import ReadOptions, WriteOptions
 from megatron.fsdp.convert.rewrites import (
     FSDP_DTENSOR,
@@ -81,10 +81,7 @@ def read(reader: CheckpointReader, options: ReadOptions) -> TrainingState:
         weights=weights,
         common=common,
         buffers={name: tensor for name, tensor in live.items() if is_buffer(name)},
-        optimizer_state={
-            name: {kind: tensors[name] for kind, tensors in states.items() if name in tensors}
-            for name in {name for tensors in states.values() for name in tensors}
-        },
+        optimizer_state=transposed(states),
         group_of=group_of,
         model_dtypes={n: d for n, d in (frozen | dtypes).items() if d != compute_dtype(args)},
         torch_dist=kept,
@@ -149,7 +146,7 @@ def _common(reader: CheckpointReader) -> dict[str, Any]:
     return common
 
 
-def lay_out(state: TrainingState, options: WriteOptions) -> Output:
+def lay_out(state: TrainingState, options: WriteOptions) -> Draft:
     """Plan a checkpoint with every key that a strict load needs, in Megatron-Core's FSDP and in this one.
 
     Args:
@@ -165,15 +162,14 @@ def lay_out(state: TrainingState, options: WriteOptions) -> Output:
         prefix = "optimizer.state." + ".".join(["module"] * (3 if low else 2))
     for name, tensor in from_canonical(state.weights | state.buffers, FSDP_DTENSOR, facts).items():
         nested.tensor(options.weight_prefix, (name,), tensor)
-    for kind in {kind: None for states in state.optimizer_state.values() for kind in states}:
-        found = {name: states[kind] for name, states in state.optimizer_state.items() if kind in states}
+    for kind, found in transposed(state.optimizer_state).items():
         for name, tensor in from_canonical(found, FSDP_DTENSOR, facts).items():
             nested.tensor(prefix, (name, kind), tensor)
     _lay_out_groups(nested, state, prefix, facts)
     _lay_out_common(nested, state)
     if state.torch_dist or state.model_dtypes:
         nested.object((KEPT,), {**state.torch_dist, "model_dtypes": state.model_dtypes})
-    return Output(nested.tensors, nested.objects, nested.paths, {})
+    return Draft(nested.tensors, nested.objects, nested.paths)
 
 
 class _Nested:
@@ -201,9 +197,7 @@ class _Nested:
         """Add a small object. Equal objects are pickled only once."""
         text = f"{type(value)} {value!r}"
         if text not in self._pickled:
-            stream = io.BytesIO()
-            safe_pickle.save_torch(value, stream)
-            self._pickled[text] = RawObject(stream.getvalue())
+            self._pickled[text] = RawObject(safe_pickle.save_torch(value))
         self.object(path, self._pickled[text])
 
 

@@ -22,7 +22,7 @@ _ENDS = ("embedding.word_embeddings.weight", "output_layer.weight")
 _WRAPPERS = re.compile(r"^(?:model\.)?(?:module\.)*")
 
 
-class Kind(NamedTuple):
+class GroupKind(NamedTuple):
     """The properties by which Megatron divides parameters into groups.
 
     Attributes:
@@ -100,7 +100,7 @@ def assign(
     assigned = {}
     for name, count in dimensions.items():
         by_muon = name in muon
-        kind = Kind(spread and is_expert(name), _decays(name, count, args), decoupled and name in _ENDS, by_muon)
+        kind = GroupKind(spread and is_expert(name), _decays(name, count, args), decoupled and name in _ENDS, by_muon)
         candidates = [group for group, found in zip(groups, kinds, strict=True) if found == kind]
         known = len(candidates) > 0 and all(group == candidates[0] for group in candidates)
         if mapping is not None:
@@ -131,13 +131,13 @@ def _check_map(mapping: Mapping[str, int], dimensions: Mapping[str, int], groups
         raise ValueError(f"{OPTION}: {wrong[0]} is in group {mapping[wrong[0]]}; the checkpoint has {groups} groups.")
 
 
-def _kind_of_group(group: Group, args: argparse.Namespace) -> Kind:
+def _kind_of_group(group: Group, args: argparse.Namespace) -> GroupKind:
     multiplier = group.get("wd_mult", group.get("pre_wd_mult"))
     decays = group.get("weight_decay", 0.0) != 0 if multiplier is None else multiplier != 0
     rate = getattr(args, "decoupled_lr", None)
     own_rate = rate is not None and group.get("max_lr") == rate and not group.get("default_config", False)
     by_muon = "momentum" in group and "betas" not in group
-    return Kind(bool(group.get(EXPERTS)), decays, bool(group.get("is_decoupled_lr")) or own_rate, by_muon)
+    return GroupKind(bool(group.get(EXPERTS)), decays, bool(group.get("is_decoupled_lr")) or own_rate, by_muon)
 
 
 def _decays(name: str, dimensions: int, args: argparse.Namespace) -> bool:

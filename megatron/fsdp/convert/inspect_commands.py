@@ -7,6 +7,7 @@ import click
 
 from megatron.fsdp.checkpoint.checksums import write_file
 from megatron.fsdp.checkpoint.reader import CheckpointReader
+from megatron.fsdp.checkpoint.writer import write_checkpoint
 from megatron.fsdp.convert import verifying
 from megatron.fsdp.convert.comparing import bytes_to_compare, compare
 from megatron.fsdp.convert.console import (
@@ -21,7 +22,7 @@ from megatron.fsdp.convert.console import (
     worker,
 )
 from megatron.fsdp.convert.inspecting import as_text, contents_of, corners, statistics, summarize
-from megatron.fsdp.convert.modifying import Modification, parse_operation
+from megatron.fsdp.convert.modifying import modified, parse_operation
 from megatron.fsdp.helpers.spelling import bare_name, did_you_mean
 
 GROUP_MAP = "param_to_param_group_map.json"
@@ -102,11 +103,12 @@ def _checkpoint_name(name: str) -> str:
 def modify_state_dict(input_dir: Path, output_dir: Path, operations: tuple[str, ...]) -> Result:
     """Copy a checkpoint, with keys removed or renamed. A REGEX matches anywhere in a key."""
     source = CheckpointReader(folder_of(input_dir))
-    modification = Modification(source, [parse_operation(text) for text in operations])
-    with progress_bar("Copying", modification.nbytes // worker()[1]) as progress:
-        modification.write(output_dir, worker(), progress)
-    kept, removed = modification.renaming
-    facts = {"input": str(source.path), "output": str(output_dir), "bytes": modification.nbytes, "kept": len(kept)}
+    process, processes = worker()
+    draft, (kept, removed) = modified(source, [parse_operation(text) for text in operations], contents=process == 0)
+    identity = f"{source.fingerprint} {operations}"
+    with progress_bar("Copying", draft.nbytes // processes) as progress:
+        write_checkpoint(draft, output_dir, (process, processes), source=identity, progress=progress)
+    facts = {"input": str(source.path), "output": str(output_dir), "bytes": draft.nbytes, "kept": len(kept)}
     return Result(facts | {"removed": removed, "renamed": {key: name for key, name in kept.items() if key != name}})
 
 

@@ -2,13 +2,12 @@
 
 import re
 import shlex
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megatron.fsdp.checkpoint.checksums import METADATA, NAME
 from megatron.fsdp.checkpoint.reader import CheckpointReader
-from megatron.fsdp.checkpoint.writer import CheckpointWriter, RawObject
+from megatron.fsdp.checkpoint.writer import Draft, RawObject
 
 _OPERATIONS = "'remove REGEX' or 'rename REGEX REPLACEMENT'"
 
@@ -84,77 +83,52 @@ def rename(keys: Sequence[str], operations: Sequence[Operation]) -> Renaming:
     return Renaming(kept, [key for key in keys if key not in kept])
 
 
-class Modification:
-    """A planned copy of a checkpoint.
+def modified(
+    source: CheckpointReader, operations: Sequence[Operation], contents: bool = True
+) -> tuple[Draft, Renaming]:
+    """Plan a copy of a checkpoint.
 
     Args:
         source: The checkpoint.
         operations: The changes of its keys.
+        contents: Whether to read the objects and other files. Of processes that share the work, the first needs them.
 
-    Attributes:
-        renaming: The new keys and the removed ones.
+    Returns:
+        The copy; the new keys and the removed ones.
 
     Raises:
         ValueError: Two keys would get one name, or nothing would be left.
     """
+    renaming = rename([*source.tensors, *source.objects], operations)
+    kept, attributes = renaming.kept, {}
+    if isinstance(data := vars(source.metadata).get("mcore_data"), dict):
+        attributes["mcore_data"] = {kept[key]: entry for key, entry in data.items() if key in kept}
+    draft = Draft(
+        tensors={kept[key]: tensor for key, tensor in source.tensors.items() if key in kept},
+        objects={kept[k]: RawObject(source.object_bytes(k) if contents else b"") for k in source.objects if k in kept},
+        planner_data=_planner_data(source.metadata.planner_data, kept),
+        files=_files(source) if contents else {},
+        attributes=attributes,
+    )
+    return draft, renaming
 
-    def __init__(self, source: CheckpointReader, operations: Sequence[Operation]) -> None:
-        self._source, self._operations = source, operations
-        self.renaming = rename([*source.tensors, *source.objects], operations)
 
-    @property
-    def nbytes(self) -> int:
-        """Size of the tensors that are copied, in bytes."""
-        return sum(t.nbytes for key, t in self._source.tensors.items() if key in self.renaming.kept)
+def _planner_data(found: Any, kept: Mapping[str, str]) -> dict[str, tuple[Any, ...]] | None:
+    """The nesting of the keys; None if the planner stored something else, which loading does not need."""
+    if not isinstance(found, dict):
+        return None
+    return {
+        kept[key]: _renamed_path(path, key, kept[key])
+        for key, path in found.items()
+        if key in kept and isinstance(path, tuple)
+    }
 
-    def write(
-        self, path: Path, worker: tuple[int, int] = (0, 1), progress: Callable[[int], None] = lambda _: None
-    ) -> None:
-        """Write the copy.
 
-        Args:
-            path: The folder to create.
-            worker: The rank of this process and the number of processes.
-            progress: Called with the number of bytes written since the last call.
-
-        Raises:
-            FileExistsError: The folder is there already.
-        """
-        source, kept = self._source, self.renaming.kept
-        identity = f"{source.fingerprint} {[(o.pattern.pattern, o.replacement) for o in self._operations]}"
-        writer = CheckpointWriter(path, *worker, source=identity)
-        tensors = {kept[key]: tensor for key, tensor in source.tensors.items() if key in kept}
-        first = worker[0] == 0
-        objects = {kept[k]: RawObject(source.object_bytes(k) if first else b"") for k in source.objects if k in kept}
-        writer.write(tensors, objects, progress)
-        writer.finish(self._planner_data(), self._files() if first else {}, self._attributes())
-
-    def _planner_data(self) -> dict[str, tuple[Any, ...]] | None:
-        """The nesting of the keys; None if the planner stored something else, which loading does not need."""
-        found = self._source.metadata.planner_data
-        if not isinstance(found, dict):
-            return None
-        kept = self.renaming.kept
-        return {
-            kept[key]: _renamed_path(path, key, kept[key])
-            for key, path in found.items()
-            if key in kept and isinstance(path, tuple)
-        }
-
-    def _attributes(self) -> dict[str, Any]:
-        data = vars(self._source.metadata).get("mcore_data")
-        if not isinstance(data, dict):
-            return {}
-        kept = self.renaming.kept
-        return {"mcore_data": {kept[key]: entry for key, entry in data.items() if key in kept}}
-
-    def _files(self) -> dict[str, bytes]:
-        """The other files in the folder."""
-        taken = {METADATA, NAME, *self._source.files()}
-        paths = [
-            p for p in self._source.path.iterdir() if p.is_file() and p.name not in taken and p.suffix != ".distcp"
-        ]
-        return {path.name: path.read_bytes() for path in paths}
+def _files(source: CheckpointReader) -> dict[str, bytes]:
+    """The other files in the folder."""
+    taken = {METADATA, NAME, *source.files()}
+    paths = [p for p in source.path.iterdir() if p.is_file() and p.name not in taken and p.suffix != ".distcp"]
+    return {path.name: path.read_bytes() for path in paths}
 
 
 def _renamed_path(path: tuple[Any, ...], key: str, name: str) -> tuple[Any, ...]:

@@ -4,27 +4,18 @@ import re
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
 
 from megatron.fsdp.checkpoint.checksums import write_file
 from megatron.fsdp.checkpoint.reader import RELEASE, TRACKER, CheckpointReader, checkpoint_folder
-from megatron.fsdp.checkpoint.writer import CheckpointWriter
+from megatron.fsdp.checkpoint.writer import Draft, write_checkpoint
 from megatron.fsdp.convert import fsdp_dtensor
-from megatron.fsdp.convert.canonical import Output, TrainingState
+from megatron.fsdp.convert.canonical import TrainingState
 from megatron.fsdp.convert.options import ReadOptions, WriteOptions
 from megatron.fsdp.convert.rewrites import FSDP_DTENSOR, TORCH_DIST
 from megatron.fsdp.convert.torch_dist import reading, writing
 
 _READERS = {TORCH_DIST: reading.read, FSDP_DTENSOR: fsdp_dtensor.read}
 _WRITERS = {TORCH_DIST: writing.lay_out, FSDP_DTENSOR: fsdp_dtensor.lay_out}
-
-
-class ConversionTotals(NamedTuple):
-    """The numbers of tensors and objects that were written, and the bytes of the tensors."""
-
-    tensors: int
-    objects: int
-    nbytes: int
 
 
 def format_of(path: Path) -> str:
@@ -61,7 +52,15 @@ def read_opened(reader: CheckpointReader, options: ReadOptions) -> TrainingState
     return _READERS[reader.format](reader, options)
 
 
-def lay_out(state: TrainingState, format: str, options: WriteOptions | None = None) -> Output:
+def converted(reader: CheckpointReader, options: ReadOptions) -> Draft:
+    """Show a ``torch_dist`` checkpoint as its conversion to ``fsdp_dtensor``, of which only what is needed is read.
+
+    Raises the errors of :func:`read_state`.
+    """
+    return lay_out(read_opened(reader, options), FSDP_DTENSOR)
+
+
+def lay_out(state: TrainingState, format: str, options: WriteOptions | None = None) -> Draft:
     """Plan a checkpoint of a format, without reading any tensor.
 
     Raises:
@@ -78,8 +77,8 @@ def write_state(
     format: str,
     options: WriteOptions | None = None,
     progress: Callable[[int], None] = lambda nbytes: None,
-) -> ConversionTotals:
-    """Write a checkpoint as a stream. The folder appears once it is complete; an interrupted conversion resumes.
+) -> Draft:
+    """Write a checkpoint as a stream. The folder appears once it is complete.
 
     If the folder is named like an iteration, the tracker file beside it is updated.
 
@@ -91,26 +90,22 @@ def write_state(
             ``process``.
         progress: Called with the number of bytes of each written block.
 
+    Returns:
+        What was written.
+
     Raises:
         FileExistsError: The folder is there already.
         ValueError: The format cannot store the state, or main weights do not round to the model's weights.
     """
     options = options or WriteOptions()
-    output = lay_out(state, format, options)
+    draft = lay_out(state, format, options)
     path.parent.mkdir(parents=True, exist_ok=True)
     settings = {key: str(value) for key, value in asdict(options).items() if key != "process"}
-    writer = CheckpointWriter(
-        path,
-        options.process,
-        options.processes,
-        options.block,
-        source=f"{state.source} {format} {sorted(settings.items())}",
-    )
-    writer.write(output.tensors, output.objects, progress)
-    writer.finish(output.planner_data, output.files)
+    source = f"{state.source} {format} {sorted(settings.items())}"
+    write_checkpoint(draft, path, (options.process, options.processes), options.block, source, progress)
     if options.process == 0:
         _update_tracker(path)
-    return ConversionTotals(len(output.tensors), len(output.objects), sum(t.nbytes for t in output.tensors.values()))
+    return draft
 
 
 def _update_tracker(path: Path) -> None:

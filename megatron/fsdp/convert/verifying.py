@@ -115,9 +115,7 @@ def _contents(
     reader: CheckpointReader, damaged: set[str], with_bytes: bool, progress: Callable[[int], None]
 ) -> Iterator[tuple[str, str]]:
     """Check the items in files that are not damaged: yields the file and the problem of each bad item."""
-    items: list[tuple[str, Region | None]] = [(key, None) for key in reader.objects]
-    items += [(key, chunk) for key in reader.tensors for chunk in reader.chunks(key)]
-    for key, chunk in items:
+    for key, chunk in reader.items():
         if _problem(partial(reader.place, key, chunk)) or reader.place(key, chunk).file in damaged:
             continue  # reported already
         found = _problem(partial(_check_item, reader, key, chunk, with_bytes))

@@ -128,7 +128,7 @@ def _gather_whole(tensor: DTensor) -> torch.Tensor:
     return own
 
 
-def sharding_axes(tensor: DTensor) -> tuple[int, ...]:
+def unreplicated_axes(tensor: DTensor) -> tuple[int, ...]:
     """The mesh axes over which a DTensor is not replicated."""
     return tuple(axis for axis, p in enumerate(tensor._spec.placements) if not isinstance(p, Replicate))
 
@@ -159,7 +159,7 @@ def _finish(work: dist.Work | None, group: dist.ProcessGroup, tensor: torch.Tens
 
 def _gather_uneven(tensor: DTensor) -> torch.Tensor:
     """Gather a DTensor with torch's placements, whose local tensors may have any size."""
-    if any(placement.is_partial() for placement in tensor._spec.placements) or _is_even_everywhere(tensor):
+    if _needs_torch(tensor):
         by_torch: torch.Tensor = DTensor(tensor._local_tensor, tensor._spec, requires_grad=False).full_tensor()
         return by_torch.detach()
     whole = tensor._local_tensor.detach().to(tensor.device_mesh.device_type)
@@ -171,15 +171,18 @@ def _gather_uneven(tensor: DTensor) -> torch.Tensor:
     return whole.reshape(tensor.shape)
 
 
-def _is_even_everywhere(tensor: DTensor) -> bool:
-    """Whether the local tensors of all ranks have the shapes that torch derives from the placements. A collective."""
-    shape, _ = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor._spec.placements)
-    even = torch.tensor(float(tuple(tensor._local_tensor.shape) == tuple(shape)), device=tensor.device_mesh.device_type)
-    for axis in range(tensor.device_mesh.ndim):
-        group = tensor.device_mesh.get_group(axis)
-        with ensure_released(group, even):
-            _finish(dist.all_reduce(even, dist.ReduceOp.MIN, group=group, async_op=True), group, even)
-    return bool(even)
+def _needs_torch(tensor: DTensor) -> bool:
+    """Whether shards are partial, or even and in an order that only torch defines. At times a collective."""
+    mesh, placements = tensor.device_mesh, tensor._spec.placements
+    if any(placement.is_partial() for placement in placements):
+        return True
+    dims = [dim for _, dim in sharded_axes(tensor)]
+    if len(set(dims)) == len(dims) and not any(isinstance(placement, _StridedShard) for placement in placements):
+        return False
+    # Several axes divide one dimension. If a rank has another shape than torch gives it, all ranks must know that.
+    shape, _ = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+    even = torch.tensor(float(tuple(tensor._local_tensor.shape) == tuple(shape)))
+    return bool(reduce_over(even, dist.ReduceOp.MIN, mesh, range(mesh.ndim)))
 
 
 def sharded_axes(tensor: DTensor) -> list[tuple[int, int]]:

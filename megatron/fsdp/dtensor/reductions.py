@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from megatron.fsdp.dtensor.gathering import OfAllShards, reduce_over, sharding_axes
+from megatron.fsdp.dtensor.gathering import OfAllShards, reduce_over, unreplicated_axes
 
 _SUM, _PRODUCT, _MAX, _MIN = dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT, dist.ReduceOp.MAX, dist.ReduceOp.MIN
 
@@ -48,14 +48,14 @@ def reduce_tensor(name: str, tensor: DTensor, given: dict[str, Any]) -> torch.Te
         value, operation = local.count_nonzero(), _SUM
     else:
         value, operation = getattr(local, name)(dtype=dtype), _PRODUCT if name == "prod" else _SUM
-    return reduce_over(value, operation, tensor.device_mesh, sharding_axes(tensor))
+    return reduce_over(value, operation, tensor.device_mesh, unreplicated_axes(tensor))
 
 
 def norms(tensors: Sequence[DTensor], order: float, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
     """The norms of sharded tensors, on every rank. A collective for all tensors that the same axes shard."""
     alike: dict[tuple[DeviceMesh, tuple[int, ...]], list[int]] = {}
     for i, tensor in enumerate(tensors):
-        alike.setdefault((tensor.device_mesh, sharding_axes(tensor)), []).append(i)
+        alike.setdefault((tensor.device_mesh, unreplicated_axes(tensor)), []).append(i)
     found: list[torch.Tensor] = [torch.empty(0)] * len(tensors)
     is_power = 0 < order < math.inf
     for (mesh, axes), places in alike.items():

@@ -31,7 +31,6 @@ before the model was sharded.
 """
 
 import functools
-import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -64,9 +63,7 @@ from megatron.fsdp.runtime.structure import reject_conversion
 from megatron.fsdp.runtime.unit import Unit, WeightState
 from megatron.fsdp.sharding.layout import parse_granularity
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy as EnginePolicy
-from megatron.fsdp.state.loading import NO_COPY, NO_PICKLE
-
-logger = logging.getLogger(__name__)
+from megatron.fsdp.state.loading import NO_COPY, NO_PICKLE, load
 
 T = TypeVar("T", bound=nn.Module | list[nn.Module])
 
@@ -230,7 +227,7 @@ class FSDPModule(MarkedModule):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return main weights as DTensors, and buffers, under the names of the unsharded model."""
-        model_of(self).engine.show_main()
+        model_of(self).engine.schedule.show_main()
         return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -249,7 +246,7 @@ class FSDPModule(MarkedModule):
         model = model_of(self)
         if owned_model(self) is not model:
             raise NotImplementedError("load_state_dict of a submodule of a sharded model: load into the whole model.")
-        return model.load(self, state_dict, strict)
+        return load(model.engine, self, "", state_dict, strict)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Unshard this module's unit, until its next forward. Marked modules inside it are units of their own.
@@ -274,7 +271,10 @@ class FSDPModule(MarkedModule):
             unit.reshard()
 
     def mark_weights_changed(self) -> None:
-        """See :meth:`megatron.fsdp.MegatronFSDP.mark_weights_changed`."""
+        """Tell the model that main weights were written in a way that PyTorch does not count.
+
+        Those are a collective, NumPy and ``to_local().data``. Call this before the next forward, on all ranks.
+        """
         model_of(self).engine.invalidate_weights()
 
     def reset_iter_state(self) -> None:
@@ -498,20 +498,7 @@ def _resolve_reshard_after_forward(value: bool | int | None, ranks: int) -> bool
         raise ValueError(f"reshard_after_forward: expected a bool or a number of ranks; got {value!r}.")
     if value < 1 or ranks % value:
         raise ValueError(f"reshard_after_forward: expected a divisor of the mesh's {ranks} ranks; got {value}.")
-    if 1 < value < ranks:
-        _log_full_reshard(value, ranks)
     return value > 1
-
-
-@functools.cache
-def _log_full_reshard(value: int, ranks: int) -> None:
-    logger.info(
-        "reshard_after_forward=%d: weights are resharded to all %d ranks. Training is the same; it takes less memory "
-        "than resharding to %d ranks, and the all-gather before backward spans all ranks.",
-        value,
-        ranks,
-        value,
-    )
 
 
 def _check_module(module: nn.Module, placement: Callable[[nn.Parameter], object] | None) -> None:

@@ -8,7 +8,7 @@ become its units. The outermost module then owns an :class:`InPlaceModel`.
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,8 +19,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
-from megatron.fsdp.buffers.parameter import check_class
+from megatron.fsdp.buffers.parameter import check_class, refuse_early_read
 from megatron.fsdp.comm.backends import compute_device, local_device
 from megatron.fsdp.comm.streams import communication_stream
 from megatron.fsdp.config import FSDPConfig
@@ -29,11 +30,11 @@ from megatron.fsdp.optim.hooks import attach_at_first_use, attach_if_needed, wat
 from megatron.fsdp.runtime.agreement import as_text, checksum, difference, receive
 from megatron.fsdp.runtime.builder import UnitSettings, build_engine, make_blueprint
 from megatron.fsdp.runtime.other_engines import check_no_other_engine
-from megatron.fsdp.runtime.partition import UnitPart, partition, root_modules
+from megatron.fsdp.runtime.partition import UnitPart, parameters_of, partition, root_modules
 from megatron.fsdp.runtime.unit import Unit
 from megatron.fsdp.sharding.mesh import MeshIndex, default_index
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
-from megatron.fsdp.state.loading import hook_state_dict, load
+from megatron.fsdp.state.loading import hook_state_dict
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ class Mark:
         collectives: Operations that communicate the unit's weights and gradients in place of the engine's.
         model: Returns the model that the module belongs to; None before it is sharded or after it is deleted.
         unit: Returns the module's unit in that model; None also if the module has no parameters.
+        guards: Hooks that refuse gradients of the parameters before the model is sharded, which would be lost.
     """
 
     mesh: DeviceMesh | None
@@ -86,6 +88,7 @@ class Mark:
     collectives: dict[str, Any] = field(default_factory=dict)
     model: "Callable[[], InPlaceModel | None]" = field(default=lambda: None)
     unit: Callable[[], Unit | None] = field(default=lambda: None)
+    guards: list[RemovableHandle] = field(default_factory=list)
 
     @property
     def keeps_weights(self) -> bool:
@@ -110,6 +113,11 @@ def mark_of(module: nn.Module) -> Mark:
 def set_mark(module: MarkedModule, mark: Mark) -> None:
     """Store the settings of a module whose class has already been replaced by a marked one."""
     module.__dict__[_MARK] = mark
+    mark.guards = [
+        parameter.register_hook(functools.partial(refuse_early_read, name))
+        for name, parameter in nn.Module.named_parameters(module)  # the module's own method would shard it
+        if parameter.requires_grad
+    ]
     _pending.add(module)
     _watch_steps()
 
@@ -201,10 +209,6 @@ class InPlaceModel:
         self.engine.is_last_microbatch = sync
         self.engine.model_auto_sync = sync and all(mark.is_last_backward for mark in self.marks)
 
-    def load(self, root: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> Any:
-        """Load whole tensors, DTensors of this model, or evenly sharded DTensors into the main weights."""
-        return load(self.engine, root, "", state_dict, strict)
-
 
 def _settings_of(part: UnitPart) -> UnitSettings:
     mark = mark_of(part.module)
@@ -247,7 +251,7 @@ def _shard(root: MarkedModule) -> None:
             raise NotImplementedError(f"offload_policy: {name} and the modules around it must have the same policy.")
     check_no_other_engine(root)
     tensors = [t for m in root.modules() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
-    _check_dtypes(partition(root, (MarkedModule,)))
+    _check(partition(root, parameters_of(root), (MarkedModule,)))
     config = FSDPConfig(
         mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=None),  # each unit has its policy
         sync_module_states=False,  # see equalize()
@@ -257,6 +261,8 @@ def _shard(root: MarkedModule) -> None:
     # Not pending from here on: building the engine reads parameters(), which must not shard the model again.
     for module in marked.values():
         _pending.discard(module)
+        while guards := mark_of(module).guards:
+            guards.pop().remove()
     try:
         root.__dict__[_MODEL] = InPlaceModel(root, config, _with_tensor_parallel(mark.index, tensors))
     except BaseException:
@@ -270,10 +276,13 @@ def _ranks(index: MeshIndex) -> list[list[int]]:
     return [dist.get_process_group_ranks(group) for group in index.dense.groups]
 
 
-def _check_dtypes(part: UnitPart) -> None:
+def _check(part: UnitPart) -> None:
+    """Raise an error if a parameter cannot be sharded, or has a gradient already."""
     for unit in part.walk():
         for param in unit.params:
             check_class(param.name, param.compute)
+            if param.compute.grad is not None:
+                refuse_early_read(param.name, param.compute.grad)
             mark_of(unit.module).policy.resolve(param.compute.dtype, param.name)
 
 

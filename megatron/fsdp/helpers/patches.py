@@ -1,7 +1,7 @@
 """Replaces names of third-party modules and classes, and puts the originals back.
 
 Every name of PyTorch, Megatron-Core or another package that this project replaces is a row of a :class:`Patches`
-table. A table stands in the package that needs it, and :data:`TABLES` lists all of them. ``tools/patch_table.py``
+table. A table stands in the package that needs it, and :data:`TABLES` lists all of them. ``scripts/patch_table.py``
 prints them as docs/patches.md.
 """
 
@@ -24,7 +24,6 @@ from megatron.fsdp.version import TRIED_MEGATRON, TRIED_TORCH
 logger = logging.getLogger(__name__)
 
 TABLES = (
-    "megatron.fsdp.comm.streams:GROUP_END",
     "megatron.fsdp.dtensor.torch_patches:TORCH",
     "megatron.fsdp.init.deferred:RECORDING",
     "megatron.fsdp.mcore.cpu.changes:METHODS",
@@ -265,17 +264,6 @@ class Patches:
             yield
         finally:
             self.uninstall()
-
-    def check(self) -> list[str]:
-        """Sentences about names that do not exist and versions that no patch was checked with."""
-        found = []
-        for row in (row for row in self.rows if row.applies):
-            version = row.versions.installed
-            if (problem := row.problem()) is not None:
-                found.append(problem)
-            elif version is not None and not row.versions.cover(version):
-                found.append(f"{row.target}: checked with {row.versions}; installed: {version}.")
-        return found
 
 
 def tables(imported_only: bool = False) -> list[Patches]:

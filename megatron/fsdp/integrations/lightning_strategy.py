@@ -22,7 +22,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron.fsdp.api.fully_shard import fully_shard_model, fully_shard_optimizer
 from megatron.fsdp.api.megatron_fsdp import MegatronFSDP
-from megatron.fsdp.checkpoint.backend import Reader
+from megatron.fsdp.checkpoint.loading import load
+from megatron.fsdp.checkpoint.reader import open_checkpoint
 from megatron.fsdp.comm.backends import HOST
 from megatron.fsdp.forward_methods import register_forward_method
 from megatron.fsdp.helpers.spelling import did_you_mean
@@ -267,7 +268,7 @@ class ShardedStrategy(_Base):
                 f"Expected the path of a checkpoint: a file, or a folder with {_META} in it; got {str(path)!r}."
             )
         checkpoint = torch.load(path / _META, map_location=HOST, weights_only=weights_only)
-        saved = Reader(path).read_metadata().state_dict_metadata
+        saved = open_checkpoint(path).metadata.state_dict_metadata
         names: dict[str, set[str]] = {}
         for key in saved:
             entry, _, name = key.partition(".")
@@ -279,7 +280,7 @@ class ShardedStrategy(_Base):
             if not entry.startswith(_OPTIMIZER):
                 known = {name: value for name, value in current.items() if name in names[entry]}
                 state[entry] = {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in known.items()}
-        dcp.load(state, storage_reader=Reader(path))
+        load(state, path)
         # With None for what the model lacks, load_state_dict names it.
         checkpoint["state_dict"] = dict.fromkeys(names[_MODEL]) | state.pop(_MODEL)
         if optimizers:

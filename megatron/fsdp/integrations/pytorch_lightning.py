@@ -6,4 +6,7 @@ from megatron.fsdp.integrations.lightning_strategy import ShardedStrategy
 
 
 class MegatronFSDPStrategy(ShardedStrategy, ModelParallelStrategy):  # type: ignore[misc]
-    """See :class:`megatron.fsdp.integrations.lightning_strategy.ShardedStrategy`, which has all of its arguments."""
+    """Trains a LightningModule whose parameters, gradients and optimizer state are sharded.
+
+    Its arguments are those of :class:`megatron.fsdp.integrations.lightning_strategy.ShardedStrategy`.
+    """

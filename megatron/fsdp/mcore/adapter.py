@@ -4,12 +4,10 @@ import dataclasses
 import functools
 import logging
 import math
-import random
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -21,7 +19,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.ssm.mamba_context_parallel import MambaContextParallel
 from megatron.core.ssm.mamba_layer import MambaLayer
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import log_single_rank
@@ -198,21 +195,6 @@ class FullyShardedDataParallel(_BaseDataParallel):
         """Mesh and process groups of the model."""
         return self.module.index
 
-    @property
-    def tp_group(self) -> dist.ProcessGroup:
-        """Process group of tensor parallelism. It has one rank if the model is not tensor-parallel."""
-        return self.module.index.tensor_parallel_mesh().get_group()
-
-    def sync_rng_states_across_tp_group(self) -> None:
-        """Copy the states of all random number generators from the first tensor-parallel rank to the others.
-
-        These are the generators of Python, NumPy and torch, and Megatron's tracker of CUDA generators. The tracker's
-        states differ between tensor-parallel ranks on purpose: call this only where they must be equal. A collective.
-        """
-        states: list[Any] = [_random_states() if self.tp_group.rank() == 0 else None]
-        dist.broadcast_object_list(states, group=self.tp_group, group_src=0)
-        _set_random_states(states[0])
-
     @torch.no_grad()
     def _share_embedding(self, groups: ProcessGroupCollection | None) -> None:
         """Copy the first pipeline stage's embedding to the last stage, whose tied copy is initialized with zeros.
@@ -275,21 +257,17 @@ class FullyShardedDataParallel(_BaseDataParallel):
             bad = [name for name, grad in named if not torch.isfinite(grad).all()]
             message += f"; not finite in {', '.join(bad[:8])}{' and others' if len(bad) > 8 else ''}"
         machine = get_rerun_state_machine()
-        # For each check: the name of the finding, the test, and whether a finding ends the run.
-        rejected: list[tuple[str, Callable[..., Any], bool]] = []
-        if self.ddp_config.check_for_nan_in_grad:
-            rejected += [("NaN", torch.isnan, True), ("Inf", torch.isinf, True)]
-        if self.ddp_config.check_for_large_grads:
-            large = functools.partial(machine.is_unexpectedly_large, threshold=10, context="grads")
-            rejected.append(("an unexpectedly large value", large, False))
-        for finding, rejects, fatal in rejected:
-            machine.validate_result(
-                result=total,
-                rejection_func=rejects,
-                message=f"found {finding} in {message}",
-                tolerance=0.001,
-                fatal=fatal,
-            )
+        large = functools.partial(machine.is_unexpectedly_large, threshold=10, context="grads")
+        # For each check: whether it is on, the name of the finding, the test, and whether a finding ends the run.
+        checks: tuple[tuple[bool, str, Callable[..., Any], bool], ...] = (
+            (self.ddp_config.check_for_nan_in_grad, "NaN", torch.isnan, True),
+            (self.ddp_config.check_for_nan_in_grad, "Inf", torch.isinf, True),
+            (self.ddp_config.check_for_large_grads, "an unexpectedly large value", large, False),
+        )
+        for is_on, finding, rejects, fatal in checks:
+            if is_on:
+                text = f"found {finding} in {message}"
+                machine.validate_result(total, rejects, message=text, tolerance=0.001, fatal=fatal)
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
         """Multiply all gradients in place."""
@@ -400,27 +378,6 @@ def fsdp_config(config: TransformerConfig, ddp_config: DistributedDataParallelCo
     # many go on.
     prefetched, reducing = math.ceil(in_flight // 2 / unit_size), max(in_flight // unit_size, 1)
     return dataclasses.replace(found, max_unsharded_units=1 + prefetched, max_reducing_units=reducing)
-
-
-def _random_states() -> dict[str, Any]:
-    """Return the states of all random number generators that a Megatron model draws from."""
-    return {
-        "python": random.getstate(),
-        "numpy": numpy.random.get_state(),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-        "tracker": get_cuda_rng_tracker().get_states(),
-    }
-
-
-def _set_random_states(states: dict[str, Any]) -> None:
-    """Set states returned by :func:`_random_states`."""
-    random.setstate(states["python"])
-    numpy.random.set_state(states["numpy"])
-    torch.set_rng_state(states["torch"])
-    if states["cuda"] is not None:
-        torch.cuda.set_rng_state(states["cuda"])
-    get_cuda_rng_tracker().set_states(states["tracker"])
 
 
 def units_of(module: nn.Module) -> list[type[nn.Module]]:

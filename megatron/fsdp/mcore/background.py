@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import queue
 import threading
-import types
 from collections.abc import Callable
 from multiprocessing.managers import SyncManager
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.fsdp.checkpoint.backend import AtomicSaveMixin, file_result, remove_save
 from megatron.fsdp.checkpoint.checksums import crc32_of
+from megatron.fsdp.mcore.views import View
 
 
 def get_async_strategy(original: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[str, dict[str, Any]]:
@@ -136,6 +136,4 @@ class _Context:
 
 def multiprocessing_view(original: Any) -> Any:
     """What Megatron's background saves see as ``torch.multiprocessing``: its workers would outlive a killed rank."""
-    view = types.ModuleType(original.__name__)
-    view.__dict__.update({**vars(original), "get_context": lambda mode=None: _Context(original.get_context(mode))})
-    return view
+    return View(original, {"get_context": lambda mode=None: _Context(original.get_context(mode))})

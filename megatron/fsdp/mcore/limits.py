@@ -4,24 +4,25 @@
 without effect. Settings are read by their names in Megatron, from a parsed command line or from the configs that a
 wrapper is given.
 
-``python -m megatron.fsdp.mcore.limits`` prints the tables of docs/limits.md.
+``scripts/limit_table.py`` prints the tables of docs/limits.md.
 """
 
 import functools
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from megatron.fsdp.sharding.strategy import INNER
 
 logger = logging.getLogger(__name__)
 
 # Megatron's command line puts a prefix before these fields of its configs.
 _PREFIXED = {
     "average_in_collective",
-    "bucket_size",
     "num_buckets",
     "pad_buckets_for_high_nccl_busbw",
     "param_name_patterns_for_fp32_local_accumulation",
@@ -57,71 +58,59 @@ Condition = Callable[[Settings], bool]
 
 
 @dataclass(frozen=True)
-class Limit:
+class Rule:
+    """A setting that is ignored; subclasses say what else happens to it.
+
+    Attributes:
+        setting: The setting's name, followed by when the rule applies unless it does for every value.
+        reason: Why.
+        condition: Whether it applies. None: if the setting is set, or as ``setting`` says in the form "name with other"
+            or "name without other".
+    """
+
+    setting: str
+    reason: str
+    condition: Condition | None = field(default=None, kw_only=True)
+
+    def applies(self, settings: Settings) -> bool:
+        """Whether the rule applies to the settings."""
+        if self.condition is not None:
+            return self.condition(settings)
+        name, *also = self.setting.split()
+        return bool(settings[name]) and (not also or bool(settings[also[1]]) is (also[0] == "with"))
+
+
+@dataclass(frozen=True)
+class Limit(Rule):
     """A setting that does not work with this FSDP.
 
     Attributes:
-        setting: The setting's name, followed by the values that raise an error unless all do.
-        applies: Whether the error is raised.
-        error: ValueError for what can never work, NotImplementedError for what is not supported yet.
-        message: Why it does not work.
         remedy: What the user can do.
+        error: ValueError for what can never work, NotImplementedError for what is not supported yet.
     """
 
-    setting: str
-    applies: Condition
-    error: type[Exception]
-    message: str
-    remedy: str
+    remedy: str = "Leave it off."
+    error: type[Exception] = ValueError
 
 
 @dataclass(frozen=True)
-class Adjustment:
+class Adjustment(Rule):
     """A setting that is changed; the change is logged once.
 
     Attributes:
-        setting: The setting's name.
-        applies: Whether it is changed.
         value: The new value.
-        reason: Why.
     """
 
-    setting: str
-    applies: Condition
     value: Any
-    reason: str
-
-
-@dataclass(frozen=True)
-class Ignored:
-    """A setting without effect, which is logged once if it is given.
-
-    Attributes:
-        setting: The setting's name.
-        applies: Whether it is given.
-        reason: Why it has no effect.
-    """
-
-    setting: str
-    applies: Condition
-    reason: str
-
-
-def _is_set(name: str) -> Condition:
-    return lambda s: bool(s[name])
 
 
 def _is_false(name: str, condition: Condition = lambda s: True) -> Condition:
     return lambda s: s[name] is False and condition(s)
 
 
-def _never(setting: str, message: str, remedy: str = "Leave it off.", applies: Condition | None = None) -> Limit:
-    return Limit(setting, applies or _is_set(setting), ValueError, message, remedy)
-
-
-def _not_yet(setting: str, what: str, remedy: str = "Leave it off.", applies: Condition | None = None) -> Limit:
-    message = f"Not supported by this FSDP yet: {what}."
-    return Limit(setting, applies or _is_set(setting), NotImplementedError, message, remedy)
+def _not_yet(setting: str, what: str, remedy: str = "Leave it off.", condition: Condition | None = None) -> Limit:
+    reason = f"Not supported by this FSDP yet: {what}."
+    return Limit(setting, reason, remedy, NotImplementedError, condition=condition)
 
 
 # Names of Muon; the second is deprecated.
@@ -130,22 +119,11 @@ MUON = ("muon", "dist_muon")
 _NOT_WITH_MUON = ("fp16", "use_precision_aware_optimizer", "optimizer_cpu_offload")
 
 LIMITS: tuple[Limit, ...] = (
-    _never(
-        "use_torch_fsdp2",
-        "Using use_megatron_fsdp and use_torch_fsdp2 at the same time is not supported: they are different wrappers.",
-        "Choose one.",
-    ),
-    _never(
+    Limit(
         "use_tp_pp_dp_mapping",
         "use_tp_pp_dp_mapping is not supported with Megatron FSDP: it numbers ranks so that data-parallel ranks of one "
         "model replica are far apart. FSDP communicates between them in every layer, and expects the order "
         "tp-cp-ep-dp-pp.",
-    ),
-    _never(
-        "ckpt_format other than fsdp_dtensor",
-        "Megatron FSDP only supports fsdp_dtensor checkpoint format, which saves and loads sharded parameters.",
-        "Set ckpt_format (--ckpt-format) to fsdp_dtensor.",
-        lambda s: s["ckpt_format"] not in (None, "fsdp_dtensor"),
     ),
     _not_yet(
         "gtp_weight_remat_size > 1",
@@ -153,30 +131,17 @@ LIMITS: tuple[Limit, ...] = (
         "Leave gtp_weight_remat_size at 1, or train with Megatron's DistributedDataParallel.",
         lambda s: (s["gtp_weight_remat_size"] or 1) > 1,
     ),
-    _never(
-        "optimizer_cpu_offload without use_precision_aware_optimizer",
-        "Megatron-Core offloads the optimizer only with use_precision_aware_optimizer, which says where it reads "
-        "gradients.",
-        "Set use_precision_aware_optimizer too.",
-        lambda s: bool(s["optimizer_cpu_offload"]) and s["use_precision_aware_optimizer"] is False,
-    ),
-    _never(
-        "optimizer sgd",
-        "Megatron-Core's DistributedOptimizer, which FSDP needs, rejects it.",
-        "Set optimizer (--optimizer) to adam or muon.",
-        lambda s: s["optimizer"] == "sgd",
-    ),
     _not_yet(
         "optimizer other than adam and muon",
-        "SOAP and adaptive Muon, which keep statistics of whole matrices, and Lion",
+        "SOAP and adaptive Muon, which keep statistics of whole matrices, Lion and SGD",
         "Set optimizer (--optimizer) to adam or muon.",
-        lambda s: s["optimizer"] not in (None, "adam", "sgd", *MUON),
+        lambda s: s["optimizer"] not in (None, "adam", *MUON),
     ),
-    _never(
+    Limit(
         "optimizer_offload_fraction below 0 or above 1",
         "It is the share of the parameters whose optimizer state is in host memory.",
         "Set optimizer_offload_fraction (--optimizer-offload-fraction) to a number from 0 to 1.",
-        lambda s: not 0 <= (s["optimizer_offload_fraction"] or 0) <= 1,
+        condition=lambda s: not 0 <= (s["optimizer_offload_fraction"] or 0) <= 1,
     ),
     _not_yet(
         "optimizer muon with fp16, use_precision_aware_optimizer or optimizer_cpu_offload",
@@ -190,17 +155,19 @@ LIMITS: tuple[Limit, ...] = (
         "Set muon_scalar_optimizer (--muon-scalar-optimizer) to adam.",
         lambda s: s["optimizer"] in MUON and s["muon_scalar_optimizer"] == "lion",
     ),
-    _never(
+    Limit(
         "defer_embedding_wgrad_compute",
         "The output layer's weight gradient would be computed after its unit's gradients were reduced, and be lost. "
         "Megatron-Core's FSDP does not read it.",
     ),
-    _never(
+    Limit(
         "fsdp_double_buffer with overlap_moe_expert_parallel_comm",
         "A forward and a backward that overlap use units in opposite orders, which collide in a double buffer. "
         "Megatron-Core's FSDP refuses this as well. nccl_ub turns the double buffer on.",
         "Leave fsdp_double_buffer and nccl_ub off.",
-        lambda s: bool(s["overlap_moe_expert_parallel_comm"]) and bool(s["fsdp_double_buffer"] or s["nccl_ub"]),
+        condition=lambda s: (
+            bool(s["overlap_moe_expert_parallel_comm"]) and bool(s["fsdp_double_buffer"] or s["nccl_ub"])
+        ),
     ),
     _not_yet(
         "cuda_graph_impl full_iteration with overlap_moe_expert_parallel_comm",
@@ -212,15 +179,14 @@ LIMITS: tuple[Limit, ...] = (
         "moe_latent_size with overlap_moe_expert_parallel_comm",
         "an expert's latent projection that runs in the stream of the all-to-all, beside the unit's other computation",
         "Leave overlap_moe_expert_parallel_comm off.",
-        lambda s: bool(s["overlap_moe_expert_parallel_comm"]) and bool(s["moe_latent_size"]),
     ),
     _not_yet("overlap_param_gather_with_optimizer_step", "all-gathering weights during the optimizer's step"),
-    _never(
+    Limit(
         "param_name_patterns_for_fp32_local_accumulation",
         "The gradients of a unit are accumulated in one dtype. Megatron-Core's FSDP does not read the patterns.",
         "Set megatron_fsdp_main_grads_dtype (--megatron-fsdp-main-grads-dtype) to fp32, for all gradients.",
     ),
-    _never(
+    Limit(
         "save_wgrads_interval",
         "It saves the gradients in main_grad after an all-reduce of whole gradients. Here they are sharded and have no "
         "main_grad, as in Megatron-Core's FSDP, so the files would have none.",
@@ -253,13 +219,7 @@ def _transformer_engine_fits() -> bool:
 
 
 def _shards(kind: str) -> Condition:
-    def applies(settings: Settings) -> bool:
-        from megatron.fsdp.sharding.strategy import INNER
-
-        placements = INNER.get(settings["data_parallel_sharding_strategy"])
-        return placements is not None and bool(getattr(placements, f"shards_{kind}"))
-
-    return applies
+    return lambda s: bool(getattr(INNER.get(s["data_parallel_sharding_strategy"]), f"shards_{kind}", False))
 
 
 def _quantizes(settings: Settings) -> bool:
@@ -269,152 +229,117 @@ def _quantizes(settings: Settings) -> bool:
 ADJUSTMENTS: tuple[Adjustment, ...] = (
     Adjustment(
         "average_in_collective",
-        _is_set("average_in_collective"),
-        False,
         "gradients are summed over ranks and each rank divides its shard, so every element is scaled only once",
+        False,
     ),
     Adjustment(
         "gradient_accumulation_fusion",
-        lambda s: bool(s["gradient_accumulation_fusion"]) and not _transformer_engine_fits(),
-        False,
         "Transformer Engine writes gradients of another dtype than the weights' from version 2.10 on",
+        False,
+        condition=lambda s: bool(s["gradient_accumulation_fusion"]) and not _transformer_engine_fits(),
     ),
     Adjustment(
         "disable_parameter_transpose_cache",
-        _is_false("disable_parameter_transpose_cache", lambda s: _quantizes(s) and _shards("parameters")(s)),
-        True,
         "Transformer Engine would keep quantized copies of whole weights on every rank between micro-batches",
+        True,
+        condition=_is_false("disable_parameter_transpose_cache", lambda s: _quantizes(s) and _shards("parameters")(s)),
     ),
     # Megatron's validate_args() clears it without a message, after this table was applied.
     Adjustment(
         "reuse_grad_buf_for_mxfp8_param_ag",
-        _is_set("reuse_grad_buf_for_mxfp8_param_ag"),
-        False,
         "weights are all-gathered into buffers of their own, and each pass gathers only the MXFP8 bytes that it reads",
+        False,
     ),
     Adjustment(
         "fsdp_double_buffer",
-        _is_false("fsdp_double_buffer", _is_set("nccl_ub")),
-        True,
         "nccl_ub registers buffers with NCCL once, so their addresses must not change",
+        True,
+        condition=_is_false("fsdp_double_buffer", lambda s: bool(s["nccl_ub"])),
     ),
     Adjustment(
         "megatron_fsdp_cuda_graph_mode",
-        _is_false("megatron_fsdp_cuda_graph_mode", lambda s: s["cuda_graph_impl"] == "full_iteration"),
-        True,
         "a graph of a whole iteration needs buffers and gradients at fixed addresses",
+        True,
+        condition=_is_false("megatron_fsdp_cuda_graph_mode", lambda s: s["cuda_graph_impl"] == "full_iteration"),
     ),
     Adjustment(
         "megatron_fsdp_version",
-        lambda s: s["megatron_fsdp_version"] not in (None, 1),
-        1,
         "it chooses one of Megatron-Core's two engines, and this one takes the place of both",
+        1,
+        condition=lambda s: s["megatron_fsdp_version"] not in (None, 1),
     ),
     Adjustment(
         "overlap_grad_reduce",
-        _is_false("overlap_grad_reduce", _shards("gradients")),
-        True,
         "sharded gradients are reduced during backward, and waiting for each reduction has no advantage",
+        True,
+        condition=_is_false("overlap_grad_reduce", _shards("gradients")),
     ),
     Adjustment(
         "overlap_param_gather",
-        _is_false("overlap_param_gather", _shards("parameters")),
-        True,
         "sharded weights are unsharded unit by unit, and starting late has no advantage",
+        True,
+        condition=_is_false("overlap_param_gather", _shards("parameters")),
     ),
 )
 
 _UNITS = "all parameters of a unit are unsharded or reduced together"
-
-
-def _without_registration(name: str) -> Condition:
-    return lambda s: bool(s[name]) and not s["nccl_ub"]
-
-
 _REGISTERED = "it selects how nccl_ub registers buffers"
-# Without a bucket size on the command line, Megatron's loop sets at least this many parameters, in such steps.
-_DEFAULT_BUCKET, _BUCKET_STEP = 40_000_000, 1_000_000
-
-
-def _gives_bucket_size(settings: Settings) -> bool:
-    if settings["num_buckets"] is not None:  # Megatron's loop computes the size from it
-        return False
-    size = settings["bucket_size"]
-    by_default = size is None or (size >= _DEFAULT_BUCKET and size % _BUCKET_STEP == 0)
-    return settings["ddp_bucket_size"] is not None or not by_default
 
 
 def _offloads_and_narrows(name: str) -> Condition:
     return lambda s: bool(s["optimizer_cpu_offload"]) and s[name] not in (None, "fp32", torch.float32)
 
 
-IGNORED: tuple[Ignored, ...] = (
-    Ignored(
-        "suggested_communication_unit_size with fsdp_double_buffer",
-        lambda s: s["suggested_communication_unit_size"] is not None and bool(s["fsdp_double_buffer"]),
-        "two units have buffers, as in Megatron-Core",
-    ),
-    Ignored(
-        "num_buckets",
-        lambda s: s["num_buckets"] is not None,
-        f"{_UNITS}. Megatron-Core's FSDP does not read it either",
-    ),
-    Ignored("bucket_size", _gives_bucket_size, _UNITS),
-    Ignored(
-        "pad_buckets_for_high_nccl_busbw",
-        _is_set("pad_buckets_for_high_nccl_busbw"),
-        "shards have as little padding as the layout allows",
-    ),
-    Ignored(
+IGNORED: tuple[Rule, ...] = (
+    Rule("suggested_communication_unit_size with fsdp_double_buffer", "two units have buffers, as in Megatron-Core"),
+    Rule("num_buckets", f"{_UNITS}. Megatron-Core's FSDP does not read it either"),
+    # Only on the command line: Megatron's loop computes the config's, with or without it.
+    Rule("bucket_size", _UNITS, condition=lambda s: s["ddp_bucket_size"] is not None),
+    Rule("pad_buckets_for_high_nccl_busbw", "shards have as little padding as the layout allows"),
+    Rule(
         "gradient_reduce_div_fusion",
-        _is_false("gradient_reduce_div_fusion", lambda s: torch.cuda.is_available()),
         "a rank divides only its shard, after the reduction",
+        condition=_is_false("gradient_reduce_div_fusion", lambda s: torch.cuda.is_available()),
     ),
-    Ignored(
+    Rule(
         "outer_dp_sharding_strategy with one optimizer instance",
-        lambda s: (
+        "it applies to several optimizer instances (num_distributed_optimizer_instances)",
+        condition=lambda s: (
             s["outer_dp_sharding_strategy"] not in (None, "no_shard") and s["num_distributed_optimizer_instances"] == 1
         ),
-        "it applies to several optimizer instances (num_distributed_optimizer_instances)",
     ),
-    Ignored(
-        "enable_full_sharding_in_hsdp",
-        _is_set("enable_full_sharding_in_hsdp"),
-        "the setting for that is outer_dp_sharding_strategy optim",
-    ),
-    Ignored(
-        "overlap_cpu_optimizer_d2h_h2d",
-        lambda s: bool(s["overlap_cpu_optimizer_d2h_h2d"]) and bool(s["optimizer_cpu_offload"]),
+    Rule("enable_full_sharding_in_hsdp", "the setting for that is outer_dp_sharding_strategy optim"),
+    Rule(
+        "overlap_cpu_optimizer_d2h_h2d with optimizer_cpu_offload",
         "all gradients are copied to the host before its step, and each unit's weights are copied back when they are "
         "unsharded, while others compute",
     ),
     *(
-        Ignored(name, _is_false(name, _is_set("optimizer_cpu_offload")), "copies from pageable memory block the host")
+        Rule(
+            name,
+            "copies from pageable memory block the host",
+            condition=_is_false(name, lambda s: bool(s["optimizer_cpu_offload"])),
+        )
         for name in ("pin_cpu_grads", "pin_cpu_params")
     ),
-    Ignored(
-        "use_torch_optimizer_for_cpu_offload",
-        lambda s: bool(s["use_torch_optimizer_for_cpu_offload"]) and bool(s["optimizer_cpu_offload"]),
-        "with optimizer_cpu_offload, torch's optimizer also updates weights on the device",
+    Rule(
+        "use_torch_optimizer_for_cpu_offload with optimizer_cpu_offload",
+        "torch's optimizer also updates weights on the device",
     ),
     *(
-        Ignored(
+        Rule(
             f"{name} with optimizer_cpu_offload",
-            _offloads_and_narrows(name),
             "moments have the main weights' dtype, as in Megatron-Core",
+            condition=_offloads_and_narrows(name),
         )
         for name in ("exp_avg_dtype", "exp_avg_sq_dtype")
     ),
-    Ignored(
-        "disable_symmetric_registration without nccl_ub",
-        _without_registration("disable_symmetric_registration"),
-        _REGISTERED,
-    ),
-    Ignored("fsdp_manual_registration without nccl_ub", _without_registration("fsdp_manual_registration"), _REGISTERED),
-    Ignored(
+    Rule("disable_symmetric_registration without nccl_ub", _REGISTERED),
+    Rule("fsdp_manual_registration without nccl_ub", _REGISTERED),
+    Rule(
         "torch_fsdp2_reshard_after_forward",
-        _is_false("torch_fsdp2_reshard_after_forward"),
         "it is a setting of PyTorch's FSDP2; data_parallel_sharding_strategy optim_grads keeps weights after forward",
+        condition=_is_false("torch_fsdp2_reshard_after_forward"),
     ),
 )
 
@@ -433,7 +358,7 @@ def check(settings: Settings) -> None:
     """
     found = broken(settings)
     if found:
-        lines = [f"{limit.setting}: {limit.message} {limit.remedy}" for limit in found]
+        lines = [f"{limit.setting}: {limit.reason} {limit.remedy}" for limit in found]
         error = ValueError if any(limit.error is ValueError for limit in found) else NotImplementedError
         raise error("\n".join(lines))
 
@@ -473,20 +398,3 @@ def validate_args(original: Callable[..., Any], args: Any, *rest: Any, **kwargs:
     if is_muon:
         args.optimizer = "muon"
     return result
-
-
-def as_markdown() -> str:
-    """The tables of docs/limits.md."""
-    lines = ["| setting | error | why | what to do |", "|---|---|---|---|"]
-    for limit in LIMITS:
-        lines.append(f"| `{limit.setting}` | {limit.error.__name__} | {limit.message} | {limit.remedy} |")
-    lines += ["", "| setting | is set to | why |", "|---|---|---|"]
-    for adjustment in ADJUSTMENTS:
-        lines.append(f"| `{adjustment.setting}` | `{adjustment.value}` | {adjustment.reason} |")
-    lines += ["", "| setting | why it has no effect |", "|---|---|"]
-    lines += [f"| `{ignored.setting}` | {ignored.reason} |" for ignored in IGNORED]
-    return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    print(as_markdown(), end="")

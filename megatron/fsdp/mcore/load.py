@@ -83,10 +83,10 @@ def load_state_dict(state_dict: dict[str, Any], storage_reader: Any, planner: An
         RuntimeError: Keys are missing or unexpected, the order of a parameter's rows is unknown, or weights are
             inconsistent after loading.
     """
-    if not isinstance(state_dict, CheckpointState):
-        dcp.load_state_dict(state_dict, storage_reader=storage_reader, planner=planner)
-        return
     folder = Path(storage_reader.path)
+    if not isinstance(state_dict, CheckpointState):
+        loading.load(state_dict, folder)
+        return
     _use_own_random_state(state_dict)
     own: dict[str, Any] = {}
     if is_torch_dist(folder):

@@ -16,23 +16,15 @@ _CHECKPOINTING = "megatron.training.checkpointing"
 _DISTRIBUTED_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 _OPTIMIZERS = "megatron.core.optimizer.optimizer"
 _PIPELINE = "megatron.core.pipeline_parallel"
-_BRIDGE = "megatron.bridge.training"
-_PEFT_BRIDGE = "megatron.bridge.models.conversion.peft_bridge:MegatronPeftBridge"
+_SAVING = "training.checkpointing"
 _WRAPPER = "megatron.fsdp.mcore.adapter:FullyShardedDataParallel"
 _ORIGINAL = "megatron.core.distributed.fsdp.src.megatron_fsdp"
 
+_API = "MegatronFSDP MixedPrecisionPolicy FSDPDistributedIndex fully_shard fully_shard_model fully_shard_optimizer"
 # What scripts import from Megatron-Core's FSDP: the module there, the module here, and the names.
 _PUBLIC = (
-    (
-        "",
-        "",
-        "MegatronFSDP MixedPrecisionPolicy FSDPDistributedIndex fully_shard fully_shard_model fully_shard_optimizer",
-    ),
-    (
-        ".fully_shard",
-        "",
-        "MegatronFSDP MixedPrecisionPolicy FSDPDistributedIndex fully_shard fully_shard_model fully_shard_optimizer",
-    ),
+    ("", "", _API),
+    (".fully_shard", "", _API),
     (".megatron_fsdp", "", "MegatronFSDP MixedPrecisionPolicy FSDPDistributedIndex"),
     (".mixed_precision", "", "MixedPrecisionPolicy"),
     (".utils", "", "FSDPDistributedIndex"),
@@ -54,8 +46,8 @@ def _wrapper(target: str, reason: str, **versions: Any) -> Patch:
     return Patch(target, reason, _WRAPPER, MEGATRON_CORE, Kind.VALUE, **versions)
 
 
-def _in_bridge(name: str, reason: str, replacement: str, kind: Kind = Kind.AROUND) -> Patch:
-    target = f"{_BRIDGE}.checkpointing:{name}"
+def _in_bridge(target: str, reason: str, replacement: str, kind: Kind = Kind.AROUND) -> Patch:
+    target = f"megatron.bridge.{target}"
     return Patch(target, reason, f"megatron.fsdp.mcore.{replacement}", MEGATRON_BRIDGE, kind, optional=True)
 
 
@@ -152,15 +144,13 @@ MEGATRON = Patches(
             "statistics:main_grads_for_norm",
             before="0.19",
         ),
-        _patch(
-            f"{_OPTIMIZERS}:MegatronOptimizer.count_zeros",
-            "counts zeros once for every rank that has a copy of the gradient",
-            "statistics:count_zeros",
-        ),
-        _patch(
-            f"{_OPTIMIZERS}:ChainedOptimizer.count_zeros",
-            "counts zeros once for every rank that has a copy of the gradient",
-            "statistics:count_zeros",
+        *(
+            _patch(
+                f"{_OPTIMIZERS}:{owner}.count_zeros",
+                "counts zeros once for every rank that has a copy of the gradient",
+                "statistics:count_zeros",
+            )
+            for owner in ("MegatronOptimizer", "ChainedOptimizer")
         ),
         _patch(
             "megatron.training.training:calc_params_l2_norm",
@@ -216,11 +206,10 @@ MEGATRON = Patches(
             "storage:torch_view",
             Kind.FACTORY,
         ),
-        Patch(
+        _patch(
             f"{_CHECKPOINTING}:FileSystemReader",
             "unpickles a checkpoint's metadata without restrictions",
-            "megatron.fsdp.mcore.torch_dist:Reader",
-            MEGATRON_CORE,
+            "torch_dist:Reader",
             Kind.VALUE,
         ),
         _patch(
@@ -285,28 +274,26 @@ MEGATRON = Patches(
         ),
         *_public(),
         # Megatron-Bridge has copies of these. It builds and wraps models with the functions above.
-        Patch(
-            f"{_BRIDGE}.setup:megatron_FSDP",
-            "is how it recognizes a model chunk that has no_sync()",
-            _WRAPPER,
-            MEGATRON_BRIDGE,
-            Kind.VALUE,
-            optional=True,
-        ),
-        _in_bridge("generate_state_dict", "is a copy of Megatron's function", "save:generate_state_dict"),
-        _in_bridge("preprocess_fsdp_dtensor_state_dict", "is a copy of Megatron's function", "save:preprocess"),
-        _in_bridge("torch", "saves and loads as Megatron does", "storage:torch_view", Kind.FACTORY),
         _in_bridge(
-            "apply_peft_adapter_filter_to_state_dict",
+            "training.setup:megatron_FSDP",
+            "is how it recognizes a model chunk that has no_sync()",
+            "adapter:FullyShardedDataParallel",
+            Kind.VALUE,
+        ),
+        _in_bridge(f"{_SAVING}:generate_state_dict", "is a copy of Megatron's function", "save:generate_state_dict"),
+        _in_bridge(
+            f"{_SAVING}:preprocess_fsdp_dtensor_state_dict", "is a copy of Megatron's function", "save:preprocess"
+        ),
+        _in_bridge(f"{_SAVING}:torch", "saves and loads as Megatron does", "storage:torch_view", Kind.FACTORY),
+        _in_bridge(
+            f"{_SAVING}:apply_peft_adapter_filter_to_state_dict",
             "removes base weights from a checkpoint's state, and loses the model chunks that it belongs to",
             "bridge:filter_adapters",
         ),
-        Patch(
-            f"{_PEFT_BRIDGE}.materialize_adapter_weights",
+        _in_bridge(
+            "models.conversion.peft_bridge:MegatronPeftBridge.materialize_adapter_weights",
             "computes with shards of adapters as with whole ones",
-            "megatron.fsdp.mcore.bridge:materialize_adapters",
-            MEGATRON_BRIDGE,
-            optional=True,
+            "bridge:materialize_adapters",
         ),
     ],
 )

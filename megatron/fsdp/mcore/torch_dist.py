@@ -6,15 +6,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
-from megatron.fsdp.checkpoint import backend
 from megatron.fsdp.checkpoint.loading import Contents, View
-from megatron.fsdp.checkpoint.reader import CheckpointReader, common_state, format_of
+from megatron.fsdp.checkpoint.reader import CheckpointReader, common_state, format_of, open_checkpoint
 from megatron.fsdp.convert.fsdp_dtensor import CHECKPOINT_VERSION
 from megatron.fsdp.convert.options import ReadOptions
 from megatron.fsdp.convert.rewrites import TORCH_DIST
-from megatron.fsdp.convert.view import ConvertedView
+from megatron.fsdp.convert.run import converted
 from megatron.fsdp.mcore.resuming import megatron_arguments, refuse_legacy, uses_fsdp_dtensor
 
 
@@ -38,7 +38,7 @@ def _view(opened: CheckpointReader, optimizer: bool) -> Contents:
     args = megatron_arguments() or argparse.Namespace()
     options = ReadOptions(optimizer=optimizer, verify=False, args=args, keeps_rest=False)
     try:
-        return ConvertedView(opened, options)
+        return converted(opened, options)
     except (ValueError, NotImplementedError) as error:
         raise RuntimeError(
             f"{opened.path}: this torch_dist checkpoint cannot be loaded as it is. {error} Options are those of "
@@ -52,20 +52,20 @@ def load_common(folder: Path, keys: list[str]) -> dict[str, Any]:
     return {key: common[key] for key in keys if key in common}
 
 
-class Reader(backend.Reader):
-    """Shows the metadata of a ``torch_dist`` checkpoint as that of its conversion where Megatron compares all keys."""
+class Reader(FileSystemReader):
+    """Reads metadata, without running code: that of a ``torch_dist`` checkpoint as if it had been converted."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the checkpoint's metadata, as in the base class."""
-        metadata, run = super().read_metadata(*args, **kwargs), megatron_arguments()
+        """Read the checkpoint's metadata. Raises the errors of ``CheckpointReader``."""
+        opened, run = open_checkpoint(Path(self.path)), megatron_arguments()
         lenient = not getattr(run, "strict_fsdp_dtensor_load", True)
-        # A layer of a GPT model becomes several of a hybrid one, which Megatron finds by their keys.
+        # Then Megatron compares keys: a layer of a GPT model becomes several of a hybrid one, which it finds by them.
         compares = lenient or getattr(run, "hybrid_layer_pattern", None)
         # The conversion of a large model takes seconds to plan.
         if not compares or not is_torch_dist(Path(self.path)):
-            return metadata
+            return opened.metadata
         loads = not (getattr(run, "finetune", False) or getattr(run, "no_load_optim", False))
-        return view(loads)(backend.open_checkpoint(Path(self.path))).metadata
+        return view(loads)(opened).metadata
 
 
 def load_path(original: Callable[..., str], args: Any, load_arg: str = "load") -> str:

@@ -15,7 +15,6 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.buffers.parameter import ShardedParameter
-from megatron.fsdp.buffers.parameter_group import ParameterGroup
 from megatron.fsdp.comm.backends import HOST
 from megatron.fsdp.dtensor.placements import RaggedShard
 from megatron.fsdp.dtensor.ragged_dtensor import is_sharded, local_shard, make_dtensor, make_like
@@ -31,15 +30,13 @@ def is_quantized(optimizer: torch.optim.Optimizer, main: torch.Tensor) -> bool:
     return main.numel() >= _LEAST and main.numel() % size == 0
 
 
-def check_blocks(optimizer: torch.optim.Optimizer, groups: Iterable[ParameterGroup]) -> None:
-    """Check that no block of state is divided between ranks.
+def check_blocks(optimizer: torch.optim.Optimizer, params: Iterable[ShardedParameter]) -> None:
+    """Check that no block of the state of these parameters is divided between ranks.
 
     Raises:
         ValueError: One is. The message says how to shard the model.
     """
     size = _block_size(optimizer)
-    held = {id(p) for options in optimizer.param_groups for p in options["params"]}
-    params = [p for g in groups for p in g.params if held & {id(p.original), id(p.compute), id(p.main)}]
     params = [p for p in params if is_quantized(optimizer, p.main)]
     divided = [p.name for p in params if any(cut % size for cut in _cuts(p))]
     if divided:

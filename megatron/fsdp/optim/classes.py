@@ -9,7 +9,6 @@ import inspect
 from collections.abc import Iterable
 
 import torch
-from torch import nn
 
 from megatron.fsdp.buffers.parameter_group import ParameterGroup
 from megatron.fsdp.optim.block_state import check_blocks
@@ -18,19 +17,16 @@ from megatron.fsdp.optim.block_state import check_blocks
 LOOKS_AT = ("element", "matrix", "parameter")
 
 
-def _torch_optimizers(names: str) -> set[type]:
-    return {getattr(torch.optim, name) for name in names.split() if hasattr(torch.optim, name)}
-
-
 # Optimizers that update each element from its own gradient and state, and from scalars of its parameter.
-ELEMENTWISE = _torch_optimizers("ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD")
+_NAMES = "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD"
+ELEMENTWISE: set[type] = {getattr(torch.optim, name) for name in _NAMES.split()}
 # Optimizers that update each parameter independently of the others, so that a step may be split between parameters.
-BY_PARAMETER = ELEMENTWISE | _torch_optimizers("Muon")
+BY_PARAMETER = ELEMENTWISE | {torch.optim.Muon}
 
 _known: dict[type, str] = {
     **dict.fromkeys(ELEMENTWISE, "element"),
-    **dict.fromkeys(_torch_optimizers("Muon"), "matrix"),
-    **dict.fromkeys(_torch_optimizers("Adafactor"), "parameter"),
+    torch.optim.Muon: "matrix",
+    torch.optim.Adafactor: "parameter",
 }
 
 # Classes of other packages are listed by full name, so that they need not be imported. The name of a package or module
@@ -146,10 +142,18 @@ def check_optimizer(optimizer: torch.optim.Optimizer, groups: Iterable[Parameter
         ValueError: It looks at whole matrices, parameters or blocks of them, and one is divided between ranks.
     """
     kind = require_known(optimizer)
+    held = {id(p) for options in optimizer.param_groups for p in options["params"]}
+    of_optimizer = [
+        (param, group.is_divided(i))
+        for group in groups
+        for i, param in enumerate(group.params)
+        if held & {id(param.original), id(param.compute), id(param.main)}
+    ]
     if kind == "block":
-        check_blocks(optimizer, groups)
+        check_blocks(optimizer, [param for param, _ in of_optimizer])
     elif kind != "element":
-        _check_whole(optimizer, kind, groups)
+        whole = [param for param, divided in of_optimizer if divided]
+        _check_whole(optimizer, kind, [p.name for p in whole if kind == "parameter" or len(p.local_shape) > 1])
 
 
 def require_known(optimizer: torch.optim.Optimizer) -> str:
@@ -174,16 +178,7 @@ def require_known(optimizer: torch.optim.Optimizer) -> str:
     return kind
 
 
-def _check_whole(optimizer: torch.optim.Optimizer, kind: str, groups: Iterable[ParameterGroup]) -> None:
-    held: set[nn.Parameter] = {p for options in optimizer.param_groups for p in options["params"]}
-    divided = [
-        param.name
-        for group in groups
-        for i, param in enumerate(group.params)
-        if not held.isdisjoint({param.original, param.compute, param.main})
-        and (kind == "parameter" or len(param.local_shape) > 1)
-        and group.is_divided(i)
-    ]
+def _check_whole(optimizer: torch.optim.Optimizer, kind: str, divided: list[str]) -> None:
     if divided:
         what = {"matrix": "matrices", "parameter": "parameters"}[kind]
         granularity = {"matrix": "tensor", "parameter": "parameter"}[kind]

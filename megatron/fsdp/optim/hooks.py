@@ -301,7 +301,7 @@ def _update_by_unit(optimizer: torch.optim.Optimizer, engine: Engine, local: Loc
     Returns:
         Whether units have been unsharded.
     """
-    first = engine.units_to_prefetch_first if engine.config.gather_during_step else []
+    first = engine.schedule.units_to_prefetch_first() if engine.config.gather_during_step else []
     on_host = engine.units if is_on_host(engine.device) else [unit for unit in engine.units if unit.is_offloaded]
     others = [unit for unit in on_host if unit not in first]
     if first:
@@ -316,7 +316,7 @@ def _update_by_unit(optimizer: torch.optim.Optimizer, engine: Engine, local: Loc
             # __wrapped__ is the step without hooks, which would start this one again.
             type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]
         if unit in first:
-            engine.prefetch_first(until=unit)
+            engine.schedule.prefetch_first(until=unit)
     _set_parameters(optimizer, remaining)
     return bool(first)
 
@@ -367,7 +367,9 @@ class ZeroGrad:
         set_to_none = set_to_none and not any(engine.config.cuda_graph_mode for engine in engines)
         for engine in engines:
             with torch._C.DisableTorchFunctionSubclass():
-                shared = any(param.main.requires_grad and param.main not in parameters for param in engine.params())
+                others = [param.main for param in engine.params() if param.main not in parameters]
+                # One that has been frozen since keeps its gradient, too.
+                shared = any(main.requires_grad or main.grad is not None for main in others)
             if not zero_grad_buffer:
                 engine.leave_gradients_waiting()
             elif shared:

@@ -70,41 +70,34 @@ class WeightShard:
 
 
 class WeightStorage(Protocol):
-    """Reads and writes parameters of one tensor class. It has no state: that is in the parameters.
-
-    Attributes:
-        key: Parameters with equal keys may share a flat buffer and a call of :meth:`quantize`.
-        planes: The arrays of bytes that are sharded and gathered.
-        block_rows: Ranks divide a parameter only between blocks of this many rows. None: between any two values, and
-            every plane has a byte for each value.
-        fields: Attributes of a parameter that are part of its storage, and not marks that a framework has set.
-        takes_dtype: :meth:`bind` can give parameters another dtype. If false, ``compute_dtype`` must be theirs.
-        is_repeatable: Quantizing unchanged main weights again gives the same bytes; false if scales have a history.
-    """
+    """Reads and writes parameters of one tensor class. It has no state: that is in the parameters."""
 
     @property
     def key(self) -> Hashable:
-        """See the class."""
+        """Parameters with equal keys may share a flat buffer and a call of :meth:`quantize`."""
 
     @property
     def planes(self) -> tuple[Plane, ...]:
-        """See the class."""
+        """The arrays of bytes that are sharded and gathered."""
 
     @property
     def block_rows(self) -> int | None:
-        """See the class."""
+        """Ranks divide a parameter only between blocks of this many rows.
+
+        None: between any two values, and every plane has a byte for each value.
+        """
 
     @property
     def fields(self) -> frozenset[str]:
-        """See the class."""
+        """Attributes of a parameter that are part of its storage, and not marks that a framework has set."""
 
     @property
     def takes_dtype(self) -> bool:
-        """See the class."""
+        """Whether :meth:`bind` can give parameters another dtype. If not, ``compute_dtype`` must be theirs."""
 
     @property
     def is_repeatable(self) -> bool:
-        """See the class."""
+        """Whether quantizing unchanged main weights again gives the same bytes. False if scales have a history."""
 
     def problem(self, parameter: torch.Tensor, device: torch.device) -> str | None:
         """Why a parameter cannot be trained on this device, such as an odd shape or old hardware; None if it can."""

@@ -35,23 +35,19 @@ class TorchaoStorage:
 
     @property
     def key(self) -> Hashable:
-        """See ``WeightStorage``."""
         return Float8TrainingTensor, self.dtype
 
     def problem(self, parameter: Any, device: torch.device) -> str | None:
-        """See ``WeightStorage``."""
         if isinstance(parameter, Float8TrainingTensor) and parameter._scale.numel() > 1:
             return f"it has {parameter._scale.numel()} scales, and only weights with one scale are supported"
         return None
 
     def initial(self, parameter: Any) -> torch.Tensor:
-        """See ``WeightStorage``."""
         if isinstance(parameter, Float8TrainingTensor):
             return parameter.detach().to_original_precision()
         return parameter._tensor.detach()
 
     def bind(self, parameter: Any, planes: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """See ``WeightStorage``."""
         data = planes[0].view(self.dtype).view(parameter.shape)
         # Each step changes the scale in place: CUDA graphs keep its address.
         scale = torch.ones((), device=data.device)
@@ -62,7 +58,6 @@ class TorchaoStorage:
         return made
 
     def quantize(self, shards: Sequence[WeightShard], reduce_max: ReduceMax) -> None:
-        """See ``WeightStorage``."""
         largest = torch.stack([_largest(shard.values()) for shard in shards])
         reduce_max(largest)
         scales = amax_to_scale(largest, self.dtype)
@@ -73,10 +68,10 @@ class TorchaoStorage:
             shard.parameter._scale.copy_(scale)  # type: ignore[attr-defined]
 
     def before_use(self, parameters: Sequence[torch.Tensor], direction: Direction) -> None:
-        """See ``WeightStorage``."""
+        """Nothing is derived from the bytes."""
 
     def after_use(self, parameters: Sequence[torch.Tensor]) -> None:
-        """See ``WeightStorage``."""
+        """Nothing was derived from the bytes."""
 
 
 def _largest(values: torch.Tensor) -> torch.Tensor:

@@ -58,7 +58,6 @@ class TransformerEngineStorage:
     multiple: ClassVar[int] = 1
 
     def problem(self, parameter: Any, device: torch.device) -> str | None:
-        """See ``WeightStorage``."""
         if device.type == "cuda" and torch.cuda.get_device_capability(device) < self.capability:
             wanted = ".".join(map(str, self.capability))
             return f"it needs a device with compute capability {wanted} or higher, unlike {device}"
@@ -76,13 +75,11 @@ class TransformerEngineStorage:
         return None
 
     def initial(self, parameter: Any) -> torch.Tensor:
-        """See ``WeightStorage``."""
         preserved = getattr(parameter, "get_high_precision_init_val", lambda: None)()
         value: torch.Tensor = parameter.detach().dequantize() if preserved is None else preserved
         return value
 
     def bind(self, parameter: Any, planes: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """See ``WeightStorage``."""
         self._drop_caches(parameter)
         if parameter.device.type == "meta":
             parameter = parameter._quantizer.make_empty(parameter.shape, dtype=dtype, device=planes[0].device)
@@ -97,7 +94,6 @@ class TransformerEngineStorage:
         return bound
 
     def quantize(self, shards: Sequence[WeightShard], reduce_max: ReduceMax) -> None:
-        """See ``WeightStorage``."""
         if not shards:
             return
         utils = importlib.import_module(f"{_TENSORS}.utils")
@@ -123,7 +119,7 @@ class TransformerEngineStorage:
         return shard.planes[0]
 
     def before_use(self, parameters: Sequence[Any], direction: Direction) -> None:
-        """See ``WeightStorage``. Transposes for backward what is not transposed yet."""
+        """Transposes for backward what is not transposed yet."""
         if direction is Direction.FORWARD:
             return
         lacking = [p for p in parameters if any(getattr(p, name) is none for name, none in self.caches.items())]
@@ -137,7 +133,6 @@ class TransformerEngineStorage:
             parameter.update_usage(rowwise_usage=True, columnwise_usage=True)
 
     def after_use(self, parameters: Sequence[Any]) -> None:
-        """See ``WeightStorage``."""
         for parameter in parameters:
             if not getattr(parameter, KEEP_TRANSPOSE, False):
                 self._drop_caches(parameter)
@@ -167,7 +162,6 @@ class Blockwise(TransformerEngineStorage):
     capability = (9, 0)
 
     def problem(self, parameter: Any, device: torch.device) -> str | None:
-        """See ``WeightStorage``."""
         if not parameter._is_2D_scaled or len(parameter.shape) != 2:
             return "only matrices in blocks of 128 x 128 are supported"
         return super().problem(parameter, device)
@@ -197,7 +191,6 @@ class NVFP4(TransformerEngineStorage):
     multiple = 16
 
     def problem(self, parameter: Any, device: torch.device) -> str | None:
-        """See ``WeightStorage``."""
         if not hasattr(importlib.import_module(f"{_TENSORS}.utils"), "quantize_master_weights"):
             return "this version of Transformer Engine cannot quantize shards of it"
         if not getattr(parameter._quantizer, "with_2d_quantization", True) or len(parameter.shape) != 2:

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from megatron.fsdp.buffers.parameter import ShardedParameter
 from megatron.fsdp.comm.backends import moves_data
 from megatron.fsdp.comm.collectives import broadcast
-from megatron.fsdp.comm.journal import Channel, InProgress, name_ranks, report_on_failure
+from megatron.fsdp.comm.journal import Channel, name_ranks, report_on_failure
 from megatron.fsdp.comm.process_groups import timeout_of
 from megatron.fsdp.comm.rounds import SECONDS_FOR_ANSWERS, Round, holds_store
 from megatron.fsdp.comm.streams import Stream, raise_if_ranks_disagree
@@ -305,14 +305,11 @@ class Comparison:
         """
         if self._alone:
             return
-        handle, timeout = InProgress(), timeout_of(self._group) or timedelta(minutes=30)
-        if channel is not None:
-            channel.note(f"compare models with {name_ranks(self._ranks)}", [handle])
-        try:
-            with report_on_failure(f"Not all of {name_ranks(self._ranks)} shard or load this model."):
-                equal = self.is_equal(timeout.total_seconds())
-        finally:
-            handle.over = True
+        timeout, ranks = timeout_of(self._group) or timedelta(minutes=30), name_ranks(self._ranks)
+        what, failed = f"compare models with {ranks}", f"Not all of {ranks} shard or load this model."
+        waiting = report_on_failure(failed) if channel is None else channel.log.waiting(channel.model + what, failed)
+        with waiting:
+            equal = self.is_equal(timeout.total_seconds())
         if not equal:
             raise ValueError(self._verdict())
 

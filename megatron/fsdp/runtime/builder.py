@@ -11,8 +11,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from megatron.fsdp.buffers.parameter import ShardedParameter
 from megatron.fsdp.buffers.parameter_group import ParameterGroup
-from megatron.fsdp.buffers.pool import AllocatorPool, FixedPool, HostPool, Pool, Slot
+from megatron.fsdp.buffers.pool import FixedPool, HostPool, Pool
 from megatron.fsdp.buffers.quantizing import QuantizationBatch
 from megatron.fsdp.comm.backends import HOST, backend_of, compute_device, is_on_host
 from megatron.fsdp.comm.context import CommContext
@@ -21,6 +22,7 @@ from megatron.fsdp.comm.process_groups import require_process_group
 from megatron.fsdp.comm.registered_memory import check_can_register
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.dtensor import torch_patches
+from megatron.fsdp.dtensor.unsupported import OWNER
 from megatron.fsdp.init.deferred import drop_recipes
 from megatron.fsdp.init.materialize import check_can_materialize, comes_last, initialize, materialize_buffers
 from megatron.fsdp.runtime.agreement import Agreement, compare_values, fingerprint, give_from_first, propagate_errors
@@ -28,12 +30,11 @@ from megatron.fsdp.runtime.engine import Engine
 from megatron.fsdp.runtime.partition import (
     UnitClasses,
     UnitPart,
-    check_devices,
-    check_dtypes,
     check_not_wrapped,
+    check_parameters,
     check_quantized,
-    mark_owner,
     offloaded_units,
+    parameters_of,
     partition,
     resolve_unit_classes,
     root_modules,
@@ -119,13 +120,14 @@ def make_blueprint(
     require_process_group()
     torch_patches.apply()
     device = compute_device(module, device)
-    check_not_wrapped(module)
+    params = parameters_of(module)
+    check_not_wrapped(module, params)
     index = index or default_index(device)
     channel = watch(index.dense.dp_group, device, watches=not config.cuda_graph_mode)
     common = UnitSettings(config.mixed_precision_policy, config.shard_granularity)
     settings = settings_of or (lambda part: common)
     with propagate_errors(index):
-        root, tp_mesh = _check_and_divide(module, config, index, unit_modules, device)
+        root, tp_mesh = _check_and_divide(module, params, config, index, unit_modules, device)
         for part in root.walk():
             check_quantized(part, device, settings(part).policy)
     reshards = unit_modules is not None or bool(root.children)
@@ -143,6 +145,7 @@ def make_blueprint(
 
 def _check_and_divide(
     module: nn.Module,
+    params: list[ShardedParameter],
     config: FSDPConfig,
     index: MeshIndex,
     unit_modules: UnitClasses | None,
@@ -150,12 +153,12 @@ def _check_and_divide(
 ) -> tuple[UnitPart, DeviceMesh | None]:
     """Return the model's units, and its tensor-parallel mesh if it has one."""
     receives = config.sync_module_states and all(axes.dp_group.rank() for axes in (index.dense, index.experts))
-    check_devices(module, device, config.init_model_with_meta_device or bool(receives))
+    materialize = config.init_model_with_meta_device or bool(receives)
+    check_parameters(params, device, config.mixed_precision_policy, materialize)
     if config.init_model_with_meta_device:
         check_can_materialize(module)
-    check_dtypes(module, config.mixed_precision_policy)
     classes = resolve_unit_classes(module, unit_modules)
-    tp_mesh = tensor_parallel_mesh(module, index)
+    tp_mesh = tensor_parallel_mesh(params, index)
     if config.average_in_collective and not backend_of(index.dense.inner, device).can_average:
         raise ValueError("average_in_collective: gloo can sum only. Leave it off; the result is the same.")
     if config.nccl_ub:
@@ -165,7 +168,7 @@ def _check_and_divide(
             "offload_optimizer: the process group has no backend for tensors in host memory, which clipping and saving "
             'send. Initialize it with init_process_group("cpu:gloo,cuda:nccl").'
         )
-    return partition(module, classes, config.enable_fine_grained_param_gather), tp_mesh
+    return partition(module, params, classes, config.enable_fine_grained_param_gather), tp_mesh
 
 
 def build_engine(blueprint: Blueprint) -> Engine:
@@ -184,45 +187,37 @@ def build_engine(blueprint: Blueprint) -> Engine:
     for buffer in module.buffers():
         if buffer.device != device:
             buffer.data = buffer.data.to(device)
-    pool = FixedPool(config.max_unsharded_units) if config.fsdp_double_buffer else None
+    pool = FixedPool(config.max_unsharded_units, device) if config.fsdp_double_buffer else None
     units = _build_units(blueprint, context, pool, modules_without_parameters)
     give_from_first(module, blueprint.index, context.stream, given)
-    registration = _registration(config, blueprint.index, context, pool, units)
+    groups = [group for unit in units for group in unit.groups]
+    registration = None
+    if config.nccl_ub and pool is not None and groups:
+        registration = BufferRegistration(pool, groups, blueprint.index, context, config)
     unit_of: weakref.WeakKeyDictionary[nn.Module, Unit] = weakref.WeakKeyDictionary()
     for unit, part in zip(units, blueprint.root.walk(), strict=True):
         # walk() yields inner units later, so each module ends up with the innermost unit around it.
         unit_of.update((each, unit) for each in part.module.modules())
     engine = Engine(units, config, blueprint.index, context, pool, registration, blueprint.agreement, unit_of)
-    for unit, part in zip(units, blueprint.root.walk(), strict=True):
-        unit.channel = blueprint.channel  # records the unit's collectives for reports about ranks that hang
-        unit.install_hooks(root_modules(part.module) if unit.is_root else [part.module], engine.schedule)
-        for group in unit.groups:
-            group.show(compute=False)
-            if config.fused_weight_gradients:  # also for frozen groups, which may be unfrozen later
-                group.enable_fused_gradients()
-    for param in engine.params():
-        for parameter in (param.original, param.compute, param.main):
-            mark_owner(parameter, engine)
+    _install(engine, blueprint)
     if config.init_model_with_meta_device:
         drop_recipes(module)
     reject_structural_changes(module, engine)
     return engine
 
 
-def _registration(
-    config: FSDPConfig, index: MeshIndex, context: CommContext, pool: FixedPool | None, units: list[Unit]
-) -> BufferRegistration | None:
-    """What registers the fixed buffers with NCCL, if the settings ask for it."""
-    groups = [group for unit in units for group in unit.groups]
-    # A group of experts has no communicator if the model has no experts.
-    both = [index.dense] if index.experts is index.dense else [index.dense, index.experts]
-    axes = [each for each in both if any(group.axes is each for group in groups)]
-    if not config.nccl_ub or pool is None or not axes:
-        return None
-    sizes = [group.layout.numel for group in groups]
-    symmetric = not config.disable_symmetric_registration
-    manual, once = config.fsdp_manual_registration, config.cuda_graph_mode
-    return BufferRegistration(pool, axes, context, sizes, symmetric, manual, once)
+def _install(engine: Engine, blueprint: Blueprint) -> None:
+    """Hook the units' modules, make main weights their parameters, and mark these as the engine's."""
+    for unit, part in zip(engine.units, blueprint.root.walk(), strict=True):
+        unit.channel = blueprint.channel
+        unit.install_hooks(root_modules(part.module) if unit.is_root else [part.module], engine.schedule)
+    for group in engine.groups:
+        group.show(compute=False)
+        if engine.config.fused_weight_gradients:  # also for frozen groups, which may be unfrozen later
+            group.enable_fused_gradients()
+    for param in engine.params():
+        for parameter in (param.original, param.compute, param.main):
+            setattr(parameter, OWNER, weakref.ref(engine))
 
 
 def creation_order(part: UnitPart, follow_recording: bool) -> list[UnitPart]:
@@ -237,7 +232,8 @@ def creation_order(part: UnitPart, follow_recording: bool) -> list[UnitPart]:
         follow_recording: Whether to use the recorded order of initialization (:mod:`megatron.fsdp.init.deferred`).
     """
     inside = [unit for child in part.children for unit in creation_order(child, follow_recording)]
-    last = follow_recording and comes_last(part.params, part.params_inside)
+    params_inside = [param for unit in inside for param in unit.params]
+    last = follow_recording and comes_last(part.params, params_inside)
     return [*inside, part] if last else [part, *inside]
 
 
@@ -246,25 +242,18 @@ def _build_units(
 ) -> list[Unit]:
     config, index = blueprint.config, blueprint.index
     parts = list(blueprint.root.walk())
-    places = {id(part): place for place, part in enumerate(parts)}
     offloaded = offloaded_units(blueprint.root, config.offload_fraction if config.offload_optimizer else 0.0)
     on_device = dataclasses.replace(context, main_device=context.device)
-    depths = {id(blueprint.root): 0}
-    for part in parts:
-        depths |= {id(child): depths[id(part)] + 1 for child in part.children}
-    common = HostPool(not config.sharding.inner.shards_optimizer) if is_on_host(blueprint.device) else AllocatorPool()
-    pools = [
-        (common, None) if fixed is None else _pool_of_unit(fixed, place, depths[id(part)], config)
-        for place, part in enumerate(parts)
-    ]
+    common = HostPool(not config.sharding.inner.shards_optimizer) if is_on_host(blueprint.device) else Pool()
+    apart = config.fsdp_db_use_persist_buf_on_alloc_fail
     units: dict[int, Unit] = {}
     for part in creation_order(blueprint.root, config.init_model_with_meta_device):
-        place, settings = places[id(part)], blueprint.settings_of(part)
+        place, settings = part.index, blueprint.settings_of(part)
         own = dataclasses.replace(
             config, mixed_precision_policy=settings.policy, shard_granularity=settings.shard_granularity
         )
         own = own if blueprint.reshards else own.with_whole_weights()
-        pool, slot = pools[place]
+        pool = common if fixed is None else fixed.for_unit(place, part.depth, apart)
         chosen = context if place in offloaded else on_device
         shared = own, index, chosen, pool, blueprint.tp_mesh, blueprint.from_first
         groups = [ParameterGroup(params, *shared) for params in part.groups]
@@ -275,29 +264,14 @@ def _build_units(
             modules_without_parameters = []
         for group in empty:
             group.initialize_main()
-        units[place] = unit = Unit(part.name, groups, [], slot)
+        units[place] = unit = Unit(part.name, groups, place, pool.slot)
         unit.keeps_weights, unit.is_offloaded = settings.keeps_weights, place in offloaded
         if settings.divisor is not None:
             unit.rescale_gradients(index.size / settings.divisor)
     for part in parts:
-        units[places[id(part)]].children += [units[places[id(child)]] for child in part.children]
+        units[part.index].children += [units[child.index] for child in part.children]
     batch = QuantizationBatch()
     for group in (group for place in range(len(parts)) for group in units[place].groups):
         if group.storage is not None:
             group.quantize_with(batch)
     return [units[place] for place in range(len(parts))]
-
-
-def _pool_of_unit(fixed: FixedPool, number: int, depth: int, config: FSDPConfig) -> tuple[Pool, Slot | None]:
-    """The pool of a unit's temporary buffers, and its slot.
-
-    Args:
-        fixed: The model's fixed buffers.
-        number: Place of the unit in ``Engine.units``.
-        depth: Number of units around it.
-        config: Settings.
-    """
-    # The outer unit is unsharded while the inner one runs, so the slot that they would share may be in use.
-    own = depth == 0 or (depth > 1 and config.fsdp_db_use_persist_buf_on_alloc_fail)
-    pool = fixed.for_unit(number, depth, shared=not own)
-    return pool, pool.slot

@@ -52,6 +52,8 @@ class Engine:
         unit_of: The innermost unit around each module of the model.
 
     Attributes:
+        is_last_microbatch: Whether the next backward is the last one before the optimizer's step.
+        model_auto_sync: Whether every backward ends with reduced gradients in ``.grad``.
         microbatch_count: Number of backward passes since gradients were last synchronized.
         has_pending_gradients: A backward has ended since gradients were last put into ``.grad``.
         reads_synchronize: Whether reading ``.grad`` synchronizes gradients that wait. Megatron-Core scales gradients
@@ -84,19 +86,13 @@ class Engine:
         self._unit_of = unit_of
         self._unit_with = {id(e.compute): unit for unit in units for group in unit.groups for e in group.params}
         self._units_in: weakref.WeakKeyDictionary[nn.Module, list[Unit]] = weakref.WeakKeyDictionary()
-        self._syncs_every_backward = config.sync_model_each_microbatch
-        self._is_last_microbatch = True
+        self.model_auto_sync = config.sync_model_each_microbatch
+        self.is_last_microbatch = True
         self.microbatch_count = 0
         self.has_pending_gradients = False
+        self.schedule = Schedule(units, config, context.exchange, self._reduces_now, self._backward_ended)
         # Which parameters take gradients, as of the last synchronization.
         self._trained = [param.trained for group in self.groups if group.requires_grad for param in group.params]
-        self.schedule = Schedule(
-            units,
-            config,
-            exchange=context.exchange,
-            on_backward_end=self._backward_ended,
-        )
-        self._update_reduce_now()
         if runs_ahead(self.device):
             # When the engine is deleted, tasks may still use memory that compute has allocated. Compute would reuse it.
             weakref.finalize(self, context.join).atexit = False
@@ -106,7 +102,7 @@ class Engine:
     @property
     def groups(self) -> list[ParameterGroup]:
         """All parameter groups, unit by unit."""
-        return [group for unit in self.units for group in unit.groups]
+        return self.schedule.groups
 
     @property
     def unit_names(self) -> list[str]:
@@ -131,12 +127,12 @@ class Engine:
         """The unit that a compute weight belongs to; None if it is no compute weight of the model."""
         return self._unit_with.get(id(weight))
 
-    def units_in(self, module: nn.Module) -> list[Unit]:
-        """The units, except the root, that parameters in ``module`` may belong to, in the order of registration."""
+    def units_in(self, module: nn.Module, direction: Direction) -> list[Unit]:
+        """The units, except the root, that parameters in ``module`` may belong to, in the order of a pass."""
         if module not in self._units_in:
             found = {id(self._unit_of.get(each)) for each in module.modules()}
             self._units_in[module] = [unit for unit in self.units if id(unit) in found and not unit.is_root]
-        return self._units_in[module]
+        return self._units_in[module][:: 1 if direction is Direction.FORWARD else -1]
 
     # Ranks -----------------------------------------------------------------------------------------------------
 
@@ -148,10 +144,6 @@ class Engine:
             RuntimeError: A rank did not arrive in time.
         """
         self._agreement.wait(self.context.channel)
-
-    def on_any_rank(self, flags: list[bool]) -> list[bool]:
-        """For each flag, whether any rank has set it. A collective: all ranks pass the same number of flags."""
-        return self.context.any_rank(flags).read()
 
     def use_collectives(self, unit: Unit | None = None, **operations: Any) -> None:
         """Communicate weights and gradients by other operations from now on. All ranks call it at the same point.
@@ -175,29 +167,9 @@ class Engine:
 
     # Which backward synchronizes ---------------------------------------------------------------------------------
 
-    @property
-    def is_last_microbatch(self) -> bool:
-        """Whether the next backward is the last one before the optimizer's step. Settable."""
-        return self._is_last_microbatch
-
-    @is_last_microbatch.setter
-    def is_last_microbatch(self, value: bool) -> None:
-        self._is_last_microbatch = value
-        self._update_reduce_now()
-
-    @property
-    def model_auto_sync(self) -> bool:
-        """Whether every backward ends with reduced gradients in ``.grad``. Settable."""
-        return self._syncs_every_backward
-
-    @model_auto_sync.setter
-    def model_auto_sync(self, value: bool) -> None:
-        self._syncs_every_backward = value
-        self._update_reduce_now()
-
-    def _update_reduce_now(self) -> None:
-        overlapped = self._is_last_microbatch and self.config.overlap_grad_reduce
-        self.schedule.reduce_now = self._syncs_every_backward or overlapped
+    def _reduces_now(self) -> bool:
+        """Whether gradients that are not sharded are reduced in this backward, or wait for a later one."""
+        return self.model_auto_sync or (self.is_last_microbatch and self.config.overlap_grad_reduce)
 
     @contextmanager
     def synchronizing(self, auto_sync: bool, last: bool | None = None) -> Iterator[None]:
@@ -213,7 +185,7 @@ class Engine:
     def _backward_ended(self) -> None:
         self.microbatch_count += 1
         # This reshards all units, so it waits for a later backward if the next micro-batch's forward runs.
-        if self._syncs_every_backward and not self.schedule.in_callers_forward:
+        if self.model_auto_sync and not self.schedule.in_callers_forward:
             self.finish_gradients()
         else:
             self.has_pending_gradients = True
@@ -243,19 +215,16 @@ class Engine:
         The next unshard of a unit copies from the new main weights.
         """
         self.schedule.reset()
-        for unit in self.units:
-            unit.invalidate()
+        self.schedule.invalidate()
 
     def hold(self, module: nn.Module, direction: Direction) -> None:
         """Unshard the units in ``module`` for a pass whose caller has begun it; see :class:`Schedule`."""
-        units = self.units_in(module)
-        for unit in units if direction is Direction.FORWARD else reversed(units):
+        for unit in self.units_in(module, direction):
             self.schedule.hold(unit, direction)
 
     def let_go(self, module: nn.Module, direction: Direction) -> None:
         """Reshard the units in ``module`` that no other pass needs. After a backward, reduce their gradients."""
-        units = self.units_in(module)
-        for unit in units if direction is Direction.FORWARD else reversed(units):
+        for unit in self.units_in(module, direction):
             self.schedule.let_go(unit, direction)
 
     @contextmanager
@@ -271,10 +240,6 @@ class Engine:
         finally:
             self.schedule.end_callers_forward()
 
-    def show_main(self) -> None:
-        """Make main weights the parameters of all modules, including those of unsharded units."""
-        self.schedule.show_main()
-
     def reshard(self) -> None:
         """Reshard all units and wait for all-gathers in flight; main weights are then the model's parameters."""
         self.schedule.reset()
@@ -288,26 +253,11 @@ class Engine:
         for weights in persistent:
             weights.wait()
 
-    @property
-    def units_to_prefetch_first(self) -> list[Unit]:
-        """The units that :meth:`prefetch_first` unshards, in this order, until one whose main weights must not change.
-
-        A unit whose all-gather reads its main weights in place ends the list.
-        """
-        return self.schedule.units_to_prefetch_first()
-
-    def prefetch_first(self, until: Unit | None = None) -> None:
-        """Start to unshard the units that the next forward needs first, up to ``until`` or to the limit in flight.
-
-        Does nothing in ``cuda_graph_mode``: a captured forward must contain its unshards and cannot wait for others.
-        """
-        if not self.config.cuda_graph_mode:
-            self.schedule.prefetch_first(until)
-
     def wait_for_prefetched(self) -> None:
-        """Wait for the all-gathers that :meth:`prefetch_first` has started."""
+        """Wait for the all-gathers that :meth:`Schedule.prefetch_first` has started."""
         for group in self.groups:
-            group.weights.finish_unshard()
+            for handle in group.weights.unsharding:
+                handle.wait()
 
     def wait_before_write(self) -> None:
         """Make what writes main weights next, compute or with offload the host, wait for unshards that read them.
@@ -349,10 +299,6 @@ class Engine:
 
     # Gradients -------------------------------------------------------------------------------------------------
 
-    def start_reductions(self) -> None:
-        """Start to reduce gradients that earlier micro-batches have only accumulated."""
-        self.schedule.reduce_waiting()
-
     def wait_for_reductions(self) -> None:
         """Make the computation wait for all reductions in flight."""
         for group in self.groups:
@@ -376,8 +322,7 @@ class Engine:
                 # A capture ends with an error if a stream that it has forked is not joined.
                 self.context.join()
         except BaseException:
-            for group in self.groups:
-                group.abandon_gradients()
+            self.schedule.abandon_gradients()
             raise
         self.microbatch_count = 0
         self.schedule.refresh_weights = self.config.cuda_graph_mode
@@ -419,7 +364,7 @@ class Engine:
         arrived = []
         for group, reduced in zip(groups, taken, strict=True):
             flags = [next(used) for _ in group.params]
-            arrived += group.attach_gradients(reduced, flags, self.config.zero_unused_gradients)
+            arrived += group.attach_gradients(reduced, flags)
         return arrived
 
     def _used_anywhere(self, groups: list[ParameterGroup]) -> list[bool]:
@@ -466,8 +411,7 @@ class Engine:
         """Reshard all units, and drop gradients that are not in ``.grad`` yet."""
         self._nothing_waits()
         self.schedule.reset()
-        for group in self.groups:
-            group.abandon_gradients()
+        self.schedule.abandon_gradients()
 
 
 # Engines with gradients that are not synchronized yet: reading ``.grad`` of their main weights synchronizes.

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 # The key in the metadata of an autograd node under which outputs of units' forwards are marked: for each number of an
 # output the units, and the node at the inputs of each if there is one.
 _DOORS = "megatron_fsdp"
+# The key under which gradients that are part of a graph are marked with the units that they went through.
+_GRADIENTS = "megatron_fsdp_gradients"
 # The schedules of all models.
 _listening: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -108,7 +110,8 @@ def run_backward(original: Callable[..., Any], outputs: Sequence[Any], *args: An
         for schedule in list(_listening):
             schedule.passes.was_nested = True
     edges = [_edge(output) for output in outputs]
-    entered = {} if in_backward() else _entered_aside(edges)
+    passed: set[Unit] = set()
+    entered = {} if in_backward() else _entered_aside(edges, passed)
 
     def enter(*unused: Any) -> None:
         while entered:
@@ -117,7 +120,10 @@ def run_backward(original: Callable[..., Any], outputs: Sequence[Any], *args: An
 
     handles = [node.register_prehook(enter) for node, _ in edges if entered and node is not None]
     try:
-        return original(outputs, *args, **kwargs)
+        gradients = original(outputs, *args, **kwargs)
+        if args[2]:  # create_graph
+            _mark_gradients(gradients, passed)
+        return gradients
     except BaseException as error:
         if "modified by an inplace operation" in str(error):
             add_note(error, _MODIFIED)
@@ -134,6 +140,14 @@ _MODIFIED = (
     "FSDP: if this is a weight of a sharded model, it was changed after the forward, by the optimizer or in place; or "
     "backward was not started by backward() or torch.autograd.grad, and reads a unit that is resharded."
 )
+
+
+def _mark_gradients(gradients: Sequence[torch.Tensor | None], units: "set[Unit]") -> None:
+    """Tell a later backward of these gradients which units' weights it reads: frozen ones have no node in its graph."""
+    frozen = [weakref.ref(unit) for unit in units if not all(group.requires_grad for group in unit.groups)]
+    for gradient in gradients:
+        if gradient is not None and gradient.grad_fn is not None:
+            gradient.grad_fn.metadata.setdefault(_GRADIENTS, []).extend(frozen)  # type: ignore[attr-defined]
 
 
 def _check_inputs(inputs: Sequence[Any]) -> None:
@@ -155,11 +169,15 @@ def _edge(output: Any) -> tuple[Any, int]:
     return (output.grad_fn, output.output_nr) if isinstance(output, torch.Tensor) else tuple(output)
 
 
-def _entered_aside(edges: list[tuple[Any, int]]) -> dict[Any, list["Unit"]]:
+def _entered_aside(edges: list[tuple[Any, int]], passed: "set[Unit]") -> dict[Any, list["Unit"]]:
     """The units that a backward from these edges enters at something else than an output of their forward.
 
     The search goes around units without others inside: from their outputs to their inputs. It therefore visits the
     nodes between units only, and takes no Python call per node.
+
+    Args:
+        edges: Where it begins.
+        passed: Takes all units that it comes across.
 
     Returns:
         The units by their schedules.
@@ -177,6 +195,7 @@ def _entered_aside(edges: list[tuple[Any, int]]) -> dict[Any, list["Unit"]]:
             for reference, end in node.metadata.get(_DOORS, _NO_DOOR).get(number, ())
             if (unit := reference())
         ]
+        passed.update(unit for unit, _ in doors)
         inside |= {unit for unit, _ in doors if unit.children}
         if ends := [end for unit, end in doors if not unit.children]:
             stack += [(*edge, inside) for end in ends if end is not None for edge in end.next_functions]
@@ -187,8 +206,10 @@ def _entered_aside(edges: list[tuple[Any, int]]) -> dict[Any, list["Unit"]]:
             unit = node.unit()
         elif (weight := getattr(node, "variable", None)) is not None and (engine := owner_of(weight)) is not None:
             unit = engine.unit_with(weight)
-        if unit is not None and unit not in inside and unit.schedule is not None:
-            entered[unit.schedule][unit] = None
+        for each in (unit, *(reference() for reference in node.metadata.get(_GRADIENTS, ()))):
+            if each is not None and each not in inside and each.schedule is not None:
+                entered[each.schedule][each] = None
+                passed.add(each)
         inside = inside - {unit} if type(node) is _END else inside
         stack += [(*edge, inside) for edge in node.next_functions]
     return {schedule: list(units) for schedule, units in entered.items()}

@@ -1,10 +1,10 @@
 """Divides a model's parameters into units, and checks that the model can be sharded. Allocates no memory."""
 
+import functools
 import importlib
 import math
 import sys
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,10 +32,21 @@ UnitClasses = Sequence[type[nn.Module] | str] | type[nn.Module] | str
 
 @dataclass
 class UnitPart:
-    """The plan of a unit: its module, its own parameters, and the units inside it."""
+    """The plan of a unit: its module, its own parameters, and the units inside it.
+
+    Attributes:
+        name: Name of the module; empty for the root.
+        module: The module.
+        depth: Number of units around it.
+        index: Its place in :meth:`walk` of the root.
+        params: Its own parameters.
+        children: The units inside it.
+    """
 
     name: str
     module: nn.Module
+    depth: int = 0
+    index: int = 0
     params: list[ShardedParameter] = field(default_factory=list)
     children: list["UnitPart"] = field(default_factory=list)
 
@@ -52,11 +63,6 @@ class UnitPart:
         yield self
         for child in self.children:
             yield from child.walk()
-
-    @property
-    def params_inside(self) -> list[ShardedParameter]:
-        """The parameters of all units inside this one, at any depth."""
-        return [param for unit in self.walk() if unit is not self for param in unit.params]
 
 
 def offloaded_units(root: UnitPart, fraction: float) -> set[int]:
@@ -88,57 +94,64 @@ def resolve_unit_classes(module: nn.Module, unit_modules: UnitClasses | None) ->
             message suggests the closest one that does), or several classes of the model have the given name.
     """
     kinds = {type(m) for m in module.modules()}
-    present = {kind.__name__: kind for kind in kinds}
-    classes = []
     several = isinstance(unit_modules, Iterable) and not isinstance(unit_modules, str)
     entries: Any = () if unit_modules is None else unit_modules if several else [unit_modules]
-    for entry in entries:
-        if isinstance(entry, str) and sum(kind.__name__ == entry for kind in kinds) > 1:
+    return tuple(_resolve(entry, kinds) for entry in entries)
+
+
+def _resolve(entry: Any, kinds: set[type]) -> type[nn.Module]:
+    """The class that one entry of ``unit_modules`` means, in a model with modules of these kinds."""
+    names = sorted({kind.__name__ for kind in kinds})
+
+    def error(problem: str, name: str) -> ValueError:
+        hint = did_you_mean(name, names) or f" It has: {', '.join(names)}."
+        return ValueError(f"fsdp_unit_modules: {problem}.{hint}")
+
+    cls = entry
+    if isinstance(entry, str):
+        path, _, name = entry.rpartition(".")
+        named = [kind for kind in kinds if kind.__name__ == entry]
+        if len(named) > 1:
             raise ValueError(f"fsdp_unit_modules: the model has several classes called {entry}; give the class itself.")
-        cls = _import_class(entry, present) if isinstance(entry, str) else entry
-        if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
-            raise TypeError(f"fsdp_unit_modules: expected classes of modules, or their names; got {described(entry)}.")
-        if not any(isinstance(m, cls) for m in module.modules()):
-            raise _absent(cls.__name__, present)
-        classes.append(cls)
-    return tuple(classes)
+        if not named and not path:
+            raise error(f"the model has no {name}", name)
+        try:
+            cls = named[0] if named else getattr(importlib.import_module(path), name)
+        except (ImportError, AttributeError, ValueError) as failure:
+            raise error(f"cannot import {entry!r} ({failure})", name) from failure
+    if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+        raise TypeError(f"fsdp_unit_modules: expected classes of modules, or their names; got {described(entry)}.")
+    if not any(issubclass(kind, cls) for kind in kinds):
+        raise error(f"the model has no {cls.__name__}", cls.__name__)
+    return cls
 
 
-def _import_class(path: str, present: Mapping[str, type]) -> object:
-    if path in present:
-        return present[path]
-    module_path, _, name = path.rpartition(".")
-    if not module_path:
-        raise _absent(name, present)
-    try:
-        return getattr(importlib.import_module(module_path), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        hint = _nearest(name, present)
-        raise ValueError(f"fsdp_unit_modules: cannot import {path!r} ({error}).{hint}") from error
+def parameters_of(module: nn.Module) -> list[ShardedParameter]:
+    """The parameters of a model, each once, with all places where it is registered."""
+    found: dict[int, ShardedParameter] = {}
+    for path, owner in module.named_modules():
+        for attribute, parameter in owner._parameters.items():
+            if parameter is not None:
+                name = public_name(f"{path}.{attribute}" if path else attribute)
+                param = found.setdefault(id(parameter), ShardedParameter(name, parameter, [], []))
+                param.sites.append((owner, attribute))
+                param.names.append(name)
+    return list(found.values())
 
 
-def _absent(name: str, present: Iterable[str]) -> ValueError:
-    return ValueError(f"fsdp_unit_modules: the model has no {name}.{_nearest(name, present)}")
-
-
-def _nearest(name: str, present: Iterable[str]) -> str:
-    names = sorted(present)
-    return did_you_mean(name, names) or f" It has: {', '.join(names)}."
-
-
-def check_not_wrapped(module: nn.Module) -> None:
+def check_not_wrapped(module: nn.Module, params: list[ShardedParameter]) -> None:
     """Check that neither this engine nor another one has wrapped the model or one of its modules.
 
     Raises:
         ValueError: One has.
     """
-    for name, parameter in module.named_parameters():
-        owner = getattr(parameter, OWNER, None)
+    for param in params:
+        owner = getattr(param.compute, OWNER, None)
         if owner is not None:
             gone = "" if owner() is not None else " that is gone"
             raise ValueError(
-                f"The model is already wrapped: parameter {name} belongs to a MegatronFSDP{gone}. Call fully_shard "
-                "once, and use what it returns."
+                f"The model is already wrapped: parameter {param.name} belongs to a MegatronFSDP{gone}. Call "
+                "fully_shard once, and use what it returns."
             )
     check_no_other_engine(module)
 
@@ -148,59 +161,53 @@ def is_wrapped(module: nn.Module) -> bool:
     return any(owner_of(parameter) is not None for parameter in module.parameters())
 
 
-def check_devices(module: nn.Module, device: torch.device, materialize: bool = False) -> None:
-    """Check that all parameters are on ``device``, or on the CPU, from where they will be moved.
+def check_parameters(
+    params: list[ShardedParameter], device: torch.device, policy: MixedPrecisionPolicy, materialize: bool
+) -> None:
+    """Check that parameters can be sharded.
 
     Args:
-        module: The model.
-        device: The device that it will compute on.
-        materialize: Whether parameters may be on the meta device.
+        params: All parameters of a model.
+        device: The device that it will compute on. Parameters may be there or on the CPU, from where they are moved.
+        policy: Has to support their dtypes.
+        materialize: Whether they may be on the meta device.
 
     Raises:
-        ValueError: A parameter is on another device.
+        ValueError: A parameter is on another device, the policy does not support its dtype, or it is quantized and tied
+            to a plain one.
+        NotImplementedError: A parameter has an unknown tensor class (see :func:`check_class`), or its module writes it.
     """
-    for name, parameter in module.named_parameters():
-        if parameter.device.type == "meta":
-            if materialize:
-                continue
+    for param in params:
+        name, parameter = param.name, param.compute
+        if param.is_meta and not materialize:
             raise ValueError(
                 f"Parameter {name} is on the meta device and has no values. Materialize the model first, or give "
                 "init_model_with_meta_device=True, or sync_module_states=True if the first rank has the values."
             )
-        if not is_on_host(parameter.device) and parameter.device != device:
+        if not param.is_meta and not is_on_host(parameter.device) and parameter.device != device:
             raise ValueError(
                 f"Parameter {name} is on another device: expected {device} or cpu; got {parameter.device}."
             )
-
-
-def check_dtypes(module: nn.Module, policy: MixedPrecisionPolicy) -> None:
-    """Check that the policy supports the dtypes of all parameters, and that their tensor classes can be sharded.
-
-    Raises:
-        ValueError: The policy does not support a parameter's dtype, or a quantized parameter is tied to a plain one.
-        NotImplementedError: A parameter has an unknown tensor class (see :func:`check_class`).
-    """
-    plain: dict[int, str] = {}
-    for name, part in module.named_modules():
-        if getattr(part, "max_norm", None) is not None and isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
-            raise NotImplementedError(
-                f"{name or type(part).__name__}: {type(part).__name__}(max_norm=...) changes rows in its forward, on "
-                "each rank those of its own batch, so that the ranks' weights would differ. Leave max_norm out, and "
-                "renormalize the main weights after the optimizer's step."
-            )
-    for name, parameter in module.named_parameters():
+        for part, _ in param.sites:
+            if getattr(part, "max_norm", None) is not None and isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
+                kind = type(part).__name__
+                raise NotImplementedError(
+                    f"{name.rpartition('.')[0] or kind}: {kind}(max_norm=...) changes rows in its forward, on each "
+                    "rank those of its own batch, so that the ranks' weights would differ. Leave max_norm out, and "
+                    "renormalize the main weights after the optimizer's step."
+                )
         check_class(name, parameter)
         policy.resolve(parameter.dtype, name)
-        if storage_of(parameter) is None:
-            plain[storage_id(parameter.data)] = name
-    for name, parameter in module.named_parameters():
-        storage = storage_of(parameter)
-        kept = [getattr(parameter, field, None) for field in storage.fields] if storage is not None else []
+    plain = {storage_id(p.compute.data): p.name for p in params if storage_of(p.compute) is None}
+    for param in params:
+        storage = storage_of(param.compute)
+        kept = [getattr(param.compute, field, None) for field in storage.fields] if storage is not None else []
         for other in [plain.get(storage_id(value)) for value in kept if isinstance(value, torch.Tensor)]:
             if other is not None:
                 raise ValueError(
-                    f"Parameter {name} is a quantized {type(parameter).__name__} of the memory of {other}: sharding "
-                    "would untie them, since each gets main weights. Quantize a clone, or leave tied weights plain."
+                    f"Parameter {param.name} is a quantized {type(param.compute).__name__} of the memory of {other}: "
+                    "sharding would untie them, since each gets main weights. Quantize a clone, or leave tied weights "
+                    "plain."
                 )
 
 
@@ -224,27 +231,22 @@ def check_quantized(part: UnitPart, device: torch.device, policy: MixedPrecision
             )
 
 
-def tensor_parallel_mesh(module: nn.Module, index: MeshIndex) -> DeviceMesh | None:
+def tensor_parallel_mesh(params: list[ShardedParameter], index: MeshIndex) -> DeviceMesh | None:
     """The tensor-parallel mesh, if any parameter is a DTensor over one or is marked as tensor-parallel.
 
     Raises:
         ValueError: A parameter is a DTensor over another mesh, or is an expert and the expert mesh lacks axes.
     """
     found = None
-    for name, parameter in module.named_parameters():
-        if not getattr(parameter, "allreduce", True):
-            index.check_expert(name)
-        if isinstance(parameter.data, DTensor):
-            found = parameter.data.device_mesh
-            index.with_tensor_parallel(index.dense.mesh, found, name)
-        elif hasattr(parameter, TENSOR_PARALLEL):
+    for param in params:
+        if param.key.expert:
+            index.check_expert(param.name)
+        if isinstance(param.compute.data, DTensor):
+            found = param.compute.data.device_mesh
+            index.with_tensor_parallel(index.dense.mesh, found, param.name)
+        elif hasattr(param.compute, TENSOR_PARALLEL):
             found = index.tensor_parallel_mesh()
     return found
-
-
-def mark_owner(parameter: nn.Parameter, owner: object) -> None:
-    """Set the engine that a parameter belongs to. The weak reference does not keep the engine alive."""
-    setattr(parameter, OWNER, weakref.ref(owner))
 
 
 def owner_of(parameter: nn.Parameter) -> Any:
@@ -253,11 +255,17 @@ def owner_of(parameter: nn.Parameter) -> Any:
     return None if reference is None else reference()
 
 
-def partition(module: nn.Module, unit_classes: tuple[type[nn.Module], ...], every_module: bool = False) -> UnitPart:
+def partition(
+    module: nn.Module,
+    params: list[ShardedParameter],
+    unit_classes: tuple[type[nn.Module], ...],
+    every_module: bool = False,
+) -> UnitPart:
     """Divide the model's parameters into units.
 
     Args:
         module: The model.
+        params: Its parameters.
         unit_classes: Classes whose modules become units.
         every_module: Whether every module with direct parameters inside a unit becomes a unit as well.
 
@@ -271,29 +279,13 @@ def partition(module: nn.Module, unit_classes: tuple[type[nn.Module], ...], ever
     root = UnitPart("", module)
     path_of: dict[int, tuple[UnitPart, ...]] = {id(module): (root,)}
     _find_units(module, "", (root,), lambda m, path: _is_unit(m, path, unit_classes, every_module), path_of)
-    params: dict[int, ShardedParameter] = {}
-    homes: dict[int, tuple[UnitPart, ...]] = {}
-    for name, owner in module.named_modules():
-        path = path_of.get(id(owner))
-        if path is None:
-            continue
-        for attribute, parameter in owner._parameters.items():
-            if parameter is None:
-                continue
-            full_name = public_name(f"{name}.{attribute}" if name else attribute)
-            param = params.get(id(parameter))
-            if param is None:
-                params[id(parameter)] = ShardedParameter(full_name, parameter, [(owner, attribute)], [full_name])
-                homes[id(parameter)] = path
-            else:
-                param.sites.append((owner, attribute))
-                param.names.append(full_name)
-                homes[id(parameter)] = _common_path(homes[id(parameter)], path)
-    for key, param in params.items():
+    for param in params:
         param.expect_quantization()
-        homes[key][-1].params.append(param)
+        path = functools.reduce(_common_path, [path_of[id(owner)] for owner, _ in param.sites])
+        path[-1].params.append(param)
     _drop_empty(root)
-    for part in root.walk():
+    for index, part in enumerate(root.walk()):
+        part.index = index
         if part.params and part is not root and not _has_forward(part.module):
             kind = type(part.module).__name__
             raise ValueError(
@@ -338,19 +330,16 @@ def _find_units(
     path_of: dict[int, tuple[UnitPart, ...]],
 ) -> None:
     for child_name, child in module.named_children():
-        if id(child) in path_of:
+        if (known := path_of.get(id(child))) is not None:
             # The module is registered in two places. If these belong to different units, the innermost unit around
             # both owns it, so that its parameters are unsharded during both.
-            path_of[id(child)] = (
-                _common_path(path_of[id(child)], path)
-                if path_of[id(child)][-1].module is not child
-                else path_of[id(child)]
-            )
+            if known[-1].module is not child:
+                path_of[id(child)] = _common_path(known, path)
             continue
         full_name = f"{name}.{child_name}" if name else child_name
         child_path = path
         if is_unit(child, path):
-            part = UnitPart(full_name, child)
+            part = UnitPart(full_name, child, len(path))
             path[-1].children.append(part)
             child_path = (*path, part)
         path_of[id(child)] = child_path

@@ -5,8 +5,15 @@ independently of the units that its data passes through. An operation of a unit 
 before the next operation that its computation requests.
 """
 
+import logging
+from collections.abc import Callable
 from enum import IntEnum
 from typing import NamedTuple
+
+from megatron.fsdp.quantized.storage import Direction
+from megatron.fsdp.runtime.unit import Unit
+
+logger = logging.getLogger(__name__)
 
 
 class OpKind(IntEnum):
@@ -22,7 +29,7 @@ class OpKind(IntEnum):
 
 
 class Op(NamedTuple):
-    """One operation: ``unit_index`` is the unit's index in the order of registration."""
+    """One operation: ``unit_index`` is :attr:`Unit.index`."""
 
     kind: OpKind
     unit_index: int
@@ -34,6 +41,7 @@ class Plan:
     Args:
         requested: The operations in the order in which the computation requests them.
         distance: How many reductions an unshard may overtake.
+        direction: Of the pass.
 
     Attributes:
         requested: The operations.
@@ -43,8 +51,9 @@ class Plan:
         recorded: The operations that this rank's computation has requested in this pass, in order.
     """
 
-    def __init__(self, requested: list[Op], distance: int) -> None:
+    def __init__(self, requested: list[Op], distance: int, direction: Direction = Direction.FORWARD) -> None:
         self.requested = requested
+        self.direction = direction
         self.order = hoist_unshards(requested, distance)
         self._position = {index: position for position, index in enumerate(self.order)}
         self.issued = 0
@@ -123,3 +132,84 @@ def merge_recorded(recorded: list[list[Op]]) -> list[Op] | None:
 def _is_subsequence(short: list[Op], long: list[Op]) -> bool:
     remaining = iter(long)
     return all(op in remaining for op in short)
+
+
+class Plans:
+    """The plan of the forward, and that of the backward for the units that take gradients at the moment.
+
+    Both are guessed from the order in which modules are registered. The recordings of the first forward and backward
+    replace them. After parameters were frozen or unfrozen, the backward is guessed and recorded again.
+
+    Args:
+        units: All units; the root first, then in the order of registration.
+        distance: How many reductions an unshard may overtake.
+        exchange: Gathers a list of integers from every rank.
+
+    Attributes:
+        forward: Plan of the forward.
+        backward: Plan of the backward.
+        recording: The pass that runs is to be recorded.
+    """
+
+    def __init__(self, units: list[Unit], distance: int, exchange: Callable[[list[int]], list[list[int]]]) -> None:
+        self._units = units
+        self._distance = distance
+        self._exchange = exchange
+        self.forward = Plan([Op(OpKind.UNSHARD, unit.index) for unit in units], distance)
+        self.backward = self._guessed_backward()
+        self.recording = True
+        self._known: dict[tuple[bool, ...], Plan] = {}
+
+    def _backward(self, requested: list[Op]) -> Plan:
+        return Plan(requested, self._distance, Direction.BACKWARD)
+
+    def _guessed_backward(self) -> Plan:
+        # The root, and the unit that forward ends with, are still unsharded when backward begins.
+        last = [op for op in self.forward.requested[-1:] if not self._units[op.unit_index].is_directional]
+        kept = [Op(OpKind.UNSHARD, 0), *last]
+        kept += [Op(OpKind.UNSHARD, unit.index) for unit in self._units if unit.keeps_weights]
+
+        def requested(unit: Unit) -> list[Op]:
+            ops = [Op(OpKind.UNSHARD, unit.index)]
+            if unit.is_directional and ops[0] not in kept:
+                # It may be recomputed. Ranks that skip it do not know, and have to issue what the others need.
+                ops.append(Op(OpKind.UNSHARD_FORWARD_ONLY, unit.index))
+            for child in reversed(unit.children):
+                ops += requested(child)
+            return [*ops, Op(OpKind.REDUCE, unit.index)] if unit.trainable else ops
+
+        return self._backward([op for op in requested(self._units[0]) if op not in kept])
+
+    def _trainable(self) -> tuple[bool, ...]:
+        return tuple(unit.trainable for unit in self._units)
+
+    def follow_freezing(self) -> None:
+        """Plan the backward for the units that take gradients now, if others did before."""
+        if any([group.follow_freezing() for unit in self._units for group in unit.groups]):
+            known = self._known.get(self._trainable())
+            self.backward = known or self._guessed_backward()
+            self.recording = known is None
+
+    def follow_recorded(self) -> None:
+        """Make what was recorded the plans, if the ranks' recordings can be merged. A collective."""
+        self.recording = False
+        forward, backward = (self._merged(plan.recorded) for plan in (self.forward, self.backward))
+        if forward == []:
+            forward = self.forward.requested  # a second backward of the forward that was recorded
+        if forward is None or backward is None:
+            logger.warning(
+                "FSDP: ranks ran different units in the first iteration, in orders that cannot be merged. "
+                "Communication follows the order in which the modules are registered."
+            )
+        else:
+            self.forward, self.backward = Plan(forward, self._distance), self._backward(backward)
+        self._known[self._trainable()] = self.backward
+
+    def _merged(self, recorded: list[Op]) -> list[Op] | None:
+        rows = self._exchange([value for op in recorded for value in op])
+        return merge_recorded([[Op(OpKind(row[i]), row[i + 1]) for i in range(0, len(row), 2)] for row in rows])
+
+    def next_forward_units(self) -> list[Unit]:
+        """The units that the next forward will unshard, in order."""
+        indices = dict.fromkeys(op.unit_index for op in self.forward.requested if op.kind is OpKind.UNSHARD)
+        return [self._units[index] for index in indices]

@@ -5,10 +5,12 @@ import logging
 
 import torch.distributed as dist
 
+from megatron.fsdp.buffers.parameter_group import ParameterGroup
 from megatron.fsdp.buffers.pool import Buffer, FixedPool, sufficient
 from megatron.fsdp.comm.context import CommContext, SetFlags
 from megatron.fsdp.comm.registered_memory import NcclMemory
-from megatron.fsdp.sharding.mesh import DataParallelAxes
+from megatron.fsdp.config import FSDPConfig
+from megatron.fsdp.sharding.mesh import DataParallelAxes, MeshIndex
 
 logger = logging.getLogger(__name__)
 
@@ -31,33 +33,31 @@ class BufferRegistration:
 
     Args:
         pool: The buffers.
-        axes: The axes that the model's parameters are sharded over: those of dense ones, of experts, or both.
+        params: All parameter groups of the model; at least one.
+        index: Mesh and process groups.
         context: How the model communicates.
-        sizes: Elements of each parameter group.
-        symmetric: Register symmetric windows if possible.
-        manual: Register only when :meth:`register` is called.
-        once: Do not compare after later steps whether a rank has added a buffer, which a CUDA graph could not.
+        config: Settings.
     """
 
     def __init__(
         self,
         pool: FixedPool,
-        axes: list[DataParallelAxes],
+        params: list[ParameterGroup],
+        index: MeshIndex,
         context: CommContext,
-        sizes: list[int],
-        symmetric: bool,
-        manual: bool,
-        once: bool = False,
+        config: FSDPConfig,
     ) -> None:
         self._pool = pool
-        self._sizes = sizes
-        self._symmetric = symmetric
-        self._manual = manual
-        self._once = once
+        self._sizes = [group.layout.numel for group in params]
+        self._config = config
+        self._symmetric = not config.disable_symmetric_registration
         self._context = context
         # Asked at the end of one step and read at the end of the next. By then the device has long answered, so that
         # the host does not wait for the computation of the step.
         self._added: SetFlags | None = None
+        both = [index.dense] if index.experts is index.dense else [index.dense, index.experts]
+        # A group of experts has no communicator if the model has no experts.
+        axes = [each for each in both if any(group.axes is each for group in params)]
         groups = groups_of(axes)
         self._memory = NcclMemory(groups, context.device)
         self._groups = [context.stream.group(group) for group in groups]
@@ -68,13 +68,13 @@ class BufferRegistration:
 
     def end_step(self) -> None:
         """Register the buffers after the first step, and after steps in which any rank has added one. A collective."""
-        if self._manual:
+        if self._config.fsdp_manual_registration:
             return
         if not self._memory.registered:
             self.register()
             return
-        if self._once:
-            return
+        if self._config.cuda_graph_mode:
+            return  # a graph could not compare whether a rank has added a buffer
         added, self._added = self._added, self._context.any_rank([self._pool.grown], *self._parties)
         if added is not None and any(added.read()):
             self.register()

@@ -13,8 +13,7 @@ from megatron.fsdp.helpers.weak import weak_method
 from megatron.fsdp.quantized.storage import Direction
 from megatron.fsdp.runtime.graph import listen
 from megatron.fsdp.runtime.passes import Pass, PassState
-from megatron.fsdp.runtime.plan import Op, OpKind, Plan
-from megatron.fsdp.runtime.plans import Plans
+from megatron.fsdp.runtime.plan import Op, OpKind, Plan, Plans
 from megatron.fsdp.runtime.unit import Unit, WeightState
 
 logger = logging.getLogger(__name__)
@@ -29,13 +28,14 @@ class Schedule:
         units: All units; the root first, then in the order of registration.
         config: Settings of the model; the limits of the communication in flight.
         exchange: Gathers a list of integers from every rank.
-        on_backward_end: A method to call when a backward has ended. It is referred to weakly: the engine owns this.
+        reduces_now: A method that says whether gradients that are not sharded are reduced in this backward.
+        on_backward_end: A method to call when a backward has ended. Both are referred to weakly: the engine owns this.
 
     Attributes:
         plans: The order of communication.
         passes: Whether a backward runs or has failed.
+        groups: All parameter groups, unit by unit.
         reducing: Units whose reductions have been issued and not waited for, oldest first.
-        reduce_now: Whether gradients that are not sharded are reduced in this backward, or wait for a later one.
         refresh_weights: Whether the next forward unshards all weights, even if they are up to date.
         in_callers_forward: Whether a forward runs whose caller unshards and reshards the units.
     """
@@ -45,6 +45,7 @@ class Schedule:
         units: list[Unit],
         config: FSDPConfig,
         exchange: Callable[[list[int]], list[list[int]]],
+        reduces_now: Callable[[], bool],
         on_backward_end: Callable[[], None],
     ) -> None:
         self.units = units
@@ -53,12 +54,12 @@ class Schedule:
         self.plans = Plans(units, config.max_unsharded_units - 1 if self._prefetches else 0, exchange)
         self.passes = Pass()
         self.reducing: deque[Unit] = deque()
-        self.reduce_now = True
         self.refresh_weights = config.cuda_graph_mode
         self.in_callers_forward = False
-        self._index = {id(unit): i for i, unit in enumerate(units)}
-        self._weights = [group.weights for unit in units for group in unit.groups]
-        self._params = [param for unit in units for group in unit.groups for param in group.params]
+        self.groups = [group for unit in units for group in unit.groups]
+        self._weights = [group.weights for group in self.groups]
+        self._params = [param for group in self.groups for param in group.params]
+        self._reduces_now = weak_method(reduces_now)
         self._on_backward_end = weak_method(on_backward_end)
         listen(self)
 
@@ -67,9 +68,10 @@ class Schedule:
     def prefetch_first(self, until: Unit | None = None) -> None:
         """Start the first unshards of the next forward, up to a unit. None: up to the limits.
 
-        It may be called repeatedly, with a later unit each time.
+        It may be called repeatedly, with a later unit each time. Does nothing in ``cuda_graph_mode``: a captured
+        forward must contain its unshards and cannot wait for others.
         """
-        if self.passes.state is not PassState.NO_BACKWARD:
+        if self._config.cuda_graph_mode or self.passes.state is not PassState.NO_BACKWARD:
             return
         if not self.passes.prefetched:
             # The backward of the forward that is recorded may still follow.
@@ -100,17 +102,21 @@ class Schedule:
                 "FSDP: the last backward did not end. Its gradients are dropped, and with them those of earlier "
                 "micro-batches that were not synchronized yet."
             )
-            for unit in self.units:
-                unit.abandon_gradients()
+            self.abandon_gradients()
         for unit in self.units:
             unit.abandon()
         self.passes.reset()
         self.in_callers_forward = False
         self.reducing.clear()
 
+    def abandon_gradients(self) -> None:
+        """Drop gradients that are not synchronized yet."""
+        for group in self.groups:
+            group.abandon_gradients()
+
     def forward_failed(self) -> None:
         """Reshard every unit, unless the forward is a recomputation: its backward then continues or fails."""
-        if self.passes.has_failed or not self._in_backward:
+        if self.passes.has_failed or not self.passes.in_backward:
             self.reset()
 
     def backward_failed(self) -> None:
@@ -123,10 +129,6 @@ class Schedule:
         for unit in self.units:
             unit.show(compute=False)
 
-    @property
-    def _in_backward(self) -> bool:
-        return self.passes.in_backward
-
     def _begin_forward(self) -> None:
         """Prepare a forward of the model."""
         if self.plans.recording and is_capturing():
@@ -138,7 +140,7 @@ class Schedule:
             # The first forward of an iteration, or one without gradients, may be captured, and must contain its
             # unshards. A replayed optimizer step does not mark weights as out of date either.
             self.refresh_weights = not torch.is_grad_enabled()
-            self._invalidate()
+            self.invalidate()
         for unit in self.units:
             # The graph of an earlier forward may still be pending, and counts its own calls.
             if torch.is_grad_enabled():
@@ -159,11 +161,12 @@ class Schedule:
         if self._is_outdated and not self.passes.by_caller:
             # Unshards that were started may have read a mixture of values.
             self.reset()
-            self._invalidate()
+            self.invalidate()
 
-    def _invalidate(self) -> None:
-        for unit in self.units:
-            unit.invalidate()
+    def invalidate(self) -> None:
+        """Mark compute weights as out of date after main weights have changed; the next use unshards again."""
+        for weights in self._weights:
+            weights.invalidate()
 
     @property
     def _is_outdated(self) -> bool:
@@ -171,8 +174,7 @@ class Schedule:
 
         All weights are then unsharded again, in the order of the plan.
         """
-        changed = [weights for weights in self._weights if weights.version != weights.main._version]
-        return any(weights.is_outdated for weights in changed)
+        return any([weights.version not in (None, weights.main._version) for weights in self._weights])
 
     def _follow_freezing(self) -> None:
         """Apply changes of ``requires_grad`` since the last pass."""
@@ -185,7 +187,7 @@ class Schedule:
         """Prepare a backward, if none is running. Called with the first gradient."""
         if self.passes.has_failed:
             self.reset()
-        if self._in_backward:
+        if self.passes.in_backward:
             return
         self.passes.begin_backward(weak_method(self.finish_backward))
         # Autograd looks at ``requires_grad`` of the weights when it has their gradients, as in an unsharded model.
@@ -194,7 +196,7 @@ class Schedule:
         for unit in self.units:
             unit.new_backward()
         if self._is_outdated:
-            self._invalidate()
+            self.invalidate()
             for unit in self.units:
                 if unit.state is WeightState.UNSHARDED:
                     unit.unshard()
@@ -217,8 +219,7 @@ class Schedule:
             if self.plans.recording and not self.in_callers_forward:
                 self.plans.follow_recorded()
         except BaseException:
-            for unit in self.units:
-                unit.abandon_gradients()
+            self.abandon_gradients()
             raise
         self._on_backward_end()
 
@@ -230,12 +231,12 @@ class Schedule:
             self.reset()
         if unit.state is WeightState.HELD:
             return False
-        if unit.is_root and not self._in_backward:
+        if unit.is_root and not self.passes.in_backward:
             self._begin_forward()
-        elif self.units[0].state is not WeightState.FORWARD and not self._in_backward:
+        elif self.units[0].state is not WeightState.FORWARD and not self.passes.in_backward:
             self._follow_writes()  # the unit was called by itself
         grad = torch.is_grad_enabled()
-        if self._in_backward and unit.state is WeightState.BACKWARD:
+        if self.passes.in_backward and unit.state is WeightState.BACKWARD:
             self.before_inner_forward(unit)
             unit.show(compute=True)
             return False
@@ -243,43 +244,44 @@ class Schedule:
         # recomputation is kept for its backward, which follows at once unless another unit is recomputed first.
         if self.passes.kept is not unit:
             self._reshard_kept()
-        self._use(self.plans.backward if self._in_backward else self.plans.forward, unit, WeightState.FORWARD)
+        self._use(self.plans.backward if self.passes.in_backward else self.plans.forward, unit, WeightState.FORWARD)
         # A recomputation that only restores saved tensors discards its outputs, so no backward reaches its inputs.
-        return grad and not unit.is_root and (not self._in_backward or unit.calls_done >= unit.calls)
+        return grad and not unit.is_root and (not self.passes.in_backward or unit.calls_done >= unit.calls)
 
     def after_forward(self, unit: Unit) -> bool:
         """Handle the end of a module's forward. Returns whether to watch its outputs for the start of backward."""
         if unit.state is WeightState.HELD:
             return False
         forward = self.plans.forward
-        if unit.is_root and not self._in_backward:
+        if unit.is_root and not self.passes.in_backward:
             self._issue_skipped(forward, forward.finish())
         if unit.state is not WeightState.FORWARD:
             return False
         grad = torch.is_grad_enabled()
         if grad and (unit.is_root or unit.keeps_weights):
             unit.to(WeightState.UNSHARDED)
-        elif grad and (self._in_backward or self._is_last(unit)):
+        elif grad and (self.passes.in_backward or self._is_last(unit)):
             # Backward begins with the last unit of forward: keep it instead of unsharding it again.
             unit.to(WeightState.UNSHARDED)
             self.passes.kept = unit
         else:
             unit.reshard()
-        if self.units[0].state is not WeightState.FORWARD and not self._in_backward:
+        if self.units[0].state is not WeightState.FORWARD and not self.passes.in_backward:
             # Outside of the model's forward its parameters are main weights, also those of units that stay unsharded:
-            # what users write to them must not be lost.
+            # what users write to them must not be lost. A hook may have written since the end of the unit's forward.
+            for each in self.units:
+                each.check_not_written()
             self.show_main()
         return grad
 
     def _is_last(self, unit: Unit) -> bool:
         """Whether a forward ends with this unit, and backward reads the same weights."""
-        last = self.plans.forward.requested[-1].unit_index
-        return last == self._index[id(unit)] and not unit.is_directional
+        return self.plans.forward.requested[-1].unit_index == unit.index and not unit.is_directional
 
     def before_inner_forward(self, unit: Unit) -> None:
         """Handle the forward of a module inside a unit, which may be recomputed in the unit's backward."""
         in_use = unit.state is WeightState.BACKWARD or Direction.BACKWARD in unit.held_by
-        recomputed = unit.is_directional and self._in_backward and in_use
+        recomputed = unit.is_directional and self.passes.in_backward and in_use
         if recomputed and self._unshard_forward_only(unit):
             unit.prepare(Direction.FORWARD)
 
@@ -297,7 +299,7 @@ class Schedule:
         """Unshard units for the whole of a backward that enters them at something else than their outputs."""
         if self.passes.by_caller:
             return
-        for unit in sorted(units, key=lambda each: self._index[id(each)], reverse=True):
+        for unit in sorted(units, key=lambda each: each.index, reverse=True):
             self.before_backward(unit)
             unit.aside = True
 
@@ -368,7 +370,7 @@ class Schedule:
         unit.took_part |= direction is Direction.BACKWARD
         plan = self.plans.forward if direction is Direction.FORWARD else self.plans.backward
         # Also if the other pass has unsharded it: the order that is recorded must be that of this pass.
-        self._advance_to(plan, Op(OpKind.UNSHARD, self._index[id(unit)]))
+        self._advance_to(plan, Op(OpKind.UNSHARD, unit.index))
         self._unshard(plan, unit)
         unit.hold(direction)
         self._prefetch(plan)
@@ -387,21 +389,21 @@ class Schedule:
     def _use(self, plan: Plan, unit: Unit, state: WeightState) -> None:
         """Unshard a unit whose weights the computation needs, and prefetch the next units."""
         if unit.state in (WeightState.SHARDED, WeightState.UNSHARDING):
-            self._advance_to(plan, Op(OpKind.UNSHARD, self._index[id(unit)]))
+            self._advance_to(plan, Op(OpKind.UNSHARD, unit.index))
         self._unshard(plan, unit)
-        if unit.is_directional and plan is self.plans.backward and state is WeightState.FORWARD:
+        if unit.is_directional and plan.direction is Direction.BACKWARD and state is WeightState.FORWARD:
             self._unshard_forward_only(unit)
-        unit.use(state)
+        unit.use(state, Direction.BACKWARD if state is WeightState.BACKWARD else Direction.FORWARD)
         self._prefetch(plan)
 
     def _unshard(self, plan: Plan, unit: Unit) -> None:
         """Unshard what the pass of a plan reads."""
-        unit.expected_by.add(self._direction(plan))
+        unit.expected_by.add(plan.direction)
         # A unit that is not sharded may have been prefetched for the other pass, and lack planes.
         if unit.state is WeightState.SHARDED or unit.is_directional:
             whole = unit.is_root or unit.keeps_weights
             in_forward = PlaneSet.ALL if whole else PlaneSet.FORWARD
-            unit.unshard(PlaneSet.BACKWARD if plan is self.plans.backward else in_forward)
+            unit.unshard(PlaneSet.BACKWARD if plan.direction is Direction.BACKWARD else in_forward)
 
     def _unshard_forward_only(self, unit: Unit) -> bool:
         """Unshard what backward needs for the recomputation of a forward, and does not read itself.
@@ -409,7 +411,7 @@ class Schedule:
         Returns:
             Whether this is the first recomputation since the unit was unsharded.
         """
-        plan, index = self.plans.backward, self._index[id(unit)]
+        plan, index = self.plans.backward, unit.index
         # Requested even if it was prefetched, so that it is recorded.
         first = plan.last_request(index) == Op(OpKind.UNSHARD, index) or unit.lacks(Direction.FORWARD)
         if first:
@@ -420,7 +422,7 @@ class Schedule:
     def _reduce(self, unit: Unit) -> None:
         """Reduce a unit's complete gradients, unless :meth:`_advance_to` has already issued the reduction."""
         unit.reduced = False
-        self._advance_to(self.plans.backward, Op(OpKind.REDUCE, self._index[id(unit)]))
+        self._advance_to(self.plans.backward, Op(OpKind.REDUCE, unit.index))
         if not unit.reduced:
             self._issue_reduction(unit)
 
@@ -437,48 +439,46 @@ class Schedule:
             self._issue_until(plan, index)
             unit = self.units[plan.requested[index].unit_index]
             if plan.requested[index].kind is not OpKind.REDUCE and unit.state is WeightState.UNSHARDING:
-                unit.let_go(self._direction(plan))
+                unit.let_go(plan.direction)
 
     def _issue_until(self, plan: Plan, index: int) -> None:
         """Issue operations in the order of the plan, up to the one at ``index`` in ``plan.requested``."""
         while not plan.is_issued(index):
             op = plan.ahead()
             assert op is not None, "an operation that is not issued is ahead"
-            plan.issued += 1
-            unit = self.units[op.unit_index]
-            if op.kind is OpKind.REDUCE:
-                self._issue_reduction(unit)
-            elif op.kind is OpKind.UNSHARD_FORWARD_ONLY:
-                unit.unshard(PlaneSet.FORWARD_ONLY)
-            else:
-                self._unshard(plan, unit)
+            self._issue(plan, op)
+
+    def _issue(self, plan: Plan, op: Op) -> None:
+        """Issue the operation that is ahead."""
+        plan.issued += 1
+        unit = self.units[op.unit_index]
+        if op.kind is OpKind.REDUCE:
+            self._issue_reduction(unit)
+        elif op.kind is OpKind.UNSHARD_FORWARD_ONLY:
+            unit.unshard(PlaneSet.FORWARD_ONLY)
+        else:
+            self._unshard(plan, unit)
 
     def _prefetch(self, plan: Plan, until: Unit | None = None) -> None:
         """Issue the unshards that come next, as far as the limit allows, and not beyond that of a unit."""
         while (op := plan.ahead()) is not None and op.kind is not OpKind.REDUCE:
             unit = self.units[op.unit_index]
+            waits = unit.state is WeightState.SHARDED
             if op.kind is OpKind.UNSHARD_FORWARD_ONLY:
-                if not self._prefetches or unit.state is WeightState.SHARDED:
-                    return
-                unit.unshard(PlaneSet.FORWARD_ONLY)
-            else:
-                if unit.state is WeightState.SHARDED:
-                    full = unit.temporary and not unit.is_root and self._full(plan)
-                    if not self._prefetches or full or unit.slot_is_taken:
-                        return
-                self._unshard(plan, unit)
-            plan.issued += 1
+                waits = waits or not self._prefetches
+            elif waits and self._prefetches:
+                waits = unit.slot_is_taken or (unit.temporary and not unit.is_root and self._full(plan))
+            if waits:
+                return
+            self._issue(plan, op)
             if unit is until:
                 return
-
-    def _direction(self, plan: Plan) -> Direction:
-        return Direction.BACKWARD if plan is self.plans.backward else Direction.FORWARD
 
     def _full(self, plan: Plan) -> bool:
         others = [u for u in self.units if u.state is not WeightState.SHARDED and u.temporary and not u.is_root]
         if self.in_callers_forward and self.passes.by_caller:
             # Each of the two passes may unshard as many units.
-            others = [u for u in others if self._direction(plan) in u.held_by | u.expected_by]
+            others = [u for u in others if plan.direction in u.held_by | u.expected_by]
         # Units that stay unsharded until their backward do not count: the limit could not be kept with them.
         unsharded = [u for u in others if not (u.keeps_weights and u.state is WeightState.UNSHARDED)]
         return len(unsharded) >= self._config.max_unsharded_units
@@ -487,7 +487,7 @@ class Schedule:
         unit.reduced = True
         while len(self.reducing) >= self._config.max_reducing_units:
             self.reducing.popleft().wait_for_gradients()
-        if unit.reduce_gradients(self.reduce_now) and unit.reducing_frees_memory:
+        if unit.reduce_gradients(self._reduces_now()) and unit.reducing_frees_memory:
             self.reducing.append(unit)
         if not self._config.overlap_grad_reduce:
             unit.wait_for_gradients()

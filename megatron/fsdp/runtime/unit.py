@@ -4,7 +4,6 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -60,10 +59,11 @@ class Unit:
     Args:
         name: Name of the module in the wrapped model; empty for the root.
         groups: Its parameter groups; may be empty.
-        children: Units inside this one, in the order of registration.
+        index: Its place among the model's units: the root is the first, then in the order of registration.
         slot: Memory for unsharded weights that several units share; None if the unit has separate memory.
 
     Attributes:
+        children: Units inside this one, in the order of registration.
         temporary: Whether an unshard allocates memory that a reshard frees.
         quantized: Quantized compute weights, and how they are stored.
         is_directional: Forward and backward read different planes of quantized weights.
@@ -76,15 +76,14 @@ class Unit:
         is_offloaded: Whether main weights are in host memory, away from the device of the computation.
         held_by: The passes that hold the unit: the caller has unsharded it for them.
         expected_by: The passes that have prefetched the unit and not used it yet.
-        channel: Records the unit's collectives.
+        channel: Records the unit's collectives for reports about ranks that hang.
     """
 
-    def __init__(
-        self, name: str, groups: list[ParameterGroup], children: list["Unit"], slot: Slot | None = None
-    ) -> None:
+    def __init__(self, name: str, groups: list[ParameterGroup], index: int = 0, slot: Slot | None = None) -> None:
         self.name = name
         self.groups = groups
-        self.children = children
+        self.index = index
+        self.children: list[Unit] = []
         self.temporary = any(group.weights.temporary for group in groups)
         quantized = [(group.storage, [param.compute for param in group.params]) for group in groups]
         self.quantized = [(storage, params) for storage, params in quantized if storage is not None]
@@ -168,11 +167,6 @@ class Unit:
             for group in self.groups
         )
 
-    def invalidate(self) -> None:
-        """Mark compute weights as out of date after main weights have changed; the next use unshards again."""
-        for group in self.groups:
-            group.weights.invalidate()
-
     @profiled("unshard")
     def unshard(self, planes: PlaneSet = PlaneSet.ALL) -> None:
         """Start to unshard compute weights that have no memory or are out of date.
@@ -181,18 +175,22 @@ class Unit:
         """
         if self._state is WeightState.SHARDED:
             self.to(WeightState.UNSHARDING)
-        with self._reshard_after_errors():
+        try:
             if self._slot is not None:
                 if (rival := self._other_holder()) is not None:
                     rival.yield_slot(self)
                 self._slot.holder = weakref.ref(self)
             handles = [handle for group in self.groups if (handle := group.weights.unshard(planes)) is not None]
+        except BaseException:
+            self.abandon()  # the weights may be incomplete
+            raise
         if handles:
             self.channel.note(self._unshard_names[planes], handles)
 
     def lacks(self, direction: Direction) -> bool:
         """Whether the compute has not waited for some of the planes that a pass reads."""
-        return any(group.weights.lacks(direction) for group in self.groups)
+        planes = [plane for group in self.groups for plane in group.weights.planes if direction in plane.directions]
+        return not all(plane.is_current for plane in planes)
 
     @property
     def slot_is_taken(self) -> bool:
@@ -223,19 +221,16 @@ class Unit:
             )
 
     @profiled("wait for unshard")
-    def use(self, state: WeightState) -> None:
+    def use(self, state: WeightState, direction: Direction = Direction.FORWARD) -> None:
         """Make compute wait for the unshard, and make compute weights the module's parameters."""
-        self.prepare(Direction.BACKWARD if state is WeightState.BACKWARD else Direction.FORWARD)
+        self.prepare(direction)
         self.to(state)
         self._set_versions(readable=True)
         self.show(compute=True)
 
     def hold(self, direction: Direction) -> None:
         """As :meth:`use`, for a pass whose caller unshards and reshards the unit."""
-        self.prepare(direction)
-        self.to(WeightState.HELD)
-        self._set_versions(readable=True)
-        self.show(compute=True)
+        self.use(WeightState.HELD, direction)
         self.expected_by.discard(direction)
         self.held_by.add(direction)
 
@@ -250,17 +245,12 @@ class Unit:
 
     def prepare(self, direction: Direction) -> None:
         """Make compute wait for the unshards that were started, and quantized weights ready for a pass."""
-        with report_on_failure(), self._reshard_after_errors():
-            for group in self.groups:
-                group.weights.wait()
-            for storage, params in self.quantized:
-                storage.before_use(params, direction)
-
-    @contextmanager
-    def _reshard_after_errors(self) -> Iterator[None]:
-        """Context that reshards the unit after an exception: its weights may be incomplete."""
         try:
-            yield
+            with report_on_failure():
+                for group in self.groups:
+                    group.weights.wait()
+                for storage, params in self.quantized:
+                    storage.before_use(params, direction)
         except BaseException:
             self.abandon()
             raise
@@ -299,9 +289,9 @@ class Unit:
             torch._C._increment_version(written)
             self._versions_of_main = of_main
 
-    def _check_not_written(self) -> None:
-        """Raise if the module's forward has written a weight: the next unshard would undo that."""
-        if [param.compute._version for param in self._versioned] == self._versions:
+    def check_not_written(self) -> None:
+        """Raise if the forward has written a compute weight: the next unshard would undo that."""
+        if not self._shows_compute or [param.compute._version for param in self._versioned] == self._versions:
             return
         written = zip(self._versioned, self._versions, strict=True)
         name = next(param.name for param, version in written if param.compute._version != version)
@@ -317,10 +307,6 @@ class Unit:
             self._shows_compute = compute
             for group in self.groups:
                 group.show(compute)
-
-    def follow_freezing(self) -> bool:
-        """Apply changes of ``requires_grad`` since the last call; return whether there were any."""
-        return any([group.follow_freezing() for group in self.groups])
 
     def has_gradients(self) -> bool:
         """True if parameters have gradients of this micro-batch that are not in the gradient buffer yet."""
@@ -372,11 +358,6 @@ class Unit:
         """Reset the counters at the start of a backward."""
         self.calls_done = 0
         self.took_part = self.reduced = self.aside = False
-
-    def abandon_gradients(self) -> None:
-        """Drop gradients that are not synchronized yet."""
-        for group in self.groups:
-            group.abandon_gradients()
 
     # Hooks -----------------------------------------------------------------------------------------------------
 
@@ -437,7 +418,7 @@ class Unit:
         if schedule is None or self._depth:
             return None
         if output is not None:
-            self._check_not_written()
+            self.check_not_written()
             if dist.get_debug_level() != dist.DebugLevel.OFF:  # TORCH_DISTRIBUTED_DEBUG, since this is slow
                 self._check_not_kept(module)
         copied = self._copy_own_weights(output)

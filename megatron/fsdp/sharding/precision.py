@@ -11,14 +11,6 @@ from megatron.fsdp.helpers.arguments import check_fields
 logger = logging.getLogger(__name__)
 
 _WIDTH = {torch.float64: 8, torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
-# What else people write for a dtype.
-_SHORT = {str(dtype).removeprefix("torch."): dtype for dtype in _WIDTH} | {
-    "fp64": torch.float64,
-    "fp32": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-    "half": torch.float16,
-}
 
 
 @dataclass(frozen=True)
@@ -64,10 +56,8 @@ class MixedPrecisionPolicy:
             dtype = getattr(self, field.name)
             if dtype is not None and dtype not in _WIDTH:
                 expected = ", ".join(str(d) for d in _WIDTH)
-                like = _SHORT.get(str(dtype).lower().removeprefix("torch."))
-                hint = f" Did you mean {like}?" if like is not None and like is not dtype else ""
                 raise ValueError(
-                    f"MixedPrecisionPolicy: {field.name}: expected None or one of {expected}; got {dtype!r}.{hint}"
+                    f"MixedPrecisionPolicy: {field.name}: expected None or one of {expected}; got {dtype!r}."
                 )
         _reject_mixed_halves("main_grads_dtype", self.main_grads_dtype, "grad_comm_dtype", self.grad_comm_dtype)
 

@@ -53,10 +53,7 @@ INNER: dict[str, AxisStrategy] = {
 }
 
 # Strategies of the outer axis (dp_outer): HSDP ("no_shard") and hybrid FSDP ("optim").
-OUTER: dict[str, AxisStrategy] = {
-    "no_shard": AxisStrategy(parameters=_R, gradients=_P, optimizer=_R),
-    "optim": AxisStrategy(parameters=_R, gradients=_P, optimizer=_S),
-}
+OUTER = {name: INNER[name] for name in ("no_shard", "optim")}
 
 
 @dataclass(frozen=True)

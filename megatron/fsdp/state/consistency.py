@@ -24,7 +24,7 @@ def inconsistent_weights(engine: Engine) -> list[str]:
             names += [param.name for param in group.params]
     if not flags:
         return []
-    return [name for name, flag in zip(names, engine.on_any_rank(flags), strict=True) if flag]
+    return [name for name, flag in zip(names, engine.context.any_rank(flags).read(), strict=True) if flag]
 
 
 def _inconsistent(group: ParameterGroup) -> torch.Tensor:

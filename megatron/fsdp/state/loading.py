@@ -55,6 +55,7 @@ def copy_shard(param: ShardedParameter, shard: torch.Tensor) -> None:
     # torch.distributed.checkpoint loads in place: ``shard`` may already be the memory of the main weight.
     if shard.data_ptr() != local.data_ptr() or shard.dtype != local.dtype:
         local.copy_(shard)
+    torch._C._increment_version([param.main])  # the copy counts for the shard only; see Unit._set_versions
 
 
 def unsharded_state(module: nn.Module) -> dict[str, torch.Tensor | nn.Module]:
@@ -121,7 +122,7 @@ def hook_state_dict(engine: Engine, modules: Iterable[nn.Module]) -> None:
 
     def show_main(*unused: Any) -> None:
         if (engine := reference()) is not None:
-            engine.show_main()
+            engine.schedule.show_main()
 
     def invalidate(*unused: Any) -> None:
         if (engine := reference()) is not None:

@@ -14,7 +14,7 @@ from megatron.fsdp.buffers.parameter import GroupKey, ShardedParameter
 from megatron.fsdp.buffers.parameter_group import layout_of
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.quantized.storage import Direction, WeightStorage, storage_of
-from megatron.fsdp.runtime.partition import UnitPart, offloaded_units, partition
+from megatron.fsdp.runtime.partition import UnitPart, offloaded_units, parameters_of, partition
 from megatron.fsdp.sharding.strategy import UNSHARDED, Sharding
 from megatron.fsdp.tools.recipes import Recipe
 
@@ -203,7 +203,7 @@ class Outline(NamedTuple):
 
 def outline(module: nn.Module, classes: tuple[type[nn.Module], ...], config: FSDPConfig) -> Outline:
     """Find the units of a model, which may be on the meta device."""
-    root = partition(module, classes, config.enable_fine_grained_param_gather)
+    root = partition(module, parameters_of(module), classes, config.enable_fine_grained_param_gather)
     units = tuple(
         (part.name, type(part.module).__name__, tuple(_shape(params, part is root) for params in part.groups))
         for part in root.walk()

@@ -13,6 +13,7 @@ import re
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,6 @@ from megatron.fsdp.tools.progress import Progress
 from megatron.fsdp.tools.recipes import plan_model, recipe_of
 from megatron.fsdp.tools.report import Report
 from megatron.fsdp.tools.script import run
-from megatron.fsdp.tools.stages import Stages
 
 # Tensors with at most this many elements are created on the requested device.
 SMALL = 1 << 12
@@ -41,55 +41,27 @@ class _Examined(BaseException):
     """Ends the script once the model has been examined. Not an ``Exception``, which the script might catch."""
 
 
+@dataclass
 class _Examination:
-    """One examination: its report, and what is known before the model is built.
+    """One run of the script as one rank: its report, and what is known before the model is built.
 
-    Args:
-        world_size: Number of ranks.
-        rank: The rank to examine; None for the fullest pipeline stage.
+    Attributes:
+        report: What was found.
         capacity: Bytes of the device's memory; None if it was not given.
         progress: Where phases are shown.
+        args: Megatron's arguments, once they are valid.
+        fused: Whether attention is fused.
+        modules: Model chunks of this rank.
+        outlines: Their units.
     """
 
-    def __init__(self, world_size: int, rank: int | None, capacity: int | None, progress: Progress) -> None:
-        self.report = Report(world_size)
-        self.rank = rank
-        self.capacity = capacity
-        self.progress = progress
-        self.stages = Stages()
-        self.args: Any = None
-        self.fused = True
-        self.modules: list[nn.Module] = []
-        self.outlines: list[Outline] = []
-
-    def visit_stages(self, args: Any) -> None:
-        """Continue in one process per pipeline stage, unless a rank was chosen."""
-        count = args.pipeline_model_parallel_size
-        if self.rank is not None or count == 1:
-            return
-        self.progress.start(f"examining pipeline stages 1 to {count - 1}")
-        stage = self.stages.fork(range(1, count))
-        if stage is None:
-            self.progress.start("examining pipeline stage 0")
-            return
-        self.progress = Progress()
-        self.report.stage = stage
-        args.rank = stage * (self.report.world_size // count)  # Megatron numbers ranks stage by stage
-        os.environ["RANK"] = str(args.rank)
-
-    def fullest(self) -> Report:
-        """The report of the fullest stage, or of one that was refused."""
-        reports = {self.report.stage: self.report, **self.stages.results}
-        for stage, found in sorted(reports.items()):
-            if found is None or not found.accepted:
-                failed = found or Report(self.report.world_size, refusal="It ended without a result.", stage=stage)
-                if stage and failed.refusal:
-                    failed.refusal = f"pipeline stage {stage}: {failed.refusal}"
-                return failed
-        best = max(reports.values(), key=lambda found: found.memory.total)
-        if self.stages.results:
-            best.stages = [reports[stage].memory.total for stage in sorted(reports)]
-        return best
+    report: Report
+    capacity: int | None
+    progress: Progress
+    args: Any = None
+    fused: bool = True
+    modules: list[nn.Module] = field(default_factory=list)
+    outlines: list[Outline] = field(default_factory=list)
 
 
 def examine(
@@ -110,12 +82,36 @@ def examine(
         capacity: Bytes of the device's memory, if it shall be compared.
         progress: Where phases are shown.
     """
-    examination = _Examination(world_size, rank, capacity, progress or Progress())
+    progress = progress or Progress()
+    found = _Examination(Report(world_size), capacity, progress)
+    progress.start("importing Megatron")
+    _examine_rank(found, script, arguments, rank or 0)
+    reports = [found.report]
+    count = found.report.sizes.get("pipeline", 1)
+    while rank is None and reports[-1].accepted and len(reports) < count:
+        progress.start(f"examining pipeline stage {len(reports)} of {count}")
+        found = _Examination(Report(world_size, stage=len(reports)), capacity, Progress())
+        # Megatron numbers ranks stage by stage.
+        _examine_rank(found, script, arguments, len(reports) * (world_size // count))
+        reports.append(found.report)
+    progress.end()
+    last = reports[-1]
+    if not last.accepted:
+        if last.stage and last.refusal:
+            last.refusal = f"pipeline stage {last.stage}: {last.refusal}"
+        return last
+    best = max(reports, key=lambda report: report.memory.total if report.memory else 0)
+    if len(reports) > 1:
+        best.stages = [report.memory.total for report in reports if report.memory]
+    return best
+
+
+def _examine_rank(examination: _Examination, script: Path, arguments: Sequence[str], rank: int) -> None:
+    """Run the script as one rank, and fill the report."""
     report = examination.report
-    os.environ.update(RANK=str(rank or 0), WORLD_SIZE=str(world_size), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(report.world_size), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29500")
-    examination.progress.start("importing Megatron")
     try:
         with _prepared(examination):
             examination.progress.start("running the script up to its arguments")
@@ -127,10 +123,6 @@ def examine(
         report.refusal = end.code if isinstance(end.code, str) else f"The script ended with exit code {end.code or 0}."
     except Exception as error:  # noqa: BLE001 - any error of the script belongs in the report
         report.refusal = _described(error, script)
-    if examination.stages.is_child:
-        examination.stages.send(report)
-    examination.progress.end()
-    return examination.fullest()
 
 
 @contextmanager
@@ -152,7 +144,15 @@ def _prepared(examination: _Examination) -> Iterator[None]:
         # Nothing is initialized, so nothing needs to be recorded for it.
         stack.enter_context(_replaced(initialization, "record", lambda build, _: build()))
         stack.enter_context(_replaced(dist, "new_group", _own_groups(dist.new_group)))
+        stack.callback(_forget, training)
         yield
+
+
+def _forget(training: Any) -> None:
+    """Undo Megatron's initialization, so that the script can run again as another rank."""
+    training.destroy_global_state()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @contextmanager
@@ -238,7 +238,6 @@ def _examining(
         args.init_model_with_meta_device = True
         args.perform_initialization = False  # only shapes are read
         examination.args = args
-        examination.visit_stages(args)
         examination.progress.start("reading the tokenizer, creating process groups")
         return result
 

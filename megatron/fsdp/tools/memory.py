@@ -1,7 +1,7 @@
-"""Shows the memory of your model on each rank, by sharding strategy: as a table and as a chart.
+"""Shows the memory of your model on each rank, by sharding strategy.
 
-    megatron-fsdp-memory --model mymodule:build --units Block --ranks 8 64 --plot memory.svg
-    megatron-fsdp-memory --model path/of/a/config.json --gpu h100 --plot memory.png
+    megatron-fsdp-memory --model mymodule:build --units Block --ranks 8 64
+    megatron-fsdp-memory --model path/of/a/config.json --gpu h100 --json
 
 The model is built on the meta device: no weights are allocated, and one process stands for any number of ranks. The
 engine's own planner divides it. Activations are not part of the result. The exit code is 0, or 2 for wrong arguments.
@@ -12,8 +12,6 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from importlib.util import find_spec
-from pathlib import Path
 
 import torch
 
@@ -61,17 +59,14 @@ def _parser() -> argparse.ArgumentParser:
         "--grad-dtype", choices=DTYPES, default="fp32", help="of summed and reduced gradients (or fp32)"
     )
     add_device(parser)
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="write the chart: .svg, .png or .pdf")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     return parser
 
 
 def main() -> int:
-    """Print the table and write the chart. Returns the exit code."""
+    """Print the table. Returns the exit code."""
     parser = _parser()
     options = parser.parse_args()
-    if options.plot is not None and find_spec("matplotlib") is None:
-        parser.error("--plot needs matplotlib: pip install 'megatron-fsdp-engine[trace]'")
     policy = MixedPrecisionPolicy(
         main_params_dtype=DTYPES[options.main_dtype], main_grads_dtype=DTYPES[options.grad_dtype]
     )
@@ -96,10 +91,6 @@ def main() -> int:
         print("Peak of a step without activations, which come on top.")
         if options.device_memory is not None:
             print(f"'left' is what remains for them of {options.device_memory / GIB:.1f} GiB.")
-    if options.plot is not None:
-        from megatron.fsdp.tools.memory_chart import draw
-
-        draw(found, title, options.plot, options.device_memory)
     return 0
 
 

@@ -71,7 +71,7 @@ class Report:
         found: dict[str, Any] = {
             "accepted": self.accepted,
             "world_size": self.world_size,
-            "limits": [{"setting": x.setting, "message": x.message, "remedy": x.remedy} for x in self.limits],
+            "limits": [{"setting": x.setting, "message": x.reason, "remedy": x.remedy} for x in self.limits],
             "refusal": self.refusal,
             "sizes": self.sizes,
             "import_name": conflict(),
@@ -96,7 +96,7 @@ class Report:
         if (problem := conflict()) is not None:
             lines.append(f"WARNING  {problem}")
         for limit in self.limits:
-            lines += [f"NOT POSSIBLE  {limit.setting}: {limit.message}", f"              {limit.remedy}"]
+            lines += [f"NOT POSSIBLE  {limit.setting}: {limit.reason}", f"              {limit.remedy}"]
         if self.refusal:
             lines.append("ERROR  " + self.refusal.replace("\n", "\n       "))
         if self.accepted and self.config is not None:

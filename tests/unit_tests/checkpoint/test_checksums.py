@@ -17,7 +17,6 @@ from megatron.fsdp.checkpoint.checksums import (
     combine,
     crc32_of,
     write_file,
-    write_files,
 )
 from megatron.fsdp.checkpoint.reader import CheckpointReader
 from tests.small_checkpoints import numbers, write_checkpoint
@@ -161,14 +160,6 @@ def test_a_file_is_replaced_atomically(tmp_path: Path, monkeypatch: pytest.Monke
             patch.setattr(os, what, crash)
             write_file(path, b"newer")
         assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("f", b"new")]
-
-
-def test_several_files(tmp_path: Path) -> None:
-    assert write_files(tmp_path, {"a": b"1", "b": b""}) == {
-        "a": FileSum(1, as_hex(zlib.crc32(b"1"))),
-        "b": FileSum(0, "00000000"),
-    }
-    assert (tmp_path / "a").read_bytes() == b"1"
 
 
 def test_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

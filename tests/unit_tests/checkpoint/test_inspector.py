@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import multiprocessing
 import os
 import pickle
 import shutil
@@ -284,10 +285,19 @@ def test_modify_rejects_invalid_operations(tmp_path: Path, small: Path) -> None:
 
 def test_modify_is_shared_by_processes(tmp_path: Path, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "3")
-    for rank in (2, 1, 0):
+
+    def modify(rank: int) -> None:
         monkeypatch.setenv("RANK", str(rank))
         printed = text("modify-state-dict", small, tmp_path / "d", "--op", "rename ^w$ v")
         assert bool(printed) == (rank == 0)
+
+    others = [multiprocessing.get_context("fork").Process(target=modify, args=(rank,)) for rank in (2, 1)]
+    for other in others:
+        other.start()
+    modify(0)
+    for other in others:
+        other.join(60)
+    assert [other.exitcode for other in others] == [0, 0]
     monkeypatch.delenv("RANK")
     monkeypatch.delenv("WORLD_SIZE")
     text("modify-state-dict", tmp_path / "d", tmp_path / "e", "--op", "rename ^v$ w")

@@ -192,7 +192,8 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "checksums.json").unlink()
     sparse = Sparse(folder / "__0_0.distcp")
     tensor = torch.zeros(128, 1 << 20)
-    written = archive.write_tensor(sparse, tensor)
+    written = archive.ChecksummedFile(sparse)
+    written.write_tensor(tensor)
     sparse.file.close()
     metadata = CheckpointReader(folder).metadata
     entry = metadata.state_dict_metadata["a"]

@@ -205,9 +205,7 @@ def test_functions_in_settings_get_stand_ins() -> None:
     found = load_torch(io.BytesIO(stream.getvalue()), "x")
     assert repr(found.act) == "<torch.nn.functional.silu>" and isinstance(found.act, Sealed)
     assert not isinstance(found.act(2), torch.Tensor)
-    again = io.BytesIO()
-    save_torch(found, again)
-    assert torch.load(io.BytesIO(again.getvalue()), weights_only=False).act is torch.nn.functional.silu
+    assert torch.load(io.BytesIO(save_torch(found)), weights_only=False).act is torch.nn.functional.silu
 
 
 class Backend(enum.Enum):
@@ -236,10 +234,9 @@ def test_enumerations_of_megatron(
     assert isinstance(local, Foreign) and local.value == 2 and flash.value == 1 and local != flash
     assert repr(local) == "<megatron.core.invented.Backend(2)>"
     assert loads(data, "x")[0] == local and hash(loads(data, "x")[0]) == hash(local)
-    stream = io.BytesIO()
-    save_torch(argparse.Namespace(backend=local), stream)
+    data = save_torch(argparse.Namespace(backend=local))
     monkeypatch.setitem(sys.modules, megatron_module.__name__, megatron_module)
-    assert torch.load(io.BytesIO(stream.getvalue()), weights_only=False).backend is Backend.LOCAL
+    assert torch.load(io.BytesIO(data), weights_only=False).backend is Backend.LOCAL
 
 
 def test_a_class_of_megatron_is_not_run_even_if_imported(megatron_module: types.ModuleType) -> None:
@@ -333,10 +330,9 @@ def test_plain_data_is_loaded_unchanged(protocol: int) -> None:
     found = loads(pickle.dumps(data, protocol), "x")
     assert found == data
     assert all(type(a) is type(b) for a, b in zip(found.values(), data.values(), strict=True))
-    stream = io.BytesIO()
-    save_torch(data, stream)
-    assert load_torch(io.BytesIO(stream.getvalue()), "x") == data
-    assert torch.load(io.BytesIO(stream.getvalue()), weights_only=False) == data
+    saved = save_torch(data)
+    assert load_torch(io.BytesIO(saved), "x") == data
+    assert torch.load(io.BytesIO(saved), weights_only=False) == data
 
 
 @pytest.mark.parametrize("protocol", [2, 4, 5])

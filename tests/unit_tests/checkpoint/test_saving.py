@@ -61,12 +61,12 @@ def no_space(*arguments: Any) -> None:
 def _full_on_one(folder: str, last: bool, way: str) -> tuple[list[str], bool]:
     if way != "a new folder":
         save(divided(1), folder)
-    original = backend.archive.write_tensor
+    original = backend.ChecksummedFile.write_tensor
     if dist.get_rank() == 1:
         # Fail before the other ranks begin, or after they are done.
-        backend.archive.write_tensor = lambda *arguments: (time.sleep(0.5 * last), no_space())
+        backend.ChecksummedFile.write_tensor = lambda *arguments: (time.sleep(0.5 * last), no_space())
     elif not last:
-        backend.archive.write_tensor = lambda *arguments: (time.sleep(0.1), original(*arguments))[1]
+        backend.ChecksummedFile.write_tensor = lambda *arguments: (time.sleep(0.1), original(*arguments))[1]
     before = {path.name for path in Path(folder).glob("*")}
     dist.barrier()
     try:
@@ -78,7 +78,7 @@ def _full_on_one(folder: str, last: bool, way: str) -> tuple[list[str], bool]:
     except CheckpointException as error:
         assert dist.get_rank() or "No space left" in str(error)
     finally:
-        backend.archive.write_tensor = original
+        backend.ChecksummedFile.write_tensor = original
     dist.barrier()
     left = sorted({path.name for path in Path(folder).glob("*")} - before)
     good = way == "a new folder" or is_whole(folder, 1)
@@ -102,11 +102,11 @@ def _in_megatrons_loop(folder: str) -> list[str]:
 
     checkpoint = torch_view(torch).distributed.checkpoint
     if dist.get_rank() == 1:
-        backend.archive.write_tensor, original = no_space, backend.archive.write_tensor
+        backend.ChecksummedFile.write_tensor, original = no_space, backend.ChecksummedFile.write_tensor
     with pytest.raises(CheckpointException):
         checkpoint.save(divided(2), storage_writer=checkpoint.FileSystemWriter(folder))
     if dist.get_rank() == 1:
-        backend.archive.write_tensor = original
+        backend.ChecksummedFile.write_tensor = original
     dist.barrier()
     return sorted(path.name for path in Path(folder).glob("*"))
 

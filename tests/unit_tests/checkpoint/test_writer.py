@@ -1,9 +1,8 @@
-"""New checkpoints are complete or absent, resume after a kill, and match the format that torch writes."""
+"""New checkpoints are complete or absent, and match the format that torch writes."""
 
 import itertools
 import json
 import math
-import mmap
 import multiprocessing
 import os
 import resource
@@ -19,13 +18,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from megatron.fsdp.checkpoint import archive, coordination, writer
+from megatron.fsdp.checkpoint import archive, staging, writer
 from megatron.fsdp.checkpoint.checksums import NAME, Checksums, crc32_of
 from megatron.fsdp.checkpoint.lazy import LazyTensor, Region
 from megatron.fsdp.checkpoint.reader import CheckpointReader
-from megatron.fsdp.checkpoint.writer import CheckpointWriter, RawObject
+from megatron.fsdp.checkpoint.writer import Draft, RawObject, write_checkpoint
 from megatron.fsdp.convert.huggingface.folder import FolderWriter
-from tests.small_checkpoints import DTYPES, PeakMemory, lazily, numbers, same_bits, write_checkpoint
+from tests.small_checkpoints import DTYPES, PeakMemory, lazily, numbers, same_bits
+from tests.small_checkpoints import write_checkpoint as write_checkpoint_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is"),
@@ -37,11 +37,21 @@ TENSORS = {"a.b": numbers((40, 9)), "c": numbers((7,), torch.bfloat16), "d": tor
 OBJECTS = {"o": {"betas": (0.9, 0.95)}, "p": [1]}
 
 
-def write(path: Path, process: int = 0, processes: int = 1, tensors: Any = None, **options: Any) -> CheckpointWriter:
-    """Create a writer and write its share."""
-    made = CheckpointWriter(path, process, processes, **{"block": 100, **options})
-    made.write(lazily(TENSORS) if tensors is None else tensors, OBJECTS)
-    return made
+def write(path: Path, process: int = 0, processes: int = 1, tensors: Any = None, **options: Any) -> None:
+    """Write a process's share."""
+    draft = Draft(lazily(TENSORS) if tensors is None else tensors, OBJECTS)
+    write_checkpoint(draft, path, (process, processes), **{"block": 100, **options})
+
+
+def write_with(path: Path, processes: int, tensors: Any = None) -> None:
+    """Write with several processes."""
+    context = multiprocessing.get_context("fork")
+    started = [context.Process(target=write, args=(path, p, processes, tensors)) for p in reversed(range(processes))]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join(60)
+    assert [process.exitcode for process in started] == [0] * processes
 
 
 def assert_whole(path: Path, tensors: Mapping[str, torch.Tensor] = TENSORS) -> CheckpointReader:
@@ -70,7 +80,7 @@ def assert_checksums(path: Path) -> None:
 
 
 def test_torch_reads_what_is_written(tmp_path: Path) -> None:
-    write(tmp_path / "c").finish()
+    write(tmp_path / "c")
     found = assert_whole(tmp_path / "c")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["c"]
     assert len(found.chunks("a.b")) == 20 and found.format == "fsdp_dtensor"
@@ -80,12 +90,12 @@ def test_torch_reads_what_is_written(tmp_path: Path) -> None:
 def test_every_dtype_and_shape(tmp_path: Path, dtype: torch.dtype) -> None:
     shapes = [(), (1,), (5,), (3, 4), (2, 3, 4), (0, 3), (3, 0)]
     tensors = {str(shape): numbers(shape, dtype) for shape in shapes}
-    write_checkpoint(tmp_path / "c", tensors, OBJECTS, block=3 * dtype.itemsize)
+    write_checkpoint_of(tmp_path / "c", tensors, OBJECTS, block=3 * dtype.itemsize)
     assert_whole(tmp_path / "c", tensors)
 
 
 def test_every_block_is_an_archive_of_torch_save(tmp_path: Path) -> None:
-    write(tmp_path / "c").finish()
+    write(tmp_path / "c")
     found = CheckpointReader(tmp_path / "c")
     for key in TENSORS:
         for chunk in found.chunks(key):
@@ -103,26 +113,31 @@ def test_every_block_is_an_archive_of_torch_save(tmp_path: Path) -> None:
 
 
 def test_a_view_is_written_without_its_base(tmp_path: Path) -> None:
-    base = torch.zeros(1000, 10)
+    base = torch.arange(10_000.0).view(1000, 10)
     with open(tmp_path / "f", "wb") as file:
-        written = archive.write_tensor(file, base[3:5])
-    assert written.length == (tmp_path / "f").stat().st_size < 1200
+        archive.ChecksummedFile(file).write_tensor(base[3:5])
+    assert (tmp_path / "f").stat().st_size < 1300
     with open(tmp_path / "f", "rb") as file:
         entry = archive.Archive(file, "f").entry("data/0")
         file.seek(entry.offset)
         data, after = file.read(entry.size), file.read(16)
+    assert same_bits(torch.load(tmp_path / "f", weights_only=True), base[3:5])
     # Readers that do not start with the table of contents rely on the data descriptor.
     assert after == b"PK\7\x08" + struct.pack("<3I", zlib.crc32(data), 80, 80)
     with pytest.raises(ValueError, match="expected a contiguous tensor"), open(tmp_path / "f", "wb") as file:
-        archive.write_tensor(file, base[:, 1])
+        archive.ChecksummedFile(file).write_tensor(base[:, 1])
 
 
 def test_the_checksum_of_large_data_matches_the_file(tmp_path: Path) -> None:
-    tensor = numbers((3, 1 << 20))
+    tensor, more = numbers((3, 1 << 20)), b"more" * (2 << 20)
     with open(tmp_path / "f", "wb", buffering=0) as file:
-        first, second = archive.write_tensor(file, tensor), archive.write(file, b"end")
-    assert f"{first.then(second).crc32:08x}" == crc32_of(tmp_path / "f")
-    assert same_bits(torch.load(tmp_path / "f", weights_only=True), tensor)
+        written = archive.ChecksummedFile(file)
+        written.write_tensor(tensor)
+        assert written.length == (tmp_path / "f").stat().st_size
+        assert same_bits(torch.load(tmp_path / "f", weights_only=True), tensor)
+        for data in (b"end", more):
+            written.write(data)
+    assert f"{written.crc32:08x}" == crc32_of(tmp_path / "f") and (tmp_path / "f").read_bytes().endswith(more)
 
 
 class Hole:
@@ -143,13 +158,11 @@ def test_the_archive_of_a_tensor_of_more_than_4_gib(monkeypatch: pytest.MonkeyPa
     size, real = 5 << 30, zlib.crc32
     (tmp_path / "zeros").touch()
     os.truncate(tmp_path / "zeros", size)
-    with open(tmp_path / "zeros", "rb") as file:
-        zeros = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
-    monkeypatch.setattr(archive, "memory", lambda tensor: memoryview(zeros))
+    zeros = torch.from_file(str(tmp_path / "zeros"), shared=False, size=size, dtype=torch.uint8)
     # Only the headers matter here.
     monkeypatch.setattr(archive.zlib, "crc32", lambda data, crc=0: real(data, crc) if len(data) < 1 << 20 else 0)
     hole = Hole()
-    archive.write_tensor(hole, torch.empty(1, dtype=torch.uint8).expand(size))
+    archive.ChecksummedFile(hole).write_tensor(zeros)
     with open(tmp_path / "f", "wb") as file:
         for offset, data in hole.small:
             file.seek(offset)
@@ -163,10 +176,7 @@ def test_the_archive_of_a_tensor_of_more_than_4_gib(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("processes", [2, 3, 7])
 def test_several_processes_share_the_work(tmp_path: Path, processes: int) -> None:
-    for process in reversed(range(1, processes)):
-        write(tmp_path / "c", process, processes).finish()
-    assert not (tmp_path / "c").exists()
-    write(tmp_path / "c", 0, processes).finish()
+    write_with(tmp_path / "c", processes)
     found = assert_whole(tmp_path / "c")
     sizes = dict.fromkeys(range(processes), 0)
     for key in TENSORS:
@@ -180,9 +190,7 @@ def test_several_processes_share_the_work(tmp_path: Path, processes: int) -> Non
 def test_processes_without_anything_to_write(tmp_path: Path) -> None:
     one = {"a": numbers((2,))}
     for process in (1, 2, 0):
-        made = CheckpointWriter(tmp_path / "c", process, 3)
-        made.write(lazily(one), OBJECTS)
-        made.finish()
+        write(tmp_path / "c", process, 3, lazily(one))
     assert_whole(tmp_path / "c", one)
 
 
@@ -217,113 +225,40 @@ BLOCKS = 20 + 1 + 1 + 3
 
 
 @pytest.mark.parametrize("count", [0, 1, 10, BLOCKS - 1])
-def test_a_stopped_run_resumes(tmp_path: Path, count: int) -> None:
+def test_a_stopped_run_leaves_nothing_and_can_be_repeated(tmp_path: Path, count: int) -> None:
     tensors, _ = counted(TENSORS, stop_at(count))
     with pytest.raises(Stop):
         write(tmp_path / "c", tensors=tensors)
     assert not (tmp_path / "c").exists()
-    tensors, read = counted(TENSORS)
     done: list[int] = []
-    again = CheckpointWriter(tmp_path / "c", block=100)
-    again.write(tensors, OBJECTS, done.append)
-    again.finish()
-    assert len(read) == BLOCKS - count
-    # Progress includes the blocks of the earlier run, so that a progress bar reaches its end.
+    write(tmp_path / "c", progress=done.append)
     assert sum(done) == sum(t.nbytes for t in TENSORS.values())
     assert_whole(tmp_path / "c")
 
 
-def truncate_data(data: Path, journal: Path) -> None:
-    os.truncate(data, data.stat().st_size - 1)
+def slowly(processes: int, path: Path, process: int) -> None:
+    tensors, _ = counted(TENSORS, lambda n: time.sleep(0.02 * process))
+    write(path, process, processes, tensors)
 
 
-def flip_data(data: Path, journal: Path) -> None:
-    content = bytearray(data.read_bytes())
-    content[len(content) // 2] ^= 1
-    data.write_bytes(content)
-
-
-def more_data(data: Path, journal: Path) -> None:
-    data.write_bytes(data.read_bytes() + bytes(1 << 20))
-
-
-def tear_journal(data: Path, journal: Path) -> None:
-    os.truncate(journal, journal.stat().st_size - 4)
-
-
-def garble_journal(data: Path, journal: Path) -> None:
-    lines = journal.read_text().splitlines()
-    journal.write_text("\n".join([*lines[:5], "[1, 2", *lines[6:], "x", ""]))
-
-
-def lose_data(data: Path, journal: Path) -> None:
-    data.unlink()
-
-
-def lose_journal(data: Path, journal: Path) -> None:
-    journal.unlink()
-
-
-@pytest.mark.parametrize(
-    ("harm", "rewritten"),
-    [
-        (truncate_data, 11),
-        (flip_data, range(12, 20)),
-        (more_data, 10),
-        (tear_journal, 11),
-        (garble_journal, BLOCKS - 4),
-        (lose_data, BLOCKS),
-        (lose_journal, BLOCKS),
-    ],
-)
-def test_the_files_of_a_crashed_run_are_verified(tmp_path: Path, harm: Callable[..., None], rewritten: Any) -> None:
-    tensors, _ = counted(TENSORS, stop_at(BLOCKS - 10))
-    with pytest.raises(Stop):
-        write(tmp_path / "c", tensors=tensors)
-    partial = tmp_path / "c.partial"
-    harm(partial / "__0_0.distcp", partial / writer.PROGRESS / "0.journal")
+def test_killed_processes_do_not_repeat_finished_shares(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    started = [context.Process(target=slowly, args=(2, tmp_path / "c", p)) for p in (0, 1)]
+    for process in started:
+        process.start()
+    while not (tmp_path / "c.partial" / "0.done").exists():
+        time.sleep(0.005)
+    for process in started:
+        assert process.pid
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+    assert not (tmp_path / "c").exists()
+    again = context.Process(target=write, args=(tmp_path / "c", 1, 2))
+    again.start()
     tensors, read = counted(TENSORS)
-    write(tmp_path / "c", tensors=tensors).finish()
-    assert len(read) in (rewritten if isinstance(rewritten, range) else [rewritten])
-    assert_whole(tmp_path / "c")
-
-
-def test_killed_processes_resume(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork")
-
-    def work(process: int) -> None:
-        slow, _ = counted(TENSORS, lambda n: time.sleep(0.02))
-        write(tmp_path / "c", process, 2, slow).finish()
-
-    journals = [tmp_path / "c.partial" / writer.PROGRESS / f"{p}.journal" for p in (0, 1)]
-    for kills in range(3):
-        processes = [context.Process(target=work, args=(p,)) for p in (0, 1)]
-        for p in processes:
-            p.start()
-        while any(not j.exists() or j.read_text().count("\n") < 3 * (kills + 1) for j in journals):
-            time.sleep(0.005)
-        for p in processes:
-            os.kill(p.pid, signal.SIGKILL)
-            p.join()
-        assert not (tmp_path / "c").exists()
-    reads = []
-    for process in (1, 0):
-        tensors, read = counted(TENSORS)
-        write(tmp_path / "c", process, 2, tensors).finish()
-        reads.append(len(read))
-    assert sum(reads) <= BLOCKS - 2 * 6
-    assert_whole(tmp_path / "c")
-
-
-def test_concurrent_processes_wait_for_each_other(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=lambda p=p: write(tmp_path / "c", p, 3).finish()) for p in range(3)]
-    for p in processes:
-        p.start()
-        time.sleep(0.1)
-    for p in processes:
-        p.join(60)
-    assert [p.exitcode for p in processes] == [0, 0, 0]
+    write(tmp_path / "c", 0, 2, tensors)
+    again.join()
+    assert not read
     assert_whole(tmp_path / "c")
 
 
@@ -336,55 +271,54 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_blocks_of_another_source_are_not_reused(tmp_path: Path, change: str) -> None:
-    tensors, _ = counted({**TENSORS, "a.b": torch.full((40, 9), 7.0)}, stop_at(8))
-    other = CHANGES[change]
-    with pytest.raises(Stop):
-        write(tmp_path / "c", **{**other, "tensors": tensors} if "tensors" not in other else {"tensors": tensors})
+def test_files_of_another_source_are_not_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+    def stop(*arguments: Any) -> None:
+        raise Stop
+
+    with monkeypatch.context() as patch, pytest.raises(Stop):
+        patch.setattr(writer, "complete", stop)
+        write(tmp_path / "c", tensors=lazily({**TENSORS, "a.b": torch.full((40, 9), 7.0)}))
+    assert (tmp_path / "c.partial" / "0.done").exists()
     (tmp_path / "c.partial" / "__5_0.distcp").write_bytes(b"from a run with more processes")
-    wanted = TENSORS
-    if "tensors" in other:
-        wanted = {key: tensor.whole() for key, tensor in other["tensors"].items()}
-    write(tmp_path / "c", tensors=lazily(wanted)).finish()
-    assert_whole(tmp_path / "c", wanted)
+    write(tmp_path / "c", **CHANGES[change])
+    wanted = CHANGES[change].get("tensors") or lazily(TENSORS)
+    assert_whole(tmp_path / "c", {key: tensor.whole() for key, tensor in wanted.items()})
 
 
-def test_another_number_of_processes_starts_again(tmp_path: Path) -> None:
-    for process in range(3):
-        write(tmp_path / "c", process, 3)
+def test_another_number_of_processes_starts_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "PATIENCE", 0.1)
+    with pytest.raises(RuntimeError, match="made no progress"):
+        write(tmp_path / "c", 0, 3)
     tensors, read = counted(TENSORS)
-    write(tmp_path / "c", tensors=tensors).finish()
+    write(tmp_path / "c", tensors=tensors)
     assert len(read) == BLOCKS
     assert_whole(tmp_path / "c")
 
 
-def test_a_finished_share_is_not_written_again(tmp_path: Path) -> None:
-    write(tmp_path / "c", 1, 2).finish()
+def test_a_process_that_is_restarted_late_finds_the_checkpoint_complete(tmp_path: Path) -> None:
+    write_with(tmp_path / "c", 2)
     tensors, read = counted(TENSORS)
-    write(tmp_path / "c", 1, 2, tensors).finish()
-    assert not read
-    write(tmp_path / "c", 0, 2).finish()
-    # A process that is restarted late finds that process 0 has completed the checkpoint with its earlier blocks.
-    write(tmp_path / "c", 1, 2, tensors).finish()
+    write(tmp_path / "c", 1, 2, tensors)
     assert not read and not (tmp_path / "c.partial").exists()
     assert_whole(tmp_path / "c")
 
 
 def test_nothing_is_replaced(tmp_path: Path) -> None:
-    write(tmp_path / "c").finish()
+    write(tmp_path / "c")
     with pytest.raises(FileExistsError, match=r"c: expected no such folder yet"):
-        CheckpointWriter(tmp_path / "c")
-    with pytest.raises(FileExistsError, match=r"c: expected no such folder yet"):
-        write(tmp_path / "c", 1, 2)
-    late = write(tmp_path / "d")
-    (tmp_path / "d").mkdir()
-    (tmp_path / "d" / "mine").write_text("x")
+        write(tmp_path / "c")
+
+    def meanwhile(n: int) -> None:
+        (tmp_path / "d").mkdir(exist_ok=True)
+        (tmp_path / "d" / "mine").write_text("x")
+
+    late, _ = counted(TENSORS, meanwhile)
     with pytest.raises(FileExistsError):
-        late.finish()
+        write(tmp_path / "d", tensors=late)
     assert [p.name for p in (tmp_path / "d").iterdir()] == ["mine"]
 
 
-def test_a_run_resumes_after_a_full_disk(tmp_path: Path) -> None:
+def test_a_full_disk(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4000, hard))
     try:
@@ -393,21 +327,18 @@ def test_a_run_resumes_after_a_full_disk(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not (tmp_path / "c").exists()
-    tensors, read = counted(TENSORS)
-    write(tmp_path / "c", tensors=tensors).finish()
-    assert 0 < len(read) < BLOCKS
+    write(tmp_path / "c")
     assert_whole(tmp_path / "c")
 
 
-@pytest.mark.parametrize("point", ["write_file", "write_files", "rename"])
-def test_a_stop_in_finish_leaves_no_incomplete_checkpoint(
+@pytest.mark.parametrize("point", ["write_items", "complete", "rename"])
+def test_a_stop_at_the_end_leaves_no_incomplete_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
 ) -> None:
-    made = write(tmp_path / "c")
     calls = itertools.count()
 
     def stop(*arguments: Any, **options: Any) -> Any:
-        if point != "write_file" or next(calls) == 1:
+        if point != "write_items" or next(calls) == 1:  # the second file is that of objects
             raise Stop
         return original(*arguments, **options)
 
@@ -415,20 +346,19 @@ def test_a_stop_in_finish_leaves_no_incomplete_checkpoint(
     original = getattr(where, point)
     with monkeypatch.context() as patch, pytest.raises(Stop):
         patch.setattr(where, point, stop)
-        made.finish(files={"metadata.json": b"{}"})
+        write_checkpoint(Draft(lazily(TENSORS), OBJECTS, files={"metadata.json": b"{}"}), tmp_path / "c", block=100)
     assert not (tmp_path / "c").exists()
     tensors, read = counted(TENSORS)
-    write(tmp_path / "c", tensors=tensors).finish()
-    assert not read
+    write(tmp_path / "c", tensors=tensors)
+    assert not read or point == "rename"  # by then, what an interrupted run needs is removed
     assert_whole(tmp_path / "c")
     assert not (tmp_path / "c" / "metadata.json").exists()
 
 
 def test_a_missing_process_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordination, "PATIENCE", 0.2)
-    write(tmp_path / "c", 1, 3).finish()
-    with pytest.raises(RuntimeError, match=r"processes \[2\] made no progress for 0 s"):
-        write(tmp_path / "c", 0, 3).finish()
+    monkeypatch.setattr(staging, "PATIENCE", 0.2)
+    with pytest.raises(RuntimeError, match=r"c.partial/1.done: the process that writes .* made no progress for 0 s"):
+        write(tmp_path / "c", 0, 3)
     assert not (tmp_path / "c").exists()
 
 
@@ -436,18 +366,18 @@ def test_additional_metadata_and_files(tmp_path: Path) -> None:
     planner_data = {key: tuple(key.split(".")) for key in [*TENSORS, *OBJECTS]}
     mcore_data = {"a.b": {"nd_reformulated_orig_global_shape": (360,)}}
     files = {"metadata.json": json.dumps({"sharded_backend": "torch_dist"}).encode(), "common.pt": b"x" * 1000}
-    write(tmp_path / "c").finish(planner_data, files, {"mcore_data": mcore_data})
-    found = CheckpointReader(tmp_path / "c")
+    more = {"planner_data": planner_data, "files": files, "attributes": {"mcore_data": mcore_data}}
+    found = CheckpointReader(write_checkpoint_of(tmp_path / "c", TENSORS, OBJECTS, **more))
     assert found.format == "torch_dist" and (tmp_path / "c" / "common.pt").read_bytes() == files["common.pt"]
     assert found.metadata.planner_data == planner_data and found.metadata.mcore_data == mcore_data
     assert_checksums(tmp_path / "c")
 
 
 def test_raw_objects_are_copied_unchanged(tmp_path: Path) -> None:
-    write(tmp_path / "c").finish()
+    write(tmp_path / "c")
     source = CheckpointReader(tmp_path / "c")
     raw = {key: RawObject(source.object_bytes(key)) for key in source.objects}
-    write_checkpoint(tmp_path / "d", TENSORS, raw)
+    write_checkpoint_of(tmp_path / "d", TENSORS, raw)
     copy = CheckpointReader(tmp_path / "d")
     assert {key: copy.object_bytes(key) for key in copy.objects} == raw
     assert_whole(tmp_path / "d")
@@ -456,15 +386,10 @@ def test_raw_objects_are_copied_unchanged(tmp_path: Path) -> None:
 def test_invalid_calls(tmp_path: Path) -> None:
     for process, processes, block in ((1, 1, 5), (-1, 1, 5), (0, 0, 5), (0, 1, 0)):
         with pytest.raises(ValueError, match="0 <= process < processes"):
-            CheckpointWriter(tmp_path / "c", process, processes, block)
-    with pytest.raises(RuntimeError, match="expected a call of write before finish"):
-        CheckpointWriter(tmp_path / "c").finish()
-    made = write(tmp_path / "c")
-    with pytest.raises(RuntimeError, match="expected one call of write"):
-        made.write({}, {})
+            write(tmp_path / "c", process, processes, block=block)
     for name in (".metadata", NAME, "__0_0.distcp", "__0_1.distcp"):
         with pytest.raises(ValueError, match=f"expected other names of files; got .*{name}"):
-            made.finish(files={name: b""})
+            write_checkpoint_of(tmp_path / "c", TENSORS, files={name: b""})
 
 
 def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
@@ -472,10 +397,8 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
         return torch.full(region.sizes, float(region.offsets[0]))
 
     tensor = LazyTensor((128, 1 << 18), torch.float32, rows)
-    made = CheckpointWriter(tmp_path / "c", block=4 << 20)
     with PeakMemory() as memory:
-        made.write({"a": tensor}, {})
-        made.finish()
+        write_checkpoint(Draft({"a": tensor}), tmp_path / "c", block=4 << 20)
     assert memory.growth < 24 << 20 < tensor.nbytes
     found = CheckpointReader(tmp_path / "c", verify=False).tensors["a"]
     assert found.read(Region((77, 5), (1, 2))).tolist() == [[76.0, 76.0]]
@@ -496,7 +419,7 @@ def test_a_partial_folder_of_others_is_refused(tmp_path: Path, kind: str) -> Non
         (partial / "__0_0.distcp").unlink()
         (partial / "thesis").write_text("x")
     with pytest.raises(FileExistsError, match=r"c\.partial: expected no such folder"):
-        write_checkpoint(tmp_path / "c", {"a": torch.ones(3)})
+        write_checkpoint_of(tmp_path / "c", {"a": torch.ones(3)})
     huggingface = FolderWriter(tmp_path / "c", "source")
     with pytest.raises(FileExistsError, match=r"c\.partial: expected no such folder"):
         huggingface.write(lazily({"a": torch.ones(3)}), {}, [])

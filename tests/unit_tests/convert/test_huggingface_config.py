@@ -236,36 +236,25 @@ def test_arguments_without_sizes_raise_an_error() -> None:
 
 
 # Published configurations, without settings that do not affect the model.
-LLAMA3_8B = {
-    "architectures": ["LlamaForCausalLM"],
+LLAMA3_70B = {
     "attention_bias": False,
-    "attention_dropout": 0.0,
     "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
     "max_position_embeddings": 8192,
     "model_type": "llama",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 80,
     "num_key_value_heads": 8,
     "pretraining_tp": 1,
     "rms_norm_eps": 1e-05,
     "rope_scaling": None,
     "rope_theta": 500000.0,
     "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
     "vocab_size": 128256,
 }
-LLAMA3_70B = LLAMA3_8B | {
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_attention_heads": 64,
-    "num_hidden_layers": 80,
-}
 DEEPSEEK_V3 = {
-    "architectures": ["DeepseekV3ForCausalLM"],
     "attention_bias": False,
-    "attention_dropout": 0.0,
     "first_k_dense_replace": 3,
     "hidden_act": "silu",
     "hidden_size": 7168,
@@ -304,7 +293,6 @@ DEEPSEEK_V3 = {
     "tie_word_embeddings": False,
     "topk_group": 4,
     "topk_method": "noaux_tc",
-    "torch_dtype": "bfloat16",
     "v_head_dim": 128,
     "vocab_size": 129280,
 }

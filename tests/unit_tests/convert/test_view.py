@@ -9,10 +9,10 @@ import torch
 from megatron.fsdp.checkpoint.lazy import Region
 from megatron.fsdp.checkpoint.loading import load
 from megatron.fsdp.checkpoint.reader import CheckpointReader
+from megatron.fsdp.checkpoint.writer import Draft
 from megatron.fsdp.convert.fsdp_dtensor import KEPT
 from megatron.fsdp.convert.options import ReadOptions
-from megatron.fsdp.convert.run import read_state, write_state
-from megatron.fsdp.convert.view import ConvertedView
+from megatron.fsdp.convert.run import converted, read_state, write_state
 from tests.checkpoints import (
     DECAYED,
     ITERATION,
@@ -33,8 +33,8 @@ EMBEDDING = "embedding.word_embeddings.weight"
 GROUPS = {"optimizer": optimizer_of(DECAYED, PLAIN)}
 
 
-def view_of(folder: Path, **options: object) -> ConvertedView:
-    return ConvertedView(CheckpointReader(folder), ReadOptions(keeps_rest=False, **options))  # type: ignore[arg-type]
+def view_of(folder: Path, **options: object) -> Draft:
+    return converted(CheckpointReader(folder), ReadOptions(keeps_rest=False, **options))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", TORCH_DIST)
@@ -88,11 +88,11 @@ def test_loading_through_a_view(tmp_path: Path) -> None:
     folder = write_torch_dist(tmp_path / "source", with_optimizer(main), GROUPS)
     key = f"module.{EMBEDDING}"
     state = {"model": {key: torch.zeros(16, 8)}, "iteration": 0}
-    load(state, folder, view=lambda opened: ConvertedView(opened, ReadOptions()))
+    load(state, folder, view=lambda opened: converted(opened, ReadOptions()))
     assert same(state["model"][key], main[EMBEDDING]) and state["iteration"] == 7  # type: ignore[index]
     with pytest.raises(RuntimeError, match="no embedding"):
         load(state, folder, view=lambda opened: _fails("no embedding"))
 
 
-def _fails(text: str) -> ConvertedView:
+def _fails(text: str) -> Draft:
     raise ValueError(text)

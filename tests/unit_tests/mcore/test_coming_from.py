@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import megatron_fsdp
+from scripts import flag_table
 from tests.ranks import ROOT
-from tools import flag_table
 
 PAGES = sorted((ROOT / "docs" / "coming_from").glob("*.md"))
 ARGUMENTS = inspect.signature(megatron_fsdp.fully_shard_model).parameters

@@ -82,7 +82,7 @@ def test_offloaded_units_are_counted_as_host_memory() -> None:
 
 def _kept(group: ParameterGroup) -> int:
     """Bytes of a group's compute weights that have memory now."""
-    found = [tensor for plane in group.weights.planes for tensor in (plane.buffer.flat, plane.resident)]
+    found = [tensor for plane in group.weights.planes for tensor in (plane.buffer.flat, plane.shard)]
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in found if tensor is not None}
     return sum(storage.nbytes() for storage in storages.values())
 

@@ -13,12 +13,12 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.fsdp.mcore.adapter import fsdp_config, largest_unit, units_of
 from megatron.fsdp.mcore.limits import Settings, adjust, validate_args
 from megatron.fsdp.mcore.statistics import get_megatron_optimizer
+from scripts import flag_table
 from tests.ranks import RankPool
-from tools import flag_table
 
 
 def test_the_page_is_up_to_date() -> None:
-    assert flag_table.PAGE.read_text() == flag_table.as_markdown(), "run: python tools/flag_table.py --write"
+    assert flag_table.PAGE.read_text() == flag_table.as_markdown(), "run: python scripts/flag_table.py --write"
 
 
 def test_the_page_has_each_flag_with_its_status() -> None:

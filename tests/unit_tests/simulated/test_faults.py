@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.fsdp.buffers import reduction
-from megatron.fsdp.buffers.gradients import GradientBuffer, InFlight
+from megatron.fsdp.buffers.gradients import GradientBuffer
 from megatron.fsdp.buffers.reduction import Reduction
 from megatron.fsdp.buffers.weights import PlaneSet, WeightBuffer
 from megatron.fsdp.comm.collectives import BACKEND
@@ -89,19 +89,18 @@ def _replace(owner: Any, name: str, version: Callable[..., Any]) -> Plant:
 
 
 def _no_wait_for_unshard(wait: Callable[..., None], weights: WeightBuffer) -> None:
-    for handle in weights.handles:
-        weights.replace_handle(handle, Ended())
+    weights.unsharding = {Ended(): planes for planes in weights.unsharding.values()}
     wait(weights)
 
 
-def _no_wait_for_reduction(wait: Callable[..., None], in_flight: InFlight) -> None:
-    in_flight.handles = [Ended() for _ in in_flight.handles]
-    wait(in_flight)
+def _no_wait_for_reduction(wait: Callable[..., None], gradients: GradientBuffer) -> None:
+    gradients.handles = [Ended() for _ in gradients.handles]
+    wait(gradients)
 
 
-def _wait_for_oldest_only(wait: Callable[..., None], in_flight: InFlight) -> None:
-    del in_flight.handles[1:]
-    wait(in_flight)
+def _wait_for_oldest_only(wait: Callable[..., None], gradients: GradientBuffer) -> None:
+    del gradients.handles[1:]
+    wait(gradients)
 
 
 def _event_before_kernels(run: Callable[..., Handle], stream: CudaStream, task: Task) -> Handle:
@@ -140,13 +139,13 @@ def _resharded_before_backward(use: Callable[..., None], unit: Unit, state: Weig
 
 def _waits_for_unshard_stream(reduce: Callable[..., Handle], self: GradientBuffer, grads: list, last: bool) -> Handle:
     reduce(self, grads, last)
-    self.in_flight.handles[-1] = self.reduction.context.unshard_stream.run(lambda: None)
-    return self.in_flight.handles[-1]
+    self.handles[-1] = self.reduction.context.unshard_stream.run(lambda: None)
+    return self.handles[-1]
 
 
 def _unshards_before_update(invalidate: Callable[..., None], engine: Engine) -> None:
     invalidate(engine)
-    engine.prefetch_first()
+    engine.schedule.prefetch_first()
 
 
 def _left_out(function: Callable[..., Any], *unused: Any) -> None:
@@ -181,10 +180,10 @@ FAULTS: dict[str, Fault] = {
         _replace(WeightBuffer, "wait", _no_wait_for_unshard), ZERO_1, (*GATHER, "layer_norm reads on stream 0")
     ),
     "reduction is not waited for": Fault(
-        _replace(InFlight, "wait", _no_wait_for_reduction), ZERO_3, (*SCATTER, "writes on stream 0")
+        _replace(GradientBuffer, "wait", _no_wait_for_reduction), ZERO_3, (*SCATTER, "writes on stream 0")
     ),
     "only the oldest reduction is waited for": Fault(
-        _replace(InFlight, "wait", _wait_for_oldest_only),
+        _replace(GradientBuffer, "wait", _wait_for_oldest_only),
         {**ZERO_2, "max_reducing_units": 10},
         ("add_ writes on stream 1", "reduction.py", " _reduce", "reads on stream 0", " _step"),
     ),
@@ -195,7 +194,7 @@ FAULTS: dict[str, Fault] = {
         _replace(CudaStream, "run", _event_before_kernels), ZERO_3, (*GATHER, "reads on stream 0")
     ),
     "buffer is dropped while it is reduced": Fault(
-        _replace(InFlight, "hold", _left_out), ZERO_3, (*SCATTER, "addmm writes on stream 0")
+        _replace(GradientBuffer, "hold", _left_out), ZERO_3, (*SCATTER, "addmm writes on stream 0")
     ),
     "buffer goes back to the pool while it is reduced": Fault(
         _replace(Reduction, "over_inner", _placed_given_back_by_task),
@@ -289,12 +288,12 @@ def test_a_blocking_copy_in_a_step_is_found(ranks: RankPool) -> None:
     ranks.run(1, _blocking_copy)
 
 
-def _records_instead_of_holding(hold: Callable[..., None], in_flight: InFlight, buffer: torch.Tensor) -> None:
+def _records_instead_of_holding(hold: Callable[..., None], gradients: GradientBuffer, buffer: torch.Tensor) -> None:
     buffer.record_stream(torch.cuda.current_stream())
 
 
 MEMORY_FAULTS: dict[str, Plant] = {
-    "record_stream instead of holding": _replace(InFlight, "hold", _records_instead_of_holding),
+    "record_stream instead of holding": _replace(GradientBuffer, "hold", _records_instead_of_holding),
     "reductions in flight without a limit": _replace(Unit, "wait_for_gradients", _left_out),
 }
 

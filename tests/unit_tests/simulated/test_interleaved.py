@@ -85,8 +85,7 @@ def test_it_equals_the_ordinary_loop(ranks: RankPool, strategy: str, dtype: torc
 
 
 def _no_wait_for_unshard(wait: Callable[..., None], weights: WeightBuffer) -> None:
-    for handle in weights.handles:
-        weights.replace_handle(handle, Ended())
+    weights.unsharding = {Ended(): planes for planes in weights.unsharding.values()}
     wait(weights)
 
 

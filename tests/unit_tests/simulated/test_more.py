@@ -148,7 +148,7 @@ def _export_after_start_param_sync(model: nn.Module, optimizer: Optimizer, token
 
 def _compare_ranks(model: nn.Module, optimizer: Optimizer, tokens: torch.Tensor) -> None:
     loss_of(model, tokens).backward()
-    model.engine.on_any_rank([True, False])
+    model.engine.context.any_rank([True, False]).read()
     # Dropped while it is in flight.
     model.engine.context.any_rank([True])
     _use_memory()

@@ -52,9 +52,9 @@ def _used_before_the_wait(prepare: Callable[..., None], unit: Unit, direction: D
 
 
 def _forward_only_not_waited_for(wait: Callable[..., None], weights: WeightBuffer) -> None:
-    # That of the planes of forward is the first.
-    for handle in weights.handles[:-1]:
-        weights.replace_handle(handle, Ended())
+    # That of the planes of forward is the second.
+    for handle in list(weights.unsharding)[1:]:
+        weights.unsharding[Ended()] = weights.unsharding.pop(handle)
     wait(weights)
 
 

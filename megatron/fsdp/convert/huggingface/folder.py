@@ -1,18 +1,16 @@
 """Hugging Face model folders: config.json, safetensors files with an index, and tokenizer files."""
 
 import fnmatch
-import hashlib
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.fsdp.checkpoint.checksums import read_json, require_own, sync_folder, write_file
-from megatron.fsdp.checkpoint.coordination import wait_until
+from megatron.fsdp.checkpoint.checksums import read_json, write_file
 from megatron.fsdp.checkpoint.lazy import LazyTensor
+from megatron.fsdp.checkpoint.staging import Staging
 from megatron.fsdp.convert.huggingface.safetensors_file import read_tensors, write_tensors
 
 CONFIG = "config.json"
@@ -32,13 +30,9 @@ _COMPANIONS = (
     "*.model",
     "chat_template*",
 )
-_PLAN = "plan"
 _UNFINISHED = ".unfinished"
 # Names of the other files in an unfinished folder.
-_OWN = (
-    r"plan|config\.json|model\.safetensors(\.index\.json)?|model-\d+-of-\d+\.safetensors|model.*\.unfinished"
-    r"|.+\.[0-9a-f]+\.tmp"
-)
+_OWN = r"config\.json|model\.safetensors(\.index\.json)?|model-\d+-of-\d+\.safetensors|model.*\.unfinished"
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -99,7 +93,7 @@ class FolderWriter:
     are kept, provided that names, sizes and ``source`` are the same as before.
 
     Attributes:
-        path: The folder. It must not exist yet.
+        path: The folder to create. It may exist if it is empty.
         source: Identifies the converted data and the settings. If it differs, everything is written again.
         largest_file: Most bytes of tensors per file, except for single tensors that are larger.
         process: Number of this process, from 0.
@@ -113,11 +107,6 @@ class FolderWriter:
     process: int = 0
     processes: int = 1
     block: int = 64 << 20
-
-    @property
-    def partial(self) -> Path:
-        """The folder's path until it is complete."""
-        return self.path.with_name(self.path.name + ".partial")
 
     def write(
         self,
@@ -135,18 +124,18 @@ class FolderWriter:
             progress: Called with the number of tensor bytes that have been written, now or by an earlier run.
 
         Raises:
-            FileExistsError: The folder already exists.
+            FileExistsError: The folder already exists and is not empty.
             RuntimeError: Another process makes no progress.
         """
         shards = divide(tensors, self.largest_file)
         mine = [name for number, name in enumerate(shards) if number % self.processes == self.process]
-        if self.process and (not mine or self.path.exists()):
+        companion = "|".join(fnmatch.translate(pattern) for pattern in _COMPANIONS)
+        content = {file: [_signature(name, tensors[name]) for name in names] for file, names in shards.items()}
+        staging = Staging(self.path, self.process, [self.source, content], rf"{companion}|{_OWN}")
+        if (self.process and not mine) or not staging.begin():
             return
-        if self.path.exists():
-            raise FileExistsError(f"{self.path}: already exists; nothing is overwritten.")
-        self._begin({file: [_signature(name, tensors[name]) for name in names] for file, names in shards.items()})
         for file in mine:
-            target = self.partial / file
+            target = staging.partial / file
             if target.exists():
                 progress(sum(tensors[name].nbytes for name in shards[file]))
                 continue
@@ -154,47 +143,15 @@ class FolderWriter:
             write_tensors(unfinished, {name: tensors[name] for name in shards[file]}, self.block, progress)
             unfinished.rename(target)
         if self.process == 0:
-            self._wait(lambda: all((self.partial / file).exists() for file in shards))
-            self._finish(shards, config, files, sum(tensor.nbytes for tensor in tensors.values()))
-
-    def _begin(self, content: Mapping[str, list[str]]) -> None:
-        """Let process 0 create the folder, or empty one of another conversion; the others wait for its plan."""
-        plan = hashlib.sha256(json.dumps([self.source, content]).encode()).hexdigest()
-        path = self.partial / _PLAN
-        if self.process:
-            self._wait(lambda: path.is_file() and path.read_text() == plan)
-            return
-        companion = "|".join(fnmatch.translate(pattern) for pattern in _COMPANIONS)
-        require_own(self.partial, rf"{companion}|{_OWN}")
-        if not path.is_file() or path.read_text() != plan:
-            shutil.rmtree(self.partial, ignore_errors=True)
-            self.partial.mkdir(parents=True)
-            write_file(path, plan.encode())
-
-    def _wait(self, done: Callable[[], bool]) -> None:
-        wait_until(done, self._written, lambda: f"{self.partial}: another of {self.processes} processes")
-
-    def _written(self) -> int:
-        """Bytes in all files so far."""
-        total = 0
-        for path in self.partial.glob("*"):
-            with suppress(FileNotFoundError):  # renamed meanwhile
-                total += path.stat().st_size
-        return total
-
-    def _finish(
-        self, shards: Mapping[str, list[str]], config: Mapping[str, Any], files: list[Path], nbytes: int
-    ) -> None:
-        for file in files:
-            shutil.copyfile(file, self.partial / file.name)
-        _write_json(self.partial / CONFIG, config)
-        if len(shards) > 1:
-            index = {name: file for file, names in shards.items() for name in names}
-            _write_json(self.partial / INDEX, {"metadata": {"total_size": nbytes}, "weight_map": index})
-        (self.partial / _PLAN).unlink()
-        sync_folder(self.partial)
-        self.partial.rename(self.path)
-        sync_folder(self.path.parent)
+            staging.wait_for(shards)
+            for path in files:
+                shutil.copyfile(path, staging.partial / path.name)
+            _write_json(staging.partial / CONFIG, config)
+            if len(shards) > 1:
+                total = sum(tensor.nbytes for tensor in tensors.values())
+                index = {name: file for file, names in shards.items() for name in names}
+                _write_json(staging.partial / INDEX, {"metadata": {"total_size": total}, "weight_map": index})
+            staging.finish({*shards, CONFIG, INDEX, *(path.name for path in files)})
 
 
 def divide(tensors: Mapping[str, LazyTensor], largest: int) -> dict[str, list[str]]:

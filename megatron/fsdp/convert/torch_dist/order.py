@@ -34,14 +34,14 @@ _PARAMETERS = ("softmax_offset", "gate_weight", "layer_norm_weight", "layer_norm
 _MLP = ("linear_fc1", "linear_fc2")
 
 
-class Place(NamedTuple):
+class Position(NamedTuple):
     """The position of a parameter in the model. Pipeline stages hold whole units."""
 
     unit: tuple[int, ...]
     inside: tuple[int, ...]
 
 
-def place(name: str) -> Place:
+def place(name: str) -> Position:
     """The position of a parameter in a GPT model.
 
     Args:
@@ -53,15 +53,15 @@ def place(name: str) -> Place:
     parts = name.split(".")
     try:
         if parts[0] == "embedding":
-            return Place((0,), (_EMBEDDING.index(parts[1]), *_parameter(parts[2:])))
+            return Position((0,), (_EMBEDDING.index(parts[1]), *_parameter(parts[2:])))
         if parts[:2] == ["decoder", "layers"]:
-            return Place((1, int(parts[2])), _in_layer(".".join(parts[3:])))
+            return Position((1, int(parts[2])), _in_layer(".".join(parts[3:])))
         if parts[:2] == ["decoder", "final_layernorm"]:
-            return Place((2,), _parameter(parts[2:]))
+            return Position((2,), _parameter(parts[2:]))
         if parts[:2] == ["mtp", "layers"]:
-            return Place((3, int(parts[2])), _in_prediction(parts[3:]))
+            return Position((3, int(parts[2])), _in_prediction(parts[3:]))
         if parts[0] == "output_layer":
-            return Place((4,), _parameter(parts[1:]))
+            return Position((4,), _parameter(parts[1:]))
     except ValueError:
         pass
     raise NotImplementedError(

@@ -12,7 +12,7 @@ from megatron.fsdp.checkpoint.checksums import read_json
 from megatron.fsdp.checkpoint.lazy import LazyTensor, Region
 from megatron.fsdp.checkpoint.reader import COMMON, COMMON_KEY, FORMAT_FILE, CheckpointReader, common_state
 from megatron.fsdp.convert import groups
-from megatron.fsdp.convert.canonical import Tensors, TrainingState, compute_dtype, is_buffer
+from megatron.fsdp.convert.canonical import Tensors, TrainingState, compute_dtype, is_buffer, transposed
 from megatron.fsdp.convert.options import ReadOptions
 from megatron.fsdp.convert.rewrites import TORCH_DIST, Facts, to_canonical
 from megatron.fsdp.convert.torch_dist.buffers import is_buffer_key, read_buffers
@@ -67,11 +67,7 @@ def read(reader: CheckpointReader, options: ReadOptions) -> TrainingState:
     mains = optimizer.states.pop(main) if main else {}
     if not any(getattr(args, name, False) for name in _QUANTIZED):
         mains = {name: checked(tensor, weights[name], name) for name, tensor in mains.items()}
-    state_of = {
-        name: {kind: tensors[name] for kind, tensors in optimizer.states.items() if name in tensors}
-        for name in weights
-        if any(name in tensors for tensors in optimizer.states.values())
-    }
+    state_of = transposed(optimizer.states)
     mapping = groups.read_map(options.group_map) if options.group_map else None
     held = {name: weights[name] for name in state_of}
     muon = [name for name, state in state_of.items() if groups.MOMENTUM in state]

@@ -1,6 +1,5 @@
 """Plans a torch_dist checkpoint, with optimizer state by parameter (``fully_reshardable``)."""
 
-import io
 import json
 import re
 from collections.abc import Mapping
@@ -9,8 +8,8 @@ from typing import Any
 
 from megatron.fsdp.checkpoint import safe_pickle
 from megatron.fsdp.checkpoint.reader import COMMON, COMMON_KEY, FORMAT_FILE
-from megatron.fsdp.checkpoint.writer import RawObject
-from megatron.fsdp.convert.canonical import Output, Tensors, TrainingState
+from megatron.fsdp.checkpoint.writer import Draft, RawObject
+from megatron.fsdp.convert.canonical import Tensors, TrainingState, transposed
 from megatron.fsdp.convert.groups import EXPERTS, MOMENTUM, Group, chains, is_expert
 from megatron.fsdp.convert.options import WriteOptions
 from megatron.fsdp.convert.rewrites import TORCH_DIST, Facts, from_canonical, layers_with_own_norms
@@ -26,7 +25,7 @@ _LINEAR = re.compile(r"^(.*\.(?:linear_\w+|eh_proj))\.weight(?:_[wv])?$")
 _NORM = re.compile(r"^(.*layers\..*(?:layernorm|norm)|.*final_layernorm)\.weight$")
 
 
-def lay_out(state: TrainingState, options: WriteOptions) -> Output:
+def lay_out(state: TrainingState, options: WriteOptions) -> Draft:
     """Plan a checkpoint.
 
     The weights become the optimizer's main weights, and, cast to the dtype that the model computes in, the model's
@@ -59,10 +58,8 @@ def lay_out(state: TrainingState, options: WriteOptions) -> Output:
     layout = kept.get("format") or {"sharded_backend": TORCH_DIST, "sharded_backend_version": 1}
     files = {FORMAT_FILE: json.dumps(layout).encode()}
     if kept.get("common_file"):
-        stream = io.BytesIO()
-        safe_pickle.save_torch(common, stream)
-        return Output(tensors, objects, None, {**files, COMMON: stream.getvalue()})
-    return Output(tensors, {**objects, COMMON_KEY: [common]}, None, files)
+        return Draft(tensors, objects, None, {**files, COMMON: safe_pickle.save_torch(common)})
+    return Draft(tensors, {**objects, COMMON_KEY: [common]}, None, files)
 
 
 def extra_states(model: Tensors, own_layers: bool) -> dict[str, Any]:
@@ -93,9 +90,7 @@ def _by_kind(state: TrainingState) -> dict[str, Tensors]:
     """Main weights and optimizer states, by kind."""
     held = [name for name in state.weights if state.optimizer_state.get(name)]
     kinds: dict[str, Tensors] = {_MAIN: {name: state.weights[name] for name in held}} if held else {}
-    for name in held:
-        for kind, tensor in state.optimizer_state[name].items():
-            kinds.setdefault(kind, {})[name] = tensor
+    kinds |= transposed(state.optimizer_state)
     if len(kinds.get(MOMENTUM, {})) not in (0, len(held)):
         raise NotImplementedError(
             "Megatron stores the state of Muon without its distributed optimizer, in a form that is not written here; "

@@ -18,6 +18,7 @@ CPU = torch.device("cpu")
 
 # Megatron reads the architecture only to demand settings for older GPUs (CUDA_DEVICE_MAX_CONNECTIONS=1 before 10.x).
 CAPABILITY = (10, 0)
+NAME = "CPU"
 
 
 class Stream:
@@ -105,38 +106,18 @@ class NoTriton:
 THE_STREAM = Stream()
 
 
-def nothing(*args: Any, **kwargs: Any) -> None:
-    """Do nothing: there is no device to act on, or its work is already done."""
+def always(value: Any) -> Callable[..., Any]:
+    """A function that returns ``value``, whatever it is called with."""
+    return lambda *args, **kwargs: value
 
 
-def yes() -> bool:
-    """Answer True."""
-    return True
-
-
-def no() -> bool:
-    """Answer False."""
-    return False
-
-
-def unknown(device: Any = None) -> int:
-    """Return 0 as a sensor's reading."""
-    return 0
-
-
-def current_device(*args: Any) -> torch.device:
-    """Return the CPU as a device object, which every ``device=`` argument and ``.to()`` accepts."""
-    return CPU
+# There is no device to act on, or its work is already done.
+nothing = always(None)
 
 
 def device_count() -> int:
     """Return the number of processes on this machine: each of them has its own "device"."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def current_stream(*args: Any) -> Stream:
-    """Return the one stream."""
-    return THE_STREAM
 
 
 def in_context(*args: Any, **kwargs: Any) -> AbstractContextManager[None]:
@@ -149,20 +130,10 @@ def call(function: Callable[[], None], **kwargs: Any) -> None:
     function()
 
 
-def device_name(device: Any = None) -> str:
-    """Return the name of the "device"."""
-    return "CPU"
-
-
-def capability(device: Any = None) -> tuple[int, int]:
-    """Return the architecture's (major, minor)."""
-    return CAPABILITY
-
-
 def device_properties(device: Any = None) -> SimpleNamespace:
     """Return the properties that Megatron reads: name, architecture, memory in bytes, processors."""
     return SimpleNamespace(
-        name=device_name(),
+        name=NAME,
         major=CAPABILITY[0],
         minor=CAPABILITY[1],
         total_memory=psutil.virtual_memory().total,

@@ -167,17 +167,14 @@ class ReferenceStorage:
 
     @property
     def key(self) -> "ReferenceStorage":
-        """See ``WeightStorage``."""
         return self
 
     @property
     def planes(self) -> tuple[Plane, ...]:
-        """See ``WeightStorage``."""
         raise NotImplementedError
 
     @property
     def block_rows(self) -> int | None:
-        """See ``WeightStorage``."""
         raise NotImplementedError
 
     def shape_problem(self, weight: torch.Tensor) -> str | None:
@@ -189,7 +186,6 @@ class ReferenceStorage:
         return {}
 
     def quantize(self, shards: Sequence[WeightShard], reduce_max: ReduceMax) -> None:
-        """See ``WeightStorage``."""
         raise NotImplementedError
 
     def decode(self, parameter: ReferenceTensor, direction: Direction) -> torch.Tensor:
@@ -202,15 +198,13 @@ class ReferenceStorage:
         return direction if differ else Direction.FORWARD
 
     def problem(self, parameter: torch.Tensor, device: torch.device) -> str | None:
-        """See ``WeightStorage``."""
         return self.shape_problem(parameter)
 
     def initial(self, parameter: Any) -> torch.Tensor:
-        """See ``WeightStorage``."""
         return parameter.dequantize() if parameter.initial is None else parameter.initial
 
     def bind(self, parameter: Any, planes: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """See ``WeightStorage``. The state starts anew: the first quantization of main weights sets it."""
+        """The state starts anew: the first quantization of main weights sets it."""
         device = planes[0].device
         if (parameter.device, parameter.dtype) != (device, dtype):
             # What such a tensor reports cannot be changed.
@@ -222,14 +216,13 @@ class ReferenceStorage:
         return parameter
 
     def before_use(self, parameters: Sequence[Any], direction: Direction) -> None:
-        """See ``WeightStorage``. Dequantizes once for all uses."""
+        """Dequantizes once for all uses."""
         source = self.source(direction)
         for parameter in parameters:
             parameter.dequantized.pop(source, None)
             parameter.dequantized[source] = parameter.decoded(source)
 
     def after_use(self, parameters: Sequence[Any]) -> None:
-        """See ``WeightStorage``."""
         for parameter in parameters:
             parameter.dequantized.clear()
 

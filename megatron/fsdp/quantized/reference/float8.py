@@ -90,12 +90,10 @@ class Float8Storage(ReferenceStorage):
     block_rows = None
 
     def new_state(self, shape: Sequence[int], device: torch.device) -> dict[str, torch.Tensor]:
-        """See ``ReferenceStorage``."""
         state = {"inverse_scale": torch.ones(_count(shape, self.block), device=device)}
         return {**state, "history": torch.zeros(self.history + 1, device=device)} if self.history else state
 
     def quantize(self, shards: Sequence[WeightShard], reduce_max: ReduceMax) -> None:
-        """See ``WeightStorage``."""
         if not shards:
             return
         counts = [_count(shard.parameter.shape, self.block) for shard in shards]
@@ -112,7 +110,6 @@ class Float8Storage(ReferenceStorage):
             parameter.state["inverse_scale"].copy_(scale.reciprocal())
 
     def decode(self, parameter: ReferenceTensor, direction: Direction) -> torch.Tensor:
-        """See ``ReferenceStorage``."""
         codes = parameter.planes[0].view(E4M3).float()
         blocks = _blocks(parameter.shape, self.block, 0, codes.numel(), codes.device)
         return codes * parameter.state["inverse_scale"][blocks]
@@ -147,16 +144,13 @@ class BlockStorage(ReferenceStorage):
 
     @property
     def planes(self) -> tuple[Plane, ...]:
-        """See ``WeightStorage``."""
         return Plane(), Plane(self.block[0] * self.block[1] // _SCALE_BYTES)
 
     @property
     def block_rows(self) -> int:
-        """See ``WeightStorage``."""
         return self.block[0]
 
     def quantize(self, shards: Sequence[WeightShard], reduce_max: ReduceMax) -> None:
-        """See ``WeightStorage``."""
         for shard, values in matrices(shards):
             blocks = self._in_blocks(values)
             scale = _scale(blocks.abs().amax((1, 3), keepdim=True))
@@ -164,7 +158,6 @@ class BlockStorage(ReferenceStorage):
             shard.planes[1].copy_(scale.reciprocal().view(-1).view(torch.uint8))
 
     def decode(self, parameter: ReferenceTensor, direction: Direction) -> torch.Tensor:
-        """See ``ReferenceStorage``."""
         codes = self._in_blocks(parameter.planes[0].view(parameter.shape).view(E4M3).float())
         # A copy, since the bytes may not lie at a multiple of 4.
         inverse = parameter.planes[1].clone().view(torch.float32)

@@ -47,13 +47,11 @@ class MXStorage(ReferenceStorage):
     block_rows = _BLOCK
 
     def shape_problem(self, weight: torch.Tensor) -> str | None:
-        """See ``ReferenceStorage``."""
         if weight.dim() == 2 and weight.shape[0] % _BLOCK == weight.shape[1] % _BLOCK == 0:
             return None
         return f"MXFP8 needs matrices whose rows and columns are divisible by {_BLOCK}."
 
     def quantize(self, shards: Sequence[WeightShard], reduce_max: ReduceMax) -> None:
-        """See ``WeightStorage``."""
         for shard, values in matrices(shards):
             for dim in (1, 0):
                 blocks = values.unflatten(dim, (-1, _BLOCK))
@@ -63,7 +61,6 @@ class MXStorage(ReferenceStorage):
                 scales.copy_(exponents.view(-1))
 
     def decode(self, parameter: ReferenceTensor, direction: Direction) -> torch.Tensor:
-        """See ``ReferenceStorage``."""
         forward = direction is Direction.FORWARD
         dim = 1 if forward else 0
         codes, scales = parameter.planes[:2] if forward else parameter.planes[2:]

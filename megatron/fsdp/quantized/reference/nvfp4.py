@@ -58,21 +58,17 @@ class NVFP4Storage(ReferenceStorage):
 
     @property
     def block_rows(self) -> int:
-        """See ``WeightStorage``."""
         return self.rows
 
     def shape_problem(self, weight: torch.Tensor) -> str | None:
-        """See ``ReferenceStorage``."""
         if weight.dim() == 2 and weight.shape[0] % self.rows == weight.shape[1] % _BLOCK == 0:
             return None
         return f"NVFP4 needs matrices whose rows are divisible by {self.rows} and whose columns are by {_BLOCK}."
 
     def new_state(self, shape: Sequence[int], device: torch.device) -> dict[str, torch.Tensor]:
-        """See ``ReferenceStorage``."""
         return {"largest": torch.zeros(1, device=device)}
 
     def quantize(self, shards: Sequence[WeightShard], reduce_max: ReduceMax) -> None:
-        """See ``WeightStorage``."""
         if not shards:
             return
         state = [_state(shard)["largest"] for shard in shards]
@@ -99,7 +95,6 @@ class NVFP4Storage(ReferenceStorage):
         shard.planes[1].copy_(stored.expand(-1, self.rows, -1, 1).reshape(-1))
 
     def decode(self, parameter: ReferenceTensor, direction: Direction) -> torch.Tensor:
-        """See ``ReferenceStorage``."""
         codes, scales = parameter.planes
         values = _from_e2m1(torch.stack([codes & 15, codes >> 4], dim=1))
         of_blocks = scales.view(E4M3).float() * (parameter.state["largest"] / _LARGEST_SCALED)

@@ -8,7 +8,6 @@
         optimizer.step()
     timeline.print()
     timeline.save("trace.json")
-    timeline.plot("trace.png")
 
 All ranks enter and leave the context together. docs/trace.md explains how to read the results.
 """

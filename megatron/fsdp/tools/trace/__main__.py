@@ -4,13 +4,14 @@
     torchrun --nproc-per-node 2 -m megatron.fsdp.trace --out trace --strategy optim_grads --layers 6
     torchrun --nproc-per-node 2 -m megatron.fsdp.trace --out trace --script train.py --steps 5 -- arguments of train.py
 
-Each command writes trace.json (for https://ui.perfetto.dev) and trace.png, and prints a table.
+Each command writes trace.json (for https://ui.perfetto.dev) and prints a table.
 """
 
 import argparse
 import os
 import subprocess
 import sys
+from collections import OrderedDict
 from pathlib import Path
 
 import torch
@@ -27,29 +28,18 @@ VOCABULARY = 1024
 SEQUENCE = 128
 
 
-class Transformer(nn.Module):
-    """The model that is traced if no script is given: an encoder that predicts its own input.
-
-    Args:
-        layers: Number of layers. Each of them is a unit.
-        width: Hidden size.
-    """
-
-    def __init__(self, layers: int, width: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, width)
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(width, max(width // 64, 1), 4 * width, dropout=0.0, batch_first=True)
-            for _ in range(layers)
-        )
-        self.head = nn.Linear(width, VOCABULARY, bias=False)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits of every token, [sequences, length, VOCABULARY]."""
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
+def transformer(layers: int, width: int) -> nn.Module:
+    """The model that is traced if no script is given: an encoder that predicts its own input. Each layer is a unit."""
+    heads = max(width // 64, 1)
+    encoder = (
+        nn.TransformerEncoderLayer(width, heads, 4 * width, dropout=0.0, batch_first=True) for _ in range(layers)
+    )
+    parts = {
+        "embedding": nn.Embedding(VOCABULARY, width),
+        "layers": nn.Sequential(*encoder),
+        "head": nn.Linear(width, VOCABULARY, bias=False),
+    }
+    return nn.Sequential(OrderedDict(parts))
 
 
 def demonstrate(arguments: argparse.Namespace) -> Timeline:
@@ -60,7 +50,7 @@ def demonstrate(arguments: argparse.Namespace) -> Timeline:
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
         torch.manual_seed(0)
-        model = Transformer(arguments.layers, arguments.width).to(device)
+        model = transformer(arguments.layers, arguments.width).to(device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         sharded, _ = fully_shard(
             model, optimizer, fsdp_unit_modules=[nn.TransformerEncoderLayer], zero_dp_strategy=arguments.strategy
@@ -102,19 +92,13 @@ def write(timeline: Timeline, out: str) -> None:
     timeline.print()
     timeline.save(f"{out}.json")
     print(f"wrote {out}.json, for https://ui.perfetto.dev", flush=True)
-    try:
-        timeline.plot(f"{out}.png")
-    except ImportError as error:
-        print(f"did not write {out}.png: {error}", file=sys.stderr)
-    else:
-        print(f"wrote {out}.png", flush=True)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """Parse the command line. Arguments after ``--`` are those of the script."""
     end = argv.index("--") if "--" in argv else len(argv)
     parser = argparse.ArgumentParser("megatron.fsdp.trace", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--out", default="trace", help="files to write, without extension (default: %(default)s)")
+    parser.add_argument("--out", default="trace", help="file to write, without extension (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=3, help="steps before the traced one (default: %(default)s)")
     parser.add_argument("--ranks", type=int, default=2, help="ranks to start without torchrun (default: %(default)s)")
     parser.add_argument("--script", help="training script to run; the options below apply to the transformer only")

@@ -107,15 +107,23 @@ class ComputeTrack:
             del rest[len(rest) - 1 - rest[::-1].index(activity)]
         self.change(rest if then is None else [*rest, then])
 
-    def leave_all(self, kinds: tuple[Kind, ...], then: Activity | None = None) -> None:
-        """End all activities of some kinds, and begin ``then`` at the same time."""
-        rest = [activity for activity in self._stack if activity is _OUTSIDE or activity.kind not in kinds]
-        self.change(rest if then is None else [*rest, then])
+    def leave_all(self, kinds: tuple[Kind, ...]) -> None:
+        """End all activities of some kinds."""
+        self.change([activity for activity in self._stack if activity is _OUTSIDE or activity.kind not in kinds])
 
     @property
     def stack(self) -> tuple[Activity, ...]:
         """The current activity, last, and those that it has interrupted."""
         return tuple(self._stack)
+
+    @contextmanager
+    def instead_of(self, before: Activity, activity: Activity) -> Iterator[None]:
+        """End an activity, and record another one within the context."""
+        self.leave(before, then=activity)
+        try:
+            yield
+        finally:
+            self.leave(activity)
 
     @contextmanager
     def during(self, activity: Activity, then: Activity | None = None) -> Iterator[None]:
@@ -158,11 +166,12 @@ class _TracedHandle(Handle):
 
 
 # Methods of the engine that are called between passes.
-_METHODS = ("finish_gradients", "start_reductions", "unshard_persistent", "prefetch_first", "invalidate_weights")
+_METHODS = ("finish_gradients", "unshard_persistent", "invalidate_weights")
+_OF_SCHEDULE = ("reduce_waiting", "prefetch_first")
 
 
 class StepRecorder:
-    """Records one model on this rank from :meth:`start` to :meth:`stop`.
+    """Records one model on this rank until :meth:`stop`. :meth:`start` begins to distinguish units.
 
     Args:
         engine: Engine of the model.
@@ -178,29 +187,22 @@ class StepRecorder:
         self._work = _OTHER_WORK
         self._works = itertools.count(1)
         self._communicated: list[_Marked] = []
-        self._track: ComputeTrack | None = None
-
-    @property
-    def track(self) -> ComputeTrack:
-        """The activities of the computation; only after :meth:`start`."""
-        assert self._track is not None
-        return self._track
+        self.track = ComputeTrack(clock)
 
     def start(self) -> None:
-        """Replace methods and start recording."""
-        self._track = ComputeTrack(self._clock)
-        schedule = self._observed.schedule
-        hooks: dict[str, Callable[..., Any]] = {
-            "before_forward": self._before_forward,
-            "after_forward": self._after_forward,
-            "before_backward": self._before_backward,
-            "after_backward": self._after_backward,
-            "finish_backward": self._finish_backward,
-        }
-        for name, around in hooks.items():
-            self._replacements.replace(schedule, name, around)
+        """Replace methods."""
+        for around in (
+            self._before_forward,
+            self._after_forward,
+            self._before_backward,
+            self._after_backward,
+            self._finish_backward,
+        ):
+            self._replacements.replace(self._observed.schedule, around.__name__[1:], around)
         for name in _METHODS:
             self._replacements.replace(self._observed, name, self._engine)
+        for name in _OF_SCHEDULE:
+            self._replacements.replace(self._observed.schedule, name, self._engine)
         for unit in self._observed.units:
             self._watch_unit(unit)
         streams = {id(group.weights.stream): group.weights.stream for group in self._observed.groups}
@@ -225,9 +227,8 @@ class StepRecorder:
                 self._replacements.replace(owner, name, functools.partial(self._issue, work))
             # Communication in flight was issued before the methods were replaced, so wrap its handles here.
             weights, gradients = group.weights, group.gradients
-            for handle in weights.handles:
-                weights.replace_handle(handle, self._numbered(handle, gather))
-            started = gradients.in_flight.handles
+            weights.unsharding = {self._numbered(handle, gather): each for handle, each in weights.unsharding.items()}
+            started = gradients.handles
             started[:] = [self._numbered(handle, reduce) for handle in started]
 
     def _numbered(self, handle: Handle, work: Activity) -> Handle:
@@ -298,11 +299,8 @@ class StepRecorder:
             return method(unit)
 
     def _after_forward(self, method: Callable[[Unit], bool], unit: Unit) -> bool:
-        self.track.leave(_computing(_forward_kind(), unit), then=_engine_of(unit))
-        try:
+        with self.track.instead_of(_computing(_forward_kind(), unit), _engine_of(unit)):
             return method(unit)
-        finally:
-            self.track.leave(_engine_of(unit))
 
     def _before_backward(self, method: Callable[[Unit], None], unit: Unit) -> None:
         backward = _computing(Kind.BACKWARD, unit)
@@ -317,19 +315,13 @@ class StepRecorder:
             method(unit)
 
     def _after_backward(self, method: Callable[[Unit], None], unit: Unit) -> None:
-        self.track.leave(_computing(Kind.BACKWARD, unit), then=_engine_of(unit))
-        try:
+        with self.track.instead_of(_computing(Kind.BACKWARD, unit), _engine_of(unit)):
             method(unit)
-        finally:
-            self.track.leave(_engine_of(unit))
 
     def _finish_backward(self, method: Callable[[], None]) -> None:
-        engine = _ENGINE._replace(backward=True)
-        self.track.leave_all((Kind.BACKWARD, Kind.RECOMPUTATION), then=engine)
-        try:
+        self.track.leave_all((Kind.BACKWARD, Kind.RECOMPUTATION))
+        with self.track.during(_ENGINE._replace(backward=True)):
             method()
-        finally:
-            self.track.leave(engine)
 
 
 def _computing(kind: Kind, unit: Unit) -> Activity:

@@ -1,4 +1,4 @@
-"""The recordings of all ranks: a table, the file format of trace viewers, and a picture."""
+"""The recordings of all ranks: a table, and the file format of trace viewers."""
 
 import json
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from megatron.fsdp.tools.trace.spans import MILLISECOND, RankTrace, Row, Span, U
 class Timeline:
     """The recordings of all ranks, collected on the first rank.
 
-    Every rank may call :meth:`save`, :meth:`plot` and :meth:`print`, which do nothing on ranks without a recording.
+    Every rank may call :meth:`save` and :meth:`print`, which do nothing on ranks without a recording.
 
     Attributes:
         ranks: One recording per rank, in rank order. Empty during the recording, and on ranks whose recording was sent
@@ -59,17 +59,6 @@ class Timeline:
         """Write the file that https://ui.perfetto.dev and chrome://tracing open."""
         if self.ranks:
             Path(path).write_text(json.dumps(self.as_chrome_trace()) + "\n")
-
-    def plot(self, path: str | Path) -> None:
-        """Draw the timeline with matplotlib. The extension of ``path`` determines the format.
-
-        Raises:
-            ImportError: matplotlib is not installed.
-        """
-        if self.ranks:
-            from megatron.fsdp.tools.trace.plot import draw
-
-            draw(self.ranks, path)
 
     def as_chrome_trace(self) -> dict[str, Any]:
         """The recording in the Trace Event Format: a process per rank, a thread per row, times in microseconds."""

@@ -1,6 +1,6 @@
 """Prints how much of a unit's flat buffer is padding, for the shapes of real models: the table in docs/layout.md.
 
-    python tools/layout_table.py [shapes.json]
+    python scripts/layout_table.py [shapes.json]
 
 A cell holds our padding in percent, the number of parameters that are cut inside a row, and the original's padding.
 """

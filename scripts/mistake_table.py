@@ -1,7 +1,7 @@
 """Writes docs/mistakes.md: what users write by mistake, and the message that they get.
 
-    python tools/mistake_table.py --write           # makes every mistake on two ranks; a few minutes
-    python tools/mistake_table.py --write dtype     # those with a word in a title; the others keep their messages
+    python scripts/mistake_table.py --write           # makes every mistake on two ranks; a few minutes
+    python scripts/mistake_table.py --write dtype     # those with a word in a title; the others keep their messages
 
 The mistakes are those of ``tests/mistakes``. Messages are captured, not typed: ``tests/unit_tests/test_mistakes.py``
 compares each of them with the page.

@@ -1,7 +1,7 @@
 """Writes docs/flags.md: what this FSDP does with each flag of Megatron that touches data parallelism.
 
-python tools/flag_table.py --write
-python tools/flag_table.py          # prints the page
+python scripts/flag_table.py --write
+python scripts/flag_table.py          # prints the page
 """
 
 import argparse
@@ -39,7 +39,7 @@ COMMANDS = (
     "tests/functional_tests/*.py",
     "tests/unit_tests/mcore/*.py",
     "tests/unit_tests/simulated/test_megatron.py",
-    "tools/parity*.py",
+    "scripts/parity*.py",
 )
 # Where they are described by the fields of configs, as keyword arguments or keys of dicts.
 FIELDS = ("mcore", "simulated")
@@ -51,7 +51,7 @@ INTRODUCTION = """# Flags
 
 Every flag of Megatron-Core's command line that touches data parallelism: its groups {groups},
 the fields of `DistributedDataParallelConfig` and `OptimizerConfig`, what `validate_args()` reads for FSDP, and a few
-others. Printed by `tools/flag_table.py` from Megatron's parser, the tables of [limits.md](limits.md), and the tests.
+others. Printed by `scripts/flag_table.py` from Megatron's parser, the tables of [limits.md](limits.md), and the tests.
 
 *Refused* raises an error, *adjusted* is set to another value and logged, *no effect* is logged; limits.md says when and
 why, and `test_limits.py` tests each. *Supported* flags have a test or a tool that trains with the flag, or with its

@@ -1,6 +1,6 @@
 """Draws the pictures of the documentation from the engine's own layout and schedule.
 
-    python tools/draw_pictures.py     # writes docs/images/layout.svg and docs/images/step.svg
+    python scripts/draw_pictures.py     # writes docs/images/layout.svg and docs/images/step.svg
 
 The pictures have a light ground of their own, so that they are legible on light and on dark pages.
 """

@@ -1,7 +1,7 @@
 """Writes what follows from the settings: signature of fully_shard_model, and docs/arguments.md.
 
-    python tools/argument_table.py --write
-    python tools/argument_table.py          # prints docs/arguments.md
+    python scripts/argument_table.py --write
+    python scripts/argument_table.py          # prints docs/arguments.md
 
 A setting is a field of ``FSDPConfig``. ``--write`` adds new fields to the signature of ``fully_shard_model``, which
 ``fully_shard`` shares, and copies the fields' descriptions into the docstring. The effects on memory and speed are in
@@ -130,7 +130,7 @@ def as_markdown() -> str:
     lines = [
         "# Arguments of `fully_shard_model`",
         "",
-        "`fully_shard` takes the same ones after `module` and `optimizer`. Printed by `tools/argument_table.py`.",
+        "`fully_shard` takes the same ones after `module` and `optimizer`. Printed by `scripts/argument_table.py`.",
         "",
         "| argument | type | default | meaning | memory | speed |",
         "|---|---|---|---|---|---|",

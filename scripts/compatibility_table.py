@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools import status  # noqa: E402
+from scripts import status  # noqa: E402
 
 RESULTS = status.OUT / "compatibility.json"
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")

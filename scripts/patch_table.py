@@ -9,7 +9,7 @@ from megatron.fsdp.helpers.patches import TABLES, Patch, tables  # noqa: E402
 INTRODUCTION = """# Patches
 
 PyTorch and Megatron-Core offer no hook in some places where sharded models need one. There, names are replaced. All of
-them are rows of tables in the code, and this page is printed from the tables by `tools/patch_table.py`.
+them are rows of tables in the code, and this page is printed from the tables by `scripts/patch_table.py`.
 
 A table is installed when it is needed: Megatron's by `megatron.fsdp.mcore.install()`, PyTorch's when the first model is
 sharded, those for a model on the meta device while it is built, and those for the CPU by

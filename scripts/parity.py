@@ -1,8 +1,8 @@
 """Trains with Megatron's DDP and with our FSDP in the same topology in Megatron's training loop, and compares them.
 
-    python tools/parity.py [--only TEXT ...] [--strategies ...] [--iterations 10] [--markdown FILE]
+    python scripts/parity.py [--only TEXT ...] [--strategies ...] [--iterations 10] [--markdown FILE]
 
-The cases (tools/parity_cases.py) cover data, tensor, pipeline, context and expert parallelism, hybrid sharding, kinds
+The cases (scripts/parity_cases.py) cover data, tensor, pipeline, context and expert parallelism, hybrid sharding, kinds
 of models, and options of the loop. The loss and gradient norm of every iteration must agree to six significant digits.
 This holds for bf16 as well if gradients are not clipped and a sum over two ranks does not depend on the order. Where it
 does, DDP is run with several orders of addition: on average, our losses must be as close to one of these runs as the
@@ -27,8 +27,8 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.fsdp.tools.compare_runs import relative  # noqa: E402
-from tools.parity_cases import CASES, STRATEGIES, Case  # noqa: E402
-from tools.real_loop import Run, RunFailure, run  # noqa: E402
+from scripts.parity_cases import CASES, STRATEGIES, Case  # noqa: E402
+from scripts.real_loop import Run, RunFailure, run  # noqa: E402
 
 DDP = ["--use-distributed-optimizer"]
 # Megatron requires it for tensor and context parallelism with DDP, and forbids it with FSDP.

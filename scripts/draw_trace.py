@@ -1,10 +1,19 @@
-"""Draws a timeline: four rows per rank, and below them the communication of each unit and its exposed share."""
+"""Draws a trace: four rows per rank, and below them the communication of each unit and its exposed share.
 
-from collections.abc import Iterable
+python -m megatron.fsdp.trace --out trace
+python scripts/draw_trace.py trace.json trace.png
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.fsdp.tools.trace.spans import MILLISECOND, Kind, RankTrace, Row, Span, mean_of
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.fsdp.tools.trace.spans import MILLISECOND, Kind, RankTrace, Row, Span, mean_of  # noqa: E402
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,25 +43,37 @@ MOST_RANKS = 8
 CHARACTER = 0.0062
 
 
+def read(path: Path) -> list[RankTrace]:
+    """The recordings in a file that ``Timeline.save`` has written."""
+    found = json.loads(path.read_text())
+    traces = []
+    for rank, exposed in found["otherData"]["exposed_ms"].items():
+        events = [event for event in found["traceEvents"] if (event["ph"], event["pid"]) == ("X", int(rank))]
+        spans = tuple(_span(event) for event in events)
+        start, end = min(span.start for span in spans), max(span.end for span in spans)
+        traces.append(RankTrace(int(rank), "", tuple(exposed), start, end, spans, 0, False))
+    return traces
+
+
+def _span(event: dict[str, Any]) -> Span:
+    arguments, start = event["args"], round(event["ts"] * 1e3)
+    late = round(arguments.get("ms until the last rank arrived", 0) * MILLISECOND)
+    backward = arguments["pass"] == "backward"
+    end = start + round(event["dur"] * 1e3)
+    return Span(list(Row)[event["tid"]], Kind(event["cat"]), arguments["unit"], backward, start, end, late=late)
+
+
 def draw(traces: list[RankTrace], path: str | Path) -> None:
     """Draw a timeline and write it to a file.
 
     Args:
         traces: The recordings of all ranks, at least one.
         path: The file. Its extension determines the format.
-
-    Raises:
-        ImportError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "Timeline.plot needs matplotlib: pip install 'megatron-fsdp-engine[trace]'. Timeline.save does not."
-        ) from error
+    from matplotlib.figure import Figure
+
     shown = traces[:MOST_RANKS]
     height = 1.1 * len(shown) + 0.9
-    # Do not use pyplot, whose current figure may belong to the traced script.
     figure = Figure(figsize=(WIDTH, height + 3.4), dpi=110, layout="constrained")
     above, below = figure.subplots(2, 1, height_ratios=[height, 2.4])
     _draw_rows(above, shown, of=len(traces))
@@ -162,3 +183,16 @@ def short_names(units: Iterable[str]) -> dict[str, str]:
     ends = [name.rpartition(".")[2] for name in names]
     ends = ["root" if name == "<root>" else end for name, end in zip(names, ends, strict=True)]
     return {name: end if ends.count(end) == 1 else name for name, end in zip(names, ends, strict=True)}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Draw the picture."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("json", type=Path, help="what the command or Timeline.save has written")
+    parser.add_argument("picture", type=Path, help="the file to write: .svg, .png or .pdf")
+    options = parser.parse_args(argv)
+    draw(read(options.json), options.picture)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,14 +1,24 @@
-"""Draws the memory of a rank by strategy: stacked bars, a panel for each number of ranks."""
+"""Draws what ``megatron-fsdp-memory --json`` prints: stacked bars by strategy, a panel for each number of ranks.
 
+megatron-fsdp-memory --model config.json --json > memory.json
+python scripts/memory_chart.py memory.json memory.svg --title "8 billion parameters in bf16" --gpu h100
+"""
+
+import argparse
+import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from megatron.fsdp.tools.by_strategy import Bar
-from megatron.fsdp.tools.devices import GIB
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.fsdp.tools.devices import GIB, add_device  # noqa: E402
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+Bar = dict[str, Any]
 
 # Okabe and Ito's palette, whose colors people with any color vision tell apart.
 PARTS = (
@@ -32,14 +42,14 @@ def draw(found: Sequence[Bar], title: str, path: Path, capacity: int | None = No
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    panels = [[bar for bar in found if bar.ranks == ranks] for ranks in dict.fromkeys(bar.ranks for bar in found)]
+    panels = [[bar for bar in found if bar["ranks"] == ranks] for ranks in dict.fromkeys(bar["ranks"] for bar in found)]
     height = 1.5 + sum(0.62 + 0.36 * len(panel) for panel in panels)
     figure = Figure(figsize=(9.0, height), dpi=140, layout="constrained")
     drawn = figure.subplots(
         len(panels), 1, sharex=True, squeeze=False, height_ratios=[len(panel) + 0.6 for panel in panels]
     )
     axes: list[Axes] = [row[0] for row in drawn]
-    most = max([bar.usage.total for bar in found] + [capacity or 0]) / GIB
+    most = max([bar["total"] for bar in found] + [capacity or 0]) / GIB
     for panel, on in zip(panels, axes, strict=True):
         _draw_panel(on, panel, most)
         if capacity is not None:
@@ -66,10 +76,10 @@ def draw(found: Sequence[Bar], title: str, path: Path, capacity: int | None = No
 
 
 def _draw_panel(on: "Axes", panel: Sequence[Bar], most: float) -> None:
-    names = [bar.strategy for bar in panel]
+    names = [bar["strategy"] for bar in panel]
     left = [0.0] * len(panel)
     for attribute, label, color in PARTS:
-        sizes = [getattr(bar.usage, attribute) / GIB for bar in panel]
+        sizes = [bar["usage"][attribute] / GIB for bar in panel]
         on.barh(names, sizes, left=left, color=color, label=label, height=0.72, edgecolor="white", linewidth=0.5)
         left = [start + size for start, size in zip(left, sizes, strict=True)]
     for place, total in enumerate(left):
@@ -77,9 +87,24 @@ def _draw_panel(on: "Axes", panel: Sequence[Bar], most: float) -> None:
         on.text(total + most * 0.008, place, text, va="center", fontsize=9)
     on.set_xlim(0, most * 1.08)
     on.invert_yaxis()
-    on.set_title(f"{panel[0].ranks} ranks", loc="left", fontsize=10, fontweight="bold")
+    on.set_title(f"{panel[0]['ranks']} ranks", loc="left", fontsize=10, fontweight="bold")
     on.grid(axis="x", color="#dddddd", linewidth=0.6)
     on.set_axisbelow(True)
     on.tick_params(labelsize=9, length=0)
     for side in ("top", "right", "left"):
         on.spines[side].set_visible(False)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Draw the chart."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("json", type=Path, help="what the command has printed")
+    parser.add_argument("picture", type=Path, help="the file to write: .svg, .png or .pdf")
+    parser.add_argument("--title", default="Memory by strategy", help="(default: %(default)s)")
+    add_device(parser)
+    options = parser.parse_args(argv)
+    draw(json.loads(options.json.read_text()), options.title, options.picture, options.device_memory)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""Steps that read and write weights."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..sides import Side, full, full_local
+from .kinds import PARTS, step
+
+WRITES = ("zero_", "copy_", "data_mul_", "data", "init", "foreach", "to_local", "old", "broadcast")
+
+
+@step(6, how=WRITES, what=PARTS)
+def write(side: Side, how: str, what: str) -> None:
+    if how == "init" and what == "all" and side.setting.mixed:
+        what = "block"  # a model of equal weights has activations without variance, and norms of nothing but rounding
+    parameters = side.old if how == "old" else side.parameters(what)
+    side.written(hidden=how.startswith("data"))
+    with torch.no_grad():
+        if how == "foreach":
+            torch._foreach_mul_(parameters, 0.5)
+        for parameter in parameters:
+            # torch loses an assignment to .data of a DTensor.
+            lost = how == "data" and side.plain and hasattr(parameter, "to_local")
+            _write("data_mul_" if lost else how, parameter)
+
+
+def _write(how: str, parameter: nn.Parameter) -> None:
+    if how == "zero_":
+        parameter.zero_()
+    elif how == "copy_":
+        parameter.copy_(parameter * 0.5)
+    elif how == "data_mul_":
+        parameter.data.mul_(0.5)
+    elif how == "data":
+        parameter.data = parameter.data * 0.5
+    elif how == "init":
+        nn.init.constant_(parameter, 0.125)
+    elif how == "to_local":
+        full_local(parameter).mul_(0.5)
+    elif how == "old":
+        parameter.mul_(0.75)
+    elif how == "broadcast":
+        # Without sharding, all ranks have the same weights already.
+        dist.broadcast(parameter.detach(), 0)
+
+
+@step(3, use=("descend", "data", "sharpness"))
+def write_gradients(side: Side, use: str) -> Any:
+    """Weights change by their gradients without an optimizer: descent, or sharpness-aware minimization."""
+    side.read()
+    parameters = [parameter for parameter in side.parameters() if parameter.grad is not None]
+    before = [parameter.detach().clone() for parameter in parameters]
+    side.written(hidden=use == "data")
+    with torch.no_grad():
+        for parameter in parameters:
+            (parameter.data if use == "data" else parameter).sub_(parameter.grad, alpha=0.1)
+    if use != "sharpness":
+        return None
+    side.model.zero_grad()
+    loss = side.loss(side.model(side.batch(1)))
+    side.backward(loss)
+    side.written()
+    with torch.no_grad():
+        for parameter, value in zip(parameters, before, strict=True):
+            parameter.copy_(value)
+    return loss
+
+
+@step(3, what=PARTS, frozen=(True, False))
+def freeze(side: Side, what: str, frozen: bool) -> None:
+    for parameter in side.parameters(what):
+        parameter.requires_grad_(not frozen)
+
+
+@step(3, use=("update", "apply", "swap", "forward"))
+def average(side: Side, use: str) -> Any:
+    """An exponential moving average of the weights; "forward" gives it to functional_call."""
+    parameters = dict(side.net.named_parameters())
+    if "average" not in side.kept:
+        side.kept["average"] = {name: p.detach().clone() for name, p in parameters.items()}
+    averages = side.kept["average"]
+    side.written()
+    with torch.no_grad():
+        if use == "forward":
+            given = {name: full(value) for name, value in averages.items()}
+            return side.loss(torch.func.functional_call(side.net, given, (side.batch(1),)))
+        for name, parameter in parameters.items() if averages.keys() == parameters.keys() else ():
+            if use == "update":
+                averages[name].lerp_(parameter.detach(), 0.5)
+            elif use == "apply":
+                parameter.copy_(averages[name])
+            else:
+                before = parameter.detach().clone()
+                parameter.copy_(averages[name])
+                averages[name].copy_(before)
+    return None
+
+
+@step(3, kind=("sum", "norm", "full", "old", "data"), what=PARTS)
+def read(side: Side, kind: str, what: str) -> Any:
+    """Weights are read."""
+    measures = {"norm": torch.norm, "full": lambda p: full(p).double().pow(3).sum(), "data": _sum_of_data}
+    measure = measures.get(kind, lambda p: p.sum())
+    return torch.stack([full(measure(p)).double() for p in (side.old if kind == "old" else side.parameters(what))])
+
+
+def _sum_of_data(parameter: nn.Parameter) -> torch.Tensor:
+    """Read through a plain parameter that was given another one's data."""
+    if type(parameter.data) is DTensor:
+        raise TypeError("torch's DTensor has no memory that a plain parameter could take: reading it would crash.")
+    plain = nn.Parameter(torch.zeros(1, dtype=parameter.dtype))
+    plain.data = parameter.data
+    return plain.detach().sum()

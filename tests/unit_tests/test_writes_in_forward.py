@@ -1,0 +1,40 @@
+"""A write to a weight inside of a forward would be lost, and raises."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.fsdp import fsdp2
+from megatron_fsdp import fully_shard_model
+from tests.models import TinyModel, device
+from tests.ranks import RankFailure, RankPool
+
+
+def _write_in_a_hook() -> None:
+    model = TinyModel().to(device())
+    for block in model.blocks:
+        fsdp2.fully_shard(block, reshard_after_forward=False)
+    fsdp2.fully_shard(model)
+
+    def write(block: Any, *unused: Any) -> None:
+        with torch.no_grad():
+            block.up.weight.mul_(0.5)
+
+    model.blocks[0].register_forward_hook(write)
+    model(torch.zeros(2, 3, dtype=torch.long, device=device()))
+
+
+def test_a_write_behind_the_forward_of_an_unsharded_unit_raises(ranks: RankPool) -> None:
+    with pytest.raises(RankFailure, match=r"blocks\.0 has changed its parameter blocks\.0\.up\.weight in place"):
+        ranks.run(2, _write_in_a_hook)
+
+
+def _rows_are_renormalized() -> None:
+    fully_shard_model(nn.Sequential(nn.Embedding(9, 4, max_norm=1.0)).to(device()))
+
+
+def test_an_embedding_that_writes_its_weight_raises(ranks: RankPool) -> None:
+    with pytest.raises(RankFailure, match=r"0: Embedding\(max_norm"):
+        ranks.run(2, _rows_are_renormalized)
