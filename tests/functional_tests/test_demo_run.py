@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.launch import ROOT, start
+from tests.launch import ROOT, printed, start
 
 ITERATIONS = 3
 pytestmark = pytest.mark.slow
@@ -49,11 +49,11 @@ def processes_of(output: Path) -> list[psutil.Process]:
 
 
 def test_trains_and_writes_everything(output: Path) -> None:
-    printed = run(output)
-    assert "iterations         0 -> 3" in printed
+    text = run(output)
+    assert "iterations         0 -> 3" in text
     assert history(output, "train") == [1, 2, 3]
     assert history(output, "validation")[-1] == 3
-    lines = printed.splitlines()
+    lines = text.splitlines()
     first = next(index for index, line in enumerate(lines) if line.startswith("  1/3  loss "))
     assert lines[first - 1] == "  the first iteration"
     assert len(set(lines[1:first])) == len(lines[1:first])
@@ -67,8 +67,8 @@ def test_trains_and_writes_everything(output: Path) -> None:
 
 def test_resumes_from_its_checkpoint(output: Path) -> None:
     built = (output / "data" / "meta.json").stat().st_mtime_ns
-    printed = run(output)
-    assert "from the checkpoint of iteration 3" in printed
+    text = run(output)
+    assert "from the checkpoint of iteration 3" in text
     assert history(output, "train") == [1, 2, 3, 4, 5, 6]
     assert (output / "checkpoints" / "latest_checkpointed_iteration.txt").read_text().strip() == "6"
     assert (output / "data" / "meta.json").stat().st_mtime_ns == built
@@ -84,13 +84,13 @@ def test_an_interrupt_saves_and_stops_the_training_processes(output: Path) -> No
             time.sleep(0.5)
         assert len(processes_of(output)) >= 3, "expected the demo, torchrun and at least one rank"
         process.send_signal(signal.SIGINT)
-        printed, _ = process.communicate(timeout=150)
+        text, _ = process.communicate(timeout=150)
     finally:
         process.kill()
     assert process.returncode == 130
     saved = int((output / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
     assert saved >= 7 and history(output, "train") == [*range(1, saved + 1)]
-    assert " ".join(printed.split()).endswith(f"the next run resumes after iteration {saved}")
+    assert " ".join(text.split()).endswith(f"the next run resumes after iteration {saved}")
     assert processes_of(output) == []
 
 

@@ -1,5 +1,6 @@
 """The examples of plain loops train as without sharding: generation, LoRA adapters, resuming."""
 
+import importlib.util
 import re
 from pathlib import Path
 from typing import Any
@@ -7,12 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from torch import nn
 
 from tests.launch import ROOT, printed, torchrun
 from tests.ranks import RankPool
-from tests.slow import all_but_slow
 
 FOLDER = ROOT / "examples" / "frameworks"
 
@@ -90,46 +89,94 @@ def test_units_that_share_a_buffer_cannot_all_be_unsharded(ranks: RankPool) -> N
 
 # The examples --------------------------------------------------------------------------------------------------
 
-# Runs whose losses are those of other runs, one after the other: command lines and numbers of ranks.
-EXAMPLES = {
-    "plain loop": (
-        [("plain_loop.py --steps 6", 1)],
-        [("plain_loop.py --steps 3 --save {0}/saved", 2), ("plain_loop.py --steps 6 --save {0}/saved", 1)],
-    ),
-    "replicas and compilation": (
-        [("plain_loop.py --steps 4", 1)],
-        [("plain_loop.py --steps 4 --replicas 2 --compile", 4)],
-    ),
-    "generation": ([("generate_in_training.py", 1)], [("generate_in_training.py", 2)]),
-    "adapters": (
-        [("lora.py {0}/one", 1), ("lora.py {0}/one --resume", 1)],
-        [("lora.py {0}/two", 2), ("lora.py {0}/two --resume", 1)],
-    ),
-    "lightning": (
-        [("lightning_fit.py {0}/ddp --epochs 3 --ddp", 2)],
-        [("lightning_fit.py {0}/two --epochs 2", 2), ("lightning_fit.py {0}/two --epochs 3", 2)],
-    ),
-}
-PACKAGES = {"generation": "transformers", "adapters": "peft", "lightning": "lightning"}
+
+def _run(command: str, ranks: int = 2) -> str:
+    return printed(torchrun(f"{FOLDER}/{command}".split(), ranks))
 
 
-def _losses(runs: list[tuple[str, int]], folder: Path) -> list[float]:
-    found = []
-    for command, ranks in runs:
-        output = printed(torchrun(f"{FOLDER}/{command}".format(folder).split(), ranks))
-        found += re.findall(r"^step \d+: loss (\d+\.\d+)", output, flags=re.MULTILINE)
-        if "generate" in command:
-            answers = re.findall(r"^step (\d), rank (\d): \[.*\d\]$", output, flags=re.MULTILINE)
-            assert sorted(answers) == [(step, str(rank)) for step in "25" for rank in range(ranks)]
-    return [float(loss) for loss in found]
+def _losses(*outputs: str) -> list[float]:
+    return [float(loss) for text in outputs for loss in re.findall(r"^step \d+: loss (\d+\.\d+)", text, re.MULTILINE)]
 
 
-@pytest.mark.parametrize("name", all_but_slow(EXAMPLES, "plain loop"))
-def test_example(name: str, tmp_path: Path) -> None:
-    pytest.importorskip(PACKAGES.get(name, "torch"))
-    expected, found = (_losses(runs, tmp_path) for runs in EXAMPLES[name])
-    assert len(expected) >= 3 and found == pytest.approx(expected, abs=1e-4)
-    if name == "adapters":
-        assert (tmp_path / "two" / "adapter_model.safetensors").stat().st_size < 50_000
-        merged = [load_file(tmp_path / each / "merged" / "model.safetensors") for each in ("one", "two")]
-        torch.testing.assert_close(merged[1], merged[0], rtol=1e-3, atol=1e-3)
+def _plain_loop(steps: int) -> list[float]:
+    """The losses of the example's model in a loop of one process, without sharding."""
+    spec = importlib.util.spec_from_file_location("plain_loop", FOLDER / "plain_loop.py")
+    assert spec is not None and spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    torch.manual_seed(0)
+    model, losses = example.build(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-5)
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = 1e-2 * min(1.0, (step + 1) / 3)
+        optimizer.zero_grad()
+        tokens = torch.cat([example.batch(step, micro, 0, 1) for micro in range(2)])
+        loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_plain_loop_resumes_in_a_new_process(tmp_path: Path) -> None:
+    first = _run(f"plain_loop.py --steps 3 --save {tmp_path}")
+    second = _run(f"plain_loop.py --steps 6 --save {tmp_path}", ranks=1)
+    assert _losses(first, second) == pytest.approx(_plain_loop(6), abs=2e-5)
+    assert len(_losses(second)) == 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-3", "step-6"]
+
+
+@pytest.mark.slow
+def test_plain_loop_with_replicas_and_compilation() -> None:
+    output = _run("plain_loop.py --steps 4 --replicas 2 --compile", ranks=4)
+    assert _losses(output) == pytest.approx(_plain_loop(4), abs=2e-5)
+
+
+def _step(model: Any, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> float:
+    optimizer.zero_grad()
+    loss = model(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+@pytest.mark.slow
+def test_example_of_generation() -> None:
+    pytest.importorskip("transformers")
+    output, model = _run("generate_in_training.py"), _llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-5)
+    generator, expected, answers = torch.Generator().manual_seed(1), [], []
+    for step in range(6):
+        starts = torch.randint(61, (4, 1), generator=generator)
+        expected.append(_step(model, optimizer, (starts + torch.arange(12)).remainder(61)))
+        for rank in range(2) if step % 3 == 2 else ():
+            prompt = torch.arange(7, 10 + 2 * rank)[None]
+            answer = model.generate(prompt, do_sample=False, max_new_tokens=4 + 3 * rank, pad_token_id=0)
+            answers.append(f"step {step}, rank {rank}: {answer[0].tolist()}")
+    assert _losses(output) == pytest.approx(expected, abs=2e-5)
+    assert sorted(re.findall(r"^step \d, rank .*$", output, re.MULTILINE)) == answers
+
+
+@pytest.mark.slow
+def test_example_of_adapters(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    outputs = [_run(f"lora.py {tmp_path}"), _run(f"lora.py {tmp_path} --resume", ranks=1)]
+    model, expected = peft.get_peft_model(_llama(), peft.LoraConfig(r=4, target_modules="all-linear")), []
+    for _ in outputs:
+        # As in the example, the optimizer starts anew in the second process.
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        generator = torch.Generator().manual_seed(1)
+        expected += [_step(model, optimizer, torch.randint(61, (4, 12), generator=generator)) for _ in range(5)]
+    assert _losses(*outputs) == pytest.approx(expected, abs=1e-4)
+    assert (tmp_path / "adapter_model.safetensors").stat().st_size < 50_000
+    merged, tokens = type(_llama()).from_pretrained(tmp_path / "merged"), torch.arange(24).view(2, 12)
+    torch.testing.assert_close(merged(tokens).logits, model(tokens).logits, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.slow
+def test_example_of_lightning(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    expected = _losses(_run(f"lightning_fit.py {tmp_path}/ddp --epochs 3 --ddp"))
+    found = _losses(*(_run(f"lightning_fit.py {tmp_path}/sharded --epochs {epochs}") for epochs in (2, 3)))
+    assert len(expected) == 3 and found == pytest.approx(expected, abs=2e-5)

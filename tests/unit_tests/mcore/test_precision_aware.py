@@ -8,8 +8,8 @@ from unittest import mock
 import pytest
 import torch
 
-import megatron.core.optimizer as optimizers
 import tests.megatron_models as mm
+from megatron.core import optimizer as optimizers
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard, same_layout
 from megatron.fsdp.mcore import adapter
 from tests.fused_adam import FusedAdam

@@ -41,15 +41,15 @@ def rounded_gpt(config: Any, format: str = "5x7") -> nn.Module:
 
 
 def _equals_ddp(strategy: str, changes: dict[str, Any], format: str = "5x7") -> None:
-    # The keys' bias has gradients of rounding only, of which Adam makes whole steps.
+    # Without biases, numbers of zeros are equal.
     changes = {"add_bias_linear": False, **changes}
     with mm.megatron(), _kernels():
         expected = mm.train(None, build=partial(rounded_gpt, format=format), **changes)
         found = mm.train(strategy, build=partial(quantized_gpt, format=format), fp8_param_gather=True, **changes)
     part = "parametrizations.weight.original"
     expected.weights = {name.replace(part, "weight"): weight for name, weight in expected.weights.items()}
-    # Gradients of little more than rounding decide on steps of Adam.
-    mm.assert_same(found, expected, atol=2e-4)
+    # A weight beside the border of two values is rounded to either.
+    mm.assert_same(found, expected, atol=2e-4, norms=1e-5)
 
 
 def _kernels() -> Any:

@@ -6,13 +6,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from megatron.core.distributed.fsdp.src.megatron_fsdp import uneven_dtensor as theirs
 from megatron.fsdp.mcore import cpu, install
 from megatron_fsdp import fully_shard_model
 
-# Rank processes import this module, and the test imports Megatron in them.
+# Rank processes import this module, and with it Megatron.
 cpu.enable()
 
+from megatron.core.distributed.fsdp.src.megatron_fsdp import uneven_dtensor as theirs  # noqa: E402
 from tests.ranks import DEVICE, RankPool  # noqa: E402
 
 
