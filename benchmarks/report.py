@@ -2,8 +2,8 @@
 
     python -m benchmarks.report
 
-docs/status.md gets the targets, docs/performance a plot per benchmark. docs/performance.md is written by hand and
-explains the method; this module does not touch it.
+docs/status.md gets when and where each benchmark ran, docs/performance the plots of ``SHOWN``. docs/performance.md is
+written by hand and explains the method; this module does not touch it.
 """
 
 import shutil
@@ -19,6 +19,8 @@ from benchmarks.sections import SECTIONS
 from scripts import status
 
 PICTURES = status.PAGE.parent / "performance"
+# The benchmarks whose plots docs/performance.md shows.
+SHOWN = ("memory", "step")
 HEAD = """# Benchmark tables
 
 `make bench-report` generates this page from the results beside it. docs/performance.md explains the method and the
@@ -106,22 +108,17 @@ def _machine(results: Mapping[str, Result]) -> str:
 
 
 def summary(results: Mapping[str, Result]) -> str:
-    """The targets of all benchmarks with the range of what was measured, and when and where that was."""
-    groups: dict[tuple[str, str], list[targets.Verdict]] = {}
-    for verdict in targets.judge_all(results):
-        groups.setdefault((verdict.benchmark, verdict.target), []).append(verdict)
-    rows = []
-    for (benchmark, target), verdicts in groups.items():
-        values = sorted(verdict.value for verdict in verdicts if verdict.value is not None)
-        ends = dict.fromkeys(f"{value:.3g}" for value in (values[:1] + values[-1:]))
-        met = sum(verdict.outcome == "met" for verdict in verdicts)
-        rows.append([benchmark, target, " to ".join(ends), f"{met} of {len(verdicts)}" if values else "not measured"])
-    head = ["benchmark", "target", "measured", "cases that meet it"]
-    return f"{_table(head, rows)}\n\n{_machine(results)}"
+    """When, with which commit and on which processor the benchmarks ran."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, result in results.items():
+        about = result.about
+        groups.setdefault((about["date"][:10], about["commit"], about["machine"]["processor"]), []).append(name)
+    rows = [[", ".join(names), *key] for key, names in groups.items()]
+    return _table(["benchmarks", "date", "commit", "processor"], rows)
 
 
 def kept(result: Result) -> int | None:
-    """The number of the case whose plot docs/performance has: the first one with the most peers; None without plots."""
+    """The case whose plot docs/performance.md shows, the first with the most peers; None without plots."""
     plotted = [number for number, case in enumerate(result.cases) if plots.is_plotted(result, case)]
     return max(plotted, key=lambda number: len(result.cases[number].figures), default=None)
 
@@ -136,7 +133,7 @@ def main() -> int:
         for number, case in enumerate(result.cases):
             if plots.is_plotted(result, case):
                 plots.draw(result, case, pictures / plots.file_name(result, number))
-        if (chosen := kept(result)) is not None:
+        if name in SHOWN and (chosen := kept(result)) is not None:
             shutil.copyfile(pictures / plots.file_name(result, chosen), PICTURES / f"{name}.png")
     (FOLDER / "tables.md").write_text(page(results))
     status.write("benchmarks", summary(results))

@@ -1,6 +1,6 @@
 """Draws the pictures of the documentation from the engine's own layout and schedule.
 
-    python scripts/draw_pictures.py     # writes docs/images/layout.svg and docs/images/step.svg
+    python scripts/draw_pictures.py     # writes docs/images
 
 The pictures have a light ground of their own, so that they are legible on light and on dark pages.
 """
@@ -13,6 +13,7 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -21,6 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 from megatron.fsdp.sharding.layout import Layout  # noqa: E402
 from megatron.fsdp.sharding.packing import plan_layout  # noqa: E402
+from megatron.fsdp.sharding.strategy import INNER  # noqa: E402
 from megatron.fsdp.tools.trace.clock import HostClock  # noqa: E402
 from megatron.fsdp.tools.trace.recorder import StepRecorder  # noqa: E402
 from megatron.fsdp.tools.trace.spans import Kind, RankTrace, Row  # noqa: E402
@@ -67,6 +69,17 @@ class Drawing:
         """A dashed vertical line."""
         ends = f'x1="{x:.1f}" y1="{top:.1f}" x2="{x:.1f}" y2="{bottom:.1f}"'
         self._parts.append(f'<line {ends} stroke="{TEXT}" stroke-width="1.5" stroke-dasharray="4 3"/>')
+
+    def curve(self, points: list[tuple[float, float]], stroke: str) -> None:
+        """A line through points."""
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        self._parts.append(f'<polyline points="{path}" fill="none" stroke="{stroke}" stroke-width="3"/>')
+
+    def circles(self, points: list[tuple[float, float]], stroke: str) -> None:
+        """A small circle at each point."""
+        for x, y in points:
+            ring = f'fill="none" stroke="{stroke}" stroke-width="1.5"'
+            self._parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" {ring}/>')
 
     def svg(self) -> str:
         """The file's text."""
@@ -238,7 +251,178 @@ def draw_step(trace: RankTrace) -> Drawing:
     return drawing
 
 
+# What ranks hold ------------------------------------------------------------------------------------------------------
+
+STAGES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+# The parts of a rank's memory, with their bytes per parameter: bf16 weights, fp32 gradients, main weights and Adam.
+PARTS = {"weights": (2, COLORS[0]), "gradients": (4, COLORS[1]), "main weights, Adam": (12, COLORS[2])}
+
+
+def draw_stages() -> Drawing:
+    """What each of four ranks holds with each strategy."""
+    drawing = Drawing("Bytes per parameter of one of four ranks with ZeRO-0 to 3", 300)
+    drawing.text(24, 34, f"Bytes per parameter of each of {RANKS} ranks, with bf16 weights and Adam", extra=BOLD)
+    left = 190
+    scale = (WIDTH - left - 80) / sum(size for size, _ in PARTS.values())
+    for number, name in enumerate(STAGES):
+        strategy, y, x, total = INNER[name], 54 + 50 * number, float(left), 0.0
+        drawing.text(24, y + 25, f"ZeRO-{number}: {name}", extra=SMALL)
+        sharded = (strategy.shards_parameters, strategy.shards_gradients, strategy.shards_optimizer)
+        for (size, color), is_sharded in zip(PARTS.values(), sharded, strict=True):
+            # Sharded weights are cast from the main weights when a unit is unsharded, and take nothing in between.
+            share = (0 if color == COLORS[0] else size / RANKS) if is_sharded else size
+            drawing.box(x, y, share * scale, 38, color)
+            x, total = x + share * scale, total + share
+        drawing.text(x + 8, y + 25, f"{total:g}")
+    _legend(drawing, 268, [(name, color) for name, (_, color) in PARTS.items()])
+    return drawing
+
+
+def draw_meshes() -> Drawing:
+    """Which shard of the main weights each GPU of two nodes holds: HSDP and hybrid FSDP."""
+    drawing = Drawing("Two nodes of four GPUs with HSDP and with hybrid FSDP", 292)
+    for column, (title, spread) in enumerate({"HSDP": 1, "hybrid FSDP": 2}.items()):
+        x = 24 + column * 344
+        drawing.text(x, 34, f"{title}: main weights", extra=BOLD)
+        for node in range(2):
+            y = 52 + node * 100
+            drawing.text(x, y + 14, f"node {node}", extra=SMALL)
+            for gpu in range(RANKS):
+                part = gpu * spread + (node if spread > 1 else 0)
+                drawing.box(x + gpu * 82, y + 24, 74, 48, COLORS[gpu])
+                drawing.text(x + gpu * 82 + 37, y + 53, f"{part + 1} of {RANKS * spread}", "white", MIDDLE + SMALL)
+    drawing.text(24, 268, "All-gathers of compute weights stay inside a node. Equal labels are replicas.", extra=SMALL)
+    return drawing
+
+
+def draw_dtypes() -> Drawing:
+    """The dtypes of weights and gradients through a step, by the default policy with float32 gradients."""
+    drawing = Drawing("Dtypes through a step: main weights, compute weights, gradients, main gradients", 250)
+    drawing.text(24, 34, "Dtypes through a step of a bf16 model", extra=BOLD)
+    rows = [
+        [("main weights", "fp32 shard", 2), ("cast", "bf16 shard", 0), ("all-gather", "bf16 full", 0)],
+        [("optimizer", "fp32 shard", 2), ("reduce-scatter", "fp32 shard", 1), ("backward", "bf16 full", 1)],
+    ]
+    for number, row in enumerate(rows):
+        for column, (name, dtype, color) in enumerate(row):
+            x, y = 24 + column * 232, 56 + number * 94
+            drawing.box(x, y, 190, 60, COLORS[color])
+            drawing.text(x + 95, y + 25, name, "white", MIDDLE + BOLD)
+            drawing.text(x + 95, y + 46, dtype, "white", MIDDLE + SMALL)
+            if column < 2:
+                drawing.text(x + 211, y + 36, "\u2192" if number == 0 else "\u2190", extra=MIDDLE + 'font-size="22"')
+    drawing.text(24 + 2 * 232 + 95, 138, "\u2193", extra=MIDDLE + 'font-size="22"')
+    drawing.text(119, 138, "\u2191", extra=MIDDLE + 'font-size="22"')
+    drawing.text(24, 236, "forward to the right, gradients back to the left", extra=SMALL)
+    return drawing
+
+
+def draw_reshard() -> Drawing:
+    """Rows of a parameter that four ranks save and two ranks load, from the layouts of both."""
+    drawing = Drawing("A parameter is saved by four ranks and loaded by two", 252)
+    shape = (40, 12)
+    for number, (ranks, title) in enumerate({RANKS: "saved by 4 ranks", 2: "loaded by 2 ranks"}.items()):
+        y, layout = 44 + number * 92, plan_layout([shape], ranks)
+        drawing.text(24, y - 8, title, extra=BOLD)
+        scale = (WIDTH - 48) / (shape[0] * shape[1])
+        for rank in range(ranks):
+            part = layout.shard_slice(0, rank)
+            x, width = 24 + part.start * scale, (part.stop - part.start) * scale
+            drawing.box(x + 1, y, width - 2, 46, COLORS[rank])
+            rows = f"rank {rank}: rows {part.start // shape[1]} to {part.stop // shape[1] - 1}"
+            drawing.text(x + width / 2, y + 29, rows, "white", MIDDLE + SMALL)
+    drawing.text(24, 216, "The checkpoint stores the full parameter in parts. Each rank that loads reads", extra=SMALL)
+    drawing.text(24, 236, "the rows it needs, from as many parts as that takes.", extra=SMALL)
+    return drawing
+
+
+# Losses ---------------------------------------------------------------------------------------------------------------
+
+STEPS = 40
+
+
+def losses(strategy: str | None) -> list[float]:
+    """The mean loss of every step on this rank's part of the data. None: with torch's DDP."""
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(nn.Embedding(64, 32), *(Residual(32) for _ in range(3)), nn.Linear(32, 64))
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    if strategy is None:
+        model = nn.parallel.DistributedDataParallel(model)
+    else:
+        model, optimizer = fully_shard(model, optimizer, fsdp_unit_modules=[Residual], zero_dp_strategy=strategy)
+    found = []
+    for step in range(STEPS):
+        draw = torch.Generator().manual_seed(2 * step + dist.get_rank())
+        tokens = (torch.randint(64, (8, 1), generator=draw) + 3 * torch.arange(17)) % 64
+        loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.all_reduce(mean := loss.detach() / dist.get_world_size())
+        found.append(mean.item())
+    return found
+
+
+class Residual(nn.Module):
+    """A block of a small model."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Add to the input."""
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def both_losses() -> tuple[list[float], list[float]]:
+    """Those of DDP and of ZeRO-3."""
+    return losses(None), losses("optim_grads_params")
+
+
+def draw_losses(ddp: list[float], sharded: list[float]) -> Drawing:
+    """Two curves on top of each other: DDP as circles, ZeRO-3 as a line."""
+    apart = max(abs(a - b) / abs(a) for a, b in zip(ddp, sharded, strict=True))
+    drawing = Drawing("The losses of DDP and ZeRO-3 over the steps of a run", 330)
+    how_near = f"at most {apart:.0e} apart" if apart else "bit-identical"
+    drawing.text(24, 34, f"Loss of DDP and ZeRO-3, two ranks, fp32: {how_near}", extra=BOLD)
+    left, top, height = 64, 56, 210
+    high, low = max(ddp), min(ddp)
+    for value in (high, (high + low) / 2, low):
+        y = top + (high - value) / (high - low) * height
+        drawing.box(left, y, WIDTH - left - 24, 1, PADDING)
+        drawing.text(left - 8, y + 5, f"{value:.2f}", extra='text-anchor="end" ' + SMALL)
+
+    def places(values: list[float]) -> list[tuple[float, float]]:
+        return [
+            (left + 8 + step * (WIDTH - left - 44) / (STEPS - 1), top + (high - value) / (high - low) * height)
+            for step, value in enumerate(values)
+        ]
+
+    drawing.curve(places(sharded), COLORS[0])
+    drawing.circles(places(ddp), COLORS[1])
+    drawing.text(WIDTH - 24, 290, "step \u2192", extra='text-anchor="end" ' + SMALL)
+    _legend(drawing, 302, [("ZeRO-3 (line)", COLORS[0]), ("DDP (circles)", COLORS[1])])
+    return drawing
+
+
+STATIC = {
+    "layout": draw_layout,
+    "zero_stages": draw_stages,
+    "hsdp": draw_meshes,
+    "dtypes": draw_dtypes,
+    "reshard": draw_reshard,
+}
+
+
 if __name__ == "__main__":
+    from scripts import draw_pictures  # whose functions other processes find by name
+    from tests.ranks import RankPool
+
     IMAGES.mkdir(exist_ok=True)
-    (IMAGES / "layout.svg").write_text(draw_layout().svg())
+    for name, draw in STATIC.items():
+        (IMAGES / f"{name}.svg").write_text(draw().svg())
+    pool = RankPool()
+    (IMAGES / "losses.svg").write_text(draw_losses(*pool.run(2, draw_pictures.both_losses)[0]).svg())
+    pool.close()
     (IMAGES / "step.svg").write_text(draw_step(record_step()).svg())

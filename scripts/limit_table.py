@@ -1,4 +1,4 @@
-"""Prints the tables of docs/limits.md and of docs/cpu.md.
+"""Prints the tables of docs/limits.md, and what Megatron sees on a CPU.
 
 python scripts/limit_table.py limits
 python scripts/limit_table.py cpu

@@ -1,4 +1,4 @@
-"""Prints docs/patches.md: every name of PyTorch and Megatron-Core that is replaced."""
+"""Prints every name of PyTorch and Megatron-Core that is replaced, in Markdown."""
 
 from megatron.fsdp.mcore import cpu
 
@@ -9,7 +9,7 @@ from megatron.fsdp.helpers.patches import TABLES, Patch, tables  # noqa: E402
 INTRODUCTION = """# Patches
 
 PyTorch and Megatron-Core offer no hook in some places where sharded models need one. There, names are replaced. All of
-them are rows of tables in the code, and this page is printed from the tables by `scripts/patch_table.py`.
+them are rows of tables in the code, which `scripts/patch_table.py` prints.
 
 A table is installed when it is needed: Megatron's by `megatron.fsdp.mcore.install()`, PyTorch's when the first model is
 sharded, those for a model on the meta device while it is built, and those for the CPU by
@@ -21,7 +21,7 @@ modules are imported, if that is later. `megatron.fsdp.mcore.uninstall()` puts M
 Some objects get attributes, which are no replaced names: main weights (`__fsdp_param__`, `megatron_fsdp_slice`,
 `megatron_fsdp_dist_index`, `main_grad`), Megatron's optimizers (`grad_stats_parallel_group`), and layers
 (`gradient_accumulation_fusion` is set to False where the adapter turns that setting off). On a CPU, Megatron's modules
-also see some names of PyTorch with other values; [cpu.md](cpu.md) lists them.
+also see some names of PyTorch with other values; `scripts/limit_table.py cpu` prints them.
 """
 
 

@@ -12,16 +12,20 @@ from typing import Any
 
 import griffe
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
 _EXAMPLES = sorted(ROOT.glob("examples/**/README.md"))
-OUTSIDE = {path.name: path.name.lower() for path in sorted(ROOT.glob("*.md"))} | {
+# The README is the front page on GitHub; the site has docs/index.md.
+OUTSIDE = {path.name: path.name.lower() for path in sorted(ROOT.glob("*.md")) if path.name != "README.md"} | {
     str(path.relative_to(ROOT)): f"{path.parent.relative_to(ROOT)}.md" for path in _EXAMPLES
 }
 # What the search multiplies the rank of a page by: answers come before generated tables.
-BOOST = {"troubleshooting.md": 4, "faq.md": 2, "status.md": 0.2, "patches.md": 0.5}
+BOOST = {"troubleshooting.md": 4, "hangs.md": 2, "faq.md": 2, "status.md": 0.2}
+# The words that a reader sees on the pages of docs/ and in the README, at most.
+BUDGET = 41_000
 ORIGINS = {page: source for source, page in OUTSIDE.items()}
 # Code comes first, so that nothing in it is taken for a link.
 LINK = re.compile(
@@ -29,6 +33,18 @@ LINK = re.compile(
     r"|(?P<text>!?\[[^\]]*\])\((?P<target>[^)\s#:]+)(?P<anchor>#[^)\s]*)?\)",
     re.DOTALL | re.MULTILINE,
 )
+
+
+def words() -> int:
+    """The words of the documentation, without comments and the code in them."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    return sum(len(re.sub(r"<!--.*?-->", "", page.read_text(), flags=re.DOTALL).split()) for page in pages)
+
+
+def on_config(config: MkDocsConfig) -> None:
+    """Fail if the pages have grown above the budget."""
+    if (found := words()) > BUDGET:
+        raise PluginError(f"docs/ and README.md have {found:,} words; expected at most {BUDGET:,}. Shorten a page.")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

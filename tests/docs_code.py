@@ -25,6 +25,9 @@ COMMAND = re.compile(r"(?P<kind>run|doctor|not run)(?:: (?P<value>.+))?")
 # Spellings that would slip through as languages that are not run.
 MISTAKEN = {"": "give its language, for example text", "py": "write python", "python3": "write python"}
 MISTAKEN |= dict.fromkeys(("sh", "shell", "console", "zsh"), "write bash")
+# The page with the block that the guide's examples import, and the one that defines GPT for commands.
+GUIDE = ROOT / "docs" / "guide" / "index.md"
+MEGATRON = ROOT / "docs" / "start" / "megatron.md"
 TIMEOUT = 120.0
 LINES_OF_OUTPUT = 40
 
@@ -150,6 +153,9 @@ def run_scripts(page: Page, folder: Path, timeout: float = TIMEOUT) -> None:
     Raises:
         PageError: A rank raised an error or took too long.
     """
+    if any("from guide_setup import" in script.code() for script in page.scripts):
+        (setup,) = (script for script in read_page(GUIDE).scripts if script.name == "guide_setup.py")
+        (folder / setup.name).write_text(setup.code())
     for script in page.scripts:
         (folder / script.name).write_text(script.code())
         _run_script(page, script, folder, timeout)
@@ -238,7 +244,8 @@ def doctor_commands(page: Page, command: Command, folder: Path) -> list[list[str
     Raises:
         PageError: The block starts nothing with torchrun, or fails.
     """
-    code = TORCHRUN % command.doctor + command.code
+    found = re.search(r"^GPT=\(\n.*?^\)$", MEGATRON.read_text(), flags=re.DOTALL | re.MULTILINE)
+    code = TORCHRUN % command.doctor + (f"{found[0]}\n" if found else "") + command.code
     output = run_command(page, Command(command.line, code), folder)
     asked = [json.loads(line) for line in output.splitlines() if line.startswith('["--world-size"')]
     if not asked:

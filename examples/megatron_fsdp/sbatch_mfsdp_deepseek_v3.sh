@@ -75,8 +75,8 @@ TRAINING=(
 if [[ $USE_MEGATRON_FSDP == 1 ]]; then
   PARALLELISM+=(
     --use-megatron-fsdp --data-parallel-sharding-strategy "$SHARDING_STRATEGY" --ckpt-format fsdp_dtensor
-    --init-model-with-meta-device --calculate-per-token-loss --no-gradient-accumulation-fusion
-    --megatron-fsdp-grad-comm-dtype bf16 --megatron-fsdp-main-grads-dtype bf16
+    --init-model-with-meta-device --calculate-per-token-loss
+    --megatron-fsdp-grad-comm-dtype bf16 --megatron-fsdp-main-grads-dtype fp32
     --use-nccl-ub --fsdp-double-buffer
   )
   # With a single hardware queue, FSDP's collectives could not overlap with compute.

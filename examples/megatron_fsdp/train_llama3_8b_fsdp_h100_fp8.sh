@@ -54,7 +54,8 @@ TRAINING=(
 if [[ $USE_MEGATRON_FSDP == 1 ]]; then
   TRAINING+=(
     --use-megatron-fsdp --data-parallel-sharding-strategy "$SHARDING_STRATEGY" --ckpt-format fsdp_dtensor
-    --init-model-with-meta-device --calculate-per-token-loss --grad-reduce-in-bf16 --no-gradient-accumulation-fusion
+    --init-model-with-meta-device --calculate-per-token-loss --megatron-fsdp-main-grads-dtype fp32
+    --megatron-fsdp-grad-comm-dtype bf16
     --use-nccl-ub --fsdp-double-buffer --fsdp-manual-registration
   )
   if ((INSTANCES > 1)); then

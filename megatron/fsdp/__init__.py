@@ -24,6 +24,7 @@ from megatron.fsdp.api.megatron_fsdp import MegatronFSDP
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.forward_methods import register_forward_method
 from megatron.fsdp.init.deferred import deferred_init
+from megatron.fsdp.model_units import unit_classes
 from megatron.fsdp.optim.classes import register_optimizer
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
 from megatron.fsdp.state.export import save_safetensors
@@ -43,4 +44,5 @@ __all__ = [
     "register_forward_method",
     "register_optimizer",
     "save_safetensors",
+    "unit_classes",
 ]

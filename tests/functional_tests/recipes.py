@@ -1,6 +1,6 @@
 """NVIDIA's five functional recipes of Megatron-FSDP (recipes.json), and what a run on a CPU changes in them.
 
-``python -m tests.functional_tests.recipes`` prints docs/recipes.md.
+``python -m tests.functional_tests.recipes`` prints what is changed.
 """
 
 import json
@@ -132,7 +132,7 @@ def reduced(recipe: Recipe) -> tuple[list[str], list[tuple[str, Any, Any, str]]]
 
 
 def page() -> str:
-    """The text of docs/recipes.md."""
+    """What is changed in each recipe, in Markdown."""
     parts = [PAGE]
     for name, recipe in load().items():
         rows = [

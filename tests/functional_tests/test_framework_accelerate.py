@@ -306,7 +306,7 @@ def rejected() -> None:
 
 
 def automatic_units(name: str) -> None:
-    from megatron.fsdp.integrations.accelerate import unit_classes
+    from megatron_fsdp import unit_classes
     from tests.functional_tests.test_transformers import LOSSES, MODELS, adamw, batches, build, language_loss
     from tests.models import assert_same_training
 

@@ -293,7 +293,13 @@ def _early_gradient() -> None:
     loss_of(model, batches(1, 1)[0, 0])
 
 
-@pytest.mark.parametrize("case", [_early_read, _early_gradient])
+def _kept_gradient() -> None:
+    model = TinyModel().to(device())
+    model.head.weight.pow(2).sum().backward()
+    fully_shard_model(model, fsdp_unit_modules=[Block])
+
+
+@pytest.mark.parametrize("case", [_early_read, _early_gradient, _kept_gradient])
 def test_a_gradient_of_a_parameter_from_before_the_model_was_sharded_raises(
     ranks: RankPool, case: Callable[[], None]
 ) -> None:

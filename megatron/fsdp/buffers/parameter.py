@@ -470,8 +470,8 @@ def _zero(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 def refuse_early_read(name: str, grad: torch.Tensor) -> NoReturn:
     """Raise an error about a gradient of a parameter from before the model was sharded."""
     raise RuntimeError(
-        f"A loss has read {name} before the model was sharded: its gradient would be lost. Shard the model first; with "
-        "megatron.fsdp.fsdp2, run its forward before parameters are read."
+        f"A loss has read {name} before the model was sharded: its gradient would be lost. Shard the model first, or "
+        "discard gradients with zero_grad(). With megatron.fsdp.fsdp2, run its forward before parameters are read."
     )
 
 

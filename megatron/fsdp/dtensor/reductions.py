@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from megatron.fsdp.dtensor.gathering import OfAllShards, reduce_over, unreplicated_axes
 
@@ -108,7 +108,17 @@ def call(func: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
     try:
         return func(*args, **kwargs)
     except NeedsFullTensor:
-        args, kwargs = tree_map_only(DTensor, lambda tensor: tensor.full_tensor(), (args, kwargs))
+        # A tensor-parallel module outside of units computes with activations of torch's own class, and returns one.
+        mesh = next((v.device_mesh for v in tree_leaves((args, kwargs)) if type(v) is DTensor), None)
+
+        def full(tensor: DTensor) -> torch.Tensor:
+            if mesh is None:
+                return tensor.full_tensor()
+            if type(tensor) is DTensor:
+                return tensor
+            return DTensor.from_local(tensor.full_tensor(), mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+        args, kwargs = tree_map_only(DTensor, full, (args, kwargs))
         return func(*args, **kwargs)
 
 

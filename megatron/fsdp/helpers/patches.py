@@ -2,7 +2,7 @@
 
 Every name of PyTorch, Megatron-Core or another package that this project replaces is a row of a :class:`Patches`
 table. A table stands in the package that needs it, and :data:`TABLES` lists all of them. ``scripts/patch_table.py``
-prints them as docs/patches.md.
+prints them as Markdown.
 """
 
 import functools

@@ -22,6 +22,7 @@ from megatron.fsdp.checkpoint.backend import save
 from megatron.fsdp.checkpoint.loading import load
 from megatron.fsdp.forward_methods import register_forward_method
 from megatron.fsdp.helpers.spelling import did_you_mean
+from megatron.fsdp.model_units import unit_classes
 from megatron.fsdp.module import ShardedModel
 from megatron.fsdp.optim.hooks import is_attached
 from megatron.fsdp.runtime.engine import Engine, engines_of
@@ -216,13 +217,6 @@ class FSDPAccelerator(Accelerator):
 
 def _engines_of(optimizer: torch.optim.Optimizer) -> list[Engine]:
     return engines_of(p for options in optimizer.param_groups for p in options["params"])
-
-
-def unit_classes(model: nn.Module) -> list[str]:
-    """The names of a Hugging Face model's classes of transformer blocks: those that it keeps on one device."""
-    names = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
-    present = {type(module).__name__ for module in model.modules()}
-    return sorted(names & present)
 
 
 def _units_in(model: nn.Module, given: Any) -> Any:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.buffers.flat_buffer import storage_id
-from megatron.fsdp.buffers.parameter import TENSOR_PARALLEL, GroupKey, ShardedParameter, check_class
+from megatron.fsdp.buffers.parameter import TENSOR_PARALLEL, GroupKey, ShardedParameter, check_class, refuse_early_read
 from megatron.fsdp.comm.backends import is_on_host
 from megatron.fsdp.dtensor.unsupported import OWNER
 from megatron.fsdp.helpers.arguments import described
@@ -176,6 +176,7 @@ def check_parameters(
         ValueError: A parameter is on another device, the policy does not support its dtype, or it is quantized and tied
             to a plain one.
         NotImplementedError: A parameter has an unknown tensor class (see :func:`check_class`), or its module writes it.
+        RuntimeError: A parameter has a gradient.
     """
     for param in params:
         name, parameter = param.name, param.compute
@@ -197,6 +198,8 @@ def check_parameters(
                     "renormalize the main weights after the optimizer's step."
                 )
         check_class(name, parameter)
+        if parameter.grad is not None:
+            refuse_early_read(name, parameter.grad)
         policy.resolve(parameter.dtype, name)
     plain = {storage_id(p.compute.data): p.name for p in params if storage_of(p.compute) is None}
     for param in params:

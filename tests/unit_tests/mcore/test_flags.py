@@ -1,4 +1,4 @@
-"""docs/flags.md is up to date, and flags that the tables of limits.py do not have reach the engine."""
+"""The flags that the documentation names exist, and those that the tables of limits.py do not have reach the engine."""
 
 import dataclasses
 import re
@@ -14,33 +14,26 @@ from megatron.fsdp.mcore.adapter import fsdp_config, largest_unit, units_of
 from megatron.fsdp.mcore.limits import Settings, adjust, validate_args
 from megatron.fsdp.mcore.statistics import get_megatron_optimizer
 from scripts import flag_table
-from tests.ranks import RankPool
+from tests.ranks import ROOT, RankPool
 
 
-def test_the_page_is_up_to_date() -> None:
-    assert flag_table.PAGE.read_text() == flag_table.as_markdown(), "run: python scripts/flag_table.py --write"
-
-
-def test_the_page_has_each_flag_with_its_status() -> None:
-    lines = {line.split("`")[1]: line for line in flag_table.as_markdown().splitlines() if line.startswith("| `")}
-    assert "refused" in lines["--use-tp-pp-dp-mapping"]
-    assert "adjusted (`False`)" in lines["--ddp-average-in-collective"]
-    assert "no effect" in lines["--ddp-num-buckets"]
-    assert "| supported |" in lines["--data-parallel-sharding-strategy"]
-    # Fields of the configs, and what validate_args reads where FSDP is on.
-    assert {"--use-nccl-ub", "--optimizer-cpu-offload", "--megatron-fsdp-max-pool-double-buffer"} <= lines.keys()
+def test_what_megatron_reads_where_fsdp_is_on() -> None:
     assert "check_weight_hash_across_dp_replicas_interval" in flag_table.read_for_fsdp()
 
 
-# Flags of torchrun, doctor and verify, and Megatron's own name for --use-nccl-ub in its messages.
-OTHERS = {"--nproc-per-node", "--world-size", "--ranks", "--gpu", "--device-memory", "--nccl-ub"}
+# Of torchrun, srun, the doctor, verify and the tools for checkpoints, and Megatron's own name for --use-nccl-ub.
+OTHERS = set(
+    """--nproc-per-node --tee --rdzv-endpoint --requeue --container-image --container-mounts --world-size --ranks --gpu
+    --device-memory --json --no-verify --exit-code --config --param-to-param-group-map-json --to --nccl-ub""".split()
+)
 
 
 def test_megatrons_flags_in_the_pages_exist() -> None:
-    docs = flag_table.PAGE.parent
+    docs = ROOT / "docs"
     known = {option for action in flag_table.parser()._actions for option in action.option_strings}
     folders = [page for folder in ("guide", "coming_from", "tutorials") for page in docs.glob(f"{folder}/*.md")]
-    for page in [*folders, docs / "start" / "megatron.md", docs / "troubleshooting.md", docs / "faq.md"]:
+    names = ("start/megatron", "troubleshooting", "faq", "limits", "checkpoints")
+    for page in [*folders, *(docs / f"{name}.md" for name in names)]:
         # Names in code, without placeholders such as `--muon-...`. Two pages have options of their own commands.
         named = set(re.findall(r"`(--[a-z0-9-]*[a-z0-9])(?![a-z0-9-])", page.read_text()))
         assert page.name in ("doctor.md", "verify.md") or not named - known - OTHERS, page

@@ -114,7 +114,7 @@ _TORCH_CUDA = (
             "is_available": cuda.always(True),
             "is_initialized": cuda.always(True),
             "device_count": cuda.device_count,
-            "current_device": cuda.always(cuda.CPU),
+            "current_device": cuda.current_device,
             "set_device": cuda.nothing,
             "device": cuda.in_context,
             "get_device_name": cuda.always(cuda.NAME),

@@ -115,6 +115,11 @@ def always(value: Any) -> Callable[..., Any]:
 nothing = always(None)
 
 
+def current_device() -> torch.device:
+    """Return the CPU."""
+    return CPU
+
+
 def device_count() -> int:
     """Return the number of processes on this machine: each of them has its own "device"."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -1,6 +1,6 @@
-"""Open: a module outside of units that is called directly, with ZeRO-0 and tensor parallelism: torch's AttributeError.
+"""A module outside of units that is called directly, with ZeRO-0 and tensor parallelism: torch's AttributeError.
 
-Its weights are the main weights, with which F.linear returns a plain tensor; torch's parallel styles expect a DTensor.
+Its weights are the main weights, with which F.linear returned a plain tensor; torch's parallel styles expect a DTensor.
 """
 
 from tests.fuzz.program import Program, step
