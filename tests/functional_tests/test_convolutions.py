@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_fsdp import MegatronFSDP, fully_shard
-from tests.models import device, main_weights
+from tests.models import assert_same_training, device, main_weights
 from tests.ranks import RankPool
 
 STEPS = 10
@@ -131,3 +131,20 @@ def _channels_last() -> None:
 
 def test_parity_with_ddp_in_channels_last(ranks: RankPool) -> None:
     ranks.run(2, _channels_last)
+
+
+def _parity_with_fixed_statistics() -> None:
+    model = Network()
+    train(model, sgd(model.parameters()), images(1)[:, 0].cpu())
+    model.eval()  # normalizes by the running statistics, so ranks compute the same as one process
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.requires_grad_(False)
+    buffers = {name: value.clone() for name, value in model.named_buffers()}
+    data = images(2 * dist.get_world_size())[:3]
+    sharded = assert_same_training(model, data, sgd, loss_of, fsdp_unit_modules=[Residual])
+    assert_same({name: value.cpu() for name, value in sharded.module.named_buffers()}, buffers, tolerance=0.0)
+
+
+def test_parity_with_one_process_with_fixed_statistics(ranks: RankPool) -> None:
+    ranks.run(2, _parity_with_fixed_statistics)
