@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+import megatron_fsdp
 from megatron.fsdp.api import fully_shard as signatures
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron_fsdp import (
