@@ -22,7 +22,6 @@ from megatron_fsdp import (
     fully_shard,
     fully_shard_model,
     register_optimizer,
-    unit_classes,
 )
 from scripts import argument_table
 from tests.models import DEVICE, Block, TinyModel, adamw, assert_same_training, batches, device, loss_of, main_weights
@@ -273,5 +272,5 @@ class _Listing(nn.Module):
 
 
 def test_units_of_a_model_that_lists_classes_it_lacks() -> None:
-    assert unit_classes(_Listing()) == ["Linear"]
-    assert unit_classes(nn.Linear(2, 2)) == []
+    assert megatron_fsdp.unit_classes(_Listing()) == ["Linear"]
+    assert megatron_fsdp.unit_classes(nn.Linear(2, 2)) == []
