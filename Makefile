@@ -21,8 +21,8 @@ TORCH_STAMPS := $(TORCH_VERSIONS:%=.venv-torch-%/.installed)
 # The tests of what depends on torch's internals.
 TORCH_TESTS := $(addprefix tests/unit_tests/,$(patsubst %,checkpoint/test_%.py,backend safe_pickle saving) mcore/test_patches.py mcore/test_uneven_dtensor.py \
 	$(patsubst %,test_%.py,clipping compile deferred deletion exceptions export fsdp2 fsdp2_interface fsdp2_state \
-	gradient_hooks host_pool meta_device mixed_precision offload optimizer_classes optimizers parity ragged_dtensor recompute \
-	resuming state_dict tensor_parallel versions))
+	gradient_hooks host_pool meta_device mixed_precision offload optimizer_classes optimizers ragged_dtensor \
+	resuming state_dict tensor_parallel training versions))
 
 # A machine with a GPU may have no registry: these commands use the Python that has torch, and install nothing.
 GPU_PYTHON ?= $(if $(wildcard $(STAMP)),$(PYTHON),python3)

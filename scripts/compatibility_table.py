@@ -39,7 +39,7 @@ class Feature(NamedTuple):
 FEATURES = (
     Feature(
         "trains as the unsharded model does, 1 to 4 ranks",
-        ("test_parity.py",),
+        ("test_training.py::test_ranks",),
         simulated=("test_engine.py::test_strategies", "test_engine.py::test_values"),
     ),
     Feature(
@@ -48,25 +48,34 @@ FEATURES = (
         simulated=("test_engine.py::test_settings",),
     ),
     Feature(
-        "gradient accumulation, no_sync", ("test_accumulation.py",), simulated=("test_engine.py::test_strategies",)
+        "gradient accumulation, no_sync",
+        ("test_training.py::test_accumulation", "test_accumulation.py"),
+        simulated=("test_engine.py::test_strategies",),
     ),
-    Feature("tied parameters, also across units", ("test_tied.py",)),
-    Feature("frozen parameters", ("test_frozen.py",)),
-    Feature("parameters without gradients, on all ranks or on some", ("test_unused.py",)),
+    Feature("tied parameters, also across units", ("test_training.py::test_tied",)),
+    Feature("frozen parameters", ("test_training.py::test_frozen",)),
+    Feature("parameters without gradients, on all ranks or on some", ("test_training.py::test_unused",)),
     Feature(
-        "activation recomputation, both ways", ("test_recompute.py",), simulated=("test_engine.py::test_settings",)
+        "activation recomputation, both ways",
+        ("test_training.py::test_recomputation",),
+        simulated=("test_engine.py::test_settings",),
     ),
-    Feature("several forwards before backward; evaluation", ("test_forwards.py",)),
-    Feature("torch.optim optimizers, schedulers, closures", ("test_optimizers.py",)),
+    Feature("several forwards before backward; evaluation", ("test_training.py::test_forwards", "test_forwards.py")),
+    Feature(
+        "torch.optim optimizers, schedulers, closures", ("test_training.py::test_optimizers", "test_optimizers.py")
+    ),
     Feature("several dtypes in one unit", ("test_dtypes.py",)),
     Feature("parameters frozen and unfrozen during training", ("test_freezing.py",)),
-    Feature("scalars, empty parameters, fewer rows than ranks", ("test_small_parameters.py",)),
+    Feature("scalars, empty parameters, fewer rows than ranks", ("test_training.py::test_small_parameters",)),
     Feature("methods other than forward; modules called twice", ("test_forward_methods.py",)),
-    Feature("units inside units", ("test_nested_units.py",)),
-    Feature("units that return their own parameters", ("test_returned_parameters.py",)),
+    Feature("units inside units", ("test_training.py::test_units_inside_units",)),
+    Feature(
+        "units that return their own parameters",
+        ("test_training.py::test_returned_parameters", "test_returned_parameters.py"),
+    ),
     Feature(
         "no unit classes: every rank keeps whole weights",
-        ("test_parity.py::test_without_units_weights_are_replicated",),
+        ("test_training.py::test_without_units_weights_are_replicated",),
     ),
     Feature("torch.compile", ("test_compile.py",)),
     Feature("loss scaling (GradScaler)", ("test_loss_scaling.py",)),
@@ -80,7 +89,11 @@ FEATURES = (
         ("test_fsdp2.py", "test_fsdp2_state.py"),
         simulated=("test_engine.py::test_fsdp2",),
     ),
-    Feature("HSDP and hybrid FSDP", ("test_hybrid.py",), simulated=("test_engine.py::test_settings",)),
+    Feature(
+        "HSDP and hybrid FSDP",
+        ("test_training.py::test_two_axes", "test_hybrid.py"),
+        simulated=("test_engine.py::test_settings",),
+    ),
     Feature(
         "outer strategy optim with inner no_shard",
         ("test_hybrid.py::test_sharding_over_the_outer_axis_alone_is_refused",),
@@ -90,10 +103,18 @@ FEATURES = (
     Feature("experts on a separate mesh", ("test_model_arguments.py::test_experts_are_sharded_over_their_own_mesh",)),
     Feature("initialization on the meta device", ("test_meta_device.py",)),
     Feature("deferred initialization, equal to the model's own", ("test_deferred.py",)),
-    Feature("shard granularities, and rows that have to be cut", ("test_granularity.py::test_trains_as_unsharded",)),
+    Feature("shard granularities, and rows that have to be cut", ("test_training.py::test_granularities",)),
     Feature("Muon, which needs whole matrices", ("test_granularity.py::test_muon_sees_whole_matrices",)),
-    Feature("optimizer in host memory", ("test_offload.py",), simulated=("test_engine.py::test_offload",)),
-    Feature("double buffer", ("test_double_buffer.py",), simulated=("test_engine.py::test_settings",)),
+    Feature(
+        "optimizer in host memory",
+        ("test_training.py::test_offload", "test_offload.py"),
+        simulated=("test_engine.py::test_offload",),
+    ),
+    Feature(
+        "double buffer",
+        ("test_training.py::test_double_buffer", "test_double_buffer.py"),
+        simulated=("test_engine.py::test_settings",),
+    ),
     Feature("buffers registered with NCCL (with stand-ins)", ("test_nccl_memory.py",)),
     Feature(
         "nccl_ub, cuda_graph_mode without CUDA",

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from megatron_fsdp import MegatronFSDP
-from tests.models import Block, TinyModel
+from tests.models import Block, TinyModel, loss_of
 
 Watch = Callable[[MegatronFSDP], None]
 
@@ -183,3 +183,10 @@ def interleaved_step(
     for i, tokens in enumerate([*micro_batches, None]):
         with model.sync() if sync_each or i == len(micro_batches) else model.no_sync():
             behind = interleave(model, tokens, behind, len(micro_batches), watch, delay)
+
+
+def ordinary_step(model: MegatronFSDP, micro_batches: torch.Tensor) -> None:
+    """One micro-batch after the other."""
+    for i, tokens in enumerate(micro_batches):
+        with model.no_sync() if i + 1 < len(micro_batches) else model.sync():
+            (loss_of(model, tokens) / len(micro_batches)).backward()

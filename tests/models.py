@@ -2,10 +2,12 @@
 
 import copy
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from megatron.fsdp.buffers.parameter import ShardedParameter
@@ -164,6 +166,89 @@ def assert_same_training(
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=tolerance, atol=tolerance)
     assert_same_weights(sharded, reference, tolerance)
     return sharded
+
+
+class Pair:
+    """A sharded model and an unsharded copy of it, which train on the same micro-batches, each with its optimizer."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        make_optimizer: Callable[..., torch.optim.Optimizer] = adamw,
+        step_loss: Callable[[nn.Module, torch.Tensor], torch.Tensor] = loss_of,
+        prepare: Callable[[Any], object] = lambda model: None,
+        **settings: Any,
+    ) -> None:
+        model = model.to(device())
+        self.reference = copy.deepcopy(model)
+        prepare(model)  # what the reference does not get
+        optimizers = [
+            make_optimizer([p for p in each.parameters() if p.requires_grad]) for each in (model, self.reference)
+        ]
+        settings = {"fsdp_unit_modules": [Block], **settings}
+        self.sharded, self.optimizer = fully_shard(model, optimizers[0], **settings)
+        self.sides = ((self.sharded, self.optimizer), (self.reference, optimizers[1]))
+        self.step_loss = step_loss
+
+    def backward(self, step: torch.Tensor, called: nn.Module | None = None) -> None:
+        """Compute gradients. Of the micro-batches, rank r takes r, r + ranks, ..., and the reference takes all.
+
+        Args:
+            step: The micro-batches.
+            called: What is called in place of the sharded model, such as the model that it wraps.
+        """
+        called = self.sharded if called is None else called
+        for tokens in step:
+            (self.step_loss(self.reference, tokens) / len(step)).backward()
+        *others, last = step[dist.get_rank() :: dist.get_world_size()]
+        for tokens in others:
+            with self.sharded.no_sync():
+                (self.step_loss(called, tokens) / (len(others) + 1)).backward()
+        (self.step_loss(called, last) / (len(others) + 1)).backward()
+
+    def update(self) -> None:
+        """Let both optimizers take a step."""
+        for _, optimizer in self.sides:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def assert_same_weights(self, tolerance: float = 2e-5) -> None:
+        """The main weights are the weights of the reference."""
+        assert_same_weights(self.sharded, self.reference, tolerance)
+
+    def assert_same_gradients(self) -> None:
+        """The gradients are those of the reference, and the same parameters have none."""
+        assert_same_gradients(self.sharded, self.reference)
+
+
+def assert_same_gradients(sharded: MegatronFSDP, reference: nn.Module, rtol: float = 2e-5, atol: float = 1e-6) -> None:
+    """The gradients are those of an unsharded model, and the same parameters have none."""
+    for entry in sharded.engine.params():
+        expected = reference.get_parameter(entry.name.replace("_orig_mod.", "")).grad
+        assert (entry.main.grad is None) == (expected is None), entry.name
+        if expected is not None:
+            found = whole(entry, entry.main.grad)
+            torch.testing.assert_close(
+                found, expected.cpu(), rtol=rtol, atol=atol, msg=lambda m, n=entry.name: f"{n}: {m}"
+            )
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What a checkpoint has."""
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def save_to(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Write a checkpoint, as users do."""
+    dcp.save(state_of(model, optimizer), checkpoint_id=folder)
+
+
+def load_from(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Load a checkpoint into a model and its optimizer, as users do."""
+    state = state_of(model, optimizer)
+    dcp.load(state, checkpoint_id=folder)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
 
 
 # All of torch.optim that works element by element.

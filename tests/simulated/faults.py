@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
+from megatron.fsdp.buffers.weights import WeightBuffer
 from megatron.fsdp.comm.streams import CudaStream, Handle, Task
 from tests.simulated.streams import Stream
 
@@ -24,3 +25,9 @@ def task_does_not_wait(run: Callable[..., Handle], stream: CudaStream, task: Tas
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Stream, "wait_stream", lambda *unused: None)
         return run(stream, task)
+
+
+def no_wait_for_unshard(wait: Callable[..., None], weights: WeightBuffer) -> None:
+    """``WeightBuffer.wait`` that does not wait."""
+    weights.unsharding = {Ended(): planes for planes in weights.unsharding.values()}
+    wait(weights)

@@ -1,7 +1,6 @@
 """Gradient accumulation over micro-batches, synchronized after each or after the last only."""
 
 import contextlib
-import copy
 from typing import Any
 
 import pytest
@@ -11,50 +10,19 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
-from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model, fully_shard_optimizer
-from tests.exchanges import both_exchanges, seen
+from megatron_fsdp import MegatronFSDP, fully_shard_model, fully_shard_optimizer
+from tests.exchanges import seen
 from tests.models import (
     FP32_GRADS,
     STRATEGIES,
-    Block,
+    Pair,
     TinyModel,
-    adamw,
-    assert_same_training,
-    assert_same_weights,
     batches,
-    device,
     loss_of,
 )
 from tests.ranks import RankPool
 
 pytestmark = pytest.mark.every_strategy
-
-
-def _train(strategy: str, micro_batches: int, use_no_sync: bool, sync_each: bool, overlap: bool) -> None:
-    assert_same_training(
-        TinyModel(),
-        batches(steps=3, per_step=micro_batches * dist.get_world_size()),
-        adamw,
-        zero_dp_strategy=strategy,
-        use_no_sync=use_no_sync,
-        sync_model_each_microbatch=sync_each,
-        overlap_grad_reduce=overlap,
-        overlap_param_gather=overlap,
-    )
-
-
-@both_exchanges("strategy", STRATEGIES)
-@pytest.mark.parametrize(
-    ("use_no_sync", "sync_each", "overlap"),
-    [(False, True, True), (True, True, True), (True, False, True), (False, False, False), (True, False, False)],
-)
-def test_accumulation(ranks: RankPool, strategy: str, use_no_sync: bool, sync_each: bool, overlap: bool) -> None:
-    ranks.run(2, _train, strategy, 3, use_no_sync, sync_each, overlap)
-
-
-@both_exchanges("strategy", STRATEGIES)
-def test_accumulation_over_three_ranks(ranks: RankPool, strategy: str) -> None:
-    ranks.run(3, _train, strategy, 2, True, True, True)
 
 
 def _count_reductions(strategy: str) -> int:
@@ -98,29 +66,22 @@ def test_gradients_accumulate_as_in_torch(ranks: RankPool, set_to_none: bool) ->
 
 def _clip(strategy: str, sync_each: bool, read: str) -> None:
     """Clip after micro-batches none of which has synchronized, in one of several ways."""
-    data = batches(steps=3, per_step=2 * dist.get_world_size())
-    model = TinyModel().to(device())
-    reference = copy.deepcopy(model)
-    optimizer = adamw(model.parameters())
-    kept = list(model.parameters())
+    kept: list[nn.Parameter] = []
     settings: dict[str, Any] = {"zero_dp_strategy": strategy, "sync_model_each_microbatch": sync_each}
-    sharded, optimizer = fully_shard(model, optimizer, fsdp_unit_modules=[Block], **settings)
-    expected_optimizer = adamw(reference.parameters())
-    for number, step in enumerate(data):
+    pair = Pair(TinyModel(), prepare=lambda model: kept.extend(model.parameters()), **settings)
+    sharded, reference = pair.sharded, pair.reference
+    for number, step in enumerate(batches(steps=3, per_step=2 * dist.get_world_size())):
         for tokens in step:
             (loss_of(reference, tokens) * 100 / len(step)).backward()
         expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
-        expected_optimizer.step()
-        expected_optimizer.zero_grad()
         with sharded.no_sync() if sync_each else contextlib.nullcontext():
             for tokens in step[dist.get_rank() :: dist.get_world_size()]:
                 (loss_of(sharded, tokens) * 100 / 2).backward()
             norm = clip(sharded, kept, read) if number % 2 else None
         norm = clip(sharded, kept, read) if norm is None else norm
         torch.testing.assert_close(float(norm), float(expected), rtol=2e-5, atol=0)
-        optimizer.step()
-        optimizer.zero_grad()
-    assert_same_weights(sharded, reference)
+        pair.update()
+    pair.assert_same_weights()
     assert "grad" not in vars(DTensor), "nothing waits: reading a gradient is as fast as without sharding"
 
 

@@ -7,7 +7,6 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -18,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from megatron_fsdp import MegatronFSDP, fully_shard
-from tests.models import device
+from tests.models import device, load_from, save_to
 from tests.quantized_models import KINDS, arguments, mean
 from tests.ranks import RankPool
 
@@ -134,14 +133,10 @@ def _weights(model: MegatronFSDP) -> list[torch.Tensor]:
     return [_full(value).detach().clone() for value in model.state_dict().values()]
 
 
-def _state(model: MegatronFSDP, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-
-
 def _save(folder: str, name: str) -> list[torch.Tensor]:
     model, optimizer = sharded("optim_grads_params", name)
     train(model, optimizer, _same_data(6)[:3])
-    dcp.save(_state(model, optimizer), checkpoint_id=folder)
+    save_to(folder, model, optimizer)
     train(model, optimizer, _same_data(6)[3:])
     return _weights(model)
 
@@ -150,10 +145,7 @@ def _resume(folder: str, name: str, kind: str, has_state: bool, expected: list[t
     model, optimizer = sharded(kind, name)
     if has_state:
         train(model, optimizer, _same_data(6)[4:5])
-    state = _state(model, optimizer)
-    dcp.load(state, checkpoint_id=folder)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
+    load_from(folder, model, optimizer)
     train(model, optimizer, _same_data(6)[3:])
     assert all(torch.equal(a, b) for a, b in zip(_weights(model), expected, strict=True))
 

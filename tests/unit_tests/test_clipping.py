@@ -12,17 +12,16 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from megatron.fsdp import fsdp2
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
-from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
+from megatron_fsdp import MegatronFSDP, fully_shard_model
 from tests.models import (
     STRATEGIES,
     Block,
+    Pair,
     TinyModel,
-    adamw,
-    assert_same_weights,
+    assert_same_gradients,
     batches,
     device,
     loss_of,
-    whole,
 )
 from tests.ranks import RankPool
 
@@ -47,23 +46,9 @@ def _value(norm: torch.Tensor) -> torch.Tensor:
 
 
 def _gradients(strategy: str) -> tuple[nn.Module, MegatronFSDP]:
-    torch.manual_seed(3)
-    model = Uneven().to(device())
-    reference = copy.deepcopy(model)
-    sharded, _ = fully_shard(model, adamw(model.parameters()), fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
-    data = batches(1, dist.get_world_size())[0]
-    for tokens in data:
-        (loss_of(reference, tokens) / len(data)).backward()
-    loss_of(sharded, data[dist.get_rank()]).backward()
-    return reference, sharded
-
-
-def _assert_same_gradients(sharded: MegatronFSDP, reference: nn.Module) -> None:
-    for entry in sharded.engine.params():
-        expected = reference.get_parameter(entry.name).grad
-        assert (entry.main.grad is None) == (expected is None)
-        if expected is not None:
-            torch.testing.assert_close(whole(entry, entry.main.grad), expected.cpu(), rtol=2e-5, atol=1e-7)
+    pair = Pair(Uneven(), zero_dp_strategy=strategy)
+    pair.backward(batches(1, dist.get_world_size())[0])
+    return pair.reference, pair.sharded
 
 
 def _norms(strategy: str) -> None:
@@ -78,7 +63,7 @@ def _norms(strategy: str) -> None:
         found = clip_grad_norm_(sharded.parameters(), 0.5, foreach=foreach)
         expected = clip_grad_norm_(reference.parameters(), 0.5, foreach=foreach)
         torch.testing.assert_close(_value(found), expected.cpu(), rtol=2e-5, atol=0)
-        _assert_same_gradients(sharded, reference)
+        assert_same_gradients(sharded, reference, atol=1e-7)
         for each in (sharded, reference):
             for parameter in each.parameters():
                 if parameter.grad is not None:
@@ -126,40 +111,12 @@ def _values(strategy: str) -> None:
     for foreach, limit in ((None, largest / 2), (False, largest / 5)):
         clip_grad_value_(sharded.parameters(), limit, foreach=foreach)
         clip_grad_value_(reference.parameters(), limit, foreach=foreach)
-        _assert_same_gradients(sharded, reference)
+        assert_same_gradients(sharded, reference, atol=1e-7)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_clipped_values(ranks: RankPool, strategy: str) -> None:
     ranks.run(3, _values, strategy)
-
-
-def _train(strategy: str, how: str) -> None:
-    torch.manual_seed(3)
-    model = Uneven().to(device())
-    reference = copy.deepcopy(model)
-    reference_optimizer = adamw(reference.parameters())
-    sharded, optimizer = fully_shard(
-        model, adamw(model.parameters()), fsdp_unit_modules=[Block], zero_dp_strategy=strategy
-    )
-    for step in batches(4, dist.get_world_size()):
-        for tokens in step:
-            (loss_of(reference, tokens) / len(step)).backward()
-        loss_of(sharded, step[dist.get_rank()]).backward()
-        for each, each_optimizer in ((reference, reference_optimizer), (sharded, optimizer)):
-            if how == "norm":
-                clip_grad_norm_(each.parameters(), max_norm=0.3)
-            else:
-                clip_grad_value_(each.parameters(), clip_value=0.01)
-            each_optimizer.step()
-            each_optimizer.zero_grad()
-    assert_same_weights(sharded, reference)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("how", ["norm", "value"])
-def test_training_with_clipping(ranks: RankPool, strategy: str, how: str) -> None:
-    ranks.run(2, _train, strategy, how)
 
 
 def _not_finite(strategy: str) -> None:

@@ -117,21 +117,6 @@ def _wgan_gp(run: Run) -> None:
         of_critic.zero_grad()
 
 
-def _average_of_kept_parameters(run: Run) -> None:
-    model = Model().to(device())
-    kept = list(model.parameters())
-    model, optimizer = run.shard(model)
-    averages = [parameter.detach().clone() for parameter in kept]
-    for batch in run.batches():
-        run.step(model, optimizer, model(batch).pow(2).mean())
-        with torch.no_grad():
-            averages = [0.5 * mean + 0.5 * value for mean, value in zip(averages, kept, strict=True)]
-    with torch.no_grad():
-        for parameter, mean in zip(kept, averages, strict=True):
-            parameter.copy_(mean)
-        run.losses.append(model(batch).pow(2).mean())
-
-
 def _dpo_with_lora(run: Run) -> None:
     import peft
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -183,7 +168,6 @@ RECIPES: dict[str, Callable[[Run], None]] = {
     "mean teacher": _mean_teacher,
     "DQN": _dqn,
     "WGAN-GP": _wgan_gp,
-    "average of parameters from before sharding": _average_of_kept_parameters,
     "DPO with LoRA": _dpo_with_lora,
     "clipping by accelerate": _clipping_by_accelerate,
 }

@@ -14,13 +14,13 @@ from megatron_fsdp import fully_shard, fully_shard_model
 from tests.models import (
     STRATEGIES,
     Block,
+    Pair,
     TinyModel,
     adamw,
-    assert_same_weights,
+    assert_same_gradients,
     batches,
     device,
     loss_of,
-    whole,
 )
 from tests.ranks import RankPool
 
@@ -90,30 +90,17 @@ WAYS = {way.__name__.strip("_"): way for way in _ALL}
 
 def _train(strategy: str, way: str, backend: str, before: bool) -> None:
     with _fresh_compiler():
-        torch.manual_seed(3)
-        model = TinyModel().to(device())
-        reference = copy.deepcopy(model)
-        reference_optimizer = adamw(reference.parameters())
-        graphs = Graphs(backend)
-        if before:
-            WAYS[way](model, graphs)
-        sharded, optimizer = fully_shard(
-            model, adamw(model.parameters()), fsdp_unit_modules=[Block], zero_dp_strategy=strategy
-        )
+        graphs, seen = Graphs(backend), []
+        pair = Pair(TinyModel(), prepare=lambda model: before and WAYS[way](model, graphs), zero_dp_strategy=strategy)
         if not before:
-            WAYS[way](model, graphs)
-        assert sharded.engine.unit_names == ["", "blocks.0", "blocks.1", "blocks.2"]
-        seen = []
+            WAYS[way](pair.sharded.module, graphs)
+        assert pair.sharded.engine.unit_names == ["", "blocks.0", "blocks.1", "blocks.2"]
         for step in batches(4, dist.get_world_size()):
-            for tokens in step:
-                (loss_of(reference, tokens) / len(step)).backward()
-            loss_of(sharded, step[dist.get_rank()]).backward()
-            for each in (optimizer, reference_optimizer):
-                each.step()
-                each.zero_grad()
+            pair.backward(step)
+            pair.update()
             seen.append((graphs.compiled, graphs.called))
         _assert_each_step_calls_the_same_graphs(seen)
-        assert_same_weights(sharded, reference)
+        pair.assert_same_weights()
 
 
 def _assert_each_step_calls_the_same_graphs(seen: list[tuple[int, int]]) -> None:
@@ -171,9 +158,7 @@ def _same_gradients(model: TinyModel, compile_all: bool) -> None:
             compiled.append(graphs.compiled)
         assert compiled[0] == compiled[2] >= 2, compiled  # with gradients and without
         loss_of(reference, tokens).backward()
-        for entry in sharded.engine.params():
-            expected = reference.get_parameter(entry.name.replace("_orig_mod.", "")).grad
-            torch.testing.assert_close(whole(entry, entry.main.grad), expected.cpu(), rtol=2e-5, atol=2e-6)
+        assert_same_gradients(sharded, reference, atol=2e-6)
 
 
 def _recomputed(reentrant: bool) -> None:

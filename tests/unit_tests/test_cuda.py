@@ -10,9 +10,10 @@ from torch import nn
 
 from megatron.fsdp.comm import streams
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
-from megatron_fsdp import MegatronFSDP, fully_shard, register_optimizer
+from megatron_fsdp import MegatronFSDP, fully_shard
 from tests.models import FP32_GRADS, STRATEGIES, Block, TinyModel, adamw, batches, loss_of, main_weights
 from tests.ranks import RankPool
+from tests.unit_tests.test_model_arguments import ReadsDecoupled
 
 pytestmark = [
     pytest.mark.gpu,
@@ -150,27 +151,10 @@ def test_buffers_registered_with_nccl_change_no_bit(ranks: RankPool) -> None:
     ranks.run(1, _registered)
 
 
-class FusedAdam(torch.optim.Optimizer):
-    """Has the interface of fused optimizers: bf16 gradients from ``decoupled_grad``, fp32 weights."""
-
-    def __init__(self, parameters: Any, lr: float) -> None:
-        super().__init__(parameters, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.numel():
-                    parameter.sub_(parameter.decoupled_grad.float(), alpha=group["lr"])
-
-
-register_optimizer(FusedAdam, "element")
-
-
 def _decoupled() -> MegatronFSDP:
     model = TinyModel(width=64).cuda().bfloat16()
     sharded, optimizer = fully_shard(
-        model, FusedAdam(model.parameters(), lr=0.1), fsdp_unit_modules=[Block], use_decoupled_grad=True
+        model, ReadsDecoupled(model.parameters(), lr=0.1), fsdp_unit_modules=[Block], use_decoupled_grad=True
     )
     before = main_weights(sharded)
     loss_of(sharded, batches(1, 1)[0, 0].cuda()).backward()

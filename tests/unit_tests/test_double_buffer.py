@@ -2,43 +2,12 @@
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
 
 from megatron.fsdp.buffers.pool import Buffer, FixedPool
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
-from tests.models import FP32_GRADS, STRATEGIES, Block, TinyModel, adamw, assert_same_training, batches, device, loss_of
+from tests.models import FP32_GRADS, STRATEGIES, Block, adamw, batches, device, loss_of
 from tests.ranks import RankPool
-
-
-class Unequal(nn.Module):
-    """Units of sizes that differ, in no order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(31, 13)
-        self.blocks = nn.ModuleList(Block(13) for _ in range(5))
-        for number, hidden in enumerate((7, 40, 3, 90, 20)):
-            self.blocks[number].up = nn.Linear(13, hidden)
-            self.blocks[number].down = nn.Linear(hidden, 13, bias=False)
-        self.head = nn.Linear(13, 31)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-def _train(strategy: str, micro_batches: int) -> None:
-    data = batches(steps=4, per_step=micro_batches * dist.get_world_size())
-    assert_same_training(Unequal(), data, adamw, zero_dp_strategy=strategy, fsdp_double_buffer=True)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("micro_batches", [1, 3])
-def test_trains_as_unsharded(ranks: RankPool, strategy: str, micro_batches: int) -> None:
-    ranks.run(3, _train, strategy, micro_batches)
+from tests.training_models import Unequal
 
 
 def _step(model: MegatronFSDP, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> None:
@@ -100,45 +69,6 @@ def test_units_take_two_buffers_in_turn(ranks: RankPool) -> None:
     assert places == [places[0], places[1], places[0], places[1], places[0]]
     assert places[0] != places[1]
     assert len({size for _, size in slots}) == 2
-
-
-class Outer(nn.Module):
-    """A unit with units inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before = nn.Linear(13, 13)
-        self.inner = nn.ModuleList(Block(13) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.before(x)
-        for block in self.inner:
-            x = block(x)
-        return x
-
-
-class Nested(TinyModel):
-    """Blocks inside of blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Outer() for _ in range(3))
-
-
-def _nested(own: bool) -> None:
-    assert_same_training(
-        Nested(),
-        batches(3, dist.get_world_size()),
-        adamw,
-        fsdp_unit_modules=[Block, Outer],
-        fsdp_double_buffer=True,
-        fsdp_db_use_persist_buf_on_alloc_fail=own,
-    )
-
-
-@pytest.mark.parametrize("own", [False, True])
-def test_units_inside_each_other_have_different_buffers(ranks: RankPool, own: bool) -> None:
-    ranks.run(2, _nested, own)
 
 
 def test_scratch_is_reused_and_the_two_sides_have_their_own() -> None:

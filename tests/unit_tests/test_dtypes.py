@@ -48,24 +48,24 @@ class MixedModel(nn.Module):
 
 
 class Reference:
-    """Trains fp32 main weights of an unsharded model, whose gradients are summed in fp32."""
+    """Trains fp32 main weights of an unsharded model, whose gradients are summed in a dtype."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, grad_dtype: torch.dtype = FP32) -> None:
+        self.model, self.grad_dtype = model, grad_dtype
         self.weights = {name: p.detach().to(FP32, copy=True) for name, p in model.named_parameters()}
         self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.optimizer = adamw([self.weights[name].requires_grad_() for name in self.trained])
 
     def step(self, data: torch.Tensor) -> None:
-        sums = {name: torch.zeros_like(self.weights[name]) for name in self.trained}
+        sums = {name: torch.zeros_like(self.weights[name], dtype=self.grad_dtype) for name in self.trained}
         for tokens in data:
             loss_of(self.model, tokens).backward()
             for name, parameter in self.trained.items():
                 assert parameter.grad is not None
-                sums[name] += parameter.grad
+                sums[name] += parameter.grad.to(self.grad_dtype)
                 parameter.grad = None
         for name in self.trained:
-            self.weights[name].grad = sums[name] / len(data)
+            self.weights[name].grad = (sums[name] / len(data)).to(FP32)
         self.optimizer.step()
         with torch.no_grad():
             for name, parameter in self.trained.items():

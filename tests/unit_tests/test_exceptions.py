@@ -23,9 +23,9 @@ from tests.exchanges import wrapped
 from tests.models import (
     STRATEGIES,
     Block,
+    Pair,
     TinyModel,
     adamw,
-    assert_same_weights,
     batches,
     device,
     loss_of,
@@ -99,36 +99,20 @@ def _assert_no_gradients(sharded: MegatronFSDP) -> None:
         assert kept.reduced is None and kept.unreduced is None and not kept.owed and not any(group.used)
 
 
-class Pair:
-    """A sharded model and its unsharded reference, which run the same steps."""
+class Fragiles(Pair):
+    """A pair of fragile models; ``model`` is the sharded one, without its wrapper."""
 
     def __init__(self, strategy: str, recompute: bool = False) -> None:
-        torch.manual_seed(3)
-        self.model = FragileModel(recompute).to(device())
-        self.reference = copy.deepcopy(self.model)
-        self.reference_optimizer = adamw(self.reference.parameters())
-        self.sharded, self.optimizer = fully_shard(
-            self.model, adamw(self.model.parameters()), fsdp_unit_modules=[Block], zero_dp_strategy=strategy
-        )
-
-    def backward(self, data: torch.Tensor, direct: bool = False) -> None:
-        """Forward and backward of one micro-batch per rank."""
-        for tokens in data:
-            (loss_of(self.reference, tokens) / len(data)).backward()
-        loss_of(self.model if direct else self.sharded, data[dist.get_rank()]).backward()
-
-    def step(self) -> None:
-        for optimizer in (self.optimizer, self.reference_optimizer):
-            optimizer.step()
-            optimizer.zero_grad()
+        self.model = FragileModel(recompute)
+        super().__init__(self.model, zero_dp_strategy=strategy)
 
     def zero_grad(self) -> None:
-        for optimizer in (self.optimizer, self.reference_optimizer):
+        for _, optimizer in self.sides:
             optimizer.zero_grad()
 
 
 def _train(strategy: str, which: int, where: str, error: type[BaseException], direct: bool) -> None:
-    pair = Pair(strategy)
+    pair = Fragiles(strategy)
     data = batches(steps=5, per_step=dist.get_world_size())
     for number, step in enumerate(data):
         if number in (0, 2):  # before there is a recorded plan, and after
@@ -137,11 +121,11 @@ def _train(strategy: str, which: int, where: str, error: type[BaseException], di
             if where == "forward" and not direct:
                 _assert_sharded(pair.sharded)
             pair.zero_grad()
-        pair.backward(step, direct)
+        pair.backward(step, pair.model if direct else None)
         _assert_sharded(pair.sharded)
         _assert_no_gradients(pair.sharded)
-        pair.step()
-    assert_same_weights(pair.sharded, pair.reference)
+        pair.update()
+    pair.assert_same_weights()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -158,7 +142,7 @@ def test_exception_in_a_unit(
 
 
 def _recomputed(strategy: str) -> None:
-    pair = Pair(strategy, recompute=True)
+    pair = Fragiles(strategy, recompute=True)
     for step in batches(steps=3, per_step=dist.get_world_size()):
         loss = loss_of(pair.sharded, step[0])
         with _failing(pair.model, 1, "forward", KeyError):  # not in forward itself, but where backward repeats it
@@ -166,8 +150,8 @@ def _recomputed(strategy: str) -> None:
         pair.zero_grad()
         pair.backward(step)
         _assert_sharded(pair.sharded)
-        pair.step()
-    assert_same_weights(pair.sharded, pair.reference)
+        pair.update()
+    pair.assert_same_weights()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -177,15 +161,15 @@ def test_exception_in_a_recomputed_forward(ranks: RankPool, strategy: str) -> No
 
 def _accumulate(strategy: str) -> None:
     """A micro-batch whose forward raises has no effect on the micro-batches before and after it."""
-    pair = Pair(strategy)
+    pair = Fragiles(strategy)
     for step in batches(steps=3, per_step=2 * dist.get_world_size()):
         with pair.sharded.no_sync():
             pair.backward(step[:2])
         with _failing(pair.model, 2, "forward", ValueError):
             loss_of(pair.sharded, step[0])
         pair.backward(step[2:])
-        pair.step()
-    assert_same_weights(pair.sharded, pair.reference)
+        pair.update()
+    pair.assert_same_weights()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -195,7 +179,7 @@ def test_gradients_of_other_micro_batches_outlive_an_exception_in_forward(ranks:
 
 def _backward_after_backward(strategy: str) -> None:
     """The backward after a failed one belongs to an earlier forward: no forward begins in between."""
-    pair = Pair(strategy)
+    pair = Fragiles(strategy)
     for step in batches(steps=3, per_step=dist.get_world_size()):
         losses = [loss_of(pair.reference, tokens) / len(step) for tokens in step]
         kept = loss_of(pair.sharded, step[dist.get_rank()])
@@ -205,8 +189,8 @@ def _backward_after_backward(strategy: str) -> None:
         kept.backward()
         sum(losses).backward()
         _assert_sharded(pair.sharded)
-        pair.step()
-    assert_same_weights(pair.sharded, pair.reference)
+        pair.update()
+    pair.assert_same_weights()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -234,17 +218,17 @@ def _failing_collective(name: str, number: int) -> Iterator[None]:
 
 
 def _collective_fails(strategy: str, name: str, direct: bool) -> None:
-    pair = Pair(strategy)
+    pair = Fragiles(strategy)
     data = batches(steps=6, per_step=dist.get_world_size())
     for number, step in enumerate(data):
         with _failing_collective(name, 1 + number % 5):
             loss_of(pair.model if direct else pair.sharded, step[0]).backward()
         pair.zero_grad()
-        pair.backward(step, direct)
+        pair.backward(step, pair.model if direct else None)
         _assert_sharded(pair.sharded)
         _assert_no_gradients(pair.sharded)
-        pair.step()
-    assert_same_weights(pair.sharded, pair.reference)
+        pair.update()
+    pair.assert_same_weights()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -334,7 +318,7 @@ def _interrupted_wait(number: int) -> Iterator[None]:
 
 
 def _interrupted(strategy: str, last: int) -> None:
-    pair = Pair(strategy)
+    pair = Fragiles(strategy)
     for number, step in enumerate(batches(steps=last, per_step=dist.get_world_size()), start=1):
         with _interrupted_wait(number):
             loss_of(pair.sharded, step[0]).backward()
@@ -342,8 +326,8 @@ def _interrupted(strategy: str, last: int) -> None:
         pair.backward(step)
         _assert_sharded(pair.sharded)
         _assert_no_gradients(pair.sharded)
-        pair.step()
-    assert_same_weights(pair.sharded, pair.reference)
+        pair.update()
+    pair.assert_same_weights()
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the host does not wait for a CUDA stream")
@@ -364,7 +348,7 @@ def _freed_after(strategy: str, what: str) -> None:
     gc.collect()
     gc.disable()
     try:
-        pair = Pair(strategy)
+        pair = Fragiles(strategy)
         tokens = batches(1, 1)[0, 0]
         pair.backward(tokens[None].expand(2, -1, -1))
         if what == "collective":

@@ -1,6 +1,5 @@
 """Methods other than forward that use parameters, and modules that are called several times in one forward."""
 
-import copy
 import gc
 import weakref
 
@@ -9,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model, register_forward_method
-from tests.models import STRATEGIES, Block, adamw, assert_same_weights, batches, device, loss_of, whole
+from megatron_fsdp import MegatronFSDP, fully_shard_model, register_forward_method
+from tests.models import STRATEGIES, Block, Pair, batches, device
 from tests.ranks import RankPool
 
 
@@ -67,26 +66,15 @@ def _register(sharded: MegatronFSDP) -> None:
 
 
 def _train(strategy: str) -> None:
-    torch.manual_seed(3)
-    model = Encoder().to(device())
-    reference = copy.deepcopy(model)
-    reference_optimizer = adamw(reference.parameters())
-    sharded, optimizer = fully_shard(
-        model, adamw(model.parameters()), fsdp_unit_modules=[Projecting], zero_dp_strategy=strategy
-    )
-    _register(sharded)
+    pair = Pair(Encoder(), step_loss=_loss, fsdp_unit_modules=[Projecting], zero_dp_strategy=strategy)
+    _register(pair.sharded)
     for step in batches(3, dist.get_world_size()):
-        for tokens in step:
-            (_loss(reference, tokens) / len(step)).backward()
         with torch.no_grad():
-            evaluated = _loss(sharded.module, step[0])
-        torch.testing.assert_close(evaluated, _loss(reference, step[0]))
-        _loss(sharded, step[dist.get_rank()]).backward()
-        for each in (optimizer, reference_optimizer):
-            each.step()
-            each.zero_grad()
-    assert all(unit.state.value == "sharded" for unit in sharded.engine.units)
-    assert_same_weights(sharded, reference)
+            torch.testing.assert_close(*(_loss(each, step[0]) for each in (pair.sharded.module, pair.reference)))
+        pair.backward(step)
+        pair.update()
+    assert all(unit.state.value == "sharded" for unit in pair.sharded.engine.units)
+    pair.assert_same_weights()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -115,54 +103,20 @@ class CallsOften(nn.Module):
         return self.head(torch.tanh(self.shared(x)))
 
 
-def _often(strategy: str, registered: bool) -> None:
-    torch.manual_seed(3)
-    model = CallsOften().to(device())
-    reference = copy.deepcopy(model)
-    sharded = fully_shard_model(model, fsdp_unit_modules=[Projecting], zero_dp_strategy=strategy)
+def _often(strategy: str) -> None:
+    pair = Pair(CallsOften(), fsdp_unit_modules=[Projecting], zero_dp_strategy=strategy)
     data = batches(1, dist.get_world_size())[0]
-    if not registered:
-        with pytest.raises(RuntimeError, match="sharded parameter") as caught:
-            loss_of(sharded, data[0])
-        notes = [str(caught.value), *getattr(caught.value, "__notes__", ())]
-        assert any("megatron_fsdp.register_forward_method" in note for note in notes)
-        return
-    register_forward_method(sharded.module.shared, "project")
+    register_forward_method(pair.sharded.module.shared, "project")
     for _ in range(2):  # as guessed, and as recorded
-        sharded.zero_grad()
-        loss_of(sharded, data[dist.get_rank()]).backward()
-    for tokens in data:
-        (loss_of(reference, tokens) / len(data)).backward()
-    for entry in sharded.engine.params():
-        expected = reference.get_parameter(entry.name).grad
-        assert (entry.main.grad is None) == (expected is None)
-        if expected is not None:
-            torch.testing.assert_close(whole(entry, entry.main.grad), expected.cpu(), rtol=2e-5, atol=2e-6)
+        for each, _ in pair.sides:
+            each.zero_grad()
+        pair.backward(data)
+    pair.assert_same_gradients()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_forward_and_methods_called_several_times(ranks: RankPool, strategy: str) -> None:
-    ranks.run(2, _often, strategy, True)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_unregistered_method_raises_a_clear_error(ranks: RankPool, strategy: str) -> None:
-    ranks.run(2, _often, strategy, False)
-
-
-def _wrong_arguments() -> None:
-    model = Encoder()
-    with pytest.raises(ValueError, match="got a Projecting that does not belong to one. Shard the model first"):
-        register_forward_method(model.blocks[0], "project")
-    sharded = fully_shard_model(model, fsdp_unit_modules=[Projecting])
-    with pytest.raises(ValueError, match="Projecting has no method 'projekt'. Did you mean 'project'"):
-        register_forward_method(model.blocks[0], "projekt")
-    with pytest.raises(ValueError, match="Encoder has no method 'embedding'"):
-        register_forward_method(sharded, "embedding")
-
-
-def test_wrong_arguments(ranks: RankPool) -> None:
-    ranks.run(1, _wrong_arguments)
+    ranks.run(2, _often, strategy)
 
 
 def _exception_in_a_method() -> None:

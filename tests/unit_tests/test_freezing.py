@@ -1,6 +1,5 @@
 """Parameters are frozen and unfrozen between steps: training equals that of the unsharded model."""
 
-import copy
 from collections.abc import Iterator
 from unittest.mock import patch
 
@@ -10,10 +9,12 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.fsdp.comm.context import CommContext
-from megatron_fsdp import FSDPConfig, MegatronFSDP, fully_shard
+from megatron.fsdp.dtensor.ragged_dtensor import local_shard
+from megatron_fsdp import FSDPConfig, MegatronFSDP
 from tests.exchanges import seen
-from tests.models import STRATEGIES, Block, TinyModel, adamw, batches, device, loss_of, main_weights, whole
+from tests.models import STRATEGIES, Block, Pair, TinyModel, batches, loss_of
 from tests.ranks import RankPool
+from tests.training_models import Skipping, WithUnused
 
 # The modules that are frozen in each step.
 PHASES = {
@@ -39,40 +40,16 @@ def _freeze(model: nn.Module, what: str) -> None:
 
 
 def _train(strategy: str, phases: list[str], per_rank: int) -> None:
-    torch.manual_seed(3)
-    model = TinyModel().to(device())
-    reference = copy.deepcopy(model)
-    reference_optimizer = adamw(reference.parameters())
-    sharded, optimizer = fully_shard(
-        model, adamw(model.parameters()), fsdp_unit_modules=[Block], zero_dp_strategy=strategy
-    )
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-    for what, step in zip(phases, batches(len(phases), per_rank * ranks), strict=True):
-        _freeze(reference, what)
-        _freeze(sharded.module, what)
-        for tokens in step:
-            (loss_of(reference, tokens) / len(step)).backward()
-        mine = step[rank::ranks]
-        for tokens in mine[:-1]:
-            with sharded.no_sync():
-                (loss_of(sharded, tokens) / per_rank).backward()
-        (loss_of(sharded, mine[-1]) / per_rank).backward()
-        expected = dict(reference.named_parameters())
-        for name, parameter in sharded.module.named_parameters():
-            assert parameter.requires_grad == expected[name].requires_grad
-            assert (parameter.grad is None) == (expected[name].grad is None), name
-        for each in (optimizer, reference_optimizer):
-            each.step()
-            each.zero_grad()
-    _assert_equal(sharded, reference)
-
-
-def _assert_equal(sharded: MegatronFSDP, reference: nn.Module) -> None:
-    weights = main_weights(sharded)
-    for name, parameter in reference.named_parameters():
-        torch.testing.assert_close(
-            weights[name], parameter.detach().cpu(), rtol=2e-5, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}"
-        )
+    pair = Pair(TinyModel(), zero_dp_strategy=strategy)
+    for what, step in zip(phases, batches(len(phases), per_rank * dist.get_world_size()), strict=True):
+        _freeze(pair.reference, what)
+        _freeze(pair.sharded.module, what)
+        pair.backward(step)
+        pair.assert_same_gradients()
+        for name, parameter in pair.sharded.module.named_parameters():
+            assert parameter.requires_grad == pair.reference.get_parameter(name).requires_grad
+        pair.update()
+    pair.assert_same_weights()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -83,25 +60,19 @@ def test_freezing_between_steps(ranks: RankPool, strategy: str, phases: str) -> 
 
 def _unfreeze_what_began_frozen(strategy: str) -> None:
     """As in fine-tuning: the optimizer is given more and more parameters."""
-    torch.manual_seed(3)
-    model = TinyModel().to(device())
+    model = TinyModel()
     _freeze(model, "embedding blocks")
-    reference = copy.deepcopy(model)
-    optimizers = [adamw([p for p in each.parameters() if p.requires_grad]) for each in (model, reference)]
-    sharded, optimizer = fully_shard(model, optimizers[0], fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
+    pair = Pair(model, zero_dp_strategy=strategy)
     for what, data in zip(["", "blocks.2", "", "blocks.0 blocks.1"], batches(4, dist.get_world_size()), strict=True):
         if what:
-            for each, each_optimizer in ((sharded.module, optimizer), (reference, optimizers[1])):
+            for each, each_optimizer in pair.sides:
+                each = getattr(each, "module", each)
                 unfrozen = [each.get_parameter(name) for name in _frozen(each, what)]
                 each_optimizer.add_param_group({"params": [p.requires_grad_() for p in unfrozen], "lr": 2e-2})
-        for tokens in data:
-            (loss_of(reference, tokens) / len(data)).backward()
-        loss_of(sharded, data[dist.get_rank()]).backward()
-        for each_optimizer in (optimizer, optimizers[1]):
-            each_optimizer.step()
-            each_optimizer.zero_grad()
-    assert all(entry.main.requires_grad == entry.trained for entry in sharded.engine.params())
-    _assert_equal(sharded, reference)
+        pair.backward(data)
+        pair.update()
+    assert all(entry.main.requires_grad == entry.trained for entry in pair.sharded.engine.params())
+    pair.assert_same_weights()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -111,13 +82,10 @@ def test_what_began_frozen_is_unfrozen_and_given_to_the_optimizer(ranks: RankPoo
 
 def _freeze_at_odd_times(strategy: str) -> None:
     """Freeze while a unit is unsharded after a forward without backward, and between forward and backward."""
-    torch.manual_seed(3)
-    model = TinyModel().to(device())
-    reference = copy.deepcopy(model)
-    sharded = MegatronFSDP(model, config=FSDPConfig(zero_dp_strategy=strategy), fsdp_unit_modules=[Block])
+    pair = Pair(TinyModel(), zero_dp_strategy=strategy)
     tokens = batches(1, 1)[0, 0]
-    for each in (reference, sharded):
-        module = sharded.module if each is sharded else reference
+    for each, _ in pair.sides:
+        module = getattr(each, "module", each)
         loss_of(each, tokens)
         _freeze(module, "blocks.2 head")
         loss = loss_of(each, tokens)
@@ -125,11 +93,7 @@ def _freeze_at_odd_times(strategy: str) -> None:
         loss.backward()
         _freeze(module, "head")
         loss_of(each, tokens).backward()
-    for name, parameter in reference.named_parameters():
-        entry = next(e for e in sharded.engine.params() if e.name == name)
-        assert (entry.main.grad is None) == (parameter.grad is None), name
-        if parameter.grad is not None:
-            torch.testing.assert_close(whole(entry, entry.main.grad), parameter.grad.cpu(), rtol=2e-5, atol=2e-6)
+    pair.assert_same_gradients()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -160,39 +124,18 @@ def test_frozen_units_are_not_reduced_and_plans_are_made_once(ranks: RankPool) -
     assert ranks.run(2, _communication_of, phases) == [expected] * 2
 
 
-class Skipping(TinyModel):
-    """Leaves out the block that the first token names."""
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens)
-        for number, block in enumerate(self.blocks):
-            if int(tokens[0, 0]) != number:
-                x = block(x)
-        return self.head(self.norm(x))
-
-
 def _skipping(strategy: str) -> None:
-    torch.manual_seed(3)
-    model = Skipping().to(device())
-    reference = copy.deepcopy(model)
-    reference_optimizer = adamw(reference.parameters())
-    sharded, optimizer = fully_shard(
-        model, adamw(model.parameters()), fsdp_unit_modules=[Block], zero_dp_strategy=strategy
-    )
+    pair = Pair(Skipping(), zero_dp_strategy=strategy)
     phases = ["blocks.1", "blocks.1", "", "blocks.2", "", "blocks.1"]
     skipped = [(9, 9), (0, 9), (9, 1), (2, 0), (1, 9), (9, 2)]
     data = batches(len(phases), 2)
     for what, row, step in zip(phases, skipped, data, strict=True):
         step[:, 0, 0] = torch.tensor(row)
-        _freeze(reference, what)
-        _freeze(sharded.module, what)
-        for tokens in step:
-            (loss_of(reference, tokens) / len(step)).backward()
-        loss_of(sharded, step[dist.get_rank()]).backward()
-        for each in (optimizer, reference_optimizer):
-            each.step()
-            each.zero_grad()
-    _assert_equal(sharded, reference)
+        _freeze(pair.reference, what)
+        _freeze(pair.sharded.module, what)
+        pair.backward(step)
+        pair.update()
+    pair.assert_same_weights()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -201,12 +144,14 @@ def test_freezing_where_ranks_leave_units_out(ranks: RankPool, strategy: str) ->
 
 
 def _zeros_for_unused_only() -> None:
-    sharded = MegatronFSDP(TinyModel(), config=FSDPConfig(zero_unused_gradients=True), fsdp_unit_modules=[Block])
+    sharded = MegatronFSDP(WithUnused(), config=FSDPConfig(zero_unused_gradients=True), fsdp_unit_modules=[Block])
     for what in ("blocks.1", "blocks.1.up"):
         _freeze(sharded.module, what)
         loss_of(sharded, batches(1, 1)[0, 0]).backward()
         frozen = set(_frozen(sharded.module, what))
         assert {name for name, p in sharded.module.named_parameters() if p.grad is None} == frozen
+        unused = [p.grad for name, p in sharded.module.named_parameters() if "spare" in name and name not in frozen]
+        assert unused and not any(local_shard(grad).any() for grad in unused)
         sharded.zero_grad()
 
 

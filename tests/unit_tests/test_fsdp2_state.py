@@ -2,30 +2,18 @@
 
 import copy
 import gc
-import io
-import tempfile
 import weakref
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-    set_state_dict,
-)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from megatron.fsdp import fsdp2, fully_shard_optimizer
+from megatron.fsdp import fsdp2
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.fsdp2.marked import model_of
 from tests.models import DEVICE, TinyModel, adamw, batches, device, loss_of, sgd
@@ -186,169 +174,7 @@ def test_parts_that_the_optimizer_meets_later(ranks: RankPool) -> None:
 # Optimizers ---------------------------------------------------------------------------------------------------------
 
 
-def _optimizer_from_before() -> None:
-    """An optimizer of parameters that the model had before it was sharded, and one that is attached by hand."""
-    start = TinyModel().to(device())
-    data = batches(3, 2)
-    weights = []
-    for which in ("before", "after", "attached"):
-        model = copy.deepcopy(start)
-        optimizer = adamw(model.parameters()) if which == "before" else None
-        for block in model.blocks:
-            fsdp2.fully_shard(block, mp_policy=fsdp2.MixedPrecisionPolicy(**BF16))
-        fsdp2.fully_shard(model, mp_policy=fsdp2.MixedPrecisionPolicy(**BF16))
-        optimizer = optimizer or adamw(model.parameters())
-        if which == "attached":
-            fully_shard_optimizer(optimizer)
-        for step in data:
-            loss_of(model, step[dist.get_rank()]).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert all(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
-        hooks = len(optimizer._optimizer_step_pre_hooks)
-        fully_shard_optimizer(optimizer)
-        assert len(optimizer._optimizer_step_pre_hooks) == hooks
-        weights.append(full_weights(model))
-    assert all(torch.equal(weights[0][k], other[k]) for other in weights[1:] for k in weights[0])
-
-
-def test_optimizer_made_before_or_after(ranks: RankPool) -> None:
-    ranks.run(2, _optimizer_from_before)
-
-
-def _weights_changed_in_place() -> None:
-    """Main weights may change without an optimizer: the next forward uses the new values."""
-    model = TinyModel()
-    model.scale = nn.Parameter(torch.ones(()))
-    model.head.register_forward_hook(lambda module, args, output: output * model.scale)
-    reference = copy.deepcopy(model.to(device())).bfloat16()
-    model = build(fsdp2, model, {"param_dtype": torch.bfloat16}, reshard_after_forward=False)
-    tokens = batches(1, 1)[0, 0]
-    for _ in range(2):
-        loss_of(model, tokens).backward()
-        with torch.no_grad():
-            for parameter in (*model.parameters(), *reference.parameters()):
-                parameter.mul_(0.5)
-        torch.testing.assert_close(model(tokens), reference(tokens))
-    sgd(model.parameters()).step()  # nothing to do, and no error: there are gradients of none of them
-    model.zero_grad()
-    sgd(model.parameters()).step()
-
-
-def test_compute_weights_follow_without_an_optimizer(ranks: RankPool) -> None:
-    ranks.run(2, _weights_changed_in_place)
-
-
-def _freeze() -> None:
-    """Parameters that are frozen after the model is sharded."""
-    start = TinyModel().to(device())
-    start.blocks[0].requires_grad_(False)
-    runs = []
-    for library in (fsdp2, FSDP2):
-        model = build(library, start)
-        assert not any(p.requires_grad for p in model.blocks[0].parameters())
-        model.blocks[1].requires_grad_(False)
-        for parameter in (*model.norm.parameters(), model.blocks[2].up.weight):
-            parameter.requires_grad = False
-        runs.append(train(model, batches(3, 2), clip=False))
-        assert model.blocks[2].up.weight.grad is None
-    assert_same(*runs)
-
-
-def _freeze_and_unfreeze(frozen_first: bool) -> None:
-    """A unit that is frozen before or after the model is sharded, and unfrozen."""
-    start = TinyModel().to(device())
-    start.blocks[1].requires_grad_(not frozen_first)
-    ours, theirs = build(fsdp2, start), build(FSDP2, start)
-    for frozen in (frozen_first, True, False):
-        for model in (ours, theirs):
-            model.blocks[1].requires_grad_(not frozen)
-        assert_same(train(ours, batches(2, 2), clip=False), train(theirs, batches(2, 2), clip=False))
-
-
-@pytest.mark.parametrize("frozen_first", [False, True])
-def test_unfreezing(ranks: RankPool, frozen_first: bool) -> None:
-    ranks.run(2, _freeze_and_unfreeze, frozen_first)
-
-
-def test_freezing_after_sharding(ranks: RankPool) -> None:
-    ranks.run(2, _freeze)
-
-
 # State --------------------------------------------------------------------------------------------------------------
-
-
-def _trained(seed: int, policy: dict | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(seed)
-    model = build(fsdp2, TinyModel(tied=True).to(device()), policy or BF16)
-    optimizer = adamw(model.parameters())
-    _go_on(model, optimizer, seed)
-    return model, optimizer
-
-
-def _go_on(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> list[float]:
-    losses = []
-    for step in batches(3, 1, seed=seed):
-        loss = loss_of(model, step[0])
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-def _save(folder: str) -> list[float]:
-    model, optimizer = _trained(1)
-    weights, state = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
-    return _go_on(model, optimizer, 5)
-
-
-def _load(folder: str, expected: list[float]) -> None:
-    torch.manual_seed(2)
-    model = build(fsdp2, TinyModel(tied=True).to(device()), BF16)
-    optimizer = adamw(model.parameters())
-    weights, state = get_state_dict(model, optimizer)
-    loaded = {"model": weights, "optimizer": state}
-    dcp.load(loaded, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
-    torch.testing.assert_close(_go_on(model, optimizer, 5), expected, rtol=1e-5, atol=1e-5)
-
-
-def test_checkpoint_resumes_on_other_ranks(ranks: RankPool) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        expected = ranks.run(3, _save, folder)[0]
-        ranks.run(2, _load, folder, expected)
-
-
-def _whole_state() -> None:
-    """Whole state dicts by torch's functions: model and optimizer continue like the saved ones."""
-    options = StateDictOptions(full_state_dict=True)
-    model, optimizer = _trained(1)
-    weights = copy.deepcopy(get_model_state_dict(model, options=options))
-    state = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
-    plain = {k: v if k != "state" else {} for k, v in optimizer.state_dict().items()}
-    for number, values in optimizer.state_dict()["state"].items():
-        plain["state"][number] = {
-            k: v.full_tensor() if isinstance(v, DTensor) else v.clone() for k, v in values.items()
-        }
-    expected = _go_on(model, optimizer, 5)
-    model, optimizer = _trained(2)
-    set_model_state_dict(model, dict(weights), options=options)
-    for name, weight in full_weights(model).items():
-        assert torch.equal(weight, weights[name].cpu())
-    set_optimizer_state_dict(model, optimizer, state, options=options)
-    assert _go_on(model, optimizer, 5) == expected
-    # An optimizer that has taken no step yet.
-    model.load_state_dict(weights)
-    optimizer = adamw(model.parameters())
-    optimizer.load_state_dict(plain)
-    assert _go_on(model, optimizer, 5) == expected
-
-
-@pytest.mark.parametrize("world", [1, 3])
-def test_whole_state(ranks: RankPool, world: int) -> None:
-    ranks.run(world, _whole_state)
 
 
 def _evenly_sharded() -> None:
@@ -403,78 +229,20 @@ def test_meta_device(ranks: RankPool) -> None:
     ranks.run(2, _meta_device)
 
 
-def _full_tensors() -> None:
-    model, optimizer = _trained(1, {"param_dtype": torch.float32})
-    loss_of(model, batches(1, 1)[0, 0]).backward()
-    reference = TinyModel(tied=True).to(device())
-    reference.load_state_dict(full_weights(model))
-    loss_of(reference, batches(1, 1)[0, 0]).backward()
-    expected = dict(reference.named_parameters())
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter.full_tensor(), expected[name])
-        torch.testing.assert_close(parameter.grad.full_tensor(), expected[name].grad)
-        assert optimizer.state[parameter]["exp_avg"].full_tensor().shape == parameter.shape
-        assert torch.equal(
-            parameter.redistribute(placements=[torch.distributed.tensor.Replicate()]).to_local(), expected[name]
-        )
-    for name, value in model.blocks[1].state_dict(prefix="blocks.1.").items():
-        assert torch.equal(value.full_tensor(), expected[name])
-        assert torch.equal(value.clone().full_tensor(), expected[name])
-    copied = copy.deepcopy(model.state_dict())["head.weight"].mul_(2)
-    assert torch.equal(copied.full_tensor(), expected["embedding.weight"] * 2)
-    assert isinstance(copy.deepcopy(parameter), nn.Parameter)
-    stored = io.BytesIO()
-    torch.save(copied, stored)
-    stored.seek(0)
-    assert torch.equal(torch.load(stored).full_tensor(), copied.full_tensor())
-    head = model.head.weight
-    assert torch.equal(head.redistribute(placements=[Shard(1)]).full_tensor(), head.full_tensor())
-
-
-@pytest.mark.parametrize("world", [1, 3])
-def test_full_tensor(ranks: RankPool, world: int) -> None:
-    ranks.run(world, _full_tensors)
-
-
-def _offload() -> None:
-    start = TinyModel().to(device())
-    model = build(fsdp2, start, BF16, offload_policy=fsdp2.CPUOffloadPolicy(pin_memory=False))
-    assert all(local_shard(p).device.type == "cpu" for p in model.parameters())
-    assert_same(train(model, batches(2, 2), clip=False), train(build(fsdp2, start, BF16), batches(2, 2), clip=False))
-
-
-def test_offloading(ranks: RankPool) -> None:
-    ranks.run(2, _offload)
-
-
 # Errors ---------------------------------------------------------------------------------------------------------------
 
 
 def _invalid_arguments() -> None:
     model = TinyModel()
-    parameter = model.head.weight
-    for arguments, message in [
-        ({"ignored_params": {parameter}}, "ignored_params: every parameter"),
-        (
-            {"shard_placement_fn": lambda p: Shard(p.dim() - 1)},
-            r"shard_placement_fn: .* S\(1\) for Embedding.weight",
-        ),
-        ({"dp_mesh_dims": fsdp2.DataParallelMeshDims(shard="dp")}, "dp_mesh_dims: give the data-parallel axes"),
-    ]:
-        with pytest.raises(NotImplementedError, match=message):
-            fsdp2.fully_shard(model, **arguments)
+    with pytest.raises(NotImplementedError, match="dp_mesh_dims: give the data-parallel axes"):
+        fsdp2.fully_shard(model, dp_mesh_dims=fsdp2.DataParallelMeshDims(shard="dp"))
     mesh = init_device_mesh(DEVICE, (2, 1, 1), mesh_dim_names=("a", "b", "c"))
-    for wrong, arguments, message in [
-        (model.blocks, {}, "expected a module that has a forward; got ModuleList"),
-        (model, {"mesh": mesh}, "mesh: expected one axis, or two with names"),
-        (model, {"mp_policy": fsdp2.MixedPrecisionPolicy(param_dtype=torch.int8)}, "expected None or one of"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            fsdp2.fully_shard(wrong, **arguments)
+    with pytest.raises(ValueError, match="mesh: expected one axis, or two with names"):
+        fsdp2.fully_shard(model, mesh=mesh)
+    with pytest.raises(ValueError, match="expected None or one of"):
+        fsdp2.fully_shard(model, mp_policy=fsdp2.MixedPrecisionPolicy(param_dtype=torch.int8))
     assert type(model) is TinyModel
     fsdp2.fully_shard(model, ignored_params=set(), shard_placement_fn=lambda p: Shard(0) if p.dim() > 1 else None)
-    with pytest.raises(ValueError, match="fully_shard was called on this FSDPTinyModel before"):
-        fsdp2.fully_shard(model)
     model.set_requires_gradient_sync(True)
     train(model.to(device()), batches(1, 2))
 
@@ -490,14 +258,6 @@ def _invalid_models() -> None:
     for _ in range(2):
         with pytest.raises(ValueError, match=r"is torch.bfloat16 and parameter head\.weight is torch.float16"):
             list(model.parameters())
-    model = TinyModel().to(device())
-    list(fsdp2.fully_shard(model.blocks[0]).parameters())
-    with pytest.raises(RuntimeError, match=r"blocks\.0 is already sharded as a separate model"):
-        fsdp2.fully_shard(model).state_dict()
-    model = TinyModel().to(device())
-    fsdp2.fully_shard(model.head, mesh=init_device_mesh(DEVICE, (2, 1), mesh_dim_names=("a", "b")))
-    with pytest.raises(NotImplementedError, match="mesh: head and the modules around it must have the same mesh"):
-        fsdp2.fully_shard(model, mesh=init_device_mesh(DEVICE, (2,))).state_dict()
     model = TinyModel().to(device())
     fsdp2.fully_shard(model.head, offload_policy=fsdp2.CPUOffloadPolicy())
     with pytest.raises(NotImplementedError, match="offload_policy: head and the modules around it"):
@@ -528,8 +288,6 @@ def _unsupported_methods() -> None:
             call([model.head])
     with pytest.raises(RuntimeError, match="reset_iter_state: call it on the outermost"):
         model.blocks[0].reset_iter_state()
-    with pytest.raises(NotImplementedError, match="load_state_dict of a submodule"):
-        model.blocks[0].load_state_dict({})
     with pytest.raises(NotImplementedError, match=r"stay torch\.float32 on .* cannot become torch\.bfloat16"):
         model.bfloat16()
     model.to(device())

@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
@@ -16,27 +14,15 @@ from tests.models import (
     Block,
     TinyModel,
     adamw,
-    assert_same_training,
     assert_same_weights,
     batches,
     device,
+    load_from,
     loss_of,
     main_weights,
+    save_to,
 )
 from tests.ranks import RankPool
-
-GRANULARITIES = ("row", "tensor", "parameter", "block(4)", "element")
-
-
-def _train(granularity: str, strategy: str) -> None:
-    data = batches(steps=3, per_step=dist.get_world_size())
-    assert_same_training(TinyModel(), data, adamw, zero_dp_strategy=strategy, shard_granularity=granularity)
-
-
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-@pytest.mark.parametrize("strategy", STRATEGIES[1:])
-def test_trains_as_unsharded(ranks: RankPool, granularity: str, strategy: str) -> None:
-    ranks.run(4, _train, granularity, strategy)
 
 
 class Awkward(nn.Module):
@@ -55,10 +41,12 @@ class Awkward(nn.Module):
         return y if self.cube is None else y + (self.cube * x[0]).sum()
 
 
-def _sharded(granularity: str, cube: bool = True) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+def _sharded(
+    granularity: str, cube: bool = True, strategy: str = "optim_grads_params"
+) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
     torch.manual_seed(1)
     model = Awkward(cube).to(device())
-    return fully_shard(model, adamw(model.parameters()), shard_granularity=granularity)
+    return fully_shard(model, adamw(model.parameters()), shard_granularity=granularity, zero_dp_strategy=strategy)
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
@@ -89,13 +77,11 @@ def test_rows_are_cut_only_where_necessary(ranks: RankPool) -> None:
     assert not any(ranks.run(4, _cut, "tensor", True))
 
 
-def _save(granularity: str, folder: str) -> dict[str, torch.Tensor]:
-    model, optimizer = _sharded(granularity)
+def _save(granularity: str, strategy: str, folder: str) -> dict[str, torch.Tensor]:
+    model, optimizer = _sharded(granularity, strategy=strategy)
     _step(model, optimizer, 0)
-    names = {f"module.{name}" for name in main_weights(model)}
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()["state"]}
-    assert set(state["model"]) == names
-    dcp.save(state, checkpoint_id=folder)
+    assert set(model.state_dict()) == {f"module.{name}" for name in main_weights(model)}
+    save_to(folder, model, optimizer)
     _step(model, optimizer, 1)
     return main_weights(model)
 
@@ -103,20 +89,19 @@ def _save(granularity: str, folder: str) -> dict[str, torch.Tensor]:
 def _resume(granularity: str, folder: str) -> dict[str, torch.Tensor]:
     model, optimizer = _sharded(granularity)
     _step(model, optimizer, 7)  # makes the state to load into, and other weights
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()["state"]}
-    dcp.load(state, checkpoint_id=folder)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict({**optimizer.state_dict(), "state": state["optimizer"]})
+    load_from(folder, model, optimizer)
     _step(model, optimizer, 1)
     return main_weights(model)
 
 
-@pytest.mark.parametrize("saved, ranks_saved", [("row", 4), ("element", 3), ("tensor", 2)])
+@pytest.mark.parametrize(
+    "saved, saver, ranks_saved", [("row", "optim_grads_params", 4), ("element", "optim", 3), ("tensor", "no_shard", 2)]
+)
 @pytest.mark.parametrize("loaded, ranks_loaded", [("row", 4), ("element", 2), ("block(4)", 3), ("row", 1)])
 def test_checkpoint_is_loaded_whatever_was_cut(
-    ranks: RankPool, tmp_path: Path, saved: str, ranks_saved: int, loaded: str, ranks_loaded: int
+    ranks: RankPool, tmp_path: Path, saved: str, saver: str, ranks_saved: int, loaded: str, ranks_loaded: int
 ) -> None:
-    expected = ranks.run(ranks_saved, _save, saved, str(tmp_path))[0]
+    expected = ranks.run(ranks_saved, _save, saved, saver, str(tmp_path))[0]
     found = ranks.run(ranks_loaded, _resume, loaded, str(tmp_path))[0]
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-6)
@@ -150,9 +135,7 @@ def _muon(strategy: str) -> None:
         reference_split.step()
         loss_of(sharded, tokens).backward()
         split.step()
-    weights = main_weights(sharded)
-    for name, parameter in reference.named_parameters():
-        torch.testing.assert_close(weights[name], parameter.detach().cpu(), rtol=1e-6, atol=1e-6)
+    assert_same_weights(sharded, reference, 1e-6)
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
@@ -160,12 +143,3 @@ def _muon(strategy: str) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_muon_sees_whole_matrices(ranks: RankPool, strategy: str, world_size: int) -> None:
     ranks.run(world_size, _muon, strategy)
-
-
-def _wrong() -> None:
-    with pytest.raises(ValueError, match=r"expected row, whole_row, tensor, parameter, element or block\(<rows>\)"):
-        fully_shard_model(TinyModel(), shard_granularity="rows")
-
-
-def test_unknown_granularity_raises(ranks: RankPool) -> None:
-    ranks.run(1, _wrong)

@@ -7,14 +7,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.fsdp.sharding.strategy import INNER, OUTER
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model
-from tests.exchanges import both_exchanges, seen
+from tests.exchanges import seen
 from tests.models import (
     DEVICE,
     STRATEGIES,
     Block,
     TinyModel,
-    adamw,
-    assert_same_training,
     batches,
     loss_of,
 )
@@ -26,36 +24,6 @@ DEFINED = [(i, o) for i in STRATEGIES for o in OUTER if not (i == "no_shard" and
 def _mesh(outer: int, inner: int) -> dict:
     mesh = init_device_mesh(DEVICE, (outer, inner), mesh_dim_names=("dp_outer", "dp_shard"))
     return {"device_mesh": mesh, "dp_shard_dim": "dp_shard", "dp_outer_dim": "dp_outer"}
-
-
-def _train(outer: int, inner: int, strategy: str, outer_strategy: str, micro_batches: int, no_sync: bool) -> None:
-    data = batches(steps=3, per_step=outer * inner * micro_batches)
-    assert_same_training(
-        TinyModel(),
-        data,
-        adamw,
-        use_no_sync=no_sync,
-        zero_dp_strategy=strategy,
-        outer_dp_sharding_strategy=outer_strategy,
-        **_mesh(outer, inner),
-    )
-
-
-@both_exchanges("strategy, outer", DEFINED)
-def test_trains_as_unsharded(ranks: RankPool, strategy: str, outer: str) -> None:
-    ranks.run(4, _train, 2, 2, strategy, outer, 1, False)
-
-
-@both_exchanges("strategy, outer", DEFINED)
-@pytest.mark.parametrize("no_sync", [True, False])
-def test_accumulates_over_micro_batches(ranks: RankPool, strategy: str, outer: str, no_sync: bool) -> None:
-    ranks.run(4, _train, 2, 2, strategy, outer, 3, no_sync)
-
-
-@pytest.mark.parametrize("shape", [(1, 3), (3, 1), (1, 1)])
-@pytest.mark.parametrize("outer", OUTER)
-def test_axes_of_one_rank(ranks: RankPool, shape: tuple[int, int], outer: str) -> None:
-    ranks.run(shape[0] * shape[1], _train, *shape, "optim_grads_params", outer, 2, True)
 
 
 def _kept(strategy: str, outer_strategy: str) -> dict[str, int]:

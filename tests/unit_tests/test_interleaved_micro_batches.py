@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from megatron.fsdp.runtime.unit import Unit, WeightState
 from megatron_fsdp import MegatronFSDP, fully_shard_model, fully_shard_optimizer
-from tests.interleaved import interleave, interleaved_step
+from tests.interleaved import interleave, interleaved_step, ordinary_step
 from tests.models import (
     FP32_GRADS,
     STRATEGIES,
@@ -58,12 +58,6 @@ def test_it_equals_the_unsharded_loop(ranks: RankPool, strategy: str, depth: int
     ranks.run(2, _equals_the_unsharded_loop, strategy, depth, micro_batches)
 
 
-def _ordinary_step(model: MegatronFSDP, micro_batches: torch.Tensor) -> None:
-    for i, tokens in enumerate(micro_batches):
-        with model.no_sync() if i + 1 < len(micro_batches) else model.sync():
-            (loss_of(model, tokens) / len(micro_batches)).backward()
-
-
 def _starts_as_the_reference(strategy: str) -> tuple[MegatronFSDP, TinyModel, torch.Tensor]:
     torch.manual_seed(3)
     module, reference = TinyModel(tied=True), TinyModel(tied=True)
@@ -79,7 +73,7 @@ def _alternates_with_the_ordinary_loop(strategy: str, delay: bool, sync_each: bo
         if i % 2 == 0:
             interleaved_step(model, mine, delay=delay, sync_each=sync_each)
         else:
-            _ordinary_step(model, mine)
+            ordinary_step(model, mine)
         optimizer.step()
         optimizer.zero_grad()
         train_reference(reference, step.unsqueeze(0))
@@ -95,9 +89,7 @@ def _alternates_with_the_ordinary_loop(strategy: str, delay: bool, sync_each: bo
 
 @pytest.mark.parametrize(("delay", "sync_each"), [(True, False), (False, True)])
 @pytest.mark.parametrize("strategy", all_but_slow(STRATEGIES, "optim", "optim_grads_params"))
-def test_ordinary_steps_and_evaluations_in_between(
-    ranks: RankPool, strategy: str, delay: bool, sync_each: bool
-) -> None:
+def testordinary_steps_and_evaluations_in_between(ranks: RankPool, strategy: str, delay: bool, sync_each: bool) -> None:
     ranks.run(2, _alternates_with_the_ordinary_loop, strategy, delay, sync_each)
 
 
@@ -121,7 +113,7 @@ def _continues_after_an_exception(strategy: str, at: int, abandon: bool, ordinar
             if abandon:
                 model.engine.abandon_pass()
             optimizer.zero_grad()
-        (_ordinary_step if ordinary else interleaved_step)(model, mine)
+        (ordinary_step if ordinary else interleaved_step)(model, mine)
         # The end of the last backward has put them there, without the optimizer's hook.
         assert all(param.main.grad is not None for param in model.engine.params())
         optimizer.step()

@@ -36,11 +36,11 @@ class SeenTypes:
         self.counts.append(len(parameters))
 
 
-def _both(make: Callable[[nn.Module], torch.optim.Optimizer]) -> tuple[Sharded, Unsharded]:
+def _both(make: Callable[[nn.Module], torch.optim.Optimizer], **settings: Any) -> tuple[Sharded, Unsharded]:
     torch.manual_seed(3)
     model = TinyModel().to(device())
     reference = copy.deepcopy(model)
-    sharded = fully_shard(model, make(model), fsdp_unit_modules=[Block])
+    sharded = fully_shard(model, make(model), fsdp_unit_modules=[Block], **settings)
     return sharded, (reference, make(reference))
 
 
@@ -79,47 +79,6 @@ def test_optimizer_sees_a_plain_tensor_per_parameter(
     ranks: RankPool, number: int, make: Callable[[nn.Module], torch.optim.Optimizer]
 ) -> None:
     ranks.run(number, _train, make)
-
-
-def _replaced_gradients() -> None:
-    """Some ways of clipping replace gradients by other tensors."""
-    (sharded, optimizer), (reference, reference_optimizer) = _both(_parameters)
-    for tokens in batches(3, 1)[:, 0]:
-        for each, each_optimizer in ((sharded, optimizer), (reference, reference_optimizer)):
-            loss_of(each, tokens).backward()
-            for parameter in each.parameters():
-                assert parameter.grad is not None
-                parameter.grad = parameter.grad * 0.5
-            each_optimizer.step()
-            each_optimizer.zero_grad()
-    assert_same_weights(sharded, reference)
-
-
-def test_gradients_that_were_replaced(ranks: RankPool) -> None:
-    ranks.run(2, _replaced_gradients)
-
-
-def _some_without_gradient() -> None:
-    """A parameter without a gradient is not updated, and its step count falls behind that of the others."""
-    (sharded, optimizer), (reference, reference_optimizer) = _both(_parameters)
-    for number, tokens in enumerate(batches(4, 1)[:, 0]):
-        for each, each_optimizer in ((sharded, optimizer), (reference, reference_optimizer)):
-            loss_of(each, tokens).backward()
-            if number == 1:
-                module = sharded.module if each is sharded else reference
-                module.get_parameter("blocks.1.up.weight").grad = None
-                for parameter in module.get_submodule("blocks.2").parameters():
-                    parameter.grad = None
-            each_optimizer.step()
-            each_optimizer.zero_grad()
-    assert_same_weights(sharded, reference)
-    steps = {entry.name: int(optimizer.state[entry.main]["step"]) for entry in sharded.engine.params()}
-    assert steps["blocks.1.up.weight"] == steps["blocks.2.up.weight"] == 3
-    assert steps["blocks.1.down.weight"] == steps["blocks.0.up.weight"] == 4
-
-
-def test_parameters_without_gradient(ranks: RankPool) -> None:
-    ranks.run(2, _some_without_gradient)
 
 
 def _state() -> None:
@@ -205,14 +164,10 @@ def _steps_with_fused(library: str, folder: str, strategy: str, first: bool, dty
     """Two steps, and in other processes, on a different number of ranks, two more from a checkpoint of the first."""
     kind = _FUSED[library]
     options = {} if dtype is None else {"exp_avg_dtype": dtype, "exp_avg_sq_dtype": dtype}
-    torch.manual_seed(3)
-    model = TinyModel().to(device())
-    reference = copy.deepcopy(model)
-    reference_optimizer = _fused_groups(kind, reference, **options)
-    data = batches(4, 1)[:, 0]
-    sharded, optimizer = fully_shard(
-        model, _fused_groups(kind, model, **options), fsdp_unit_modules=[Block], zero_dp_strategy=strategy
+    (sharded, optimizer), (reference, reference_optimizer) = _both(
+        lambda model: _fused_groups(kind, model, **options), zero_dp_strategy=strategy
     )
+    data = batches(4, 1)[:, 0]
     for tokens in data[:2]:
         _step(reference, reference_optimizer, tokens)
         if first:

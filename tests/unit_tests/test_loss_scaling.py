@@ -1,6 +1,5 @@
 """Loss scaling with torch's scalers: an infinite gradient that one rank holds makes every rank skip the step."""
 
-import copy
 import math
 
 import pytest
@@ -19,6 +18,7 @@ from tests.models import (
     FP32_GRADS,
     STRATEGIES,
     Block,
+    Pair,
     TinyModel,
     assert_same_weights,
     batches,
@@ -69,13 +69,9 @@ def _optimizer(parameters: object, fused: bool) -> torch.optim.Optimizer:
 
 
 def _train(strategy: str, kind: str, scalar_first: bool, fused: bool) -> None:
-    torch.manual_seed(3)
-    model = Probed(scalar_first).to(device())
-    reference = copy.deepcopy(model)
-    reference_optimizer = _optimizer(reference.parameters(), fused)
-    sharded, optimizer = fully_shard(
-        model, _optimizer(model.parameters(), fused), fsdp_unit_modules=[Block], zero_dp_strategy=strategy
-    )
+    model = Probed(scalar_first)
+    pair = Pair(model, lambda parameters: _optimizer(parameters, fused), zero_dp_strategy=strategy)
+    sharded, reference = pair.sharded, pair.reference
     options = {"init_scale": 2.0**10, "growth_interval": 2}
     scalers = SCALERS[kind](DEVICE, **options), GradScaler(DEVICE, **options)
     skipped = []
@@ -87,9 +83,7 @@ def _train(strategy: str, kind: str, scalar_first: bool, fused: bool) -> None:
         model.coefficient = coefficient if dist.get_rank() == 0 else 0.0
         scalers[0].scale(loss_of(sharded, step[dist.get_rank()])).backward()
         before = [local_shard(entry.main).clone() for entry in sharded.engine.params()]
-        for scaler, each, each_optimizer in zip(
-            scalers, (sharded, reference), (optimizer, reference_optimizer), strict=True
-        ):
+        for scaler, (each, each_optimizer) in zip(scalers, pair.sides, strict=True):
             if not fused:
                 scaler.unscale_(each_optimizer)
                 clip_grad_norm_(each.parameters(), 0.5)

@@ -117,28 +117,6 @@ def test_no_more_than_one_unit_is_whole(tmp_path: Path) -> None:
     assert found["unit"] < found["peak"] <= found["built"] + 1.02 * found["unit"]
 
 
-class Silent(nn.Module):
-    """A module with a parameter and without a method to initialize it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(3, 3)
-        self.gain = nn.Parameter(torch.ones(3))
-
-
-def _silent() -> None:
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(3, 3), Silent())
-    with pytest.raises(ValueError, match=r"1 \(Silent\) has gain on the meta device and no method reset_parameters"):
-        fully_shard_model(model, init_model_with_meta_device=True)
-    with pytest.raises(ValueError, match="0.weight is on the meta device.*init_model_with_meta_device=True"):
-        fully_shard_model(model)
-
-
-def test_error_names_the_module_that_cannot_be_initialized(ranks: RankPool) -> None:
-    ranks.run(1, _silent)
-
-
 class Tied(nn.Module):
     """A model with a weight that is tied across units, and with buffers on the meta device."""
 

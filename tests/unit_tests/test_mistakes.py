@@ -1,43 +1,27 @@
-"""Every mistake ends within seconds in an error that names the argument and says what to do, or it works.
-
-``python scripts/mistake_table.py --write`` writes what these tests find to tests/mistakes/README.md.
-"""
+"""Every mistake of tests/mistakes/README.md ends within seconds in the error that its row has, or it works."""
 
 from importlib.util import find_spec
 
 import pytest
-import torch
 
-from scripts import mistake_table
-from tests.mistakes import THEMES, find
-from tests.mistakes.case import LIMIT, LIMIT_OF_OTHERS, run, shown
+from tests.mistakes import expected
+from tests.mistakes.case import MEGATRON, check, run
+from tests.mistakes.table import PATH, Mistake, mistakes
 from tests.ranks import DEVICE, RankPool
 
-pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="the page has the messages of a CPU")
+pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="the table has the messages of a CPU")
+MISTAKES = mistakes()
 
-TITLES = [mistake.title for theme in THEMES for mistake in theme.mistakes]
 
-
-@pytest.mark.parametrize("title", TITLES)
-def test_mistake(ranks: RankPool, title: str) -> None:
-    theme, mistake = find(title)
-    if theme.title == "Megatron-Core" and find_spec("megatron.core") is None:
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.title)
+def test_mistake(ranks: RankPool, mistake: Mistake) -> None:
+    if mistake.theme == MEGATRON and find_spec("megatron.core") is None:
         pytest.skip("needs megatron-core")
-    outcomes = run(ranks, theme, mistake)
-    assert min(each.seconds for each in outcomes if each.kinds or not mistake.error) < LIMIT, outcomes
-    for rank, outcome in enumerate(outcomes):
-        assert outcome.seconds < LIMIT_OF_OTHERS, outcomes
-        assert bool(outcome.kinds) == (mistake.error is not None and rank in mistake.on), outcomes
-        if outcome.kinds:
-            assert set(outcome.kinds) & set(mistake.errors), outcomes
-            assert [part for part in mistake.says if part not in outcome.text] == [], outcome.text
-    if torch.__version__.startswith(mistake_table.TORCH):
-        assert mistake_table.on_page().get(title) == shown(outcomes, mistake), (
-            "run: python scripts/mistake_table.py --write"
-        )
+    check(mistake, run(ranks, mistake))
 
 
-def test_the_page_has_every_mistake_once() -> None:
-    assert len(set(TITLES)) == len(TITLES)
-    text = mistake_table.PAGE.read_text()
-    assert mistake_table.as_markdown(mistake_table.on_page()) == text, "run: python scripts/mistake_table.py --write"
+def test_every_row_is_read_and_has_a_title_of_its_own() -> None:
+    titles = [mistake.title for mistake in MISTAKES]
+    assert len(set(titles)) == len(titles) > 100
+    assert {*expected.CHECKS, *expected.ON, *expected.PARTS, *expected.OF_TORCH} <= set(titles)
+    assert len(titles) == PATH.read_text().count("\n| **")

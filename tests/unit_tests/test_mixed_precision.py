@@ -9,40 +9,31 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.fsdp.comm.backends import Backend
-from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.state.consistency import inconsistent_weights
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from tests.exchanges import both_exchanges, seen
-from tests.models import STRATEGIES, Block, TinyModel, adamw, batches, device, loss_of, main_weights
+from tests.models import (
+    STRATEGIES,
+    Block,
+    TinyModel,
+    adamw,
+    assert_same_gradients,
+    batches,
+    device,
+    loss_of,
+    main_weights,
+)
 from tests.ranks import RankPool
+from tests.unit_tests.test_dtypes import Reference
 
 pytestmark = pytest.mark.every_strategy
 
 FP32, BF16 = torch.float32, torch.bfloat16
 
 
-def _reference_step(compute: torch.nn.Module, main: dict, data: torch.Tensor, grad_dtype: torch.dtype) -> None:
-    """One step of AdamW on fp32 main weights; gradients of bf16 compute, summed over micro-batches in grad_dtype."""
-    parameters = dict(compute.named_parameters())
-    sums = {name: torch.zeros(p.shape, dtype=grad_dtype, device=p.device) for name, p in parameters.items()}
-    for tokens in data:
-        loss_of(compute, tokens).backward()
-        for name, p in parameters.items():
-            sums[name] += p.grad.to(grad_dtype)
-            p.grad = None
-    for name, weight in main["weights"].items():
-        weight.grad = (sums[name] / len(data)).to(FP32)
-    main["optimizer"].step()
-    with torch.no_grad():
-        for name, p in parameters.items():
-            p.copy_(main["weights"][name])
-
-
 def _train(strategy: str, grad_dtype: torch.dtype, **arguments: bool) -> None:
     model = TinyModel().to(device(), BF16)
-    reference = copy.deepcopy(model)
-    weights = {name: torch.nn.Parameter(p.detach().to(FP32)) for name, p in reference.named_parameters()}
-    main = {"weights": weights, "optimizer": adamw(weights.values())}
+    reference = Reference(copy.deepcopy(model), grad_dtype)
     policy = MixedPrecisionPolicy(main_params_dtype=FP32, main_grads_dtype=grad_dtype)
     sharded, optimizer = fully_shard(
         model,
@@ -53,7 +44,7 @@ def _train(strategy: str, grad_dtype: torch.dtype, **arguments: bool) -> None:
         **arguments,
     )
     for data in batches(steps=3, per_step=dist.get_world_size()):
-        _reference_step(reference, main, data, grad_dtype)
+        reference.step(data)
         loss_of(sharded, data[dist.get_rank()]).backward()
         assert all(p.dtype == FP32 and p.grad.dtype == FP32 for p in sharded.parameters())
         optimizer.step()
@@ -61,7 +52,7 @@ def _train(strategy: str, grad_dtype: torch.dtype, **arguments: bool) -> None:
     # Two ranks add two gradients, in whichever order: in fp32 the sums are equal, in bf16 a bit may differ.
     tolerance = 2e-6 if grad_dtype is FP32 else 2e-3
     for name, weight in main_weights(sharded).items():
-        expected = weights[name].detach().cpu()
+        expected = reference.weights[name].detach().cpu()
         torch.testing.assert_close(weight, expected, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
 
 
@@ -96,29 +87,6 @@ def _over_gloo(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
 def test_gradients_are_always_summed_in_fp32_over_gloo(ranks: RankPool, strategy: str) -> None:
     ranks.run(2, _over_gloo, strategy)
-
-
-def _compute_dtype_and_main_dtype(strategy: str, policy: MixedPrecisionPolicy) -> None:
-    seen: list[torch.dtype] = []
-    model = TinyModel().to(device(), BF16)
-    model.blocks[0].register_forward_pre_hook(lambda module, args: seen.append(module.up.weight.dtype))
-    sharded, _ = fully_shard(
-        model,
-        adamw(model.parameters()),
-        fsdp_unit_modules=[Block],
-        zero_dp_strategy=strategy,
-        mixed_precision_policy=policy,
-    )
-    loss_of(sharded, batches(1, 1)[0, 0]).backward()
-    assert seen == [BF16]
-    assert {p.dtype for p in sharded.parameters()} == {policy.main_params_dtype or BF16}
-    assert {p.grad.dtype for p in sharded.parameters()} == {policy.main_params_dtype or BF16}
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("main", [FP32, None])
-def test_forward_reads_the_models_dtype(ranks: RankPool, strategy: str, main: torch.dtype | None) -> None:
-    ranks.run(2, _compute_dtype_and_main_dtype, strategy, MixedPrecisionPolicy(main_params_dtype=main))
 
 
 def _narrow_main_weights(strategy: str, main: torch.dtype | None) -> None:
@@ -174,10 +142,7 @@ def _reduced_in(comm: torch.dtype) -> None:
     reference.load_state_dict(main_weights(sharded))
     (loss_of(reference, data[0]) + loss_of(reference, data[1])).backward()
     tolerance = 1e-6 if comm is FP32 else 1e-2
-    for entry in sharded.engine.params():
-        expected = dict(reference.named_parameters())[entry.name].grad.reshape(-1)
-        expected = expected[entry.shard_slice.start : entry.shard_slice.stop].view(entry.shard_slice.shape)
-        torch.testing.assert_close(local_shard(entry.main.grad), expected, rtol=tolerance, atol=tolerance)
+    assert_same_gradients(sharded, reference, tolerance, tolerance)
 
 
 @pytest.mark.parametrize("comm", [FP32, BF16, torch.float16])

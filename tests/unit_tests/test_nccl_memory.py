@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from megatron.fsdp.buffers.pool import FixedPool, sufficient
 from megatron.fsdp.comm import registered_memory
 from megatron.fsdp.comm.registered_memory import NcclMemory, check_can_register
-from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron_fsdp import FSDPConfig, FSDPDistributedIndex, MegatronFSDP
 from tests.models import TinyModel
 from tests.nccl_recorder import Event, Recorder, assert_alike
@@ -258,30 +257,6 @@ def test_all_groups_are_registered_alike_and_once(ranks: RankPool, strategy: str
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
 def test_ranks_that_use_other_units_register_and_use_the_same_windows(ranks: RankPool, strategy: str) -> None:
     assert_alike([events for events, _ in ranks.run(4, _train, strategy, False, True, 2)])
-
-
-def _gradients(strategy: str, registered: bool) -> list[torch.Tensor]:
-    torch.manual_seed(3 + dist.get_rank() % 2)  # ranks with the same experts
-    index = _index(False)
-    with Recorder().installed() if registered else nullcontext():
-        config = FSDPConfig(zero_dp_strategy=strategy, nccl_ub=registered, fsdp_double_buffer=True)
-        model = MegatronFSDP(Model(12), index, fsdp_unit_modules=[Block], device="cpu", config=config)
-        found = []
-        for _ in range(3):
-            model(torch.ones(2, 12) * (1 + dist.get_rank())).sum().backward()
-            found += [local_shard(param.main.grad).clone() for param in model.engine.params()]
-            model.zero_grad_buffer()
-    return found
-
-
-def _same_gradients(strategy: str) -> None:
-    for found, expected in zip(_gradients(strategy, True), _gradients(strategy, False), strict=True):
-        assert torch.equal(found, expected)
-
-
-@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
-def test_moving_the_buffers_changes_no_bit(ranks: RankPool, strategy: str) -> None:
-    ranks.run(4, _same_gradients, strategy)
 
 
 def _unequal_experts() -> tuple[list[Event], bool]:

@@ -1,6 +1,5 @@
 """Main weights, reduced gradients and optimizer state in host memory: equal training, compute on the device."""
 
-import copy
 from collections.abc import Callable
 from unittest.mock import patch
 
@@ -18,25 +17,15 @@ from tests.models import (
     OPTIMIZERS,
     STRATEGIES,
     Block,
+    Pair,
     TinyModel,
     adamw,
     assert_same_training,
-    assert_same_weights,
     batches,
     device,
     loss_of,
 )
 from tests.ranks import RankPool
-
-
-def _train(strategy: str) -> None:
-    data = batches(steps=3, per_step=2 * dist.get_world_size())
-    assert_same_training(TinyModel(), data, adamw, zero_dp_strategy=strategy, offload_optimizer=True)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_trains_as_unsharded(ranks: RankPool, strategy: str) -> None:
-    ranks.run(2, _train, strategy)
 
 
 def _where(strategy: str) -> None:
@@ -145,25 +134,16 @@ def test_the_first_units_are_gathered_during_the_step(ranks: RankPool, strategy:
 
 def _changed_after_the_step(strategy: str) -> None:
     """As a clamp, or an average of weights, does."""
-    model = TinyModel().to(device())
-    reference = copy.deepcopy(model)
-    reference_optimizer = adamw(reference.parameters())
-    sharded, optimizer = fully_shard(
-        model,
-        adamw(model.parameters()),
-        fsdp_unit_modules=[Block],
-        zero_dp_strategy=strategy,
-        offload_optimizer=True,
-    )
+    pair = Pair(TinyModel(), zero_dp_strategy=strategy, offload_optimizer=True)
     for tokens in batches(steps=4, per_step=1)[:, 0]:
-        for each, each_optimizer in ((sharded, optimizer), (reference, reference_optimizer)):
+        for each, each_optimizer in pair.sides:
             loss_of(each, tokens).backward()
             each_optimizer.step()
             each_optimizer.zero_grad()
             with torch.no_grad():
                 for parameter in each.parameters():
                     parameter.clamp_(-0.05, 0.05)
-    assert_same_weights(sharded, reference)
+    pair.assert_same_weights()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

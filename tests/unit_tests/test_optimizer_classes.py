@@ -8,13 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 
 from megatron.fsdp import fsdp2
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
@@ -23,14 +17,16 @@ from megatron_fsdp import fully_shard, fully_shard_model, fully_shard_optimizer,
 from tests.models import (
     STRATEGIES,
     Block,
+    Pair,
     TinyModel,
     adamw,
     assert_same_training,
-    assert_same_weights,
     batches,
     device,
+    load_from,
     loss_of,
     main_weights,
+    save_to,
 )
 from tests.ranks import RankPool
 
@@ -153,13 +149,6 @@ def test_classes_of_other_packages_are_known_by_name(name: str, kind: str | None
     assert looks_at(made([nn.Parameter(torch.ones(2))], {})) == kind
 
 
-def test_register_optimizer_checks_its_arguments() -> None:
-    with pytest.raises(ValueError, match="expected looks_at to be one of .*; got 'row'"):
-        register_optimizer(Lion, "row")
-    with pytest.raises(ValueError, match="expected a subclass of torch.optim.Optimizer; got <class 'torch.nn"):
-        register_optimizer(nn.Linear, "element")  # type: ignore[arg-type]
-
-
 def _hybrid(parameters: Any) -> torch.optim.Optimizer:
     name = "megatron.core.optimizer.cpu_offloading.hybrid_optimizer"
     return type("HybridDeviceOptimizer", (torch.optim.Optimizer,), {"__module__": name})(parameters, {})
@@ -220,25 +209,6 @@ WHOLE: dict[str, Make] = {
     "Blockwise": lambda p: Blockwise(p, lr=0.3),
 }
 MATRICES: dict[str, Make] = {"Muon": lambda p: torch.optim.Muon([q for q in p if q.dim() == 2], lr=0.05)}
-
-
-def _divided(name: str, granularity: str) -> None:
-    make = {**WHOLE, **MATRICES}[name]
-    kind = "matrices" if name in MATRICES else "parameters"
-    remedy = "tensor" if name in MATRICES else "parameter"
-    model = TinyModel()
-    optimizer = make(model.parameters())
-    sharded = fully_shard_model(model, fsdp_unit_modules=[Block], shard_granularity=granularity)
-    message = rf"{name} looks at whole {kind}, .*embedding.weight.*shard_granularity='{remedy}'"
-    with pytest.raises(ValueError, match=message.replace(".*embedding.weight", "")):
-        fully_shard_optimizer(optimizer)
-    assert sharded.module is model
-
-
-@pytest.mark.parametrize("name", [*WHOLE, *MATRICES])
-@pytest.mark.parametrize("granularity", ["row", "element"])
-def test_divided_parameters_raise_if_they_must_be_whole(ranks: RankPool, name: str, granularity: str) -> None:
-    ranks.run(4, _divided, name, granularity)
 
 
 def _vectors_are_parameters() -> None:
@@ -319,23 +289,11 @@ def test_fsdp2_raises_for_divided_matrices(ranks: RankPool) -> None:
 
 def _states_are_complete(name: str, strategy: str) -> None:
     """Every rank's state dict contains the same information as that of the unsharded optimizer."""
-    torch.manual_seed(3)
-    model = TinyModel().to(device())
-    reference = copy.deepcopy(model)
-    sharded, optimizer = fully_shard(
-        model,
-        WHOLE[name](model.parameters()),
-        fsdp_unit_modules=[Block],
-        zero_dp_strategy=strategy,
-        shard_granularity="parameter",
-    )
-    expected = WHOLE[name](reference.parameters())
-    for (tokens,) in batches(steps=2, per_step=1):
-        for each, each_optimizer in ((sharded, optimizer), (reference, expected)):
-            loss_of(each, tokens).backward()
-            each_optimizer.step()
-            each_optimizer.zero_grad()
-    found, wanted = optimizer.state_dict()["state"], expected.state_dict()["state"]
+    pair = Pair(TinyModel(), WHOLE[name], zero_dp_strategy=strategy, shard_granularity="parameter")
+    for tokens in batches(steps=2, per_step=1):
+        pair.backward(tokens.expand(dist.get_world_size(), -1, -1))
+        pair.update()
+    found, wanted = (optimizer.state_dict()["state"] for _, optimizer in pair.sides)
     assert found.keys() == wanted.keys()
     for number, state in wanted.items():
         assert found[number].keys() == state.keys()
@@ -350,37 +308,6 @@ def _states_are_complete(name: str, strategy: str) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_state_dict_equals_that_of_the_unsharded_optimizer(ranks: RankPool, name: str, strategy: str) -> None:
     ranks.run(4, _states_are_complete, name, strategy)
-
-
-def _whole_states(name: str) -> None:
-    """torch's functions gather the whole state of an optimizer, and load it into another."""
-    torch.manual_seed(3)
-    reference = TinyModel().to(device())
-    expected = WHOLE[name](reference.parameters())
-    model, optimizer = _start(name)
-    for each, each_optimizer in ((model, optimizer), (reference, expected)):
-        _step(each, each_optimizer, 0)
-    options = StateDictOptions(full_state_dict=True)
-    found = get_optimizer_state_dict(model.module, optimizer, options=options)
-    wanted = get_optimizer_state_dict(reference, expected)
-    assert found["state"].keys() == wanted["state"].keys()
-    for parameter, state in wanted["state"].items():
-        assert found["state"][parameter].keys() == state.keys()
-        for key, value in state.items():
-            torch.testing.assert_close(found["state"][parameter][key].float(), value.float(), rtol=1e-3, atol=1.1)
-    other, other_optimizer = _start(name)
-    other.load_state_dict(model.state_dict())
-    # As in torch, an optimizer keeps using the tensors that it is given.
-    set_optimizer_state_dict(other.module, other_optimizer, copy.deepcopy(found), options=options)
-    for each, each_optimizer in ((model, optimizer), (other, other_optimizer)):
-        _step(each, each_optimizer, 1)
-    weights = main_weights(other)
-    assert all(torch.equal(value, weights[key]) for key, value in main_weights(model).items())
-
-
-@pytest.mark.parametrize("name", ["Adafactor", "Blockwise"])
-def test_whole_state_is_gathered_and_loaded(ranks: RankPool, name: str) -> None:
-    ranks.run(4, _whole_states, name)
 
 
 def _start(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -399,7 +326,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> No
 def _save(name: str, folder: str) -> dict[str, torch.Tensor]:
     model, optimizer = _start(name)
     _step(model, optimizer, 0)
-    dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=folder)
+    save_to(folder, model, optimizer)
     _step(model, optimizer, 1)
     return main_weights(model)
 
@@ -407,10 +334,7 @@ def _save(name: str, folder: str) -> dict[str, torch.Tensor]:
 def _resume(name: str, folder: str) -> dict[str, torch.Tensor]:
     model, optimizer = _start(name)
     _step(model, optimizer, 7)
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    dcp.load(state, checkpoint_id=folder)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
+    load_from(folder, model, optimizer)
     _step(model, optimizer, 1)
     # State that a rank has loaded for another rank's parameters is out of date, so all ranks return the owner's.
     plain = [
@@ -456,25 +380,3 @@ def _never_attached(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_optimizers_are_attached_at_their_first_step(ranks: RankPool, strategy: str) -> None:
     ranks.run(2, _never_attached, strategy)
-
-
-def _of_main_weights(strategy: str) -> None:
-    """An optimizer of the sharded model's parameters trains it, whether it was attached or not."""
-    torch.manual_seed(3)
-    model = TinyModel().to(device())
-    reference = copy.deepcopy(model)
-    sharded = fully_shard_model(model, fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
-    optimizer, expected = adamw(sharded.parameters()), adamw(reference.parameters())
-    for (tokens,) in batches(steps=3, per_step=1):
-        for each, each_optimizer in ((sharded, optimizer), (reference, expected)):
-            loss = loss_of(each, tokens)
-            loss.backward()
-            each_optimizer.step()
-            each_optimizer.zero_grad()
-    torch.testing.assert_close(loss_of(sharded, tokens), loss_of(reference, tokens), rtol=1e-5, atol=1e-5)
-    assert_same_weights(sharded, reference)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_optimizer_of_main_weights_that_was_not_attached(ranks: RankPool, strategy: str) -> None:
-    ranks.run(2, _of_main_weights, strategy)

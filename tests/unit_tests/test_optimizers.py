@@ -8,95 +8,38 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp import fully_shard, fully_shard_model, fully_shard_optimizer, register_optimizer
+from megatron_fsdp import fully_shard, register_optimizer
 from tests.models import (
-    OPTIMIZERS,
     STRATEGIES,
     Block,
+    Pair,
     TinyModel,
-    assert_same_training,
+    assert_same_weights,
     batches,
     device,
+    load_from,
     loss_of,
     main_weights,
+    save_to,
 )
 from tests.ranks import RankPool
 
 
-def _train(name: str, strategy: str) -> None:
-    # Elements whose gradient is almost zero: optimizers that divide by it turn a rounding error into a step.
-    tolerance = 2e-4
-    data = batches(steps=4, per_step=dist.get_world_size())
-    assert_same_training(TinyModel(), data, OPTIMIZERS[name], zero_dp_strategy=strategy, tolerance=tolerance)
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizer(ranks: RankPool, name: str) -> None:
-    ranks.run(3, _train, name, "optim_grads_params")
-
-
 def _first_step(strategy: str) -> None:
     """The first update is that of the unsharded optimizer: no step is taken to create state."""
-    torch.manual_seed(3)
-    model = TinyModel().to(device())
-    reference = copy.deepcopy(model)
-    sharded, optimizer = fully_shard(
-        model,
-        torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.5),
-        fsdp_unit_modules=[Block],
-        zero_dp_strategy=strategy,
-    )
-    assert not optimizer.state
-    tokens = batches(1, 1)[0, 0]
-    loss_of(sharded, tokens).backward()
-    optimizer.step()
-    reference_optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2, weight_decay=0.5)
-    loss_of(reference, tokens).backward()
-    reference_optimizer.step()
-    weights = main_weights(sharded)
-    for name, parameter in reference.named_parameters():
-        torch.testing.assert_close(weights[name], parameter.detach().cpu(), rtol=1e-5, atol=1e-6)
-    assert {float(state["step"]) for state in optimizer.state.values()} == {1.0}
+    pair = Pair(TinyModel(), lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.5), zero_dp_strategy=strategy)
+    assert not pair.optimizer.state
+    pair.backward(batches(1, 1)[0].expand(dist.get_world_size(), -1, -1))
+    pair.update()
+    pair.assert_same_weights(1e-5)
+    assert {float(state["step"]) for state in pair.optimizer.state.values()} == {1.0}
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_first_step_equals_the_unsharded_optimizers(ranks: RankPool, strategy: str) -> None:
     ranks.run(3, _first_step, strategy)
-
-
-def _groups_keep_their_options() -> None:
-    model = TinyModel().to(device())
-    vectors = [p for p in model.parameters() if p.dim() < 2]
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    reference = copy.deepcopy(model)
-    own = [p for p in reference.parameters() if p.dim() < 2], [p for p in reference.parameters() if p.dim() >= 2]
-    options = {"weight_decay": 0.0, "lr": 0.02}, {"weight_decay": 0.3}
-    optimizer = torch.optim.AdamW([{"params": vectors, **options[0]}, {"params": matrices, **options[1]}], lr=0.01)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-    expected = torch.optim.AdamW([{"params": own[0], **options[0]}, {"params": own[1], **options[1]}], lr=0.01)
-    expected_scheduler = torch.optim.lr_scheduler.StepLR(expected, step_size=1, gamma=0.5)
-
-    sharded = fully_shard_model(model, fsdp_unit_modules=[Block])
-    assert fully_shard_optimizer(optimizer) is optimizer
-    assert [len(g["params"]) for g in optimizer.param_groups] == [len(vectors), len(matrices)]
-    assert all(isinstance(p, DTensor) for g in optimizer.param_groups for p in g["params"])
-    for tokens in batches(3, 1)[:, 0]:
-        loss_of(sharded, tokens).backward()
-        loss_of(reference, tokens).backward()
-        for each in (optimizer, expected, scheduler, expected_scheduler):
-            each.step()
-        optimizer.zero_grad()
-        expected.zero_grad()
-    weights = main_weights(sharded)
-    for name, parameter in reference.named_parameters():
-        torch.testing.assert_close(weights[name], parameter.detach().cpu(), rtol=2e-5, atol=2e-5)
-
-
-def test_parameter_groups_and_schedulers(ranks: RankPool) -> None:
-    ranks.run(2, _groups_keep_their_options)
 
 
 def _closure() -> None:
@@ -116,9 +59,7 @@ def _closure() -> None:
         got = optimizer.step(lambda data=tokens: closure(sharded, optimizer, data))
         want = expected.step(lambda data=tokens: closure(reference, expected, data))
         torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
-    weights = main_weights(sharded)
-    for name, parameter in reference.named_parameters():
-        torch.testing.assert_close(weights[name], parameter.detach().cpu(), rtol=2e-5, atol=2e-5)
+    assert_same_weights(sharded, reference)
 
     def fails() -> torch.Tensor:
         raise KeyboardInterrupt
@@ -192,15 +133,11 @@ def _count_is_an_int(folder: Path) -> None:
     for loads in (False, True):
         whole = TinyModel()
         model, optimizer = fully_shard(whole, Counting(whole.parameters()), fsdp_unit_modules=[Block])
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         if loads:
-            dcp.load(state, checkpoint_id=folder)
-            model.load_state_dict(state["model"])
-            optimizer.load_state_dict(state["optimizer"])
+            load_from(folder, model, optimizer)
         for number, tokens in list(enumerate(batches(3, 1)[:, 0]))[2 * loads :]:
             if number == 2 and not loads:
-                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-                dcp.save(state, checkpoint_id=folder)
+                save_to(folder, model, optimizer)
             loss_of(model, tokens).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -229,34 +166,8 @@ def _state_from_before() -> None:
     loss_of(reference, second).backward()
     optimizer.step()
     expected.step()
-    weights = main_weights(sharded)
-    for name, parameter in reference.named_parameters():
-        torch.testing.assert_close(weights[name], parameter.detach().cpu(), rtol=1e-5, atol=1e-6)
+    assert_same_weights(sharded, reference, 5e-6)
 
 
 def test_state_of_the_whole_model_is_sharded_along(ranks: RankPool) -> None:
     ranks.run(3, _state_from_before)
-
-
-def _optimizer_of_the_sharded_model() -> None:
-    model = TinyModel().to(device())
-    reference = copy.deepcopy(model)
-    sharded = fully_shard_model(model, fsdp_unit_modules=[Block])
-    optimizer = fully_shard_optimizer(torch.optim.SGD(sharded.parameters(), lr=0.1))
-    expected = torch.optim.SGD(reference.parameters(), lr=0.1)
-    tokens = batches(1, 1)[0, 0]
-    for each, each_optimizer in ((sharded, optimizer), (reference, expected)):
-        loss_of(each, tokens).backward()
-        norm = torch.nn.utils.clip_grad_norm_(each.parameters(), max_norm=0.01)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        each_optimizer.step()
-        if each is sharded:
-            sharded_norm = norm
-    torch.testing.assert_close(sharded_norm, norm)
-    weights = main_weights(sharded)
-    for name, parameter in reference.named_parameters():
-        torch.testing.assert_close(weights[name], parameter.detach().cpu(), rtol=1e-6, atol=1e-7)
-
-
-def test_optimizer_of_the_sharded_models_parameters_and_clipping(ranks: RankPool) -> None:
-    ranks.run(3, _optimizer_of_the_sharded_model)

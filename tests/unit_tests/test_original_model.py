@@ -288,23 +288,6 @@ def test_zero_grad_drops_gradients_that_are_not_synchronized(ranks: RankPool) ->
     ranks.run(2, _zero_grad)
 
 
-def _two_optimizers() -> None:
-    model = fully_shard_model(TinyModel().to(device()), fsdp_unit_modules=[Block])
-    parameters = list(model.parameters())
-    first, second = (fully_shard_optimizer(adamw(half)) for half in (parameters[:3], parameters[3:]))
-    loss_of(model, batches(1, 1)[0, 0]).backward()
-    before = main_weights(model)
-    for optimizer in (first, second):
-        optimizer.step()
-        optimizer.zero_grad()
-    assert all(not torch.equal(weight, before[name]) for name, weight in main_weights(model).items())
-    assert all(parameter.grad is None for parameter in parameters)
-
-
-def test_an_optimizer_keeps_the_gradients_of_another(ranks: RankPool) -> None:
-    ranks.run(1, _two_optimizers)
-
-
 def _hybrid() -> tuple[int, int]:
     mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("outer", "inner"))
     index = FSDPDistributedIndex(mesh, "inner", "outer", hsdp_outer_dp_shard=True)

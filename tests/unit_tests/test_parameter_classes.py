@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map
 
 from megatron.fsdp import fsdp2
-from megatron_fsdp import fully_shard, fully_shard_model
+from megatron_fsdp import fully_shard
 from tests.models import DEVICE, STRATEGIES, Block, TinyModel, adamw, assert_same_training, batches, sgd
 from tests.ranks import RankPool
 
@@ -124,20 +124,6 @@ def _raises(kind: str) -> None:
 @pytest.mark.parametrize("kind", REFUSED)
 def test_classes_that_store_values_differently_raise(ranks: RankPool, kind: str) -> None:
     ranks.run(1, _raises, kind)
-
-
-def _without_shape() -> None:
-    model = nn.Sequential(nn.LazyLinear(3))
-    with pytest.raises(ValueError, match=r"Parameter 0.weight is a .*UninitializedParameter.*Run the model once"):
-        fully_shard_model(model)
-    sparse = nn.Linear(4, 4, bias=False)
-    sparse.weight = nn.Parameter(torch.eye(4).to_sparse())
-    with pytest.raises(NotImplementedError, match="Parameter weight has the layout torch.sparse_coo"):
-        fully_shard_model(sparse)
-
-
-def test_parameters_without_shape_or_strides_raise(ranks: RankPool) -> None:
-    ranks.run(1, _without_shape)
 
 
 class Labelled(TinyModel):

@@ -20,17 +20,6 @@ def test_none_means_the_compute_dtype_and_grad_comm_follows_main_grads() -> None
     assert policy.resolve(bf16, "w") == Dtypes(bf16, bf16, fp32, fp32)
 
 
-@pytest.mark.parametrize("field", ["main_params_dtype", "main_grads_dtype", "grad_comm_dtype"])
-def test_integer_dtype_raises_with_the_field(field: str) -> None:
-    with pytest.raises(ValueError, match=rf"{field}: expected None or one of .*got torch.int32"):
-        MixedPrecisionPolicy(**{field: torch.int32})
-
-
-def test_two_16_bit_formats_for_gradients_raise() -> None:
-    with pytest.raises(ValueError, match="Mismatched dtypes: main_grads_dtype is torch.bfloat16"):
-        MixedPrecisionPolicy(main_grads_dtype=torch.bfloat16, grad_comm_dtype=torch.float16)
-
-
 def test_main_weights_narrower_than_the_model_warn(caplog: pytest.LogCaptureFixture) -> None:
     precision.warn_about_rounding.cache_clear()
     bf16, fp32 = torch.bfloat16, torch.float32
@@ -48,8 +37,3 @@ def test_main_weights_narrower_than_the_model_warn(caplog: pytest.LogCaptureFixt
 def test_16_bit_format_that_differs_from_the_models_raises(field: str) -> None:
     with pytest.raises(ValueError, match="Mismatched dtypes"):
         MixedPrecisionPolicy(**{field: torch.float16}).resolve(torch.bfloat16, "w")
-
-
-def test_integer_parameter_raises_with_its_name() -> None:
-    with pytest.raises(ValueError, match=r"Parameter table: expected one of the dtypes .*got torch.int64"):
-        MixedPrecisionPolicy().resolve(torch.int64, "table")

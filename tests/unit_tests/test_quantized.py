@@ -21,24 +21,19 @@ from megatron.fsdp.buffers.parameter import TENSOR_PARALLEL
 from megatron.fsdp.checkpoint.backend import Writer
 from megatron.fsdp.checkpoint.loading import load
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
-from megatron.fsdp.quantized.storage import Direction
 from megatron.fsdp.state.consistency import inconsistent_weights
-from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard, fully_shard_model
+from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from tests.exchanges import seen
-from tests.models import DEVICE, STRATEGIES, Block, TinyModel, batches, loss_of
+from tests.models import DEVICE, STRATEGIES, Block, TinyModel, batches, load_from, loss_of, save_to
 from tests.quantized_models import (
     ALL_FORMATS,
-    FORMATS,
-    IN_BLOCKS,
     KINDS,
     OF_TORCHAO,
     Reference,
-    arguments,
     exact,
     quantized_model,
     ranks_of,
     recompute,
-    shard_in_place,
     sharded_model,
     train,
 )
@@ -47,59 +42,6 @@ from tests.ranks import RankPool
 STEPS = 20
 
 # Quantizing -------------------------------------------------------------------------------------------------------
-
-# More ranks than rows or blocks of some weights, so that shards are empty.
-SHAPES = [(333, 97), (7, 5, 3), (129, 130), (1,), (5,), (0, 4), (1, 300), (2, 2)]
-SHAPES_OF_BLOCKS = [(64, 96), (32, 32), (160, 32), (96, 64), (32, 160), (0, 32)]
-
-
-def _values(shapes: list[tuple[int, ...]]) -> list[torch.Tensor]:
-    torch.manual_seed(7)
-    values = [torch.randn(shape) for shape in shapes]
-    values[0][40] *= 100  # the largest value is on one rank only
-    values[1] *= 1e-42  # its scale would be infinite
-    values[2][::3] = 0
-    values[-1].zero_()
-    return values
-
-
-def _quantizes(format: str, kind: str) -> None:
-    model = nn.Module()
-    shapes = SHAPES_OF_BLOCKS if format in IN_BLOCKS else SHAPES
-    for i, value in enumerate(_values(shapes)):
-        model.register_parameter(f"w{i}", nn.Parameter(FORMATS[format](value, keep_initial=True)))
-
-    def forward(direction: Direction) -> list[Any]:
-        weights: list[Any] = list(model.parameters())
-        for weight in weights:
-            weight.stored_as.before_use([weight], direction)
-        read = [
-            [
-                plane.clone()
-                for plane, of in zip(w.planes, w.stored_as.planes, strict=True)
-                if direction in of.directions
-            ]
-            for w in weights
-        ]
-        return [(bytes, w.dequantize(direction).clone()) for bytes, w in zip(read, weights, strict=True)]
-
-    model.forward = forward
-    expected = forward(Direction.FORWARD)
-    found = fully_shard_model(model, fsdp_unit_modules=[], **arguments(kind))(Direction.FORWARD)
-    for shape, (bytes, value), (bytes_of_whole, whole) in zip(shapes, found, expected, strict=True):
-        assert all(torch.equal(*pair) for pair in zip(bytes, bytes_of_whole, strict=True)), shape
-        assert torch.equal(value, whole), shape
-
-
-# test_quantized_formats.py compares the bytes with their definition, for every number of ranks.
-@pytest.mark.parametrize("format", FORMATS)
-def test_shards_are_quantized_like_the_whole(ranks: RankPool, format: str) -> None:
-    ranks.run(3, _quantizes, format, "optim_grads_params")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_strategy_quantizes_like_the_whole(ranks: RankPool, kind: str) -> None:
-    ranks.run(4, _quantizes, "tensor", kind)
 
 
 # Training ---------------------------------------------------------------------------------------------------------
@@ -261,43 +203,6 @@ def test_from_the_meta_device(ranks: RankPool, format: str) -> None:
     ranks.run(2, _from_meta, format, "optim" if format == "tensor" else "optim_grads_params")
 
 
-def _in_place(format: str) -> None:
-    data = batches(6, 2)
-    expected = _expected(quantized_model(format), data)
-    model = shard_in_place(quantized_model(format))
-    assert train(model, exact(model.parameters()), data) == expected
-
-
-@pytest.mark.parametrize("format", ["tensor", *OF_TORCHAO])
-def test_shards_in_place(ranks: RankPool, format: str) -> None:
-    ranks.run(2, _in_place, format)
-
-
-def _freezes(format: str) -> None:
-    models = [quantized_model(format), quantized_model(format)]
-    for model in models:
-        model.blocks[1].requires_grad_(False)
-        model.blocks[2].up.weight.requires_grad_(False)
-    data = batches(6, 1)
-    reference = Reference(models[0])
-    reference.params = [p for p in reference.params if p.requires_grad]
-    trained = {id(p) for p in reference.params}
-    reference.main = [m for m, p in zip(reference.main, models[0].parameters(), strict=True) if id(p) in trained]
-    reference.optimizer = exact(reference.main)
-    expected = [reference.step(step)[0] for step in data]
-    model = models[1]
-    model, optimizer = fully_shard(
-        model, exact([p for p in model.parameters() if p.requires_grad]), fsdp_unit_modules=[Block]
-    )
-    both = torch.cat([data, data], dim=1)
-    assert train(model, optimizer, both) == expected
-
-
-@pytest.mark.parametrize("format", ["tensor", *OF_TORCHAO])
-def test_frozen_weights(ranks: RankPool, format: str) -> None:
-    ranks.run(2, _freezes, format)
-
-
 # When and how much ------------------------------------------------------------------------------------------------
 
 
@@ -427,26 +332,6 @@ def _loads(kind: str) -> None:
         assert inconsistent_weights(model.engine) == []
 
 
-def _changes(kind: str, quantized: bool) -> None:
-    """In-place changes of main weights, as a swap with averages makes, reach the next forward."""
-    policy = MixedPrecisionPolicy(main_grads_dtype=torch.float32)
-    plain = quantized_model(dtype=torch.bfloat16) if quantized else TinyModel().bfloat16()
-    model, optimizer = sharded_model(kind, plain, mixed_precision_policy=policy)
-    data = batches(3, dist.get_world_size())
-    first = [value.clone() for value in model.parameters()]
-    losses = train(model, optimizer, data)
-    with torch.no_grad():
-        for parameter, value in zip(model.parameters(), first, strict=True):
-            parameter.copy_(value)
-    assert loss_of(model, data[0, dist.get_rank()]).item() == losses[0] != losses[1]
-
-
-@pytest.mark.parametrize("quantized", [True, False])
-@pytest.mark.parametrize("kind", ["optim", "optim_grads_params"])
-def test_changed_weights_are_copied_again(ranks: RankPool, kind: str, quantized: bool) -> None:
-    ranks.run(2, _changes, kind, quantized)
-
-
 @pytest.mark.parametrize("kind", STRATEGIES)
 def test_loaded_weights_are_quantized(ranks: RankPool, kind: str) -> None:
     ranks.run(2, _loads, kind)
@@ -474,14 +359,10 @@ def _data() -> torch.Tensor:
     return batches(6, 1).expand(-1, dist.get_world_size(), -1, -1)
 
 
-def _state(model: MegatronFSDP, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-
-
 def _save(folder: str, format: str) -> list[float]:
     model, optimizer = sharded_model("optim_grads_params", quantized_model(format))
     train(model, optimizer, _data()[:3])
-    dcp.save(_state(model, optimizer), checkpoint_id=folder)
+    save_to(folder, model, optimizer)
     if format != "delayed":
         return train(model, optimizer, _data()[3:])
     # Delayed scaling starts anew with the loaded weights. No other format has more to lose than main weights.
@@ -497,10 +378,7 @@ def _resume(folder: str, kind: str, format: str) -> list[float]:
     model, optimizer = sharded_model(kind, quantized_model(format, keep_initial=False))
     if format != "delayed":
         train(model, optimizer, _data()[4:5])
-    state = _state(model, optimizer)
-    dcp.load(state, checkpoint_id=folder)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
+    load_from(folder, model, optimizer)
     return train(model, optimizer, _data()[3:])
 
 

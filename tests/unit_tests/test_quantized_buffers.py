@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 
 from megatron.fsdp.buffers.pool import Buffer
-from megatron.fsdp.state.consistency import inconsistent_weights
 from megatron_fsdp import FSDPConfig, MegatronFSDP
 from tests.models import Block, batches, loss_of
 from tests.nccl_recorder import Event, Recorder, assert_alike
@@ -84,23 +83,3 @@ def test_all_ranks_gather_into_the_same_windows(ranks: RankPool, format: str, ki
         gathers = [event for event in events[windows[-1] :] if event.what == "all_gather"]
         if kind == "optim_grads_params":
             assert gathers and all(event.details[0] is not None for event in gathers)
-
-
-def _compares(format: str, kind: str) -> None:
-    """A comparison in the middle of training finds nothing, and does not change it."""
-    results = []
-    for compares in (False, True):
-        model, optimizer = sharded_model(kind, quantized_model(format))
-        losses = []
-        for step in batches(8, dist.get_world_size()):
-            losses += train(model, optimizer, step[None])
-            if compares:
-                assert inconsistent_weights(model.engine) == []
-        results.append(losses)
-    assert results[0] == results[1]
-
-
-@pytest.mark.parametrize("kind", ["no_shard", "optim", "optim_grads_params"])
-@pytest.mark.parametrize("format", all_but_slow(FORMATS, "mx"))
-def test_a_comparison_of_weights_changes_nothing(ranks: RankPool, format: str, kind: str) -> None:
-    ranks.run(2, _compares, format, kind)

@@ -154,13 +154,6 @@ def test_bytes_are_those_of_the_definition(name: str) -> None:
     _check(name, value.view(_shapes(name)[0]))
 
 
-def test_blocks_of_128() -> None:
-    for block in ((128, 128), (1, 128)):
-        made, (planes, decoded) = Float8Tensor.quantize(v := _values((256, 384)), block), _float8_blocks(v, block)
-        assert [torch.equal(*pair) for pair in zip(made.planes, planes, strict=True)] == [True, True]
-        assert torch.equal(made.dequantize(), decoded[0])
-
-
 def test_powers_of_2_are_exact_in_mx() -> None:
     """A largest value of 448 x 2^n needs the scale 2^n, and the next number above it the scale 2^(n + 1)."""
     for exponent in (-100, -3, 0, 5):
@@ -382,13 +375,6 @@ def test_history_starts_anew_when_bound() -> None:
     assert made.state["history"].tolist() == [1.0, 0.0, 0.0]
 
 
-def test_weights_of_zeros_have_no_history() -> None:
-    made: Any = Float8Tensor.quantize(torch.zeros(4, 4), history=2)
-    storage: Any = storage_of(made)
-    storage.quantize([WeightShard(made, torch.ones(16), 0, made.planes)], lambda values: None)
-    assert torch.equal(made.dequantize(), torch.ones(4, 4))
-
-
 # Products ---------------------------------------------------------------------------------------------------------
 
 
@@ -504,53 +490,6 @@ def test_appears_as_its_dtype(name: str) -> None:
 
 
 # Bytes and devices ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "forward", "backward"),
-    [
-        ("tensor", 0.5, 0.5),
-        ("delayed", 0.5, 0.5),
-        ("128x128", 0.5, 0.5),
-        ("1x128", 0.516, 0.516),
-        ("mx", 0.516, 0.516),
-        ("nvfp4", 0.281, 0.281),
-    ],
-)
-def test_bytes_beside_bf16(name: str, forward: float, backward: float) -> None:
-    value = torch.ones(256, 384)
-    made: Any = FORMATS[name](value)
-    storage: Any = storage_of(made)
-    for direction, expected in ((Direction.FORWARD, forward), (Direction.BACKWARD, backward)):
-        read = [plane.nbytes for plane, p in zip(made.planes, storage.planes, strict=True) if direction in p.directions]
-        assert round(sum(read) / value.bfloat16().nbytes, 3) == expected
-    assert [plane.numel() for plane in made.planes] == [value.numel() // p.values_per_byte for p in storage.planes]
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_meta_tensors_are_bound_to_a_device(name: str) -> None:
-    meta = nn.Parameter(FORMATS[name](torch.empty(64, 32, device="meta"), dtype=torch.bfloat16), requires_grad=False)
-    assert meta.is_meta and not meta.requires_grad and meta.dequantize().is_meta
-    storage: Any = storage_of(meta)
-    assert storage is not None and storage.problem(meta, torch.device("cpu")) is None
-    planes = _empty_planes(storage, meta)
-    bound = storage.bind(meta, planes, meta.dtype)
-    assert isinstance(bound, nn.Parameter) and type(bound.data) is type(meta.data)
-    assert (bound.device.type, bound.dtype, bound.requires_grad) == ("cpu", torch.bfloat16, False)
-    value = _values((64, 32))
-    storage.quantize([WeightShard(bound, value.flatten(), 0, tuple(planes))], lambda values: None)
-    assert torch.equal(bound.dequantize(), FORMATS[name](value, dtype=torch.bfloat16).dequantize())
-    assert storage.bind(bound, planes, bound.dtype) is bound
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_initial_values(name: str) -> None:
-    value = _values((32, 32))
-    kept, dropped = (nn.Parameter(FORMATS[name](value, keep_initial=keep)) for keep in (True, False))
-    storage: Any = storage_of(kept)
-    assert torch.equal(storage.initial(kept), value) and type(storage.initial(kept)) is torch.Tensor
-    assert torch.equal(storage.initial(dropped), dropped.dequantize())
-    assert storage.bind(kept, _empty_planes(storage, kept), kept.dtype).initial is None
 
 
 # Errors -----------------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ import io
 import itertools
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,8 +22,8 @@ from megatron.fsdp.dtensor.placements import RaggedShard, SectionedShard
 from megatron.fsdp.dtensor.ragged_dtensor import RaggedDTensor, make_dtensor
 from megatron.fsdp.sharding.layout import ELEMENT, ROW, Layout, Slot
 from megatron.fsdp.sharding.packing import plan_layout
-from megatron_fsdp import fully_shard, uneven_dtensor
-from tests.models import Block, TinyModel, adamw, batches, device, loss_of
+from megatron_fsdp import uneven_dtensor
+from tests.models import device
 from tests.ranks import RankPool
 
 # Shapes and cuts: whole rows, a cut row, ranks without anything, a single owner.
@@ -275,26 +274,6 @@ def test_two_axes_and_tensor_parallelism(ranks: RankPool) -> None:
     ranks.run(4, _two_axes_and_tensor_parallel)
 
 
-def _hybrid_order() -> None:
-    """Shards over two axes are in the order of the flat buffer: outer neighbours are adjacent."""
-    mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("outer", "inner"))
-    outer, inner = mesh.get_coordinate()
-    whole = torch.arange(20.0, device=device()).view(10, 2)
-    cuts = (0, 2, 8, 14, 20)
-    number = inner * 2 + outer
-    placements = [RaggedShard(4, 0, cuts, 1), RaggedShard(4, 0, cuts, 2)]
-    ragged = make_dtensor(
-        whole.flatten()[cuts[number] : cuts[number + 1]].view(-1, 2).clone(), mesh, (10, 2), placements
-    )
-    _same(ragged, whole)
-    for drawn in (torch.zeros_like(ragged).normal_(),):
-        assert drawn.full_tensor().unique().numel() == 20
-
-
-def test_the_order_of_shards_over_two_axes(ranks: RankPool) -> None:
-    ranks.run(4, _hybrid_order)
-
-
 def _functions_of_the_original() -> None:
     for case in CASES:
         whole, ragged = _ragged(case)
@@ -328,38 +307,6 @@ def _functions_of_the_original() -> None:
 
 def test_functions_of_the_original(ranks: RankPool) -> None:
     ranks.run(3, _functions_of_the_original)
-
-
-def _averaged(folder: str) -> None:
-    """An exponential moving average of weights as users write it, saved and loaded, equals that without sharding."""
-    torch.manual_seed(3)
-    model = TinyModel().to(device())
-    reference = copy.deepcopy(model)
-    reference_optimizer = adamw(reference.parameters())
-    sharded, optimizer = fully_shard(model, adamw(model.parameters()), fsdp_unit_modules=[Block])
-    average = {key: value.clone() for key, value in sharded.state_dict().items()}
-    expected = {key: value.clone() for key, value in reference.state_dict().items()}
-    for step in batches(3, dist.get_world_size()):
-        for tokens in step:
-            (loss_of(reference, tokens) / len(step)).backward()
-        loss_of(sharded, step[dist.get_rank()]).backward()
-        for each in (optimizer, reference_optimizer):
-            each.step()
-            each.zero_grad()
-        with torch.no_grad():
-            for key, value in sharded.state_dict().items():
-                average[key].lerp_(value, 0.1)
-            for key, value in reference.state_dict().items():
-                expected[key] = expected[key] * 0.9 + value * 0.1
-    dcp.save(average, checkpoint_id=folder)
-    loaded = {f"module.{key}": torch.zeros_like(value) for key, value in expected.items()}
-    dcp.load(loaded, checkpoint_id=folder)
-    for key, value in expected.items():
-        torch.testing.assert_close(loaded[f"module.{key}"], value, rtol=2e-5, atol=2e-6)
-
-
-def test_averaged_weights(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(3, _averaged, str(tmp_path / "ema"))
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 7)), min_size=1, max_size=5), st.integers(1, 9))

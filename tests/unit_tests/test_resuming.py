@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from megatron.fsdp import fsdp2
-from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
+from megatron_fsdp import fully_shard, fully_shard_model
 from tests.models import OPTIMIZERS, STRATEGIES, Block, TinyModel, adamw, batches, device, loss_of, main_weights
 from tests.ranks import DEVICE, RankPool
 
@@ -103,11 +103,6 @@ def test_resumes_adam(ranks: RankPool, tmp_path: Path, kind: str, by_torch: bool
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_resumes_every_optimizer(ranks: RankPool, tmp_path: Path, name: str) -> None:
     _assert_resumes(ranks, tmp_path, "optim_grads_params", name, by_torch=False)
-
-
-@pytest.mark.parametrize("kind", ["no_shard", "optim_grads_params", "in place"])
-def test_resumes_momentum(ranks: RankPool, tmp_path: Path, kind: str) -> None:
-    _assert_resumes(ranks, tmp_path, kind, "SGD_momentum", by_torch=True)
 
 
 DELICATE: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -256,61 +251,6 @@ def _by_plain_names() -> None:
 
 def test_loading_by_the_models_own_names(ranks: RankPool) -> None:
     ranks.run(2, _by_plain_names)
-
-
-def _changed_structure(kind: str) -> None:
-    wrapper, optimizer = _model(kind, adamw, seed=3)
-    model = wrapper.module if isinstance(wrapper, MegatronFSDP) else wrapper
-    _train(wrapper, optimizer, 0, 1)
-    with pytest.raises(RuntimeError, match=r"norm\.weight is sharded|LayerNorm\.weight is sharded"):
-        model.norm.weight = nn.Parameter(torch.ones(13))
-    with pytest.raises(RuntimeError, match="new module 'adapter'"):
-        model.blocks[0].adapter = nn.Linear(2, 2)
-    with pytest.raises(RuntimeError, match="new parameter 'scale'"):
-        model.norm.scale = nn.Parameter(torch.ones(1))
-    model.blocks[0].activation = nn.GELU()
-    model.alias = model.norm
-    if kind != "in place":  # which copies the values all the same
-        with pytest.raises(RuntimeError, match="sharded"):
-            model.load_state_dict(TinyModel(tied=True).state_dict(), assign=True)
-    _train(wrapper, optimizer, 1, 2)
-    for copying in (copy.deepcopy, lambda m: m.__reduce_ex__(2)):
-        with pytest.raises(NotImplementedError, match=r"[Ll]oad|state"):
-            copying(wrapper)
-    assert wrapper.to(DEVICE) is wrapper and wrapper.float() is wrapper and wrapper.train() is wrapper
-    for change in (wrapper.bfloat16, wrapper.double, lambda: wrapper.to("meta")):
-        with pytest.raises(NotImplementedError, match="sharded"):
-            change()
-
-
-@pytest.mark.parametrize("kind", ["optim_grads_params", "in place"])
-def test_structural_changes_of_a_sharded_model_raise(ranks: RankPool, kind: str) -> None:
-    ranks.run(2, _changed_structure, kind)
-
-
-class WithConfig(TinyModel):
-    """A model with an attribute and a method, as models of frameworks have."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.config = {"width": 13}
-
-    def guess(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self(tokens).argmax(-1)
-
-
-def _attributes() -> None:
-    model = fully_shard_model(WithConfig().to(device()), fsdp_unit_modules=[Block])
-    assert model.config == {"width": 13}
-    tokens = batches(1, 1)[0, 0]
-    assert model.guess(tokens).shape == tokens.shape
-    with pytest.raises(AttributeError, match="nothing"):
-        _ = model.nothing
-    assert not hasattr(model, "save_pretrained")
-
-
-def test_attributes_of_the_model(ranks: RankPool) -> None:
-    ranks.run(2, _attributes)
 
 
 def _averaged_buffers() -> None:

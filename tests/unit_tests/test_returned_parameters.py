@@ -4,12 +4,10 @@ import dataclasses
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from megatron_fsdp import FSDPConfig, MegatronFSDP
-from tests.models import STRATEGIES, adamw, assert_same_training, batches, device
+from tests.models import device
 from tests.ranks import RankPool
 
 
@@ -19,38 +17,6 @@ class SkipsBias(nn.Linear):
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
         """Returns the product, the bias, and a view of the weight."""
         return {"product": nn.functional.linear(x, self.weight), "bias": self.bias, "gain": self.weight[0]}
-
-
-class Model(nn.Module):
-    """Uses the parameters that its layers have returned, including in a multiplication."""
-
-    def __init__(self, recompute: bool = False) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(32, 16)
-        self.layers = nn.ModuleList(SkipsBias(16, 16) for _ in range(3))
-        self.recompute = recompute
-
-    def _layer(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        out = layer(x)
-        return x + torch.tanh(out["product"] * out["gain"] + out["bias"])
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits of shape (batch, length, 32) of tokens of shape (batch, length)."""
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = checkpoint(self._layer, layer, x, use_reentrant=False) if self.recompute else self._layer(layer, x)
-        return x @ self.embedding.weight.t()
-
-
-def _train(strategy: str, recompute: bool) -> None:
-    data = batches(4, 2 * dist.get_world_size())
-    assert_same_training(Model(recompute), data, adamw, fsdp_unit_modules=[SkipsBias], zero_dp_strategy=strategy)
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_trains_as_unsharded(ranks: RankPool, strategy: str, recompute: bool) -> None:
-    ranks.run(2, _train, strategy, recompute)
 
 
 class Whole(SkipsBias):

@@ -492,14 +492,15 @@ def _closure(side: Side) -> torch.Tensor:
     return loss
 
 
-def _closures() -> None:
+def _without_sync(program: Program, settings: list[str], optimizer: Any = sgd) -> None:
+    """Gradients are not synchronized after each micro-batch."""
     for setting in SETTINGS.values():
         setting["sync_model_each_microbatch"] = False
-    _same(_closure, Model, ["optim", "optim_grads_params"])
+    _same(program, Model, settings, optimizer)
 
 
 def test_gradients_of_a_closure_are_synchronized(ranks: RankPool) -> None:
-    ranks.run(2, _closures)
+    ranks.run(2, _without_sync, _closure, ["optim", "optim_grads_params"])
 
 
 def _kept_dtensor() -> None:
@@ -531,14 +532,8 @@ def _zeros_of_waiting_gradients(side: Side) -> torch.Tensor:
     return loss
 
 
-def _without_sync() -> None:
-    for setting in SETTINGS.values():
-        setting["sync_model_each_microbatch"] = False
-    _same(_zeros_of_waiting_gradients, Model, ["optim_grads_params"], _momentum)
-
-
 def test_waiting_gradients_are_filled_with_zeros(ranks: RankPool) -> None:
-    ranks.run(2, _without_sync)
+    ranks.run(2, _without_sync, _zeros_of_waiting_gradients, ["optim_grads_params"], _momentum)
 
 
 def _a_unit_alone() -> None:

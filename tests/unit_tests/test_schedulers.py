@@ -1,6 +1,5 @@
 """Learning-rate schedulers, created before or after sharding, affect the step as without sharding."""
 
-import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +19,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from megatron_fsdp import fully_shard
-from tests.models import Block, TinyModel, assert_same_weights, batches, device, loss_of
+from tests.models import Block, Pair, TinyModel, batches, device, loss_of
 from tests.ranks import RankPool
 
 Optimizer = torch.optim.Optimizer
@@ -45,31 +44,28 @@ def _options(optimizer: Optimizer) -> list[tuple]:
 
 def _train(name: str, before: bool) -> None:
     make_optimizer, make_scheduler = SCHEDULERS[name]
-    torch.manual_seed(3)
-    model = TinyModel().to(device())
-    reference = copy.deepcopy(model)
-    optimizers = [make_optimizer(each.parameters()) for each in (model, reference)]
-    schedulers: list[LRScheduler] = [make_scheduler(optimizers[1])]
-    if before:
-        schedulers.append(make_scheduler(optimizers[0]))
-    sharded, optimizer = fully_shard(model, optimizers[0], fsdp_unit_modules=[Block])
+    schedulers: list[LRScheduler] = []
+
+    def make(parameters: Any) -> Optimizer:
+        optimizer = make_optimizer(parameters)
+        if before:
+            schedulers.append(make_scheduler(optimizer))
+        return optimizer
+
+    pair, changed = Pair(TinyModel(), make), False
+    optimizers = [optimizer for _, optimizer in pair.sides]
     if not before:
-        schedulers.append(make_scheduler(optimizer))
-    changed = False
+        schedulers += map(make_scheduler, optimizers)
     for step in batches(5, dist.get_world_size()):
-        for tokens in step:
-            (loss_of(reference, tokens) / len(step)).backward()
-        loss_of(sharded, step[dist.get_rank()]).backward()
-        options = _options(optimizer)
-        for each in optimizers:
-            each.step()
-            each.zero_grad()
+        pair.backward(step)
+        options = _options(optimizers[0])
+        pair.update()
         for scheduler in schedulers:
             scheduler.step(*([1.0] if isinstance(scheduler, ReduceLROnPlateau) else []))
-        assert _options(optimizer) == _options(optimizers[1])
-        changed |= _options(optimizer) != options
+        assert _options(optimizers[0]) == _options(optimizers[1])
+        changed |= _options(optimizers[0]) != options
     assert changed
-    assert_same_weights(sharded, reference)
+    pair.assert_same_weights()
 
 
 @pytest.mark.parametrize("before", [True, False])

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.amp import GradScaler
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -115,26 +114,6 @@ def _train(dp: int, strategy: str) -> None:
 @pytest.mark.parametrize("dp", [1, 2])
 def test_trains_as_unsharded(ranks: RankPool, dp: int, strategy: str) -> None:
     ranks.run(2 * dp, _train, dp, strategy)
-
-
-def _save(folder: str) -> dict[str, torch.Tensor]:
-    torch.manual_seed(4)
-    sharded, _ = _shard(Model(), _mesh(2), "optim_grads_params")
-    dcp.save({"model": sharded.state_dict()}, checkpoint_id=folder)
-    return _whole(sharded)
-
-
-def _load(folder: str) -> dict[str, torch.Tensor]:
-    whole = {f"module.{name}": torch.empty_like(value) for name, value in Model().state_dict().items()}
-    dcp.load({"model": whole}, checkpoint_id=folder)
-    return whole
-
-
-def test_checkpoint_has_the_whole_weights(ranks: RankPool, tmp_path: object) -> None:
-    expected = ranks.run(4, _save, str(tmp_path))[0]
-    found = ranks.run(1, _load, str(tmp_path))[0]
-    for name, value in expected.items():
-        assert torch.equal(found[f"module.{name}"], value), name
 
 
 def _placements() -> None:

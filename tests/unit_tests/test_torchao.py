@@ -6,19 +6,17 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp
 from torch import nn
 
 from megatron.fsdp.buffers.flat_buffer import storage_id
-from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard, fully_shard_model
-from tests.models import TinyModel, batches, device, loss_of
-from tests.quantized_models import Reference, arguments, exact, float8, quantized_model, sharded_model, train
+from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard_model
+from tests.models import TinyModel, batches, device, load_from, loss_of, save_to
+from tests.quantized_models import Reference, arguments, float8, quantized_model, sharded_model, train
 from tests.ranks import RankPool
 
 pytest.importorskip("torchao")
@@ -28,9 +26,6 @@ from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic  # n
 from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole  # noqa: E402
 from torchao.prototype.quantized_training import Int8MixedPrecisionTrainingConfig  # noqa: E402
 from torchao.quantization import quantize_  # noqa: E402
-
-STEPS = 20
-
 
 # Quantizing -------------------------------------------------------------------------------------------------------
 
@@ -125,41 +120,6 @@ def test_copies_of_a_model(ranks: RankPool) -> None:
     ranks.run(2, _copies)
 
 
-class Even(nn.Module):
-    """Layers whose rows two ranks divide evenly: FSDP2 cannot gather torchao's weights otherwise."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(16)
-        self.up = nn.Linear(16, 64)
-        self.down = nn.Linear(64, 16, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
-
-
-def _even() -> nn.Module:
-    torch.manual_seed(5)
-    model = TinyModel(width=16, depth=0, vocabulary=32)
-    model.blocks = nn.ModuleList(Even() for _ in range(3))
-    return float8(model.to(device()))
-
-
-def _like_fsdp2() -> None:
-    data = batches(STEPS, dist.get_world_size())
-    theirs = _even()
-    for block in theirs.blocks:
-        torch.distributed.fsdp.fully_shard(block)
-    torch.distributed.fsdp.fully_shard(theirs)
-    expected = train(theirs, exact(theirs.parameters()), data)
-    ours = _even()
-    assert train(*fully_shard(ours, exact(ours.parameters()), fsdp_unit_modules=[Even]), data) == expected
-
-
-def test_trains_as_fsdp2(ranks: RankPool) -> None:
-    ranks.run(2, _like_fsdp2)
-
-
 # Checkpoints ------------------------------------------------------------------------------------------------------
 
 
@@ -178,17 +138,6 @@ def test_releases_what_it_was_made_of(ranks: RankPool) -> None:
     ranks.run(2, _releases)
 
 
-def _state(model: MegatronFSDP, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-
-
-def _load(folder: str, model: MegatronFSDP, optimizer: torch.optim.Optimizer) -> None:
-    state = _state(model, optimizer)
-    dcp.load(state, checkpoint_id=folder)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-
-
 def _whole(model: MegatronFSDP) -> dict[str, torch.Tensor]:
     return {name: value.full_tensor() for name, value in model.state_dict().items()}
 
@@ -199,14 +148,14 @@ def _through_plain(folder: str) -> None:
     plain = sharded_model("optim_grads_params", TinyModel().bfloat16())
     train(*plain, batches(2, dist.get_world_size()))
     expected = _whole(plain[0])
-    dcp.save(_state(*plain), checkpoint_id=f"{folder}/plain")
+    save_to(f"{folder}/plain", *plain)
     converted = sharded_model("optim_grads_params", quantized_model("torchao", torch.bfloat16))
-    _load(f"{folder}/plain", *converted)
+    load_from(f"{folder}/plain", *converted)
     loss_of(converted[0], batches(1, 1)[0, 0])
-    dcp.save(_state(*converted), checkpoint_id=f"{folder}/float8")
+    save_to(f"{folder}/float8", *converted)
     torch.manual_seed(4)
     again = sharded_model("optim_grads_params", TinyModel().bfloat16())
-    _load(f"{folder}/float8", *again)
+    load_from(f"{folder}/float8", *again)
     for found in (_whole(converted[0]), _whole(again[0])):
         assert found.keys() == expected.keys()
         assert all(torch.equal(value, found[name]) and value.dtype == torch.float32 for name, value in expected.items())

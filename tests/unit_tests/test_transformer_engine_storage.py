@@ -17,7 +17,7 @@ from megatron.fsdp.quantized.storage import KEEP_TRANSPOSE, storage_of
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_model
 from tests import te_stand_ins as te
 from tests.models import batches, loss_of
-from tests.quantized_models import KINDS, arguments, exact
+from tests.quantized_models import KINDS, arguments, exact, mean, ranks_of, train
 from tests.ranks import DEVICE, RankPool
 from tests.slow import all_but_slow
 
@@ -33,10 +33,6 @@ FORMATS: dict[str, Callable[[], te.Quantizer]] = {
 }
 WIDTH, HIDDEN = 32, 288
 FP32 = MixedPrecisionPolicy(main_grads_dtype=torch.float32)
-
-
-def _ranks_of(kind: str) -> int:
-    return 4 if kind in ("hsdp", "hybrid") else 2
 
 
 def plug_in() -> Any:
@@ -155,19 +151,11 @@ class Reference:
         for i, main in enumerate(self.main):
             of_ranks = [[grad[i] for grad in of_rank] for of_rank in grads]
             if kind == "optim":
-                main.grad = _mean([sum(of_rank) for of_rank in of_ranks])
+                main.grad = mean([sum(of_rank) for of_rank in of_ranks])
             else:
-                main.grad = sum(_mean(list(of_micro_batch)) for of_micro_batch in zip(*of_ranks, strict=True))
+                main.grad = sum(mean(list(of_micro_batch)) for of_micro_batch in zip(*of_ranks, strict=True))
         self.optimizer.step()
         return losses
-
-
-def _mean(values: list[Any]) -> Any:
-    """The mean, summed first within pairs, as two axes of two ranks do."""
-    count = len(values)
-    while len(values) > 1:
-        values = [values[j] + values[j + 1] for j in range(0, len(values), 2)]
-    return values[0] / count
 
 
 def _expected(model: Model, data: torch.Tensor) -> list[float]:
@@ -181,17 +169,6 @@ def _sharded(kind: str, model: nn.Module, **more: Any) -> Any:
     )
 
 
-def _train(model: nn.Module, optimizer: torch.optim.Optimizer, data: torch.Tensor) -> list[float]:
-    losses = []
-    for step in data:
-        loss = loss_of(model, step[dist.get_rank()])
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
 # Training ---------------------------------------------------------------------------------------------------------
 
 
@@ -203,7 +180,7 @@ def _trains(kind: str, name: str, dtype: torch.dtype, preserve: bool, more: dict
     sharded, optimizer = _sharded(kind, Model(name, dtype, preserve), **more)
     quantized = [p.compute for p in sharded.engine.params() if isinstance(p.compute, te.QuantizedTensor)]
     assert len(quantized) == 6 and not any(hasattr(weight, "_high_precision_init_val") for weight in quantized)
-    assert _train(sharded, optimizer, data) == expected
+    assert train(sharded, optimizer, data) == expected
     assert expected[-1] < expected[0] - 0.1
     assert te.made_in_forward == []
     for weight in quantized:
@@ -214,7 +191,7 @@ def _trains(kind: str, name: str, dtype: torch.dtype, preserve: bool, more: dict
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", all_but_slow(FORMATS, "delayed", "MXFP8"))
 def test_trains_as_unsharded(ranks: RankPool, name: str, kind: str) -> None:
-    ranks.run(_ranks_of(kind), _trains, kind, name, torch.float32, True, {})
+    ranks.run(ranks_of(kind), _trains, kind, name, torch.float32, True, {})
 
 
 VARIANTS: dict[str, tuple[torch.dtype, bool, dict]] = {
@@ -243,7 +220,7 @@ def _trains_with_an_older_version(name: str) -> None:
             _sharded("optim_grads_params", Model(name))
     else:
         model, optimizer = _sharded("optim_grads_params", Model(name))
-        assert _train(model, optimizer, data) == expected
+        assert train(model, optimizer, data) == expected
 
 
 @pytest.mark.parametrize("name", all_but_slow(FORMATS, "delayed", "MXFP8"))
@@ -259,7 +236,7 @@ def _recomputes(name: str) -> None:
     for block in model.blocks:
         block.forward = lambda x, run=block.forward: checkpoint(run, x, use_reentrant=False)
     sharded, optimizer = _sharded("optim_grads_params", model)
-    assert _train(sharded, optimizer, data) == expected
+    assert train(sharded, optimizer, data) == expected
 
 
 @pytest.mark.parametrize("name", all_but_slow(FORMATS, "delayed", "MXFP8"))
@@ -327,7 +304,7 @@ def _trains_from_meta(name: str, kind: str, dtype: torch.dtype, mixed: bool, kee
             assert getattr(found.main, mark, False) == getattr(other.compute, mark, False)
         assert getattr(found.compute, KEEP_TRANSPOSE, None) is getattr(other.compute, KEEP_TRANSPOSE, None)
         assert not hasattr(found.compute, "get_high_precision_init_val")
-    assert _train(sharded, optimizer, data) == expected
+    assert train(sharded, optimizer, data) == expected
 
 
 @pytest.mark.parametrize("mixed", [False, True], ids=["linear", "mixed"])

@@ -1,22 +1,18 @@
 """In a process that trains two models, every report is about one of them only."""
 
-import copy
 import json
 from typing import NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.fsdp.comm.journal import JOURNAL
-from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.state.consistency import inconsistent_weights
-from megatron.fsdp.tools.estimate import AxisSizes, estimate
 from megatron.fsdp.tools.trace import trace_step
-from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
-from tests.models import Block, TinyModel, batches, device, loss_of, main_weights, sgd
+from megatron_fsdp import MegatronFSDP, fully_shard_model
+from tests.models import Block, TinyModel, batches, device, loss_of
 from tests.needs import MEGATRON, missing
 from tests.ranks import DEVICE, RankPool
 
@@ -114,58 +110,7 @@ def test_inconsistent_weights_are_those_of_one_model(ranks: RankPool) -> None:
 # gradients that are not finite ---------------------------------------------------------------------------------------
 
 
-class _Poisoned(TinyModel):
-    """Its loss and all its gradients are NaN."""
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return super().forward(tokens) * torch.nan
-
-
-def _report_of_nan() -> tuple[str, bool]:
-    """The report on the student, and whether the teacher trains as it does alone."""
-    data = batches(1, 1)[0, 0]
-    teacher = TinyModel().to(device())
-    reference = copy.deepcopy(teacher)
-    sharded, optimizer = fully_shard(teacher, sgd(teacher.parameters()), fsdp_unit_modules=[Block])
-    student = fully_shard_model(
-        _Poisoned(depth=2).to(device()), fsdp_unit_modules=[Block], report_nan_in_param_grad=True
-    )
-    loss = loss_of(sharded, data)
-    with pytest.raises(RuntimeError) as caught:
-        loss_of(student, data).backward()
-    loss.backward()
-    optimizer.step()
-    loss_of(reference, data).backward()
-    sgd(reference.parameters()).step()
-    weights = main_weights(sharded)
-    same = [torch.allclose(weights[name], p.detach().cpu(), atol=1e-6) for name, p in reference.named_parameters()]
-    return str(caught.value), all(same)
-
-
-def test_a_nan_is_reported_with_its_model(ranks: RankPool) -> None:
-    ((message, same),) = ranks.run(1, _report_of_nan)
-    assert message.startswith("The gradient of ") and "NaN" in message
-    assert same
-
-
 # estimates of memory -------------------------------------------------------------------------------------------------
-
-
-def _estimates() -> None:
-    config = FSDPConfig()
-    axes = AxisSizes(dist.get_world_size())
-    models: list[nn.Module] = [TinyModel(depth=depth).to("meta") for depth in DEPTHS.values()]
-    before = [estimate(model, (Block,), config, axes, axes) for model in models]
-    pair = _pair()
-    pair.step()
-    assert [estimate(model, (Block,), config, axes, axes) for model in models] == before
-    for found, model in zip(before, pair, strict=True):
-        assert [unit.name for unit in found.units] == model.engine.unit_names
-        assert found.total.elements == sum(parameter.main.numel() for parameter in model.engine.params())
-
-
-def test_estimates_are_those_of_each_model(ranks: RankPool) -> None:
-    ranks.run(2, _estimates)
 
 
 # verify --------------------------------------------------------------------------------------------------------------

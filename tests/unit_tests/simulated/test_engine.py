@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,10 +15,11 @@ from torch.utils.checkpoint import checkpoint
 from megatron.fsdp import fsdp2
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
-from tests.models import FP32_GRADS, STRATEGIES, Block, TinyModel, adamw, batches, loss_of, main_weights
+from tests.models import STRATEGIES, Block, TinyModel, adamw, batches, loss_of, main_weights
 from tests.ranks import DEVICE as REAL_DEVICE
 from tests.ranks import RankPool
 from tests.simulated.device import DEVICE, SimulatedDevice, simulated_device
+from tests.simulated.models import BF16, assert_clean, sharded
 from tests.simulated.ranks import fake_ranks
 
 pytestmark = pytest.mark.skipif(REAL_DEVICE == "cuda", reason="computes on CPU tensors")
@@ -32,8 +34,8 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 class Model(TinyModel):
     """Recomputes blocks if asked to, and can fail in the middle of a pass."""
 
-    def __init__(self, recompute: bool = False) -> None:
-        super().__init__(depth=4)
+    def __init__(self, recompute: bool = False, depth: int = 4) -> None:
+        super().__init__(depth=depth)
         self.recompute = recompute
         self.fails_in = ""
 
@@ -74,21 +76,13 @@ def _steps(
             clip()
             optimizer.step()
             optimizer.zero_grad()
-    _assert_clean(sim)
-
-
-def _assert_clean(sim: SimulatedDevice) -> None:
-    assert not sim.races, f"{len(sim.races)} races\n" + "\n".join(map(str, sim.races[:3]))
-    # It did run on streams of its own.
-    assert len(sim.timeline.streams) > 1
+    assert_clean(sim)
 
 
 def _sharded(
-    optimizer: str = "AdamW", recompute: bool = False, dtype: torch.dtype = torch.float32, **settings: Any
+    optimizer: str = "AdamW", recompute: bool = False, **settings: Any
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = Model(recompute).to(DEVICE, dtype)
-    settings = {"fsdp_unit_modules": [Block], "device": DEVICE, **settings}
-    return fully_shard(model, OPTIMIZERS[optimizer](model.parameters()), **settings)
+    return sharded(partial(Model, recompute), OPTIMIZERS[optimizer], **settings)
 
 
 @contextlib.contextmanager
@@ -125,7 +119,6 @@ def test_strategies(ranks: RankPool, strategy: str, optimizer: str, use_no_sync:
     ranks.run(1, _train, 3, optimizer, use_no_sync, False, {"zero_dp_strategy": strategy})
 
 
-BF16 = {"dtype": torch.bfloat16, "mixed_precision_policy": FP32_GRADS}
 SETTINGS: dict[str, dict[str, Any]] = {
     "HSDP": {"two_axes": True},
     "hybrid": {"two_axes": True, "outer_dp_sharding_strategy": "optim"},
@@ -245,7 +238,7 @@ def _values(strategy: str, settings: dict[str, Any]) -> None:
                 optimizer.zero_grad()
             results.append(main_weights(sharded))
             if simulate:
-                _assert_clean(sim)
+                assert_clean(sim)
     for name, value in results[0].items():
         torch.testing.assert_close(results[1][name], value, rtol=1e-5, atol=1e-5)
 

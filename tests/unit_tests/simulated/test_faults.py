@@ -20,14 +20,18 @@ from megatron.fsdp.buffers.weights import PlaneSet, WeightBuffer
 from megatron.fsdp.comm.collectives import BACKEND
 from megatron.fsdp.comm.context import CommContext
 from megatron.fsdp.comm.streams import CudaStream, Handle, Task, communication_stream
+from megatron.fsdp.quantized.reference.base import ReferenceStorage
+from megatron.fsdp.quantized.reference.float8 import Float8Storage
+from megatron.fsdp.quantized.reference.mx import MXStorage
+from megatron.fsdp.quantized.storage import Direction
 from megatron.fsdp.runtime.engine import Engine
 from megatron.fsdp.runtime.unit import Unit, WeightState
-from megatron_fsdp import fully_shard
-from tests.models import FP32_GRADS, Block, TinyModel, batches, loss_of
+from tests.models import TinyModel, batches, loss_of
 from tests.ranks import DEVICE as REAL_DEVICE
 from tests.ranks import RankPool
 from tests.simulated.device import DEVICE, SimulatedDevice, simulated_device
-from tests.simulated.faults import Ended, task_does_not_wait
+from tests.simulated.faults import Ended, no_wait_for_unshard, task_does_not_wait
+from tests.simulated.models import BF16, sharded
 from tests.simulated.ranks import fake_ranks
 from tests.simulated.streams import HostWait
 
@@ -36,19 +40,8 @@ pytestmark = [
     pytest.mark.skipif(REAL_DEVICE == "cuda", reason="computes on CPU tensors"),
 ]
 Plant = Callable[[pytest.MonkeyPatch], None]
-BF16: dict[str, Any] = {"dtype": torch.bfloat16, "mixed_precision_policy": FP32_GRADS}
 DOUBLE_BUFFER: dict[str, Any] = {"fsdp_double_buffer": True}
 OFFLOAD: dict[str, Any] = {"offload_optimizer": True, **BF16}
-
-
-def _sharded(
-    dtype: torch.dtype = torch.float32, kind: type[TinyModel] = TinyModel, frozen: bool = False, **settings: Any
-) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = kind(depth=4).to(DEVICE, dtype)
-    model.blocks.requires_grad_(not frozen)
-    settings = {"fsdp_unit_modules": [Block], "device": DEVICE, **settings}
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return fully_shard(model, torch.optim.AdamW(trained, foreach=True), **settings)
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: torch.Tensor) -> None:
@@ -62,7 +55,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: tor
 
 def _train(sim: SimulatedDevice, settings: dict[str, Any]) -> None:
     """Three steps of two micro-batches."""
-    model, optimizer = _sharded(**settings)
+    model, optimizer = sharded(**settings)
     for micro_batches in batches(3, 2).to(DEVICE):
         _step(model, optimizer, micro_batches)
 
@@ -86,11 +79,6 @@ def _replace(owner: Any, name: str, version: Callable[..., Any]) -> Plant:
 
 
 # Mistakes that races show ------------------------------------------------------------------------------------------
-
-
-def _no_wait_for_unshard(wait: Callable[..., None], weights: WeightBuffer) -> None:
-    weights.unsharding = {Ended(): planes for planes in weights.unsharding.values()}
-    wait(weights)
 
 
 def _no_wait_for_reduction(wait: Callable[..., None], gradients: GradientBuffer) -> None:
@@ -152,6 +140,27 @@ def _left_out(function: Callable[..., Any], *unused: Any) -> None:
     """Nothing happens."""
 
 
+def _used_before_the_wait(prepare: Callable[..., None], unit: Unit, direction: Direction) -> None:
+    for storage, params in unit.quantized:
+        storage.before_use(params, direction)
+    prepare(unit, direction)
+
+
+def _forward_only_not_waited_for(wait: Callable[..., None], weights: WeightBuffer) -> None:
+    # That of the planes of forward is the second.
+    for handle in list(weights.unsharding)[1:]:
+        weights.unsharding[Ended()] = weights.unsharding.pop(handle)
+    wait(weights)
+
+
+def _quantized_by_compute(unshard: Callable[..., Handle | None], weights: WeightBuffer, *planes: Any) -> Handle | None:
+    handle = unshard(weights, *planes)
+    if weights.batch is not None:
+        for storage, shards in weights.batch._shards.values():
+            storage.quantize(shards, lambda values: None)
+    return handle
+
+
 class _OutOfOrder(TinyModel):
     """Units that share a slot of the double buffer follow each other."""
 
@@ -172,12 +181,13 @@ class Fault(NamedTuple):
 
 ZERO_1, ZERO_2, ZERO_3 = ({"zero_dp_strategy": name} for name in ("optim", "optim_grads", "optim_grads_params"))
 GATHER, SCATTER = ("allgather_base_ writes", "weights.py", " _unshard"), ("reduce_scatter", "reduction.py", " _reduce")
+DECODE = ("reads on stream 0", " decode", " before_use")
 FAULTS: dict[str, Fault] = {
     "unshard is not waited for": Fault(
-        _replace(WeightBuffer, "wait", _no_wait_for_unshard), ZERO_3, (*GATHER, "layer_norm reads on stream 0")
+        _replace(WeightBuffer, "wait", no_wait_for_unshard), ZERO_3, (*GATHER, "layer_norm reads on stream 0")
     ),
     "resident weights are not waited for": Fault(
-        _replace(WeightBuffer, "wait", _no_wait_for_unshard), ZERO_1, (*GATHER, "layer_norm reads on stream 0")
+        _replace(WeightBuffer, "wait", no_wait_for_unshard), ZERO_1, (*GATHER, "layer_norm reads on stream 0")
     ),
     "reduction is not waited for": Fault(
         _replace(GradientBuffer, "wait", _no_wait_for_reduction), ZERO_3, (*SCATTER, "writes on stream 0")
@@ -239,6 +249,37 @@ FAULTS: dict[str, Fault] = {
         {**ZERO_3, **OFFLOAD},
         ("aten::copy_ reads on stream 2", " _cast_into", "writes on the host", "hooks.py"),
     ),
+    "quantized: main weights are quantized before their update": Fault(
+        _replace(CudaStream, "run", task_does_not_wait),
+        {"format": "tensor"},
+        ("reads on stream 2", " quantize", "quantizing.py", "writes on stream 0", " _step"),
+    ),
+    "quantized: scales are written while backward reads them": Fault(
+        _replace(CudaStream, "run", task_does_not_wait), {"format": "tensor"}, ("copy_ writes", " quantize", *DECODE)
+    ),
+    "quantized: bytes are written while backward reads them": Fault(
+        _replace(CudaStream, "run", task_does_not_wait),
+        {**ZERO_1, "format": "mx"},
+        ("copy_ writes", " quantize", *DECODE),
+    ),
+    "quantized: weights are prepared before the wait": Fault(
+        _replace(Unit, "prepare", _used_before_the_wait), {**DOUBLE_BUFFER, "format": "mx"}, (*GATHER, *DECODE)
+    ),
+    "quantized: planes of a recomputation are not waited for": Fault(
+        _replace(WeightBuffer, "wait", _forward_only_not_waited_for),
+        {"format": "mx", "recomputed": "unit"},
+        (*GATHER, *DECODE),
+    ),
+    "quantized: slot is gathered into while weights are decoded": Fault(
+        _replace(Unit, "use", _resharded_before_backward),
+        {**DOUBLE_BUFFER, "format": "mx", "frozen": True},
+        (*GATHER, "reads on stream 0", " decode"),
+    ),
+    "quantized: by the compute stream as well": Fault(
+        _replace(WeightBuffer, "unshard", _quantized_by_compute),
+        {"format": "nvfp4"},
+        ("writes on stream 0", " quantize", *GATHER[1:]),
+    ),
 }
 
 
@@ -273,7 +314,7 @@ def _blocking_copy() -> None:
     plant = _replace(CommContext, "any_rank", _copies_from_pageable_memory)
     for planted in (None, plant):
         with _simulation(planted) as sim:
-            model, optimizer = _sharded()
+            model, optimizer = sharded()
             data = batches(1, 1).to(DEVICE)
             with sim.no_host_wait():
                 if planted is None:
@@ -292,22 +333,24 @@ def _records_instead_of_holding(hold: Callable[..., None], gradients: GradientBu
     buffer.record_stream(torch.cuda.current_stream())
 
 
-MEMORY_FAULTS: dict[str, Plant] = {
-    "record_stream instead of holding": _replace(GradientBuffer, "hold", _records_instead_of_holding),
-    "reductions in flight without a limit": _replace(Unit, "wait_for_gradients", _left_out),
+MEMORY_FAULTS: dict[str, tuple[Plant, dict[str, Any]]] = {
+    "record_stream instead of holding": (_replace(GradientBuffer, "hold", _records_instead_of_holding), ZERO_3),
+    "reductions in flight without a limit": (_replace(Unit, "wait_for_gradients", _left_out), ZERO_3),
+    "dequantized weights are kept": (_replace(ReferenceStorage, "after_use", _left_out), {"format": "mx"}),
 }
 
 
-def _peak(plant: Plant | None) -> int:
+def _peak(plant: Plant | None, settings: dict[str, Any]) -> int:
     """Peak memory in bytes with a device that is ten times slower than the host."""
     with _simulation(plant, kernel_time=10.0) as sim:
-        _train(sim, ZERO_3)
+        _train(sim, settings)
         assert sim.races == []
         return sim.peak_bytes
 
 
 def _use_more_memory(what: str) -> None:
-    assert _peak(MEMORY_FAULTS[what]) > 1.2 * _peak(None)
+    plant, settings = MEMORY_FAULTS[what]
+    assert _peak(plant, settings) > 1.2 * _peak(None, settings)
 
 
 @pytest.mark.parametrize("what", MEMORY_FAULTS)
@@ -346,7 +389,7 @@ def _fail_in_task() -> None:
     for planted in (None, _replace(CudaStream, "run", _raises_without_wait)):
         with _simulation(planted) as sim, pytest.MonkeyPatch.context() as patch:
             patch.setattr(BACKEND, "reduce_scatter", _fails_once(BACKEND.reduce_scatter))
-            model, optimizer = _sharded()
+            model, optimizer = sharded()
             data = batches(2, 1).to(DEVICE)
             with pytest.raises(MemoryError):
                 _step(model, optimizer, data[0])
@@ -401,7 +444,7 @@ def test_the_current_stream_of_another_device_is_found(ranks: RankPool) -> None:
 def _load_after_step() -> None:
     for planted in (None, _replace(Engine, "wait_before_write", _left_out)):
         with _simulation(planted) as sim:
-            model, optimizer = _sharded(**ZERO_3, **OFFLOAD)
+            model, optimizer = sharded(**ZERO_3, **OFFLOAD)
             state = {name: value.clone() for name, value in model.state_dict().items()}
             _step(model, optimizer, batches(1, 1).to(DEVICE)[0])
             model.load_state_dict(state)
@@ -414,3 +457,21 @@ def _load_after_step() -> None:
 
 def test_main_weights_loaded_over_a_copy_in_flight_are_found(ranks: RankPool) -> None:
     ranks.run(1, _load_after_step)
+
+
+def _streams() -> None:
+    for owner, format in ((Float8Storage, "tensor"), (MXStorage, "mx")):
+        found: set[int] = set()
+
+        def quantize(original: Callable[..., None], *args: Any, found: set[int] = found) -> None:
+            found.add(torch.cuda.current_stream().cuda_stream)
+            original(*args)
+
+        with _simulation(_replace(owner, "quantize", quantize)) as sim:
+            _train(sim, {"format": format})
+        # The first is that of the compute, where the model was built before it was sharded.
+        assert len(found - {0}) == 1
+
+
+def test_weights_are_quantized_in_one_stream_beside_the_compute(ranks: RankPool) -> None:
+    ranks.run(1, _streams)

@@ -8,23 +8,19 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_fsdp import fully_shard
-from tests.models import FP32_GRADS, STRATEGIES, Block, TinyModel, batches, loss_of, main_weights
+from tests.models import STRATEGIES, batches, loss_of, main_weights
 from tests.ranks import DEVICE as REAL_DEVICE
 from tests.ranks import RankPool
 from tests.simulated.device import DEVICE, SimulatedDevice, simulated_device
 from tests.simulated.graphs import CaptureError, SimulatedGraph
+from tests.simulated.models import BF16, adamw, sharded
+from tests.slow import all_but_slow
 
 pytestmark = [
     pytest.mark.skipif(REAL_DEVICE == "cuda", reason="computes on CPU tensors"),
 ]
 STEPS, MICRO_BATCHES, WARM_UP = 6, 2, 2
-BF16 = {"dtype": torch.bfloat16, "mixed_precision_policy": FP32_GRADS}
 Optimizers = Callable[[Any], torch.optim.Optimizer]
-
-
-def _adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2, foreach=True)
 
 
 def _sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -32,13 +28,9 @@ def _sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=True)
 
 
-def _sharded(
-    dtype: torch.dtype = torch.float32, make_optimizer: Optimizers = _adamw, **settings: Any
-) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _sharded(make: Optimizers = adamw, **settings: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(3)
-    model = TinyModel(depth=4).to(DEVICE, dtype)
-    settings = {"fsdp_unit_modules": [Block], "device": DEVICE, "cuda_graph_mode": True, **settings}
-    return fully_shard(model, make_optimizer(model.parameters()), **settings)
+    return sharded(make=make, **{"cuda_graph_mode": True, **settings})
 
 
 def _backward(model: nn.Module, step: torch.Tensor) -> None:
@@ -59,8 +51,8 @@ def _trained(
     data = batches(STEPS, MICRO_BATCHES)
     seen: list[torch.Tensor] = []
     with simulated_device() as sim:
-        make = _sgd if step_in_graph else _adamw
-        model, optimizer = _sharded(make_optimizer=make, **settings)
+        make = _sgd if step_in_graph else adamw
+        model, optimizer = _sharded(make, **settings)
         static = data[0].to(DEVICE)
         graph = None
 
@@ -86,6 +78,7 @@ def _trained(
             if evaluates:
                 seen.append(_evaluate(model, static[0]))
         assert graph is None or len(graph) > 100
+        assert not sim.races
         return [*seen, *main_weights(model).values()]
 
 
@@ -114,6 +107,37 @@ def test_a_replayed_iteration_trains_as_an_eager_one(ranks: RankPool, strategy: 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_bf16(ranks: RankPool, strategy: str) -> None:
     ranks.run(2, _equal, {"zero_dp_strategy": strategy, **BF16}, {})
+
+
+FORMATS = ("tensor", "delayed", "32x32", "mx", "nvfp4")
+
+
+@pytest.mark.parametrize("loop", ["step outside", "step inside"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("format", all_but_slow(FORMATS, "delayed"))
+def test_quantized_weights(ranks: RankPool, format: str, strategy: str, loop: str) -> None:
+    ranks.run(2, _equal, {"zero_dp_strategy": strategy, "format": format}, LOOPS[loop])
+
+
+@pytest.mark.parametrize(
+    "setting", [{"fsdp_double_buffer": True}, {"recomputed": "unit"}, {"recomputed": "layer"}], ids=str
+)
+@pytest.mark.parametrize("format", all_but_slow(["delayed", "mx"], "mx"))
+def test_settings_of_quantized_weights(ranks: RankPool, format: str, setting: dict[str, Any]) -> None:
+    ranks.run(2, _equal, {"format": format, **setting}, LOOPS["step inside"])
+
+
+def _evaluates_between(format: str) -> None:
+    """Evaluations change nothing, and neither does the mode."""
+    expected = _trained(False, {"format": format, "cuda_graph_mode": False}, step_in_graph=True)
+    found = _trained(True, {"format": format}, step_in_graph=True, evaluates=True)
+    for one, other in zip(expected, found[STEPS:], strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("format", all_but_slow(FORMATS, "delayed"))
+def test_evaluations_do_not_change_training(ranks: RankPool, format: str) -> None:
+    ranks.run(2, _evaluates_between, format)
 
 
 def _refuses(settings: dict[str, Any], message: str) -> None:

@@ -12,21 +12,15 @@ from megatron.fsdp.buffers.weights import WeightBuffer
 from megatron.fsdp.quantized.storage import Direction
 from megatron.fsdp.runtime.unit import Unit
 from megatron_fsdp import MegatronFSDP, fully_shard_model, fully_shard_optimizer
-from tests.interleaved import interleaved_step
-from tests.models import FP32_GRADS, Block, TinyModel, adamw, batches, loss_of, main_weights
+from tests.interleaved import interleaved_step, ordinary_step
+from tests.models import FP32_GRADS, Block, TinyModel, adamw, batches, main_weights
 from tests.ranks import DEVICE as REAL_DEVICE
 from tests.ranks import RankPool
 from tests.simulated.device import DEVICE, SimulatedDevice, simulated_device
-from tests.simulated.faults import Ended
+from tests.simulated.faults import no_wait_for_unshard
 
 pytestmark = pytest.mark.skipif(REAL_DEVICE == "cuda", reason="computes on CPU tensors")
 MICRO_BATCHES = 3
-
-
-def _ordinary_step(model: MegatronFSDP, micro_batches: torch.Tensor) -> None:
-    for i, tokens in enumerate(micro_batches):
-        with model.no_sync() if i + 1 < len(micro_batches) else model.sync():
-            (loss_of(model, tokens) / len(micro_batches)).backward()
 
 
 def _delayed_step(model: MegatronFSDP, micro_batches: torch.Tensor) -> None:
@@ -57,7 +51,7 @@ def _train(
 
 def _equal(strategy: str, dtype: torch.dtype) -> None:
     found = []
-    for step in (_ordinary_step, interleaved_step, _delayed_step):
+    for step in (ordinary_step, interleaved_step, _delayed_step):
         with simulated_device(kernel_time=5.0) as sim:
             found.append(_train(sim, strategy, dtype, step))
             assert not sim.races, "\n".join(map(str, sim.races[:3]))
@@ -84,11 +78,6 @@ def test_it_equals_the_ordinary_loop(ranks: RankPool, strategy: str, dtype: torc
 # Mistakes ----------------------------------------------------------------------------------------------------------
 
 
-def _no_wait_for_unshard(wait: Callable[..., None], weights: WeightBuffer) -> None:
-    weights.unsharding = {Ended(): planes for planes in weights.unsharding.values()}
-    wait(weights)
-
-
 def _let_go_of_both(let_go: Callable[..., None], unit: Unit, direction: Direction) -> None:
     unit.held_by.clear()
     let_go(unit, direction)
@@ -105,7 +94,7 @@ def _train_with(owner: type, name: str, version: Callable[..., None]) -> list[st
 
 def _find_missing_wait() -> None:
     expected = ("_allgather_base_ writes", " _unshard", " hold", "addmm reads on stream 0", " forward_block")
-    reports = _train_with(WeightBuffer, "wait", _no_wait_for_unshard)
+    reports = _train_with(WeightBuffer, "wait", no_wait_for_unshard)
     assert any(all(part in report for part in expected) for report in reports), "\n".join(reports[:3])
 
 

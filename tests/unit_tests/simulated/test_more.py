@@ -15,32 +15,35 @@ from megatron.fsdp.optim import matrix_exchange
 from megatron.fsdp.optim.whole_matrices import WholeMatrices
 from megatron.fsdp.state.consistency import inconsistent_weights
 from megatron.fsdp.state.export import save_safetensors
-from megatron_fsdp import fully_shard, fully_shard_model, fully_shard_optimizer, register_forward_method
-from tests.models import FP32_GRADS, Block, TinyModel, batches, loss_of
+from megatron_fsdp import fully_shard_model, fully_shard_optimizer, register_forward_method
+from tests.models import Block, TinyModel, batches, loss_of
 from tests.ranks import DEVICE as REAL_DEVICE
 from tests.ranks import RankPool
 from tests.simulated.device import DEVICE, simulated_device
+from tests.simulated.models import BF16, adamw, assert_clean, on_device, sharded
 from tests.simulated.ranks import fake_ranks
 
 pytestmark = [
     pytest.mark.skipif(REAL_DEVICE == "cuda", reason="computes on CPU tensors"),
 ]
 Optimizer = torch.optim.Optimizer
-BF16: dict[str, Any] = {"dtype": torch.bfloat16, "mixed_precision_policy": FP32_GRADS}
 ZERO_1, ZERO_3 = {"zero_dp_strategy": "optim"}, {"zero_dp_strategy": "optim_grads_params"}
 SETTINGS: dict[str, dict[str, Any]] = {
     "ZeRO-3": ZERO_3,
     "ZeRO-1": ZERO_1,
     "offload": {**ZERO_3, **BF16, "offload_optimizer": True},
     "double buffer, bf16": {**ZERO_3, **BF16, "fsdp_double_buffer": True},
+    "quantized": {**ZERO_3, "format": "mx"},
+    "quantized, ZeRO-1, delayed": {**ZERO_1, "format": "delayed"},
+    "quantized, double buffer": {**ZERO_3, "format": "mx", "fsdp_double_buffer": True},
 }
 
 
 class Model(TinyModel):
     """Skips blocks if asked to, has a method besides forward, and a buffer."""
 
-    def __init__(self) -> None:
-        super().__init__(depth=4)
+    def __init__(self, depth: int) -> None:
+        super().__init__(depth=depth)
         self.skipped: tuple[int, ...] = ()
         self.register_buffer("mean", torch.zeros(13))
 
@@ -54,15 +57,6 @@ class Model(TinyModel):
 
     def look(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.head(self.norm(self.embedding(tokens)))
-
-
-def _adamw(parameters: Any) -> Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2, foreach=True)
-
-
-def _sharded(dtype: torch.dtype = torch.float32, **settings: Any) -> tuple[nn.Module, Optimizer]:
-    model = Model().to(DEVICE, dtype)
-    return fully_shard(model, _adamw(model.parameters()), fsdp_unit_modules=[Block], device=DEVICE, **settings)
 
 
 def _step(model: nn.Module, optimizer: Optimizer, tokens: torch.Tensor) -> None:
@@ -207,6 +201,19 @@ def _hook_gradients(model: nn.Module, optimizer: Optimizer, tokens: torch.Tensor
         handle.remove()
 
 
+def _fail(model: nn.Module, optimizer: Optimizer, tokens: torch.Tensor) -> None:
+    def failing(*unused: Any) -> None:
+        raise ArithmeticError
+
+    norm = model.module.blocks[1].norm
+    for hook in (norm.register_forward_hook(failing), norm.register_full_backward_hook(failing)):
+        with pytest.raises(ArithmeticError):
+            loss_of(model, tokens).backward()
+        hook.remove()
+        optimizer.zero_grad()
+    _step(model, optimizer, tokens)
+
+
 IN_EACH_STEP: dict[str, Callable[[nn.Module, Optimizer, torch.Tensor], None]] = {
     "evaluation between steps": _evaluate_between_steps,
     "evaluation that skips a unit before the step": _skip_a_unit_before_the_step,
@@ -223,19 +230,32 @@ IN_EACH_STEP: dict[str, Callable[[nn.Module, Optimizer, torch.Tensor], None]] = 
     "unshard by hand": _unshard_by_hand,
     "another method": _call_another_method,
     "gradient hooks": _hook_gradients,
+    "exceptions": _fail,
 }
+# Quantized weights are in a model without another method and skipped blocks.
+OF_QUANTIZED = (
+    "start_param_sync before the step",
+    "two steps",
+    "load after start_param_sync",
+    "unshard by hand",
+    "exceptions",
+)
+STEPS = [
+    (what, name)
+    for name, settings in SETTINGS.items()
+    for what in (OF_QUANTIZED if "format" in settings else IN_EACH_STEP)
+]
 
 
 def _run(what: str, settings: dict[str, Any]) -> None:
     with fake_ranks(4), simulated_device(5.0) as sim:
-        model, optimizer = _sharded(**settings)
+        model, optimizer = sharded(Model, **settings)
         for tokens in batches(3, 1).to(DEVICE).flatten(0, 1):
             IN_EACH_STEP[what](model, optimizer, tokens)
-        assert not sim.races, "\n".join(map(str, sim.races[:2]))
+        assert_clean(sim)
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("what", IN_EACH_STEP)
+@pytest.mark.parametrize(("what", "settings"), STEPS)
 def test_steps(ranks: RankPool, what: str, settings: str) -> None:
     ranks.run(1, _run, what, SETTINGS[settings])
 
@@ -243,7 +263,7 @@ def test_steps(ranks: RankPool, what: str, settings: str) -> None:
 def _exchange_matrices(settings: dict[str, Any]) -> None:
     """Matrices are exchanged in several rounds, whose buffers are free memory afterwards."""
     with fake_ranks(4), simulated_device(5.0) as sim, patch.object(matrix_exchange, "ROUND", 1):
-        model, optimizer = _sharded(**settings)
+        model, optimizer = sharded(Model, **settings)
         mains = [param.main for param in model.engine.params() if len(param.local_shape) == 2]
         sums = {main: torch.zeros_like(local_shard(main)) for main in mains}
         matrices = WholeMatrices(mains, lambda main: float(main.numel()))
@@ -255,7 +275,7 @@ def _exchange_matrices(settings: dict[str, Any]) -> None:
                 lambda main, share: sums[main].view(-1).add_(share.to(main.device)),
             )
             _use_memory()
-        assert not sim.races, "\n".join(map(str, sim.races[:2]))
+        assert_clean(sim)
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
@@ -268,13 +288,13 @@ def test_whole_matrices(ranks: RankPool, settings: str) -> None:
 
 def _two_models(settings: dict[str, Any]) -> None:
     with fake_ranks(4), simulated_device(5.0) as sim:
-        (first, optimizer), (second, other) = _sharded(**settings), _sharded(**settings)
+        (first, optimizer), (second, other) = sharded(Model, **settings), sharded(Model, **settings)
         for tokens in batches(3, 1).to(DEVICE).flatten(0, 1):
             (loss_of(first, tokens) + loss_of(second, tokens)).backward()
             for each in (optimizer, other):
                 each.step()
                 each.zero_grad()
-        assert not sim.races, "\n".join(map(str, sim.races[:2]))
+        assert_clean(sim)
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
@@ -285,18 +305,18 @@ def test_two_models_share_the_streams(ranks: RankPool, settings: str) -> None:
 def _two_optimizers(settings: dict[str, Any]) -> None:
     with fake_ranks(4), simulated_device(5.0) as sim:
         settings = dict(settings)
-        module = Model().to(DEVICE, settings.pop("dtype", torch.float32))
+        module = on_device(Model, settings.pop("dtype", torch.float32), settings.pop("format", ""))
         model = fully_shard_model(module, fsdp_unit_modules=[Block], device=DEVICE, **settings)
         matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
         vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
-        optimizers = [fully_shard_optimizer(_adamw(parameters)) for parameters in (matrices, vectors)]
+        optimizers = [fully_shard_optimizer(adamw(parameters)) for parameters in (matrices, vectors)]
         for tokens in batches(3, 1).to(DEVICE).flatten(0, 1):
             loss_of(model, tokens).backward()
             for optimizer in optimizers:
                 optimizer.step()
             for optimizer in optimizers:
                 optimizer.zero_grad()
-        assert not sim.races, "\n".join(map(str, sim.races[:2]))
+        assert_clean(sim)
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
@@ -318,7 +338,7 @@ IN_FLIGHT = {"unshards": _start_unshards, "reductions": _start_reductions}
 
 def _delete(what: str, settings: dict[str, Any]) -> None:
     with fake_ranks(4), simulated_device(5.0) as sim:
-        model, optimizer = _sharded(**settings)
+        model, optimizer = sharded(Model, **settings)
         tokens = batches(1, 1).to(DEVICE)[0, 0]
         _step(model, optimizer, tokens)
         IN_FLIGHT[what](model, tokens)
@@ -327,7 +347,7 @@ def _delete(what: str, settings: dict[str, Any]) -> None:
         gc.collect()
         assert sim.memory.allocator.active < before / 2
         _use_memory()
-        assert not sim.races, "\n".join(map(str, sim.races[:2]))
+        assert_clean(sim)
 
 
 @pytest.mark.parametrize("settings", SETTINGS)

@@ -1,7 +1,7 @@
 """Quantized weights on the simulated device: no unordered accesses, no waits of the host, the values of a CPU run."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,20 +12,20 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from megatron.fsdp import fsdp2
-from megatron_fsdp import MixedPrecisionPolicy, fully_shard
+from megatron_fsdp import fully_shard
 from tests.models import STRATEGIES, Block, batches, loss_of, main_weights
 from tests.quantized_models import KINDS, arguments, exact, quantized_model
 from tests.quantized_models import recompute as recomputing
 from tests.ranks import DEVICE as REAL_DEVICE
 from tests.ranks import RankPool
 from tests.simulated.device import DEVICE, SimulatedDevice, simulated_device
+from tests.simulated.models import BF16, assert_clean, sharded
 from tests.simulated.ranks import fake_ranks
 from tests.slow import all_but_slow
 
 pytestmark = pytest.mark.skipif(REAL_DEVICE == "cuda", reason="computes on CPU tensors")
 # One of each storage: without and with a history, scales in a plane, planes for each direction, packed values.
 FORMATS = ("tensor", "delayed", "32x32", "mx", "nvfp4")
-BF16 = {"mixed_precision_policy": MixedPrecisionPolicy(main_grads_dtype=torch.float32)}
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: torch.Tensor) -> None:
@@ -36,25 +36,11 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: tor
     optimizer.zero_grad()
 
 
-def _assert_clean(sim: SimulatedDevice) -> None:
-    assert not sim.races, f"{len(sim.races)} races\n" + "\n".join(map(str, sim.races[:3]))
-    # It did run on streams of its own.
-    assert len(sim.timeline.streams) > 1
-
-
 @contextlib.contextmanager
 def _simulation() -> Iterator[SimulatedDevice]:
     with fake_ranks(4), simulated_device(5.0) as sim:
         yield sim
-        _assert_clean(sim)
-
-
-def _sharded(
-    format: str, kind: str, recompute: str = "", dtype: torch.dtype = torch.float32, **settings: Any
-) -> tuple[Any, torch.optim.Optimizer]:
-    model = recomputing(quantized_model(format, dtype, place=DEVICE), recompute)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
-    return fully_shard(model, optimizer, fsdp_unit_modules=[Block], device=DEVICE, **arguments(kind), **settings)
+        assert_clean(sim)
 
 
 def _evaluate(model: nn.Module, tokens: torch.Tensor) -> None:
@@ -66,7 +52,7 @@ def _train(format: str, kind: str, settings: dict[str, Any]) -> None:
     """Steps with micro-batches and evaluations, in which the host does not wait from the first step on."""
     waits = "offload_optimizer" in settings
     with _simulation() as sim:
-        model, optimizer = _sharded(format, kind, **settings)
+        model, optimizer = sharded(format=format, **arguments(kind), **settings)
         for step in batches(3, 2).to(DEVICE):
             with contextlib.nullcontext() if waits else sim.no_host_wait():
                 _step(model, optimizer, step)
@@ -82,15 +68,15 @@ def test_strategies(ranks: RankPool, format: str, kind: str) -> None:
 SETTINGS: dict[str, dict[str, Any]] = {
     "double buffer": {"fsdp_double_buffer": True},
     "offload": {"offload_optimizer": True},
-    "bf16": {"dtype": torch.bfloat16, **BF16},
+    "bf16": BF16,
     "no prefetch": {"overlap_param_gather": False, "overlap_grad_reduce": False},
     "more in flight": {"max_unsharded_units": 3, "max_reducing_units": 3},
     "modules": {"enable_fine_grained_param_gather": True},
-    "recomputed units": {"recompute": "unit"},
-    "recomputed layers": {"recompute": "layer"},
-    "recomputed units, double buffer": {"recompute": "unit", "fsdp_double_buffer": True},
-    "recomputed layers, double buffer": {"recompute": "layer", "fsdp_double_buffer": True},
-    "recomputed layers, no prefetch": {"recompute": "layer", "overlap_param_gather": False},
+    "recomputed units": {"recomputed": "unit"},
+    "recomputed layers": {"recomputed": "layer"},
+    "recomputed units, double buffer": {"recomputed": "unit", "fsdp_double_buffer": True},
+    "recomputed layers, double buffer": {"recomputed": "layer", "fsdp_double_buffer": True},
+    "recomputed layers, no prefetch": {"recomputed": "layer", "overlap_param_gather": False},
 }
 
 
@@ -99,73 +85,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("format", all_but_slow(["delayed", "mx", "nvfp4"], "mx"))
 def test_settings(ranks: RankPool, format: str, what: str, kind: str) -> None:
     ranks.run(1, _train, format, kind, SETTINGS[what])
-
-
-def _start_unshards_before_backward(model: Any, optimizer: torch.optim.Optimizer, step: torch.Tensor) -> None:
-    loss = loss_of(model, step[0])
-    model.start_param_sync()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def _load_after_start_param_sync(model: Any, optimizer: torch.optim.Optimizer, step: torch.Tensor) -> None:
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    _step(model, optimizer, step)
-    model.start_param_sync()
-    model.load_state_dict(state)
-
-
-def _step_twice(model: Any, optimizer: torch.optim.Optimizer, step: torch.Tensor) -> None:
-    loss_of(model, step[0]).backward()
-    optimizer.step()
-    model.start_param_sync()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def _unshard_by_hand(model: Any, optimizer: torch.optim.Optimizer, step: torch.Tensor) -> None:
-    _step(model, optimizer, step)
-    model.all_gather_and_wait_parameters_ready(model.parameters(), wait_bucket_ready=False)
-    model.all_gather_and_wait_parameters_ready(model.parameters())
-    model.synchronize_param_gather()
-
-
-def _fail(model: Any, optimizer: torch.optim.Optimizer, step: torch.Tensor) -> None:
-    def failing(*unused: Any) -> None:
-        raise ArithmeticError
-
-    norm = model.module.blocks[1].norm
-    for hook in (norm.register_forward_hook(failing), norm.register_full_backward_hook(failing)):
-        with pytest.raises(ArithmeticError):
-            loss_of(model, step[0]).backward()
-        hook.remove()
-        optimizer.zero_grad()
-    _step(model, optimizer, step)
-
-
-IN_EACH_STEP: dict[str, Callable[[Any, torch.optim.Optimizer, torch.Tensor], None]] = {
-    "start_param_sync before backward": _start_unshards_before_backward,
-    "load after start_param_sync": _load_after_start_param_sync,
-    "two steps": _step_twice,
-    "unshard by hand": _unshard_by_hand,
-    "exceptions": _fail,
-}
-
-
-def _run(format: str, what: str, kind: str, double_buffer: bool) -> None:
-    with _simulation():
-        model, optimizer = _sharded(format, kind, fsdp_double_buffer=double_buffer)
-        for step in batches(3, 2).to(DEVICE):
-            IN_EACH_STEP[what](model, optimizer, step)
-
-
-@pytest.mark.parametrize("double_buffer", [False, True])
-@pytest.mark.parametrize("kind", ["optim", "optim_grads_params"])
-@pytest.mark.parametrize("what", IN_EACH_STEP)
-@pytest.mark.parametrize("format", all_but_slow(["delayed", "mx"], "mx"))
-def test_steps(ranks: RankPool, format: str, what: str, kind: str, double_buffer: bool) -> None:
-    ranks.run(1, _run, format, what, kind, double_buffer)
 
 
 def _fsdp2(format: str, reshard: bool, recompute: str) -> None:
@@ -192,7 +111,7 @@ def test_fsdp2(ranks: RankPool, format: str, reshard: bool, recompute: str) -> N
 def _trained(simulate: bool, format: str, kind: str, settings: dict[str, Any]) -> list[torch.Tensor]:
     """The main weights after some steps on ranks that exchange values."""
     settings = dict(settings)
-    recompute, dtype = settings.pop("recompute", ""), settings.pop("dtype", torch.float32)
+    recompute, dtype = settings.pop("recomputed", ""), settings.pop("dtype", torch.float32)
     data = batches(4, 2 * dist.get_world_size())[:, dist.get_rank() :: dist.get_world_size()]
     with simulated_device(2.0) if simulate else contextlib.nullcontext() as sim:
         place = DEVICE if simulate else torch.device("cpu")
@@ -200,12 +119,12 @@ def _trained(simulate: bool, format: str, kind: str, settings: dict[str, Any]) -
         if simulate:
             data, settings["device"] = data.to(DEVICE), DEVICE
         settings |= arguments(kind)
-        sharded, optimizer = fully_shard(model, exact(model.parameters()), fsdp_unit_modules=[Block], **settings)
+        model, optimizer = fully_shard(model, exact(model.parameters()), fsdp_unit_modules=[Block], **settings)
         for step in data:
-            _step(sharded, optimizer, step)
+            _step(model, optimizer, step)
         if simulate:
-            _assert_clean(sim)
-        return list(main_weights(sharded).values())
+            assert_clean(sim)
+        return list(main_weights(model).values())
 
 
 def _values(format: str, kind: str, settings: dict[str, Any]) -> None:
@@ -233,8 +152,8 @@ def _reads_other_bytes() -> None:
         block.forward = lambda x, block=block: (
             x + checkpoint(lambda x: linear(linear(x, block.up.weight), block.down.weight), x, use_reentrant=False)
         )
-    sharded, _ = fully_shard(model, exact(model.parameters()), fsdp_unit_modules=[Block])
-    loss = loss_of(sharded, batches(1, 1)[0, 0])
+    model, _ = fully_shard(model, exact(model.parameters()), fsdp_unit_modules=[Block])
+    loss = loss_of(model, batches(1, 1)[0, 0])
     with pytest.raises(RuntimeError, match="The forward bytes of MXTensor are read while only others are unsharded"):
         loss.backward()
 
