@@ -14,6 +14,7 @@ from types import ModuleType
 
 import torch.distributed as dist
 
+from tests.launch import start
 from tests.ranks import PRELOADED, ROOT, path_for_children
 
 FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,}|~{3,}) *\{?\.?(?P<language>[\w+-]*)")
@@ -261,13 +262,10 @@ def run_command(page: Page, command: Command, folder: Path, timeout: float = TIM
     Raises:
         PageError: A command of it failed.
     """
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    python_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PATH": path, "PYTHONPATH": python_path, "TMPDIR": str(folder)}
     shell = ["bash", "-euo", "pipefail", "-c", f"exec 2>&1\n{command.code}"]
     where = f"{page.path}:{command.line}"
     try:
-        result = subprocess.run(shell, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
+        result = start(shell, timeout, TMPDIR=str(folder))
     except subprocess.TimeoutExpired:
         raise PageError(f"{where}: the command takes over {timeout:.0f} s") from None
     output = "\n".join(result.stdout.splitlines()[-LINES_OF_OUTPUT:])

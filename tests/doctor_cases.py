@@ -7,13 +7,12 @@ The commands are a list of lists of words, without the program. It prints the ex
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.launch import printed, python
 
 
 class Result(NamedTuple):
@@ -26,17 +25,8 @@ class Result(NamedTuple):
 
 def run(commands: list[list[str]], folder: Path) -> list[Result]:
     """Run the doctor once per command, in ``folder``."""
-    ended = subprocess.run(
-        [sys.executable, "-m", "tests.doctor_cases"],
-        input=json.dumps(commands),
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert ended.returncode == 0, ended.stderr
-    return [Result(*found) for found in json.loads(ended.stdout)]
+    ended = python("-m", "tests.doctor_cases", given=json.dumps(commands), folder=folder)
+    return [Result(*found) for found in json.loads(printed(ended))]
 
 
 def _run_one(words: list[str]) -> Result:

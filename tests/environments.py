@@ -65,6 +65,13 @@ def pip(python: Path | str, *arguments: str) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+def run_in(folder: Path, *command: object) -> subprocess.CompletedProcess[str]:
+    """Run a command in a folder, with nothing of this environment."""
+    environment = {"PATH": os.environ["PATH"], "HOME": str(folder), "OMP_NUM_THREADS": "1"}
+    words = [str(word) for word in command]
+    return subprocess.run(words, env=environment, cwd=folder, capture_output=True, text=True, timeout=280)
+
+
 def _link(distribution: importlib.metadata.Distribution, site: Path, metadata_only: bool) -> None:
     for name in {path.parts[0] for path in distribution.files or ()} - {"..", "__pycache__"}:
         link, target = site / name, SITE_PACKAGES / name

@@ -6,7 +6,10 @@ Imported by rank processes only: it switches Megatron to the CPU before it impor
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from megatron.fsdp.mcore import cpu
 
@@ -28,6 +31,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # noq
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 from megatron.core.transformer.module import Float16Module  # noqa: E402
 from megatron.fsdp.mcore import FullyShardedDataParallel, install, uninstall  # noqa: E402
+from megatron.fsdp.mcore.checkpoint_state import preprocess_fsdp_dtensor_state_dict  # noqa: E402
 
 VOCABULARY, SEQUENCE = 29, 6
 
@@ -112,6 +116,8 @@ def optimizer_of(model: torch.nn.Module, **changes: Any) -> Any:
         params_dtype=torch.bfloat16 if model.config.bf16 else torch.float32,
         use_distributed_optimizer=True,
         log_num_zeros_in_grad=True,
+        # Gradients are far larger than this, and rounding is far smaller: of the latter, Adam makes no whole steps.
+        adam_eps=1e-5,
         **changes,
     )
     return get_megatron_optimizer(config, [model])
@@ -162,6 +168,7 @@ def forward_backward(model: torch.nn.Module, data: torch.Tensor, losses_of: Loss
 class Trained:
     """What a few steps computed."""
 
+    losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     zeros: list[float] = field(default_factory=list)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -177,18 +184,51 @@ def train(
 ) -> Trained:
     """Train with our wrapper, or with DDP if ``strategy`` is None, as Megatron's loop does."""
     model = wrapped(strategy, build, **changes)
-    optimizer = optimizer_of(model)
+    result = run_steps(model, optimizer_of(model), steps, micro_batches, losses_of)
+    result.weights = weights_of(model)
+    return result
+
+
+def run_steps(
+    model: torch.nn.Module,
+    optimizer: Any,
+    steps: int = 3,
+    micro_batches: int = 2,
+    losses_of: Losses = gpt_losses,
+    data: Callable[[int, int], torch.Tensor] = tokens,
+) -> Trained:
+    """Take steps as Megatron's loop does, on the micro-batches that ``data`` has for each."""
     result = Trained()
     for step in range(steps):
         model.zero_grad_buffer()
         optimizer.zero_grad()
-        forward_backward(model, tokens(step, micro_batches), losses_of)
+        result.losses += [float(loss) for loss in forward_backward(model, data(step, micro_batches), losses_of)]
         success, norm, zeros = optimizer.step()
         assert success
         result.norms.append(float(norm))
         result.zeros.append(float(zeros or 0))
-    result.weights = weights_of(model)
     return result
+
+
+def assert_same(found: Trained, expected: Trained, rtol: float = 1e-4, atol: float = 1e-5, norms: float = 2e-6) -> None:
+    """Norms, numbers of zeros and weights are equal within these tolerances."""
+    torch.testing.assert_close(found.norms, expected.norms, rtol=norms, atol=0)
+    # A bias of keys shifts all scores of a query alike: its gradient is zero but for rounding, so that the order of
+    # sums decides which of its elements are exactly zero. Zeros of all other parameters are equal.
+    has_key_biases = any(name.endswith(("linear_qkv.bias", "k_layernorm.bias")) for name in expected.weights)
+    assert found.zeros == pytest.approx(expected.zeros, rel=0, abs=5 if has_key_biases else 0)
+    assert expected.norms[0] > 0 and found.weights.keys() == expected.weights.keys()
+    for name, weight in expected.weights.items():
+        torch.testing.assert_close(found.weights[name], weight, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def checkpoint_state(model: torch.nn.Module, optimizer: Any = None, **options: Any) -> Any:
+    """What Megatron's loop saves of a wrapper in the format fsdp_dtensor. Options are those of the preparation."""
+    raw = {"model": model.module.state_dict_for_save_checkpoint(), "iteration": 3}
+    if optimizer is not None:
+        metadata = {"distrib_optim_sharding_type": "fsdp_dtensor"}
+        raw["optimizer"] = optimizer.sharded_state_dict({}, metadata=metadata)
+    return preprocess_fsdp_dtensor_state_dict(SimpleNamespace(), raw, model.module, **options)  # type: ignore[arg-type]
 
 
 _TRAINED_BY_DDP: dict[tuple, Trained] = {}

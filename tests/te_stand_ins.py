@@ -25,37 +25,12 @@ from tests.te_tensors import (
     MXFP8Tensor,
     NVFP4Quantizer,
     NVFP4Tensor,
-    QuantizedTensor,
+    QuantizedTensor,  # noqa: F401 - for tests
     Quantizer,
     allocated,
     made,
     made_in_forward,
 )
-
-__all__ = [
-    "Float8BlockQuantizer",
-    "Float8BlockwiseQTensor",
-    "Float8CurrentScalingQuantizer",
-    "Float8Quantizer",
-    "Float8Tensor",
-    "GroupedLinear",
-    "LayerNormLinear",
-    "Linear",
-    "MXFP8Quantizer",
-    "MXFP8Tensor",
-    "NVFP4Quantizer",
-    "NVFP4Tensor",
-    "QuantizedTensor",
-    "Quantizer",
-    "TENSORS",
-    "TransformerEngineBaseModule",
-    "cast_master_weights_to_fp8",
-    "installed",
-    "made",
-    "made_in_forward",
-    "post_all_gather_processing",
-    "quantize_master_weights",
-]
 
 TENSORS = "transformer_engine.pytorch.tensor"
 

@@ -34,7 +34,6 @@ MERGE = (
     "unit_tests/mcore/test_checkpoint.py::test_loading_in_place_on_other_ranks",
     "unit_tests/mcore/test_contract.py::test_settings_of_the_model",
     "unit_tests/mcore/test_fused_names.py::test_both_models_store_the_same_keys",
-    "unit_tests/mcore/test_hybrid.py::test_trains_as_with_ddp",
     "unit_tests/mcore/test_models.py::test_trains_as_with_ddp",
     "unit_tests/mcore/test_muon.py::test_trains_as_megatrons_ddp_with_tensor_parallelism",
     "unit_tests/mcore/test_precision_aware.py::test_trains_as_ddp_with_torchs_adam",

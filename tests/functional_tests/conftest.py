@@ -32,6 +32,20 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> Distributions:
     return Distributions(archive, wheel)
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of checkpoints."""
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The dataset of Megatron's loop."""
+    from scripts.parity import write_corpus
+
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
 @pytest.fixture(scope="session")
 def wheel(distributions: Distributions) -> Path:
     """The wheel."""

@@ -9,14 +9,13 @@ import copy
 from collections.abc import Iterable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_fsdp import MegatronFSDP, fully_shard
-from tests.models import STRATEGIES, assert_same_training, device, main_weights
+from tests.models import assert_same_training, device, main_weights
 from tests.ranks import RankPool
 
 STEPS = 10
@@ -95,15 +94,13 @@ def assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor],
         torch.testing.assert_close(got[name], value, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def _train_both(strategy: str, memory_format: torch.memory_format, tolerance: float) -> MegatronFSDP:
+def _train_both(memory_format: torch.memory_format, tolerance: float) -> MegatronFSDP:
     model = Network().to(device()).to(memory_format=memory_format)  # type: ignore[call-overload]
     mine = images(dist.get_world_size())[:, dist.get_rank()]
     mine = torch.stack([batch.contiguous(memory_format=memory_format) for batch in mine])
     reference = DistributedDataParallel(copy.deepcopy(model), broadcast_buffers=False)
     expected = train(reference, sgd(reference.parameters()), mine)
-    sharded, optimizer = fully_shard(
-        model, sgd(model.parameters()), fsdp_unit_modules=[Residual], zero_dp_strategy=strategy
-    )
+    sharded, optimizer = fully_shard(model, sgd(model.parameters()), fsdp_unit_modules=[Residual])
     losses = train(sharded, optimizer, mine)
     torch.testing.assert_close(losses, expected, rtol=tolerance, atol=tolerance)
     assert losses[-1] < 0.5 * losses[0]
@@ -113,8 +110,8 @@ def _train_both(strategy: str, memory_format: torch.memory_format, tolerance: fl
     return sharded
 
 
-def _parity(strategy: str) -> dict[str, Any]:
-    sharded = _train_both(strategy, torch.contiguous_format, TOLERANCE)
+def _parity() -> dict[str, Any]:
+    sharded = _train_both(torch.contiguous_format, TOLERANCE)
     assert sharded.module.stem[1].num_batches_tracked == STEPS
     sharded.eval()
     with torch.no_grad():
@@ -122,22 +119,21 @@ def _parity(strategy: str) -> dict[str, Any]:
     return {name: value.cpu() for name, value in sharded.module.named_buffers()}
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_parity_with_ddp(ranks: RankPool, strategy: str) -> None:
-    first, second = ranks.run(2, _parity, strategy)
+def test_parity_with_ddp(ranks: RankPool) -> None:
+    first, second = ranks.run(2, _parity)
     assert not torch.equal(first["stem.1.running_mean"], second["stem.1.running_mean"]), "statistics are per rank"
 
 
 def _channels_last() -> None:
     # Unsharded weights are contiguous and DDP's are not, so convolutions may add in different orders.
-    _train_both("optim_grads_params", torch.channels_last, 1e-4)
+    _train_both(torch.channels_last, 1e-4)
 
 
 def test_parity_with_ddp_in_channels_last(ranks: RankPool) -> None:
     ranks.run(2, _channels_last)
 
 
-def _parity_with_fixed_statistics(strategy: str) -> None:
+def _parity_with_fixed_statistics() -> None:
     model = Network()
     train(model, sgd(model.parameters()), images(1)[:, 0].cpu())
     model.eval()  # normalizes by the running statistics, so ranks compute the same as one process
@@ -145,17 +141,10 @@ def _parity_with_fixed_statistics(strategy: str) -> None:
         if isinstance(module, nn.BatchNorm2d):
             module.requires_grad_(False)
     buffers = {name: value.clone() for name, value in model.named_buffers()}
-    sharded = assert_same_training(
-        model,
-        images(2 * dist.get_world_size())[:3],
-        sgd,
-        loss_of,
-        fsdp_unit_modules=[Residual],
-        zero_dp_strategy=strategy,
-    )
+    data = images(2 * dist.get_world_size())[:3]
+    sharded = assert_same_training(model, data, sgd, loss_of, fsdp_unit_modules=[Residual])
     assert_same({name: value.cpu() for name, value in sharded.module.named_buffers()}, buffers, tolerance=0.0)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_parity_with_one_process_with_fixed_statistics(ranks: RankPool, strategy: str) -> None:
-    ranks.run(2, _parity_with_fixed_statistics, strategy)
+def test_parity_with_one_process_with_fixed_statistics(ranks: RankPool) -> None:
+    ranks.run(2, _parity_with_fixed_statistics)

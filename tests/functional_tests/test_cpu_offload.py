@@ -24,12 +24,6 @@ def _run(strategy: str, arguments: str) -> real_loop.Run:
     return real_loop.run(f"{MODEL} {ours} --bf16 --log-params-norm {arguments}".split(), ranks=2, timeout=280)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the checkpoints."""
-    return tmp_path_factory.mktemp("checkpoints")
-
-
 @functools.cache
 def _whole(strategy: str, parallel: str, settings: str, folder: Path) -> real_loop.Run:
     """Four iterations, with checkpoints after two and four."""

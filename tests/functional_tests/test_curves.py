@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from scripts.real_loop import Run, run
+from tests.functional_tests.test_training_loop import DDP, MODEL, OURS
 
 event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 wandb_messages = pytest.importorskip("wandb.proto.wandb_internal_pb2")
@@ -23,14 +24,7 @@ pytestmark = [
 
 RANKS, ITERATIONS = 2, 4
 # Tokens that no batch holds have zeros as the gradients of their embeddings, so that there are zeros to count.
-MODEL = (
-    "--num-layers 2 --hidden-size 60 --ffn-hidden-size 172 --num-attention-heads 4 --seq-length 64 --swiglu "
-    "--disable-bias-linear --max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 6 --train-iters 4 "
-    "--untie-embeddings-and-output-weights --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 255 "
-    "--eval-iters 1 --eval-interval 100 --log-interval 1 --hidden-dropout 0 --attention-dropout 0"
-)
-DDP = "--use-distributed-optimizer"
-OURS = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --ckpt-format fsdp_dtensor"
+UNTIED = f"{MODEL} --untie-embeddings-and-output-weights"
 LOGGED = (
     "--log-params-norm --log-num-zeros-in-grad --log-throughput --log-timers-to-tensorboard --timing-log-level 2 "
     "--log-memory-to-tensorboard --log-validation-ppl-to-tensorboard --log-world-size-to-tensorboard"
@@ -82,7 +76,7 @@ def wandb_records(data: bytes) -> Iterator[bytes]:
 
 
 def log(sharding: str, folder: Path, more: str = "") -> Logged:
-    arguments = f"{MODEL} {sharding} {LOGGED} --tensorboard-dir {folder / 'tensorboard'} {more}"
+    arguments = f"{UNTIED} {sharding} {LOGGED} --tensorboard-dir {folder / 'tensorboard'} {more}"
     return Logged(run(arguments.split(), RANKS, environment={"WANDB_MODE": "offline"}), folder)
 
 

@@ -14,9 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.launch import ROOT, printed, start
+
 ITERATIONS = 3
-SECONDS = 280
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,7 @@ def command(output: Path, iterations: int) -> list[str]:
 
 def run(output: Path) -> str:
     """Runs the demo for too few iterations to beat the unigram entropy, which it must report; returns its output."""
-    result = subprocess.run(command(output, ITERATIONS), capture_output=True, text=True, timeout=SECONDS)
+    result = start(command(output, ITERATIONS))
     assert "validation loss is not below the unigram entropy" in result.stdout, result.stdout + result.stderr
     assert result.returncode == 1
     return result.stdout
@@ -47,39 +48,32 @@ def processes_of(output: Path) -> list[psutil.Process]:
     return [process for process in psutil.process_iter(["cmdline"]) if str(output) in str(process.info["cmdline"])]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(SECONDS)
 def test_trains_and_writes_everything(output: Path) -> None:
-    printed = run(output)
-    assert "iterations         0 -> 3" in printed
+    text = run(output)
+    assert "iterations         0 -> 3" in text
     assert history(output, "train") == [1, 2, 3]
     assert history(output, "validation")[-1] == 3
-    lines = printed.splitlines()
+    lines = text.splitlines()
     first = next(index for index, line in enumerate(lines) if line.startswith("  1/3  loss "))
     assert lines[first - 1] == "  the first iteration"
     assert len(set(lines[1:first])) == len(lines[1:first])
     generate = lines[lines.index("  Let the model continue a text:") + 1]
-    text = subprocess.run(shlex.split(generate), capture_output=True, text=True, timeout=SECONDS)
-    assert text.stdout.startswith("class Parser"), text.stderr
+    assert printed(start(shlex.split(generate))).startswith("class Parser")
     assert list((output / "tensorboard").glob("events.*"))
     for name in ("train.log", "loss.png", "sample.txt", "data/meta.json", "checkpoints/iter_0000003/.metadata"):
         assert (output / name).stat().st_size > 0, name
     assert (output / "sample.txt").read_text().startswith("def __init__(self")
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(SECONDS)
 def test_resumes_from_its_checkpoint(output: Path) -> None:
     built = (output / "data" / "meta.json").stat().st_mtime_ns
-    printed = run(output)
-    assert "from the checkpoint of iteration 3" in printed
+    text = run(output)
+    assert "from the checkpoint of iteration 3" in text
     assert history(output, "train") == [1, 2, 3, 4, 5, 6]
     assert (output / "checkpoints" / "latest_checkpointed_iteration.txt").read_text().strip() == "6"
     assert (output / "data" / "meta.json").stat().st_mtime_ns == built
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(SECONDS)
 def test_an_interrupt_saves_and_stops_the_training_processes(output: Path) -> None:
     log = output / "train.log"
     offset = log.stat().st_size
@@ -90,21 +84,19 @@ def test_an_interrupt_saves_and_stops_the_training_processes(output: Path) -> No
             time.sleep(0.5)
         assert len(processes_of(output)) >= 3, "expected the demo, torchrun and at least one rank"
         process.send_signal(signal.SIGINT)
-        printed, _ = process.communicate(timeout=150)
+        text, _ = process.communicate(timeout=150)
     finally:
         process.kill()
     assert process.returncode == 130
     saved = int((output / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
     assert saved >= 7 and history(output, "train") == [*range(1, saved + 1)]
-    assert " ".join(printed.split()).endswith(f"the next run resumes after iteration {saved}")
+    assert " ".join(text.split()).endswith(f"the next run resumes after iteration {saved}")
     assert processes_of(output) == []
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(SECONDS)
 def test_a_failed_process_is_reported_with_its_error(output: Path) -> None:
     (output / "data" / "tokenizer" / "tokenizer.json").write_text("not a tokenizer")
-    result = subprocess.run(command(output, ITERATIONS), capture_output=True, text=True, timeout=SECONDS)
+    result = start(command(output, ITERATIONS))
     assert result.returncode == 1
     assert "the training processes failed" in result.stdout
     assert "Unable to instantiate HuggingFace" in result.stdout

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from scripts.real_loop import free_port
+from tests.launch import ROOT
 from tests.slow import all_but_slow
 
-ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="several ranks over gloo on the CPU")
 SCRIPT = """
 import datetime, os, sys, time
 import torch, torch.distributed as dist
@@ -81,7 +82,6 @@ def run(mode: str, folder: Path, **variables: str) -> list[tuple[int, str]]:
     return [(process.returncode, output) for process, output in zip(ranks, outputs, strict=True)]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="several ranks over gloo on the CPU")
 @pytest.mark.parametrize("mode", all_but_slow(["forward", "backward", "step", "late"], "backward"))
 def test_a_lost_rank_is_reported(mode: str, tmp_path: Path) -> None:
     (code, output), _ = run(mode, tmp_path)
@@ -93,7 +93,6 @@ def test_a_lost_rank_is_reported(mode: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="several ranks over gloo on the CPU")
 def test_the_first_difference_is_reported(tmp_path: Path) -> None:
     results = run("other", tmp_path)
     assert all(code for code, _ in results), results
@@ -104,7 +103,6 @@ def test_the_first_difference_is_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="several ranks over gloo on the CPU")
 def test_a_long_wait_is_reported_meanwhile(tmp_path: Path) -> None:
     """Rank 1 spends some time in a function that rank 0 does not call."""
     results = run("slow", tmp_path, MEGATRON_FSDP_REPORT_AFTER="3")

@@ -3,16 +3,16 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.doctor_cases import Result
 from tests.doctor_cases import run as run_doctor
+from tests.launch import ROOT, printed, python, start
 from tests.slow import all_but_slow
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(path for path in (ROOT / "examples" / "megatron_fsdp").iterdir() if path.suffix in (".sh", ".sbatch"))
 MODEL = (
     "--num-layers 4 --hidden-size 64 --ffn-hidden-size 256 --num-attention-heads 4 --seq-length 32 "
@@ -20,22 +20,19 @@ MODEL = (
     "--tokenizer-type NullTokenizer --vocab-size 255 "
     "--use-megatron-fsdp --ckpt-format fsdp_dtensor --data-parallel-sharding-strategy optim_grads_params"
 )
+SCRIPT = str(ROOT / "pretrain_gpt.py")
+WORDS = [SCRIPT, *MODEL.split(), "--global-batch-size", "8"]
 
 
-def doctor(arguments: str, world_size: int = 8, flags: str = "--json") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "megatron.fsdp.tools.doctor", "--world-size", str(world_size), *flags.split()]
-    return subprocess.run(
-        [*command, "pretrain_gpt.py", *arguments.split()], cwd=ROOT, capture_output=True, text=True, timeout=280
-    )
+def doctor(*words: object, world_size: object = 8, **options: Any) -> Any:
+    """The doctor's report on a command."""
+    flags = ("--json", "--world-size", world_size)
+    return json.loads(printed(python("-m", "megatron.fsdp.tools.doctor", *flags, *words, **options)))
 
 
 def test_bytes_of_a_command_line() -> None:
-    result = doctor(
-        MODEL + " --bf16 --global-batch-size 8 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
-        flags="--json --rank 0",
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    found = json.loads(result.stdout)
+    parallel = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+    found = doctor("--rank", 0, *WORDS, "--bf16", *parallel.split())
     assert found["sizes"]["tensor"] == found["sizes"]["pipeline"] == 2 and found["sizes"]["data (with context)"] == 2
     assert found["units"] == [{"TransformerLayer": 2}]
     # The first stage has word embeddings (divided by 2), position embeddings, and two layers (matrices divided by 2).
@@ -54,9 +51,7 @@ def test_bytes_of_quantized_weights() -> None:
     """The first layer stays in bf16; embeddings, norms and biases do."""
     quantized = "--fp8-format hybrid --fp8-recipe mxfp8 --fp8-param-gather --first-last-layers-bf16"
     layers = "--num-layers-at-start-in-bf16 1 --num-layers-at-end-in-bf16 0"
-    result = doctor(f"{MODEL} --bf16 --global-batch-size 8 {quantized} {layers}")
-    assert result.returncode == 0, result.stdout + result.stderr
-    found = json.loads(result.stdout)
+    found = doctor(*WORDS, "--bf16", *quantized.split(), *layers.split())
     (sizes,) = found["bytes"]
     matrices = 3 * (3 * 64 * 64 + 64 * 64 + 2 * 64 * 256)
     # This rank's shard of two planes, and scales of both, which are whole.
@@ -67,8 +62,6 @@ def test_bytes_of_quantized_weights() -> None:
 
 # Many command lines, one process -----------------------------------------------------------------------------------
 
-SCRIPT = str(ROOT / "pretrain_gpt.py")
-WORDS = [SCRIPT, *MODEL.split(), "--global-batch-size", "8"]
 FILES = {
     "crash.py": "import os\nimport no_such_module\n",
     "never.py": "print('no model here')\n",
@@ -177,16 +170,13 @@ def test_what_does_not_fit_has_its_own_exit_code(results: dict[str, Result]) -> 
 
 
 def words_of(script: Path, **variables: str) -> list[str]:
-    environment = {**os.environ, "DRY_RUN": "1", "SLURM_SUBMIT_DIR": str(ROOT), **variables}
-    return subprocess.run(
-        ["bash", script], env=environment, capture_output=True, text=True, check=True
-    ).stdout.splitlines()
+    return printed(start(["bash", script], DRY_RUN="1", SLURM_SUBMIT_DIR=str(ROOT), **variables)).splitlines()
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_scripts_pass_shellcheck(script: Path) -> None:
-    subprocess.run(["bash", "-n", script], check=True)
-    subprocess.run([Path(sys.executable).parent / "shellcheck", "--shell=bash", script], check=True)
+    printed(start(["bash", "-n", script]))
+    printed(start(["shellcheck", "--shell=bash", script]))
 
 
 @pytest.mark.parametrize("back", ["", "1"])
@@ -194,8 +184,7 @@ def test_scripts_pass_shellcheck(script: Path) -> None:
 def test_conversion_scripts_pass_valid_arguments(script: Path, back: str, tmp_path: Path) -> None:
     _, tool, command, source, target = words_of(script, CHECKPOINT=str(tmp_path), OUT=str(tmp_path / "out"), BACK=back)
     assert (source, target) == (str(tmp_path), str(tmp_path / "out"))
-    run = [sys.executable, tool, command, source, target]
-    result = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    result = python(tool, command, source, target)
     assert result.returncode == 1 and ".metadata" in result.stderr, "an empty folder is not a checkpoint"
 
 
@@ -210,19 +199,7 @@ def test_launch_scripts_pass_valid_arguments(name: str) -> None:
     ranks = {"NODES": "128", "GBS": "8192"} if name == DEEPSEEK_V3 else {}
     world_size, entry, *arguments = words_of(SCRIPTS[0].parent / name, **ranks)
     assert (ROOT / entry).samefile(ROOT / "pretrain_gpt.py") and set(arguments) >= set(RECOMMENDED)
-    command = [
-        sys.executable,
-        "-m",
-        "megatron.fsdp.tools.doctor",
-        "--json",
-        "--world-size",
-        world_size,
-        entry,
-        *arguments,
-    ]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
-    assert result.returncode == 0, result.stdout + result.stderr
-    found = json.loads(result.stdout)
+    found = doctor(entry, *arguments, world_size=world_size)
     assert found["world_size"] == {LLAMA3_8B: 8, LLAMA3_70B: 64, DEEPSEEK_V3: 1024}[name]
     assert all("bfloat16 reduction" in text for text in found["dtypes"])
     # The number of parameters is the published one. DeepSeek-V3's is 671.0e9, and 11.6e9 of the layer that predicts a
@@ -238,19 +215,11 @@ def flag(words: list[str], name: str) -> str:
 
 def test_positional_arguments_and_variables_of_the_llama_script(tmp_path: Path) -> None:
     script = ROOT / "examples" / "megatron_fsdp" / LLAMA3_8B
-    environment = {**os.environ, "DRY_RUN": "1", "OUTER_SHARDING_STRATEGY": "optim", "INSTANCES": "2"}
-    result = subprocess.run(
-        ["bash", script, "saved", "0.3 a 0.7 b", "/tok", "prof", "board"],
-        env=environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    words = result.stdout.splitlines()
+    variables = {"DRY_RUN": "1", "OUTER_SHARDING_STRATEGY": "optim", "INSTANCES": "2"}
+    arguments = ("saved", "0.3 a 0.7 b", "/tok", "prof", "board")
+    words = printed(start(["bash", script, *arguments], folder=tmp_path, **variables)).splitlines()
     assert flag(words, "--save") == flag(words, "--load") == "saved" and flag(words, "--tensorboard-dir") == "board"
-    start = words.index("--data-path")
-    assert words[start + 1 : start + 5] == ["0.3", "a", "0.7", "b"]
+    assert words[words.index("--data-path") + 1 :][:4] == ["0.3", "a", "0.7", "b"]
     assert flag(words, "--tokenizer-model") == "/tok" and "--mock-data" not in words
     assert flag(words, "--outer-dp-sharding-strategy") == "optim"
     assert "--use-megatron-fsdp" not in words_of(script, USE_MEGATRON_FSDP="0")

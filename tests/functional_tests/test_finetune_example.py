@@ -1,37 +1,26 @@
 """The fine-tuning example with each launcher, and its checkpoint as the README's code reads it."""
 
 import math
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-FOLDER = Path(__file__).resolve().parents[2] / "examples" / "finetune"
+from tests.launch import ROOT, printed, python
+
+FOLDER = ROOT / "examples" / "finetune"
 SCRIPT = FOLDER / "finetune.py"
 PAGE = (FOLDER / "README.md").read_text()
 STEPS = 20
-SECONDS = 280
 # The README loads a checkpoint in one process on purpose.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def launch(launcher: list[str], output: Path, *options: str) -> list[str]:
     """Runs the example in the folder of ``output`` and returns the lines of its output."""
-    command = [sys.executable, *launcher, str(SCRIPT), "--steps", str(STEPS), "--output", output.name, *options]
-    result = subprocess.run(
-        command,
-        cwd=output.parent,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    return result.stdout.splitlines()
+    words = [*launcher, SCRIPT, "--steps", STEPS, "--output", output.name, *options]
+    return printed(python(*words, folder=output.parent, HF_HUB_OFFLINE="1")).splitlines()
 
 
 def losses(lines: list[str], ranks: int) -> list[float]:
@@ -60,33 +49,26 @@ def accelerate(device: str) -> list[str]:
 
 
 def check(lines: list[str], ranks: int, output: Path) -> None:
-    printed = losses(lines, ranks)
+    found = losses(lines, ranks)
     # An untrained model assigns the same probability to all 256 bytes.
-    assert printed[0] == pytest.approx(math.log(256), abs=0.2)
-    assert printed[-1] < printed[1] < printed[0] - 1
-    assert loss_of_checkpoint(output) < printed[0] - 1
+    assert found[0] == pytest.approx(math.log(256), abs=0.2)
+    assert found[-1] < found[1] < found[0] - 1
+    assert loss_of_checkpoint(output) < found[0] - 1
+
+
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(SECONDS)
-def test_with_torchrun(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("launcher", "ranks"),
+    [(TORCHRUN, 2), (accelerate("multi_gpu"), 2), (accelerate("cpu"), 1)],
+    ids=["torchrun", "accelerate", "accelerate, one process"],
+)
+def test_with_a_launcher(launcher: list[str], ranks: int, tmp_path: Path) -> None:
     output = tmp_path / "output"
-    check(launch(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"], output), 2, output)
-    assert {part.name for part in output.glob("*.distcp")} == {"__0_0.distcp", "__1_0.distcp"}
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(SECONDS)
-def test_with_accelerate(tmp_path: Path) -> None:
-    output = tmp_path / "output"
-    check(launch(accelerate("multi_gpu"), output), 2, output)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(SECONDS)
-def test_with_accelerate_that_starts_one_process(tmp_path: Path) -> None:
-    output = tmp_path / "output"
-    check(launch(accelerate("cpu"), output), 1, output)
+    check(launch(launcher, output), ranks, output)
+    assert {part.name for part in output.glob("*.distcp")} == {f"__{rank}_0.distcp" for rank in range(ranks)}
 
 
 def save_pretrained(folder: Path) -> None:
@@ -101,12 +83,11 @@ def save_pretrained(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(SECONDS)
 def test_with_pretrained_weights_and_no_launcher(tmp_path: Path) -> None:
     save_pretrained(tmp_path / "pretrained")
-    printed = losses(launch([], tmp_path / "output", "--model", "pretrained"), 1)
+    found = losses(launch([], tmp_path / "output", "--model", "pretrained"), 1)
     # At the learning rate for fine-tuning, twenty steps change almost nothing.
-    assert printed == pytest.approx([math.log(300)] * 3, abs=0.2)
+    assert found == pytest.approx([math.log(300)] * 3, abs=0.2)
 
 
 def test_the_script_is_short() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
 from tests.huggingface_training import fresh_process, llama, samples
@@ -24,20 +23,16 @@ class Loop:
 
     Args:
         strategy: Of sharding; None for a plain Accelerator.
-        seed: Of the model's initial weights.
         model: The model; None for a small Llama.
         scale: Where loss scaling starts, as accelerate has it for fp16 on a GPU; None for none.
-        sharding: Further arguments of sharding.
         **options: Of the Accelerator.
     """
 
     def __init__(
         self,
         strategy: int | None,
-        seed: int = 0,
         model: Any = None,
         scale: float | None = None,
-        sharding: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
         from accelerate import Accelerator, DataLoaderConfiguration
@@ -50,10 +45,10 @@ class Loop:
         if strategy is None:
             self.accelerator = Accelerator(**options)
         else:
-            self.accelerator = FSDPAccelerator(sharding={"zero_dp_strategy": strategy, **(sharding or {})}, **options)
+            self.accelerator = FSDPAccelerator(sharding={"zero_dp_strategy": strategy}, **options)
         if scale is not None:
             self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=3)
-        model = model or llama(seed)
+        model = model or llama()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-5)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
         data: Any = DataLoader(samples(4 * BATCHES), batch_size=4, shuffle=True)
@@ -124,20 +119,6 @@ def test_micro_batches_that_are_accumulated_do_not_communicate(ranks: RankPool) 
     ranks.run(2, accumulates)
 
 
-def hybrid() -> tuple[list[float], list[float]]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "shard"))
-    loop = Loop(3, sharding={"device_mesh": mesh, "dp_shard_dim": "shard", "dp_outer_dim": "outer"}).epochs(0)
-    return loop.losses, loop.norms
-
-
-@pytest.mark.slow
-def test_replicated_shards(ranks: RankPool) -> None:
-    ((losses, norms, *unused),) = ranks.run(1, train, None)
-    for found in ranks.run(4, hybrid):
-        assert found[0] == pytest.approx(losses[:BATCHES], rel=2e-4)
-        assert found[1] == pytest.approx(norms[: len(norms) // EPOCHS], rel=2e-4)
-
-
 def scaled(strategy: int | None, scale: float) -> tuple[list[float], list[float], float, float]:
     loop = Loop(strategy, scale=scale).epochs(0)
     return loop.losses, loop.norms, loop.accelerator.scaler.get_scale(), loop.scheduler.get_last_lr()[0]
@@ -154,10 +135,12 @@ def test_loss_scaling_is_as_with_ddp(ranks: RankPool, scale: float) -> None:
         assert found[1] == pytest.approx(expected[1], rel=2e-4)
 
 
-def from_state(strategy: int, folder: Path, saves: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+def from_state(
+    strategy: int, folder: Path, saves: bool, dropout: float = 0.2
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Train two epochs, and save in between; or load what was saved, and train the second."""
     # The dropout shows whether random states are restored.
-    loop = Loop(strategy, model=llama(0 if saves else 7, attention_dropout=0.2))
+    loop = Loop(strategy, model=llama(0 if saves else 7, attention_dropout=dropout))
     seen: list[int] = []
     loop.accelerator.register_save_state_pre_hook(lambda models, *unused: seen.append(len(models)))
     if saves:
@@ -179,20 +162,10 @@ def test_resumed_training_is_bit_equal(ranks: RankPool, tmp_path: Path) -> None:
             assert all(torch.equal(weights[name], value) for name, value in expected_weights.items())
 
 
-def on_other_ranks(folder: Path, saves: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
-    loop = Loop(3, seed=0 if saves else 7)
-    if saves:
-        loop.epochs(0).accelerator.save_state(str(folder))
-    else:
-        loop.accelerator.load_state(str(folder))
-    loop.losses.clear()
-    return loop.epochs(1).losses, loop.weights()
-
-
 @pytest.mark.slow
 def test_resuming_on_other_numbers_of_ranks(ranks: RankPool, tmp_path: Path) -> None:
-    losses, weights = ranks.run(2, on_other_ranks, tmp_path, True)[0]
-    for found in ranks.run(4, on_other_ranks, tmp_path, False):
+    losses, weights = ranks.run(2, from_state, 3, tmp_path, True, 0.0)[0]
+    for found in ranks.run(4, from_state, 3, tmp_path, False, 0.0):
         assert found[0] == pytest.approx(losses, rel=2e-4)
         torch.testing.assert_close(found[1], weights, rtol=1e-3, atol=2e-5)
 

@@ -6,7 +6,6 @@ import os
 import re
 import runpy
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from unittest.mock import patch
@@ -16,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from tests.huggingface_training import fresh_process, history
-from tests.ranks import ROOT, RankPool
+from tests.launch import ROOT, printed, torchrun
+from tests.ranks import RankPool
 
 pytest.importorskip("trl")
 FOLDER = ROOT / "examples" / "frameworks"
@@ -58,11 +58,7 @@ def test_examples_are_short(name: str) -> None:
 
 
 def launch(name: str, folder: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    command += [str(FOLDER / f"{name}.py"), str(folder)]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
-    assert result.returncode == 0, result.stderr[-3000:]
+    printed(torchrun([FOLDER / f"{name}.py", folder], ranks=2, HF_HUB_OFFLINE="1"))
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """The examples of plain loops train as without sharding: generation, LoRA adapters, resuming."""
 
+import importlib.util
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -10,21 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.launch import ROOT, torchrun
+from tests.launch import ROOT, printed, torchrun
 from tests.ranks import RankPool
 
-EXAMPLES = ROOT / "examples" / "frameworks"
-
-
-def _run(arguments: list[str], ranks: int = 2) -> str:
-    name, *rest = arguments
-    result: subprocess.CompletedProcess[str] = torchrun([str(EXAMPLES / name), *rest], ranks=ranks, timeout=200)
-    assert result.returncode == 0, result.stderr[-3000:]
-    return result.stdout
-
-
-def _losses(output: str) -> list[float]:
-    return [float(loss) for loss in re.findall(r"^step \d+: loss (\d+\.\d+)", output, flags=re.MULTILINE)]
+FOLDER = ROOT / "examples" / "frameworks"
 
 
 def _llama() -> Any:
@@ -98,111 +87,96 @@ def test_units_that_share_a_buffer_cannot_all_be_unsharded(ranks: RankPool) -> N
     ranks.run(2, _double_buffer)
 
 
-@pytest.mark.slow
-def test_example_of_generation() -> None:
-    pytest.importorskip("transformers")
-    output = _run(["generate_in_training.py"])
-    model = _llama()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-5)
-    generator, expected, answers = torch.Generator().manual_seed(1), [], {}
-    for step in range(6):
-        tokens = (torch.randint(61, (4, 1), generator=generator) + torch.arange(12)).remainder(61)
-        loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        expected.append(loss.item())
-        for rank in range(2) if step % 3 == 2 else ():
-            prompt = torch.arange(7, 10 + 2 * rank)[None]
-            answer = model.generate(prompt, do_sample=False, max_new_tokens=4 + 3 * rank, pad_token_id=0)
-            answers[f"step {step}, rank {rank}: {answer[0].tolist()}"] = True
-    assert _losses(output) == pytest.approx(expected, abs=2e-5)
-    assert set(re.findall(r"^step \d, rank .*$", output, flags=re.MULTILINE)) == set(answers)
+# The examples --------------------------------------------------------------------------------------------------
 
 
-# Adapters ------------------------------------------------------------------------------------------------------
+def _run(command: str, ranks: int = 2) -> str:
+    return printed(torchrun(f"{FOLDER}/{command}".split(), ranks))
 
 
-@pytest.mark.slow
-def test_example_of_adapters(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-    transformers = pytest.importorskip("transformers")
-    folder = tmp_path / "adapters"
-    first, second = _run(["lora.py", str(folder)]), _run(["lora.py", str(folder), "--resume"], ranks=1)
-    model = peft.get_peft_model(_llama(), peft.LoraConfig(r=4, target_modules="all-linear"))
-    for output in (first, second):
-        # As in the example, the optimizer starts anew in the second process.
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-        generator, expected = torch.Generator().manual_seed(1), []
-        for _ in range(5):
-            tokens = torch.randint(61, (4, 12), generator=generator)
-            loss = model(input_ids=tokens, labels=tokens).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            expected.append(loss.item())
-        assert _losses(output) == pytest.approx(expected, abs=1e-4)
-    assert (folder / "adapter_model.safetensors").stat().st_size < 50_000
-    merged = transformers.LlamaForCausalLM.from_pretrained(folder / "merged")
-    tokens = torch.arange(24).view(2, 12)
-    with torch.no_grad():
-        torch.testing.assert_close(merged(tokens).logits, model(tokens).logits, rtol=1e-3, atol=1e-3)
+def _losses(*outputs: str) -> list[float]:
+    return [float(loss) for text in outputs for loss in re.findall(r"^step \d+: loss (\d+\.\d+)", text, re.MULTILINE)]
 
 
-# A plain loop --------------------------------------------------------------------------------------------------
-
-
-def _reference(steps: int, micro_batches: int) -> list[float]:
-    import importlib.util
-
-    spec = importlib.util.spec_from_file_location("plain_loop", EXAMPLES / "plain_loop.py")
+def _plain_loop(steps: int) -> list[float]:
+    """The losses of the example's model in a loop of one process, without sharding."""
+    spec = importlib.util.spec_from_file_location("plain_loop", FOLDER / "plain_loop.py")
     assert spec is not None and spec.loader is not None
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
     torch.manual_seed(0)
-    model = example.build()
+    model, losses = example.build(), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-5)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 3))
-    losses = []
     for step in range(steps):
-        total = 0.0
-        for micro in range(micro_batches):
-            tokens = example.batch(step, micro, 0, 1)
-            logits = model(tokens[:, :-1])
-            loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()) / micro_batches
-            loss.backward()
-            total += loss.item()
+        optimizer.param_groups[0]["lr"] = 1e-2 * min(1.0, (step + 1) / 3)
+        optimizer.zero_grad()
+        tokens = torch.cat([example.batch(step, micro, 0, 1) for micro in range(2)])
+        loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        losses.append(total)
+        losses.append(loss.item())
     return losses
 
 
 def test_plain_loop_resumes_in_a_new_process(tmp_path: Path) -> None:
-    expected = _reference(6, 2)
-    first = _run(["plain_loop.py", "--steps", "3", "--save", str(tmp_path)])
-    second = _run(["plain_loop.py", "--steps", "6", "--save", str(tmp_path)], ranks=1)
-    assert _losses(first) == pytest.approx(expected[:3], abs=2e-5)
-    assert _losses(second) == pytest.approx(expected[3:], abs=2e-5)
+    first = _run(f"plain_loop.py --steps 3 --save {tmp_path}")
+    second = _run(f"plain_loop.py --steps 6 --save {tmp_path}", ranks=1)
+    assert _losses(first, second) == pytest.approx(_plain_loop(6), abs=2e-5)
+    assert len(_losses(second)) == 3
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-3", "step-6"]
 
 
 @pytest.mark.slow
 def test_plain_loop_with_replicas_and_compilation() -> None:
-    output = _run(["plain_loop.py", "--steps", "4", "--replicas", "2", "--compile"], ranks=4)
-    assert _losses(output) == pytest.approx(_reference(4, 2), abs=2e-5)
+    output = _run("plain_loop.py --steps 4 --replicas 2 --compile", ranks=4)
+    assert _losses(output) == pytest.approx(_plain_loop(4), abs=2e-5)
 
 
-# PyTorch Lightning ---------------------------------------------------------------------------------------------
+def _step(model: Any, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> float:
+    optimizer.zero_grad()
+    loss = model(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+@pytest.mark.slow
+def test_example_of_generation() -> None:
+    pytest.importorskip("transformers")
+    output, model = _run("generate_in_training.py"), _llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-5)
+    generator, expected, answers = torch.Generator().manual_seed(1), [], []
+    for step in range(6):
+        starts = torch.randint(61, (4, 1), generator=generator)
+        expected.append(_step(model, optimizer, (starts + torch.arange(12)).remainder(61)))
+        for rank in range(2) if step % 3 == 2 else ():
+            prompt = torch.arange(7, 10 + 2 * rank)[None]
+            answer = model.generate(prompt, do_sample=False, max_new_tokens=4 + 3 * rank, pad_token_id=0)
+            answers.append(f"step {step}, rank {rank}: {answer[0].tolist()}")
+    assert _losses(output) == pytest.approx(expected, abs=2e-5)
+    assert sorted(re.findall(r"^step \d, rank .*$", output, re.MULTILINE)) == answers
+
+
+@pytest.mark.slow
+def test_example_of_adapters(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    outputs = [_run(f"lora.py {tmp_path}"), _run(f"lora.py {tmp_path} --resume", ranks=1)]
+    model, expected = peft.get_peft_model(_llama(), peft.LoraConfig(r=4, target_modules="all-linear")), []
+    for _ in outputs:
+        # As in the example, the optimizer starts anew in the second process.
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        generator = torch.Generator().manual_seed(1)
+        expected += [_step(model, optimizer, torch.randint(61, (4, 12), generator=generator)) for _ in range(5)]
+    assert _losses(*outputs) == pytest.approx(expected, abs=1e-4)
+    assert (tmp_path / "adapter_model.safetensors").stat().st_size < 50_000
+    merged, tokens = type(_llama()).from_pretrained(tmp_path / "merged"), torch.arange(24).view(2, 12)
+    torch.testing.assert_close(merged(tokens).logits, model(tokens).logits, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.slow
 def test_example_of_lightning(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
-    expected = _losses(_run(["lightning_fit.py", str(tmp_path / "ddp"), "--epochs", "3", "--ddp"]))
-    folder = str(tmp_path / "sharded")
-    first, second = (_run(["lightning_fit.py", folder, "--epochs", epochs]) for epochs in ("2", "3"))
-    assert len(expected) == 3
-    assert _losses(first) + _losses(second) == pytest.approx(expected, abs=2e-5)
+    expected = _losses(_run(f"lightning_fit.py {tmp_path}/ddp --epochs 3 --ddp"))
+    found = _losses(*(_run(f"lightning_fit.py {tmp_path}/sharded --epochs {epochs}") for epochs in (2, 3)))
+    assert len(expected) == 3 and found == pytest.approx(expected, abs=2e-5)

@@ -15,15 +15,18 @@ pytest.importorskip("transformers")
 STEPS = 6
 
 
-def trainer_of(model: Any, folder: Path, strategy: int | None, data: tuple[int, int] = (48, 8), **changes: Any) -> Any:
-    """A Trainer that is sharded by a strategy, or not at all."""
-    from transformers import Trainer, TrainingArguments
-
+def class_of(base: Any, strategy: int | None) -> Any:
+    """A class of trainers that is sharded by a strategy, or not at all."""
     from megatron.fsdp.integrations.transformers import sharded
 
+    return base if strategy is None else sharded(base, zero_dp_strategy=strategy)
+
+
+def trainer_of(model: Any, folder: Path, strategy: int | None, data: tuple[int, int] = (48, 8), **changes: Any) -> Any:
+    from transformers import Trainer, TrainingArguments
+
     callbacks = changes.pop("callbacks", None)
-    trainer_class = Trainer if strategy is None else sharded(Trainer, zero_dp_strategy=strategy)
-    return trainer_class(
+    return class_of(Trainer, strategy)(
         model=model,
         args=TrainingArguments(**arguments(folder, **changes)),
         train_dataset=samples(data[0]),
@@ -38,42 +41,51 @@ def whole_weights(model: Any) -> dict[str, torch.Tensor]:
     return {name: getattr(p, "full_tensor", p.clone)() for name, p in parameters.items()}
 
 
-def run(folder: Path, strategy: int | None) -> tuple[dict[str, list[float]], dict[str, torch.Tensor]]:
-    """Train, with evaluations."""
+Trained = tuple[dict[str, list[float]], dict[str, torch.Tensor]]
+
+
+def run(
+    folder: Path, strategy: int | None, changes: dict[str, Any], model: dict[str, Any], checkpoint: Any = None
+) -> Trained:
+    """Train from the start or from a checkpoint."""
     fresh_process()
-    model = llama()
-    trainer = trainer_of(model, folder, strategy, max_steps=STEPS, eval_strategy="steps", eval_steps=2)
-    trainer.train()
-    return history(trainer), whole_weights(model)
+    trainer = trainer_of(llama(**model), folder, strategy, **changes)
+    trainer.train(resume_from_checkpoint=checkpoint)
+    return history(trainer), whole_weights(trainer.model)
 
 
-def assert_same(found: Any, expected: Any) -> None:
-    assert len(expected[0]["loss"]) == STEPS and len(expected[0]["eval_loss"]) == STEPS // 2
-    # All gradients are clipped, and the learning rate falls.
-    assert min(expected[0]["grad_norm"]) > 0.5
-    assert len(set(expected[0]["learning_rate"])) == STEPS
+def assert_same(found: Trained, expected: Trained) -> None:
     assert found[0].keys() == expected[0].keys()
     for name, values in expected[0].items():
         assert found[0][name] == pytest.approx(values, rel=2e-4), name
     torch.testing.assert_close(found[1], expected[1], rtol=1e-3, atol=2e-5)
 
 
+EVALUATED = {"max_steps": STEPS, "eval_strategy": "steps", "eval_steps": 2}
+
+
 def test_training_equals_unsharded(ranks: RankPool, tmp_path: Path) -> None:
-    (expected,) = ranks.run(1, run, tmp_path, None)
+    (expected,) = ranks.run(1, run, tmp_path, None, EVALUATED, {})
+    assert len(expected[0]["loss"]) == STEPS and len(expected[0]["eval_loss"]) == STEPS // 2
+    # All gradients are clipped, and the learning rate falls.
+    assert min(expected[0]["grad_norm"]) > 0.5
+    assert len(set(expected[0]["learning_rate"])) == STEPS
     for strategy in (1, 3):
-        for found in ranks.run(2, run, tmp_path, strategy):
+        for found in ranks.run(2, run, tmp_path, strategy, EVALUATED, {}):
             assert_same(found, expected)
 
 
-def resume(folder: Path, strategy: int | None, seed: int, checkpoint: Any) -> tuple[dict, dict]:
-    """Train from a checkpoint, or from the start, and save one at steps 2 and 4 of an epoch of six."""
-    fresh_process()
-    # The dropout shows whether random states are restored, and the seed whether weights are.
-    trainer = trainer_of(llama(seed, attention_dropout=0.2), folder, strategy, max_steps=STEPS, **SAVING)
-    trainer.train(resume_from_checkpoint=checkpoint)
-    return history(trainer), whole_weights(trainer.model)
+# Two epochs of data that neither batches nor accumulation divide.
+UNEVEN = {"data": (21, 7), "num_train_epochs": 2, "eval_strategy": "epoch"}
 
 
+def test_last_batches_are_as_with_ddp(ranks: RankPool, tmp_path: Path) -> None:
+    expected, _ = ranks.run(2, run, tmp_path, None, UNEVEN, {})
+    for found in ranks.run(2, run, tmp_path, 2, UNEVEN, {}):
+        assert_same(found, expected)
+
+
+# Checkpoints at steps 2 and 4 of an epoch of six.
 SAVING = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
 
 
@@ -81,32 +93,16 @@ SAVING = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
     "strategy", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3]
 )
 def test_resumed_training_is_bit_equal(ranks: RankPool, tmp_path: Path, strategy: int) -> None:
-    whole = ranks.run(2, resume, tmp_path, strategy, 0, None)
+    # The dropout shows whether random states are restored, and the seed whether weights are.
+    changes, model = {"max_steps": STEPS, **SAVING}, {"attention_dropout": 0.2}
+    whole = ranks.run(2, run, tmp_path, strategy, changes, model)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-4", "checkpoint-6"]
     # A run that was killed while it saved leaves a folder without the state that is written last.
     (tmp_path / "checkpoint-6" / "trainer_state.json").unlink()
-    resumed = ranks.run(2, resume, tmp_path, strategy, 7, True)
+    resumed = ranks.run(2, run, tmp_path, strategy, changes, {**model, "seed": 7}, True)
     for (logs, weights), (expected_logs, expected_weights) in zip(resumed, whole, strict=True):
         assert logs == expected_logs
         assert all(torch.equal(weights[name], value) for name, value in expected_weights.items())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [1, 4])
-def test_resuming_on_other_numbers_of_ranks(ranks: RankPool, tmp_path: Path, count: int) -> None:
-    (logs, weights), _ = ranks.run(2, run_with_checkpoints, tmp_path, 3, None)
-    for found in ranks.run(count, run_with_checkpoints, tmp_path, 3, str(tmp_path / "checkpoint-4")):
-        for name, values in logs.items():
-            assert found[0][name] == pytest.approx(values, rel=2e-4), name
-        torch.testing.assert_close(found[1], weights, rtol=1e-3, atol=2e-5)
-
-
-def run_with_checkpoints(folder: Path, strategy: int | None, checkpoint: str | None) -> tuple[dict, dict]:
-    """As ``resume``, without dropout: ranks draw different random numbers."""
-    fresh_process()
-    trainer = trainer_of(llama(), folder, strategy, max_steps=STEPS, **SAVING)
-    trainer.train(resume_from_checkpoint=checkpoint)
-    return history(trainer), whole_weights(trainer.model)
 
 
 def save_and_load_best(folder: Path) -> None:
@@ -157,22 +153,6 @@ def test_best_model_and_saved_model(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(2, save_and_load_best, tmp_path)
 
 
-def uneven(folder: Path, strategy: int | None) -> tuple[dict, dict]:
-    """Two epochs of data that neither batches nor accumulation divide."""
-    fresh_process()
-    trainer = trainer_of(llama(), folder, strategy, data=(21, 7), num_train_epochs=2, eval_strategy="epoch")
-    trainer.train()
-    return history(trainer), whole_weights(trainer.model)
-
-
-def test_last_batches_are_as_with_ddp(ranks: RankPool, tmp_path: Path) -> None:
-    expected = ranks.run(2, uneven, tmp_path, None)
-    for found in ranks.run(2, uneven, tmp_path, 2):
-        for name, values in expected[0][0].items():
-            assert found[0][name] == pytest.approx(values, rel=2e-4), name
-        torch.testing.assert_close(found[1], expected[0][1], rtol=1e-3, atol=2e-5)
-
-
 def adapters(folder: Path, strategy: int | None, seed: int, checkpoint: Any) -> tuple[dict, dict]:
     """Train low-rank adapters, with checkpoints, bfloat16 and activation checkpointing."""
     import peft
@@ -219,14 +199,12 @@ def translate(folder: Path, strategy: int | None) -> list[Any]:
     """Train an encoder and decoder, whose predictions are generated: the encoder then runs alone."""
     from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration
 
-    from megatron.fsdp.integrations.transformers import sharded
-
     fresh_process()
     sizes = {"vocab_size": 32, "d_model": 24, "d_kv": 6, "d_ff": 40, "num_layers": 2, "num_heads": 4}
     tokens = {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
     data = [{"input_ids": each["input_ids"], "labels": each["input_ids"].flip(0)} for each in samples(24)]
     changes = {"max_steps": 3, "predict_with_generate": True, "generation_max_length": 9}
-    trainer = (Seq2SeqTrainer if strategy is None else sharded(Seq2SeqTrainer, zero_dp_strategy=strategy))(
+    trainer = class_of(Seq2SeqTrainer, strategy)(
         model=T5ForConditionalGeneration(T5Config(**sizes, **tokens, dropout_rate=0.0)),
         args=Seq2SeqTrainingArguments(**arguments(folder, **changes)),
         train_dataset=data,
@@ -252,14 +230,12 @@ def preferences(folder: Path, strategy: int | None) -> list[float]:
     from transformers import PreTrainedTokenizerFast
     from trl import DPOConfig, DPOTrainer
 
-    from megatron.fsdp.integrations.transformers import sharded
-
     fresh_process()
     words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, **{f"w{i}": i for i in range(2, 32)}}, "<pad>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
     rows = [{"prompt": f"w{i + 2} w4", "chosen": f" w{i + 3}", "rejected": f" w{i + 5} w9"} for i in range(24)]
-    trainer = (DPOTrainer if strategy is None else sharded(DPOTrainer, zero_dp_strategy=strategy))(
+    trainer = class_of(DPOTrainer, strategy)(
         model=llama(0, eos_token_id=1),
         ref_model=llama(1, eos_token_id=1),
         args=DPOConfig(**arguments(folder, max_steps=3, bf16=False)),

@@ -1,10 +1,7 @@
 """Imported and exported models compute the same as the originals, in transformers and in Megatron-Core."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +12,10 @@ from click.testing import CliRunner
 
 from megatron.fsdp.convert.cli import cli
 from tests.huggingface_models import CASES, VOCABULARY, save, with_further_layer
-from tests.launch import torchrun
+from tests.launch import ROOT, printed, python, torchrun
 
 transformers = pytest.importorskip("transformers")
 
-ROOT = Path(__file__).resolve().parents[2]
 SAMPLES = ROOT.parent / "shared" / "samples"
 # Relative to the largest logit: rounding of float32 sums in different orders, over a few layers.
 ROUNDING = 5e-6
@@ -86,10 +82,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         words = [str(folder / case / "in"), str(folder / case / "checkpoint"), *options]
         result = CliRunner().invoke(cli, ["import-safetensors", *words])
         assert result.exit_code == 0, result.output
-    command = [sys.executable, "-m", "tests.huggingface_logits", str(folder), *ALL_CASES]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
-    assert run.returncode == 0, run.stderr[-4000:]
+    printed(python("-m", "tests.huggingface_logits", folder, *ALL_CASES))
     return folder
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.parity import fsdp_arguments, model_arguments, write_corpus
+from scripts.parity import fsdp_arguments, model_arguments
 from scripts.parity_cases import CASES, Case
 from scripts.real_loop import Run, run
 from tests.ranks import DEVICE
@@ -38,9 +38,9 @@ def train(case: Case, corpus: Path, ranks: int, *options: str) -> Run:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_training_resumes(tmp_path: Path, name: str) -> None:
+def test_training_resumes(corpus: Path, tmp_path: Path, name: str) -> None:
     case = next(case for case in CASES if case.name == name)
-    corpus, folder = write_corpus(tmp_path), str(tmp_path / "checkpoints")
+    folder = str(tmp_path / "checkpoints")
     whole = train(case, corpus, case.ranks, "--save", folder, "--save-interval", str(SAVED))
     load = ("--load", folder, "--ckpt-step", str(SAVED))
     same = train(case, corpus, case.ranks, *load)

@@ -1,12 +1,11 @@
 """A run with FSDP continues a run with Megatron's DDP from its checkpoint, exactly as after a conversion."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from scripts.parity import fsdp_arguments, write_corpus
+from scripts.parity import fsdp_arguments
 from scripts.parity_cases import ALLTOALL, EP, LLAMA, PP, TP
 from tests.checkpoints import plain_objects, plain_tensors, same
 from tests.functional_tests.test_convert import (
@@ -58,12 +57,6 @@ CHANGES = {
     "interleaved stages": Change(MODELS["interleaved stages"], Model(LLAMA, 2, 4)),
     "multi-token prediction": Change(LATENT, LATENT, tolerance=2e-3),
 }
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The dataset."""
-    yield write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 def objects_of(folder: Path) -> dict[str, object]:

@@ -1,10 +1,7 @@
 """Versions of megatron-core: with each, training equals its own DDP, saves, and resumes in new processes."""
 
 import importlib.metadata
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +9,7 @@ import torch
 
 from megatron.fsdp.version import TRIED_MEGATRON
 from tests.functional_tests.test_training_loop import DDP, OURS, numbers, train
+from tests.launch import ROOT, printed, python
 
 pytestmark = [
     pytest.mark.slow,
@@ -19,7 +17,6 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="several ranks over gloo; Megatron runs on CUDA here"),
 ]
 
-ROOT = Path(__file__).resolve().parents[2]
 VERSIONS = ("0.18.2", "0.19.0", "0.19.2")
 
 
@@ -31,8 +28,7 @@ def packages(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         return ""
     folder = str(tmp_path_factory.mktemp("packages"))
     wanted = f"megatron-core=={version}"
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", folder, wanted]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    result = python("-m", "pip", "install", "--quiet", "--no-deps", "--target", folder, wanted)
     if result.returncode:
         pytest.skip(f"cannot install {wanted}: {result.stderr.strip().splitlines()[-1]}")
     assert _imported(folder) == [version, folder]
@@ -46,10 +42,7 @@ import importlib.util, sys
 from megatron.core import package_info
 print(package_info.__version__, *importlib.util.find_spec("megatron.training").submodule_search_locations)
 """
-    environment = {**os.environ, "PYTHONPATH": f"{folder}:{ROOT}"}
-    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
-    version, training = result.stdout.split()
+    version, training = printed(python("-c", code, packages=folder)).split()
     return [version, training.removesuffix("/megatron/training")]
 
 

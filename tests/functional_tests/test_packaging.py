@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tarfile
 import zipfile
@@ -14,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.environments import make_environment, pip
+from tests.environments import make_environment, pip, run_in
 from tests.functional_tests.conftest import Distributions, build_wheel
+from tests.launch import ROOT, Ended, printed, python, start
 
-ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("megatron/fsdp", "megatron_fsdp")
 
 
@@ -75,12 +74,6 @@ def fresh(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pat
     shutil.rmtree(folder)
 
 
-def in_fresh(folder: Path, *command: object) -> subprocess.CompletedProcess[str]:
-    environment = {"PATH": os.environ["PATH"], "HOME": str(folder), "OMP_NUM_THREADS": "1"}
-    run = [str(word) for word in command]
-    return subprocess.run(run, env=environment, cwd=folder, capture_output=True, text=True, timeout=200)
-
-
 INSTALLED = """
 import importlib.util, json, megatron.fsdp, megatron_fsdp
 others = [name for name in ("megatron.core", "numpy", "pytest", "click") if importlib.util.find_spec(name)]
@@ -90,13 +83,13 @@ print(json.dumps([megatron.fsdp.__file__, megatron_fsdp.__file__, megatron.fsdp.
 
 @pytest.mark.slow
 def test_the_readmes_example_trains_in_a_fresh_environment(wheel: Path, fresh: Path, tmp_path: Path) -> None:
-    *files, version, others = json.loads(in_fresh(tmp_path, fresh, "-c", INSTALLED).stdout)
+    *files, version, others = json.loads(run_in(tmp_path, fresh, "-c", INSTALLED).stdout)
     assert all(Path(file).is_relative_to(fresh.parents[1]) for file in files)
     assert version == wheel.name.split("-")[1] and not others
     (example,) = re.findall(r"```python\n(import os\n.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
     (tmp_path / "script.py").write_text(example)
     torchrun = (fresh, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
-    result = in_fresh(tmp_path, *torchrun, "script.py")
+    result = run_in(tmp_path, *torchrun, "script.py")
     losses = [float(loss) for loss in re.findall(r"^step \d: loss (\S+)$", result.stdout, flags=re.MULTILINE)]
     assert len(losses) == 10 and losses[-1] < losses[0], result.stderr
 
@@ -124,7 +117,7 @@ def test_commands_without_their_extra_say_what_to_install(fresh: Path, tmp_path:
     (tmp_path / "script.py").touch()
     for command, problem in COMMANDS.items():
         name, *arguments = command.split()
-        result = in_fresh(tmp_path, fresh.with_name(name), *arguments)
+        result = run_in(tmp_path, fresh.with_name(name), *arguments)
         if problem:
             assert (result.returncode, result.stdout) == (2, ""), command
             assert result.stderr.endswith(f"error: {problem}\n"), result.stderr  # after torch's warning, without numpy
@@ -134,18 +127,13 @@ def test_commands_without_their_extra_say_what_to_install(fresh: Path, tmp_path:
 
 @pytest.mark.slow
 def test_commands_with_their_extra_print_help(installed: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(installed)}
     for name in sorted(SCRIPTS):
-        run = [str(installed / "bin" / name), "--help"]
-        result = subprocess.run(run, env=environment, cwd=installed, capture_output=True, text=True, timeout=200)
-        assert result.returncode == 0, result.stderr
-        assert "usage: " in result.stdout.lower()
+        command = [installed / "bin" / name, "--help"]
+        assert "usage: " in printed(start(command, folder=installed, PYTHONPATH=str(installed))).lower()
 
 
-def _python(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(folder)}
-    command = [sys.executable, "-c", code]
-    return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=200)
+def _python(code: str, folder: Path) -> Ended:
+    return python("-c", code, folder=folder, PYTHONPATH=str(folder))
 
 
 def test_another_distribution_of_the_import_name_is_found(installed: Path, tmp_path: Path) -> None:
@@ -177,10 +165,8 @@ def test_extras_name_no_unrelated_project(installed: Path) -> None:
     assert required.startswith("transformer-engine[")
 
 
-def find_python(path: Path, home: Path) -> subprocess.CompletedProcess[str]:
-    environment = {"PATH": str(path), "HOME": str(home)}
-    script = str(ROOT / "scripts" / "find_python.sh")
-    return subprocess.run(["/bin/sh", script], env=environment, capture_output=True, text=True, timeout=60)
+def find_python(path: Path, home: Path) -> Ended:
+    return start(["/bin/sh", ROOT / "scripts" / "find_python.sh"], PATH=str(path), HOME=str(home))
 
 
 def write_program(path: Path, body: str) -> Path:

@@ -25,11 +25,6 @@ TRAINED = (
 )
 
 
-@pytest.fixture(scope="session")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return parity.write_corpus(tmp_path_factory.mktemp("corpus"))
-
-
 def of_name(name: str) -> Case:
     (case,) = [case for case in CASES if case.name == name]
     return case

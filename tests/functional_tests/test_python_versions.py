@@ -5,15 +5,14 @@ fresh environment has the version in between.
 """
 
 import json
-import os
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.environments import interpreter, make_environment
+from tests.environments import interpreter, make_environment, run_in
+from tests.launch import printed
 from tests.ranks import ROOT
 
 # Installing torch may take minutes.
@@ -56,11 +55,7 @@ def python(request: pytest.FixtureRequest, wheel: Path, tmp_path_factory: pytest
 
 
 def run(python: Path, folder: Path, *arguments: object) -> str:
-    environment = {"PATH": os.environ["PATH"], "HOME": str(folder), "OMP_NUM_THREADS": "1"}
-    command = [python, *map(str, arguments)]
-    result = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=280)
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
-    return result.stdout
+    return printed(run_in(folder, python, *arguments))
 
 
 def test_every_module_is_imported(python: Path, tmp_path: Path) -> None:

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import torchrun
+from tests.launch import ROOT, printed, torchrun
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
 
 
@@ -15,9 +14,9 @@ def test_the_example_for_pytorch_runs(tmp_path: Path) -> None:
     (example,) = re.findall(r"```python\n(import os\n.*?)```", PAGES[0].read_text(), flags=re.DOTALL)
     script = tmp_path / "script.py"
     script.write_text(example)
-    runs = [torchrun([str(script)], ranks=2, timeout=200) for _ in range(2)]
+    runs = [torchrun([script], ranks=2) for _ in range(2)]
     for result in runs:
-        assert result.returncode == 0, result.stderr[-3000:]
+        printed(result)
         assert "destroy_process_group" not in result.stderr and "Error" not in result.stderr, result.stderr[-3000:]
     losses = [float(loss) for loss in re.findall(r"^step \d: loss (\d+\.\d{3})$", runs[0].stdout, flags=re.MULTILINE)]
     assert len(losses) == 10 and losses[-1] < losses[0] < 1.5

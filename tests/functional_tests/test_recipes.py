@@ -1,9 +1,6 @@
 """NVIDIA's functional recipes: the doctor accepts them in full, and reduced ones train and resume on a CPU."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,8 +8,8 @@ import torch
 
 from scripts.real_loop import run
 from tests.functional_tests.recipes import load, page, reduced, refused
+from tests.launch import ROOT, python
 
-ROOT = Path(__file__).resolve().parents[2]
 RECIPES = load()
 
 
@@ -37,18 +34,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_doctor_accepts_recipes_in_full(name: str, folder: Path) -> None:
     recipe = RECIPES[name]
-    command = [sys.executable, "-m", "megatron.fsdp.tools.doctor", "--json", "--world-size", str(recipe.ranks)]
-    words = [*command, ROOT / "pretrain_gpt.py", *recipe.words(), "--vocab-file", "gpt2/vocab.json"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **recipe.environment}
-    result = subprocess.run(
-        [*words, "--merge-file", "gpt2/merges.txt"],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    found = json.loads(result.stdout)
+    words = [ROOT / "pretrain_gpt.py", *recipe.words(), "--vocab-file", "gpt2/vocab.json"]
+    flags = ("--json", "--world-size", recipe.ranks, *words, "--merge-file", "gpt2/merges.txt")
+    found = json.loads(python("-m", "megatron.fsdp.tools.doctor", *flags, folder=folder, **recipe.environment).stdout)
     assert {limit["setting"] for limit in found["limits"]} == refused(recipe)
     assert found["accepted"] or found["limits"], found["refusal"]
     if found["accepted"]:

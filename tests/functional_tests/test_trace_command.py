@@ -2,13 +2,13 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.launch import Ended, printed, python
+
 SCRIPT = """
 import sys
 import torch
@@ -26,12 +26,11 @@ torch.distributed.destroy_process_group()
 """
 
 
-def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *arguments: str) -> Ended:
     """Starts the command in ``folder``."""
-    command = [sys.executable, "-m", "megatron.fsdp.trace", *arguments]
-    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
-    environment["PYTHONPATH"] = str(ROOT)
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
+    with patch.dict(os.environ):
+        os.environ.pop("RANK", None)
+        return python("-m", "megatron.fsdp.trace", *arguments, folder=folder)
 
 
 def spans(path: Path) -> set[tuple[int, str]]:
@@ -42,17 +41,15 @@ def spans(path: Path) -> set[tuple[int, str]]:
 @pytest.mark.slow
 def test_the_built_in_model(tmp_path: Path) -> None:
     small = ["--layers", "2", "--width", "32", "--tokens", "128", "--strategy", "3"]
-    result = run(tmp_path, "--out", "timeline", *small)
-    assert result.returncode == 0, result.stderr[-3000:]
+    output = printed(run(tmp_path, "--out", "timeline", *small))
     assert {(rank, f"backward layers.{i}") for rank in (0, 1) for i in (0, 1)} <= spans(tmp_path / "timeline.json")
-    assert "layers.1" in result.stdout and "wrote timeline.json" in result.stdout
+    assert "layers.1" in output and "wrote timeline.json" in output
 
 
 @pytest.mark.slow
 def test_a_script(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    result = run(tmp_path, "--script", "train.py", "--steps", "2", "--", "4")
-    assert result.returncode == 0, result.stderr[-3000:]
+    printed(run(tmp_path, "--script", "train.py", "--steps", "2", "--", "4"))
     assert {(rank, f"reduction {i}") for rank in (0, 1) for i in range(3)} <= spans(tmp_path / "trace.json")
 
 

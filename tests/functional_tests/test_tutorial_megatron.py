@@ -1,15 +1,12 @@
 """The commands of the tutorial about Megatron train, stop and resume as its page says."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.ranks import ROOT
+from tests.launch import ROOT, printed, start
 
 pytestmark = [
     pytest.mark.slow,
@@ -20,13 +17,7 @@ PAGE = ROOT / "docs" / "tutorials" / "pretrain_megatron.md"
 
 def run(command: str, folder: Path) -> str:
     """What a command of the page prints, in a folder with the repository's script."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    python_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PATH": path, "PYTHONPATH": python_path, "OMP_NUM_THREADS": "1"}
-    shell = ["bash", "-c", f"exec 2>&1\n{command}"]
-    result = subprocess.run(shell, cwd=folder, env=environment, capture_output=True, text=True, timeout=400)
-    assert result.returncode == 0, result.stdout[-4000:]
-    return result.stdout
+    return printed(start(["bash", "-c", f"exec 2>&1\n{command}"], folder=folder))
 
 
 def losses(output: str) -> dict[int, float]:

@@ -1,8 +1,5 @@
 """``verify`` reports no difference in a correct run, and finds planted errors."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,8 +8,8 @@ import torch
 from megatron.fsdp.tools.compare_runs import Step, compare, distance
 from megatron.fsdp.tools.megatron_run import launch
 from tests.functional_tests.planted import PLANTED
+from tests.launch import ROOT, printed, python
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tests" / "functional_tests" / "planted.py"
 MODEL = (
     "--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 "
@@ -27,15 +24,8 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="two ranks ove
 @pytest.mark.slow
 def test_a_correct_run_agrees() -> None:
     flags = "--ranks 2 --steps 3 --layers 3 --hidden 48"
-    result = subprocess.run(
-        [sys.executable, "-m", "megatron.fsdp.tools.verify", *flags.split(), str(SCRIPT), *MODEL.split()],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert result.returncode == 0 and "equal:" in result.stdout, result.stdout + result.stderr
+    output = printed(python("-m", "megatron.fsdp.tools.verify", *flags.split(), SCRIPT, *MODEL.split()))
+    assert "equal:" in output, output
 
 
 WHERE = {

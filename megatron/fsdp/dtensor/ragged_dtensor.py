@@ -41,7 +41,7 @@ from megatron.fsdp.dtensor.placements import (
     spanning_mesh,
     spec_like,
 )
-from megatron.fsdp.dtensor.reductions import call, in_graph, norms, reduce_tensor, require_no_graph
+from megatron.fsdp.dtensor.reductions import NeedsFullTensor, call, in_graph, norms, reduce_tensor, require_no_graph
 from megatron.fsdp.dtensor.unsupported import (
     NO_MEMORY,
     OWNER,
@@ -82,7 +82,7 @@ class RaggedDTensor(InChunks, DTensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict | None = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass(), _dispatching():
-            return call(func, args, kwargs or {}) if torch.is_grad_enabled() else func(*args, **(kwargs or {}))
+            return call(func, args, kwargs or {})
 
     def __new__(cls, local_tensor: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool = False) -> "RaggedDTensor":
         """Create a tensor from this rank's shard and a spec; see :func:`make_dtensor`."""
@@ -313,6 +313,8 @@ def _run(func: Any, args: tuple, kwargs: dict) -> Any:
     if any(not isinstance(each, DTensor) or is_ragged(each._spec) for each in tensors if each.dim()):
         raise Unsupported(func)
     require_no_graph(func, flat)
+    if len({each.device_mesh for each in tensors if isinstance(each, DTensor)}) > 1:
+        raise NeedsFullTensor(f"{func} with tensors of several meshes")
     # torch has rules for tensors that are sharded evenly over a tensor-parallel axis only.
     args, kwargs = tree_unflatten([_as_plain(value) for value in flat], tree)
     return tree_map(_as_ragged, func(*args, **kwargs))
@@ -341,7 +343,7 @@ def _operand(func: Any, value: Any, lead: DTensor) -> Any:
     if isinstance(value, DTensor):
         if same_layout(value, lead):
             return value._local_tensor
-        if isinstance(value, RaggedDTensor) and is_sharded(value):
+        if isinstance(value, RaggedDTensor) and is_sharded(value) and value.shape != lead.shape:
             shapes = f"{tuple(lead.shape)} and {tuple(value.shape)}"
             raise Unsupported(func, f"operands of shapes {shapes} are sharded differently")
     value = reduced(value)

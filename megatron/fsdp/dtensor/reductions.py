@@ -102,7 +102,7 @@ def require_no_graph(func: Any, values: Sequence[Any]) -> None:
 
 
 def call(func: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-    """Call a function of torch with sharded tensors under grad: on shards where that is exact, else on full tensors."""
+    """Call a function of torch with sharded tensors: on shards where that is exact, else on full tensors."""
     if (result := _sum_or_norm(func, args, kwargs)) is not None:
         return result
     try:
@@ -114,9 +114,7 @@ def call(func: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         def full(tensor: DTensor) -> torch.Tensor:
             if mesh is None:
                 return tensor.full_tensor()
-            if type(tensor) is DTensor:
-                return tensor
-            return DTensor.from_local(tensor.full_tensor(), mesh, [Replicate()] * mesh.ndim, run_check=False)
+            return tensor if type(tensor) is DTensor else tensor.redistribute(mesh, [Replicate()] * mesh.ndim)
 
         args, kwargs = tree_map_only(DTensor, full, (args, kwargs))
         return func(*args, **kwargs)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+import tests.megatron_models as mm
 from megatron.fsdp.tools.activations import layer_bytes, workload
 from tests.ranks import RankPool
 
@@ -23,10 +24,8 @@ LLAMA: dict[str, Any] = {
 
 
 def _measure(settings: dict[str, Any], lowest: float, highest: float) -> None:
-    from tests.megatron_models import Float16Module, GPTModel, get_gpt_layer_local_spec, megatron, transformer_config
-
-    with megatron(plugin=False):
-        config = transformer_config(
+    with mm.megatron(plugin=False):
+        config = mm.transformer_config(
             num_layers=1,
             hidden_size=HIDDEN,
             ffn_hidden_size=4 * HIDDEN,
@@ -37,8 +36,8 @@ def _measure(settings: dict[str, Any], lowest: float, highest: float) -> None:
             attention_softmax_in_fp32=False,
             **settings,
         )
-        spec = get_gpt_layer_local_spec(normalization=config.normalization)
-        model = GPTModel(config, spec, vocab_size=VOCABULARY, max_sequence_length=SEQUENCE).bfloat16()
+        spec = mm.get_gpt_layer_local_spec(normalization=config.normalization)
+        model = mm.GPTModel(config, spec, vocab_size=VOCABULARY, max_sequence_length=SEQUENCE).bfloat16()
         args = SimpleNamespace(
             data_parallel_size=1,
             micro_batch_size=BATCH,
@@ -46,7 +45,7 @@ def _measure(settings: dict[str, Any], lowest: float, highest: float) -> None:
             seq_length=SEQUENCE,
             padded_vocab_size=VOCABULARY,
         )
-        found = workload([Float16Module(config, model)], config, args, fused=False, stage=0)
+        found = workload([mm.Float16Module(config, model)], config, args, fused=False, stage=0)
         assert found is not None and (found.dense, found.experts) == (1, 0)
         assert found.vocabulary == VOCABULARY, "the logits count in bf16, too"
 

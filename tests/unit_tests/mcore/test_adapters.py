@@ -5,19 +5,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
-from tests.ranks import DEVICE, RankPool
+import tests.megatron_models as mm
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.fsdp.dtensor.ragged_dtensor import local_shard
+from tests.models import STRATEGIES
+from tests.ranks import RankPool
 
-pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here")
-
-STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 RANK = 4
 
 
 def adapted(config: Any) -> torch.nn.Module:
     """A frozen GPT with an adapter at every linear layer."""
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-    from tests.megatron_models import SEQUENCE, GPTModel, get_gpt_layer_local_spec
 
     class Adapted(torch.nn.Module):
         """A linear layer and its adapter, which tensor-parallel ranks divide as they divide the layer."""
@@ -40,7 +41,7 @@ def adapted(config: Any) -> torch.nn.Module:
             return output + self.up(self.down(x)[0])[0], bias
 
     torch.manual_seed(7)
-    model = GPTModel(config, get_gpt_layer_local_spec(), vocab_size=32, max_sequence_length=SEQUENCE)
+    model = mm.GPTModel(config, mm.get_gpt_layer_local_spec(), vocab_size=32, max_sequence_length=mm.SEQUENCE)
     model.requires_grad_(False)
     for layer in model.decoder.layers:
         for owner, name in (
@@ -58,32 +59,16 @@ def _sizes(tp: int) -> dict[str, Any]:
     return {"tensor_model_parallel_size": tp, "use_cpu_initialization": True}
 
 
-def _train(strategy: str | None, tp: int) -> tuple[Any, Any, list[float]]:
-    """Model, optimizer, and gradient norms of a few steps."""
-    from tests.megatron_models import forward_backward, optimizer_of, tokens, wrapped
-
-    model = wrapped(strategy, adapted, **_sizes(tp))
-    optimizer, norms = optimizer_of(model), []
-    for step in range(4):
-        model.zero_grad_buffer()
-        optimizer.zero_grad()
-        forward_backward(model, tokens(step, 2))
-        norms.append(float(optimizer.step()[1]))
-    return model, optimizer, norms
-
-
 def _trains(strategy: str, tp: int) -> None:
-    from megatron.fsdp.dtensor.ragged_dtensor import local_shard
-    from tests.megatron_models import megatron, weights_of
-
-    with megatron(tensor_model_parallel_size=tp):
-        ddp, _, expected = _train(None, tp)
-        model, optimizer, norms = _train(strategy, tp)
-        assert norms == pytest.approx(expected, rel=1e-6)
+    with mm.megatron(tensor_model_parallel_size=tp):
+        expected = mm.train(None, 4, build=adapted, **_sizes(tp))
+        model = mm.wrapped(strategy, adapted, **_sizes(tp))
+        optimizer = mm.optimizer_of(model)
+        found = mm.run_steps(model, optimizer, 4)
+        assert found.norms == pytest.approx(expected.norms, rel=1e-6)
         if tp == 1:
-            weights = weights_of(model)
-            for name, weight in weights_of(ddp).items():
-                torch.testing.assert_close(weights[name], weight, rtol=1e-6, atol=1e-6)
+            found.weights = mm.weights_of(model)
+            mm.assert_same(found, expected, rtol=1e-6, atol=1e-6)
 
         params = list(model.module.engine.params())
         for param in params:
@@ -103,10 +88,8 @@ def test_tensor_parallel_training(ranks: RankPool) -> None:
 
 
 def _logits(model: torch.nn.Module) -> torch.Tensor:
-    from tests.megatron_models import gpt_losses, tokens
-
     with torch.no_grad():
-        return gpt_losses(model, tokens(9, 1)[0]).clone()
+        return mm.gpt_losses(model, mm.tokens(9, 1)[0]).clone()
 
 
 def _adapters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -115,14 +98,8 @@ def _adapters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def _saves(folder: Path) -> None:
     """Save adapters that are not those of :func:`adapted`, and what the model computes with them."""
-    import torch.distributed as dist
-    import torch.distributed.checkpoint as dcp
-
-    from megatron.fsdp.dtensor.ragged_dtensor import local_shard
-    from tests.megatron_models import megatron, wrapped
-
-    with megatron():
-        model = wrapped("optim_grads_params", adapted)
+    with mm.megatron():
+        model = mm.wrapped("optim_grads_params", adapted)
         for weight in _adapters(model.module).values():
             local_shard(weight).mul_(3)
         model.module.install_optimized_model_weights()
@@ -134,17 +111,13 @@ def _saves(folder: Path) -> None:
 
 
 def _merges(folder: Path, tp: int) -> None:
-    import torch.distributed.checkpoint as dcp
-
-    from tests.megatron_models import megatron, parallel_state, wrapped
-
-    with megatron(tensor_model_parallel_size=tp):
-        model = wrapped("optim_grads_params", adapted, **_sizes(tp))
+    with mm.megatron(tensor_model_parallel_size=tp):
+        model = mm.wrapped("optim_grads_params", adapted, **_sizes(tp))
         sharded = model.module
         state = _adapters(sharded)
         dcp.load(state, checkpoint_id=folder)
         sharded.load_state_dict(state, strict=False)
-        first = parallel_state.get_data_parallel_rank() == 0
+        first = mm.parallel_state.get_data_parallel_rank() == 0
         expected = torch.load(folder / "expected.pt")
         loaded = _logits(model)
         if first:

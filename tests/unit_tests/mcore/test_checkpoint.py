@@ -2,7 +2,6 @@
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,44 +10,25 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
+import tests.megatron_models as mm
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
-from tests.ranks import DEVICE, RankPool
-
-pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here")
+from tests.models import whole
+from tests.ranks import RankPool
 
 LLAMA = {"gated_linear_unit": True, "add_bias_linear": False, "normalization": "RMSNorm"}
 
 
-def _state(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
-    from megatron.fsdp.mcore.checkpoint_state import preprocess_fsdp_dtensor_state_dict
-
-    metadata = {"distrib_optim_sharding_type": "fsdp_dtensor"}
-    raw = {
-        "model": model.module.state_dict_for_save_checkpoint(),
-        "optimizer": optimizer.sharded_state_dict({}, metadata=metadata),
-        "iteration": 3,
-    }
-    return preprocess_fsdp_dtensor_state_dict(SimpleNamespace(), raw, model.module)
-
-
 def _trained(strategy: str, changes: dict[str, Any]) -> tuple[torch.nn.Module, Any]:
-    from tests.megatron_models import forward_backward, optimizer_of, tokens, wrapped
-
-    model = wrapped(strategy, **changes)
-    optimizer = optimizer_of(model)
-    model.zero_grad_buffer()
-    forward_backward(model, tokens(0, 1))
-    optimizer.step()
+    model = mm.wrapped(strategy, **changes)
+    optimizer = mm.optimizer_of(model)
+    mm.run_steps(model, optimizer, 1, 1)
     return model, optimizer
 
 
 def _save(folder: str, strategy: str, changes: dict[str, Any]) -> dict[str, torch.Tensor]:
-    from tests.megatron_models import megatron
-    from tests.models import whole
-
-    with megatron():
+    with mm.megatron():
         model, optimizer = _trained(strategy, changes)
-        state = _state(model, optimizer)
+        state = mm.checkpoint_state(model, optimizer)
         dcp.save(state, checkpoint_id=folder)
         saved = {}
         for entry in model.module.engine.params():
@@ -94,14 +74,11 @@ def test_what_is_on_disk(ranks: RankPool, strategy: str, changes: dict[str, Any]
 
 
 def _load(folder: str, strategy: str, changes: dict[str, Any], expected: dict[str, torch.Tensor]) -> None:
-    from tests.megatron_models import megatron
-    from tests.models import whole
-
-    with megatron():
+    with mm.megatron():
         model, optimizer = _trained(strategy, changes)
         for entry in model.module.engine.params():
             local_shard(entry.main).data.zero_()
-        state = _state(model, optimizer)
+        state = mm.checkpoint_state(model, optimizer)
         dcp.load(state, checkpoint_id=folder)
         compared = 0
         for entry in model.module.engine.params():
@@ -119,12 +96,10 @@ def test_loading_in_place_on_other_ranks(ranks: RankPool, before: int, after: in
 
 
 def _halves_are_views_and_cover_the_whole() -> int:
-    from tests.megatron_models import megatron
-
-    with megatron():
+    with mm.megatron():
         model, optimizer = _trained("optim_grads_params", LLAMA)
         before = dist.group.WORLD._get_sequence_number_for_group()
-        state = _state(model, optimizer)
+        state = mm.checkpoint_state(model, optimizer)
         assert dist.group.WORLD._get_sequence_number_for_group() == before, "preparing a checkpoint communicated"
         rows = 0
         for entry in model.module.engine.params():
@@ -147,11 +122,9 @@ def test_halves_share_the_weights_memory(ranks: RankPool) -> None:
 
 
 def _not_gated() -> list[str]:
-    from tests.megatron_models import megatron
-
-    with megatron():
+    with mm.megatron():
         model, optimizer = _trained("optim_grads_params", {})
-        return [key for key in _state(model, optimizer)["model"] if "linear_fc1" in key]
+        return [key for key in mm.checkpoint_state(model, optimizer)["model"] if "linear_fc1" in key]
 
 
 def test_layers_without_a_gate_are_not_split(ranks: RankPool) -> None:

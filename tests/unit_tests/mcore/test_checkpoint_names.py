@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 from torch import nn
 
+from megatron.core import parallel_state
 from megatron.fsdp.checkpoint.matching import Reaction
-from tests.ranks import DEVICE
-
-pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here")
+from megatron.fsdp.mcore.checkpoint_state import Names
+from megatron.fsdp.mcore.load import strictness_of
+from megatron.fsdp.mcore.parameter_names import global_name
+from megatron.fsdp.naming.keys import other_names
 
 
 class Layer(nn.Module):
@@ -52,9 +54,6 @@ NAMES = {
 
 @pytest.mark.parametrize("name", NAMES)
 def test_global_names(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.core import parallel_state
-    from megatron.fsdp.mcore.parameter_names import global_name
-
     monkeypatch.setattr(parallel_state, "model_parallel_is_initialized", lambda: True)
     monkeypatch.setattr(parallel_state, "get_expert_model_parallel_rank", lambda: 3)
     assert global_name(_model(), name) == NAMES[name]
@@ -94,8 +93,6 @@ OTHERS = {
 
 @pytest.mark.parametrize("key", OTHERS)
 def test_other_names(key: str) -> None:
-    from megatron.fsdp.naming.keys import other_names
-
     found = other_names(key)
     assert OTHERS[key] in found and key not in found and len(found) == len(set(found))
 
@@ -112,8 +109,6 @@ STRICTNESS = {
 
 @pytest.mark.parametrize("chosen", STRICTNESS)
 def test_strictness(chosen: str) -> None:
-    from megatron.fsdp.mcore.load import strictness_of
-
     found = strictness_of(SimpleNamespace(dist_ckpt_strictness=chosen))
     assert (found.missing, found.unexpected) == STRICTNESS[chosen]
     # A conversion stores these for other runs: for the way back, and for optimizers of either kind.
@@ -124,8 +119,6 @@ def test_strictness(chosen: str) -> None:
 
 @pytest.mark.parametrize(("strict", "expected"), [(True, False), (False, True)])
 def test_lenient_loading_still_needs_weights(strict: bool, expected: bool) -> None:
-    from megatron.fsdp.mcore.load import strictness_of
-
     optional: Any = strictness_of(SimpleNamespace(strict_fsdp_dtensor_load=strict)).optional
     assert optional("optimizer.state.module.module.a.weight.exp_avg") is expected
     assert optional("rng_state.(0, 0).0.torch_rng_state") is expected
@@ -138,9 +131,6 @@ def test_lenient_loading_still_needs_weights(strict: bool, expected: bool) -> No
 def test_a_parameter_that_experts_share_cannot_be_named_with_expert_parallelism(
     size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron.core import parallel_state
-    from megatron.fsdp.mcore.checkpoint_state import Names
-
     monkeypatch.setattr(parallel_state, "get_expert_model_parallel_world_size", lambda: size)
     names = ["mlp.experts.linear_fc1.adapter.weight", "mlp.experts.local_experts.1.weight", "mlp.experts.fc1.weight0"]
     params = [

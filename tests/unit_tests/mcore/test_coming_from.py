@@ -10,9 +10,7 @@ import pytest
 
 import megatron_fsdp
 from scripts import flag_table
-from tests.ranks import DEVICE, ROOT
-
-pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here")
+from tests.ranks import ROOT
 
 PAGES = sorted((ROOT / "docs" / "coming_from").glob("*.md"))
 ARGUMENTS = inspect.signature(megatron_fsdp.fully_shard_model).parameters
@@ -69,13 +67,6 @@ def test_our_names_exist(page: Path) -> None:
         assert names or ours in PLAIN, f"{theirs}: neither names in code nor one of {PLAIN}: {ours}"
         missing = [name for name in names if not exists(name)]
         assert not missing, f"{theirs}: {missing}"
-
-
-def test_flags_in_the_pages_exist() -> None:
-    pages = [*PAGES, *(ROOT / "docs" / "tutorials").glob("*.md")]
-    for page in pages:
-        named = set(re.findall(r"`(--[a-z0-9-]*[a-z0-9])(?![a-z0-9-])", page.read_text()))
-        assert not named - FLAGS - {"--nproc-per-node"}, page
 
 
 @pytest.mark.parametrize("name", ["--use-megatron-fsdb", "zero_strategy=3", "MegatronFSDP.nosync", "megatron.fsdp.no"])

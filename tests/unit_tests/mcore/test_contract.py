@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import inspect
 import logging
 from collections.abc import Callable
 
@@ -10,38 +11,34 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+import tests.megatron_models as mm
+from megatron.core import rerun_state_machine, tensor_parallel
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.utils import get_attr_wrapped_model, get_model_config, unwrap_model
+from megatron.fsdp import MegatronFSDP
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
-from tests.ranks import DEVICE, RankPool
+from tests.models import STRATEGIES
+from tests.nccl_recorder import Recorder
+from tests.ranks import RankPool
 from tests.slow import all_but_slow
-
-pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here")
-
-STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-
 
 # Training is DDP's -----------------------------------------------------------------------------------------------
 
 
-def _equals_ddp(strategy: str, changes: dict, micro_batches: int, tolerance: float) -> None:
-    from tests.megatron_models import megatron, train, train_ddp
-
-    with megatron():
-        expected = train_ddp(micro_batches=micro_batches, **changes)
-        found = train(strategy, micro_batches=micro_batches, **changes)
-    torch.testing.assert_close(found.norms, expected.norms, rtol=tolerance, atol=0)
-    # Some gradients are zero but for rounding (an attention's key bias): which are zero depends on the order of sums.
-    assert found.zeros == pytest.approx(expected.zeros, abs=0.01 * sum(w.numel() for w in expected.weights.values()))
-    assert found.weights.keys() == expected.weights.keys()
-    for name, weight in expected.weights.items():
-        if name.endswith("k_layernorm.bias"):
-            continue  # it shifts all keys alike: its gradient is rounding, of which Adam makes whole steps
-        torch.testing.assert_close(found.weights[name], weight, rtol=tolerance, atol=10 * tolerance, msg=name)
+def _equals_ddp(strategy: str, changes: dict, micro_batches: int) -> None:
+    with mm.megatron():
+        expected = mm.train_ddp(micro_batches=micro_batches, **changes)
+        found = mm.train(strategy, micro_batches=micro_batches, **changes)
+    mm.assert_same(found, expected, rtol=1e-5, atol=1e-4, norms=1e-5)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_norm_zeros_and_weights_equal_ddps(ranks: RankPool, strategy: str, world_size: int) -> None:
-    ranks.run(world_size, _equals_ddp, strategy, {}, 2, 1e-5)
+    ranks.run(world_size, _equals_ddp, strategy, {}, 2)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -56,7 +53,7 @@ def test_norm_zeros_and_weights_equal_ddps(ranks: RankPool, strategy: str, world
     ids=lambda changes: "-".join(changes),
 )
 def test_settings_of_reductions(ranks: RankPool, strategy: str, changes: dict) -> None:
-    ranks.run(2, _equals_ddp, strategy, changes, 3, 1e-5)
+    ranks.run(2, _equals_ddp, strategy, changes, 3)
 
 
 @pytest.mark.parametrize("strategy", all_but_slow(STRATEGIES, "optim_grads_params"))
@@ -71,34 +68,26 @@ def test_settings_of_reductions(ranks: RankPool, strategy: str, changes: dict) -
     ids=lambda changes: "-".join(changes),
 )
 def test_settings_of_the_model(ranks: RankPool, strategy: str, changes: dict) -> None:
-    ranks.run(2, _equals_ddp, strategy, changes, 3, 1e-5)
+    ranks.run(2, _equals_ddp, strategy, changes, 3)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_bf16_reduces_in_fp32_as_ddp_does(ranks: RankPool, strategy: str) -> None:
-    ranks.run(2, _equals_ddp, strategy, {"bf16": True, "grad_reduce_in_fp32": True}, 2, 1e-5)
+    ranks.run(2, _equals_ddp, strategy, {"bf16": True, "grad_reduce_in_fp32": True}, 2)
 
 
 # The wrapper's attributes and methods ----------------------------------------------------------------------------
 
 
 def _run(case: Callable[[], None]) -> None:
-    from tests.megatron_models import megatron
-
-    with megatron():
+    with mm.megatron():
         case()
 
 
 def class_and_wrapper_chain() -> None:
-    from megatron.core.distributed.data_parallel_base import _BaseDataParallel
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.utils import get_attr_wrapped_model, get_model_config, unwrap_model
-    from megatron.fsdp import MegatronFSDP
-    from tests.megatron_models import wrapped
-
     for bf16 in (False, True):
-        model = wrapped("optim_grads_params", bf16=bf16)
-        assert isinstance(model, _BaseDataParallel)
+        model = mm.wrapped("optim_grads_params", bf16=bf16)
+        assert isinstance(model, _BaseDataParallel) and not isinstance(model, mm.DistributedDataParallel)
         # Unwrapping removes one wrapper only, and names in checkpoints depend on that.
         assert unwrap_model([model])[0] is model.module
         assert isinstance(model.module, MegatronFSDP)
@@ -109,17 +98,13 @@ def class_and_wrapper_chain() -> None:
 
 
 def configs_are_the_ones_given() -> None:
-    from tests.megatron_models import FullyShardedDataParallel, ddp_config, gpt, transformer_config
-
-    config, data_parallel = transformer_config(), ddp_config()
-    model = FullyShardedDataParallel(config=config, ddp_config=data_parallel, module=gpt(config))
+    config, data_parallel = mm.transformer_config(), mm.ddp_config()
+    model = mm.FullyShardedDataParallel(config=config, ddp_config=data_parallel, module=mm.gpt(config))
     assert model.config is config and model.ddp_config is data_parallel
 
 
 def attributes_are_the_originals() -> None:
-    from tests.megatron_models import wrapped
-
-    model = wrapped("optim_grads_params", bf16=True)
+    model = mm.wrapped("optim_grads_params", bf16=True)
     assert model.mp_policy is model.module.mp_policy
     assert model.module.ddp_config is model.ddp_config
     assert model.megatron_fsdp_dist_index is model.module.dist_index
@@ -127,15 +112,13 @@ def attributes_are_the_originals() -> None:
 
 
 def named_parameters_are_the_same_objects_throughout() -> None:
-    from tests.megatron_models import forward_backward, optimizer_of, tokens, wrapped
-
-    model = wrapped("optim_grads_params", qk_layernorm=True, normalization="LayerNorm")
+    model = mm.wrapped("optim_grads_params", qk_layernorm=True, normalization="LayerNorm")
     at_build = dict(model.named_parameters())
     assert all(isinstance(p, DTensor) for p in at_build.values())
-    optimizer = optimizer_of(model)
+    optimizer = mm.optimizer_of(model)
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     assert held == {id(p) for p in at_build.values()}
-    forward_backward(model, tokens(0, 2))
+    mm.forward_backward(model, mm.tokens(0, 2))
     after_sync = dict(model.named_parameters())
     optimizer.step()
     after_step = dict(model.named_parameters())
@@ -147,51 +130,43 @@ def named_parameters_are_the_same_objects_throughout() -> None:
 
 
 def modules_and_buffers_are_reached() -> None:
-    from megatron.core.transformer.transformer_layer import TransformerLayer
-    from tests.megatron_models import wrapped
-
-    model = wrapped("optim_grads_params")
+    model = mm.wrapped("optim_grads_params")
     assert sum(isinstance(m, TransformerLayer) for m in model.modules()) == 2
-    assert callable(model.buffers)
+    # Megatron's DDP has a list of communication buffers under this name, which hides the method of nn.Module.
+    assert type(model).buffers is torch.nn.Module.buffers
     assert not hasattr(model, "expert_parallel_buffers") and not hasattr(model, "bucket_groups")
 
 
 def no_sync_can_be_entered_again() -> None:
-    from tests.megatron_models import forward_backward, tokens, wrapped
-
-    model = wrapped("optim")
-    data = tokens(0, 2)
+    model = mm.wrapped("optim")
+    data = mm.tokens(0, 2)
     with model.no_sync():
         with model.no_sync():
-            forward_backward_without_finalizing(model, data[:1])
+            _without_finalizing(model, data[:1])
     with model.no_sync():
         pass
-    forward_backward(model, data[1:])
+    mm.forward_backward(model, data[1:])
     twice = {name: local_shard(p.grad).clone() for name, p in model.named_parameters()}
     model.zero_grad_buffer()
     model.config.no_sync_func = None
-    forward_backward(model, data)
+    mm.forward_backward(model, data)
     for name, parameter in model.named_parameters():
         # The schedule divides the loss by the number of micro-batches, which was one in each of the runs above.
         torch.testing.assert_close(2 * local_shard(parameter.grad), twice[name])
 
 
-def forward_backward_without_finalizing(model: torch.nn.Module, data: torch.Tensor) -> None:
-    from tests.megatron_models import forward_backward
-
+def _without_finalizing(model: torch.nn.Module, data: torch.Tensor) -> None:
     finalize, model.config.finalize_model_grads_func = model.config.finalize_model_grads_func, None
     try:
-        forward_backward(model, data)
+        mm.forward_backward(model, data)
     finally:
         model.config.finalize_model_grads_func = finalize
 
 
 def finish_grad_sync_attaches_gradients() -> None:
-    from tests.megatron_models import tokens, wrapped
-
     for strategy in STRATEGIES:
-        model = wrapped(strategy)
-        forward_backward_without_finalizing(model, tokens(0, 1))
+        model = mm.wrapped(strategy)
+        _without_finalizing(model, mm.tokens(0, 1))
         model.start_grad_sync()
         model.finish_grad_sync(force_all_reduce=False)
         for parameter in model.parameters():
@@ -206,14 +181,12 @@ def finish_grad_sync_attaches_gradients() -> None:
 
 
 def trainable_parameter_without_gradient_gets_zeros() -> None:
-    from tests.megatron_models import FullyShardedDataParallel, ddp_config, gpt, tokens, transformer_config
-
-    config = transformer_config()
-    module = gpt(config)
+    config = mm.transformer_config()
+    module = mm.gpt(config)
     module.spare = torch.nn.Parameter(torch.ones(7, 3))
     module.decoder.layers[0].spare = torch.nn.Parameter(torch.ones(5))
-    model = FullyShardedDataParallel(config=config, ddp_config=ddp_config(), module=module)
-    forward_backward_without_finalizing(model, tokens(0, 1))
+    model = mm.FullyShardedDataParallel(config=config, ddp_config=mm.ddp_config(), module=module)
+    _without_finalizing(model, mm.tokens(0, 1))
     model.finish_grad_sync()
     spare = {name: p for name, p in model.named_parameters() if "spare" in name}
     assert len(spare) == 2
@@ -221,28 +194,23 @@ def trainable_parameter_without_gradient_gets_zeros() -> None:
 
 
 def buffers_are_registered_when_the_loop_asks_for_it() -> None:
-    from tests.megatron_models import forward_backward, tokens, wrapped
-    from tests.nccl_recorder import Recorder
-
     for asked_for in (True, False):
         with Recorder().installed() as recorder:
-            model = wrapped("optim_grads_params", nccl_ub=True, fsdp_manual_registration=asked_for)
-            forward_backward(model, tokens(0, 1))
+            model = mm.wrapped("optim_grads_params", nccl_ub=True, fsdp_manual_registration=asked_for)
+            mm.forward_backward(model, mm.tokens(0, 1))
             assert bool(recorder.registered) is not asked_for
             model.param_and_grad_buffer.manual_buffer_registration()
             assert len(recorder.registered) == 1
-            forward_backward(model, tokens(1, 1))
+            mm.forward_backward(model, mm.tokens(1, 1))
             del model
             gc.collect()
             assert recorder.registered == []
 
 
 def scale_gradients_acts_once_and_in_place() -> None:
-    from tests.megatron_models import forward_backward, tokens, wrapped
-
     for strategy in STRATEGIES:
-        model = wrapped(strategy)
-        forward_backward(model, tokens(0, 1))
+        model = mm.wrapped(strategy)
+        mm.forward_backward(model, mm.tokens(0, 1))
         grads = [p.grad for p in model.parameters()]
         before = [local_shard(grad).clone() for grad in grads]
         pointers = [local_shard(grad).data_ptr() for grad in grads]
@@ -254,25 +222,21 @@ def scale_gradients_acts_once_and_in_place() -> None:
 
 
 def zero_grad_buffer_may_be_called_twice() -> None:
-    from tests.megatron_models import forward_backward, tokens, wrapped
-
     for strategy in STRATEGIES:
-        model = wrapped(strategy)
-        forward_backward(model, tokens(0, 1))
+        model = mm.wrapped(strategy)
+        mm.forward_backward(model, mm.tokens(0, 1))
         expected = [local_shard(p.grad).clone() for p in model.parameters()]
-        forward_backward_without_finalizing(model, tokens(1, 1))
+        _without_finalizing(model, mm.tokens(1, 1))
         model.zero_grad_buffer()
         model.zero_grad_buffer()
         assert all(p.grad is None for p in model.parameters())
-        forward_backward(model, tokens(0, 1))
+        mm.forward_backward(model, mm.tokens(0, 1))
         torch.testing.assert_close([local_shard(p.grad) for p in model.parameters()], expected)
 
 
 def start_param_sync_takes_megatrons_arguments() -> None:
-    from tests.megatron_models import wrapped
-
     for strategy in STRATEGIES:
-        model = wrapped(strategy)
+        model = mm.wrapped(strategy)
         model.start_param_sync()
         model.start_param_sync("unused", force_sync=True)
         model.start_param_sync(force_dispatch=True)
@@ -282,10 +246,8 @@ def start_param_sync_takes_megatrons_arguments() -> None:
 
 
 def start_param_sync_prefetches_unless_disabled() -> None:
-    from tests.megatron_models import wrapped
-
     for wanted in (True, False):
-        model = wrapped("optim_grads_params", fsdp_all_gather_in_start_param_sync=wanted)
+        model = mm.wrapped("optim_grads_params", fsdp_all_gather_in_start_param_sync=wanted)
         model.start_param_sync()
         states = [unit.state.value for unit in model.module.engine.units]
         assert (states[:2] == ["unsharding", "unsharding"]) == wanted
@@ -293,10 +255,8 @@ def start_param_sync_prefetches_unless_disabled() -> None:
 
 
 def optimizer_step_reaches_compute_weights() -> None:
-    from tests.megatron_models import wrapped
-
     for strategy in STRATEGIES:
-        model = wrapped(strategy, bf16=True)
+        model = mm.wrapped(strategy, bf16=True)
         seen: dict[str, torch.Tensor] = {}
 
         def look(module: torch.nn.Module, args: object, into: dict = seen) -> None:
@@ -316,15 +276,13 @@ def optimizer_step_reaches_compute_weights() -> None:
 
 
 def step_without_synchronized_gradients_raises() -> None:
-    from tests.megatron_models import optimizer_of, tokens, wrapped
-
     def of_torch(model: torch.nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-    for build in (of_torch, optimizer_of):
-        model = wrapped("optim_grads_params")
+    for build in (of_torch, mm.optimizer_of):
+        model = mm.wrapped("optim_grads_params")
         optimizer = build(model)
-        forward_backward_without_finalizing(model, tokens(0, 1))
+        _without_finalizing(model, mm.tokens(0, 1))
         with pytest.raises(RuntimeError, match="finish_grad_sync"):
             optimizer.step()
         model.finish_grad_sync()
@@ -332,26 +290,20 @@ def step_without_synchronized_gradients_raises() -> None:
 
 
 def sharded_state_dict_raises() -> None:
-    from tests.megatron_models import wrapped
-
     with pytest.raises(NotImplementedError, match="fsdp_dtensor"):
-        wrapped("optim_grads_params").sharded_state_dict()
+        mm.wrapped("optim_grads_params").sharded_state_dict()
 
 
 def _forward(model: torch.nn.Module) -> torch.Tensor:
-    from tests.megatron_models import SEQUENCE, VOCABULARY
-
-    rows = torch.arange(SEQUENCE + 1).unsqueeze(0) % VOCABULARY
-    mask = torch.ones(1, 1, SEQUENCE, SEQUENCE).tril() < 0.5
+    rows = torch.arange(mm.SEQUENCE + 1).unsqueeze(0) % mm.VOCABULARY
+    mask = torch.ones(1, 1, mm.SEQUENCE, mm.SEQUENCE).tril() < 0.5
     with torch.no_grad():
-        return model(rows[:, :-1], torch.arange(SEQUENCE).unsqueeze(0), mask)
+        return model(rows[:, :-1], torch.arange(mm.SEQUENCE).unsqueeze(0), mask)
 
 
 def state_dict_has_main_weights_and_loads_back() -> None:
-    from tests.megatron_models import wrapped
-
     for bf16 in (False, True):
-        model = wrapped("optim_grads_params", bf16=bf16)
+        model = mm.wrapped("optim_grads_params", bf16=bf16)
         output = _forward(model)
         state = model.module.state_dict_for_save_checkpoint()
         assert all(key.startswith("module.") and not key.startswith("module.module.") for key in state)
@@ -370,9 +322,7 @@ def state_dict_has_main_weights_and_loads_back() -> None:
 
 
 def stop_communication_leaves_main_weights() -> None:
-    from tests.megatron_models import wrapped
-
-    model = wrapped("optim_grads_params")
+    model = mm.wrapped("optim_grads_params")
     model.start_param_sync()
     model.stop_communication()
     assert all(isinstance(p, DTensor) for p in model.parameters())
@@ -383,15 +333,13 @@ def stop_communication_leaves_main_weights() -> None:
 
 
 def broadcast_params_makes_ranks_agree() -> None:
-    from tests.megatron_models import FullyShardedDataParallel, ddp_config, gpt, transformer_config
-
     for strategy in STRATEGIES:
-        config = transformer_config()
-        module = gpt(config)
+        config = mm.transformer_config()
+        module = mm.gpt(config)
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter.add_(dist.get_rank())
-        model = FullyShardedDataParallel(config=config, ddp_config=ddp_config(strategy), module=module)
+        model = mm.FullyShardedDataParallel(config=config, ddp_config=mm.ddp_config(strategy), module=module)
         model.broadcast_params()
         outputs: list[torch.Tensor] = [torch.empty(0)] * dist.get_world_size()
         dist.all_gather_object(outputs, _forward(model))
@@ -399,26 +347,21 @@ def broadcast_params_makes_ranks_agree() -> None:
 
 
 def set_is_first_microbatch_comes_from_megatrons_module() -> None:
-    from tests.megatron_models import wrapped
-
-    wrapped("optim_grads_params").set_is_first_microbatch()
+    mm.wrapped("optim_grads_params").set_is_first_microbatch()
 
 
 # Parameters ------------------------------------------------------------------------------------------------------
 
 
 def attributes_are_on_main_weights() -> None:
-    from megatron.core import tensor_parallel
-    from tests.megatron_models import FullyShardedDataParallel, ddp_config, gpt, transformer_config
-
-    config = transformer_config()
-    module = gpt(config)
+    config = mm.transformer_config()
+    module = mm.gpt(config)
     for number, parameter in enumerate(module.parameters()):
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         parameter.sequence_parallel = bool(number % 2)
         parameter.average_gradients_across_tp_domain = True
     before = {name: copy.copy(vars(p)) for name, p in module.named_parameters()}
-    model = FullyShardedDataParallel(config=config, ddp_config=ddp_config(), module=module)
+    model = mm.FullyShardedDataParallel(config=config, ddp_config=mm.ddp_config(), module=module)
     for name, parameter in model.named_parameters():
         found = vars(parameter)
         expected = before[name.removeprefix("module.module.")]
@@ -429,23 +372,19 @@ def attributes_are_on_main_weights() -> None:
 
 
 def shapes_are_those_of_the_whole_parameter() -> None:
-    from tests.megatron_models import gpt, optimizer_of, transformer_config, wrapped
-
-    shapes = {name: p.shape for name, p in gpt(transformer_config()).named_parameters()}
-    model = wrapped("optim_grads_params")
+    shapes = {name: p.shape for name, p in mm.gpt(mm.transformer_config()).named_parameters()}
+    model = mm.wrapped("optim_grads_params")
     for name, parameter in model.named_parameters():
         assert parameter.shape == shapes[name.removeprefix("module.module.")]
     # Megatron gives vectors no weight decay.
-    for group in optimizer_of(model).param_groups:
+    for group in mm.optimizer_of(model).param_groups:
         expected = {1} if group["wd_mult"] == 0.0 else {2}
         assert {p.dim() for p in group["params"]} == expected
 
 
 def slices_and_mesh_are_on_main_weights() -> None:
-    from tests.megatron_models import gpt, transformer_config, wrapped
-
-    whole = dict(gpt(transformer_config()).named_parameters())
-    model = wrapped("optim_grads_params")
+    whole = dict(mm.gpt(mm.transformer_config()).named_parameters())
+    model = mm.wrapped("optim_grads_params")
     for name, parameter in model.named_parameters():
         expected = whole[name.removeprefix("module.module.")].detach().reshape(-1)[parameter.megatron_fsdp_slice]
         assert torch.equal(local_shard(parameter).detach().reshape(-1), expected)
@@ -456,21 +395,17 @@ def slices_and_mesh_are_on_main_weights() -> None:
 
 
 def compute_weights_have_nothing_of_fused_kernels_unless_asked() -> None:
-    from tests.megatron_models import forward_backward, tokens, wrapped
-
-    model = wrapped("optim_grads_params")
-    forward_backward(model, tokens(0, 1))
+    model = mm.wrapped("optim_grads_params")
+    mm.forward_backward(model, mm.tokens(0, 1))
     for entry in model.module.engine.params():
         assert not hasattr(entry.compute, "__fsdp_param__") and not hasattr(entry.compute, "main_grad")
 
 
 def layers_follow_settings_that_were_adjusted_after_they_were_built() -> None:
     """Megatron's linear layers stand for Transformer Engine's, with the attributes of its modules and operations."""
-    from megatron.core.transformer.transformer_config import TransformerConfig
-    from tests.megatron_models import gpt, wrapped
 
     def build(config: TransformerConfig) -> torch.nn.Module:
-        module = gpt(config)
+        module = mm.gpt(config)
         config.fp8 = "hybrid"
         for layer in module.decoder.layers:
             layer.mlp.linear_fc1.fuse_wgrad_accumulation = True
@@ -479,7 +414,7 @@ def layers_follow_settings_that_were_adjusted_after_they_were_built() -> None:
         return module
 
     for strategy in STRATEGIES:
-        model = wrapped(strategy, build)
+        model = mm.wrapped(strategy, build)
         layers = [layer for layer in model.modules() if hasattr(layer, "linear_fc1")]
         assert len(layers) > 1
         # A rank that keeps its weights whole may keep quantized copies, too.
@@ -494,11 +429,9 @@ def layers_follow_settings_that_were_adjusted_after_they_were_built() -> None:
 
 def optimizer_state_has_equal_keys_on_all_ranks() -> None:
     """Ranks that own nothing of a parameter have state for it too: otherwise saving would exchange different things."""
-    from tests.megatron_models import forward_backward, optimizer_of, tokens, wrapped
-
-    model = wrapped("optim_grads_params")
-    optimizer = optimizer_of(model)
-    forward_backward(model, tokens(0, 1))
+    model = mm.wrapped("optim_grads_params")
+    optimizer = mm.optimizer_of(model)
+    mm.forward_backward(model, mm.tokens(0, 1))
     optimizer.step()
     assert any(local_shard(p).numel() == 0 for p in model.parameters()), "no rank owns nothing: the test shows nothing"
     states = {name: sorted(optimizer.optimizer.state[p]) for name, p in model.named_parameters()}
@@ -508,10 +441,8 @@ def optimizer_state_has_equal_keys_on_all_ranks() -> None:
 
 
 def nan_in_a_gradient_is_reported_with_the_parameters_name() -> None:
-    from tests.megatron_models import tokens, wrapped
-
-    model = wrapped("optim_grads_params", check_for_nan_in_grad=True)
-    forward_backward_without_finalizing(model, tokens(0, 1))
+    model = mm.wrapped("optim_grads_params", check_for_nan_in_grad=True)
+    _without_finalizing(model, mm.tokens(0, 1))
     group = model.module.engine.groups[-1]
     group.gradients.wait()
     group.gradients.reduced.fill_(float("nan"))
@@ -521,64 +452,36 @@ def nan_in_a_gradient_is_reported_with_the_parameters_name() -> None:
 
 def gradients_are_checked_where_everything_is_frozen() -> None:
     """As on a pipeline stage that is not trained."""
-    from tests.megatron_models import gpt, wrapped
-
-    model = wrapped("optim_grads_params", lambda config: gpt(config).requires_grad_(False), check_for_nan_in_grad=True)
+    model = mm.wrapped(
+        "optim_grads_params", lambda config: mm.gpt(config).requires_grad_(False), check_for_nan_in_grad=True
+    )
     model.finish_grad_sync()
     assert all(param.grad is None for param in model.parameters())
 
 
 def large_gradients_are_reported_and_no_error() -> None:
-    from megatron.core import rerun_state_machine
-    from tests.megatron_models import tokens, wrapped
-
     warnings: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
     machine = rerun_state_machine.get_rerun_state_machine()
-    model = wrapped("optim_grads_params", check_for_nan_in_grad=False, check_for_large_grads=True)
+    model = mm.wrapped("optim_grads_params", check_for_nan_in_grad=False, check_for_large_grads=True)
     rerun_state_machine.logger.addHandler(handler)
     try:
         for largest in (1e9, 1e-9):
             # As if a hundred steps had been seen.
             machine.large_value_counts["grads"], machine.max_values["grads"] = 100, largest
-            forward_backward_without_finalizing(model, tokens(0, 1))
+            _without_finalizing(model, mm.tokens(0, 1))
             model.finish_grad_sync()
             assert ["unexpectedly large value" in warning for warning in warnings] == [True] * (largest < 1)
     finally:
         rerun_state_machine.logger.removeHandler(handler)
 
 
+# The functions above that have names of their own.
 CASES = [
-    class_and_wrapper_chain,
-    configs_are_the_ones_given,
-    attributes_are_the_originals,
-    named_parameters_are_the_same_objects_throughout,
-    modules_and_buffers_are_reached,
-    no_sync_can_be_entered_again,
-    finish_grad_sync_attaches_gradients,
-    trainable_parameter_without_gradient_gets_zeros,
-    buffers_are_registered_when_the_loop_asks_for_it,
-    scale_gradients_acts_once_and_in_place,
-    zero_grad_buffer_may_be_called_twice,
-    start_param_sync_takes_megatrons_arguments,
-    start_param_sync_prefetches_unless_disabled,
-    optimizer_step_reaches_compute_weights,
-    step_without_synchronized_gradients_raises,
-    sharded_state_dict_raises,
-    state_dict_has_main_weights_and_loads_back,
-    stop_communication_leaves_main_weights,
-    broadcast_params_makes_ranks_agree,
-    set_is_first_microbatch_comes_from_megatrons_module,
-    attributes_are_on_main_weights,
-    shapes_are_those_of_the_whole_parameter,
-    slices_and_mesh_are_on_main_weights,
-    compute_weights_have_nothing_of_fused_kernels_unless_asked,
-    layers_follow_settings_that_were_adjusted_after_they_were_built,
-    optimizer_state_has_equal_keys_on_all_ranks,
-    nan_in_a_gradient_is_reported_with_the_parameters_name,
-    gradients_are_checked_where_everything_is_frozen,
-    large_gradients_are_reported_and_no_error,
+    function
+    for name, function in list(globals().items())
+    if inspect.isfunction(function) and function.__module__ == __name__ and not name.startswith(("_", "test_"))
 ]
 
 

@@ -15,11 +15,8 @@ import pytest
 import torch
 
 from megatron.fsdp.mcore import cpu
-
-cpu.enable()
-
-from megatron.fsdp.mcore.cpu import arguments, cuda_stand_in, imports, torch_view  # noqa: E402
-from scripts import limit_table  # noqa: E402
+from megatron.fsdp.mcore.cpu import arguments, cuda_stand_in, imports, torch_view
+from scripts import limit_table
 
 pytestmark = pytest.mark.skipif(not cpu.is_enabled(), reason="Megatron runs on CUDA here")
 

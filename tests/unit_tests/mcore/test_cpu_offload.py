@@ -7,39 +7,29 @@ from typing import Any
 import pytest
 import torch
 
+import tests.megatron_models as mm
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.fsdp.mcore import FullyShardedDataParallel
+from megatron.fsdp.mcore.adapter import fsdp_config
+from megatron.fsdp.mcore.offload import build_optimizer, get_megatron_ddp_config
 from megatron.fsdp.runtime.partition import offloaded_units, parameters_of, partition
 from tests.models import STRATEGIES, Block, TinyModel
-from tests.ranks import DEVICE, RankPool
-
-pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here")
-
-STEPS = 3
+from tests.ranks import RankPool
 
 
 def _trained(strategy: str, offload: dict[str, Any], changes: dict[str, Any]) -> tuple[list[float], dict, Any]:
     """Gradient norms, weights and the optimizer after a few steps."""
-    from megatron.fsdp.mcore import FullyShardedDataParallel
-    from tests import megatron_models as mm
-
     transformer = mm.transformer_config(finalize_model_grads_func=mm.finalize, **changes)
     settings = mm.ddp_config(strategy, grad_reduce_in_fp32=True, megatron_fsdp_use_decoupled_grad=bool(offload))
     vars(settings).update(offload)
     model = FullyShardedDataParallel(config=transformer, ddp_config=settings, module=mm.gpt(transformer))
     precise = {"use_precision_aware_optimizer": True} if offload else {}
     optimizer = mm.optimizer_of(model, **precise, **offload)
-    norms = []
-    for step in range(STEPS):
-        model.zero_grad_buffer()
-        optimizer.zero_grad()
-        mm.forward_backward(model, mm.tokens(step, 2))
-        norms.append(float(optimizer.step()[1]))
-    return norms, mm.weights_of(model), optimizer
+    return mm.run_steps(model, optimizer).norms, mm.weights_of(model), optimizer
 
 
 def _equal(strategy: str, changes: dict[str, Any]) -> None:
-    from tests.megatron_models import megatron
-
-    with megatron():
+    with mm.megatron():
         norms, weights, _ = _trained(strategy, {}, changes)
         for fraction in (1.0, 0.4):
             offload = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
@@ -61,9 +51,6 @@ def test_trains_as_without_it_to_the_bit(ranks: RankPool, strategy: str, bf16: b
 
 
 def _needs_the_wrapper() -> None:
-    from megatron.fsdp.mcore.offload import build_optimizer
-    from tests import megatron_models as mm
-
     with mm.megatron():
         model = mm.wrapped("optim_grads_params")
         with pytest.raises(ValueError, match="Set optimizer_cpu_offload .* on the wrapper's ddp_config"):
@@ -78,16 +65,13 @@ def test_the_wrapper_has_to_know(ranks: RankPool) -> None:
 
 
 def _command_line() -> None:
-    from megatron.core.distributed import DistributedDataParallelConfig
-    from megatron.fsdp.mcore.adapter import fsdp_config
-    from megatron.fsdp.mcore.offload import get_megatron_ddp_config
-    from tests.megatron_models import transformer_config
-
     args = SimpleNamespace(optimizer_cpu_offload=True, optimizer_offload_fraction=0.25)
-    found = fsdp_config(transformer_config(), get_megatron_ddp_config(lambda _: DistributedDataParallelConfig(), args))
+    found = fsdp_config(
+        mm.transformer_config(), get_megatron_ddp_config(lambda _: DistributedDataParallelConfig(), args)
+    )
     assert (found.offload_optimizer, found.offload_fraction) == (True, 0.25)
     assert found.use_decoupled_grad and not found.offloads_gradients
-    assert not fsdp_config(transformer_config(), DistributedDataParallelConfig()).offload_optimizer
+    assert not fsdp_config(mm.transformer_config(), DistributedDataParallelConfig()).offload_optimizer
 
 
 def test_the_command_line_reaches_the_engine(ranks: RankPool) -> None:

@@ -14,36 +14,29 @@ from megatron.fsdp.mcore.adapter import fsdp_config, largest_unit, units_of
 from megatron.fsdp.mcore.limits import Settings, adjust, validate_args
 from megatron.fsdp.mcore.statistics import get_megatron_optimizer
 from scripts import flag_table
-from tests.ranks import DEVICE, ROOT, RankPool
-
-pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here")
+from tests.ranks import ROOT, RankPool
 
 
 def test_what_megatron_reads_where_fsdp_is_on() -> None:
     assert "check_weight_hash_across_dp_replicas_interval" in flag_table.read_for_fsdp()
 
 
-def test_megatrons_flags_in_the_guide_exist() -> None:
+# Of torchrun, srun, the doctor, verify and the tools for checkpoints, and Megatron's own name for --use-nccl-ub.
+OTHERS = set(
+    """--nproc-per-node --tee --rdzv-endpoint --requeue --container-image --container-mounts --world-size --ranks --gpu
+    --device-memory --json --no-verify --exit-code --config --param-to-param-group-map-json --to --nccl-ub""".split()
+)
+
+
+def test_megatrons_flags_in_the_pages_exist() -> None:
     docs = ROOT / "docs"
     known = {option for action in flag_table.parser()._actions for option in action.option_strings}
-    for page in [
-        *docs.glob("guide/*.md"),
-        docs / "start" / "megatron.md",
-        docs / "troubleshooting.md",
-        docs / "faq.md",
-        docs / "limits.md",
-        docs / "checkpoints.md",
-    ]:
-        # Names in code, without placeholders such as `--muon-...`.
+    folders = [page for folder in ("guide", "coming_from", "tutorials") for page in docs.glob(f"{folder}/*.md")]
+    names = ("start/megatron", "troubleshooting", "faq", "limits", "checkpoints")
+    for page in [*folders, *(docs / f"{name}.md" for name in names)]:
+        # Names in code, without placeholders such as `--muon-...`. Two pages have options of their own commands.
         named = set(re.findall(r"`(--[a-z0-9-]*[a-z0-9])(?![a-z0-9-])", page.read_text()))
-        if page.name in ("doctor.md", "verify.md"):
-            continue  # its options are not Megatron's
-        # Those of doctor and verify, and Megatron's own name for --use-nccl-ub in its messages.
-        unknown = named - known - {"--world-size", "--ranks", "--gpu", "--device-memory", "--nccl-ub"}
-        # Those of torchrun, srun, and the tools for checkpoints.
-        unknown -= {"--requeue", "--tee", "--rdzv-endpoint", "--json", "--no-verify", "--exit-code", "--config"}
-        unknown -= {"--container-image", "--container-mounts", "--param-to-param-group-map-json", "--to"}
-        assert not unknown, page
+        assert page.name in ("doctor.md", "verify.md") or not named - known - OTHERS, page
 
 
 # What Megatron-Core's FSDP does with this size: prefetch until half of it is in flight, and reduce at most all of it.

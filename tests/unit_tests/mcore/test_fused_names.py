@@ -14,11 +14,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+import tests.megatron_models as mm
+from megatron.fsdp.checkpoint.loading import load
 from megatron.fsdp.checkpoint.matching import Rows
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
-from tests.ranks import DEVICE, RankPool
-
-pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here")
+from megatron.fsdp.helpers.spelling import bare_name
+from megatron.fsdp.naming.keys import other_names
+from tests.models import whole
+from tests.ranks import RankPool
 
 HIDDEN, QUERY, KEY_VALUE, ROPE = 4, 7, 5, 2
 CONFIG = SimpleNamespace(
@@ -91,34 +94,17 @@ PARTS = {
 
 
 def _build(fused: bool, seed: int) -> tuple[Any, Any]:
-    from tests.megatron_models import forward_backward, optimizer_of, tokens, wrapped
-
     torch.manual_seed(seed)
-    model = wrapped("optim_grads_params", lambda config: Model(fused))
+    model = mm.wrapped("optim_grads_params", lambda config: Model(fused))
     for entry in model.module.engine.params():
         local_shard(entry.main).data.normal_()
-    optimizer = optimizer_of(model)
-    model.zero_grad_buffer()
-    forward_backward(model, tokens(0, 1), lambda module, rows: module(rows).reshape(1, 1))
-    optimizer.step()
+    optimizer = mm.optimizer_of(model)
+    mm.run_steps(model, optimizer, 1, 1, lambda module, rows: module(rows).reshape(1, 1))
     return model, optimizer
-
-
-def _state(model: Any, optimizer: Any, saving: bool) -> Any:
-    from megatron.fsdp.mcore.checkpoint_state import preprocess_fsdp_dtensor_state_dict
-
-    raw = {
-        "model": model.module.state_dict_for_save_checkpoint(),
-        "optimizer": optimizer.sharded_state_dict({}, metadata={"distrib_optim_sharding_type": "fsdp_dtensor"}),
-    }
-    return preprocess_fsdp_dtensor_state_dict(SimpleNamespace(), raw, model.module, saving=saving)
 
 
 def _contents(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
     """Whole weights and moments, under the names of a model without the fusion."""
-    from megatron.fsdp.helpers.spelling import bare_name
-    from tests.models import whole
-
     found: dict[str, torch.Tensor] = {}
     for entry in model.module.engine.params():
         states = optimizer.optimizer.state[entry.main]
@@ -133,23 +119,17 @@ def _contents(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
 
 
 def _save(folder: str, fused: bool) -> dict[str, torch.Tensor]:
-    from tests.megatron_models import megatron
-
-    with megatron():
+    with mm.megatron():
         model, optimizer = _build(fused, seed=1)
-        dcp.save(_state(model, optimizer, saving=True), checkpoint_id=folder)
+        dcp.save(mm.checkpoint_state(model, optimizer, saving=True), checkpoint_id=folder)
         return _contents(model, optimizer)
 
 
 def _as_before(folder: str) -> dict[str, torch.Tensor]:
     """Save as a run with the fusion used to: everything under the names in the model."""
-    from megatron.fsdp.helpers.spelling import bare_name
-    from tests.megatron_models import megatron
-    from tests.models import whole
-
-    with megatron():
+    with mm.megatron():
         model, optimizer = _build(True, seed=1)
-        state = dict(_state(model, optimizer, saving=True))
+        state = dict(mm.checkpoint_state(model, optimizer, saving=True))
         del state["layouts"]
         own: dict[str, Any] = {"model": {}, "state": {}}
         for entry in model.module.engine.params():
@@ -163,13 +143,9 @@ def _as_before(folder: str) -> dict[str, torch.Tensor]:
 
 
 def _load(folder: str, fused: bool) -> dict[str, torch.Tensor]:
-    from megatron.fsdp.checkpoint.loading import load
-    from megatron.fsdp.naming.keys import other_names
-    from tests.megatron_models import megatron
-
-    with megatron():
+    with mm.megatron():
         model, optimizer = _build(fused, seed=2 + dist.get_rank())
-        load(_state(model, optimizer, saving=False), Path(folder), other_names)
+        load(mm.checkpoint_state(model, optimizer, saving=False), Path(folder), other_names)
         return _contents(model, optimizer)
 
 
@@ -212,8 +188,6 @@ def test_each_model_loads_checkpoints_of_the_other(ranks: RankPool, tmp_path: Pa
 
 
 def test_other_names_combine() -> None:
-    from megatron.fsdp.naming.keys import other_names
-
     layer = "optimizer.state.module.module.mtp.layers.0."
     once = "optimizer.state.module.module.module.mtp.layers.0.mtp_model_layer.self_attention.linear_qkv_down_proj."
     assert f"{once}layer_norm_weight.exp_avg" in other_names(f"{layer}transformer_layer.input_layernorm.weight.exp_avg")
@@ -223,9 +197,6 @@ def test_other_names_combine() -> None:
 
 
 def _narrower(folder: str) -> str:
-    from megatron.fsdp.checkpoint.loading import load
-    from megatron.fsdp.naming.keys import other_names
-
     attention = "model.module.decoder.layers.0.self_attention."
     rows = {"linear_q_down_proj": QUERY - 1, "linear_kv_down_proj": KEY_VALUE + ROPE}
     wanted = {f"{attention}{name}.weight": torch.zeros(count, HIDDEN) for name, count in rows.items()}

@@ -14,12 +14,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
+import tests.megatron_models as mm
+from megatron.fsdp.buffers import parameter as names
 from megatron.fsdp.checkpoint.reader import CheckpointReader
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
+from megatron.fsdp.mcore import load
+from megatron.fsdp.mcore.parameter_names import described, layouts
 from megatron_fsdp import fully_shard_model
-from tests.ranks import DEVICE, RankPool
-
-pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here")
+from tests.ranks import RankPool
 
 SIZES = {"num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 8, "hidden_size": 32}
 ATTENTION = {"sections": {"query": 16, "key": 8, "value": 8}, "groups": 2, "stored apart": False}
@@ -28,15 +30,9 @@ TIED = {"tied to": "embedding.word_embeddings.weight"}
 
 
 def _save(folder: str, tied: bool, changes: dict[str, Any]) -> None:
-    from tests.megatron_models import gpt, megatron, wrapped
-
-    with megatron():
-        from megatron.fsdp.mcore.checkpoint_state import preprocess_fsdp_dtensor_state_dict
-
-        model = wrapped("optim_grads_params", lambda config: gpt(config, tied), **changes)
-        raw = {"model": model.module.state_dict_for_save_checkpoint()}
-        state = preprocess_fsdp_dtensor_state_dict(SimpleNamespace(), raw, model.module, saving=True)  # type: ignore[arg-type]
-        dcp.save(state, checkpoint_id=folder)
+    with mm.megatron():
+        model = mm.wrapped("optim_grads_params", lambda config: mm.gpt(config, tied), **changes)
+        dcp.save(mm.checkpoint_state(model, saving=True), checkpoint_id=folder)
 
 
 def _described(folder: str) -> dict[str, Any]:
@@ -77,8 +73,6 @@ LATENT = SimpleNamespace(
 
 
 def _layouts(config: Any, **parameters: tuple[int, ...]) -> dict[str, Any]:
-    from megatron.fsdp.mcore.parameter_names import layouts
-
     model, shapes = nn.Module(), {}
     model.config = config
     for name, shape in parameters.items():
@@ -109,8 +103,6 @@ def test_parameters_with_another_number_of_rows_have_no_layout() -> None:
 
 
 def test_descriptions_that_differ_keep_their_indices() -> None:
-    from megatron.fsdp.mcore.parameter_names import described
-
     facts = {"layers.0.a.weight": {"x": 1}, "layers.1.a.weight": {"x": 2}, "layers.0.b.weight3": {}}
     assert set(described(facts)) == {"layers.0.a.weight", "layers.1.a.weight", "layers.{}.b.weight{}"}
     assert set(described(facts, by_number=True)) == set(facts)
@@ -132,8 +124,6 @@ def _part(rank: int, ranks: int) -> torch.Tensor:
 
 
 def _model(tensor_parallel: int) -> tuple[Any, nn.Parameter, torch.Tensor]:
-    from megatron.fsdp.buffers import parameter as names
-
     mesh = init_device_mesh(
         "cpu", (dist.get_world_size() // tensor_parallel, tensor_parallel), mesh_dim_names=("dp", "tp")
     )
@@ -188,8 +178,6 @@ def test_sections_have_the_same_position_at_any_tensor_parallel_size(
 def test_rows_in_an_unknown_order_raise(
     keys: list[str], ranks: int, raises: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron.fsdp.mcore import load
-
     state: Any = SimpleNamespace(chunks=["chunk"])
     written = {"args": SimpleNamespace(tensor_model_parallel_size=ranks)}
     monkeypatch.setattr(load, "Names", lambda chunk: SimpleNamespace(spread=["in_proj.weight"]))
@@ -203,8 +191,6 @@ def test_rows_in_an_unknown_order_raise(
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_fused_projection_of_tensor_parallel_ranks_raises(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.fsdp.mcore import load
-
     state: Any = SimpleNamespace(chunks=[])
     written = {"args": SimpleNamespace(tensor_model_parallel_size=ranks)}
     monkeypatch.setattr(load.loading, "load_objects", lambda folder, names: written)

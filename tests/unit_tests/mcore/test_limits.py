@@ -11,9 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+import tests.megatron_models as mm
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.fsdp.api.ddp_config import FLAGS
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.mcore import limits
+from megatron.fsdp.mcore.adapter import fsdp_config
 from megatron.fsdp.mcore.limits import (
     ADJUSTMENTS,
     IGNORED,
@@ -24,6 +29,7 @@ from megatron.fsdp.mcore.limits import (
     validate_args,
 )
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
+from megatron.training.arguments import add_megatron_arguments
 from scripts import limit_table
 
 # One value for each row at which it applies.
@@ -182,8 +188,6 @@ def test_settings_without_effect_are_logged_once(
 
 
 def test_megatrons_default_arguments_are_not_reported_as_ignored(caplog: pytest.LogCaptureFixture) -> None:
-    from megatron.core.distributed import DistributedDataParallelConfig
-
     limits._log_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         adjust(Settings(_command_line().parse_args([])))
@@ -240,17 +244,11 @@ def _in_tables() -> set[str]:
 
 
 def _command_line() -> argparse.ArgumentParser:
-    from megatron.training.arguments import add_megatron_arguments
-
     parser: argparse.ArgumentParser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     return parser
 
 
 def test_every_ddp_setting_has_an_effect_or_is_listed() -> None:
-    from megatron.core.distributed import DistributedDataParallelConfig
-    from megatron.fsdp.mcore.adapter import fsdp_config
-    from tests.megatron_models import transformer_config
-
     config = DistributedDataParallelConfig()
     read: set[str] = set()
 
@@ -260,7 +258,7 @@ def test_every_ddp_setting_has_an_effect_or_is_listed() -> None:
             read.add(name)
             return value
 
-    fsdp_config(transformer_config(), Reading())  # type: ignore[arg-type]
+    fsdp_config(mm.transformer_config(), Reading())  # type: ignore[arg-type]
     fields = {field.name for field in dataclasses.fields(config)}
     assert read <= fields
     assert fields - read - _in_tables() - ELSEWHERE.keys() == set()
@@ -268,12 +266,6 @@ def test_every_ddp_setting_has_an_effect_or_is_listed() -> None:
 
 
 def test_megatrons_settings_map_to_the_engines() -> None:
-    from megatron.core.distributed import DistributedDataParallelConfig
-    from megatron.core.optimizer import OptimizerConfig
-    from megatron.core.transformer.transformer_config import TransformerConfig
-    from megatron.fsdp.mcore.adapter import fsdp_config
-    from tests.megatron_models import transformer_config
-
     def names(config: type) -> set[str]:
         return {field.name for field in dataclasses.fields(config)}
 
@@ -288,12 +280,10 @@ def test_megatrons_settings_map_to_the_engines() -> None:
         needs_cuda = name in ("nccl_ub", "cuda_graph_mode")
         if flag in names(DistributedDataParallelConfig) and isinstance(default, bool) and not needs_cuda:
             ddp_config = DistributedDataParallelConfig(data_parallel_sharding_strategy="optim", **{flag: True})
-            assert getattr(fsdp_config(transformer_config(), ddp_config), name) is True, name
+            assert getattr(fsdp_config(mm.transformer_config(), ddp_config), name) is True, name
 
 
 def test_every_parallelism_argument_has_an_effect_or_is_listed() -> None:
-    from megatron.core.distributed import DistributedDataParallelConfig
-
     (group,) = [group for group in _command_line()._action_groups if group.title == "distributed init"]
     found = {action.dest for action in group._group_actions}
     fields = {field.name for field in dataclasses.fields(DistributedDataParallelConfig)}

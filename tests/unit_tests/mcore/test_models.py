@@ -1,16 +1,19 @@
-"""Models of Megatron-Core other than GPT train as with Megatron's DDP, including with frozen modules."""
+"""Models of Megatron-Core other than GPT train as with Megatron's DDP, also with frozen modules."""
 
 import functools
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
-from tests.ranks import DEVICE, RankPool
+import tests.megatron_models as mm
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.fsdp.mcore.initialization import build_recorded
+from tests.hybrid_models import stack
+from tests.models import STRATEGIES
+from tests.ranks import RankPool
 
-pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here")
-
-STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 IMAGE, PATCH = 8, 4  # pixels
 
 
@@ -18,10 +21,11 @@ def bert(config: object) -> torch.nn.Module:
     """BERT with both of its heads."""
     from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
     from megatron.core.models.bert.bert_model import BertModel
-    from tests.megatron_models import SEQUENCE, VOCABULARY
 
     torch.manual_seed(7)
-    return BertModel(config, 2, bert_layer_local_spec, VOCABULARY, SEQUENCE, share_embeddings_and_output_weights=True)
+    return BertModel(
+        config, 2, bert_layer_local_spec, mm.VOCABULARY, mm.SEQUENCE, share_embeddings_and_output_weights=True
+    )
 
 
 def bert_losses(module: torch.nn.Module, rows: torch.Tensor) -> torch.Tensor:
@@ -41,9 +45,8 @@ def llava(config: object, freeze_vision: bool = False) -> torch.nn.Module:
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.mlp import MLPSubmodules
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
-    from tests.megatron_models import SEQUENCE, VOCABULARY, transformer_config
 
-    vision = transformer_config(hidden_size=12, ffn_hidden_size=20)
+    vision = mm.transformer_config(hidden_size=12, ffn_hidden_size=20)
     vision.vision_model_type = "clip"
     config.language_model_type = "gpt"
     # Without Transformer Engine, Megatron uses torch's norms, which do not accept its arguments.
@@ -54,12 +57,12 @@ def llava(config: object, freeze_vision: bool = False) -> torch.nn.Module:
     model = llava_model.LLaVAModel(
         language_transformer_config=config,
         language_transformer_layer_spec=get_gpt_layer_local_spec(),
-        language_vocab_size=VOCABULARY,
-        language_max_sequence_length=2 * SEQUENCE,
+        language_vocab_size=mm.VOCABULARY,
+        language_max_sequence_length=2 * mm.SEQUENCE,
         vision_transformer_config=vision,
         vision_transformer_layer_spec=get_vit_layer_with_local_spec(),
         drop_vision_class_token=False,
-        vision_projection_config=transformer_config(ffn_hidden_size=28),
+        vision_projection_config=mm.transformer_config(ffn_hidden_size=28),
         vision_projection_layer_spec=MLPSubmodules(ColumnParallelLinear, RowParallelLinear),
         img_h=IMAGE,
         img_w=IMAGE,
@@ -85,33 +88,79 @@ def llava_losses(module: torch.nn.Module, rows: torch.Tensor) -> torch.Tensor:
     return losses * mask
 
 
-MODELS: dict[str, tuple[Callable, Callable]] = {
-    "BERT": (bert, bert_losses),
-    "LLaVA": (llava, llava_losses),
-    "LLaVA, vision frozen": (llava_with_frozen_vision, llava_losses),
+SIZES = {
+    "hidden_size": 20,
+    "num_layers": 5,
+    "add_bias_linear": False,
+    "is_hybrid_model": True,
+    "mamba_state_dim": 4,
+    "mamba_head_dim": 10,
+    "mamba_num_groups": 2,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_router_load_balancing_type": "none",
+    "moe_token_dispatcher_type": "alltoall",
+    "activation_func": torch.nn.functional.silu,
+    # Otherwise Megatron builds the layers on the CPU, whatever the default device is.
+    "use_cpu_initialization": False,
+}
+
+
+def hybrid(config: object) -> torch.nn.Module:
+    """A layer of every kind."""
+    torch.manual_seed(7)
+    model_parallel_cuda_manual_seed(7)
+    return HybridModel(
+        config,
+        stack,
+        mm.VOCABULARY,
+        mm.SEQUENCE,
+        hybrid_layer_pattern="M*G-E",
+        share_embeddings_and_output_weights=True,
+    )
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "BERT": {"build": bert, "losses_of": bert_losses},
+    "LLaVA": {"build": llava, "losses_of": llava_losses},
+    "LLaVA, vision frozen": {"build": llava_with_frozen_vision, "losses_of": llava_losses},
+    "hybrid": {"build": hybrid, **SIZES},
 }
 
 
 def _equals_ddp(strategy: str, model: str) -> None:
-    from tests.megatron_models import megatron, train, train_ddp
-
-    build, losses_of = MODELS[model]
-    with megatron():
-        expected = train_ddp(build=build, losses_of=losses_of)
-        found = train(strategy, build=build, losses_of=losses_of)
-    assert expected.norms[0] > 0
-    torch.testing.assert_close(found.norms, expected.norms, rtol=2e-6, atol=0)
-    assert found.weights.keys() == expected.weights.keys()
-    for name, weight in expected.weights.items():
-        ours = found.weights[name]
-        if name.endswith("linear_qkv.bias"):
-            # The keys' bias shifts all scores alike: its gradient is rounding, of which Adam makes whole steps.
-            heads = (2, 3, -1)
-            weight, ours = weight.view(heads)[:, ::2], ours.view(heads)[:, ::2]
-        torch.testing.assert_close(ours, weight, rtol=1e-4, atol=1e-5, msg=name)
+    with mm.megatron():
+        mm.assert_same(mm.train(strategy, **MODELS[model]), mm.train_ddp(**MODELS[model]))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("model", MODELS)
 def test_trains_as_with_ddp(ranks: RankPool, model: str, strategy: str) -> None:
     ranks.run(2, _equals_ddp, strategy, model)
+
+
+def _on_meta(config: object) -> torch.nn.Module:
+    with torch.device("meta"):
+        return build_recorded(lambda build: build(), lambda: hybrid(config))
+
+
+def _equals_itself_from_meta() -> None:
+    with mm.megatron():
+        expected = mm.wrapped("optim_grads_params", hybrid, **SIZES)
+        found = mm.wrapped("optim_grads_params", _on_meta, init_model_with_meta_device=True, **SIZES)
+        ours = mm.weights_of(found)
+        for name, weight in mm.weights_of(expected).items():
+            torch.testing.assert_close(ours[name], weight, rtol=0, atol=0, msg=name)
+        for model in (expected, found):
+            mm.forward_backward(model, mm.tokens(0, 1))
+            model.finish_grad_sync()
+        for one, other in zip(expected.module.engine.params(), found.module.engine.params(), strict=True):
+            assert torch.equal(one.main.grad.to_local(), other.main.grad.to_local()), one.name
+
+
+def test_the_meta_device_changes_nothing(ranks: RankPool) -> None:
+    ranks.run(2, _equals_itself_from_meta)

@@ -8,9 +8,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.ranks import DEVICE, RankPool
-
-pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here")
+import tests.megatron_models as mm
+from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
+from megatron.fsdp.api.index import FSDPDistributedIndex
+from megatron.fsdp.api.megatron_fsdp import MegatronFSDP
+from megatron.fsdp.config import FSDPConfig
+from megatron.fsdp.dtensor.ragged_dtensor import make_like
+from megatron.fsdp.mcore.muon import ShardedMuon
+from megatron.fsdp.optim import matrix_exchange
+from megatron.fsdp.state.loading import own_shard
+from tests.models import whole
+from tests.ranks import RankPool
 
 # The fused QKV projection of two heads: the parts of each head are orthogonalized apart.
 QKV = [6, 2, 2]
@@ -39,31 +47,17 @@ class Matrices(torch.nn.Module):
 
 
 def _index(hybrid: bool) -> Any:
-    from megatron_fsdp import FSDPDistributedIndex
-
     if not hybrid:
         return None
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-    return FSDPDistributedIndex(mesh, "inner", "outer")
+    return FSDPDistributedIndex(init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner")), "inner", "outer")
 
 
 def _steps(nesterov: bool, steps: int, outer: str | None = None) -> None:
     """Compare a few steps bit for bit with those of Megatron's own class on whole matrices, in one round or several."""
-    import tests.megatron_models  # noqa: F401 - switches Megatron to the CPU
-    from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
-    from megatron.fsdp.api.megatron_fsdp import MegatronFSDP
-    from megatron.fsdp.config import FSDPConfig
-    from megatron.fsdp.dtensor.ragged_dtensor import make_like
-    from megatron.fsdp.mcore.muon import ShardedMuon
-    from megatron.fsdp.optim import matrix_exchange
-    from megatron.fsdp.state.loading import own_shard
-    from tests.models import whole
-
     reference = Matrices()
     config = FSDPConfig(outer_dp_sharding_strategy=outer or "no_shard")
     model = MegatronFSDP(Matrices(), _index(outer is not None), fsdp_unit_modules=[], config=config)
-    entries = {param.names[0]: param for param in model.engine.params()}
-    matrices = {name: entry for name, entry in entries.items() if name in SHAPES}
+    matrices = {entry.name: entry for entry in model.engine.params() if entry.name in SHAPES}
     assert len(matrices) == len(SHAPES)
     ours = ShardedMuon([entry.main for entry in matrices.values()], nesterov=nesterov, **SETTINGS)
     theirs = TensorParallelMuon([getattr(reference, name) for name in matrices], nesterov=nesterov, **SETTINGS)
@@ -95,10 +89,8 @@ def test_steps_with_two_data_parallel_axes_are_bit_equal(ranks: RankPool, outer:
 
 
 def _optimizer(model: Any, **changes: Any) -> Any:
-    from tests.megatron_models import OptimizerConfig, get_megatron_optimizer
-
     settings: dict[str, Any] = {"muon_fp32_matmul_prec": "highest", "muon_momentum": 0.9, "muon_nesterov": True}
-    config = OptimizerConfig(
+    config = mm.OptimizerConfig(
         optimizer="muon",
         lr=1e-2,
         weight_decay=0.1,
@@ -106,39 +98,29 @@ def _optimizer(model: Any, **changes: Any) -> Any:
         use_distributed_optimizer=model.ddp_config.use_megatron_fsdp,
         **{**settings, **changes},
     )
-    return get_megatron_optimizer(config, [model])
+    return mm.get_megatron_optimizer(config, [model])
 
 
 def _train(strategy: str | None, model: dict[str, Any], **changes: Any) -> Any:
-    from tests.megatron_models import Trained, forward_backward, parallel_state, tokens, weights_of, wrapped
-
     extra = {} if strategy is not None else {"use_distributed_optimizer": False}
-    wrapper = wrapped(strategy, **{"add_bias_linear": False, **model, **extra})
+    wrapper = mm.wrapped(strategy, **{"add_bias_linear": False, **model, **extra})
     optimizer = _optimizer(wrapper, **changes)
-    result = Trained()
-    for step in range(3):
-        wrapper.zero_grad_buffer()
-        optimizer.zero_grad()
+
+    def data(step: int, micro_batches: int) -> torch.Tensor:
         # Tensor-parallel ranks have the same tokens.
-        data = tokens(step, 2)
-        dist.broadcast(data, group=parallel_state.get_tensor_model_parallel_group(), group_src=0)
-        forward_backward(wrapper, data)
-        success, norm, _ = optimizer.step()
-        assert success
-        result.norms.append(float(norm))
+        found = mm.tokens(step, micro_batches)
+        dist.broadcast(found, group=mm.parallel_state.get_tensor_model_parallel_group(), group_src=0)
+        return found
+
+    result = mm.run_steps(wrapper, optimizer, data=data)
     if not model:
-        result.weights = weights_of(wrapper)
+        result.weights = mm.weights_of(wrapper)
     return result
 
 
 def _compare(strategy: str) -> None:
-    from tests.megatron_models import megatron
-
-    with megatron():
-        ours, reference = _train(strategy, {}), _train(None, {})
-    assert ours.norms == pytest.approx(reference.norms, rel=1e-5)
-    for name, weight in reference.weights.items():
-        torch.testing.assert_close(ours.weights[name], weight, rtol=1e-4, atol=1e-6, msg=name)
+    with mm.megatron():
+        mm.assert_same(_train(strategy, {}), _train(None, {}), atol=1e-6, norms=1e-5)
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads_params"])
@@ -148,11 +130,9 @@ def test_trains_as_megatrons_ddp(ranks: RankPool, strategy: str) -> None:
 
 def _tensor_parallel() -> None:
     """Gradient norms tell the modes apart: each mode takes another first step."""
-    import tests.megatron_models
-
     model = {"tensor_model_parallel_size": 2}
-    divisible = patch.object(tests.megatron_models, "VOCABULARY", 30)
-    with tests.megatron_models.megatron(tensor_model_parallel_size=2), divisible:
+    divisible = patch.object(mm, "VOCABULARY", 30)
+    with mm.megatron(tensor_model_parallel_size=2), divisible:
         norms = {}
         for mode in ("blockwise", "duplicated", "distributed"):
             reference = _train(None, model, muon_tp_mode=mode).norms

@@ -7,9 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ranks import DEVICE, RankPool
-
-pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here")
+import tests.megatron_models as mm
+from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import find_megatron_fsdp
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from tests.ranks import RankPool
 
 STRATEGIES = ("optim", "optim_grads", "optim_grads_params")
 SETTINGS = {
@@ -45,8 +49,6 @@ class _WithoutWeight(torch.autograd.Function):
 @contextmanager
 def _delaying_weight_gradients() -> Iterator[None]:
     """Context in which Megatron's linear layers compute weight gradients as Transformer Engine's do."""
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-
     classes = (ColumnParallelLinear, RowParallelLinear)
 
     def multiply(layer: Any, input: torch.Tensor, weight: torch.Tensor, *unused: Any, **others: Any) -> torch.Tensor:
@@ -71,11 +73,6 @@ def _gpt(overlap: bool, delay: bool) -> Callable[[Any], torch.nn.Module]:
     """A model of a dense layer and two mixtures of experts, and of a layer that predicts the token after the next."""
 
     def build(config: Any) -> torch.nn.Module:
-        from megatron.core.models.gpt import GPTModel
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
-        from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-        from tests.megatron_models import SEQUENCE, VOCABULARY
-
         # The config accepts these with bf16 only, in which a comparison would be less exact.
         config.overlap_moe_expert_parallel_comm, config.delay_wgrad_compute = overlap, delay
         torch.manual_seed(7)
@@ -85,8 +82,8 @@ def _gpt(overlap: bool, delay: bool) -> Callable[[Any], torch.nn.Module]:
         return GPTModel(
             config,
             block,
-            VOCABULARY,
-            SEQUENCE,
+            mm.VOCABULARY,
+            mm.SEQUENCE,
             share_embeddings_and_output_weights=True,
             position_embedding_type="rope",  # which multi-token prediction needs
             mtp_block_spec=more,
@@ -99,33 +96,19 @@ def _train(
     strategy: str | None, overlap: bool = True, delay: bool = False, micro_batches: int = 3, **changes: Any
 ) -> list[float]:
     """The losses and gradient norms of three steps."""
-    from tests.megatron_models import forward_backward, optimizer_of, tokens, wrapped
-
-    model = wrapped(strategy, _gpt(overlap, delay), **SETTINGS, **changes)
+    model = mm.wrapped(strategy, _gpt(overlap, delay), **SETTINGS, **changes)
     if strategy is not None:
-        from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import find_megatron_fsdp
-
         assert find_megatron_fsdp(model) is model.module
-    optimizer = optimizer_of(model)
-    found = []
-    for step in range(3):
-        model.zero_grad_buffer()
-        optimizer.zero_grad()
-        found += [float(loss) for loss in forward_backward(model, tokens(step, micro_batches))]
-        success, norm, _ = optimizer.step()
-        assert success
-        found.append(float(norm))
+    found = mm.run_steps(model, mm.optimizer_of(model), micro_batches=micro_batches)
     if strategy is not None:
         assert not any(unit.held_by for unit in model.module.engine.units)
     delayed = [layer.saved for layer in model.modules() if hasattr(layer, "saved")]
     assert bool(delayed) == delay and not any(delayed)
-    return found
+    return [*found.losses, *found.norms]
 
 
 def _trains_as_ddp(strategies: tuple[str, ...], micro_batches: int, delay: bool, changes: dict[str, Any]) -> None:
-    from tests.megatron_models import megatron
-
-    with megatron(expert_model_parallel_size=2), _delaying_weight_gradients():
+    with mm.megatron(expert_model_parallel_size=2), _delaying_weight_gradients():
         expected = _train(None, overlap=False, micro_batches=micro_batches, **changes)
         for strategy in strategies:
             found = _train(strategy, delay=delay, micro_batches=micro_batches, **changes)

@@ -15,15 +15,9 @@ import torch
 
 from megatron.fsdp.helpers import patches as helper
 from megatron.fsdp.helpers.patches import MEGATRON_CORE, Kind, Patch, Patches, Versions
-from megatron.fsdp.mcore import cpu, install, is_installed, uninstall
-
-cpu.enable()
-
-from megatron.fsdp.mcore.patches import MEGATRON, MEGATRON_BRIDGE  # noqa: E402
-from scripts import patch_table  # noqa: E402
-from tests.ranks import DEVICE  # noqa: E402
-
-pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here")
+from megatron.fsdp.mcore import install, is_installed, uninstall
+from megatron.fsdp.mcore.patches import MEGATRON, MEGATRON_BRIDGE
+from scripts import patch_table
 
 ROOT = Path(__file__).resolve().parents[3]
 TABLES = helper.tables()

@@ -8,20 +8,18 @@ from unittest import mock
 import pytest
 import torch
 
+import tests.megatron_models as mm
+from megatron.core import optimizer as optimizers
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard, same_layout
+from megatron.fsdp.mcore import adapter
 from tests.fused_adam import FusedAdam
-from tests.ranks import DEVICE, RankPool
-
-pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here")
-
-STEPS = 3
+from tests.models import STRATEGIES
+from tests.ranks import RankPool
 
 
 @contextmanager
 def transformer_engine() -> Iterator[None]:
     """Megatron-Core as if Transformer Engine were there, with this optimizer."""
-    import megatron.core.optimizer as optimizers
-    from megatron.fsdp.mcore import adapter
 
     def settings(config: Any) -> None:
         # As Megatron-Core does, but without inspecting Transformer Engine.
@@ -37,54 +35,41 @@ def transformer_engine() -> Iterator[None]:
         yield
 
 
-def _trained(strategy: str, options: dict[str, Any], **changes: Any) -> tuple[Any, Any, list[float]]:
-    from tests.megatron_models import forward_backward, optimizer_of, tokens, wrapped
-
-    model = wrapped(strategy, megatron_fsdp_use_decoupled_grad=True, **changes)
-    optimizer = optimizer_of(model, use_precision_aware_optimizer=True, **options)
-    norms = []
-    for step in range(STEPS):
-        model.zero_grad_buffer()
-        optimizer.zero_grad()
-        forward_backward(model, tokens(step, 2))
-        norms.append(float(optimizer.step()[1]))
-    return model, optimizer, norms
+def _trained(strategy: str, options: dict[str, Any], **changes: Any) -> tuple[Any, Any, mm.Trained]:
+    model = mm.wrapped(strategy, megatron_fsdp_use_decoupled_grad=True, **changes)
+    optimizer = mm.optimizer_of(model, use_precision_aware_optimizer=True, **options)
+    return model, optimizer, mm.run_steps(model, optimizer)
 
 
 def _equals_ddp(strategy: str) -> None:
-    from tests.megatron_models import megatron, train_ddp, weights_of
-
-    with megatron():
-        expected = train_ddp(steps=STEPS)
+    with mm.megatron():
+        expected = mm.train_ddp()
         with transformer_engine():
-            model, optimizer, norms = _trained(strategy, {})
-        torch.testing.assert_close(norms, expected.norms, rtol=1e-5, atol=0)
+            model, optimizer, found = _trained(strategy, {})
+        found.weights = mm.weights_of(model)
+        mm.assert_same(found, expected, rtol=1e-5, atol=1e-4, norms=1e-5)
         assert optimizer.optimizer.seen == {torch.float32}
         # As a checkpoint has it: Transformer Engine makes it by DTensor.from_local with the placements of parameters.
         state = {main: value for main, values in optimizer.optimizer.state.items() for value in values.values()}
         assert state and all(same_layout(value, main) for main, value in state.items())
-        for name, weight in weights_of(model).items():
-            torch.testing.assert_close(weight, expected.weights[name], rtol=1e-5, atol=1e-4, msg=name)
 
 
-@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_trains_as_ddp_with_torchs_adam(ranks: RankPool, strategy: str) -> None:
     ranks.run(3, _equals_ddp, strategy)
 
 
 def _narrow() -> None:
-    from tests.megatron_models import megatron, train_ddp
-
-    with megatron():
-        expected = train_ddp(steps=STEPS)
+    with mm.megatron():
+        expected = mm.train_ddp()
         moments = {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}
         with transformer_engine():
-            _, optimizer, norms = _trained("optim_grads_params", moments, megatron_fsdp_main_grads_dtype=torch.bfloat16)
+            _, optimizer, found = _trained("optim_grads_params", moments, megatron_fsdp_main_grads_dtype=torch.bfloat16)
         fused = optimizer.optimizer
         assert fused.seen == {torch.bfloat16}, "gradients are not cast to the weights' dtype"
         kept = [state for state in fused.state.values() if state]
         assert kept and all(state["exp_avg"].dtype == torch.bfloat16 for state in kept)
-        torch.testing.assert_close(norms, expected.norms, rtol=2e-2, atol=0)
+        torch.testing.assert_close(found.norms, expected.norms, rtol=2e-2, atol=0)
 
 
 def test_narrow_gradients_and_moments(ranks: RankPool) -> None:
@@ -92,19 +77,17 @@ def test_narrow_gradients_and_moments(ranks: RankPool) -> None:
 
 
 def _state_to_load_into() -> None:
-    from tests.megatron_models import megatron, optimizer_of, weights_of, wrapped
-
-    with megatron(), transformer_engine():
-        model = wrapped("optim_grads_params", megatron_fsdp_use_decoupled_grad=True)
-        before = weights_of(model)
-        optimizer = optimizer_of(model, use_precision_aware_optimizer=True)
+    with mm.megatron(), transformer_engine():
+        model = mm.wrapped("optim_grads_params", megatron_fsdp_use_decoupled_grad=True)
+        before = mm.weights_of(model)
+        optimizer = mm.optimizer_of(model, use_precision_aware_optimizer=True)
         optimizer.sharded_state_dict({}, is_loading=True, metadata={"distrib_optim_sharding_type": "fsdp_dtensor"})
         fused = optimizer.optimizer
         here = [e.main for e in model.module.engine.params() if local_shard(e.main).numel()]
         assert here and all(fused.state[main].keys() == {"exp_avg", "exp_avg_sq"} for main in here)
         assert all(group["step"] == 0 and group["lr"] == 1e-2 for group in fused.param_groups)
         assert all(main.decoupled_grad is None for main in here)
-        after = weights_of(model)
+        after = mm.weights_of(model)
         assert all(torch.equal(after[name], weight) for name, weight in before.items())
 
 

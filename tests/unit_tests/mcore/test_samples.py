@@ -6,10 +6,16 @@ from typing import Any
 
 import pytest
 
+import tests.megatron_models as mm
+from megatron.fsdp.checkpoint.loading import load
+from megatron.fsdp.mcore.checkpoint_state import preprocess_fsdp_dtensor_state_dict
+from megatron.fsdp.mcore.load import strictness_of
+from megatron.fsdp.mcore.torch_dist import view
+from megatron.fsdp.naming.keys import other_names
 from tests.checkpoints import ITERATION, SAMPLES, sample
-from tests.ranks import DEVICE, RankPool
-
-pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here")
+from tests.models import STRATEGIES
+from tests.ranks import RankPool
+from tests.sample_models import config_of, go_on, gpt
 
 
 def meta_of(folder: Path) -> dict[str, Any]:
@@ -23,24 +29,15 @@ def meta_of(folder: Path) -> dict[str, Any]:
 
 def go_on_with_fsdp(folder: Path, strategy: str) -> Any:
     """From a folder with a sample, in our FSDP on ranks that each have all experts."""
-    from tests.megatron_models import FullyShardedDataParallel, ddp_config, megatron
-    from tests.sample_models import config_of, go_on, gpt
-
     meta = meta_of(folder)
-    with megatron():
+    with mm.megatron():
         config = config_of(meta | {"model": {**meta["model"], "expert_model_parallel_size": "1"}})
-        settings = ddp_config(strategy, grad_reduce_in_fp32=True)
-        model = FullyShardedDataParallel(config=config, ddp_config=settings, module=gpt(config, meta))
+        settings = mm.ddp_config(strategy, grad_reduce_in_fp32=True)
+        model = mm.FullyShardedDataParallel(config=config, ddp_config=settings, module=gpt(config, meta))
         return go_on(model, meta, lambda optimizer, scheduler: _load(model, optimizer, scheduler, folder / ITERATION))
 
 
 def _load(model: Any, optimizer: Any, scheduler: Any, folder: Path) -> int:
-    from megatron.fsdp.checkpoint.loading import load
-    from megatron.fsdp.mcore.checkpoint_state import preprocess_fsdp_dtensor_state_dict
-    from megatron.fsdp.mcore.load import strictness_of
-    from megatron.fsdp.mcore.torch_dist import view
-    from megatron.fsdp.naming.keys import other_names
-
     metadata = {"distrib_optim_sharding_type": "fsdp_dtensor"}
     raw = {
         "model": model.module.state_dict_for_save_checkpoint(),
@@ -57,7 +54,7 @@ def _load(model: Any, optimizer: Any, scheduler: Any, folder: Path) -> int:
     return int(prepared["iteration"])
 
 
-@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(
     "name", ["fsdp_dtensor_dp2", "fsdp_dtensor_moe_ep2", "converted_repaired_strict_loadable_from_tp2dp2"]
 )

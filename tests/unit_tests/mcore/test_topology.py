@@ -9,9 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.ranks import DEVICE, RankFailure, RankPool
-
-pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here")
+import tests.megatron_models as mm
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.fsdp.dtensor.ragged_dtensor import local_shard
+from megatron.fsdp.mcore import replicas, save, topology
+from megatron.fsdp.mcore.checkpoint_state import CheckpointState
+from megatron.fsdp.mcore.topology import divided_dim
+from tests.models import sgd, train_reference
+from tests.ranks import RankFailure, RankPool
 
 OFFSETS = "layers.{}.self_attention.core_attention.softmax_offset"
 
@@ -47,40 +53,29 @@ def _module(name: str, base: type[nn.Module] = nn.Module, **marks: dict[str, Any
 def test_tensor_parallel_parameters_are_found_by_class_and_then_by_attribute(
     module: nn.Module, parameter: str, dim: int | None
 ) -> None:
-    from megatron.fsdp.mcore.topology import divided_dim
-
     assert divided_dim(module, parameter) == dim
 
 
 def _layers(config: Any) -> nn.Module:
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer.transformer_block import TransformerBlock
-
     return TransformerBlock(config, get_gpt_layer_local_spec())
 
 
 def _replicas(change: str, forget: bool) -> list[str]:
     """Warnings of a save of layers on two tensor-parallel ranks, and an offset's shape, after a change on one rank."""
-    from tests.megatron_models import model_parallel_cuda_manual_seed, parallel_state, wrapped
-
     warnings: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
-    model_parallel_cuda_manual_seed(1234)
-
-    from megatron.fsdp.dtensor.ragged_dtensor import local_shard
-    from megatron.fsdp.mcore import replicas, save, topology
-    from megatron.fsdp.mcore.checkpoint_state import CheckpointState
+    mm.parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    mm.model_parallel_cuda_manual_seed(1234)
 
     known = dict(topology.DIVIDED)
     if forget:
         del topology.DIVIDED["DotProductAttention"]
     replicas.logger.addHandler(handler)
     try:
-        model = wrapped("optim_grads_params", _layers, softmax_type="learnable", tensor_model_parallel_size=2)
+        model = mm.wrapped("optim_grads_params", _layers, softmax_type="learnable", tensor_model_parallel_size=2)
         params = {entry.name.removeprefix("module."): entry for entry in model.module.engine.params()}
-        if change and parallel_state.get_tensor_model_parallel_rank() == 1:
+        if change and mm.parallel_state.get_tensor_model_parallel_rank() == 1:
             name, factor = change.split("*")
             with torch.no_grad():
                 local_shard(params[name].main).mul_(float(factor))
@@ -89,7 +84,7 @@ def _replicas(change: str, forget: bool) -> list[str]:
     finally:
         topology.DIVIDED.update(known)
         replicas.logger.removeHandler(handler)
-        parallel_state.destroy_model_parallel()
+        mm.parallel_state.destroy_model_parallel()
     return [*warnings, str(params[OFFSETS.format(0)].shape)]
 
 
@@ -119,20 +114,18 @@ def test_copies_that_drift_by_rounding_are_saved_and_named(ranks: RankPool, monk
 
 def _train_with_groups(names: tuple[str, ...]) -> tuple[list[float], list[str], bool]:
     """Losses of a layer in the wrapper, axes of a weight, and the all-gather group, for given process groups."""
-    from tests.megatron_models import FullyShardedDataParallel, ProcessGroupCollection, ddp_config, transformer_config
-
-    groups = ProcessGroupCollection()
+    groups = mm.ProcessGroupCollection()
     for name in names:
         setattr(groups, name, dist.new_group() if name.endswith("_ag") else dist.group.WORLD)
     torch.manual_seed(3)
-    model = FullyShardedDataParallel(
-        config=transformer_config(),
-        ddp_config=ddp_config("optim_grads_params", check_for_nan_in_grad=False),
+    model = mm.FullyShardedDataParallel(
+        config=mm.transformer_config(),
+        ddp_config=mm.ddp_config("optim_grads_params", check_for_nan_in_grad=False),
         module=nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5)),
         fsdp_unit_modules=[nn.Linear],
         pg_collection=groups,
     )
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = sgd(model.parameters())
     data = torch.randn(4, dist.get_world_size(), 3, 5, generator=torch.Generator().manual_seed(1))
     losses = []
     for batch in data:
@@ -152,16 +145,8 @@ def _train_with_groups(names: tuple[str, ...]) -> tuple[list[float], list[str], 
 def _expected_losses(world_size: int) -> list[float]:
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
     data = torch.randn(4, world_size, 3, 5, generator=torch.Generator().manual_seed(1))
-    losses = []
-    for batch in data:
-        optimizer.zero_grad()
-        loss = model(batch).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    return train_reference(model, data, sgd, lambda model, batch: model(batch).square().mean())
 
 
 @pytest.mark.parametrize("more", [(), ("expt_dp",), ("dp_cp_ag",)], ids=" ".join)
@@ -178,10 +163,8 @@ def test_missing_data_parallel_group_raises(ranks: RankPool) -> None:
 
 
 def _instances_without_groups() -> None:
-    from tests.megatron_models import megatron, wrapped
-
-    with megatron():
-        wrapped("optim_grads_params", num_distributed_optimizer_instances=2)
+    with mm.megatron():
+        mm.wrapped("optim_grads_params", num_distributed_optimizer_instances=2)
 
 
 def test_missing_group_of_optimizer_instances_raises(ranks: RankPool) -> None:

@@ -6,19 +6,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from megatron.fsdp.mcore import cpu
+from megatron.fsdp.mcore import cpu, install
+from megatron_fsdp import fully_shard_model
 
-# Rank processes import this module, and the test imports Megatron in them.
+# Rank processes import this module, and with it Megatron.
 cpu.enable()
 
+from megatron.core.distributed.fsdp.src.megatron_fsdp import uneven_dtensor as theirs  # noqa: E402
 from tests.ranks import DEVICE, RankPool  # noqa: E402
 
 
 def _functions(hybrid: bool) -> None:
-    from megatron.core.distributed.fsdp.src.megatron_fsdp import uneven_dtensor as theirs
-    from megatron.fsdp.mcore import install
-    from megatron_fsdp import fully_shard_model
-
     install()
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(64, 96, bias=False), nn.Linear(96, 64, bias=False)).to(DEVICE)

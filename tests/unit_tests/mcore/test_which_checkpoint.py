@@ -11,9 +11,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from megatron.fsdp.checkpoint.backend import Planner, Writer
-from tests.ranks import DEVICE
-
-pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="Megatron runs on the CPU here")
 
 TRACKER = "latest_checkpointed_iteration.txt"
 OURS = {"use_megatron_fsdp": True, "ckpt_format": "fsdp_dtensor"}
