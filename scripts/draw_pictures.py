@@ -5,8 +5,12 @@
 The pictures have a light ground of their own, so that they are legible on light and on dark pages.
 """
 
+import contextlib
 import functools
 import sys
+import tempfile
+import threading
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -15,11 +19,13 @@ from xml.sax.saxutils import escape
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from megatron.fsdp.comm import streams  # noqa: E402
 from megatron.fsdp.sharding.layout import Layout  # noqa: E402
 from megatron.fsdp.sharding.packing import plan_layout  # noqa: E402
 from megatron.fsdp.sharding.strategy import INNER  # noqa: E402
@@ -29,6 +35,7 @@ from megatron.fsdp.tools.trace.spans import Kind, RankTrace, Row  # noqa: E402
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard  # noqa: E402
 from tests.simulated.device import DEVICE, SimulatedDevice, simulated_device  # noqa: E402
 from tests.simulated.ranks import fake_ranks  # noqa: E402
+from tests.tensor_bytes import TensorBytes, build, call_counted  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
 WIDTH = 720
@@ -406,6 +413,114 @@ def draw_losses(ddp: list[float], sharded: list[float]) -> Drawing:
     return drawing
 
 
+# Memory over a step ------------------------------------------------------------------------------------------------
+
+MIB = 2**20
+DEPTH, BLOCK_WIDTH = 8, 384
+COMPUTE, COMMUNICATION = 0.02, 0.005  # seconds that a block's pass and half a collective take at least
+
+
+def measured(strategies: list[int]) -> list[dict[str, list]]:
+    """The live bytes of all tensors over a step of rank 0 of 8, every millisecond: see tests/tensor_bytes.py."""
+    # Kernels keep scratch memory from their first call on.
+    return [_measured(strategy) for strategy in (*strategies[:1], *strategies)][1:]
+
+
+def _measured(strategy: int) -> dict[str, list]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    streams._STREAMS["fake", None] = SlowStream()
+    counter = TensorBytes()
+    torch.manual_seed(0)
+    blocks = [Residual(BLOCK_WIDTH).bfloat16() for _ in range(DEPTH)]
+    for block in blocks:
+        block.register_forward_pre_hook(lambda *_: time.sleep(COMPUTE))
+        block.register_full_backward_hook(lambda *_: time.sleep(COMPUTE))
+    model = nn.Sequential(*blocks)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters())
+    policy = MixedPrecisionPolicy(main_params_dtype=torch.float32, main_grads_dtype=torch.float32)
+    sharded, optimizer = fully_shard(
+        model,
+        optimizer,
+        fsdp_unit_modules=[Residual],
+        zero_dp_strategy=strategy,
+        mixed_precision_policy=policy,
+    )
+    samples: list[int] = []
+    ended = threading.Event()
+
+    def sample() -> None:
+        while not ended.wait(0.001):
+            samples.append(counter.live())
+
+    begins = []
+    for step in range(3):
+        if step == 2:  # the first ones allocate the optimizer's state and record the plan
+            threading.Thread(target=sample).start()
+            time.sleep(COMPUTE)
+        for last in (False, True):
+            begins.append(len(samples))
+            with contextlib.nullcontext() if last else sharded.no_sync():
+                loss = sharded(torch.randn(128, BLOCK_WIDTH, dtype=torch.bfloat16)).float().pow(2).mean()
+                begins.append(len(samples))
+                loss.backward()
+        begins.append(len(samples))
+        optimizer.step()
+        optimizer.zero_grad()
+    time.sleep(COMPUTE)
+    ended.set()
+    dist.destroy_process_group()
+    return {"bytes": samples, "begins": begins[-5:]}
+
+
+class SlowStream(streams.CpuStream):
+    """Communication of the fake process group that takes time."""
+
+    def run(self, task: streams.Task) -> streams.Handle:
+        """Run a task between two pauses."""
+
+        def slow() -> None:
+            time.sleep(COMMUNICATION)
+            task()
+            time.sleep(COMMUNICATION)
+
+        return super().run(slow)
+
+    def group(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        """The same group: it is a fake."""
+        return group
+
+
+def draw_memory(found: list[dict[str, list]]) -> Drawing:
+    """A curve for each of ZeRO-1, 2 and 3. Their phases take equally long in the picture."""
+    drawing = Drawing("The memory of a rank over one step with ZeRO-1, 2 and 3", 350)
+    weights = DEPTH * 8 * BLOCK_WIDTH**2 / 1e6
+    drawing.text(24, 34, f"MiB on rank 0 of 8 over a step: {weights:.0f} million weights in bf16, AdamW", extra=BOLD)
+    left, right, top, height = 64, WIDTH - 24, 56, 220
+    most = max(max(each["bytes"]) for each in found) / MIB
+    for value in range(0, int(most) + 1, 10):
+        y = top + height * (1 - value / most)
+        drawing.box(left, y, right - left, 1, PADDING)
+        drawing.text(left - 8, y + 5, str(value), extra='text-anchor="end" ' + SMALL)
+    phases = ("", "forward 1", "backward 1", "forward 2", "backward 2", "optimizer", "")
+    ends = [left + (right - left) * share for share in (0, 0.04, 0.25, 0.46, 0.67, 0.88, 1)]
+    for x, name in zip(ends[1:-1], phases[1:], strict=False):
+        drawing.line(x, top, top + height)
+        drawing.text(x + 4, top + height + 18, name, extra=SMALL)
+    for each, color in zip(found, COLORS, strict=False):
+        samples = each["bytes"]
+        times = [0, *each["begins"], len(samples)]
+        places: list[tuple[float, float]] = []
+        for first, last, begin, end in zip(times, times[1:], ends, ends[1:], strict=False):
+            for n in range(first, last):
+                if n and n < len(samples) - 1 and samples[n - 1] == samples[n] == samples[n + 1]:
+                    continue
+                x = begin + (end - begin) * (n - first) / (last - first)
+                places.append((x, top + height * (1 - samples[n] / MIB / most)))
+        drawing.curve(places, color)
+    _legend(drawing, 318, [(f"ZeRO-{n + 1}", color) for n, color in enumerate(COLORS[: len(found)])])
+    return drawing
+
+
 STATIC = {
     "layout": draw_layout,
     "zero_stages": draw_stages,
@@ -425,4 +540,7 @@ if __name__ == "__main__":
     pool = RankPool()
     (IMAGES / "losses.svg").write_text(draw_losses(*pool.run(2, draw_pictures.both_losses)[0]).svg())
     pool.close()
+    with tempfile.TemporaryDirectory() as folder:
+        curves = call_counted(build(Path(folder)), "scripts.draw_pictures:measured", [1, 2, 3])
+    (IMAGES / "memory_over_a_step.svg").write_text(draw_memory(curves).svg())
     (IMAGES / "step.svg").write_text(draw_step(record_step()).svg())

@@ -24,58 +24,72 @@ class FSDPConfig:
     Attributes:
         zero_dp_strategy: What is sharded over the ranks of ``dp_shard_dim``: 0 or ``"no_shard"`` shards nothing, 1 or
             ``"optim"`` the main weights and the optimizer's state, 2 or ``"optim_grads"`` also the gradients, 3 or
-            ``"optim_grads_params"`` also the compute weights. Reads as the name.
+            ``"optim_grads_params"`` also the compute weights. Reads as the name. Weights are unsharded twice per step
+            with 3, once with 1 and 2, and never with 0.
         outer_dp_sharding_strategy: What is sharded over the ranks of ``dp_outer_dim``: 0 or ``"no_shard"`` replicates
-            the shards of the inner axis (HSDP), 1 or ``"optim"`` divides main weights and optimizer state again
-            (hybrid FSDP). Reads as the name.
-        mixed_precision_policy: Dtypes of main weights, gradients and communication.
+            the shards of the inner axis (HSDP), 1 or ``"optim"`` divides main weights and optimizer state again (hybrid
+            FSDP). Reads as the name. ``"optim"`` takes one more all-gather per step.
+        mixed_precision_policy: Dtypes of main weights, gradients and communication. A narrow ``grad_comm_dtype`` has
+            less to send.
         init_model_with_meta_device: Accept parameters on the meta device and initialize them unit by unit: as recorded
             by :func:`megatron_fsdp.deferred_init`, or by their modules' ``reset_parameters`` or ``_reset_parameters``.
+            At most one full unit is in memory at a time.
         overlap_grad_reduce: Reduce a unit's gradients while backward continues. If False, backward waits for each
-            reduction; gradients that are not sharded are then reduced together after the last micro-batch.
+            reduction; gradients that are not sharded are then reduced together after the last micro-batch. That saves
+            the gradients of one unit.
         overlap_param_gather: Unshard the next unit while the current one computes. If False, a unit is unsharded when
-            it is needed.
+            it is needed. That saves one unsharded unit, and compute waits for every all-gather.
         sync_model_each_microbatch: End every backward with reduced gradients in ``.grad``. If False, the optimizer's
-            step (or ``finish_grad_sync``) does that, and gradients that are not sharded, as well as the outer axis,
-            are reduced once per step.
+            step (or ``finish_grad_sync``) does that. Where ``is_last_microbatch`` is False, gradients that are not
+            sharded and the outer axis are then reduced once per step: less communication, and full gradients in ZeRO-1.
         report_nan_in_param_grad: Raise at the first gradient that is not finite, before it is reduced, and name its
             parameter. The host then waits for every gradient.
-        average_in_collective: Let the collective divide by the number of ranks. NCCL only; the result is the same.
-        calculate_per_token_loss: Sum gradients over ranks without dividing; the caller scales them.
+        average_in_collective: Let the collective divide by the number of ranks. NCCL only; the result is the same. It
+            saves a pass over the shard.
+        calculate_per_token_loss: Sum gradients over ranks without dividing; the caller scales them. It saves a pass
+            over the shard.
         keep_fp8_transpose_cache: Keep the transposed copies that Transformer Engine makes of 8-bit weights for
             backward, instead of making them again at each unshard: whole weights in 8 bits, on every rank.
-        nccl_ub: Register the communication buffers with NCCL. Needs CUDA; implies ``fsdp_double_buffer``.
+        nccl_ub: Register the communication buffers with NCCL. Needs CUDA; implies ``fsdp_double_buffer``. Communication
+            then needs fewer SMs and copies.
         fsdp_double_buffer: Unshard into ``max_unsharded_units`` fixed buffers that units use in turn, so that nothing
-            is allocated after the first step.
+            is allocated after the first step. These buffers are never freed.
         fsdp_db_use_persist_buf_on_alloc_fail: Give a unit inside another unit its own fixed buffer, instead of one
             that it would have to share with that unit.
         disable_symmetric_registration: With ``nccl_ub``, register local buffers instead of symmetric memory windows.
-        enable_fine_grained_param_gather: Make every module that directly owns parameters a unit.
+            NCCL then has no symmetric kernels.
+        enable_fine_grained_param_gather: Make every module that directly owns parameters a unit. The peak has two
+            modules in place of two units; collectives are more and smaller.
         use_decoupled_grad: Put gradients into ``.decoupled_grad`` of the main weights instead of ``.grad``, for
             optimizers that accept gradients of another dtype than the weights.
         cuda_graph_mode: Keep all buffers and gradients at fixed addresses, so that a CUDA graph of a whole iteration
-            can be captured. ``zero_grad`` then fills gradients with zeros. Needs CUDA; implies ``fsdp_double_buffer``
-            and ``zero_unused_gradients``.
-        offload_optimizer: Keep main weights, their gradients and the optimizer's state in host memory. With
-            ``overlap_param_gather``, the units that forward needs first are updated first and unsharded during the
-            step. With ``use_decoupled_grad``, gradients stay on the device.
+            can be captured, whose replay has no launch overhead. ``zero_grad`` then fills gradients with zeros. Needs
+            CUDA; implies ``fsdp_double_buffer`` and ``zero_unused_gradients``.
+        offload_optimizer: Keep main weights, their gradients and the optimizer's state in host memory: copies cross
+            PCIe, and the host updates. With ``overlap_param_gather``, the units that forward needs first are updated
+            first and unsharded during the step. With ``use_decoupled_grad``, gradients stay on the device.
         offload_fraction: With ``offload_optimizer``, offload whole units with at most this fraction of the parameters,
             the first units first. Units are then unsharded after the step, unless it is 1.
-        shard_granularity: Smallest unit of a parameter that is never divided between ranks: ``"row"`` (of dimension
-            0, unless padding would waste too much memory), ``"whole_row"``, ``"block(N)"`` (N rows), ``"element"``,
+        shard_granularity: Smallest unit of a parameter that is never divided between ranks: ``"row"`` (of dimension 0,
+            unless padding would waste too much memory), ``"whole_row"``, ``"block(N)"`` (N rows), ``"element"``,
             ``"tensor"`` (a whole matrix, for optimizers such as Muon) or ``"parameter"`` (for Adafactor or 8-bit Adam).
+            ``"tensor"`` pads each shard to the largest matrix.
         exchange_gradients: Send sharded gradients with an all-to-all in the dtype they were computed in, and sum them
             in ``grad_comm_dtype`` on the receiving rank. Halves the traffic of bf16 gradients that are reduced in fp32,
-            without rounding more. Suits ranks joined by fast links: between nodes, a reduce-scatter crosses the slow
-            links less often. gloo always works this way.
+            and the buffer to send, without rounding more. Suits ranks joined by fast links: between nodes, a
+            reduce-scatter crosses the slow links less often. gloo always works this way.
         zero_unused_gradients: Give a parameter that no rank used a gradient of zeros. If False it gets None, as without
             sharding; ranks then compare one flag per parameter at each synchronization.
         fused_weight_gradients: Let kernels that can (Transformer Engine's, Megatron-Core's) write weight gradients
-            directly into the buffer that is reduced, in ``main_grads_dtype``.
-        max_unsharded_units: Number of units, besides the root, that may be unsharded at the same time.
-        max_reducing_units: Number of units whose gradients may be in a reduction at the same time.
+            directly into the buffer that is reduced, in ``main_grads_dtype``. Autograd then makes no weight gradients,
+            and nothing is cast or copied.
+        max_unsharded_units: Number of units, besides the root, that may be unsharded at the same time. Each takes the
+            memory of the largest unit; more are prefetched further ahead.
+        max_reducing_units: Number of units whose gradients may be in a reduction at the same time. Each takes the
+            memory of the largest unit; with more, backward waits less.
         fsdp_manual_registration: With ``nccl_ub``, register buffers only when ``register_buffers()`` is called, and not
-            at the end of the first step and of later steps that have added buffers.
+            at the end of the first step and of later steps that have added buffers. Ranks then compare no lists of
+            buffers after a step.
         sync_module_states: Whether the first data-parallel rank gives its initial weights and buffers to the others.
             None: only if they differ, with a warning. True: always; the others may have them on the meta device. False:
             every rank keeps its shards of its own model.
