@@ -86,7 +86,7 @@ class Runner:
             if seconds == SECONDS:
                 return [*before, *self.verdicts(programs[at : at + 1], 10 * seconds)]
             return [*before, lost]
-        if "Disagreement" in verdicts[-1].what:
+        if "CollectiveMismatch" in verdicts[-1].what:
             self.pool.close()  # every later wait of these processes raises it again
         return verdicts
 

@@ -359,7 +359,7 @@ def _load(case: str, interface: str) -> tuple[str, float, bool]:
     [
         ("values", r"ValueError.*entry .*layers.1.weight: rank 0: checksum .*; rank 1: checksum"),
         ("keys", r"ValueError.*entry .*first.weight: rank 0: checksum .*; rank 1: does not exist"),
-        ("alone", r"Disagreement.*rank 0: last issued compare models.*which has called load"),
+        ("alone", r"CollectiveMismatch.*rank 0: last issued compare models.*which has called load"),
     ],
 )
 def test_full_tensors_that_differ_are_not_loaded(ranks: RankPool, case: str, expected: str, interface: str) -> None:

@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from megatron.fsdp.comm.journal import JOURNAL, MAX_KEPT, Journal, Log, Watchdog, describe, name_ranks, whereabouts
-from megatron.fsdp.comm.streams import CpuStream, Disagreement, Handle, watch_end
+from megatron.fsdp.comm.streams import CollectiveMismatch, CpuStream, Handle, watch_end
 from megatron_fsdp import MegatronFSDP, fully_shard_model
 from tests.models import Block, TinyModel, batches, loss_of
 from tests.ranks import RankPool
@@ -47,7 +48,8 @@ def test_a_log_keeps_the_latest_operations() -> None:
 def test_the_first_difference_is_reported() -> None:
     text, proven = describe({0: _answer("gather a", "gather b"), 1: _answer("gather a", "reduce a", "gather b")}, 2)
     assert proven
-    assert text.splitlines()[-1].startswith("They first differ at number 1: rank 0: gather b; rank 1: reduce a.")
+    desync = "Desync (collective mismatch). They first differ at number 1: rank 0: gather b; rank 1: reduce a."
+    assert text.startswith(desync)
 
 
 def test_ranks_of_different_groups_may_differ() -> None:
@@ -56,14 +58,42 @@ def test_ranks_of_different_groups_may_differ() -> None:
     }
     # Another model, on one of the ranks only, has separate numbers.
     answers[0]["logs"].append(_answer("gather teacher", peers=(0,))["logs"][0])
-    assert _lines(answers, 4)[-1] == "The operations issued so far agree."
+    assert _lines(answers, 4)[0] == "The operations issued so far agree (no desync)."
 
 
 def test_silent_ranks_unfinished_operations_and_late_ranks_are_reported() -> None:
     lines = _lines({0: _answer("gather a", "reduce a", unfinished=(1,)), 2: _answer("gather a", peers=(0, 1))}, 3)
-    assert lines[1] == "  rank 0: last issued reduce a (number 1); at train.py:3 in main; waits for: reduce a"
-    assert lines[2] == "  rank 1: no answer; it has ended or is busy"
-    assert "rank 2 issued fewer. Every rank must run the same" in lines[-1]
+    assert "rank 2 issued fewer. Every rank must run the same" in lines[0]
+    assert lines[0].endswith("Look at the output of rank 1.") and lines[1] == "Positions of the ranks:"
+    assert lines[2] == "  rank 0: last issued reduce a (number 1); at train.py:3 in main; waits for: reduce a"
+    assert lines[3] == "  rank 1: no answer; ended, or busy in native code"
+    for words in ("only the collectives of Megatron-FSDP", "NCCL timeout", "py-spy dump", "docs/hangs.md"):
+        assert words in lines[-1]
+
+
+def test_ranks_at_one_position_share_a_line() -> None:
+    answers = {rank: _answer("gather a", "reduce a", unfinished=(1,), peers=tuple(range(256))) for rank in range(255)}
+    answers[255] = _answer("gather a", peers=tuple(range(256)))
+    lines = _lines(answers, 256)
+    assert "but rank 255 issued fewer." in lines[0]
+    assert lines[2].startswith("  ranks 0-254: last issued reduce a (number 1); at train.py:3")
+    assert lines[3].startswith("  rank 255: last issued gather a (number 0)") and len(lines) == 5
+
+
+@pytest.mark.parametrize("same", [0, 100])
+def test_a_report_about_256_ranks_that_all_differ_is_short(same: int) -> None:
+    """Every second rank of ``same`` is at one position, and all other ranks are at different ones."""
+    equal = range(0, 2 * same, 2)
+    answers = {
+        rank: _answer("gather a", "reduce a" if rank in equal else f"gather {rank}", peers=tuple(range(256)))
+        for rank in range(256)
+    }
+    lines = _lines(answers, 256)
+    assert len(lines) <= 38 and max(map(len, lines)) < 500
+    assert lines[0].startswith("Desync (collective mismatch). They first differ at number 1: ")
+    shown = "ranks 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30 and 84 more: "
+    assert not same or (shown in lines[0] and lines[2].startswith(f"  {shown}last issued reduce a"))
+    assert "more operations. Every rank" in lines[0] and lines[-2].endswith("more positions")
 
 
 def test_the_error_that_ended_a_rank_is_reported() -> None:
@@ -160,7 +190,7 @@ def _wait_for_ever() -> tuple[list[str], str]:
     handle, raised = stream.run(lambda: gate.wait(30)), ""
     try:
         handle.wait()
-    except Disagreement as error:
+    except CollectiveMismatch as error:
         raised = str(error)
     time.sleep(0.5)  # time in which a second report could appear
     gate.set()
@@ -172,11 +202,32 @@ def _wait_for_ever() -> tuple[list[str], str]:
 
 def test_a_wait_that_cannot_end_raises_with_one_report(ranks: RankPool) -> None:
     results = ranks.run(2, _wait_for_ever)
-    for told, raised in results:
+    assert sum(len(told) for told, _ in results) <= 1, "more than one rank has printed a report"
+    for _, raised in results:
         assert raised.startswith("The ranks have issued different operations"), results
-        assert raised.count("waits for: gather a, 12 bytes") == 2
+        assert raised.count("waits for: gather a, 12 bytes") == 2, raised
         assert "rank 0: reduce a; rank 1: gather b" in raised and "test_journal.py" in raised
-        assert len(told) <= 1
+
+
+def _wait_for_each_other() -> list[str]:
+    """Both ranks have issued the same operation, which does not end."""
+    JOURNAL.clear()
+    channel, task, told = JOURNAL.channel([0, 1]), Task(), list[str]()
+    channel.note("gather a", [task])
+    watchdog = Watchdog(JOURNAL, 0.2, told.append, interval=0.05)
+    watchdog.start()
+    time.sleep(1.5)
+    watchdog.stop()
+    JOURNAL.clear()
+    return told
+
+
+def test_one_of_the_ranks_that_wait_prints_the_report(ranks: RankPool) -> None:
+    results = ranks.run(2, _wait_for_each_other)
+    (report,) = [text for told in results for text in told]
+    head, conclusion, *_ = report.splitlines()
+    assert head == "Megatron-FSDP: no communication has ended for 0 s."
+    assert conclusion == "The operations issued so far agree (no desync)."
 
 
 def _watch_with_errors() -> tuple[list[str], list[str]]:

@@ -2,12 +2,13 @@
 
 Every unshard and reduction is numbered when it is issued, and all ranks of a model issue them in the same order. If one
 fails, because a rank has died or is late, the first rank that notices collects the logs of all ranks through the store
-of the process group. Its error begins with the positions of the ranks and the first operation in which they differ.
-torch's flight recorder is no alternative: it has no names of units, and every rank writes a file.
+of the process group. Its report begins with the conclusion, such as the first operation in which ranks differ, and
+groups ranks that are at the same position. torch's flight recorder is no alternative: it has no names of units, and
+every rank writes a file.
 
-A thread of every rank answers such requests at any time, and watches for long waits. A long wait is reported while it
-lasts. If ranks have issued different operations, the wait can never end, and the thread makes it raise an error. With
-NCCL the host does not wait for collectives, so there is only the report.
+A thread of every rank answers such requests at any time, and watches for long waits. One rank prints a report about a
+long wait while it lasts. If ranks have issued different operations, the wait can never end, and the thread makes it
+raise an error. With NCCL the host does not wait for collectives, so there is only the report.
 """
 
 import json
@@ -25,7 +26,7 @@ from datetime import timedelta
 from itertools import groupby
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,7 +34,7 @@ import torch.distributed as dist
 from megatron.fsdp.comm.backends import backend_of, is_communication_error, moves_data, runs_ahead
 from megatron.fsdp.comm.process_groups import timeout_of
 from megatron.fsdp.comm.rounds import SECONDS_FOR_ANSWERS, Round, holds_store
-from megatron.fsdp.comm.streams import Disagreement, Handle, at_end, error_at_end, fail_all_waits, watch_end
+from megatron.fsdp.comm.streams import CollectiveMismatch, Handle, at_end, error_at_end, fail_all_waits, watch_end
 
 logger = logging.getLogger(__name__)
 
@@ -44,12 +45,19 @@ SECONDS_TO_REPORT = 60.0
 # Environment variable: seconds instead of SECONDS_TO_REPORT; 0 for no report.
 REPORT_AFTER = "MEGATRON_FSDP_REPORT_AFTER"
 
+# The most positions, and the most different operations, in a report; the rest is counted.
+MAX_POSITIONS, MAX_DIFFERENT = 30, 4
+
 FAILED = "Communication with other ranks has failed."
 # Names of rounds: by number, and one for the last answers of processes that have ended.
 _PREFIX, _ENDED = "journal", "journal/ended"
 _REMEDY = (
     "Every rank must run the same forwards, backwards and steps, including in evaluation, when saving, after an "
     "exception that is caught, and at the end of the data."
+)
+_NEXT = (
+    "This report sees only the collectives of Megatron-FSDP. To look further, before the process group's timeout (NCCL "
+    "timeout) ends the job: py-spy dump --pid PID, and torch's Flight Recorder; see docs/hangs.md."
 )
 
 
@@ -217,15 +225,29 @@ def report_on_failure(what: str = FAILED) -> Iterator[None]:
         yield
     except (RuntimeError, TimeoutError) as error:
         expected = isinstance(error, TimeoutError) or is_communication_error(error)
-        if isinstance(error, Disagreement) or not expected:
+        if isinstance(error, CollectiveMismatch) or not expected:
             raise
-        text = f"{what}\n{_desk.report()[0]}\nThe error was: {_without_frames(error)}"
+        text = f"{what}\n{_desk.report().text}\nThe error was: {_without_frames(error)}"
         raise RuntimeError(text) from None
 
 
 def _without_frames(error: BaseException) -> str:
     """The text of one of torch's errors, without its C++ stack."""
     return str(error).partition("\nException raised from")[0]
+
+
+class Report(NamedTuple):
+    """A report about all ranks.
+
+    Attributes:
+        text: The report.
+        proven: Whether it proves that ranks have issued different operations.
+        printer: The rank that prints it; -1 if none does.
+    """
+
+    text: str
+    proven: bool
+    printer: int = -1
 
 
 class ReportDesk:
@@ -243,18 +265,23 @@ class ReportDesk:
         """Start again with a new process group."""
         self._number = 0
 
-    def report(self) -> tuple[str, bool]:
-        """Return a report about all ranks, and whether it proves that they have issued different operations."""
+    def report(self, prints: bool = False) -> Report:
+        """Return a report about all ranks.
+
+        Args:
+            prints: Whether this rank prints it if it is the one that writes it.
+        """
         if not dist.is_initialized():
-            return "The process group is gone.", False
+            return Report("The process group is gone.", False)
         with self._lock:
             try:
-                return _read_report(self._join())
+                return _read_report(self._join(), prints)
             except RuntimeError as error:
                 reason = _without_frames(error)
-                return f"Rank 0 holds their positions and cannot be reached ({reason}): it has ended. {_REMEDY}", False
+                text = f"Rank 0 holds their positions and cannot be reached ({reason}): it has ended. {_REMEDY}"
+                return Report(text, False, dist.get_rank() if prints else -1)
 
-    def answer(self) -> tuple[str, bool] | None:
+    def answer(self) -> Report | None:
         """Answer if a rank has requested a report, and return that report; None if no rank has."""
         if not dist.is_initialized():
             return None
@@ -262,7 +289,7 @@ class ReportDesk:
             if not Round(f"{_PREFIX}/{self._number}").is_judged:
                 return None
             joined = self._join()
-        return _read_report(joined)
+        return _read_report(joined, prints=False)
 
     def _join(self) -> Round:
         """Answer in this round, and advance to the next one."""
@@ -283,19 +310,19 @@ class ReportDesk:
 _desk = ReportDesk()
 
 
-def _read_report(joined: Round) -> tuple[str, bool]:
+def _read_report(joined: Round, prints: bool) -> Report:
     """The report of a round, which the first rank that requests it writes."""
 
     def write(end: float) -> str:
         size = dist.get_world_size()
         answers = joined.collect(range(size), end, otherwise=Round(_ENDED))
-        return json.dumps(describe({int(rank): json.loads(answer) for rank, answer in answers.items()}, size))
+        text, proven = describe({int(rank): json.loads(answer) for rank, answer in answers.items()}, size)
+        return json.dumps([text, proven, dist.get_rank() if prints else -1])
 
     written = joined.verdict(write)
     if written is None:
-        return "Another rank was to write the report, but has not done so in time.", False
-    text, proven = json.loads(written)
-    return text, proven
+        return Report("Another rank was to write the report, but has not done so in time.", False)
+    return Report(*json.loads(written))
 
 
 def describe(answers: dict[int, dict], size: int) -> tuple[str, bool]:
@@ -305,12 +332,20 @@ def describe(answers: dict[int, dict], size: int) -> tuple[str, bool]:
         answers: The answers of :meth:`Journal.as_json` by rank. Some may be missing.
         size: Number of ranks.
     """
-    lines = ["Positions of the ranks:"]
+    conclusion, proven = _compare(answers)
+    silent = sorted(set(range(size)) - set(answers))
+    look = f" Look at the output of {name_ranks(silent)}." if silent else ""
+    groups: dict[str, list[int]] = {}
     for rank in range(size):
-        text = _describe_rank(answers[rank]) if rank in answers else "no answer; it has ended or is busy"
-        lines.append(f"  rank {rank}: {text}")
-    conclusion, proven = _compare(answers, size)
-    return "\n".join([*lines, conclusion]), proven
+        text = _describe_rank(answers[rank]) if rank in answers else "no answer; ended, or busy in native code"
+        groups.setdefault(text, []).append(rank)
+    by_size = sorted(groups, key=lambda text: len(groups[text]))
+    # Small groups differ from the rest, and the largest is the rest.
+    kept = {*by_size[: MAX_POSITIONS - 1], by_size[-1]}
+    lines = [f"  {name_ranks(ranks)}: {text}" for text, ranks in groups.items() if text in kept]
+    if others := [rank for text, ranks in groups.items() if text not in kept for rank in ranks]:
+        lines.append(f"  {name_ranks(others)}: {len(groups) - len(kept)} more positions")
+    return "\n".join([conclusion + look, "Positions of the ranks:", *lines, _NEXT]), proven
 
 
 def _describe_rank(answer: dict) -> str:
@@ -326,7 +361,7 @@ def _describe_rank(answer: dict) -> str:
     return f"last issued {issued[last]} (number {last}); {place}{waiting}"
 
 
-def _compare(answers: dict[int, dict], size: int) -> tuple[str, bool]:
+def _compare(answers: dict[int, dict]) -> tuple[str, bool]:
     """Describe the first difference between ranks, or the ranks that are behind. Returns whether they differ."""
     logs: dict[tuple[int, ...], dict[int, dict[int, str]]] = {}
     for rank, answer in sorted(answers.items()):
@@ -338,23 +373,26 @@ def _compare(answers: dict[int, dict], size: int) -> tuple[str, bool]:
             for rank, issued in of_rank.items():
                 whats.setdefault(issued[number], []).append(rank)
             if len(whats) > 1:
-                different = "; ".join(f"{name_ranks(ranks)}: {what}" for what, ranks in whats.items())
-                return f"They first differ at number {number}: {different}. {_REMEDY}", True
+                groups = sorted(whats.items(), key=lambda item: -len(item[1]))
+                each = [f"{name_ranks(ranks)}: {what}" for what, ranks in groups[:MAX_DIFFERENT]]
+                if more := len(groups) - len(each):
+                    each.append(f"and {more} more operations")
+                differ = f"They first differ at number {number}: {'; '.join(each)}."
+                return f"Desync (collective mismatch). {differ} {_REMEDY}", True
+    agree = "The operations issued so far agree (no desync)"
     for of_rank in logs.values():
         reached = {rank: max(issued, default=-1) for rank, issued in of_rank.items()}
         if behind := [rank for rank, number in reached.items() if number < max(reached.values())]:
-            return f"The operations issued so far agree, but {name_ranks(behind)} issued fewer. {_REMEDY}", False
-    silent = (
-        f" Look at the output of {name_ranks(absent)}." if (absent := sorted(set(range(size)) - set(answers))) else ""
-    )
-    return f"The operations issued so far agree.{silent}", False
+            return f"{agree}, but {name_ranks(behind)} issued fewer. {_REMEDY}", False
+    return f"{agree}.", False
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Format rank numbers, such as ``"rank 3"`` or ``"ranks 0-2, 7"``."""
+    """Format rank numbers, such as ``"rank 3"`` or ``"ranks 0-2, 7"``; after 16 ranges only the number of ranks."""
     runs = [[rank for _, rank in run] for _, run in groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0])]
-    text = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
-    return f"rank{'s' if len(ranks) > 1 else ''} {text}"
+    text = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs[:16])
+    more = f" and {sum(map(len, runs[16:]))} more" if runs[16:] else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {text}{more}"
 
 
 class Watchdog(threading.Thread):
@@ -403,18 +441,19 @@ class Watchdog(threading.Thread):
 
     def _check(self) -> None:
         count, stuck = self._journal.count, self._journal.stuck_for()
-        if (written := _desk.answer()) is None:
-            reports = stuck >= self._seconds and self._reported != count
-            if not reports and not (stuck >= self._compare_after and self._compared != count):
+        if (report := _desk.answer()) is None:
+            prints = stuck >= self._seconds and self._reported != count
+            if not prints and not (stuck >= self._compare_after and self._compared != count):
                 return
-            written, self._compared = _desk.report(), count
-            if reports:
-                self._reported = count
-                self._on_report(f"Megatron-FSDP: no communication has ended for {self._seconds:.0f} s.\n{written[0]}")
-        text, proven = written
+            report, self._compared = _desk.report(prints), count
+        if report.printer >= 0:
+            self._reported = count  # ranks that wait as well do not print a second report
+            if report.printer == dist.get_rank():
+                self._on_report(f"Megatron-FSDP: no communication has ended for {self._seconds:.0f} s.\n{report.text}")
         # Logs may differ for a moment while ranks make progress, so a proof counts only if this rank is stuck as well.
-        if proven and self._journal.stuck_for() >= 0.5 * self._compare_after:
-            fail_all_waits(f"The ranks have issued different operations and would wait for each other forever.\n{text}")
+        if report.proven and self._journal.stuck_for() >= 0.5 * self._compare_after:
+            reason = "The ranks have issued different operations and would wait for each other forever."
+            fail_all_waits(f"{reason}\n{report.text}")
 
     def stop(self) -> None:
         """Stop the thread."""

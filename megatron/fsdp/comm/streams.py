@@ -88,7 +88,7 @@ class Stream(ABC):
         """Wait for all tasks for a limited time, and return whether they have ended."""
 
 
-class Disagreement(RuntimeError):
+class CollectiveMismatch(RuntimeError):
     """Ranks have issued different collectives, so this rank would wait forever."""
 
 
@@ -97,14 +97,14 @@ _disagreement: list[str] = []
 
 
 def fail_all_waits(reason: str) -> None:
-    """Make every wait on the host, in progress or later, raise :class:`Disagreement` with ``reason``."""
+    """Make every wait on the host, in progress or later, raise :class:`CollectiveMismatch` with ``reason``."""
     _disagreement[:] = [reason]
 
 
 def raise_if_ranks_disagree() -> None:
     """End a wait on the host if :func:`fail_all_waits` was called."""
     if _disagreement:
-        raise Disagreement(_disagreement[0])
+        raise CollectiveMismatch(_disagreement[0])
 
 
 def wait_for(work: dist.Work, group: dist.ProcessGroup, device: torch.device) -> None:
