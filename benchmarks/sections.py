@@ -50,7 +50,7 @@ SECTIONS: dict[str, Section] = {
         "Start-up",
         "A model of 2 billion parameters built on the meta device, as one of 64 ranks. FSDP2 fills each rank's\n"
         "shards with independent random numbers. The others give every rank the values of the unsharded model,\n"
-        "unit by unit: a rank draws the numbers of all units, holds one unit whole at a time, and keeps its\n"
+        "unit by unit: a rank draws the numbers of all units, holds one unsharded unit at a time, and keeps its\n"
         "shard.",
     ),
     "scale": Section(

@@ -152,7 +152,7 @@ def _data_parallel() -> tuple[Case, ...]:
 
 
 # The same sums in a different order: with smaller buckets, dividing after the sum instead of before it, and reducing
-# whole gradients instead of shards.
+# full gradients instead of shards.
 DDP_ORDERS = (
     "--use-distributed-optimizer --ddp-bucket-size 20000 --overlap-grad-reduce",
     "--use-distributed-optimizer --ddp-average-in-collective",

@@ -17,7 +17,7 @@ def both_exchanges(name: str, strategies: Iterable[Any]) -> Callable[..., Any]:
 
     Args:
         name: The test's argument that takes the strategy, or several names as pytest writes them.
-        strategies: Values of the argument. ``no_shard`` only reduces whole buffers, with one collective in any case.
+        strategies: Values of the argument. ``no_shard`` only reduces full buffers, with one collective in any case.
     """
     pairs = [(s, e) for s in strategies for e in (SENDS, COLLECTIVES) if e == SENDS or not _shards_nothing(s)]
     flat = [((*s, e) if isinstance(s, tuple) else (s, e)) for s, e in pairs]

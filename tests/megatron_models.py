@@ -244,7 +244,7 @@ def train_ddp(**arguments: Any) -> Trained:
 
 
 def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Compute weights in fp32, whole, by their names in the model itself."""
+    """Full compute weights in fp32, by their names in the model itself."""
     from megatron.fsdp.helpers.spelling import bare_name
 
     if isinstance(model, FullyShardedDataParallel):

@@ -78,7 +78,7 @@ def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def whole(entry: ShardedParameter, tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a main weight, or of a tensor like it, gathered by what each rank says it holds, on every rank."""
+    """The full tensor of a main weight, or of a tensor like it, gathered by what each rank says it holds, on every rank."""
     local = local_shard(tensor).detach().cpu().flatten()
     parts: list[tuple[int, torch.Tensor]] = [(0, local)] * dist.get_world_size()
     dist.all_gather_object(parts, (entry.shard_slice.start, local))

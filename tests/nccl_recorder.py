@@ -16,7 +16,7 @@ The rules, and where they come from:
 6. Memory must not be used while it is registered or deregistered, so no kernel may be pending (NCCL's documentation of
    ncclCommDeregister; Megatron-Core's allocator synchronizes as well).
 7. With symmetric windows, every collective must be given buffers at the same offsets of the same windows on all ranks
-   (NCCL_WIN_COLL_SYMMETRIC in NCCL's documentation of flags). A shard may be the rank's own slice of the whole buffer,
+   (NCCL_WIN_COLL_SYMMETRIC in NCCL's documentation of flags). A shard may be the rank's own slice of the full buffer,
    which is what NCCL calls an operation in place.
 8. A pool belongs to the device that is current when it is made (``MemPool::MemPool`` in c10/cuda).
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-# ZeRO-1 (whole gradients, sharded main weights) and ZeRO-3 (everything sharded) take the code paths of these as well.
+# ZeRO-1 (full gradients, sharded main weights) and ZeRO-3 (everything sharded) take the code paths of these as well.
 LATER_STRATEGIES = ("no_shard", "optim_grads")
 
 

@@ -281,7 +281,7 @@ class Quantizer:
         self.columnwise_usage = self.columnwise_usage if columnwise is None else columnwise
 
     def update_quantized(self, source: torch.Tensor, target: Any) -> Any:
-        """Quantize a whole tensor."""
+        """Quantize a full tensor."""
         flat = source.detach().reshape(-1).to(target._dtype)
         maxima = self.maxima(flat, target.shape, 0)
         self.set_scales(target, maxima)

@@ -1,4 +1,4 @@
-"""Megatron-Core's DDP with its distributed optimizer: whole weights and sharded optimizer state."""
+"""Megatron-Core's DDP with its distributed optimizer: full weights and sharded optimizer state."""
 
 from megatron.fsdp.mcore import cpu
 

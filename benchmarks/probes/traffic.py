@@ -54,7 +54,7 @@ class _Write:
 
 @dataclass
 class _Collective:
-    """One collective: its kind, the bytes of the whole buffer, and the storages that it uses."""
+    """One collective: its kind, the bytes of the full buffer, and the storages that it uses."""
 
     kind: str
     bytes: int
@@ -94,7 +94,7 @@ class Traffic(TorchDispatchMode):
     def _note_collective(self, packet: str, args: Any) -> None:
         kind = next((k for k, names in KINDS.items() if any(name in packet for name in names)), "other")
         sizes = [sum(t.nbytes for t in _tensors(arg)) for arg in args[:2]]
-        # The whole buffer is the output of an all-gather or the input of a reduction: the larger of the two.
+        # The full buffer is the output of an all-gather or the input of a reduction: the larger of the two.
         self.events.append(_Collective(kind, max(sizes), set(self._ids(args[:2])), set(self._ids(args[:1]))))
 
     def _note_write(self, packet: str, args: Any, kwargs: Any, result: Any) -> None:

@@ -1,4 +1,4 @@
-"""Time of an optimizer step over 1,000 parameters: flat shards, one DTensor per parameter, whole parameters."""
+"""Time of an optimizer step over 1,000 parameters: flat shards, one DTensor per parameter, full parameters."""
 
 import math
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ STEPS = 10
 ROUNDS = 9
 NAMES = ("ddp", "fsdp2", "original-1", "original-3", "ours-1", "ours-3", "megatron-ddp")
 QUICK = ("ddp", "fsdp2", "ours-3")
-# The peers whose state dict contains whole weights or DTensors.
+# The peers whose state dict contains full weights or DTensors.
 COMPARED = ("ddp", "fsdp2", "ours-1", "ours-3")
 TOLERANCE = 1e-5
 

@@ -49,7 +49,7 @@ class FSDPConfig:
         calculate_per_token_loss: Sum gradients over ranks without dividing; the caller scales them. It saves a pass
             over the shard.
         keep_fp8_transpose_cache: Keep the transposed copies that Transformer Engine makes of 8-bit weights for
-            backward, instead of making them again at each unshard: whole weights in 8 bits, on every rank.
+            backward, instead of making them again at each unshard: full weights in 8 bits, on every rank.
         nccl_ub: Register the communication buffers with NCCL. Needs CUDA; implies ``fsdp_double_buffer``. Communication
             then needs fewer SMs and copies.
         fsdp_double_buffer: Unshard into ``max_unsharded_units`` fixed buffers that units use in turn, so that nothing
@@ -72,7 +72,7 @@ class FSDPConfig:
             the first units first. Units are then unsharded after the step, unless it is 1.
         shard_granularity: Smallest unit of a parameter that is never divided between ranks: ``"row"`` (of dimension 0,
             unless padding would waste too much memory), ``"whole_row"``, ``"block(N)"`` (N rows), ``"element"``,
-            ``"tensor"`` (a whole matrix, for optimizers such as Muon) or ``"parameter"`` (for Adafactor or 8-bit Adam).
+            ``"tensor"`` (a full matrix, for optimizers such as Muon) or ``"parameter"`` (for Adafactor or 8-bit Adam).
             ``"tensor"`` pads each shard to the largest matrix.
         exchange_gradients: Send sharded gradients with an all-to-all in the dtype they were computed in, and sum them
             in ``grad_comm_dtype`` on the receiving rank. Halves the traffic of bf16 gradients that are reduced in fp32,
@@ -180,7 +180,7 @@ class FSDPConfig:
                 raise ValueError(f"{name}: expected a CUDA device; there is none. Leave it off on a CPU.")
 
     def with_whole_weights(self) -> "FSDPConfig":
-        """The same settings for a model without units: every rank keeps whole compute weights."""
+        """The same settings for a model without units: every rank keeps full compute weights."""
         copy = replace(self)
         object.__setattr__(copy, "sharding", self.sharding.with_whole_parameters)
         return copy

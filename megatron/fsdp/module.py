@@ -40,7 +40,7 @@ class ShardedModel(nn.Module):
 
     Outside of forward and backward the model's parameters are main weights: DTensors of which each rank holds its
     shard, in the dtype that the optimizer updates. During a unit's forward and backward its parameters are compute
-    weights: plain, whole tensors in the model's own dtype.
+    weights: plain, full tensors in the model's own dtype.
 
     The idea is that of ZeRO (arXiv:1910.02054) and PyTorch FSDP (arXiv:2304.11277). Gradients are reduced from the
     buffers they are accumulated in, without copies, as in Megatron-FSDP.
@@ -133,7 +133,7 @@ class ShardedModel(nn.Module):
     def no_sync(self) -> AbstractContextManager[None]:
         """Context for all micro-batches but the last: gradients are accumulated and not synchronized.
 
-        Gradients that the strategy shards are reduced nevertheless, since no rank keeps whole ones.
+        Gradients that the strategy shards are reduced nevertheless, since no rank keeps full ones.
         """
         return self.engine.synchronizing(auto_sync=False, last=False)
 
@@ -187,7 +187,7 @@ class ShardedModel(nn.Module):
         """Load main weights and buffers, and mark compute weights as out of date.
 
         Args:
-            state_dict: Whole tensors or DTensors, by the names that ``state_dict()`` uses or by those of the model
+            state_dict: Full tensors or DTensors, by the names that ``state_dict()`` uses or by those of the model
                 itself, which lack ``module.``. A tied parameter needs one of its names.
             strict: Every parameter and buffer must be present, and nothing else.
             assign: Must be False: values are copied into the memory of the main weights.

@@ -54,7 +54,7 @@ def test_bytes_of_quantized_weights() -> None:
     found = doctor(*WORDS, "--bf16", *quantized.split(), *layers.split())
     (sizes,) = found["bytes"]
     matrices = 3 * (3 * 64 * 64 + 64 * 64 + 2 * 64 * 256)
-    # This rank's shard of two planes, and scales of both, which are whole.
+    # This rank's shard of two planes, and scales of both, which are not sharded.
     assert sizes["compute"] == 2 * matrices // 8 + matrices // 16
     assert any(text.startswith("mxfp8 (as bfloat16) compute") for text in found["dtypes"])
     assert sizes["forward"] == sizes["backward"] == sizes["unsharded"] - matrices

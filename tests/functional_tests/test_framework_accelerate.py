@@ -81,7 +81,7 @@ class Loop:
         return self
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """All parameters, whole, on every rank."""
+        """All full parameters, on every rank."""
         parameters = self.accelerator.unwrap_model(self.model).named_parameters()
         return {name: getattr(p.detach(), "full_tensor", p.detach().clone)() for name, p in parameters}
 

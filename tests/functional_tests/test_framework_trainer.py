@@ -36,7 +36,7 @@ def trainer_of(model: Any, folder: Path, strategy: int | None, data: tuple[int, 
 
 
 def whole_weights(model: Any) -> dict[str, torch.Tensor]:
-    """All parameters, whole, on every rank."""
+    """All full parameters, on every rank."""
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     return {name: getattr(p, "full_tensor", p.clone)() for name, p in parameters.items()}
 

@@ -14,7 +14,7 @@ CHECKS: dict[str, str] = {
     "The inner model instead of the sharded one": (
         "train(model.module, optimizer); assert_same_weights(model, unsharded())"
     ),
-    "A whole tensor as .data": _NO_WEIGHTS,
+    "A full tensor as .data": _NO_WEIGHTS,
     "Values written in place": _NO_WEIGHTS,
     "Initialization after sharding": (
         "assert abs(model.module.head.weight.full_tensor().std().item() - (2 / 44) ** 0.5) < 0.02"

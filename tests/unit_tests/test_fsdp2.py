@@ -66,7 +66,7 @@ def build(library: types.ModuleType, start: nn.Module, policy: dict | None = Non
 
 
 def full_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """All weights as whole tensors, gathered as in code for FSDP2."""
+    """All weights as full tensors, gathered as in code for FSDP2."""
     return {name: value.full_tensor().cpu() for name, value in model.state_dict().items()}
 
 

@@ -107,7 +107,7 @@ def test_all_ranks_skip_the_same_steps(ranks: RankPool, strategy: str, kind: str
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("kind", SCALERS)
 def test_scalar_that_comes_first(ranks: RankPool, strategy: str, kind: str) -> None:
-    """A scalar of which every rank has the whole, before parameters of which ranks have shards."""
+    """A scalar that every rank has in full, before parameters of which ranks have shards."""
     ranks.run(2, _train, strategy, kind, True, False)
 
 

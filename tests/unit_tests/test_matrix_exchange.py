@@ -1,4 +1,4 @@
-"""Work on whole matrices is balanced over their owners, in rounds of limited size."""
+"""Work on full matrices is balanced over their owners, in rounds of limited size."""
 
 import itertools
 

@@ -174,12 +174,12 @@ def measured(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
 def test_resting_memory(measured: dict[tuple, dict[str, int]], case: tuple) -> None:
     found, (strategy, dtype, ranks, *_) = measured[case], case
     compute, _ = DTYPES[dtype]
-    # Main weights and AdamW's two moments, all in fp32; whole compute weights where they are not sharded. Where main
+    # Main weights and AdamW's two moments, all in fp32; full compute weights where they are not sharded. Where main
     # weights have the compute weights' dtype they are part of them. AdamW counts steps in a tensor per parameter.
     owned = found["whole"] if strategy == "no_shard" else found["shard"]
     main = 4 * owned if dtype == "bf16" or strategy == "optim_grads_params" else 0
     whole = 0 if strategy == "optim_grads_params" else compute * found["whole"]
-    # Whole gradients keep their memory on a CPU. Nothing else is kept for the next step.
+    # Full gradients keep their memory on a CPU. Nothing else is kept for the next step.
     gradients = 4 * owned if strategy == "no_shard" else 0
     mesh = 4 * ranks  # the mesh lists its ranks
     assert found["built"] == pytest.approx(main + whole + mesh, rel=0.01)

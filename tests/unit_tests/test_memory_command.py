@@ -39,7 +39,7 @@ def test_bars_are_the_measured_bytes(tmp_path: Path) -> None:
         assert real["resting"] == pytest.approx(resting + other, rel=0.01), bar.strategy
         peak = real["peak"] - real["activations"] - 4 * real["parameters"] - 4 * RANKS
         assert peak <= used.total * 1.01, bar.strategy
-        # Sums of whole gradients exist only with several micro-batches, and this step has one. With ZeRO-3, a CPU
+        # Sums of full gradients exist only with several micro-batches, and this step has one. With ZeRO-3, a CPU
         # frees the gradients of the unit that computes before the next unit is unsharded.
         if bar.strategy != "optim":
             assert peak > used.total * 0.7, bar.strategy

@@ -1,4 +1,4 @@
-"""Optimizers update shards in the same way as whole parameters, or raise an error with their name."""
+"""Optimizers update shards in the same way as full parameters, or raise an error with their name."""
 
 import copy
 from collections.abc import Callable
@@ -276,7 +276,7 @@ def _compat_divided() -> None:
     optimizer = MATRICES["Muon"](model.parameters())
     loss_of(model, batches(1, 1)[0, 0]).backward()
     for _ in range(2):
-        with pytest.raises(ValueError, match="Muon looks at whole matrices"):
+        with pytest.raises(ValueError, match="Muon looks at full matrices"):
             optimizer.step()
 
 

@@ -66,7 +66,7 @@ def _closure() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         optimizer.step(fails)
-    # What is saved now is not this rank's shards as if they were whole tensors.
+    # What is saved now is not this rank's shards as if they were full tensors.
     state = optimizer.state_dict()["state"].values()
     assert all(isinstance(each["exp_avg"], DTensor) for each in state)
     assert all(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])

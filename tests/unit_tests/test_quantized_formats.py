@@ -273,7 +273,7 @@ class Sharded:
                 plane.copy_(torch.cat([of_rank[i].planes[j] for of_rank in shards]))
 
     def check(self, whole: Sequence[Any]) -> None:
-        """Check that the gathered weights, and what each rank holds whole, are those of whole weights."""
+        """Check that the gathered weights, and the tensors that are not sharded, are those of full weights."""
         for i, expected in enumerate(whole):
             for of_rank in self.parameters:
                 assert of_rank[i].state.keys() == expected.state.keys()

@@ -79,7 +79,7 @@ ELEMENTWISE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "foreach scalar": lambda t: torch._foreach_mul([t], 3.0)[0],
     "parameter": lambda t: nn.Parameter(t).detach(),
     "fill": lambda t: t.clone().fill_(2.5),
-    "copy whole": lambda t: t.clone().copy_(torch.ones(t.shape, device=t.device)),
+    "copy full": lambda t: t.clone().copy_(torch.ones(t.shape, device=t.device)),
 }
 REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sum": lambda t: t.sum(),

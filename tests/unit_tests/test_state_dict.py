@@ -1,4 +1,4 @@
-"""State dicts: plain torch checkpointing of shards, on another number of ranks, and loading of whole tensors."""
+"""State dicts: plain torch checkpointing of shards, on another number of ranks, and loading of full tensors."""
 
 import copy
 
@@ -69,7 +69,7 @@ def test_keys_that_do_not_fit(ranks: RankPool) -> None:
 
 
 class WithBuffers(TinyModel):
-    """Has a running mean, which every rank keeps whole."""
+    """Has a running mean, which is not sharded."""
 
     def __init__(self) -> None:
         super().__init__()

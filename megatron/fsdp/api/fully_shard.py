@@ -134,7 +134,7 @@ def fully_shard_model(
         calculate_per_token_loss: Sum gradients over ranks without dividing; the caller scales them. It saves a pass
             over the shard.
         keep_fp8_transpose_cache: Keep the transposed copies that Transformer Engine makes of 8-bit weights for
-            backward, instead of making them again at each unshard: whole weights in 8 bits, on every rank.
+            backward, instead of making them again at each unshard: full weights in 8 bits, on every rank.
         nccl_ub: Register the communication buffers with NCCL. Needs CUDA; implies ``fsdp_double_buffer``. Communication
             then needs fewer SMs and copies.
         fsdp_double_buffer: Unshard into ``max_unsharded_units`` fixed buffers that units use in turn, so that nothing
@@ -156,7 +156,7 @@ def fully_shard_model(
             first and unsharded during the step. With ``use_decoupled_grad``, gradients stay on the device.
         shard_granularity: Smallest unit of a parameter that is never divided between ranks: ``"row"`` (of dimension 0,
             unless padding would waste too much memory), ``"whole_row"``, ``"block(N)"`` (N rows), ``"element"``,
-            ``"tensor"`` (a whole matrix, for optimizers such as Muon) or ``"parameter"`` (for Adafactor or 8-bit Adam).
+            ``"tensor"`` (a full matrix, for optimizers such as Muon) or ``"parameter"`` (for Adafactor or 8-bit Adam).
             ``"tensor"`` pads each shard to the largest matrix.
         exchange_gradients: Send sharded gradients with an all-to-all in the dtype they were computed in, and sum them
             in ``grad_comm_dtype`` on the receiving rank. Halves the traffic of bf16 gradients that are reduced in fp32,
@@ -217,8 +217,8 @@ def fully_shard_optimizer(
     update is the same as without sharding.
 
     Args:
-        optimizer: Any element-wise optimizer of ``torch.optim``. Optimizers that use whole matrices need
-            ``shard_granularity="tensor"``; those that use whole parameters need ``"parameter"``. Other classes have to
+        optimizer: Any element-wise optimizer of ``torch.optim``. Optimizers that use full matrices need
+            ``shard_granularity="tensor"``; those that use full parameters need ``"parameter"``. Other classes have to
             be registered first: :func:`megatron_fsdp.register_optimizer`.
         preproc_state_dict_for_dcp_ckpt: No effect: state dicts always work with torch.distributed.checkpoint.
 
@@ -230,7 +230,7 @@ def fully_shard_optimizer(
 
     Raises:
         ValueError: No parameter belongs to a sharded model, existing state has another shape than its parameter, or
-            the optimizer uses whole matrices or parameters that are divided between ranks.
+            the optimizer uses full matrices or parameters that are divided between ranks.
         NotImplementedError: The optimizer's class does not work on shards of parameters, or is not registered.
     """
     check_type("optimizer", optimizer, torch.optim.Optimizer)

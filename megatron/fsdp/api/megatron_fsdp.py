@@ -31,7 +31,7 @@ class MegatronFSDP(ShardedModel):
 
     Outside of forward and backward the model's parameters are main weights: DTensors of which each rank holds its
     shard, in the dtype that the optimizer updates. During a unit's forward and backward its parameters are compute
-    weights: plain, whole tensors in the model's own dtype.
+    weights: plain, full tensors in the model's own dtype.
 
     Args:
         module: The model. All ranks must build the same one.
@@ -204,7 +204,7 @@ class MegatronFSDP(ShardedModel):
 
         Args:
             unused: Accepted as Megatron-Core's wrappers do.
-            force_sync: Unshard all weights that every rank keeps whole, and wait.
+            force_sync: Unshard all weights that every rank keeps in full, and wait.
             force_dispatch: Accepted as Megatron-Core's wrappers do; all-gathers are always issued at once.
         """
         if force_sync or not self.fsdp_config.overlap_param_gather:

@@ -35,7 +35,7 @@ __all__ = [
 
 
 def gather_and_compute_chunk_metadata(dtensor: DTensor) -> ChunkStorageMetadata:
-    """Offsets and sizes of this rank's shard in the whole tensor. A collective, except for ``RaggedDTensor``.
+    """Offsets and sizes of this rank's shard in the full tensor. A collective, except for ``RaggedDTensor``.
 
     Raises:
         ValueError: The shard of a ``RaggedDTensor`` begins or ends inside a row, so that it is not a single box. Its
@@ -149,7 +149,7 @@ def preprocess_state_dict_for_uneven_dtensor(state_dict: dict) -> dict:
 
 
 def uneven_dtensor_to_full_tensor(dtensor: DTensor) -> torch.Tensor:
-    """Gather the whole tensor on every rank. A collective.
+    """Gather the full tensor on every rank. A collective.
 
     Raises:
         TypeError: ``dtensor`` is not a DTensor.
@@ -160,7 +160,7 @@ def uneven_dtensor_to_full_tensor(dtensor: DTensor) -> torch.Tensor:
 
 
 def redistribute_uneven_dtensor_to_replicated(dtensor: DTensor) -> DTensor:
-    """Gather the whole tensor as a DTensor that is replicated over the same mesh. A collective."""
+    """Gather the full tensor as a DTensor that is replicated over the same mesh. A collective."""
     whole = uneven_dtensor_to_full_tensor(dtensor)
     replicated = [Replicate() for _ in dtensor._spec.placements]
     return DTensor.from_local(whole, dtensor.device_mesh, replicated, run_check=False)

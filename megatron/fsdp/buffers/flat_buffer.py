@@ -20,7 +20,7 @@ class FlatBuffer:
         pool: Provides the memory. None: the memory is allocated once and never freed.
 
     Attributes:
-        flat: The whole buffer, one-dimensional, ``layout.numel`` elements.
+        flat: The full buffer, one-dimensional, ``layout.numel`` elements.
         views: One view per parameter, in its shape.
         kept: The error of reading a view after the memory was freed. torch 2.11 and 2.12 end the process instead.
     """
@@ -54,7 +54,7 @@ class FlatBuffer:
 
 
 def slot_view(flat: torch.Tensor, layout: Layout, index: int) -> torch.Tensor:
-    """Parameter ``index`` as a view of a whole flat buffer."""
+    """Parameter ``index`` as a view of a full flat buffer."""
     slot = layout.slots[index]
     return part_view(flat, slot.offset, slot.shape)
 
@@ -65,7 +65,7 @@ def part_view(flat: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.
 
 
 def gap_views(flat: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
-    """The padding of a whole flat buffer: the ranges that belong to no parameter."""
+    """The padding of a full flat buffer: the ranges that belong to no parameter."""
     gaps, end = [], 0
     for slot in sorted(layout.slots, key=lambda s: s.offset):
         if slot.offset > end:

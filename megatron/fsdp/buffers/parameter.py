@@ -68,7 +68,7 @@ class GroupKey(NamedTuple):
     Attributes:
         dtype: Dtype of the parameters.
         requires_grad: Whether they take gradients.
-        divisible: False for scalars, which every rank holds whole.
+        divisible: False for scalars, which every rank holds.
         expert: Sharded over the mesh of experts.
         repeated: Another pipeline stage has the same parameter (tied embeddings) and must shard it in the same way, so
             it does not share a group with others.
@@ -147,7 +147,7 @@ class ShardedParameter:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the whole parameter."""
+        """Shape of the full parameter."""
         shape = list(self.compute.shape)
         if self.tensor_parallel is not None and not isinstance(self.compute.data, DTensor):
             mesh, placements = self.tensor_parallel
@@ -158,7 +158,7 @@ class ShardedParameter:
 
     @property
     def local_value(self) -> torch.Tensor:
-        """This rank's tensor-parallel slice of the parameter, or the whole parameter."""
+        """This rank's tensor-parallel slice of the parameter, or the full parameter."""
         value = self.compute.data
         return local_shard(value) if isinstance(value, DTensor) else value
 
@@ -169,7 +169,7 @@ class ShardedParameter:
 
     @property
     def offset(self) -> tuple[int, ...]:
-        """Where this rank's tensor-parallel slice begins in the whole parameter."""
+        """Where this rank's tensor-parallel slice begins in the full parameter."""
         if self.tensor_parallel is None:
             return (0,) * self.compute.dim()
         mesh, placements = self.tensor_parallel

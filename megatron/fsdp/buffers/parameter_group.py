@@ -97,12 +97,12 @@ class ParameterGroup:
         self._move_into_buffers()
 
     def unshard_bytes(self, planes: PlaneSet = PlaneSet.ALL) -> int:
-        """Size of the whole compute weights."""
+        """Size of the full compute weights."""
         return sum(plane.buffer.flat.nbytes for plane in self.weights.planes if planes.includes(plane))
 
     @property
     def reduce_bytes(self) -> int:
-        """Size of one micro-batch's whole gradients, as they are sent."""
+        """Size of one micro-batch's full gradients, as they are sent."""
         return self.layout.numel * self.gradients.reduction.sent_dtype.itemsize
 
     def _move_into_buffers(self) -> None:

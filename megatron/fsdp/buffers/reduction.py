@@ -33,7 +33,7 @@ class _Axis:
 
     Attributes:
         group: Its ranks.
-        scatters: A rank gets its shard of the sum. Otherwise every rank gets the whole sum.
+        scatters: A rank gets its shard of the sum. Otherwise every rank gets the full sum.
         own: This rank's slice of the buffer that is reduced.
     """
 
@@ -121,7 +121,7 @@ class Reduction:
             # The sum over many ranks may overflow: scale before it, at the cost of touching every element.
             self._stage = Stage.SENT
         elif self._gets_whole_sum:
-            # A rank gets the whole sum, so scaling it would save nothing. Scale where every element is written anyway.
+            # A rank gets the full sum, so scaling it would save nothing. Scale where every element is written anyway.
             self._stage = Stage.PLACED
         else:
             self._stage = Stage.SUMMED

@@ -50,11 +50,11 @@ class WeightPlane:
         directions: The passes that read it.
 
     Attributes:
-        buffer: The memory of the whole array.
+        buffer: The memory of the full array.
         shard: The inner rank's shard of it, which an all-gather over the inner axis sends.
         own: The part of ``shard`` that this rank's main weights are, or are cast into.
         is_resident: ``shard`` stays in memory while the unit is sharded. Otherwise it lies in ``buffer``, as it does if
-            the whole array stays.
+            the full array stays.
         is_current: The array is whole and up to date.
         generation: That of the main weights that ``shard`` was made from. Only tasks of the stream read and write
             this, and these run one after the other.
@@ -92,7 +92,7 @@ class WeightBuffer:
     An unshard takes up to two all-gathers, first over the outer axis and then over the inner axis. The strategy says
     which compute weights stay *resident* while the unit is sharded:
 
-    * all of them, if every rank keeps whole compute weights. Main weights of the same dtype are this rank's slice of
+    * all of them, if every rank keeps full compute weights. Main weights of the same dtype are this rank's slice of
       that buffer, without a copy;
     * the inner rank's shard of them, in hybrid FSDP, where the main weights are only a slice of that shard;
     * none, if the main weights are all of the shard. An unshard casts the main weights into their place in the
@@ -179,7 +179,7 @@ class WeightBuffer:
         return not self.planes[0].is_resident or self._casts
 
     def load(self, tensors: list[torch.Tensor | None], dtype: torch.dtype) -> list[torch.Tensor]:
-        """Copy whole parameters into one buffer, which :meth:`initialize_main` makes main weights of.
+        """Copy full parameters into one buffer, which :meth:`initialize_main` makes main weights of.
 
         Args:
             tensors: Value of each parameter, on any device, in the order of the layout; None for values that follow.

@@ -38,7 +38,7 @@ class LazyTensor:
     """A tensor that can be read in part.
 
     Attributes:
-        shape: Of the whole tensor.
+        shape: Of the full tensor.
         dtype: Of the tensors that ``read`` returns.
         read: Returns a region as a CPU tensor of shape ``region.sizes``. The caller may keep it but must not modify it.
     """
@@ -49,11 +49,11 @@ class LazyTensor:
 
     @property
     def nbytes(self) -> int:
-        """Size of the whole tensor in bytes."""
+        """Size of the full tensor in bytes."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def whole(self) -> torch.Tensor:
-        """Read the whole tensor."""
+        """Read the full tensor."""
         return self.read(Region((0,) * len(self.shape), self.shape))
 
     def blocks(self, limit: int) -> Iterator[Region]:

@@ -1,4 +1,4 @@
-"""Reads a region of a strided tensor straight from a file, without reading the whole tensor."""
+"""Reads a region of a strided tensor straight from a file, without reading the full tensor."""
 
 import os
 from typing import IO

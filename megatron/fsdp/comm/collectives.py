@@ -25,7 +25,7 @@ AllReduce = Callable[[torch.Tensor, ReduceOp, dist.ProcessGroup], Any]
 class Collectives:
     """How weights are all-gathered and gradients are reduced.
 
-    The operations get flat, contiguous tensors, whose memory belongs to the engine. A rank's slice of a whole tensor is
+    The operations get flat, contiguous tensors, whose memory belongs to the engine. A rank's slice of a full tensor is
     that of its number in the group, and all slices have the same length. The operations run as a part of a task of the
     communication stream: on CUDA that stream is the current one, and on a CPU they run in a thread of their own and
     must have ended when they return. Every rank calls them in the same order. What they return is ignored.

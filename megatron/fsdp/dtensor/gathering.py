@@ -1,4 +1,4 @@
-"""Gathers whole tensors from DTensors with shards of any size. All functions with a process group are collectives."""
+"""Gathers full tensors from DTensors with shards of any size. All functions with a process group are collectives."""
 
 import itertools
 from collections.abc import Iterable
@@ -27,7 +27,7 @@ from megatron.fsdp.dtensor.placements import (
 
 
 def gather_whole(tensor: DTensor) -> torch.Tensor:
-    """Gather the whole tensor on every rank. A collective over every mesh axis that the tensor is sharded over."""
+    """Gather the full tensor on every rank. A collective over every mesh axis that the tensor is sharded over."""
     # The journal tells ranks that wait for something else, such as a forward, what this one waits for.
     ranks = tensor.device_mesh.mesh.flatten().tolist()
     with JOURNAL.recorded(f"gather a tensor of shape {tuple(tensor.shape)}", ranks):

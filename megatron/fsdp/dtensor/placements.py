@@ -1,4 +1,4 @@
-"""Placements for shards of any size, and the location of each rank's shard in the whole tensor. No communication.
+"""Placements for shards of any size, and the location of each rank's shard in the full tensor. No communication.
 
 torch's ``Shard`` stands for even chunks along a dimension. A sharded flat buffer gives each rank some rows of each
 parameter, sometimes part of a row, sometimes nothing; :class:`RaggedShard` describes that. It replaces ``Shard(0)`` in
@@ -125,7 +125,7 @@ class SectionedShard(_OwnPlacement):
         return SectionedShard(left) if len(left) > 1 else Shard(0)
 
     def blocks(self, ranks: int, rank: int) -> list[tuple[int, int]]:
-        """For each section, the number of rows on one rank and the index of the first one in the whole tensor."""
+        """For each section, the number of rows on one rank and the index of the first one in the full tensor."""
         firsts = itertools.accumulate((ranks * rows for rows in self.sections), initial=0)
         return [(rows, first + rank * rows) for rows, first in zip(self.sections, firsts, strict=False)]
 
@@ -135,8 +135,8 @@ class LocalSlice(NamedTuple):
 
     Attributes:
         shape: Shape of the tensor-parallel rank's tensor.
-        offset: Offset of that tensor in the whole tensor.
-        blocks: Its rows as separate blocks of the whole tensor; None if they are one block, at ``offset``.
+        offset: Offset of that tensor in the full tensor.
+        blocks: Its rows as separate blocks of the full tensor; None if they are one block, at ``offset``.
         start: First element of the range.
         stop: One past the last element.
     """
@@ -158,7 +158,7 @@ class LocalSlice(NamedTuple):
         return (self.stop - self.start,)
 
     def boxes(self) -> list[Box]:
-        """Boxes of the whole tensor that cover the range, in the order of the local tensor's memory."""
+        """Boxes of the full tensor that cover the range, in the order of the local tensor's memory."""
         if self.blocks is None:
             return [_moved(box, self.offset) for box in boxes(self.shape, self.start, self.stop)]
         found, first = [], 0
@@ -171,7 +171,7 @@ class LocalSlice(NamedTuple):
         return found
 
     def take_from(self, whole: torch.Tensor) -> torch.Tensor:
-        """Slice a whole tensor, in the shape of the local tensor; a view where possible."""
+        """Slice a full tensor, in the shape of the local tensor; a view where possible."""
         own = whole[tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))]
         if self.blocks is not None:
             own = torch.cat([whole.narrow(0, row, rows) for rows, row in self.blocks])
@@ -301,7 +301,7 @@ def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def is_replicated(placements: Sequence[Placement]) -> bool:
-    """Whether every rank holds the whole tensor."""
+    """Whether every rank holds the full tensor."""
     return all(isinstance(placement, Replicate) for placement in placements)
 
 
@@ -319,7 +319,7 @@ def spanning_mesh(tensors: Sequence[torch.Tensor]) -> tuple[DeviceMesh, list[int
         if isinstance(each, DTensor):
             own, placements = each.device_mesh, each._spec.placements
             inside = math.prod(n for n, p in zip(own.shape, placements, strict=True) if isinstance(p, Replicate))
-            # A mesh of some of the axes leaves the tensor whole along the others. That of experts has its own axes.
+            # A mesh of some of the axes leaves the tensor unsharded along the others. That of experts has its own axes.
             outside = mesh.size() // own.size() if all(group in groups for group in own.get_all_groups()) else 1
         copies.append(inside * outside)
     return mesh, copies

@@ -4,9 +4,9 @@ Main weights, their gradients and optimizer state are :class:`RaggedDTensor`. It
 rules, which assume even shards. It supports:
 
 * element-wise operations between tensors of one layout and with scalars, on the local shards without communication;
-* reductions of the whole tensor, on the local shard and then over the ranks. They are collectives;
-* random initialization in place, with the same values as for a whole tensor;
-* ``copy_`` from a whole tensor or from a tensor with another layout.
+* reductions of the full tensor, on the local shard and then over the ranks. They are collectives;
+* random initialization in place, with the same values as for a full tensor;
+* ``copy_`` from a full tensor or from a tensor with another layout.
 
 Every other operation raises NotImplementedError: :mod:`megatron.fsdp.dtensor.unsupported` says what to write instead.
 
@@ -132,7 +132,7 @@ class RaggedDTensor(InChunks, DTensor):
         return _dispatch(func, args, kwargs or {})
 
     def full_tensor(self, *, grad_placements: object = None) -> torch.Tensor:
-        """Gather the whole tensor. Differentiable. A collective over the mesh, and so is its backward."""
+        """Gather the full tensor. Differentiable. A collective over the mesh, and so is its backward."""
         if in_graph([self]):
             full: torch.Tensor = ToFull.apply(self)
             return full
@@ -141,7 +141,7 @@ class RaggedDTensor(InChunks, DTensor):
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **options: Any
     ) -> DTensor:
-        """Gather the whole tensor and distribute it with torch's placements. Differentiable. A collective."""
+        """Gather the full tensor and distribute it with torch's placements. Differentiable. A collective."""
         if placements is None:
             raise ValueError("redistribute: expected placements.")
         if tuple(placements) == self.placements:
@@ -190,7 +190,7 @@ def make_dtensor(
     Args:
         local: This rank's shard, possibly empty.
         mesh: Mesh that the tensor is sharded over.
-        shape: Shape of the whole tensor.
+        shape: Shape of the full tensor.
         placements: One per mesh axis, from torch or from :mod:`megatron.fsdp.dtensor.placements`.
         main: Return a :class:`RaggedDTensor` even if no placement needs one. Only these count writes to their shards.
     """
@@ -209,7 +209,7 @@ def make_like(local: torch.Tensor, other: torch.Tensor) -> DTensor:
 
 
 def replicated(value: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-    """A DTensor of which every rank of the mesh has the whole."""
+    """A DTensor that is replicated over the mesh."""
     return make_dtensor(value, mesh, tuple(value.shape), [Replicate()] * mesh.ndim, main=True)
 
 
@@ -237,7 +237,7 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def reduced(value: Any) -> Any:
-    """The whole tensor of a DTensor, gathered by a collective if needed. Other values are returned as is."""
+    """The full tensor of a DTensor, gathered by a collective if needed. Other values are returned as is."""
     if not isinstance(value, DTensor):
         return value
     return value._local_tensor if is_replicated(value._spec.placements) else value.full_tensor()
@@ -426,7 +426,7 @@ def _unscale(func: Any, args: tuple, kwargs: dict) -> None:
 
 
 def _copy(func: Any, args: tuple, kwargs: dict) -> Any:
-    """``copy_`` into a ragged tensor from a whole tensor or from one with another layout."""
+    """``copy_`` into a ragged tensor from a full tensor or from one with another layout."""
     target, source = args[:2]
     if not isinstance(target, DTensor):
         require_no_graph(func, args)
@@ -446,7 +446,7 @@ def _copy(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _random(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Draw the whole tensor as without sharding, and keep this rank's slice.
+    """Draw the full tensor as without sharding, and keep this rank's slice.
 
     If the random states of ranks differ, replicas take the values of the first rank of their axis.
     """

@@ -33,7 +33,7 @@ TORCH = Patches(
     [
         Patch(
             "torch.distributed._state_dict_utils:_distribute_tensors",
-            "cuts a whole tensor into even chunks when a state dict is broadcast from rank 0",
+            "cuts a full tensor into even chunks when a state dict is broadcast from rank 0",
             f"{_HERE}:distribute_tensors",
             patches.TORCH,
         ),

@@ -211,7 +211,7 @@ class FSDPModule(MarkedModule):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "FSDPModule":
         """Apply ``to()`` or ``to_empty()``: to parameters and buffers before sharding, to buffers only afterwards."""
-        # A model on the meta device is sharded first: each rank then allocates its shards instead of whole parameters.
+        # A model on the meta device is sharded first: each rank then allocates its shards instead of full parameters.
         if is_pending(self) and not any(
             p.is_meta for m in self.modules() for p in m._parameters.values() if p is not None
         ):
@@ -231,7 +231,7 @@ class FSDPModule(MarkedModule):
         return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Copy whole tensors, DTensors of this model, or evenly sharded DTensors into the main weights.
+        """Copy full tensors, DTensors of this model, or evenly sharded DTensors into the main weights.
 
         Args:
             state_dict: Tensors by the names that ``state_dict()`` uses.

@@ -158,7 +158,7 @@ class FSDPAccelerator(Accelerator):
     # State -----------------------------------------------------------------------------------------------------
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return whole main weights in host memory: on rank 0, and an empty dict on other ranks. A collective."""
+        """Return full main weights in host memory: on rank 0, and an empty dict on other ranks. A collective."""
         if not is_wrapped(model):
             return super().get_state_dict(model, unwrap)
         if self._hidden is not None:  # called by save_state, which saves shards instead
@@ -249,7 +249,7 @@ def _check_settings(accelerator: Accelerator) -> None:
             state.dynamo_plugin.backend != DynamoBackend.NO
         ),
         "fp8: give mixed_precision_policy to the sharding": accelerator.mixed_precision == "fp8",
-        "save_on_each_node: only rank 0 has whole weights": accelerator.project_configuration.save_on_each_node,
+        "save_on_each_node: only rank 0 has full weights": accelerator.project_configuration.save_on_each_node,
     }
     found = [text for text, applies in problems.items() if applies]
     if found:

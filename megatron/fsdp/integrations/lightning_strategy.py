@@ -59,7 +59,7 @@ class ShardedStrategy(_Base):
         tensor_parallel_size: Number of ranks that shard a layer by tensor parallelism. ``configure_model`` must
             parallelize the layers over ``self.device_mesh["tensor_parallel"]``.
         save_distributed_checkpoint: Save a folder into which every rank writes its shards. If False, rank 0 saves one
-            file with whole tensors, which any strategy can load.
+            file with full tensors, which any strategy can load.
         process_group_backend: Backend of the process group. None: nccl on CUDA, gloo on a CPU.
         timeout: Longest time that a collective may take. None: Lightning's default.
         settings: Other arguments of :func:`megatron_fsdp.fully_shard_model`. ``mixed_precision_policy`` replaces the
@@ -211,16 +211,16 @@ class ShardedStrategy(_Base):
         return state
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load whole tensors or DTensors into the main weights."""
+        """Load full tensors or DTensors into the main weights."""
         self.model.load_state_dict(checkpoint["state_dict"], strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load whole tensors or DTensors into the state of every optimizer."""
+        """Load full tensors or DTensors into the state of every optimizer."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(state)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Save a folder of shards, or one file with whole tensors. A collective: all ranks must call this."""
+        """Save a folder of shards, or one file with full tensors. A collective: all ranks must call this."""
         path = Path(self.broadcast(filepath))
         self.barrier()  # no rank writes while another still looks at what was there before
         if self._save_distributed_checkpoint:
@@ -258,7 +258,7 @@ class ShardedStrategy(_Base):
         self.barrier()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a folder of shards or a file with whole tensors, saved by any number of ranks."""
+        """Load a folder of shards or a file with full tensors, saved by any number of ranks."""
         path = Path(self.broadcast(checkpoint_path))
         if path.is_file():
             checkpoint: dict[str, Any] = torch.load(path, map_location=HOST, mmap=True, weights_only=weights_only)
@@ -307,7 +307,7 @@ def _unshard_layers_by_themselves(module: nn.Module) -> None:
 
 
 def average_of_shards(callbacks: list[Any], module: nn.Module) -> None:
-    """Make WeightAveraging callbacks average shards instead of the whole copy of the model that they have made.
+    """Make WeightAveraging callbacks average shards instead of the full copy of the model that they have made.
 
     Args:
         callbacks: The callbacks of the Trainer.
@@ -326,7 +326,7 @@ def average_of_shards(callbacks: list[Any], module: nn.Module) -> None:
 
 
 def _gather(value: Any, keep: bool) -> Any:
-    """The whole tensor of a DTensor, on the CPU, or None on ranks that do not keep it. Other values as they are."""
+    """The full tensor of a DTensor, on the CPU, or None on ranks that do not keep it. Other values as they are."""
     if not isinstance(value, DTensor):
         return value
     whole = value.full_tensor()

@@ -21,7 +21,7 @@ _UNSUPPORTED = {
     "auto_find_batch_size": "one rank that runs out of memory would leave the others behind",
     "fp16_full_eval": "a sharded model cannot be converted",
     "bf16_full_eval": "a sharded model cannot be converted",
-    "save_on_each_node": "only rank 0 has whole weights",
+    "save_on_each_node": "only rank 0 has full weights",
 }
 
 

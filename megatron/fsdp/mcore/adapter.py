@@ -171,7 +171,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
         self.ddp_config = sharded.ddp_config = ddp_config
         self.fsdp_unit_modules = units
         self.param_and_grad_buffer = WeightInstaller(sharded)
-        # The training loop sets this to request whole gradients, which are not supported; see limits.LIMITS.
+        # The training loop sets this to request full gradients, which are not supported; see limits.LIMITS.
         self.force_all_reduce = False
         for param in sharded.engine.params():
             # Attributes that Megatron-Core and Megatron-Bridge read from the parameters of the original's FSDP.
@@ -224,7 +224,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
         """Finish all reductions, and put gradients into ``.grad`` of the main weights.
 
         Args:
-            force_all_reduce: Must be False: gradients are sharded, and no rank has memory for whole ones.
+            force_all_reduce: Must be False: gradients are sharded, and no rank has memory for full ones.
         """
         if force_all_reduce:
             raise NotImplementedError("finish_grad_sync(force_all_reduce=True): gradients stay sharded.")
@@ -311,9 +311,9 @@ class FullyShardedDataParallel(_BaseDataParallel):
         return self.module.state_dict_for_save_checkpoint(prefix=prefix, keep_vars=keep_vars)
 
     def sharded_state_dict(self, *unused: Any, **also_unused: Any) -> dict[str, Any]:
-        """Raise NotImplementedError: Megatron's ShardedTensors describe parameters that every rank has whole."""
+        """Raise NotImplementedError: Megatron's ShardedTensors describe parameters that every rank has in full."""
         raise NotImplementedError(
-            "sharded_state_dict() would describe every rank's shard as a whole parameter. Save with "
+            "sharded_state_dict() would describe every rank's shard as a full parameter. Save with "
             "torch.distributed.checkpoint and state_dict(), or with Megatron's save_checkpoint() and ckpt_format "
             "fsdp_dtensor."
         )
@@ -322,7 +322,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
         """Load main weights and buffers.
 
         Args:
-            state_dict: Whole or sharded tensors. Names may have any number of leading ``module.``: every wrapper adds
+            state_dict: Full or sharded tensors. Names may have any number of leading ``module.``: every wrapper adds
                 one, but not all wrappers keep it in their state dicts.
             strict: Every parameter and buffer must be present, and nothing else.
         """

@@ -133,7 +133,7 @@ LIMITS: tuple[Limit, ...] = (
     ),
     _not_yet(
         "optimizer other than adam and muon",
-        "SOAP and adaptive Muon, which keep statistics of whole matrices, Lion and SGD",
+        "SOAP and adaptive Muon, which keep statistics of full matrices, Lion and SGD",
         "Set optimizer (--optimizer) to adam or muon.",
         lambda s: s["optimizer"] not in (None, "adam", *MUON),
     ),
@@ -188,7 +188,7 @@ LIMITS: tuple[Limit, ...] = (
     ),
     Limit(
         "save_wgrads_interval",
-        "It saves the gradients in main_grad after an all-reduce of whole gradients. Here they are sharded and have no "
+        "It saves the gradients in main_grad after an all-reduce of full gradients. Here they are sharded and have no "
         "main_grad, as in Megatron-Core's FSDP, so the files would have none.",
         "Train with Megatron's DistributedDataParallel to save them.",
     ),
@@ -240,7 +240,7 @@ ADJUSTMENTS: tuple[Adjustment, ...] = (
     ),
     Adjustment(
         "disable_parameter_transpose_cache",
-        "Transformer Engine would keep quantized copies of whole weights on every rank between micro-batches",
+        "Transformer Engine would keep quantized copies of full weights on every rank between micro-batches",
         True,
         condition=_is_false("disable_parameter_transpose_cache", lambda s: _quantizes(s) and _shards("parameters")(s)),
     ),

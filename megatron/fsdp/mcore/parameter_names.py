@@ -2,7 +2,7 @@
 
 :mod:`megatron.fsdp.naming` has the registry. A rank's model numbers the layers of its pipeline stage and the experts of
 its expert-parallel rank; canonical names number those of the whole model. A checkpoint stores what the rows of fused
-parameters are under ``layouts``, and tensor parallelism uses it to place a rank's rows in the whole parameter.
+parameters are under ``layouts``, and tensor parallelism uses it to place a rank's rows in the full parameter.
 """
 
 import json
@@ -67,7 +67,7 @@ def layouts(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str
 
     Args:
         model: The model, without wrappers.
-        shapes: The shapes of the whole parameters, by name. A parameter whose name and number of rows do not fit the
+        shapes: The shapes of the full parameters, by name. A parameter whose name and number of rows do not fit the
             same kind has no layout.
     """
     modules: dict[str, Any] = dict(model.named_modules())

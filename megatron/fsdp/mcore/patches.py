@@ -292,7 +292,7 @@ MEGATRON = Patches(
         ),
         _in_bridge(
             "models.conversion.peft_bridge:MegatronPeftBridge.materialize_adapter_weights",
-            "computes with shards of adapters as with whole ones",
+            "computes with shards of adapters as with full ones",
             "bridge:materialize_adapters",
         ),
     ],

@@ -2,7 +2,7 @@
 
 Megatron-Core reduces those of gradients over one optimizer instance, or without the distributed optimizer over tensor-
 and pipeline-parallel ranks. That misses gradients that are sharded over instances or expert-parallel ranks, and counts
-gradients several times that a strategy leaves whole. Here every rank counts what no other rank counts, and the sum
+gradients several times that a strategy does not shard. Here every rank counts what no other rank counts, and the sum
 is that over all ranks.
 """
 

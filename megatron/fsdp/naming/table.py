@@ -57,7 +57,7 @@ class RowLayout:
 
     @property
     def rows(self) -> int:
-        """The number of rows of the whole parameter."""
+        """The number of rows of the full parameter."""
         return self.groups * sum(rows for _, rows in self.sections)
 
     @property
@@ -73,7 +73,7 @@ class Owner(NamedTuple):
         module: The module that contains the parameter's layer, such as the attention of a projection.
         gated: Whether the configuration of a module around the parameter asks for gated linear units.
         parameter: The parameter itself.
-        rows: The number of rows of the whole parameter.
+        rows: The number of rows of the full parameter.
     """
 
     module: Any
@@ -162,8 +162,8 @@ class Kind:
         owner: The end of the path before ``name``, if it matters: a regular expression.
         spread: Tensor-parallel ranks have a shard of each section, not whole groups of sections.
         fsdp_dtensor: The tensors that an ``fsdp_dtensor`` checkpoint and the canonical view of conversions have in its
-            place. Empty: they store it whole.
-        torch_dist: The tensors that a ``torch_dist`` checkpoint has in its place. Empty: it stores it whole.
+            place. Empty: they store it unchanged.
+        torch_dist: The tensors that a ``torch_dist`` checkpoint has in its place. Empty: it stores it unchanged.
     """
 
     name: str

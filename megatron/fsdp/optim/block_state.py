@@ -1,6 +1,6 @@
 """State of torchao's low-bit Adam, in which blocks of consecutive elements of a parameter share a scale.
 
-A shard has the state of unsharded training if it consists of whole blocks, and if the whole parameter decides whether
+A shard has the state of unsharded training if it consists of whole blocks, and if the full parameter decides whether
 its state is quantized at all: torchao leaves the state of small parameters, and of those that are not divided into
 whole blocks, in high precision.
 
@@ -152,7 +152,7 @@ def _flat(local: torch.Tensor, main: Any, each: int) -> DTensor:
 
 
 def _fill(memory: DTensor, value: torch.Tensor) -> None:
-    """Copy a DTensor, or a whole tensor, into this rank's part of it."""
+    """Copy a DTensor, or a full tensor, into this rank's part of it."""
     if is_sharded(memory):
         memory.copy_(value)
     else:

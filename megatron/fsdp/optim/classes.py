@@ -47,7 +47,7 @@ _OTHERS: dict[str, str] = {
     "torchao.optim.adam": "block",
 }
 _REFUSED: dict[str, str] = {
-    "torch.optim.lbfgs.LBFGS": "it needs inner products over whole parameters, but a rank has shards. Use AdamW or "
+    "torch.optim.lbfgs.LBFGS": "it needs inner products over full parameters, but a rank has shards. Use AdamW or "
     "Muon",
     "torch.optim.sparse_adam.SparseAdam": "reduced gradients are dense. Use Adam, and embeddings with sparse=False",
     "apex.optimizers.fused_lamb.FusedLAMB": "it needs the norm of all gradients, and a rank only has shards of them. "
@@ -69,8 +69,8 @@ def register_optimizer(optimizer_class: type[torch.optim.Optimizer], looks_at: s
     Args:
         optimizer_class: The class.
         looks_at: ``"element"``: the element's gradient and state, and scalars. Works with every sharding.
-            ``"matrix"``: the whole parameter if it has two or more dimensions. Needs ``shard_granularity="tensor"``.
-            ``"parameter"``: the whole parameter, whatever its shape. Needs ``shard_granularity="parameter"``.
+            ``"matrix"``: the full parameter if it has two or more dimensions. Needs ``shard_granularity="tensor"``.
+            ``"parameter"``: the full parameter, whatever its shape. Needs ``shard_granularity="parameter"``.
 
     Raises:
         ValueError: ``looks_at`` is none of these, or ``optimizer_class`` is not an optimizer class.
@@ -85,7 +85,7 @@ def register_optimizer(optimizer_class: type[torch.optim.Optimizer], looks_at: s
 def skips_empty(optimizer: torch.optim.Optimizer) -> bool:
     """True if the optimizer must not see empty shards.
 
-    Fused multi-tensor kernels stop at the first empty tensor, and an optimizer that looks at whole parameters may
+    Fused multi-tensor kernels stop at the first empty tensor, and an optimizer that looks at full parameters may
     divide by the number of elements.
     """
     return _full_name(type(optimizer)) in _FUSED or looks_at(optimizer) == "parameter"
@@ -131,15 +131,15 @@ def _updates_like(cls: type, base: type) -> bool:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, groups: Iterable[ParameterGroup]) -> None:
-    """Check that the optimizer updates shards in the same way as whole parameters.
+    """Check that the optimizer updates shards in the same way as full parameters.
 
     Args:
-        optimizer: The optimizer, with whole parameters of a model or with main weights.
+        optimizer: The optimizer, with full parameters of a model or with main weights.
         groups: The parameter groups of the models whose parameters it may have.
 
     Raises:
         NotImplementedError: See :func:`require_known`.
-        ValueError: It looks at whole matrices, parameters or blocks of them, and one is divided between ranks.
+        ValueError: It looks at full matrices, parameters or blocks of them, and one is divided between ranks.
     """
     kind = require_known(optimizer)
     held = {id(p) for options in optimizer.param_groups for p in options["params"]}
@@ -171,8 +171,8 @@ def require_known(optimizer: torch.optim.Optimizer) -> str:
         raise NotImplementedError(
             f"{cls.__name__} ({cls.__module__}) is not known to update sharded parameters correctly. If it updates "
             f"each element from that element's gradient and state only, call "
-            f"megatron_fsdp.register_optimizer({cls.__name__}, 'element') first. If it looks at whole matrices or "
-            "whole parameters, register it as 'matrix' or 'parameter', and shard the model with "
+            f"megatron_fsdp.register_optimizer({cls.__name__}, 'element') first. If it looks at full matrices or "
+            "full parameters, register it as 'matrix' or 'parameter', and shard the model with "
             "shard_granularity='tensor' or 'parameter'."
         )
     return kind
@@ -183,7 +183,7 @@ def _check_whole(optimizer: torch.optim.Optimizer, kind: str, divided: list[str]
         what = {"matrix": "matrices", "parameter": "parameters"}[kind]
         granularity = {"matrix": "tensor", "parameter": "parameter"}[kind]
         raise ValueError(
-            f"{type(optimizer).__name__} looks at whole {what}, and {len(divided)} of its parameters are divided "
+            f"{type(optimizer).__name__} looks at full {what}, and {len(divided)} of its parameters are divided "
             f"between ranks: {', '.join(divided[:3])}{', ...' if len(divided) > 3 else ''}. Shard the model with "
             f"shard_granularity={granularity!r} (and without tensor parallelism, which divides parameters as well)."
         )

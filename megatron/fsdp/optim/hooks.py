@@ -91,7 +91,7 @@ def initialize_state(original: Callable[..., None], optimizer: torch.optim.Optim
 def attach_optimizer(optimizer: torch.optim.Optimizer, needs_gradient: bool = True) -> None:
     """Replace the optimizer's parameters by main weights, and surround its step.
 
-    Parameter groups and their options are kept. State of whole parameters, which some optimizers create when they are
+    Parameter groups and their options are kept. State of full parameters, which some optimizers create when they are
     built, is sharded. The step first synchronizes gradients. After it, compute weights are out of date, and the next
     unshard reads the new main weights. A second call attaches parameters that have been added or sharded since the
     first.
@@ -101,7 +101,7 @@ def attach_optimizer(optimizer: torch.optim.Optimizer, needs_gradient: bool = Tr
         needs_gradient: Whether a step without any gradient raises an error instead of doing nothing.
 
     Raises:
-        ValueError: No parameter belongs to a sharded model, state cannot be sharded, or the optimizer needs whole
+        ValueError: No parameter belongs to a sharded model, state cannot be sharded, or the optimizer needs full
             matrices or parameters, and some are divided between ranks.
         NotImplementedError: It is unknown whether the optimizer can update shards.
     """
@@ -260,12 +260,12 @@ class Attachment:
         return join_state(optimizer, state_dict) if self._looks_at == "block" else None
 
     def after_load(self, optimizer: torch.optim.Optimizer) -> None:
-        """Drop created state that was not loaded into, and shard whole state."""
+        """Drop created state that was not loaded into, and shard full state."""
         self.fresh.discard_unloaded(optimizer)
         self.shard_state(optimizer)
 
     def shard_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace whole or evenly sharded state by this rank's shards."""
+        """Replace full or evenly sharded state by this rank's shards."""
         for param in (param for engine in self.engines() for param in engine.params()):
             state = optimizer.state.get(param.main, {})
             for key, value in state.items():

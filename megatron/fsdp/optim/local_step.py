@@ -2,7 +2,7 @@
 
 Outside the step, parameters, gradients and state are DTensors: state dicts, clipping and resharding need to know which
 slice of which tensor a rank holds. Inside the step they are plain tensors, for which torch's foreach and fused kernels
-are several times faster. An element-wise update gives the same result on a shard as on the whole parameter.
+are several times faster. An element-wise update gives the same result on a shard as on the full parameter.
 """
 
 import itertools
@@ -177,7 +177,7 @@ class LocalStep:
     def share_whole_state(self, optimizer: torch.optim.Optimizer, state_dict: dict) -> None:
         """State-dict post-hook: send the state of every parameter from its owner to all ranks.
 
-        Optimizers that look at whole parameters have state of any shape, such as sums of rows or scales of blocks. It
+        Optimizers that look at full parameters have state of any shape, such as sums of rows or scales of blocks. It
         exists only on the rank that owns the parameter. This is a collective: all ranks must create a state dict.
         """
         states = state_dict["state"]
@@ -222,7 +222,7 @@ def _empty_like(main: torch.Tensor, dtype: torch.dtype) -> DTensor:
 
 
 def _sort_state(optimizer: torch.optim.Optimizer) -> None:
-    """Sort state in parameter order, because ranks that gather whole state must go through it in the same order."""
+    """Sort state in parameter order, because ranks that gather full state must go through it in the same order."""
     for options in optimizer.param_groups:
         for parameter in options["params"]:
             if parameter in optimizer.state:

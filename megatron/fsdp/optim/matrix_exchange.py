@@ -1,10 +1,10 @@
-"""Computes on whole matrices whose shards lie on several ranks, such as the orthogonalization of Muon's updates.
+"""Computes on full matrices whose shards lie on several ranks, such as the orthogonalization of Muon's updates.
 
 Every matrix has an owner among the ranks that share it. The owner receives all shards, computes, and sends the shards
 of the result back. This is done in rounds of limited size: in each round every owner takes a few of its matrices, and
 while they are computed, those of the next round arrive and those of the last round leave.
 
-Sharding whole matrices (``shard_granularity="tensor"``) would need no exchange. It was rejected: a unit on many ranks
+Sharding full matrices (``shard_granularity="tensor"``) would need no exchange. It was rejected: a unit on many ranks
 would be padded to its largest matrix times the number of ranks.
 """
 
@@ -92,7 +92,7 @@ def _from_most_work(work: Sequence[float]) -> list[int]:
 
 
 class MatrixExchange:
-    """Applies a function to whole matrices, each on its owner. Every rank of the group needs one, with equal arguments.
+    """Applies a function to full matrices, each on its owner. Every rank of the group needs one, with equal arguments.
 
     Six buffers of about a round's size are allocated meanwhile: three rounds are in flight, and in each of them a rank
     has the matrices that it owns and its shards of all.
@@ -128,7 +128,7 @@ class MatrixExchange:
 
         Args:
             read: Called with the index of a matrix and a flat fp32 tensor: copies this rank's shard into it.
-            compute: Called on the owner with the index and the whole matrix: returns the result, of the same shape.
+            compute: Called on the owner with the index and the full matrix: returns the result, of the same shape.
             write: Called with the index and a flat fp32 tensor, which is this rank's shard of the result.
         """
         arriving = self._gather(0, read) if self._rounds else None

@@ -1,4 +1,4 @@
-"""Applies a function to whole matrices among an optimizer's main weights, however these are sharded."""
+"""Applies a function to full matrices among an optimizer's main weights, however these are sharded."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -20,7 +20,7 @@ Compute = Callable[[nn.Parameter, torch.Tensor], torch.Tensor]
 class WholeMatrices:
     """Applies a function to tensors with the layout of main weights. All ranks of the model need one.
 
-    A matrix that is also tensor-parallel is whole if it is the tensor-parallel rank's. Its owners on all of these ranks
+    A matrix that is also tensor-parallel is full if it is the tensor-parallel rank's. Its owners on all of these ranks
     have the same data-parallel rank, and compute it at the same time, so they may communicate with each other.
 
     Args:
@@ -50,7 +50,7 @@ class WholeMatrices:
 
         Args:
             read: Called with a main weight and a flat fp32 tensor: copies this rank's shard into it.
-            compute: Called on one rank with the main weight and the whole matrix: returns the result.
+            compute: Called on one rank with the main weight and the full matrix: returns the result.
             write: Called with the main weight and a flat fp32 tensor, which is this rank's shard of the result.
         """
         for main, shape, device in self._whole:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 # Attribute of a quantized parameter, set before its model is sharded. If true, ``after_use`` keeps transposed copies.
-# They take as many bytes as whole parameters on every rank, and save work in each backward but the first of a step.
+# They take as many bytes as full parameters on every rank, and save work in each backward but the first of a step.
 KEEP_TRANSPOSE = "_fsdp_keep_transpose"
 
 
@@ -53,7 +53,7 @@ class WeightShard:
     """This rank's shard of one parameter, which may be empty.
 
     Attributes:
-        parameter: The compute weight. What it holds besides planes, such as scales, is whole on every rank.
+        parameter: The compute weight. What it holds besides planes, such as scales, is not sharded.
         main: The shard's main weights, flat. With ``offload_optimizer`` they are in host memory.
         start: Its first element, counted in the flattened parameter.
         planes: Where its bytes are to be written, flat, one uint8 tensor per plane.
@@ -118,7 +118,7 @@ class WeightStorage(Protocol):
         """
 
     def quantize(self, shards: Sequence[WeightShard], reduce_max: ReduceMax) -> None:
-        """Write the bytes of this rank's shards, and what every rank holds whole. Runs in the unshard stream.
+        """Write the bytes of this rank's shards, and what is not sharded. Runs in the unshard stream.
 
         Args:
             shards: All parameters of the model that share a key and process groups, in the same order on every rank.
@@ -127,7 +127,7 @@ class WeightStorage(Protocol):
         """
 
     def before_use(self, parameters: Sequence[torch.Tensor], direction: Direction) -> None:
-        """Prepare parameters whose planes of this direction are whole. Runs with the compute."""
+        """Prepare parameters whose planes of this direction are unsharded. Runs with the compute."""
 
     def after_use(self, parameters: Sequence[torch.Tensor]) -> None:
         """Drop what :meth:`before_use` and the compute have derived from the bytes."""

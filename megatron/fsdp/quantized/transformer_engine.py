@@ -1,6 +1,6 @@
 """Weights that Transformer Engine keeps in 8-bit floats, MXFP8 or NVFP4, quantized by its batched casts.
 
-The casts reduce the largest magnitudes themselves, so scales are no planes: they stay in the tensors, whole on every
+The casts reduce the largest magnitudes themselves, so scales are no planes: they stay in the tensors, in full on every
 rank. The names of tensors' fields are those of version 2.20.
 """
 

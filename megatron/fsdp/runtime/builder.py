@@ -76,7 +76,7 @@ class Blueprint:
         device: Device of the computation.
         tp_mesh: Tensor-parallel mesh; None if no parameter is divided over one.
         settings_of: Settings of one unit.
-        reshards: Weights of units are freed between passes; False if every rank keeps whole compute weights.
+        reshards: Weights of units are freed between passes; False if every rank keeps full compute weights.
         channel: Records the model's collectives.
         agreement: Comparison of the model between ranks; not started yet.
         from_first: Whether the first data-parallel rank gives initial values to the others: dense ones, and experts.
@@ -109,7 +109,7 @@ def make_blueprint(
         module: The model.
         config: Settings.
         index: Mesh and process groups. None: one axis over all ranks.
-        unit_modules: Classes of the modules that are units. None: the model is one unit whose weights stay whole.
+        unit_modules: Classes of the modules that are units. None: the model is one unit whose weights stay unsharded.
         device: Device of the computation. None: that of the parameters, or the current CUDA device if there is one.
         settings_of: Settings of one unit. None: those of ``config``.
 

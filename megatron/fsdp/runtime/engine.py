@@ -246,7 +246,7 @@ class Engine:
         self.wait_before_write()
 
     def unshard_persistent(self) -> None:
-        """Unshard, and wait for, all weights that every rank keeps whole."""
+        """Unshard, and wait for, all weights that every rank keeps in full."""
         persistent = [group.weights for group in self.groups if not group.weights.temporary]
         for weights in persistent:
             weights.unshard()

@@ -296,7 +296,7 @@ class Schedule:
         self._use(self.plans.backward, unit, WeightState.BACKWARD)
 
     def enter_aside(self, units: list[Unit]) -> None:
-        """Unshard units for the whole of a backward that enters them at something else than their outputs."""
+        """Unshard units for all of a backward that enters them at something else than their outputs."""
         if self.passes.by_caller:
             return
         for unit in sorted(units, key=lambda each: each.index, reverse=True):

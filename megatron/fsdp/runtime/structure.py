@@ -77,7 +77,7 @@ def _parameter_registered(module: nn.Module, name: str, parameter: nn.Parameter 
     if module._parameters.get(name) is not None:
         raise RuntimeError(
             f"{kind}.{name} is sharded: a parameter that replaces it would be neither sharded nor trained. Copy values "
-            f"into it with torch.no_grad(): module.{name}.copy_(value), where value is the whole tensor; or replace it "
+            f"into it with torch.no_grad(): module.{name}.copy_(value), where value is the full tensor; or replace it "
             "before the model is sharded."
         )
     raise RuntimeError(

@@ -161,7 +161,7 @@ class Unit:
 
     @property
     def reducing_frees_memory(self) -> bool:
-        """False if gradients stay whole and in place, as with ``no_shard``: waiting for a reduction frees nothing."""
+        """False if gradients stay unsharded and in place, as with ``no_shard``: waiting for a reduction frees nothing."""
         return any(
             group.sharding.inner.shards_optimizer or group.dtypes.grad_comm != group.dtypes.main_grads
             for group in self.groups

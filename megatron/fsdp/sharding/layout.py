@@ -106,7 +106,7 @@ class Slot:
 
     @property
     def numel(self) -> int:
-        """Number of elements in the whole parameter."""
+        """Number of elements in the full parameter."""
         return math.prod(self.shape)
 
     @property
@@ -172,7 +172,7 @@ class Layout:
 
     @property
     def numel(self) -> int:
-        """Number of elements in the whole buffer, including padding."""
+        """Number of elements in the full buffer, including padding."""
         return self.num_shards * self.shard_numel
 
     @property

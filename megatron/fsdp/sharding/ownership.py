@@ -21,9 +21,9 @@ class Ownership:
     """Ranges of a flat buffer, in elements.
 
     Attributes:
-        inner: The range that this rank holds of buffers sharded over the inner axis; the whole buffer if none is.
+        inner: The range that this rank holds of buffers sharded over the inner axis; the full buffer if none is.
         main: The range of its main weights, optimizer state and final gradients: ``inner`` or a part of it.
-        index: Index of ``main`` among the layout's shards; None if it is the whole buffer.
+        index: Index of ``main`` among the layout's shards; None if it is the full buffer.
     """
 
     inner: slice
@@ -45,7 +45,7 @@ class Ownership:
 
 
 def shards_of(sharding: Sharding, axes: DataParallelAxes) -> int:
-    """Number of shards in a group's layout: 1, which needs no padding, if every rank holds the whole buffer."""
+    """Number of shards in a group's layout: 1, which needs no padding, if every rank holds the full buffer."""
     if not sharding.inner.shards_optimizer:
         return 1
     outer = axes.outer.size() if axes.outer is not None and sharding.outer.shards_optimizer else 1

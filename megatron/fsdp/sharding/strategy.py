@@ -13,8 +13,8 @@ from megatron.fsdp.helpers.spelling import did_you_mean
 class Distribution(Enum):
     """How the ranks of a data-parallel axis hold one kind of tensor."""
 
-    REPLICATE = "every rank holds the same whole tensor"
-    PARTIAL = "every rank holds a whole tensor, and the value is their sum"
+    REPLICATE = "every rank holds the same full tensor"
+    PARTIAL = "every rank holds a full tensor, and the value is their sum"
     SHARD = "every rank holds its own shard"
 
 
@@ -28,7 +28,7 @@ class AxisStrategy:
 
     @property
     def shards_parameters(self) -> bool:
-        """True if whole compute weights exist only while their unit is unsharded."""
+        """True if full compute weights exist only while their unit is unsharded."""
         return self.parameters is Distribution.SHARD
 
     @property
@@ -85,7 +85,7 @@ class Sharding:
 
     @property
     def with_whole_parameters(self) -> "Sharding":
-        """The same strategies, except that every rank keeps whole compute weights."""
+        """The same strategies, except that every rank keeps full compute weights."""
         return Sharding(replace(self.inner, parameters=Distribution.REPLICATE), self.outer)
 
     @property

@@ -48,7 +48,7 @@ def save_safetensors(
             index is written last.
         dtype: Dtype of the files. None: that of the compute weights.
         max_shard_size: Largest size of a file in bytes; a larger tensor gets a file alone. Rank 0 holds up to this many
-            bytes in memory. Other ranks hold at most one whole parameter.
+            bytes in memory. Other ranks hold at most one full parameter.
 
     Raises:
         ImportError: safetensors is not installed.
@@ -118,7 +118,7 @@ def _call(message: str, method: Callable[..., Any], *args: Any, **options: Any) 
 
 
 def _whole_tensors(model: ShardedModel, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every parameter and buffer, whole and on the CPU, in the same order on all ranks. A collective."""
+    """Yield every parameter and buffer, in full and on the CPU, in the same order on all ranks. A collective."""
     model.engine.reshard()
     seen: set[int] = set()
     param: ShardedParameter

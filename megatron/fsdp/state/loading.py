@@ -1,4 +1,4 @@
-"""Loading a state dict of whole or sharded tensors into a sharded model."""
+"""Loading a state dict of full or sharded tensors into a sharded model."""
 
 import weakref
 from collections.abc import Iterable, Mapping
@@ -40,7 +40,7 @@ def own_shard(param: ShardedParameter, value: torch.Tensor) -> torch.Tensor:
 
     Args:
         param: The parameter.
-        value: The whole tensor on any device, or a DTensor. A DTensor with another layout than the parameter's is
+        value: The full tensor on any device, or a DTensor. A DTensor with another layout than the parameter's is
             all-gathered, so all ranks must call this for it.
     """
     main: DTensor = param.main  # type: ignore[assignment]  # a Parameter that is a DTensor
@@ -143,7 +143,7 @@ def load(engine: Engine, module: nn.Module, prefix: str, state_dict: Mapping[str
         engine: The engine of the model.
         module: The module whose buffers have the names that ``state_dict`` uses.
         prefix: Prefix of parameter names in ``state_dict``.
-        state_dict: Whole tensors or DTensors, by name.
+        state_dict: Full tensors or DTensors, by name.
         strict: Every parameter and buffer must be present, and nothing else.
     """
     engine.agree()

@@ -38,9 +38,9 @@ class Step(NamedTuple):
 
     Attributes:
         losses: Losses, by what they are called in messages.
-        gradients: Whole gradients before the optimizer's step, by name of the parameter; empty if not recorded.
+        gradients: Full gradients before the optimizer's step, by name of the parameter; empty if not recorded.
         norm: Norm of all gradients; 0 if it is not recorded.
-        weights: Whole parameters after the optimizer's step, by name; empty if they are not recorded.
+        weights: Full parameters after the optimizer's step, by name; empty if they are not recorded.
         key_shifts: Biases of attention keys, by name: a mask of their rows, and name and mask of the bias of the
             queries. A bias of the keys adds the same value to all scores of a query, and softmax ignores it, so its
             exact gradient is zero.

@@ -42,11 +42,11 @@ class Bytes:
     Attributes:
         elements: Number of elements of all parameters.
         padding: Number of padding elements.
-        compute: Compute weights that stay allocated, and scales of quantized ones that every rank holds whole.
+        compute: Compute weights that stay allocated, and scales of quantized ones that every rank holds.
         main: Main weights, if they are not the compute weights.
         optimizer: Moments of the optimizer.
         host: Main weights and moments in host memory, which the other numbers do not contain.
-        gradients: Gradients that are kept until the optimizer's step: reduced ones, or whole sums of micro-batches.
+        gradients: Gradients that are kept until the optimizer's step: reduced ones, or full sums of micro-batches.
         unsharded: All compute weights while the unit is unsharded.
         forward: Those of them that forward reads. Quantized weights may have bytes that only one pass reads.
         backward: Those of them that backward reads.
@@ -283,7 +283,7 @@ def _group(group: GroupShape, config: FSDPConfig, axes: AxisSizes, on_host: bool
         between = layout.numel // (axes.inner if sharding.inner.shards_gradients else 1)
         found.gradients = max(owned * dtypes.main_params.itemsize, between * dtypes.main_grads.itemsize)
         found.produced = layout.numel * dtypes.compute.itemsize
-        # A sum of whole gradients is reduced where it is, unless that takes another dtype.
+        # A sum of full gradients is reduced where it is, unless that takes another dtype.
         if sharding.inner.shards_gradients or dtypes.grad_comm != dtypes.main_grads:
             found.reducing = layout.numel * dtypes.grad_comm.itemsize
     if on_host:

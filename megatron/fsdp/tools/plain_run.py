@@ -201,7 +201,7 @@ def _shard_by(options: argparse.Namespace) -> Any:
 
 
 def _named(model: nn.Module, choose: Any) -> dict[str, torch.Tensor]:
-    """A whole tensor for each parameter, in the order of registration. With sharded ones, all ranks must call it."""
+    """A full tensor for each parameter, in the order of registration. With sharded ones, all ranks must call it."""
     chosen = {name: choose(parameter) for name, parameter in model.named_parameters()}
     full = {
         name: getattr(tensor, "full_tensor", lambda tensor=tensor: tensor)()

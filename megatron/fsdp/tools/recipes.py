@@ -22,7 +22,7 @@ class Recipe:
     Attributes:
         key: Name of the recipe.
         planes: Its arrays of bytes that are sharded.
-        values_per_scale_byte: Elements for each byte of scales, which every rank holds whole; 0 if they are few.
+        values_per_scale_byte: Elements for each byte of scales, which every rank holds in full; 0 if they are few.
         multiple: Weights whose rows or columns are not a multiple of this are not quantized.
         block_rows: Ranks divide a weight only between blocks of this many rows. None: anywhere.
     """

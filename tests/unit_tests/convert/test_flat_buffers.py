@@ -43,7 +43,7 @@ def test_buffers_of_the_wrong_size_raise(numels: list[int], buckets: list[int]) 
 
 
 class Trained(NamedTuple):
-    """A parameter of the model that is trained: its whole value, and the dimension tensor parallelism cuts."""
+    """A parameter of the model that is trained: its full value, and the dimension tensor parallelism cuts."""
 
     name: str
     value: torch.Tensor

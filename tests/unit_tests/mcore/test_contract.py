@@ -417,7 +417,7 @@ def layers_follow_settings_that_were_adjusted_after_they_were_built() -> None:
         model = mm.wrapped(strategy, build)
         layers = [layer for layer in model.modules() if hasattr(layer, "linear_fc1")]
         assert len(layers) > 1
-        # A rank that keeps its weights whole may keep quantized copies, too.
+        # A rank that keeps full weights may keep quantized copies, too.
         disabled = strategy == "optim_grads_params"
         assert model.config.disable_parameter_transpose_cache == disabled
         for layer in layers:

@@ -96,7 +96,7 @@ def _check_units(model: MegatronFSDP, found: Estimate) -> None:
     loss_of(model, batches(1, 1)[0, 0]).backward()
 
     def check(name: str, direction: str) -> None:
-        # At rest, a rank has its shard; the unit that computes has the whole planes of this pass beside it.
+        # At rest, a rank has its shard; the unit that computes has the full planes of this pass as well.
         whole = getattr(expected[name], direction)
         assert sum(map(_kept, units[name].groups)) == expected[name].compute + whole
         assert sum(map(_kept, units[""].groups)) == expected[""].compute + expected[""].unsharded

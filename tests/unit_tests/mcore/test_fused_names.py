@@ -104,7 +104,7 @@ def _build(fused: bool, seed: int) -> tuple[Any, Any]:
 
 
 def _contents(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
-    """Whole weights and moments, under the names of a model without the fusion."""
+    """Full weights and moments, under the names of a model without the fusion."""
     found: dict[str, torch.Tensor] = {}
     for entry in model.module.engine.params():
         states = optimizer.optimizer.state[entry.main]

@@ -134,7 +134,7 @@ def test_nothing_is_adjusted_where_there_is_no_reason() -> None:
         data_parallel_sharding_strategy="optim",
         average_in_collective=False,
         gradient_accumulation_fusion=False,
-        fp8="hybrid",  # a rank keeps its weights whole between steps, and may keep quantized ones as well
+        fp8="hybrid",  # a rank keeps full weights between steps, and may keep quantized ones as well
         disable_parameter_transpose_cache=False,
         nccl_ub=False,
         fsdp_double_buffer=False,

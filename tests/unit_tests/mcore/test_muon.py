@@ -1,4 +1,4 @@
-"""Megatron's Muon updates sharded matrices as it updates whole ones."""
+"""Megatron's Muon updates sharded matrices as it updates full ones."""
 
 from typing import Any
 from unittest.mock import patch
@@ -53,7 +53,7 @@ def _index(hybrid: bool) -> Any:
 
 
 def _steps(nesterov: bool, steps: int, outer: str | None = None) -> None:
-    """Compare a few steps bit for bit with those of Megatron's own class on whole matrices, in one round or several."""
+    """Compare a few steps bit for bit with those of Megatron's own class on full matrices, in one round or several."""
     reference = Matrices()
     config = FSDPConfig(outer_dp_sharding_strategy=outer or "no_shard")
     model = MegatronFSDP(Matrices(), _index(outer is not None), fsdp_unit_modules=[], config=config)

@@ -26,7 +26,7 @@ def unflatten(flat: LazyTensor, start: int, shape: tuple[int, ...]) -> LazyTenso
 
 
 def ungrid(stored: LazyTensor, shape: tuple[int, ...]) -> LazyTensor:
-    """View a grid of flattened shards of equal size, of shape (*grid, elements of a shard), as the whole tensor.
+    """View a grid of flattened shards of equal size, of shape (*grid, elements of a shard), as the full tensor.
 
     Args:
         stored: The grid: one dimension for each of the tensor, and one for the elements.

@@ -27,7 +27,7 @@ class ReferenceTensor(torch.Tensor):
     Attributes:
         stored_as: Its storage.
         planes: Its bytes: one flat uint8 tensor per plane of the storage.
-        state: float32 tensors that are whole on every rank, such as scales of the whole weight.
+        state: float32 tensors that every rank has in full, such as scales of the full weight.
         initial: The values before quantization.
         dequantized: While the weight is in use, its values for each direction. Aliases of the weight share them.
     """
@@ -48,7 +48,7 @@ class ReferenceTensor(torch.Tensor):
     def of(
         cls, storage: "ReferenceStorage", value: torch.Tensor, dtype: torch.dtype | None, keep_initial: bool
     ) -> Self:
-        """Quantize a whole weight, which may be on the meta device."""
+        """Quantize a full weight, which may be on the meta device."""
         value = value.detach()
         problem = storage.shape_problem(value)
         if problem is not None:
@@ -122,7 +122,7 @@ class ReferenceTensor(torch.Tensor):
 
 
 def _not_shared(values: torch.Tensor) -> None:
-    """The ``ReduceMax`` of a whole weight."""
+    """The ``ReduceMax`` of a full weight."""
 
 
 # Traced by torch.compile, a subclass without __tensor_flatten__ would silently get no gradient.
@@ -182,7 +182,7 @@ class ReferenceStorage:
         return None
 
     def new_state(self, shape: Sequence[int], device: torch.device) -> dict[str, torch.Tensor]:
-        """What every rank holds whole of a weight, before it is quantized for the first time."""
+        """The tensors of a weight that are not sharded, before it is quantized for the first time."""
         return {}
 
     def quantize(self, shards: Sequence[WeightShard], reduce_max: ReduceMax) -> None:

@@ -30,7 +30,7 @@ class Float8Tensor(ReferenceTensor):
         keep_initial: bool = False,
         history: int = 0,
     ) -> Self:
-        """Quantize a whole weight.
+        """Quantize a full weight.
 
         Args:
             value: The values, in any floating-point dtype.
@@ -59,7 +59,7 @@ class Float8Tensor(ReferenceTensor):
 def _storage(shape: torch.Size, block: Block, history: int) -> ReferenceStorage:
     """The storage for a weight of this shape: with a plane of scales if no block is cut by the end of a row or column.
 
-    Other weights, such as those whose rows are a little longer than a whole number of blocks, hold the scales whole on
+    Other weights, such as those whose rows are a little longer than a whole number of blocks, hold all scales on
     every rank, and may be sharded anywhere.
     """
     whole = (

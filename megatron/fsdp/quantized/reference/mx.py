@@ -26,7 +26,7 @@ class MXTensor(ReferenceTensor):
 
     @classmethod
     def quantize(cls, value: torch.Tensor, dtype: torch.dtype | None = None, keep_initial: bool = False) -> Self:
-        """Quantize a whole weight.
+        """Quantize a full weight.
 
         Args:
             value: The values, [rows, columns], in any floating-point dtype.

@@ -1,7 +1,7 @@
-"""Weights in NVFP4, in plain torch: 4-bit floats (e2m1), two per byte, with scales of blocks and of the whole weight.
+"""Weights in NVFP4, in plain torch: 4-bit floats (e2m1), two per byte, with scales of blocks and of the full weight.
 
 The scale of a block is an 8-bit float (e4m3), relative to a float32 scale that comes from the largest magnitude of the
-whole weight. With blocks of 16 x 16, forward and backward read the same values. The arithmetic, with its order of
+full weight. With blocks of 16 x 16, forward and backward read the same values. The arithmetic, with its order of
 roundings, is that of Transformer Engine.
 """
 
@@ -32,7 +32,7 @@ class NVFP4Tensor(ReferenceTensor):
     def quantize(
         cls, value: torch.Tensor, rows: int = 16, dtype: torch.dtype | None = None, keep_initial: bool = False
     ) -> Self:
-        """Quantize a whole weight.
+        """Quantize a full weight.
 
         Args:
             value: The values, [rows, columns], in any floating-point dtype.
@@ -50,7 +50,7 @@ class NVFP4Tensor(ReferenceTensor):
 
 @dataclass(frozen=True)
 class NVFP4Storage(ReferenceStorage):
-    """The storage of :class:`NVFP4Tensor`. The state is the largest magnitude of the whole weight."""
+    """The storage of :class:`NVFP4Tensor`. The state is the largest magnitude of the full weight."""
 
     rows: int
 

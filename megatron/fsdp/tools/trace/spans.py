@@ -46,7 +46,7 @@ class Span(NamedTuple):
         backward: Whether it was issued during a backward pass.
         start: Start in nanoseconds on the first rank's clock.
         end: End in nanoseconds on the first rank's clock.
-        size: Bytes of the whole buffer that is communicated; 0 without communication.
+        size: Bytes of the full buffer that is communicated; 0 without communication.
         work: Number of the communication on this rank; 0 without communication.
         late: Nanoseconds from the start until the last rank has arrived at the communication.
     """
