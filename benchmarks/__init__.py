@@ -1,4 +1,4 @@
-"""The benchmark suite: this project's FSDP beside PyTorch's FSDP2, the original Megatron-FSDP and DDP, on the same
+"""The benchmark suite: this project's FSDP against PyTorch's FSDP2, NVIDIA's Megatron-FSDP and DDP, on the same
 work.
 
     python -m benchmarks --help

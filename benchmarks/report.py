@@ -23,7 +23,7 @@ PICTURES = status.PAGE.parent / "performance"
 SHOWN = ("memory", "step")
 HEAD = """# Benchmark tables
 
-`make bench-report` generates this page from the results beside it. docs/performance.md explains the method and the
+`make bench-report` generates this page from the results next to it. docs/performance.md explains the method and the
 peers. Tables show medians and, in brackets, quartiles.
 """
 

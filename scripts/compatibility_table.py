@@ -104,7 +104,7 @@ FEATURES = (
     Feature("initialization on the meta device", ("test_meta_device.py",)),
     Feature("deferred initialization, equal to the model's own", ("test_deferred.py",)),
     Feature("shard granularities, and rows that have to be cut", ("test_training.py::test_granularities",)),
-    Feature("Muon, which needs full matrices", ("test_granularity.py::test_muon_sees_whole_matrices",)),
+    Feature("Muon, which needs full matrices", ("test_granularity.py::test_muon_sees_full_matrices",)),
     Feature(
         "optimizer in host memory",
         ("test_training.py::test_offload", "test_offload.py"),

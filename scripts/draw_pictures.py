@@ -266,7 +266,7 @@ PARTS = {"weights": (2, COLORS[0]), "gradients": (4, COLORS[1]), "main weights, 
 
 
 def draw_stages() -> Drawing:
-    """What each of four ranks holds with each strategy."""
+    """The shards of each of four ranks, by strategy."""
     drawing = Drawing("Bytes per parameter of one of four ranks with ZeRO-0 to 3", 300)
     drawing.text(24, 34, f"Bytes per parameter of each of {RANKS} ranks, with bf16 weights and Adam", extra=BOLD)
     left = 190

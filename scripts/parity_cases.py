@@ -1,4 +1,4 @@
-"""What scripts/parity.py trains with Megatron's DDP and with our FSDP: topologies, models and options of the loop."""
+"""The cases of scripts/parity.py, with Megatron's DDP and with our FSDP: topologies, models, options of the loop."""
 
 import json
 from dataclasses import dataclass

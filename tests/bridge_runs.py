@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.fsdp.mcore import install
-from tests import bridge_stand_ins
+from tests import bridge_mocks
 
-bridge_stand_ins.enable()
+bridge_mocks.enable()
 if "ddp" not in sys.argv:
     install()
 

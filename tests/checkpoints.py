@@ -48,7 +48,7 @@ def sample(name: str) -> Path:
 
 
 def meta(name: str) -> dict[str, Any]:
-    """What is known of a sample: hashes of its tensors and of the model's parameters, settings, losses."""
+    """The facts about a sample: hashes of its tensors and of the model's parameters, settings, losses."""
     found: dict[str, Any] = json.loads((sample(name) / "meta.json").read_text())
     return found
 
@@ -82,7 +82,7 @@ class _Pickle:
 
 
 def plain_metadata(path: Path) -> Metadata:
-    """What ``.metadata`` holds, read with pickle."""
+    """The content of ``.metadata``, read with pickle."""
     with open(path / ".metadata", "rb") as file:
         found: Metadata = _Unpickler(file).load()
     return found

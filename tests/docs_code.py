@@ -239,7 +239,7 @@ export -f torchrun
 
 
 def doctor_commands(page: Page, command: Command, folder: Path) -> list[list[str]]:
-    """What the doctor is asked about a bash block, as words of its command lines.
+    """The doctor's arguments for a bash block, as words of its command lines.
 
     Raises:
         PageError: The block starts nothing with torchrun, or fails.

@@ -16,7 +16,7 @@ from tests.launch import printed, python
 
 
 class Result(NamedTuple):
-    """What one command returned and wrote."""
+    """The exit code and output of one command."""
 
     code: int
     out: str

@@ -1,4 +1,4 @@
-"""Stand-ins for the fused Adams of Transformer Engine and Apex, which run on CUDA only.
+"""Mocks for the fused Adams of Transformer Engine and Apex, which run on CUDA only.
 
 They work with the addresses of tensors, skip what follows an empty one, and make and keep state as the originals do.
 """
@@ -13,7 +13,7 @@ Lists = list[list[torch.Tensor]]
 
 
 def _update(lists: Lists, group: dict[str, Any]) -> None:
-    """What the kernels do: gradients, weights and both moments, by address."""
+    """The kernels: gradients, weights and both moments, by address."""
     (beta1, beta2), step = group["betas"], group["step"]
     for grad, weight, first, second in zip(*lists, strict=True):
         if not grad.numel():
@@ -54,7 +54,7 @@ class ApexAdam(torch.optim.Optimizer):
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Transformer Engine's: moments of several dtypes, with scales beside the state, which is saved in float32."""
+    """Transformer Engine's: moments of several dtypes, with scales next to the state, which is saved in float32."""
 
     def __init__(self, params: Any, **settings: Any) -> None:
         """With the keyword arguments that Megatron-Core gives it."""

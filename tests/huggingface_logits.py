@@ -70,7 +70,7 @@ def load(model: Any, checkpoint: Path) -> None:
 
 
 class Computed(NamedTuple):
-    """What a model computes.
+    """The outputs of a model.
 
     Attributes:
         logits: [sequences, tokens, padded vocabulary].
@@ -82,7 +82,7 @@ class Computed(NamedTuple):
 
 
 def computed(case: Path) -> Computed:
-    """What the model of a case computes."""
+    """The outputs of a case's model."""
     tokens = torch.load(case / "tokens.pt")
     length = tokens.shape[1]
     resolve = QKNormConfigResolver.resolve

@@ -67,7 +67,7 @@ def arguments(folder: Any, world_batch: int = 4, **changes: Any) -> dict[str, An
 
 
 def history(trainer: Any) -> dict[str, list[float]]:
-    """What a Trainer has logged at each step or evaluation."""
+    """A Trainer's log of each step or evaluation."""
     logs = trainer.state.log_history
     names = ("loss", "grad_norm", "learning_rate", "eval_loss")
     return {name: [float(entry[name]) for entry in logs if name in entry] for name in names}

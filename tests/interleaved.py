@@ -1,4 +1,4 @@
-"""A schedule that calls parts of units itself: the forward of one micro-batch beside the backward of another."""
+"""A schedule that calls parts of units itself: the forward of one micro-batch during the backward of another."""
 
 from collections.abc import Callable, Iterator
 

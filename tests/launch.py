@@ -22,12 +22,12 @@ def start(
     """Run a command, with one thread for each of its processes.
 
     Args:
-        command: The program and its arguments. Programs beside this Python come first in PATH.
+        command: The program and its arguments. Programs in the folder of this Python come first in PATH.
         timeout: Seconds.
         folder: Where it runs.
         packages: A folder of packages that replace installed ones.
         given: What it reads from stdin.
-        variables: Of the environment, beside those of this process.
+        variables: Of the environment, in addition to those of this process.
     """
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     packages = os.pathsep.join(filter(None, [packages, str(ROOT), os.environ.get("PYTHONPATH")]))

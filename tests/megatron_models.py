@@ -166,7 +166,7 @@ def forward_backward(model: torch.nn.Module, data: torch.Tensor, losses_of: Loss
 
 @dataclass
 class Trained:
-    """What a few steps computed."""
+    """The results of a few steps."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -223,7 +223,7 @@ def assert_same(found: Trained, expected: Trained, rtol: float = 1e-4, atol: flo
 
 
 def checkpoint_state(model: torch.nn.Module, optimizer: Any = None, **options: Any) -> Any:
-    """What Megatron's loop saves of a wrapper in the format fsdp_dtensor. Options are those of the preparation."""
+    """The state dict that Megatron's loop saves in the format fsdp_dtensor. Options are those of the preparation."""
     raw = {"model": model.module.state_dict_for_save_checkpoint(), "iteration": 3}
     if optimizer is not None:
         metadata = {"distrib_optim_sharding_type": "fsdp_dtensor"}

@@ -78,7 +78,7 @@ def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def whole(entry: ShardedParameter, tensor: torch.Tensor) -> torch.Tensor:
-    """The full tensor of a main weight, or of a tensor like it, gathered by what each rank says it holds, on every rank."""
+    """The full tensor of a main weight, or of one like it, gathered by what each rank says it holds, on every rank."""
     local = local_shard(tensor).detach().cpu().flatten()
     parts: list[tuple[int, torch.Tensor]] = [(0, local)] * dist.get_world_size()
     dist.all_gather_object(parts, (entry.shard_slice.start, local))
@@ -234,7 +234,7 @@ def assert_same_gradients(sharded: MegatronFSDP, reference: nn.Module, rtol: flo
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What a checkpoint has."""
+    """The content of a checkpoint."""
     return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
 
 

@@ -1,4 +1,4 @@
-"""A stand-in for NCCL's registration of memory, which checks the rules of the real one while ranks train over gloo.
+"""A mock of NCCL's registration of memory, which checks the rules of the real one while ranks train over gloo.
 
 The rules, and where they come from:
 
@@ -99,7 +99,7 @@ class Communicator:
 
 
 class Recorder:
-    """What one rank has called.
+    """The calls of one rank.
 
     Attributes:
         events: Registrations and collectives, in order.

@@ -26,7 +26,7 @@ def missing(packages: tuple[str, ...]) -> list[str]:
 
 
 def left_out(tests: Path) -> dict[Path, list[str]]:
-    """What cannot be collected here, with the packages that are missing."""
+    """The tests that cannot be collected here, with the packages that are missing."""
     found = {tests / name: missing(packages) for name, packages in NEEDS.items()}
     return {path: names for path, names in found.items() if names}
 

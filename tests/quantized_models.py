@@ -22,7 +22,7 @@ from megatron_fsdp import MegatronFSDP, fully_shard
 from tests.models import DEVICE, STRATEGIES, Block, TinyModel, device, loss_of
 
 BLOCKS: dict[str, tuple[int, int] | None] = {"tensor": None, "128x128": (128, 128), "1x128": (1, 128), "5x7": (5, 7)}
-# Formats of any shape: ranks may divide blocks.
+# Formats of any shape: ranks may split blocks.
 ANYWHERE: dict[str, Callable[..., torch.Tensor]] = {
     **{name: partial(Float8Tensor.quantize, block=block) for name, block in BLOCKS.items()},
     "delayed": partial(Float8Tensor.quantize, history=3),

@@ -34,7 +34,7 @@ PRELOADED = ("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed
 
 
 class RankFailure(AssertionError):
-    """What the ranks raised, the first one first, with tracebacks and the end of their output."""
+    """The errors of the ranks, the first one first, with tracebacks and the end of their output."""
 
 
 class Error(NamedTuple):
@@ -70,7 +70,7 @@ class Rank:
         return None, Error(time.time(), f"no reply within {timeout:.0f} s", lost=True)
 
     def lines(self) -> list[str]:
-        """What the rank printed in its latest run."""
+        """The output of the rank in its latest run."""
         return self.output.read_text(errors="replace").splitlines() if self.output.exists() else []
 
     def end(self) -> None:

@@ -19,7 +19,7 @@ from tests.megatron_models import OptimizerConfig, finalize, get_megatron_optimi
 
 
 class Continued(NamedTuple):
-    """What training reached from a checkpoint: the loss of evaluation, two losses of training, and the iteration."""
+    """The results of training from a checkpoint: the loss of evaluation, two losses of training, and the iteration."""
 
     evaluated: float
     losses: list[float]

@@ -1,4 +1,4 @@
-"""Tensors and quantizers of :mod:`tests.te_stand_ins`."""
+"""Tensors and quantizers of :mod:`tests.te_mocks`."""
 
 import math
 from collections.abc import Sequence
@@ -89,7 +89,7 @@ class Float8Tensor(QuantizedTensor):
         return (data.view(torch.float8_e4m3fn).float() * self._scale_inv).to(self._dtype)
 
     def columnwise(self) -> torch.Tensor:
-        """What backward multiplies with."""
+        """The operand of backward's matmul."""
         assert self._transpose is not None and not self._transpose_invalid, "there is no valid transpose"
         assert torch.equal(self._transpose, allocated(self._data).t()), "the transpose is stale"
         return self._decode(self._transpose).t()
@@ -144,7 +144,7 @@ class Float8BlockwiseQTensor(_Columnwise):
         return (allocated(self._rowwise_data).view(torch.float8_e4m3fn).float() * scales).to(self._dtype)
 
     def columnwise(self) -> torch.Tensor:
-        """What backward multiplies with."""
+        """The operand of backward's matmul."""
         assert self._columnwise_data is not None, "there is no transpose"
         assert torch.equal(self._columnwise_data, allocated(self._rowwise_data).t()), "the transpose is stale"
         height, width = self._rowwise_scale_inv.shape
@@ -185,7 +185,7 @@ class MXFP8Tensor(_Columnwise):
         return (allocated(data).view(torch.float8_e4m3fn).float() * torch.exp2(scales.float() - 127)).to(self._dtype)
 
     def columnwise(self) -> torch.Tensor:
-        """What backward multiplies with."""
+        """The operand of backward's matmul."""
         rows, columns = self.shape
         scales = self._columnwise_scale_inv[: rows // 32, :columns].repeat_interleave(32, 0)
         return self._decode(self._columnwise_data, scales)
@@ -220,7 +220,7 @@ class NVFP4Tensor(_Columnwise):
         return (values * (each * (amax / (6.0 * 448.0)))).to(self._dtype)
 
     def columnwise(self) -> torch.Tensor:
-        """What backward multiplies with."""
+        """The operand of backward's matmul."""
         assert self._columnwise_data is not None, "there is no transpose"
         values = self._decode(self._columnwise_data, self._columnwise_scale_inv, self._amax_columnwise).t()
         assert torch.equal(values, self.dequantize()), "the transpose is stale"
@@ -376,7 +376,7 @@ class Float8Quantizer(_PerTensor):
         target._scale_inv.copy_(self.scale.reciprocal())
 
     def end_of_forward(self) -> None:
-        """What leaving ``autocast`` does: the next scale comes from the maximum."""
+        """The update at the end of ``autocast``: the next scale comes from the maximum."""
         self.scale.copy_(torch.where(self.amax > 0, 448.0 / self.amax, self.scale))
         self.amax.zero_()
 

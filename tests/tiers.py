@@ -85,7 +85,7 @@ def strategy_of(item: pytest.Item) -> str:
 
 
 def function_of(item: pytest.Item) -> str:
-    """What the cases of one test have in common."""
+    """The key that the cases of one test share."""
     return item.nodeid.split("[")[0]
 
 

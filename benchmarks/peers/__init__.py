@@ -98,7 +98,7 @@ PEERS: dict[str, Peer] = {
     ),
     **{f"ours-{zero}": Peer(f"ours, ZeRO-{zero}", "ours", {"zero": zero}) for zero in range(4)},
     "ours-3-double": Peer("ours, ZeRO-3, double buffer", "ours", {"zero": 3, "double": True}),
-    "ours-3-fused": Peer("ours, ZeRO-3, stand-in for fused kernels", "ours", {"zero": 3, "fused": True}),
+    "ours-3-fused": Peer("ours, ZeRO-3, mock of fused kernels", "ours", {"zero": 3, "fused": True}),
 }
 
 

@@ -1,4 +1,4 @@
-"""A stand-in for kernels that write weight gradients by themselves, such as Transformer Engine's, in plain torch."""
+"""A mock of kernels that write weight gradients by themselves, such as Transformer Engine's, in plain torch."""
 
 import functools
 from typing import Any
@@ -28,7 +28,7 @@ class _Linear(torch.autograd.Function):
 
 
 def fuse(model: nn.Module) -> None:
-    """Make all linear layers of ``model`` use the stand-in."""
+    """Make all linear layers of ``model`` use the mock."""
     for layer in model.modules():
         if isinstance(layer, nn.Linear):
             layer.forward = functools.partial(_forward, layer)  # type: ignore[method-assign]
@@ -40,5 +40,5 @@ def _forward(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
 
 
 def fused_numel(model: nn.Module) -> int:
-    """Number of elements of all weights whose gradients the stand-in writes."""
+    """Number of elements of all weights whose gradients the mock writes."""
     return sum(layer.weight.numel() for layer in model.modules() if isinstance(layer, nn.Linear))

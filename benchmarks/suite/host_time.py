@@ -21,7 +21,7 @@ TINY = Shape(width=32, depth=24, heads=4, vocabulary=64)
 TOKENS = 4
 STEPS = 25
 ROUNDS = 11
-# Stand-ins for kernels take host time that kernels do not.
+# Mocks for kernels take host time that kernels do not.
 NAMES = tuple(p for p in PEERS if PEERS[p].fake and not PEERS[p].cpu_only and not p.endswith("-fused"))
 QUICK = ("fsdp2", "original-3", "ours-3")
 

@@ -38,7 +38,7 @@ class Point:
 
 
 def stage(line: str) -> str:
-    """What the ranks begin with this line of the log; empty if it says nothing of it."""
+    """The state that ranks begin with, by this line of the log; empty if it says nothing of it."""
     return next((name for text, name in STAGES.items() if text in line), "")
 
 

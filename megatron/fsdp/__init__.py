@@ -14,7 +14,7 @@ with one meaning throughout the package:
 * **reduce**: reduce-scatter a unit's gradients, or all-reduce them where they are not sharded.
 * **sharded**: the state of a unit outside of forward and backward; its modules then have main weights as parameters.
 * **inner** and **outer axis**: the mesh dimensions ``dp_shard_dim``, over which parameters are sharded, and
-  ``dp_outer_dim``, over which the shards are replicated or divided again.
+  ``dp_outer_dim``, over which the shards are replicated or sharded again.
 """
 
 from megatron.fsdp.api.ddp_config import DistributedDataParallelConfig

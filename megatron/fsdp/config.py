@@ -27,7 +27,7 @@ class FSDPConfig:
             ``"optim_grads_params"`` also the compute weights. Reads as the name. Weights are unsharded twice per step
             with 3, once with 1 and 2, and never with 0.
         outer_dp_sharding_strategy: What is sharded over the ranks of ``dp_outer_dim``: 0 or ``"no_shard"`` replicates
-            the shards of the inner axis (HSDP), 1 or ``"optim"`` divides main weights and optimizer state again (hybrid
+            the shards of the inner axis (HSDP), 1 or ``"optim"`` shards main weights and optimizer state again (hybrid
             FSDP). Reads as the name. ``"optim"`` takes one more all-gather per step.
         mixed_precision_policy: Dtypes of main weights, gradients and communication. A narrow ``grad_comm_dtype`` has
             less to send.
@@ -70,7 +70,7 @@ class FSDPConfig:
             first and unsharded during the step. With ``use_decoupled_grad``, gradients stay on the device.
         offload_fraction: With ``offload_optimizer``, offload whole units with at most this fraction of the parameters,
             the first units first. Units are then unsharded after the step, unless it is 1.
-        shard_granularity: Smallest unit of a parameter that is never divided between ranks: ``"row"`` (of dimension 0,
+        shard_granularity: Smallest unit of a parameter that is never split between ranks: ``"row"`` (of dimension 0,
             unless padding would waste too much memory), ``"whole_row"``, ``"block(N)"`` (N rows), ``"element"``,
             ``"tensor"`` (a full matrix, for optimizers such as Muon) or ``"parameter"`` (for Adafactor or 8-bit Adam).
             ``"tensor"`` pads each shard to the largest matrix.
@@ -152,7 +152,7 @@ class FSDPConfig:
                 raise ValueError(f"{name}: expected at least 1; got {getattr(self, name)}.")
         for name in ("offload_optimizer", "report_nan_in_param_grad"):
             if self.cuda_graph_mode and getattr(self, name):
-                raise ValueError(f"{name}: the host waits for the device, which a CUDA graph (cuda_graph_mode) cannot.")
+                raise ValueError(f"{name}: it needs a host-device sync, which a CUDA graph (cuda_graph_mode) cannot.")
         if not 0 <= self.offload_fraction <= 1:
             raise ValueError(f"offload_fraction: expected a number from 0 to 1; got {self.offload_fraction}.")
         if self.sync_module_states and self.init_model_with_meta_device:
@@ -179,10 +179,10 @@ class FSDPConfig:
             if getattr(self, name) and not torch.cuda.is_available():
                 raise ValueError(f"{name}: expected a CUDA device; there is none. Leave it off on a CPU.")
 
-    def with_whole_weights(self) -> "FSDPConfig":
+    def with_full_weights(self) -> "FSDPConfig":
         """The same settings for a model without units: every rank keeps full compute weights."""
         copy = replace(self)
-        object.__setattr__(copy, "sharding", self.sharding.with_whole_parameters)
+        object.__setattr__(copy, "sharding", self.sharding.with_full_parameters)
         return copy
 
     @cached_property

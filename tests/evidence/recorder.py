@@ -64,7 +64,7 @@ def _branch(code: CodeType, offset: int, to: int) -> Any:
 
 
 def write(test: str, **facts: Any) -> None:
-    """Add what ran, and the processor time that it took, to this process's file. Begin anew."""
+    """Add what ran, and the processor time that it took, to this process's file. Then reset."""
     facts |= {"test": test.rsplit(" (", 1)[0], "seconds": time.process_time() - _began}
     facts["arcs"] = {name.removeprefix(ROOT): sorted(found) for name, found in _arcs.copy().items()}
     _arcs.clear()

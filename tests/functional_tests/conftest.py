@@ -13,7 +13,7 @@ from tests.ranks import ROOT
 
 
 class Distributions(NamedTuple):
-    """What a release consists of."""
+    """The files of a release."""
 
     sdist: Path
     wheel: Path

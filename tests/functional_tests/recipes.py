@@ -132,7 +132,7 @@ def reduced(recipe: Recipe) -> tuple[list[str], list[tuple[str, Any, Any, str]]]
 
 
 def page() -> str:
-    """What is changed in each recipe, in Markdown."""
+    """The changes in each recipe, in Markdown."""
     parts = [PAGE]
     for name, recipe in load().items():
         rows = [

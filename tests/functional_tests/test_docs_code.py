@@ -51,7 +51,7 @@ def test_bash_blocks_run(page: Page, command: Command, tmp_path: Path) -> None:
 
 
 def rejected(blocks: list[tuple[Page, Command]], folder: Path) -> list[str]:
-    """What the doctor answers to those commands that it does not accept."""
+    """The doctor's answers to commands that it does not accept."""
     asked = [
         (f"{name(page.path)}:{command.line}", words)
         for page, command in blocks

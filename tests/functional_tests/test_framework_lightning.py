@@ -182,7 +182,7 @@ def _full_file(folder: Path) -> None:
         m.fit(m.sharded(), 2, folder / "none", folder / "weights.ckpt")
 
 
-def test_a_file_with_whole_tensors_goes_to_and_from_ddp(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_file_with_full_tensors_goes_to_and_from_ddp(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(2, _full_file, tmp_path)
 
 

@@ -164,7 +164,7 @@ def test_example_of_adapters(tmp_path: Path) -> None:
     outputs = [_run(f"lora.py {tmp_path}"), _run(f"lora.py {tmp_path} --resume", ranks=1)]
     model, expected = peft.get_peft_model(_llama(), peft.LoraConfig(r=4, target_modules="all-linear")), []
     for _ in outputs:
-        # As in the example, the optimizer starts anew in the second process.
+        # As in the example, the optimizer restarts in the second process.
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
         generator = torch.Generator().manual_seed(1)
         expected += [_step(model, optimizer, torch.randint(61, (4, 12), generator=generator)) for _ in range(5)]

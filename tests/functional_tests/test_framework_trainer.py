@@ -35,7 +35,7 @@ def trainer_of(model: Any, folder: Path, strategy: int | None, data: tuple[int, 
     )
 
 
-def whole_weights(model: Any) -> dict[str, torch.Tensor]:
+def full_weights(model: Any) -> dict[str, torch.Tensor]:
     """All full parameters, on every rank."""
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     return {name: getattr(p, "full_tensor", p.clone)() for name, p in parameters.items()}
@@ -51,7 +51,7 @@ def run(
     fresh_process()
     trainer = trainer_of(llama(**model), folder, strategy, **changes)
     trainer.train(resume_from_checkpoint=checkpoint)
-    return history(trainer), whole_weights(trainer.model)
+    return history(trainer), full_weights(trainer.model)
 
 
 def assert_same(found: Trained, expected: Trained) -> None:
@@ -118,7 +118,7 @@ def save_and_load_best(folder: Path) -> None:
         generated: list[list[int]] = []
 
         def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **unused: Any) -> None:
-            at_step[state.global_step] = whole_weights(model)
+            at_step[state.global_step] = full_weights(model)
             # Ranks finish after different numbers of tokens.
             prompt = torch.arange(1, 4)[None]
             tokens = model.generate(prompt, max_new_tokens=3 + 4 * dist.get_rank(), do_sample=False)
@@ -133,7 +133,7 @@ def save_and_load_best(folder: Path) -> None:
     assert min(losses) < losses[-1] - 0.1
     best_step = 2 * (losses.index(min(losses)) + 1)
     assert trainer.state.best_model_checkpoint == str(folder / f"checkpoint-{best_step}")
-    loaded = whole_weights(trainer.model)
+    loaded = full_weights(trainer.model)
     assert all(torch.equal(loaded[name], value) for name, value in at_step[best_step].items())
     assert trainer.evaluate()["eval_loss"] == pytest.approx(min(losses))
     assert len(remember.generated) == STEPS and all(
@@ -164,7 +164,7 @@ def adapters(folder: Path, strategy: int | None, seed: int, checkpoint: Any) -> 
     changes = {"max_steps": STEPS, "bf16": True, "activation_checkpointing": True}
     trainer = trainer_of(peft.get_peft_model(model, config), folder, strategy, **SAVING, **changes)
     trainer.train(resume_from_checkpoint=checkpoint)
-    return history(trainer), whole_weights(trainer.model)
+    return history(trainer), full_weights(trainer.model)
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """Megatron-Bridge trains, saves, resumes, exports and imports through our adapter, on the CPU.
 
-Its wheel is installed, without its dependencies, in a folder of its own. Stand-ins replace what has no build for a CPU.
+Its wheel is installed, without its dependencies, in a folder of its own. Mocks replace what has no build for a CPU.
 """
 
 import functools
@@ -40,7 +40,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     transformers = pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("llama")
     torch.manual_seed(1)
-    # Tensor-parallel ranks divide the vocabulary.
+    # Tensor-parallel ranks split the vocabulary.
     config = transformers.LlamaConfig(
         vocab_size=32, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=10, max_position_embeddings=64, bos_token_id=None, eos_token_id=None,
@@ -63,7 +63,7 @@ def steps(site: Path, *arguments: object, ranks: int = 2) -> dict[int, list[floa
 
 
 def exported(folder: Path, iteration: int) -> dict[str, torch.Tensor]:
-    """What Megatron-Bridge has exported at the end of a run."""
+    """The export of Megatron-Bridge at the end of a run."""
     return safetensors.torch.load_file(f"{folder}_{iteration}.safetensors")
 
 
@@ -99,7 +99,7 @@ def test_exports_what_our_command_exports(site: Path, llama: Path, tmp_path: Pat
 
 
 def test_adapters(site: Path, llama: Path, tmp_path: Path) -> None:
-    """They train as with DDP; a checkpoint has nothing else; another number of ranks continues and merges them."""
+    """They train as with DDP; a checkpoint has nothing else; a different number of ranks continues and merges them."""
     folder = tmp_path / "lora"
     found = steps(site, "train", "optim_grads_params", folder, 2, llama, "lora", 2, ranks=4)
     ddp = steps(site, "train", "ddp", tmp_path / "ddp", 4, llama, "lora", 2)

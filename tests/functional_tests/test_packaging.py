@@ -68,7 +68,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def fresh(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The Python of a fresh environment, in which pip has installed the wheel beside torch, and nothing else."""
+    """The Python of a fresh environment, in which pip has installed the wheel and torch, and nothing else."""
     folder = tmp_path_factory.mktemp("fresh")
     yield make_environment(folder, Path(sys.executable), str(wheel))
     shutil.rmtree(folder)

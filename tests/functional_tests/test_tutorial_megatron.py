@@ -16,7 +16,7 @@ PAGE = ROOT / "docs" / "tutorials" / "pretrain_megatron.md"
 
 
 def run(command: str, folder: Path) -> str:
-    """What a command of the page prints, in a folder with the repository's script."""
+    """The output of a command of the page, in a folder with the repository's script."""
     return printed(start(["bash", "-c", f"exec 2>&1\n{command}"], folder=folder))
 
 

@@ -1,4 +1,4 @@
-"""``verify`` reports no difference in a correct run, and finds planted errors."""
+"""``verify`` reports no difference in a correct run, and finds injected errors."""
 
 from pathlib import Path
 
@@ -7,10 +7,10 @@ import torch
 
 from megatron.fsdp.tools.compare_runs import Step, compare, distance
 from megatron.fsdp.tools.megatron_run import launch
-from tests.functional_tests.planted import PLANTED
+from tests.functional_tests.injected import INJECTED
 from tests.launch import ROOT, printed, python
 
-SCRIPT = ROOT / "tests" / "functional_tests" / "planted.py"
+SCRIPT = ROOT / "tests" / "functional_tests" / "injected.py"
 MODEL = (
     "--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 "
     "--global-batch-size 4 --max-position-embeddings 32 --train-iters 50 --lr 1e-2 --mock-data --eval-iters 0 "
@@ -45,13 +45,13 @@ def ddp(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("planted", [plant.__name__ for plant in PLANTED])
-def test_planted_errors_are_found(planted: str, ddp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FSDP_PLANTED", planted)
+@pytest.mark.parametrize("injected", [plant.__name__ for plant in INJECTED])
+def test_injected_errors_are_found(injected: str, ddp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FSDP_INJECTED", injected)
     fsdp = tmp_path / "fsdp"
     assert not launch(SCRIPT, MODEL.split(), ranks=2, steps=2, folder=fsdp, ddp=False)
     found = compare(ddp, fsdp, precision="fp32").findings
-    assert str(found[0]).startswith(WHERE[planted]), found[:5]
+    assert str(found[0]).startswith(WHERE[injected]), found[:5]
 
 
 # Biases of queries, keys and values in bf16 -------------------------------------------------------------------------
@@ -105,10 +105,10 @@ def test_an_error_in_such_a_bias_is_found(
 
 
 @pytest.mark.slow
-def test_a_planted_error_in_such_a_model_is_found(
+def test_an_injected_error_in_such_a_model_is_found(
     biased: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FSDP_PLANTED", "skipped_parameter")
+    monkeypatch.setenv("FSDP_INJECTED", "skipped_parameter")
     assert not launch(SCRIPT, BF16.split(), ranks=2, steps=5, folder=tmp_path / "fsdp", ddp=False)
     found = compare(biased[0], tmp_path / "fsdp", precision="bf16").findings
     assert str(found[0]).startswith(WHERE["skipped_parameter"]), found[:5]

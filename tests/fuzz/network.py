@@ -11,7 +11,7 @@ WIDTH = 8
 
 
 class Features(NamedTuple):
-    """What the model has. The first choice of each is the plainest."""
+    """Features of the model. The first choice of each is the plainest."""
 
     tied: str = "no"  # "root": input and head, "blocks": the first layers of both blocks
     odd: str = "no"  # "root" or "block": shapes that ranks cannot divide evenly
@@ -34,14 +34,14 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 
 
 class Result:
-    """What a block may return."""
+    """Results that a block may return."""
 
     def __init__(self, value: torch.Tensor) -> None:
         self.value = value
 
 
 def value_of(output: torch.Tensor | Result) -> torch.Tensor:
-    """What a block has computed."""
+    """The results of a block."""
     return output.value if isinstance(output, Result) else output
 
 

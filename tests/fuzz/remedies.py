@@ -1,4 +1,4 @@
-"""What keeps sharded programs right, each with a change of the engine that takes it out: does the grammar notice?"""
+"""Mechanisms that keep sharded programs right, each with a change that removes it: does the grammar notice?"""
 
 import itertools
 import shutil

@@ -37,7 +37,7 @@ class Result(NamedTuple):
 
     @property
     def signature(self) -> tuple[str, str]:
-        """What tells one defect from another, before it is reduced."""
+        """The key of a defect before it is reduced."""
         what = self.verdict.what.split(":")[0] if self.verdict.kind == "wrong" else self.verdict.what
         return self.verdict.kind, re.sub(r"\d+|'[^']*'|\b(inp|head|odd|blocks|batchnorm)\.\S*", "*", what)[:70]
 
@@ -131,7 +131,7 @@ class Runner:
 
 
 def _lost(failure: str, said: set[str], traces: str) -> Verdict:
-    """What ended the process of a rank, while others may have raised something."""
+    """The reason why a rank's process ended, while others may have raised something."""
     ended = set(re.findall(r"exit code (-?\d+)", failure))
     kind = "crash" if ended - {str(-signal.SIGALRM)} else "hang"
     return Verdict(kind, 0, f"exit codes {sorted(ended)} {sorted(said) or ''}", traces.strip() or failure)

@@ -29,7 +29,7 @@ class Setting(NamedTuple):
     mesh: str = "flat"  # "hsdp": 2 copies; "tp": 2 tensor-parallel ranks
     interface: str = "own"
     strategy: int = 3
-    outer: int = 0  # 1: HSDP divides the optimizer state over the copies, too
+    outer: int = 0  # 1: HSDP shards the optimizer state over the copies, too
     units: str = "block"
     double_buffer: bool = False
     offload: bool = False

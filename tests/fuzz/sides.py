@@ -21,7 +21,7 @@ def full(tensor: Any) -> torch.Tensor:
 
 
 class Side:
-    """What the steps of a program work on.
+    """The state that the steps of a program work on.
 
     Attributes:
         models, optimizers: All of them; ``model`` is the one in use, and ``net`` the module that was sharded.

@@ -1,4 +1,4 @@
-"""What a check is given, and what it finds."""
+"""The input of a check, and its result."""
 
 import json
 from dataclasses import asdict, dataclass, field

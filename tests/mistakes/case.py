@@ -27,7 +27,7 @@ _OPERATION = re.compile(r"\b(aten|c10d)\.\S+")
 
 
 class Outcome(NamedTuple):
-    """What happened on one rank.
+    """The result on one rank.
 
     Attributes:
         kinds: The names of the error's class and its bases; empty without an error.

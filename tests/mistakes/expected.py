@@ -1,4 +1,4 @@
-"""What must be true of mistakes besides what README.md says of them, by title."""
+"""Further conditions for mistakes, besides those of README.md, by title."""
 
 _TRAINS = "assert_trains(model, optimizer)"
 _ONE_LIST = f"{_TRAINS}; assert len(model.engine.units) == 4"

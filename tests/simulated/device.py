@@ -55,7 +55,7 @@ class SimulatedDevice(TorchDispatchMode):
 
     @property
     def races(self) -> list[Race]:
-        """What has been found."""
+        """The findings."""
         return self._checker.races
 
     @property

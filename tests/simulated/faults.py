@@ -1,4 +1,4 @@
-"""Mistakes that tests plant in the engine."""
+"""Mistakes that tests inject into the engine."""
 
 from collections.abc import Callable
 

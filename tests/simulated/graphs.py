@@ -80,7 +80,7 @@ def _yes() -> bool:
 
 
 class _Rules:
-    """What a capture includes: its first stream, and those that wait for an event of the capture.
+    """The streams of a capture: its first stream, and those that wait for an event of the capture.
 
     Every stream has a clock: how many operations of each stream its next kernel comes after.
     """

@@ -1,4 +1,4 @@
-"""What a call of an operator does on a device: which tensors it reads and writes, and whether the host waits for it."""
+"""Effects of an operator on a device: the tensors that it reads and writes, and whether the host waits for it."""
 
 from dataclasses import dataclass, field
 from typing import Any

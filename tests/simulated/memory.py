@@ -1,4 +1,4 @@
-"""What each storage is: memory of the simulated device, pinned memory of the host, or pageable memory."""
+"""Kinds of storages: memory of the simulated device, pinned memory of the host, or pageable memory."""
 
 import weakref
 from collections.abc import Callable

@@ -2,6 +2,7 @@
 
 import ast
 import io
+import re
 import subprocess
 import sys
 import tokenize
@@ -43,6 +44,19 @@ BUDGETS = {
     "megatron/fsdp/tools": 2_780,
     "megatron_fsdp": 150,
     "tests": 34_000,
+}
+
+# Phrases, as regular expressions, and the word that people of this field search for.
+WORDS = {
+    "[Ww]hole (weight|tensor|state|parameter|gradient|matri|buffer|compute weight)": "full",
+    "(an)other number of": "a different number of",
+    "[Dd]ivided? (between|over) (the )?ranks": "split, sharded",
+    "[Ss]tand-in": "mock, fake, placeholder",
+    "matrix (product)": "matmul",
+    "[Mm]ulti(processor)s": "SMs",
+    "the host (waits) for the (device|GPU)": "host-device sync",
+    "start(s|ed) anew": "restarts",
+    "[Pp]lanted": "injected",
 }
 
 
@@ -129,3 +143,13 @@ def test_packages_keep_their_budgets() -> None:
         if count > BUDGETS.get(package, 0)
     ]
     assert not too_large, "\n".join(too_large)
+
+
+def test_texts_have_the_words_of_the_field() -> None:
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    found = []
+    for path in [*pages, *(path for name in FOLDERS for path in (ROOT / name).rglob("*.[pm][yd]"))]:
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            wrong = [(match[0], word) for phrase, word in WORDS.items() if (match := re.search(phrase, line))]
+            found += [f"{path.relative_to(ROOT)}:{number}: {phrase!r}; write: {word}" for phrase, word in wrong]
+    assert not found, "\n".join(found)

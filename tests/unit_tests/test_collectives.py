@@ -145,7 +145,7 @@ def test_a_module_of_another_model_is_refused(ranks: RankPool) -> None:
 
 
 class Counted:
-    """Counts calls, and checks that it is given the memory that it lent."""
+    """Counts calls, and checks that it is given the memory that it allocated."""
 
     def __init__(self) -> None:
         self.calls, self.lent = 0, set[int]()

@@ -140,7 +140,7 @@ class Recomputing(TinyModel):
 
 
 def _same_gradients(model: TinyModel, compile_all: bool) -> None:
-    """Gradients with and without compiling, evaluation in between, and no graph made anew when all is repeated."""
+    """Gradients with and without compiling, evaluation in between, and no graph made again when all is repeated."""
     with _fresh_compiler():
         reference = copy.deepcopy(model)
         graphs = Graphs("aot_eager")

@@ -1,4 +1,4 @@
-"""What the contributors' pages name exists: functions, commands, examples, keys of the issue forms."""
+"""Names on the contributors' pages exist: functions, commands, examples, keys of the issue forms."""
 
 import ast
 import importlib.util

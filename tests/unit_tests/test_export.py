@@ -41,9 +41,9 @@ def _write(folder: str, strategy: str, tied: bool, dtype: torch.dtype | None, la
     sharded(tokens, labels=tokens).loss.backward()
     optimizer.step()
     save_safetensors(sharded, folder, dtype, largest)
-    from megatron.fsdp.dtensor.gathering import gather_whole
+    from megatron.fsdp.dtensor.gathering import gather_full
 
-    return {entry.name: gather_whole(entry.main).cpu() for entry in sharded.engine.params()}
+    return {entry.name: gather_full(entry.main).cpu() for entry in sharded.engine.params()}
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

@@ -304,7 +304,7 @@ def _fail(strategy: str) -> None:
         for name, grad in expected.items():
             torch.testing.assert_close(found[name], grad)
         made.append(pool.buffers())
-    assert made[1] == made[2], "what failed passes were lent is given back"
+    assert made[1] == made[2], "what failed passes have allocated is given back"
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
@@ -356,7 +356,7 @@ def test_freezing(ranks: RankPool, strategy: str, freeze: Callable[[str], None])
 
 
 class _Writes(TorchDispatchMode):
-    """Records what is done to the buffers that kernels were lent, in order: operation and bytes."""
+    """Records what is done to the buffers that kernels were given, in order: operation and bytes."""
 
     def __init__(self) -> None:
         super().__init__()

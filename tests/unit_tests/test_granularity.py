@@ -141,5 +141,5 @@ def _muon(strategy: str) -> None:
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_muon_sees_whole_matrices(ranks: RankPool, strategy: str, world_size: int) -> None:
+def test_muon_sees_full_matrices(ranks: RankPool, strategy: str, world_size: int) -> None:
     ranks.run(world_size, _muon, strategy)

@@ -85,14 +85,14 @@ def test_empty_buffers_are_no_ones_memory() -> None:
 # Gradients that are not sharded ------------------------------------------------------------------------------------
 
 
-def _with_whole_gradients() -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+def _with_full_gradients() -> tuple[MegatronFSDP, torch.optim.Optimizer]:
     model = TinyModel()
     return fully_shard(model, sgd(model.parameters()), fsdp_unit_modules=[Block], zero_dp_strategy="no_shard")
 
 
 def _places() -> list[list[int]]:
     """Addresses of all gradients in each step, while other tensors take every memory that is freed."""
-    sharded, optimizer = _with_whole_gradients()
+    sharded, optimizer = _with_full_gradients()
     places, taken = [], []
     for step in batches(steps=3, per_step=1):
         loss_of(sharded, step[0]).backward()
@@ -103,13 +103,13 @@ def _places() -> list[list[int]]:
     return places
 
 
-def test_whole_gradients_keep_their_memory(ranks: RankPool) -> None:
+def test_full_gradients_keep_their_memory(ranks: RankPool) -> None:
     for places in ranks.run(2, _places):
         assert places[0] == places[1] == places[2]
 
 
 def _keep_gradients() -> None:
-    sharded, optimizer = _with_whole_gradients()
+    sharded, optimizer = _with_full_gradients()
     kept, copies = [], []
     for step in batches(steps=3, per_step=1):
         loss_of(sharded, step[0]).backward()
@@ -127,7 +127,7 @@ def test_gradients_that_a_user_keeps_are_not_overwritten(ranks: RankPool) -> Non
 
 
 def _set_to_zero() -> None:
-    sharded, optimizer = _with_whole_gradients()
+    sharded, optimizer = _with_full_gradients()
     for step in batches(steps=3, per_step=1):
         loss_of(sharded, step[0]).backward()
         loss_of(sharded, step[0]).backward()

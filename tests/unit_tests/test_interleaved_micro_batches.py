@@ -1,4 +1,4 @@
-"""A schedule that runs parts of units itself, the forward of one micro-batch beside the backward of another."""
+"""A schedule that runs parts of units itself, the forward of one micro-batch during the backward of another."""
 
 from typing import Any
 
@@ -122,7 +122,7 @@ def _continues_after_an_exception(strategy: str, at: int, abandon: bool, ordinar
     assert_same_weights(model, reference)
 
 
-# Within the first micro-batch's forward, and the first and the last layer of the second's beside its backward.
+# Within the first micro-batch's forward, and the first and the last layer of the second's during its backward.
 @pytest.mark.parametrize("ordinary", [True, False], ids=["ordinary", "interleaved"])
 @pytest.mark.parametrize("abandon", [True, False], ids=["abandoned", "not abandoned"])
 @pytest.mark.parametrize("at", [3, 14, 23])

@@ -22,7 +22,7 @@ def test_no_rank_has_more_than_the_mean_or_one_matrix(model: list[list[tuple[int
     loads = [0.0] * ranks
     for owner, each in zip(assign_owners(work, ranks), work, strict=True):
         loads[owner] += each
-    # A matrix is not divided, so no assignment is better than the largest one.
+    # A matrix is not split, so no assignment is better than the largest one.
     assert max(loads) <= max(1.2 * sum(work) / ranks, max(work))
 
 

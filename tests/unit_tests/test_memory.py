@@ -201,7 +201,7 @@ def test_peak_of_a_step(measured: dict[tuple, dict[str, int]], case: tuple) -> N
     bound = _bound(found, dtype)
     assert found["peak"] <= bound
     if compute_delay:
-        # Where there is compute to run beside, what may be in flight is: the bound is no larger than it has to be. The
+        # Where there is compute to overlap, what may be in flight is: the bound is no larger than it has to be. The
         # gradients' shards are not all there when the most units are.
         compute, gradient = DTYPES[dtype]
         assert found["peak"] > bound - compute * found["unit"] - gradient * found["shard"]

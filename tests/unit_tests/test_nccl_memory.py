@@ -1,4 +1,4 @@
-"""Registration with NCCL, on stand-ins that have the interface of torch's NCCL backend and memory pools."""
+"""Registration with NCCL, on mocks that have the interface of torch's NCCL backend and memory pools."""
 
 import gc
 import logging
@@ -64,7 +64,7 @@ class Backend:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is called on two backends and on torch.cuda, in order."""
+    """The calls of two backends and of torch.cuda, in order."""
     found: list[str] = []
 
     @contextmanager

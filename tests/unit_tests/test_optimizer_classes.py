@@ -212,16 +212,16 @@ MATRICES: dict[str, Make] = {"Muon": lambda p: torch.optim.Muon([q for q in p if
 
 
 def _vectors_are_parameters() -> None:
-    """A granularity that keeps matrices whole may still divide long vectors."""
+    """A granularity that keeps matrices whole may still split long vectors."""
     model = nn.LayerNorm(999)
     optimizer = torch.optim.Adafactor(model.parameters())
     sharded = fully_shard_model(model, shard_granularity="tensor")
-    with pytest.raises(ValueError, match="2 of its parameters are divided between ranks: weight, bias."):
+    with pytest.raises(ValueError, match="2 of its parameters are split between ranks: weight, bias."):
         fully_shard_optimizer(optimizer)
     assert sharded.module is model
 
 
-def test_vectors_must_be_whole_for_optimizers_of_whole_parameters(ranks: RankPool) -> None:
+def test_vectors_must_be_whole_for_optimizers_of_full_parameters(ranks: RankPool) -> None:
     ranks.run(4, _vectors_are_parameters)
 
 

@@ -365,7 +365,7 @@ def _save(folder: str, format: str) -> list[float]:
     save_to(folder, model, optimizer)
     if format != "delayed":
         return train(model, optimizer, _data()[3:])
-    # Delayed scaling starts anew with the loaded weights. No other format has more to lose than main weights.
+    # Delayed scaling restarts with the loaded weights. No other format has more to lose than main weights.
     reference = Reference(quantized_model(format))
     for step in _data()[:3]:
         reference.step(step[:1])

@@ -46,7 +46,7 @@ def test_nothing_is_allocated_in_the_steady_state(ranks: RankPool, format: str, 
 
 
 def _gradients(format: str, kind: str, recomputed: str, registered: bool) -> tuple[list[Event], list[float]]:
-    """What is registered and sent, and the losses."""
+    """The registered and sent tensors, and the losses."""
     with Recorder().installed() if registered else nullcontext(None) as recorder:
         config = FSDPConfig(zero_dp_strategy=kind, nccl_ub=registered, fsdp_double_buffer=True)
         model: Any = recompute(quantized_model(format), recomputed)

@@ -1,4 +1,4 @@
-"""What cannot be sharded with quantized weights raises an error, and models can be copied before they are sharded."""
+"""Models with quantized weights that cannot be sharded raise an error; models can be copied before they are sharded."""
 
 import copy
 import io

@@ -193,7 +193,7 @@ class Ranks:
         self._values: list[torch.Tensor] = [torch.empty(0)] * size
 
     def reduce_max(self, rank: int) -> Callable[[torch.Tensor], None]:
-        """What a rank passes to ``quantize``."""
+        """The arguments that a rank passes to ``quantize``."""
 
         def reduce(values: torch.Tensor) -> None:
             self._values[rank] = values.clone()

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from megatron.fsdp.dtensor.gathering import gather_whole
+from megatron.fsdp.dtensor.gathering import gather_full
 from megatron.fsdp.dtensor.placements import RaggedShard, SectionedShard
 from megatron.fsdp.dtensor.ragged_dtensor import RaggedDTensor, make_dtensor
 from megatron.fsdp.sharding.layout import ELEMENT, ROW, Layout, Slot
@@ -237,7 +237,7 @@ def _random() -> None:
         _same(ragged, whole)
 
 
-def test_random_initialization_equals_that_of_the_whole_tensor(ranks: RankPool) -> None:
+def test_random_initialization_equals_that_of_the_full_tensor(ranks: RankPool) -> None:
     ranks.run(3, _random)
 
 
@@ -339,7 +339,7 @@ def _gather_plain() -> None:
         for lengths in ((3, 3, 1), (0, 5, 2)):
             local = whole.split(lengths)[dist.get_rank()]
             foreign = DTensor.from_local(local, mesh, [Shard(0), Replicate()], shape=whole.shape, stride=whole.stride())
-            assert torch.equal(gather_whole(foreign), whole)
+            assert torch.equal(gather_full(foreign), whole)
     finally:
         dist.all_reduce = reduce
 

@@ -19,7 +19,7 @@ def _one_rank_raises(culprit: int) -> None:
     print(f"rank {dist.get_rank()} prints this")
     os.write(2, f"C++ of rank {dist.get_rank()} writes that\n".encode())
     if dist.get_rank() == culprit:
-        raise KeyError("planted")
+        raise KeyError("injected")
     dist.barrier()
 
 
@@ -29,7 +29,7 @@ def test_a_failure_names_the_rank_with_its_traceback_and_its_output(ranks: RankP
     first, *others = str(caught.value).split("\nrank ")
     # The other ranks wait for the one that raised, and lose the connection to it.
     assert first.startswith("rank 1: Traceback")
-    assert "in _one_rank_raises" in first and first.endswith("KeyError: 'planted'")
+    assert "in _one_rank_raises" in first and first.endswith("KeyError: 'injected'")
     assert others[0] == "1's last output:\n    rank 1 prints this\n    C++ of rank 1 writes that"
     assert {text[0] for text in others[1:]} == {"0", "2"}
 

@@ -199,7 +199,7 @@ def _full_state(kind: str, broadcast: bool) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("broadcast", [False, True])
-def test_whole_state_by_torchs_functions(ranks: RankPool, kind: str, broadcast: bool) -> None:
+def test_full_state_by_torchs_functions(ranks: RankPool, kind: str, broadcast: bool) -> None:
     ranks.run(4, _full_state, kind, broadcast)
 
 
@@ -220,7 +220,7 @@ def _full_optimizer_state(kind: str, broadcast: bool) -> None:
 
 @pytest.mark.parametrize("kind", ["optim_grads_params", "hybrid", "in place"])
 @pytest.mark.parametrize("broadcast", [False, True])
-def test_whole_optimizer_state_by_torchs_functions(ranks: RankPool, kind: str, broadcast: bool) -> None:
+def test_full_optimizer_state_by_torchs_functions(ranks: RankPool, kind: str, broadcast: bool) -> None:
     ranks.run(4, _full_optimizer_state, kind, broadcast)
 
 

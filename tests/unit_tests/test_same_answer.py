@@ -53,7 +53,7 @@ class Block(nn.Module):
 
 
 class Result:
-    """What a block may return."""
+    """Results that a block may return."""
 
     def __init__(self, value: torch.Tensor) -> None:
         self.value = value

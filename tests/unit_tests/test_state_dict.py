@@ -1,4 +1,4 @@
-"""State dicts: plain torch checkpointing of shards, on another number of ranks, and loading of full tensors."""
+"""State dicts: plain torch checkpointing of shards, on a different number of ranks, and loading of full tensors."""
 
 import copy
 

@@ -7,38 +7,38 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.fsdp.tools.trace.clock import CudaClock, HostClock, Meeting, Offset, clock_of, meet, offset
+from megatron.fsdp.tools.trace.clock import CudaClock, HostClock, Offset, SyncPoint, clock_of, meet, offset
 from tests.models import device
 from tests.ranks import RankPool
 
 
-def test_offset_is_the_middle_of_the_interval_that_all_meetings_allow() -> None:
-    # The other clock is ahead by 1000. At the first meeting the first rank waits, at the second the other does.
-    first = [Meeting(0, 110), Meeting(250, 260)]
-    other = [Meeting(1100, 1112), Meeting(1200, 1262)]
+def test_offset_is_the_middle_of_the_interval_that_all_sync_points_allow() -> None:
+    # The other clock is ahead by 1000. At the first sync point the first rank waits, at the second the other does.
+    first = [SyncPoint(0, 110), SyncPoint(250, 260)]
+    other = [SyncPoint(1100, 1112), SyncPoint(1200, 1262)]
     # The bounds of the offset are 250 - 1262 and 110 - 1100.
     assert offset(first, other) == Offset(-1001, 11)
 
 
 def test_clocks_of_one_machine_are_one() -> None:
-    assert offset([Meeting(0, 10)], [Meeting(2, 12)]) == Offset(0, 0)
-    assert offset([Meeting(5, 9)], [Meeting(5, 9)]) == Offset(0, 0)
+    assert offset([SyncPoint(0, 10)], [SyncPoint(2, 12)]) == Offset(0, 0)
+    assert offset([SyncPoint(5, 9)], [SyncPoint(5, 9)]) == Offset(0, 0)
 
 
-def test_offset_needs_meetings() -> None:
-    with pytest.raises(ValueError, match="the same number of meetings of both ranks, at least one; got 0 and 0"):
+def test_offset_needs_sync_points() -> None:
+    with pytest.raises(ValueError, match="the same number of sync points of both ranks, at least one; got 0 and 0"):
         offset([], [])
     with pytest.raises(ValueError, match="got 1 and 2"):
-        offset([Meeting(0, 1)], [Meeting(0, 1), Meeting(2, 3)])
+        offset([SyncPoint(0, 1)], [SyncPoint(0, 1), SyncPoint(2, 3)])
 
 
-def _shifted(nanoseconds: int) -> list[Meeting]:
-    """Meetings of two ranks, the second of which has a shifted clock."""
+def _shifted(nanoseconds: int) -> list[SyncPoint]:
+    """Sync points of two ranks, the second of which has a shifted clock."""
     ahead = nanoseconds * dist.get_rank()
-    return [Meeting(m.before + ahead, m.after + ahead) for m in meet(dist.group.WORLD, device())]
+    return [SyncPoint(m.before + ahead, m.after + ahead) for m in meet(dist.group.WORLD, device())]
 
 
-def test_meetings_find_the_offset(ranks: RankPool) -> None:
+def test_sync_points_give_the_offset(ranks: RankPool) -> None:
     first, other = ranks.run(2, _shifted, 10**12)
     found, error = offset(first, other)
     assert abs(found + 10**12) <= error < 20e6

@@ -20,7 +20,7 @@ import torch
 from megatron.fsdp.quantized.reference.float8 import Float8Tensor
 from megatron.fsdp.quantized.reference.nvfp4 import NVFP4Tensor
 from megatron.fsdp.quantized.transformer_engine import TransformerEngineStorage
-from tests import te_stand_ins as te
+from tests import te_mocks as te
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = os.environ.get("MEGATRON_FSDP_TRANSFORMER_ENGINE", "")
@@ -81,7 +81,7 @@ STORAGES = {
 
 @pytest.mark.parametrize("name", STORAGES)
 def test_fields(name: str) -> None:
-    """All fields are named in the plug-in, so that none is copied to main weights, and the stand-ins have them."""
+    """All fields are named in the plug-in, so that none is copied to main weights, and the mocks have them."""
     source = Path(FOLDER, *te.TENSORS.split("."), "storage", f"{name}_storage.py").read_text()
     fields = set(re.findall(r"\binstance\.(_\w+) = ", source))
     assert fields and fields <= TransformerEngineStorage.fields
@@ -90,7 +90,7 @@ def test_fields(name: str) -> None:
 
 @pytest.mark.parametrize("function", [te.quantize_master_weights, te.post_all_gather_processing])
 def test_functions(function: Any) -> None:
-    """The stand-ins of functions take the same arguments."""
+    """The mocks of functions take the same arguments."""
     tree = ast.parse(Path(FOLDER, *te.TENSORS.split("."), "utils.py").read_text())
     (found,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function.__name__)
     assert [argument.arg for argument in found.args.args] == list(inspect.signature(function).parameters)

@@ -1,4 +1,4 @@
-"""Transformer Engine's tensors as weights, with stand-ins for its classes: sharded training equals unsharded."""
+"""Transformer Engine's tensors as weights, with mocks for its classes: sharded training equals unsharded."""
 
 import importlib
 import sys
@@ -15,13 +15,13 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.fsdp.quantized.storage import KEEP_TRANSPOSE, storage_of
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_model
-from tests import te_stand_ins as te
+from tests import te_mocks as te
 from tests.models import batches, loss_of
 from tests.quantized_models import KINDS, arguments, exact, mean, ranks_of, train
 from tests.ranks import DEVICE, RankPool
 from tests.slow import all_but_slow
 
-pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="the stand-ins compute on a CPU")
+pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="the mocks compute on a CPU")
 
 FORMATS: dict[str, Callable[[], te.Quantizer]] = {
     "delayed": te.Float8Quantizer,
@@ -40,7 +40,7 @@ def plug_in() -> Any:
     return importlib.reload(importlib.import_module("megatron.fsdp.quantized.transformer_engine"))
 
 
-def with_stand_ins(function: Callable[..., Any]) -> Callable[..., Any]:
+def with_mocks(function: Callable[..., Any]) -> Callable[..., Any]:
     """Run a function in a rank where Transformer Engine seems to be installed."""
 
     @wraps(function)
@@ -172,7 +172,7 @@ def _sharded(kind: str, model: nn.Module, **more: Any) -> Any:
 # Training ---------------------------------------------------------------------------------------------------------
 
 
-@with_stand_ins
+@with_mocks
 def _trains(kind: str, name: str, dtype: torch.dtype, preserve: bool, more: dict) -> None:
     data = batches(8, dist.get_world_size())
     expected = _expected(Model(name, dtype, preserve), data)
@@ -208,7 +208,7 @@ def test_variants_train_as_unsharded(ranks: RankPool, name: str, variant: str) -
     ranks.run(2, _trains, "optim_grads_params", name, *VARIANTS[variant])
 
 
-@with_stand_ins
+@with_mocks
 def _trains_with_an_older_version(name: str) -> None:
     data = batches(3, 2)
     expected = _expected(Model(name), data)
@@ -228,7 +228,7 @@ def test_older_versions(ranks: RankPool, name: str) -> None:
     ranks.run(2, _trains_with_an_older_version, name)
 
 
-@with_stand_ins
+@with_mocks
 def _recomputes(name: str) -> None:
     data = batches(4, 2)
     expected = _expected(Model(name), data)
@@ -244,7 +244,7 @@ def test_recomputes(ranks: RankPool, name: str) -> None:
     ranks.run(2, _recomputes, name)
 
 
-@with_stand_ins
+@with_mocks
 def _accumulates(name: str, kind: str, keep: bool) -> None:
     """Two micro-batches and an evaluation per step; transposes are made once per backward, or once per step if kept."""
     data = batches(3, 4).unflatten(1, (2, 2))
@@ -281,7 +281,7 @@ def test_accumulates(ranks: RankPool, name: str, kind: str, keep: bool) -> None:
 # The meta device --------------------------------------------------------------------------------------------------
 
 
-@with_stand_ins
+@with_mocks
 def _trains_from_meta(name: str, kind: str, dtype: torch.dtype, mixed: bool, keep: bool) -> None:
     """Layers whose plain weights on the meta device get quantized when they are initialized."""
     data = batches(6, dist.get_world_size())
@@ -314,7 +314,7 @@ def test_trains_from_the_meta_device(ranks: RankPool, name: str, kind: str, mixe
     ranks.run(2, _trains_from_meta, name, kind, torch.bfloat16 if mixed else torch.float32, mixed, mixed)
 
 
-@with_stand_ins
+@with_mocks
 def _refuses_on_meta(name: str) -> None:
     def sharded(model: nn.Module) -> Any:
         return fully_shard_model(model, init_model_with_meta_device=True)
@@ -355,7 +355,7 @@ def _fields(tensor: Any) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in vars(tensor).items() if isinstance(value, torch.Tensor)}
 
 
-@with_stand_ins
+@with_mocks
 def _quantizes(name: str, kind: str) -> None:
     model = nn.Module()
     torch.manual_seed(3)
@@ -403,7 +403,7 @@ REFUSED: dict[str, tuple[str, Callable[[Any], None], str]] = {
 }
 
 
-@with_stand_ins
+@with_mocks
 def _problems() -> None:
     module = plug_in()
     for name, change, message in REFUSED.values():
@@ -435,7 +435,7 @@ def test_what_cannot_be_trained_is_named(ranks: RankPool) -> None:
     ranks.run(1, _problems)
 
 
-@with_stand_ins
+@with_mocks
 def _separates() -> None:
     """Tensors that may not be in one batch have different keys."""
     made = [te.Linear(32, 64, quantizer()).weight for quantizer in FORMATS.values()]

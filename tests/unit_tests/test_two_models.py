@@ -116,15 +116,15 @@ def test_inconsistent_weights_are_those_of_one_model(ranks: RankPool) -> None:
 # verify --------------------------------------------------------------------------------------------------------------
 
 
-def _whole_tensors() -> None:
-    from megatron.fsdp.tools.megatron_run import whole_gradients, whole_weights
+def _full_tensors() -> None:
+    from megatron.fsdp.tools.megatron_run import full_gradients, full_weights
     from tests.megatron_models import forward_backward, megatron, tokens, wrapped
 
     with megatron():
         student, teacher = wrapped("optim_grads_params"), wrapped("optim_grads_params", num_layers=3)
         for model in (student, teacher):
             forward_backward(model, tokens(0, 2))
-        for read in (whole_weights, whole_gradients):
+        for read in (full_weights, full_gradients):
             alone = [dict(read([model])) for model in (student, teacher)]
             assert not any("layers.2" in name for name in alone[0])
             assert any("layers.2" in name for name in alone[1])
@@ -135,4 +135,4 @@ def _whole_tensors() -> None:
 
 @pytest.mark.skipif(DEVICE == "cuda" or bool(missing(MEGATRON)), reason="Megatron runs on the CPU here")
 def test_verify_reads_each_model_separately(ranks: RankPool) -> None:
-    ranks.run(2, _whole_tensors)
+    ranks.run(2, _full_tensors)

@@ -1,4 +1,4 @@
-"""``verify --model``: correct programs agree with the run without sharding, and planted mistakes are named."""
+"""``verify --model``: correct programs agree with the run without sharding, and injected mistakes are named."""
 
 import argparse
 import subprocess

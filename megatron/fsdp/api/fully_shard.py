@@ -109,7 +109,7 @@ def fully_shard_model(
             ``"optim_grads_params"`` also the compute weights. Reads as the name. Weights are unsharded twice per step
             with 3, once with 1 and 2, and never with 0.
         outer_dp_sharding_strategy: What is sharded over the ranks of ``dp_outer_dim``: 0 or ``"no_shard"`` replicates
-            the shards of the inner axis (HSDP), 1 or ``"optim"`` divides main weights and optimizer state again (hybrid
+            the shards of the inner axis (HSDP), 1 or ``"optim"`` shards main weights and optimizer state again (hybrid
             FSDP). Reads as the name. ``"optim"`` takes one more all-gather per step.
         device: Device to compute on. None: that of the parameters, or the current CUDA device if there is one.
         init_model_with_meta_device: Accept parameters on the meta device and initialize them unit by unit: as recorded
@@ -154,7 +154,7 @@ def fully_shard_model(
         offload_optimizer: Keep main weights, their gradients and the optimizer's state in host memory: copies cross
             PCIe, and the host updates. With ``overlap_param_gather``, the units that forward needs first are updated
             first and unsharded during the step. With ``use_decoupled_grad``, gradients stay on the device.
-        shard_granularity: Smallest unit of a parameter that is never divided between ranks: ``"row"`` (of dimension 0,
+        shard_granularity: Smallest unit of a parameter that is never split between ranks: ``"row"`` (of dimension 0,
             unless padding would waste too much memory), ``"whole_row"``, ``"block(N)"`` (N rows), ``"element"``,
             ``"tensor"`` (a full matrix, for optimizers such as Muon) or ``"parameter"`` (for Adafactor or 8-bit Adam).
             ``"tensor"`` pads each shard to the largest matrix.
@@ -230,7 +230,7 @@ def fully_shard_optimizer(
 
     Raises:
         ValueError: No parameter belongs to a sharded model, existing state has another shape than its parameter, or
-            the optimizer uses full matrices or parameters that are divided between ranks.
+            the optimizer uses full matrices or parameters that are split between ranks.
         NotImplementedError: The optimizer's class does not work on shards of parameters, or is not registered.
     """
     check_type("optimizer", optimizer, torch.optim.Optimizer)

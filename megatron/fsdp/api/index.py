@@ -57,7 +57,7 @@ class FSDPDistributedIndex(MeshIndex):
     def get_logical_hybrid_fsdp_rank(self, is_expert_parallel: bool = False) -> int:
         """Position of this rank's shard of main weights among those of all data-parallel ranks, with hybrid FSDP.
 
-        Parameters are divided over the inner axis first, and each of these shards over the outer axis.
+        Parameters are sharded over the inner axis first, and each of these shards over the outer axis.
 
         Raises:
             ValueError: Nothing is sharded over the outer axis, or there is none.

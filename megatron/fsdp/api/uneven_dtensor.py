@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor, Replicate
 
 from megatron.fsdp.comm.gloo import ensure_released
-from megatron.fsdp.dtensor.gathering import gather_whole, lengths_on_ranks, sharded_axes
+from megatron.fsdp.dtensor.gathering import gather_full, lengths_on_ranks, sharded_axes
 from megatron.fsdp.dtensor.placements import RaggedShard, contiguous_stride, is_ragged, local_slice, narrowed_spec
 from megatron.fsdp.dtensor.ragged_dtensor import RaggedDTensor, make_dtensor
 
@@ -156,7 +156,7 @@ def uneven_dtensor_to_full_tensor(dtensor: DTensor) -> torch.Tensor:
     """
     if not isinstance(dtensor, DTensor):
         raise TypeError(f"expected a DTensor; got {type(dtensor).__name__}.")
-    return gather_whole(dtensor)
+    return gather_full(dtensor)
 
 
 def redistribute_uneven_dtensor_to_replicated(dtensor: DTensor) -> DTensor:
@@ -202,7 +202,7 @@ def split_dtensor(
         update_uneven_dtensor_chunk_meta: Apply :func:`update_uneven_dtensor_chunk_metadata` to the results.
 
     Raises:
-        ValueError: ``dim`` is not 0 and a row of the tensor is divided between ranks.
+        ValueError: ``dim`` is not 0 and a row of the tensor is split between ranks.
     """
     dim, size = dim % dtensor.dim(), dtensor.shape[dim % dtensor.dim()]
     if isinstance(split_size_or_sections, int):
@@ -243,7 +243,7 @@ def _split_ragged(dtensor: DTensor, start: int, stop: int, dim: int, shape: tupl
         return narrow_rows(dtensor, start * row, stop * row, shape)
     local = dtensor._local_tensor
     if local.dim() != dtensor.dim() or any(cut % row for p in _ragged(spec) for cut in p.cuts):
-        raise ValueError("split_dtensor: a row of the tensor is divided between ranks. Split along dimension 0.")
+        raise ValueError("split_dtensor: a row of the tensor is split between ranks. Split along dimension 0.")
     placements = [p.scaled(row, max(_row(shape), 1)) if isinstance(p, RaggedShard) else p for p in spec.placements]
     return make_dtensor(local.narrow(dim, start, stop - start), spec.mesh, shape, placements)
 

@@ -79,7 +79,7 @@ class GradientBuffer:
             self.reduction.add(self.unreduced, grads)
             self._drop_for_kernels()
         elif self.reduction.pool.is_fixed or any(grad is not None for grad in grads):
-            # A fixed pool must lend its buffers in the same order on all ranks, also on those whose computation has
+            # A fixed pool must hand out its buffers in the same order on all ranks, also on those whose computation has
             # skipped the unit: symmetric memory needs the same address everywhere.
             self.unreduced = self._place(grads, self.reduction.dtypes.main_grads)
         else:

@@ -196,7 +196,7 @@ class ParameterGroup:
         axes = [self.sharding.inner] if self.axes.outer is None else [self.sharding.outer, self.sharding.inner]
         placements: list[Placement] = []
         stride = 1
-        # The inner axis divides the buffer, and the outer axis each inner rank's slice. So shards of outer neighbours
+        # The inner axis shards the buffer, and the outer axis each inner rank's slice. Shards of outer neighbours
         # are adjacent, and those of inner neighbours are ``stride`` shards apart.
         for number, axis in enumerate(axes):
             placements.append(RaggedShard.of(self.layout, i, stride) if axis.shards_optimizer else Replicate())

@@ -73,10 +73,9 @@ class Pool:
         return torch.empty(numel, dtype=dtype, device=device)
 
     def give_back(self, tensor: torch.Tensor) -> None:
-        """Return a tensor that ``scratch`` lent: no task that is given to a stream from now on uses it.
+        """Return a tensor of ``scratch``: no task that is given to a stream from now on uses it.
 
-        A tensor that was lent for the computation is given back by the computation, after it has waited for the tasks
-        that use it.
+        The computation gives back its own tensors, after it has waited for the tasks that use them.
         """
 
     def trim(self) -> None:
@@ -84,7 +83,7 @@ class Pool:
 
 
 class HostPool(Pool):
-    """Lends freed memory of a model's buffers again, for buffers of the same size, as CUDA's allocator does.
+    """Reuses freed memory of a model's buffers, for buffers of the same size, as CUDA's allocator does.
 
     On a CPU, memory of large buffers that is freed goes back to the operating system. New memory then costs a fault per
     page, which takes longer than a copy of the page.
@@ -239,7 +238,7 @@ class FixedPool:
         """The smallest free buffer that is large enough, or a new one.
 
         A task gives a buffer back while its kernels may still use it. That is safe for the next task, which follows in
-        the stream's order, but not for the computation, which does not wait. So buffers that tasks write first and
+        the stream's order, but not for the computation, which does not wait. Buffers that tasks write first and
         buffers that the computation writes first are kept apart.
         """
         kind = (dtype, device, for_compute)
@@ -260,7 +259,7 @@ class FixedPool:
         return fitting[:numel]
 
     def give_back(self, tensor: torch.Tensor) -> None:
-        """Keep a tensor that :meth:`scratch` lent. Other tensors are ignored."""
+        """Keep a tensor of :meth:`scratch`. Other tensors are ignored."""
         with self._lock:
             kind, base = self._lent.pop(tensor.data_ptr(), (None, None))
             if kind is not None and base is not None:
@@ -280,7 +279,7 @@ class FixedPool:
     def renew(self, buffers: list[Buffer], device: torch.device) -> None:
         """Replace all buffers by new ones on ``device``, allocated in the given order, with undefined content.
 
-        Slots move together with their views; no unit may be unsharded. Tensors that are lent keep their memory. It
+        Slots move together with their views; no unit may be unsharded. Tensors in use keep their memory. It
         leaves the pool, so that giving them back frees it.
         """
         with self._lock:

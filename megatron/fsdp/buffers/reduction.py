@@ -98,7 +98,7 @@ class Reduction:
             collectives = exchanging(pool.scratch, pool.give_back)
         self._averages, self._size = config.average_in_collective, axes.size
         self._scale = 1.0 if config.calculate_per_token_loss else 1.0 / context.dp_group.size()
-        self._gets_whole_sum = not sharding.inner.shards_optimizer
+        self._gets_full_sum = not sharding.inner.shards_optimizer
         self.collectives = collectives
         self.use(dtypes)
 
@@ -120,7 +120,7 @@ class Reduction:
         if dtypes.grad_comm == torch.float16:
             # The sum over many ranks may overflow: scale before it, at the cost of touching every element.
             self._stage = Stage.SENT
-        elif self._gets_whole_sum:
+        elif self._gets_full_sum:
             # A rank gets the full sum, so scaling it would save nothing. Scale where every element is written anyway.
             self._stage = Stage.PLACED
         else:
@@ -141,7 +141,7 @@ class Reduction:
 
     @property
     def factor_of_mean(self) -> float:
-        """What the mean over the ranks that hold a parameter is multiplied by, to get the gradient of its reads."""
+        """Factor from the mean over the ranks that hold a parameter to the gradient of its reads."""
         return self._factor * (1 if self._op == dist.ReduceOp.AVG else self._size)
 
     # Before the reduction, in the computation ------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""The allow-list for the pickles of a checkpoint: classes that are instantiated, and classes that get stand-ins.
+"""The allow-list for the pickles of a checkpoint: classes that are instantiated, and classes that get placeholders.
 
 A pickle is a program that calls whatever it refers to. Here, every name resolves to something harmless: a built-in
-class, a function of this module that does the work of a constructor, or a :class:`Foreign` stand-in that only stores
+class, a function of this module that does the work of a constructor, or a :class:`Foreign` placeholder that only stores
 its arguments. All of these are immutable, because a pickle can also set attributes.
 """
 
@@ -30,7 +30,7 @@ except ImportError:  # torch works without it
 else:
     numpy = _installed_numpy
 
-# Objects and functions of these packages are represented by stand-ins; none of their code runs.
+# Objects and functions of these packages are represented by placeholders; none of their code runs.
 INERT = ("megatron", "transformer_engine", "transformer_engine_torch", "torch.nn", "torch._C._nn")
 
 T = TypeVar("T")
@@ -41,7 +41,7 @@ _PLAIN_DTYPE = re.compile(r"[<>=|]?[biufcSU?]\d*")
 
 
 class Sealed(type):
-    """Metaclass of the stand-ins for classes and functions: a pickle cannot set their attributes."""
+    """Metaclass of the placeholders for classes and functions: a pickle cannot set their attributes."""
 
     def __setattr__(cls, name: str, value: object) -> None:
         raise AttributeError(f"{cls!r} is immutable.")
@@ -54,7 +54,7 @@ class Sealed(type):
 
 
 class Foreign(metaclass=Sealed):
-    """Stand-in for an object whose class is not run and need not be installed.
+    """Placeholder for an object whose class is not run and need not be installed.
 
     Every class has its own subclass of this, with the name and module of that class. The object stores the arguments of
     its constructor and its attributes. An object with a single argument, such as a member of an enumeration, also has
@@ -95,13 +95,13 @@ class Foreign(metaclass=Sealed):
 
 @functools.cache
 def foreign(module: str, name: str) -> Sealed:
-    """Return the stand-in for a class or function of this name."""
-    body = {"__slots__": (), "__module__": module, "__qualname__": name, "__doc__": "Stand-in that runs no code."}
+    """Return the placeholder for a class or function of this name."""
+    body = {"__slots__": (), "__module__": module, "__qualname__": name, "__doc__": "Placeholder that runs no code."}
     return Sealed(name.rpartition(".")[2], (Foreign,), body)
 
 
 def sealed(module: str, name: str, make: Callable[..., Any]) -> Sealed:
-    """Return a stand-in for a class or function. Calling it calls ``make``."""
+    """Return a placeholder for a class or function. Calling it calls ``make``."""
 
     def new(_cls: type, *arguments: Any) -> Any:
         return make(*arguments)
@@ -127,7 +127,7 @@ class Storage(NamedTuple):
 
 
 class StorageKind(NamedTuple):
-    """Stand-in for one of torch's storage classes."""
+    """Placeholder for one of torch's storage classes."""
 
     dtype: torch.dtype
 
@@ -367,10 +367,10 @@ def enumeration(module: str, name: str) -> type[enum.Enum] | None:
 
 @functools.cache
 def members(kind: type[enum.Enum]) -> Sealed:
-    """Return a stand-in whose calls return members of an enumeration."""
+    """Return a placeholder whose calls return members of an enumeration."""
     return sealed(kind.__module__, kind.__qualname__, kind)
 
 
 def is_inert(module: str) -> bool:
-    """Whether everything in this module gets a stand-in."""
+    """Whether everything in this module gets a placeholder."""
     return any(module == package or module.startswith(package + ".") for package in INERT)

@@ -35,7 +35,7 @@ _OF_FILES = (DamagedCheckpoint, CheckpointException)
 
 
 class Contents(Protocol):
-    """What can be loaded: a checkpoint that is open for reading, or a view of one with other keys."""
+    """A source of tensors: a checkpoint that is open for reading, or a view of one with other keys."""
 
     @property
     def metadata(self) -> Metadata:

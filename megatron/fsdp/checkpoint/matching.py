@@ -32,7 +32,7 @@ SHOWN = 50
 
 
 class Reaction(Enum):
-    """What to do about keys that do not match."""
+    """Reactions to keys that do not match."""
 
     RAISE = "raise"
     LOG = "log"
@@ -41,7 +41,7 @@ class Reaction(Enum):
 
 @dataclass(frozen=True)
 class Strictness:
-    """What to do about keys that only the model or only the checkpoint has. A different shape is always an error.
+    """The reaction to keys that only the model or only the checkpoint has. A different shape is always an error.
 
     Attributes:
         missing: Reaction to keys that the model has and the checkpoint lacks.

@@ -443,7 +443,7 @@ def format_of(path: Path) -> str:
 def _as_metadata(found: Any, path: Path) -> Metadata:
     """Validate unpickled metadata, so that the rest of the module can rely on its types.
 
-    Some versions of Megatron-Core write an object of a derived class, which unpickles as a stand-in.
+    Some versions of Megatron-Core write an object of a derived class, which unpickles as a placeholder.
     """
     if isinstance(found, Foreign) and "state_dict_metadata" in vars(found):
         metadata = Metadata(vars(found)["state_dict_metadata"])

@@ -315,7 +315,7 @@ def stored_tensor(archive: Archive) -> StoredTensor:
 
 
 class _Pickler(pickle._Pickler):
-    """Pickles the stand-ins of :mod:`.allowed` as the classes, functions and objects that they stand for."""
+    """Pickles the placeholders of :mod:`.allowed` as the classes, functions and objects that they stand for."""
 
     # Attributes of the base class that its type stubs lack.
     proto: int
@@ -347,7 +347,7 @@ _PICKLE_MODULE = types.SimpleNamespace(__name__="pickle", Pickler=_Pickler)
 
 
 def save_torch(value: Any) -> bytes:
-    """Pickle an object as ``torch.save`` does. Stand-ins are written as the objects that they stand for."""
+    """Pickle an object as ``torch.save`` does. Placeholders are written as the objects that they stand for."""
     stream = io.BytesIO()
     torch.save(value, stream, pickle_module=_PICKLE_MODULE)
     return stream.getvalue()

@@ -44,7 +44,7 @@ class Draft:
         tensors: By key.
         objects: By key. A :class:`RawObject` is written as it is, any other object is pickled.
         planner_data: The path of each key in a nested dict; None if keys are flat.
-        files: The contents of small files beside the data, such as ``metadata.json``, by name.
+        files: The contents of small files next to the data, such as ``metadata.json``, by name.
         attributes: Further attributes of ``.metadata``, such as the ``mcore_data`` of older Megatron-Core versions.
     """
 
@@ -191,7 +191,7 @@ def _index(block: _Piece) -> MetadataIndex:
 
 
 def _numbers(result: WriteResult) -> list[Any]:
-    """What :func:`_results` needs of a result."""
+    """The fields of a result that :func:`_results` reads."""
     place = result.storage_data
     return [place.offset, place.length] if isinstance(place, _StorageInfo) else [result.size_in_bytes, place]
 

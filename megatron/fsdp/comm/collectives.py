@@ -78,11 +78,11 @@ BACKEND = Collectives(
 SENDS = Collectives(gloo.all_gather, gloo.reduce_scatter, all_reduce, sums_wider=True)
 
 
-def exchanging(lend: Callable[..., torch.Tensor], give_back: Callable[[torch.Tensor], None]) -> Collectives:
+def exchanging(allocate: Callable[..., torch.Tensor], give_back: Callable[[torch.Tensor], None]) -> Collectives:
     """The backend's own, except that narrow gradients are exchanged, and summed in a wider dtype on the receiving rank.
 
     Args:
-        lend: Lends memory for what is received: ``lend(numel, dtype, device)``.
+        allocate: Returns memory for what is received: ``allocate(numel, dtype, device)``.
         give_back: Takes it back.
     """
 
@@ -90,7 +90,7 @@ def exchanging(lend: Callable[..., torch.Tensor], give_back: Callable[[torch.Ten
         if shard.dtype == flat.dtype:
             BACKEND.reduce_scatter(shard, flat, op, group)
             return
-        received = lend(flat.numel(), flat.dtype, flat.device)
+        received = allocate(flat.numel(), flat.dtype, flat.device)
         dist.all_to_all_single(received, flat, group=group)
         torch.sum(received.view(group.size(), -1), dim=0, dtype=shard.dtype, out=shard)
         give_back(received)

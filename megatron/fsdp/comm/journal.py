@@ -227,7 +227,7 @@ def report_on_failure(what: str = FAILED) -> Iterator[None]:
         expected = isinstance(error, TimeoutError) or is_communication_error(error)
         if isinstance(error, CollectiveMismatch) or not expected:
             raise
-        text = f"{what}\n{_desk.report().text}\nThe error was: {_without_frames(error)}"
+        text = f"{what}\n{_rounds.report().text}\nThe error was: {_without_frames(error)}"
         raise RuntimeError(text) from None
 
 
@@ -250,7 +250,7 @@ class Report(NamedTuple):
     printer: int = -1
 
 
-class ReportDesk:
+class ReportRounds:
     """Rounds of requests and answers between ranks, through the store of the process group.
 
     A round begins when a rank requests a report, because it waits or its communication has failed. That rank judges:
@@ -307,7 +307,7 @@ class ReportDesk:
             Round(_ENDED).publish(dist.get_rank(), JOURNAL.as_json(how))
 
 
-_desk = ReportDesk()
+_rounds = ReportRounds()
 
 
 def _read_report(joined: Round, prints: bool) -> Report:
@@ -441,11 +441,11 @@ class Watchdog(threading.Thread):
 
     def _check(self) -> None:
         count, stuck = self._journal.count, self._journal.stuck_for()
-        if (report := _desk.answer()) is None:
+        if (report := _rounds.answer()) is None:
             prints = stuck >= self._seconds and self._reported != count
             if not prints and not (stuck >= self._compare_after and self._compared != count):
                 return
-            report, self._compared = _desk.report(prints), count
+            report, self._compared = _rounds.report(prints), count
         if report.printer >= 0:
             self._reported = count  # ranks that wait as well do not print a second report
             if report.printer == dist.get_rank():
@@ -495,10 +495,10 @@ def stop_watchdog() -> None:
     if not _watchdogs:
         return
     if dist.is_initialized():
-        _desk.leave_last_answer()
+        _rounds.leave_last_answer()
     _watchdogs.pop().stop()
     JOURNAL.clear()
-    _desk.clear()
+    _rounds.clear()
 
 
 def _print(text: str) -> None:

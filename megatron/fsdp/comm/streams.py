@@ -293,7 +293,7 @@ class CudaStream(Stream):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # High priority, so that a collective's kernels do not queue behind the compute that they run beside.
+        # High priority, so that a collective's kernels do not queue behind the compute that they overlap.
         self._stream = torch.cuda.Stream(device=device, priority=-1)
 
     def run(self, task: Task) -> Handle:

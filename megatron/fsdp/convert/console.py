@@ -1,4 +1,4 @@
-"""What all commands share: options, errors, output as text or JSON, progress, and the division of work."""
+"""The shared parts of all commands: options, errors, output as text or JSON, progress, and the division of work."""
 
 import argparse
 import enum
@@ -32,7 +32,7 @@ _Options = TypeVar("_Options", ReadOptions, WriteOptions)
 
 
 class Result(NamedTuple):
-    """What a command prints.
+    """The output of a command.
 
     Attributes:
         data: The JSON object of ``--json``, and the readable output; see :func:`plain` for the values.

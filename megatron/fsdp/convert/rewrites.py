@@ -225,7 +225,7 @@ def _split(tensors: Tensors, parts: Mapping[Kind, Sequence[Part]], rows: Mapping
         rows: The number of rows of each part, by name of the parameter; others stay.
 
     Raises:
-        ValueError: A parameter has another number of rows.
+        ValueError: A parameter has a different number of rows.
     """
     found: Tensors = {}
     for name, tensor in tensors.items():

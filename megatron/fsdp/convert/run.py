@@ -80,7 +80,7 @@ def write_state(
 ) -> Draft:
     """Write a checkpoint as a stream. The folder appears once it is complete.
 
-    If the folder is named like an iteration, the tracker file beside it is updated.
+    If the folder is named like an iteration, the tracker file next to it is updated.
 
     Args:
         state: The contents.

@@ -26,12 +26,12 @@ from megatron.fsdp.dtensor.placements import (
 )
 
 
-def gather_whole(tensor: DTensor) -> torch.Tensor:
+def gather_full(tensor: DTensor) -> torch.Tensor:
     """Gather the full tensor on every rank. A collective over every mesh axis that the tensor is sharded over."""
     # The journal tells ranks that wait for something else, such as a forward, what this one waits for.
     ranks = tensor.device_mesh.mesh.flatten().tolist()
     with JOURNAL.recorded(f"gather a tensor of shape {tuple(tensor.shape)}", ranks):
-        return _gather_whole(tensor)
+        return _gather_full(tensor)
 
 
 class ToLocal(torch.autograd.Function):
@@ -62,7 +62,7 @@ class ToFull(torch.autograd.Function):
     def forward(ctx: Any, tensor: Any) -> torch.Tensor:
         """Gather the tensor."""
         ctx.spec, ctx.kind, ctx.device = tensor._spec, type(tensor), tensor._local_tensor.device
-        full = gather_whole(tensor)
+        full = gather_full(tensor)
         # The main weight itself may be written before backward.
         return full.clone() if is_replicated(tensor._spec.placements) else full
 
@@ -103,7 +103,7 @@ def _averaged(grad: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
     return reduce_over(grad.contiguous(), dist.ReduceOp.SUM, mesh, range(mesh.ndim)).div_(mesh.size())
 
 
-def _gather_whole(tensor: DTensor) -> torch.Tensor:
+def _gather_full(tensor: DTensor) -> torch.Tensor:
     spec, mesh = tensor._spec, tensor.device_mesh
     if is_replicated(spec.placements):
         return tensor._local_tensor.detach().to(mesh.device_type)

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from megatron.fsdp.comm.collectives import broadcast
-from megatron.fsdp.dtensor.gathering import ToFull, ToLocal, gather_whole, reduce_over
+from megatron.fsdp.dtensor.gathering import ToFull, ToLocal, gather_full, reduce_over
 from megatron.fsdp.dtensor.placements import (
     InChunks,
     contiguous_stride,
@@ -136,7 +136,7 @@ class RaggedDTensor(InChunks, DTensor):
         if in_graph([self]):
             full: torch.Tensor = ToFull.apply(self)
             return full
-        return gather_whole(self)
+        return gather_full(self)
 
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **options: Any
@@ -339,7 +339,7 @@ def _leading(values: Sequence[Any]) -> "RaggedDTensor":
 
 
 def _operand(func: Any, value: Any, lead: DTensor) -> Any:
-    """What stands for ``value`` in an element-wise operation with this rank's shard of ``lead``."""
+    """The operand for ``value`` in an element-wise operation with this rank's shard of ``lead``."""
     if isinstance(value, DTensor):
         if same_layout(value, lead):
             return value._local_tensor
@@ -434,7 +434,7 @@ def _copy(func: Any, args: tuple, kwargs: dict) -> Any:
     if not isinstance(target, RaggedDTensor):
         raise Unsupported(func, "the target is sharded evenly")
     if isinstance(source, DTensor) and not (isinstance(source, RaggedDTensor) and same_layout(source, target)):
-        source = gather_whole(source)
+        source = gather_full(source)
     if isinstance(source, RaggedDTensor):
         source = source._local_tensor
     elif source.dim() and source.shape == target.shape:

@@ -1,4 +1,4 @@
-"""What to write instead of an operation that sharded tensors do not support."""
+"""Alternatives to operations that sharded tensors do not support."""
 
 from collections.abc import Iterable
 from typing import Any

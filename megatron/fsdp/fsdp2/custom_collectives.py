@@ -1,7 +1,7 @@
 """Collectives by the classes that torch's FSDP2 has for them: ``AllGather`` and ``ReduceScatter``.
 
-An object of these lends the memory that it communicates in (``allocate``), which may be registered with a network, and
-is called with it. Shards are copied into that memory and results out of it, as torch does.
+An object of these allocates the memory that it communicates in (``allocate``), which may be registered with a network,
+and is called with it. Shards are copied into that memory and results out of it, as torch does.
 """
 
 from typing import Any

@@ -339,7 +339,7 @@ class FSDPModule(MarkedModule):
         """All-gather the weights of this module's unit by ``comm``.
 
         Args:
-            comm: An ``AllGather`` of torch's FSDP2: ``allocate()`` lends its memory, and calling it gathers.
+            comm: An ``AllGather`` of torch's FSDP2: ``allocate()`` returns its memory, and calling it gathers.
         """
         self._use_collectives(all_gather=all_gather_by(comm))
 
@@ -347,7 +347,7 @@ class FSDPModule(MarkedModule):
         """Reduce-scatter the gradients of this module's unit by ``comm``.
 
         Args:
-            comm: A ``ReduceScatter`` of torch's FSDP2: ``allocate()`` lends its memory, and calling it reduces.
+            comm: A ``ReduceScatter`` of torch's FSDP2: ``allocate()`` returns its memory, and calling it reduces.
         """
         self._use_collectives(reduce_scatter=reduce_scatter_by(comm))
 
@@ -431,7 +431,7 @@ def fully_shard(
             of a model.
         ignored_params: Must be empty.
         dp_mesh_dims: Must be None.
-        shard_granularity: Smallest unit of a parameter that is never divided between ranks, as in
+        shard_granularity: Smallest unit of a parameter that is never split between ranks, as in
             :func:`megatron.fsdp.fully_shard_model`: ``"tensor"`` for Muon, ``"parameter"`` for Adafactor or 8-bit Adam.
             It may differ between modules. torch's function has no such argument.
 

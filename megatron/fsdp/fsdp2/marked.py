@@ -60,7 +60,7 @@ class Mark:
         output_dtype: Dtype that outputs of the forward are cast to. None: no cast.
         offload: Whether main weights are in host memory.
         reshard_after_forward: Whether the unit is resharded after forward. None: True, except for the outermost unit.
-        shard_granularity: Smallest unit of a parameter that is never divided between ranks.
+        shard_granularity: Smallest unit of a parameter that is never split between ranks.
         requires_gradient_sync: Whether gradients are reduced.
         requires_all_reduce: Whether gradients are reduced over the outer axis.
         is_last_backward: Whether the next backward is the last one before the optimizer's step.
@@ -179,7 +179,7 @@ class InPlaceModel:
             if mark.collectives:
                 engine.use_collectives(unit, **mark.collectives)
         # A parameter's sites name the modules that it is registered with, so that main and compute weights can be
-        # swapped there. The outermost module owns the engine and must not be held by it, so a stand-in that shares its
+        # swapped there. The outermost module owns the engine and must not be held by it, so a proxy that shares its
         # dict of parameters replaces it.
         stand_in = nn.Module()
         stand_in.__dict__["_parameters"] = root._parameters

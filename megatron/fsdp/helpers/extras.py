@@ -1,4 +1,4 @@
-"""The packages that a command needs beside torch, and what it prints where they are missing."""
+"""The packages that a command needs in addition to torch, and its message where they are missing."""
 
 import sys
 from importlib.util import find_spec

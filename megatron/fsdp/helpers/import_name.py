@@ -16,7 +16,7 @@ def conflict() -> str | None:
     """A sentence about another ``megatron_fsdp``, with what to do; None if ``import megatron_fsdp`` is this project's.
 
     Both distributions may be installed in one folder. Then the files of the one that was installed last are imported,
-    beside those that only the other one has, and removing either removes files of both.
+    next to those that only the other one has, and removing either removes files of both.
     """
     ours = Path(__file__).resolve().parents[3] / _INIT
     try:

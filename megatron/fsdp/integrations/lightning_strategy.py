@@ -1,4 +1,4 @@
-"""What the strategies for ``lightning`` and ``pytorch_lightning`` have in common. It imports neither of the two.
+"""The common part of the strategies for ``lightning`` and ``pytorch_lightning``. It imports neither of the two.
 
 The two packages contain the same code under two names, and a Trainer accepts only strategies of its own package. So
 :class:`ShardedStrategy` is the first base of one strategy per package; the second is the package's

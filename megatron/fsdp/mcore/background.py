@@ -135,5 +135,5 @@ class _Context:
 
 
 def multiprocessing_view(original: Any) -> Any:
-    """What Megatron's background saves see as ``torch.multiprocessing``: its workers would outlive a killed rank."""
+    """A ``torch.multiprocessing`` for Megatron's background saves: its own workers would outlive a killed rank."""
     return View(original, {"get_context": lambda mode=None: _Context(original.get_context(mode))})

@@ -1,4 +1,4 @@
-"""What Megatron-Bridge does with adapters (LoRA) of a sharded model: saving them alone, merging them in an export."""
+"""Support for Megatron-Bridge's adapters (LoRA) of a sharded model: saving them alone, merging them in an export."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
-from megatron.fsdp.dtensor.gathering import gather_whole
+from megatron.fsdp.dtensor.gathering import gather_full
 from megatron.fsdp.mcore.checkpoint_state import CheckpointState
 
 
@@ -29,4 +29,4 @@ def materialize_adapters(original: Callable[..., Any], self: Any, tasks: list[An
 
 def _gathered(task: Any) -> Any:
     weight = task.param_weight
-    return replace(task, param_weight=gather_whole(weight)) if isinstance(weight, DTensor) else task
+    return replace(task, param_weight=gather_full(weight)) if isinstance(weight, DTensor) else task

@@ -177,7 +177,7 @@ LIMITS: tuple[Limit, ...] = (
     ),
     _not_yet(
         "moe_latent_size with overlap_moe_expert_parallel_comm",
-        "an expert's latent projection that runs in the stream of the all-to-all, beside the unit's other computation",
+        "an expert's latent projection that runs in the stream of the all-to-all, during the unit's other computation",
         "Leave overlap_moe_expert_parallel_comm off.",
     ),
     _not_yet("overlap_param_gather_with_optimizer_step", "all-gathering weights during the optimizer's step"),

@@ -25,7 +25,7 @@ from megatron.fsdp.dtensor.placements import local_slice
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.mcore.adapter import FullyShardedDataParallel
 from megatron.fsdp.mcore.limits import Settings, check
-from megatron.fsdp.optim.whole_matrices import WholeMatrices
+from megatron.fsdp.optim.full_matrices import FullMatrices
 
 
 class ShardedMuon(TensorParallelMuon):
@@ -33,7 +33,7 @@ class ShardedMuon(TensorParallelMuon):
 
     def __init__(self, params: Any, **settings: Any) -> None:
         super().__init__(params, **settings)
-        self._matrices: WholeMatrices | None = None
+        self._matrices: FullMatrices | None = None
         self._trained: list[int] = []
         self._options: dict[nn.Parameter, dict[str, Any]] = {}
 
@@ -45,7 +45,7 @@ class ShardedMuon(TensorParallelMuon):
         self._options = {p: group for group in self.param_groups for p in group["params"] if p.requires_grad}
         trained = [id(main) for main in self._options]
         if self._matrices is None or trained != self._trained:
-            self._matrices, self._trained = WholeMatrices(list(self._options), self._work), trained
+            self._matrices, self._trained = FullMatrices(list(self._options), self._work), trained
         for group in self.param_groups:
             self._init_group(group, skip_non_grad_params=False)
         self._matrices.map(self._update, self._compute, self._apply)

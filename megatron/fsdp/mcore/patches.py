@@ -9,7 +9,7 @@ from typing import Any
 from megatron.fsdp.helpers.import_name import warn_of_conflict
 from megatron.fsdp.helpers.patches import MEGATRON_CORE, Kind, Patch, Patches, Versions, warn_if_untried
 
-# Checked on the CPU, where stand-ins replace Transformer Engine, which Megatron-Bridge imports.
+# Checked on the CPU, where mocks replace Transformer Engine, which Megatron-Bridge imports.
 MEGATRON_BRIDGE = Versions("megatron-bridge", ("0.6.2",))
 
 _CHECKPOINTING = "megatron.training.checkpointing"

@@ -1,6 +1,6 @@
 """Checks that ranks agree on parameters that they all have, or whose shards they have.
 
-A checkpoint stores a parameter once for all tensor-parallel ranks, unless it is divided among them. Whether it is
+A checkpoint stores a parameter once for all tensor-parallel ranks, unless it is split among them. Whether it is
 divided is decided by the layer's class and the parameter's attributes (``topology.divided_dim``). A parameter that is
 divided without saying so cannot be noticed when the model is wrapped, because ranks may have equal initial values, or
 none yet. It is noticed here, before its values are lost.
@@ -48,7 +48,7 @@ def check_param_hashes(original: Callable[..., bool], model: list[Any], cross_ch
 
 
 def check_replicas(chunks: Sequence[ShardedModule], when: str) -> None:
-    """Raise an error if tensor-parallel ranks have different values of a parameter that is not divided among them.
+    """Raise an error if tensor-parallel ranks have different values of a parameter that is not split among them.
 
     A small difference is logged instead. Ranks exchange 8 bytes per parameter, and the values of those that differ.
     A collective of all ranks of the chunks.
@@ -68,7 +68,7 @@ def check_replicas(chunks: Sequence[ShardedModule], when: str) -> None:
             f"{when}: tensor-parallel ranks differ in parameters that a checkpoint stores once for all of them: "
             f"{', '.join(apart[:8])}{' and others' if len(apart) > 8 else ''} (differences relative to the norm). If "
             "each rank has its own slice, mark the parameter before the model is wrapped, as Megatron's layers do: "
-            "parameter.tensor_model_parallel = True, parameter.partition_dim = the dimension that is divided. If all "
+            "parameter.tensor_model_parallel = True, parameter.partition_dim = the dimension that is split. If all "
             "ranks should have the same values, initialize them equally, and have Megatron sum their gradients "
             f"(parameter.sequence_parallel = True). {TOLERANCE}=X allows a relative difference of X."
         )

@@ -135,7 +135,7 @@ def _untracked(folder: Path) -> int | None:
     found = _newest(folder, None)
     if not found:  # Megatron takes neither iteration 0 nor a release by number
         raise RuntimeError(
-            f"{folder}: expected {TRACKER} beside the checkpoints, or a whole checkpoint of an iteration; found "
+            f"{folder}: expected {TRACKER} next to the checkpoints, or a whole checkpoint of an iteration; found "
             f"neither. Write the iteration to load, or {RELEASE!r}, into that file, or give another --load."
         )
     logger.warning("%s: %s is missing; resuming from iteration %d.", folder, TRACKER, found)

@@ -23,7 +23,7 @@ OUTER, INNER, TENSOR = "dp_outer", "dp_cp", "tp"
 _NEEDED = ("tp", "dp_cp", "intra_dp_cp", "inter_dist_opt", "expt_tp", "expt_dp", "intra_expt_dp")
 
 _COLUMN, _ROW, _OFFSET = {"weight": 0, "bias": 0}, {"weight": 1}, {"softmax_offset": 0}
-# The dimension along which layers of these classes, and of subclasses, divide their parameters over tensor-parallel
+# The dimension along which layers of these classes, and of subclasses, split their parameters over tensor-parallel
 # ranks, by the parameter's name without a number. Not all layers set attributes that say so. Classes are given by name,
 # because Transformer Engine's exist only where it is installed.
 DIVIDED = {
@@ -74,7 +74,7 @@ class _Groups:
 
 
 def divided_dim(module: nn.Module, name: str) -> int | None:
-    """The dimension along which a parameter is divided over tensor-parallel ranks; None if each rank has all of it.
+    """The dimension along which a parameter is split over tensor-parallel ranks; None if each rank has all of it.
 
     Args:
         module: The module that owns the parameter.

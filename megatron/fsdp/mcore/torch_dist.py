@@ -24,7 +24,7 @@ def is_torch_dist(folder: Path) -> bool:
 
 
 def view(optimizer: bool) -> View:
-    """What to load of a checkpoint: the conversion of a ``torch_dist`` one, others as they are.
+    """The source to load a checkpoint from: the conversion of a ``torch_dist`` one, others as they are.
 
     Args:
         optimizer: Whether optimizer state is loaded. If not, nothing has to be known about it.

@@ -31,7 +31,7 @@ def is_quantized(optimizer: torch.optim.Optimizer, main: torch.Tensor) -> bool:
 
 
 def check_blocks(optimizer: torch.optim.Optimizer, params: Iterable[ShardedParameter]) -> None:
-    """Check that no block of the state of these parameters is divided between ranks.
+    """Check that no block of the state of these parameters is split between ranks.
 
     Raises:
         ValueError: One is. The message says how to shard the model.
@@ -43,9 +43,9 @@ def check_blocks(optimizer: torch.optim.Optimizer, params: Iterable[ShardedParam
         rows = math.lcm(*(size // math.gcd(size, math.prod(p.local_shape[1:])) for p in params))
         raise ValueError(
             f"{type(optimizer).__name__} has one scale for each block of {size} elements of a parameter, and blocks of "
-            f"{len(divided)} parameters are divided between ranks: {', '.join(divided[:3])}"
+            f"{len(divided)} parameters are split between ranks: {', '.join(divided[:3])}"
             f"{', ...' if len(divided) > 3 else ''}. Shard the model with shard_granularity='block({rows})' "
-            "(and without tensor parallelism, which divides parameters as well)."
+            "(and without tensor parallelism, which splits parameters as well)."
         )
 
 
@@ -105,7 +105,7 @@ def _block_size(optimizer: Any) -> Any:
 
 
 def _cuts(param: ShardedParameter) -> list[int]:
-    """Where ranks divide a parameter, in elements of it; 1, which divides a block, if it is tensor-parallel."""
+    """Where ranks split a parameter, in elements of it; 1, which divides a block, if it is tensor-parallel."""
     spec: Any = param.main._spec  # type: ignore[attr-defined]
     parallel = param.tensor_parallel
     if parallel is not None and not all(placement.is_replicate() for placement in parallel[1]):

@@ -47,8 +47,7 @@ _OTHERS: dict[str, str] = {
     "torchao.optim.adam": "block",
 }
 _REFUSED: dict[str, str] = {
-    "torch.optim.lbfgs.LBFGS": "it needs inner products over full parameters, but a rank has shards. Use AdamW or "
-    "Muon",
+    "torch.optim.lbfgs.LBFGS": "it needs inner products over full parameters, but a rank has shards. Use AdamW or Muon",
     "torch.optim.sparse_adam.SparseAdam": "reduced gradients are dense. Use Adam, and embeddings with sparse=False",
     "apex.optimizers.fused_lamb.FusedLAMB": "it needs the norm of all gradients, and a rank only has shards of them. "
     "Use FusedAdam",
@@ -139,7 +138,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, groups: Iterable[Parameter
 
     Raises:
         NotImplementedError: See :func:`require_known`.
-        ValueError: It looks at full matrices, parameters or blocks of them, and one is divided between ranks.
+        ValueError: It looks at full matrices, parameters or blocks of them, and one is split between ranks.
     """
     kind = require_known(optimizer)
     held = {id(p) for options in optimizer.param_groups for p in options["params"]}
@@ -153,7 +152,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, groups: Iterable[Parameter
         check_blocks(optimizer, [param for param, _ in of_optimizer])
     elif kind != "element":
         whole = [param for param, divided in of_optimizer if divided]
-        _check_whole(optimizer, kind, [p.name for p in whole if kind == "parameter" or len(p.local_shape) > 1])
+        _check_full(optimizer, kind, [p.name for p in whole if kind == "parameter" or len(p.local_shape) > 1])
 
 
 def require_known(optimizer: torch.optim.Optimizer) -> str:
@@ -178,12 +177,12 @@ def require_known(optimizer: torch.optim.Optimizer) -> str:
     return kind
 
 
-def _check_whole(optimizer: torch.optim.Optimizer, kind: str, divided: list[str]) -> None:
+def _check_full(optimizer: torch.optim.Optimizer, kind: str, divided: list[str]) -> None:
     if divided:
         what = {"matrix": "matrices", "parameter": "parameters"}[kind]
         granularity = {"matrix": "tensor", "parameter": "parameter"}[kind]
         raise ValueError(
-            f"{type(optimizer).__name__} looks at full {what}, and {len(divided)} of its parameters are divided "
+            f"{type(optimizer).__name__} looks at full {what}, and {len(divided)} of its parameters are split "
             f"between ranks: {', '.join(divided[:3])}{', ...' if len(divided) > 3 else ''}. Shard the model with "
-            f"shard_granularity={granularity!r} (and without tensor parallelism, which divides parameters as well)."
+            f"shard_granularity={granularity!r} (and without tensor parallelism, which splits parameters as well)."
         )

@@ -102,7 +102,7 @@ def attach_optimizer(optimizer: torch.optim.Optimizer, needs_gradient: bool = Tr
 
     Raises:
         ValueError: No parameter belongs to a sharded model, state cannot be sharded, or the optimizer needs full
-            matrices or parameters, and some are divided between ranks.
+            matrices or parameters, and some are split between ranks.
         NotImplementedError: It is unknown whether the optimizer can update shards.
     """
     engines = engines_of(_parameters(optimizer))
@@ -122,7 +122,7 @@ def attach_optimizer(optimizer: torch.optim.Optimizer, needs_gradient: bool = Tr
 
 
 def attachment_of(optimizer: torch.optim.Optimizer) -> "Attachment | None":
-    """What :func:`attach_optimizer` has attached; None if it was not called with the optimizer."""
+    """The hooks of :func:`attach_optimizer`; None if it was not called with the optimizer."""
     return vars(optimizer).get(_ATTACHMENT)
 
 
@@ -159,7 +159,7 @@ _ATTACHMENT = "_fsdp_attachment"
 
 
 class Attachment:
-    """What happens around the step, the state dicts and the loads of an optimizer, in this order.
+    """Actions around the step, the state dicts and the loads of an optimizer, in this order.
 
     It refers to engines weakly. The optimizer owns it, and scripts often keep an optimizer longer than the model: a
     strong reference would keep the memory of a deleted model.
@@ -252,7 +252,7 @@ class Attachment:
         if self._looks_at == "block":
             split_state(optimizer, state_dict)
         if self._looks_at == "parameter":
-            self._local.share_whole_state(optimizer, state_dict)
+            self._local.share_full_state(optimizer, state_dict)
 
     def before_load(self, optimizer: torch.optim.Optimizer, state_dict: dict) -> dict | None:
         """Give a state dict the form that the optimizer itself has."""

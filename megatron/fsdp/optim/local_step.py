@@ -174,7 +174,7 @@ class LocalStep:
 
     # State dicts -----------------------------------------------------------------------------------------------
 
-    def share_whole_state(self, optimizer: torch.optim.Optimizer, state_dict: dict) -> None:
+    def share_full_state(self, optimizer: torch.optim.Optimizer, state_dict: dict) -> None:
         """State-dict post-hook: send the state of every parameter from its owner to all ranks.
 
         Optimizers that look at full parameters have state of any shape, such as sums of rows or scales of blocks. It

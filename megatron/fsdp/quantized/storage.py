@@ -16,7 +16,7 @@ KEEP_TRANSPOSE = "_fsdp_keep_transpose"
 
 
 class Direction(Enum):
-    """What a parameter is used for."""
+    """The use of a parameter."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -82,7 +82,7 @@ class WeightStorage(Protocol):
 
     @property
     def block_rows(self) -> int | None:
-        """Ranks divide a parameter only between blocks of this many rows.
+        """Ranks split a parameter only between blocks of this many rows.
 
         None: between any two values, and every plane has a byte for each value.
         """

@@ -35,7 +35,7 @@ _OPTIONS = ("dtype", "block_len", "force_pow_2_scales", "amax_epsilon", "with_2d
 
 @dataclass(frozen=True)
 class TransformerEngineStorage:
-    """What the formats have in common; see :class:`megatron.fsdp.quantized.storage.WeightStorage`.
+    """The base of the formats; see :class:`megatron.fsdp.quantized.storage.WeightStorage`.
 
     Attributes:
         names: The tensor's attributes that are its planes.
@@ -86,7 +86,7 @@ class TransformerEngineStorage:
         for name, plane in zip(self.names, planes, strict=True):
             setattr(parameter, name, plane.view(getattr(parameter, name).shape))
         if hasattr(parameter, "_with_gemm_swizzled_scales"):
-            # The casts write scales row by row, not in the order in which matrix products read them.
+            # The casts write scales row by row, not in the order in which matmuls read them.
             parameter._with_gemm_swizzled_scales = False
         if hasattr(parameter, "clear_high_precision_init_val"):
             parameter.clear_high_precision_init_val()

@@ -167,7 +167,7 @@ def checksum(tensor: torch.Tensor, sampled: bool) -> torch.Tensor:
 
 
 def as_text(checksums: dict[str, torch.Tensor], device: torch.device) -> Fingerprint:
-    """Read checksums; the host waits for the device once."""
+    """Read checksums, with one host-device sync."""
     numbers = torch.stack([value.to(device) for value in checksums.values()]).tolist() if checksums else []
     return {name: f"checksum {number % (1 << 64):x}" for name, number in zip(checksums, numbers, strict=True)}
 
@@ -289,7 +289,7 @@ class Comparison:
         name = hashlib.blake2b(str(ranks).encode(), digest_size=8).hexdigest()
         self._round = Round(f"compare/{name}/{counts[ranks]}")
         counts[ranks] += 1
-        # The hash is counted before the rank. So if more ranks than equal hashes are counted, some rank differs.
+        # The hash is counted before the rank. If more ranks than equal hashes are counted, some rank differs.
         self._first = self._round.count(self._hash, 1) == 1
         self._round.count("arrived", 1)
 

@@ -1,4 +1,4 @@
-"""Builds engines: checks a model and divides it into units, then allocates their buffers."""
+"""Builds engines: checks a model and splits it into units, then allocates their buffers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class UnitSettings:
 
     Attributes:
         policy: Dtypes.
-        shard_granularity: The smallest unit of a parameter that is not divided between ranks.
+        shard_granularity: The smallest unit of a parameter that is not split between ranks.
         keeps_weights: Weights stay unsharded from a forward until its backward.
         divisor: Divides the sum of gradients. None: the number of ranks.
     """
@@ -66,7 +66,7 @@ class UnitSettings:
 
 @dataclass(frozen=True)
 class Blueprint:
-    """A model that passed all checks and was divided into units. Nothing is allocated, and no rank has been waited for.
+    """A model that passed all checks and was split into units. Nothing is allocated, and no rank has been waited for.
 
     Attributes:
         module: The model.
@@ -74,7 +74,7 @@ class Blueprint:
         config: Settings.
         index: Mesh and process groups.
         device: Device of the computation.
-        tp_mesh: Tensor-parallel mesh; None if no parameter is divided over one.
+        tp_mesh: Tensor-parallel mesh; None if no parameter is split over one.
         settings_of: Settings of one unit.
         reshards: Weights of units are freed between passes; False if every rank keeps full compute weights.
         channel: Records the model's collectives.
@@ -103,7 +103,7 @@ def make_blueprint(
     device: torch.device | str | None = None,
     settings_of: Callable[[UnitPart], UnitSettings] | None = None,
 ) -> Blueprint:
-    """Check that a model can be sharded, and divide it into units.
+    """Check that a model can be sharded, and split it into units.
 
     Args:
         module: The model.
@@ -252,7 +252,7 @@ def _build_units(
         own = dataclasses.replace(
             config, mixed_precision_policy=settings.policy, shard_granularity=settings.shard_granularity
         )
-        own = own if blueprint.reshards else own.with_whole_weights()
+        own = own if blueprint.reshards else own.with_full_weights()
         pool = common if fixed is None else fixed.for_unit(place, part.depth, apart)
         chosen = context if place in offloaded else on_device
         shared = own, index, chosen, pool, blueprint.tp_mesh, blueprint.from_first

@@ -1,4 +1,4 @@
-"""Divides a model's parameters into units, and checks that the model can be sharded. Allocates no memory."""
+"""Splits a model's parameters into units, and checks that the model can be sharded. Allocates no memory."""
 
 import functools
 import importlib
@@ -264,7 +264,7 @@ def partition(
     unit_classes: tuple[type[nn.Module], ...],
     every_module: bool = False,
 ) -> UnitPart:
-    """Divide the model's parameters into units.
+    """Split the model's parameters into units.
 
     Args:
         module: The model.

@@ -107,7 +107,7 @@ def hoist_unshards(requested: list[Op], distance: int) -> list[int]:
     """Return the order in which to issue operations: every unshard overtakes up to ``distance`` reductions.
 
     A backward requests: unshard 3, reduce 3, unshard 2, reduce 2, unshard 1, reduce 1. With a distance of 1 it issues:
-    unshard 3, unshard 2, reduce 3, unshard 1, reduce 2, reduce 1. So unit 2 is unsharded while unit 3 computes.
+    unshard 3, unshard 2, reduce 3, unshard 1, reduce 2, reduce 1. Unit 2 is therefore unsharded while unit 3 computes.
 
     Returns:
         Indices into ``requested``. Unshards keep their order, and so do reductions.

@@ -28,7 +28,7 @@ class BufferRegistration:
     registration, which all ranks make together as soon as one of them has such a buffer.
 
     With symmetric windows, each collective needs its buffers at the same offsets on all ranks. They are, because the
-    pool lends buffers in the order of the plan, which is one for all ranks, and the sizes are equal. Where the sizes of
+    pool allocates buffers in the order of the plan, which all ranks share, and the sizes are equal. Where the sizes of
     parameter groups differ between ranks, as experts may, buffers are registered without symmetric windows.
 
     Args:

@@ -161,7 +161,7 @@ class Unit:
 
     @property
     def reducing_frees_memory(self) -> bool:
-        """False if gradients stay unsharded and in place, as with ``no_shard``: waiting for a reduction frees nothing."""
+        """False if gradients stay full and in place, as with ``no_shard``: waiting for a reduction frees nothing."""
         return any(
             group.sharding.inner.shards_optimizer or group.dtypes.grad_comm != group.dtypes.main_grads
             for group in self.groups
@@ -435,7 +435,7 @@ class Unit:
             for key, value in vars(part).items():
                 # Parameters from before sharding stand for the present ones.
                 found = [each for each in tensors_in(value) if "_fsdp_stands_for" not in vars(each)]
-                # Recurrent layers list their weights anew in every forward.
+                # Recurrent layers list their weights again in every forward.
                 if key not in ("_parameters", "_modules", "_flat_weights") and any(
                     _is_in(memory, each) for each in found
                 ):
@@ -489,7 +489,7 @@ class Unit:
 
     @property
     def schedule(self) -> "Schedule | None":
-        """What the hooks call; None once it is gone."""
+        """The object that the hooks call; None once it is gone."""
         return self._schedule()
 
     def post_backward(self) -> None:

@@ -1,6 +1,6 @@
 """The layout of a flat buffer: where each parameter lies and which shard slice each rank owns. No tensors are involved.
 
-A parameter group's flat buffer is divided into equal shards, one per rank. Each parameter has a granularity, which
+A parameter group's flat buffer is split into equal shards, one per rank. Each parameter has a granularity, which
 restricts where a boundary between two shards may cut it. By default, boundaries fall between rows (slices along
 dimension 0), so every rank's shard slice is a ``Shard(0)`` of the parameter. Five ranks, four parameters::
 

@@ -1,6 +1,6 @@
 """The ranges of a flat buffer that a rank holds, with one or two data-parallel axes. No tensors are involved.
 
-The inner axis divides the buffer. If the optimizer state is sharded over the outer axis as well, that axis divides
+The inner axis shards the buffer. If the optimizer state is sharded over the outer axis as well, that axis shards
 each inner rank's range again. With two outer and two inner ranks, ``(outer, inner)``::
 
     | inner rank 0            | inner rank 1            |

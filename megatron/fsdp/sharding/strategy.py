@@ -74,7 +74,7 @@ class Sharding:
     def __post_init__(self) -> None:
         if self.outer.shards_optimizer and not self.inner.shards_optimizer:
             raise ValueError(
-                "outer_dp_sharding_strategy='optim' divides the optimizer state that zero_dp_strategy shards, but "
+                "outer_dp_sharding_strategy='optim' splits the optimizer state that zero_dp_strategy shards, but "
                 "'no_shard' does not shard it. Use zero_dp_strategy='optim', 'optim_grads' or 'optim_grads_params'."
             )
 
@@ -84,7 +84,7 @@ class Sharding:
         return self.inner, self.outer
 
     @property
-    def with_whole_parameters(self) -> "Sharding":
+    def with_full_parameters(self) -> "Sharding":
         """The same strategies, except that every rank keeps full compute weights."""
         return Sharding(replace(self.inner, parameters=Distribution.REPLICATE), self.outer)
 

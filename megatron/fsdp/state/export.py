@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron.fsdp.buffers.parameter import ShardedParameter
 from megatron.fsdp.comm.backends import HOST
-from megatron.fsdp.dtensor.gathering import gather_whole
+from megatron.fsdp.dtensor.gathering import gather_full
 from megatron.fsdp.helpers.weak import weak_method
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def save_safetensors(
             files.append(list(held))
             held.clear()
 
-    for name, tensor in _whole_tensors(model, dtype):
+    for name, tensor in _full_tensors(model, dtype):
         if not first:
             continue
         if held and sum(t.nbytes for t in held.values()) + tensor.nbytes > max_shard_size:
@@ -105,7 +105,7 @@ def _save_pretrained(
     if options.get("state_dict") is not None:
         return method(save_directory, **options)
     first = dist.get_rank() == 0
-    options["state_dict"] = {name: tensor for name, tensor in _whole_tensors(model, None) if first}
+    options["state_dict"] = {name: tensor for name, tensor in _full_tensors(model, None) if first}
     method(save_directory, **{"is_main_process": first, **options})
     dist.barrier()
 
@@ -117,7 +117,7 @@ def _call(message: str, method: Callable[..., Any], *args: Any, **options: Any) 
         raise RuntimeError(message) from error
 
 
-def _whole_tensors(model: ShardedModel, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
+def _full_tensors(model: ShardedModel, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every parameter and buffer, in full and on the CPU, in the same order on all ranks. A collective."""
     model.engine.reshard()
     seen: set[int] = set()
@@ -125,7 +125,7 @@ def _whole_tensors(model: ShardedModel, dtype: torch.dtype | None) -> Iterator[t
     for param in model.engine.params():
         if id(param) not in seen:
             seen.add(id(param))
-            whole = gather_whole(param.main)  # type: ignore[arg-type]  # a Parameter that is a DTensor
+            whole = gather_full(param.main)  # type: ignore[arg-type]  # a Parameter that is a DTensor
             yield param.name, whole.to(HOST, dtype or param.compute.dtype).contiguous()
     persistent = model.module.state_dict().keys()
     for name, buffer in model.module.named_buffers():

@@ -14,7 +14,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Workload:
-    """What the activations of one pipeline stage depend on.
+    """The inputs of the estimate of one pipeline stage's activations.
 
     Attributes:
         config: Megatron's ``TransformerConfig``.
@@ -172,7 +172,7 @@ def activation_bytes(w: Workload) -> int:
     kinds = [(count, *layer_bytes(w, experts)) for experts, count in present.items()]
     kept = sum(count * stays for count, stays, _ in kinds)
     again = max(extra for _, _, extra in kinds)
-    # The gradients of a layer's widest tensors exist beside them, in backward.
+    # The gradients of a layer's widest tensors exist at the same time, in backward.
     gradients = max(max(layer_parts(w, experts).values()) for experts in present)
     if w.recompute == "full":
         kept, again = _with_full_recomputation(w, kinds)

@@ -34,7 +34,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Step(NamedTuple):
-    """What one rank records of a training step.
+    """One rank's record of a training step.
 
     Attributes:
         losses: Losses, by what they are called in messages.
@@ -148,7 +148,7 @@ def relative(a: float, b: float, scale: float = 0.0) -> float:
 
 
 class _Comparison:
-    """What one comparison remembers from step to step."""
+    """The state of one comparison from step to step."""
 
     def __init__(self, precision: str) -> None:
         self._of_numbers, self._of_elements = TOLERANCES[precision]

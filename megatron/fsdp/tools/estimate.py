@@ -172,7 +172,7 @@ def usage(chunks: Sequence[Estimate], config: FSDPConfig) -> Usage:
 
 
 class GroupShape(NamedTuple):
-    """What the bytes of a parameter group depend on. Layers with equal groups are planned once.
+    """The properties that determine the bytes of a parameter group. Layers with equal groups are planned once.
 
     Attributes:
         key: What its parameters have in common.

@@ -52,7 +52,7 @@ def memory(found: Usage, activations: int) -> Memory:
 
 @dataclass(frozen=True)
 class Situation:
-    """What the memory of a pipeline stage depends on.
+    """The properties that determine the memory of a pipeline stage.
 
     Attributes:
         outlines: Its model chunks.

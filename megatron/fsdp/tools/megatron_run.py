@@ -95,7 +95,7 @@ def record_step(
     loss = sum(float(value) for value in (result[0] or {}).values())
     norm = next((value for value in result[1:] if isinstance(value, float)), 0.0)
     is_last = number == get_args().train_iters
-    weights = dict(whole_weights(model)) if is_last else {}
+    weights = dict(full_weights(model)) if is_last else {}
     shifts = {} if _is_ours(model) else key_shifts(model)
     Step({"loss": loss}, gradients, norm, weights, shifts).save(folder, number, dist.get_rank())
     return result
@@ -108,7 +108,7 @@ def _and_record(finalize: Callable[..., Any], gradients: dict[str, torch.Tensor]
     def finalize_and_record(model: list[nn.Module], *args: Any, **kwargs: Any) -> Any:
         result = finalize(model, *args, **kwargs)
         if not gradients:
-            gradients.update(whole_gradients(model))
+            gradients.update(full_gradients(model))
         return result
 
     return finalize_and_record
@@ -120,7 +120,7 @@ def _is_ours(model: list[nn.Module]) -> bool:
     return all(isinstance(chunk, FullyShardedDataParallel) for chunk in model)
 
 
-def whole_gradients(model: list[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+def full_gradients(model: list[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
     """The gradient of each parameter on this tensor-parallel rank, in fp32, by name."""
     from megatron.fsdp.mcore.adapter import FullyShardedDataParallel
 
@@ -134,7 +134,7 @@ def whole_gradients(model: list[nn.Module]) -> Iterator[tuple[str, torch.Tensor]
                     yield _key(number, name), parameter.main_grad.detach().float().cpu().clone()  # type: ignore[attr-defined]
 
 
-def whole_weights(model: list[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+def full_weights(model: list[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
     """Each parameter on this tensor-parallel rank, by name."""
     from megatron.fsdp.mcore.adapter import FullyShardedDataParallel
 

@@ -4,7 +4,7 @@
     megatron-fsdp-memory --model path/of/a/config.json --gpu h100 --json
 
 The model is built on the meta device: no weights are allocated, and one process stands for any number of ranks. The
-engine's own planner divides it. Activations are not part of the result. The exit code is 0, or 2 for wrong arguments.
+engine's own planner shards it. Activations are not part of the result. The exit code is 0, or 2 for wrong arguments.
 """
 
 import argparse

@@ -17,14 +17,14 @@ _LINEAR = re.compile(r"(^|\.)(linear_\w+|in_proj|out_proj)\.weight\d*$")
 
 @dataclass(frozen=True)
 class Recipe:
-    """What Transformer Engine stores of a weight.
+    """Transformer Engine's storage of a weight.
 
     Attributes:
         key: Name of the recipe.
         planes: Its arrays of bytes that are sharded.
         values_per_scale_byte: Elements for each byte of scales, which every rank holds in full; 0 if they are few.
         multiple: Weights whose rows or columns are not a multiple of this are not quantized.
-        block_rows: Ranks divide a weight only between blocks of this many rows. None: anywhere.
+        block_rows: Ranks split a weight only between blocks of this many rows. None: anywhere.
     """
 
     key: str

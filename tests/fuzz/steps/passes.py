@@ -238,7 +238,7 @@ def fail(side: Side, where: str) -> Any:
     """An exception on all ranks, after which the program goes on."""
 
     def raise_error(*unused: Any) -> None:
-        raise ArithmeticError("planted")
+        raise ArithmeticError("injected")
 
     side.read()
     block = side.net.blocks[1]

@@ -474,23 +474,23 @@ def test_verify_reports_every_problem(small: Path) -> None:
     assert any("expected the chunks of w to tile it" in p for p in found)
 
 
-class Planted:
+class Injected:
     def __reduce__(self) -> tuple[Any, ...]:
-        return os.system, ("touch planted",)
+        return os.system, ("touch injected",)
 
 
 def test_verify_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     dcp.save({"a": torch.zeros(2), "o": 1}, checkpoint_id=tmp_path / "c")
-    state = {"a": torch.zeros(2), "o": Planted()}
+    state = {"a": torch.zeros(2), "o": Injected()}
     dcp.save(state, checkpoint_id=tmp_path / "d")
-    torch.save({"args": Planted()}, tmp_path / "c" / "common.pt")
+    torch.save({"args": Injected()}, tmp_path / "c" / "common.pt")
     for name, file in (("c", "common.pt"), ("d", "__0_0.distcp")):
         (problem,) = as_json("verify", name, status=1)["problems"]
         assert "posix.system, which is not allowed" in problem and file in problem
     for command in (["inspect", "d"], ["print-tensor", "d", "o"]):
         assert "posix.system, which is not allowed" in error_of(*command)
-    assert not (tmp_path / "planted").exists()
+    assert not (tmp_path / "injected").exists()
 
 
 def test_verify_detects_missing_keys(tmp_path: Path) -> None:

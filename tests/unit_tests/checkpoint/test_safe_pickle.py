@@ -38,7 +38,7 @@ from megatron.fsdp.checkpoint.safe_pickle import UnsafePickle, load_torch, loads
 from tests.small_checkpoints import NAMES, numbers, same_bits, sample_checkpoint, write_checkpoint
 
 
-class Planted:
+class Injected:
     """Pickles as a call."""
 
     def __init__(self, function: Any, *arguments: Any) -> None:
@@ -53,36 +53,36 @@ def _code(marker: Path) -> str:
 
 
 # Most of these create a file when they run.
-PLANTED: dict[str, Callable[[Path], Planted]] = {
-    "posix.system": lambda m: Planted(os.system, f"touch {m}"),
-    "subprocess.Popen": lambda m: Planted(subprocess.Popen, ["touch", str(m)]),
-    "builtins.eval": lambda m: Planted(eval, _code(m)),
-    "builtins.exec": lambda m: Planted(exec, _code(m)),
-    "io.open": lambda m: Planted(open, str(m), "w"),
-    "builtins.getattr": lambda m: Planted(getattr, Planted(importlib.import_module, "os"), "system"),
-    "builtins.__import__": lambda m: Planted(builtins.__import__, "os"),
-    "functools.partial": lambda m: Planted(functools.partial(os.system, f"touch {m}")),
-    "functools.reduce": lambda m: Planted(functools.reduce, operator.add, [1, 2]),
-    "operator.methodcaller": lambda m: Planted(operator.methodcaller, "touch"),
-    "operator.attrgetter": lambda m: Planted(operator.attrgetter, "os.system"),
-    "importlib.import_module": lambda m: Planted(importlib.import_module, "os"),
-    "pickle.loads": lambda m: Planted(pickle.loads, pickle.dumps(Planted(os.system, f"touch {m}"))),
-    "torch.serialization.load": lambda m: Planted(torch.load, str(m)),
+INJECTED: dict[str, Callable[[Path], Injected]] = {
+    "posix.system": lambda m: Injected(os.system, f"touch {m}"),
+    "subprocess.Popen": lambda m: Injected(subprocess.Popen, ["touch", str(m)]),
+    "builtins.eval": lambda m: Injected(eval, _code(m)),
+    "builtins.exec": lambda m: Injected(exec, _code(m)),
+    "io.open": lambda m: Injected(open, str(m), "w"),
+    "builtins.getattr": lambda m: Injected(getattr, Injected(importlib.import_module, "os"), "system"),
+    "builtins.__import__": lambda m: Injected(builtins.__import__, "os"),
+    "functools.partial": lambda m: Injected(functools.partial(os.system, f"touch {m}")),
+    "functools.reduce": lambda m: Injected(functools.reduce, operator.add, [1, 2]),
+    "operator.methodcaller": lambda m: Injected(operator.methodcaller, "touch"),
+    "operator.attrgetter": lambda m: Injected(operator.attrgetter, "os.system"),
+    "importlib.import_module": lambda m: Injected(importlib.import_module, "os"),
+    "pickle.loads": lambda m: Injected(pickle.loads, pickle.dumps(Injected(os.system, f"touch {m}"))),
+    "torch.serialization.load": lambda m: Injected(torch.load, str(m)),
     # Megatron-Core replaces this function: the name is written, which pickle does not do for a lambda.
-    "torch.storage._load_from_bytes": lambda m: Planted(lambda: None),
-    "shutil.rmtree": lambda m: Planted(shutil.rmtree, str(m)),
-    "signal.signal": lambda m: Planted(signal.signal, 10, 1),
-    "types.FunctionType": lambda m: Planted(types.FunctionType, 1),
-    "builtins.type": lambda m: Planted(type, "X", (), {}),
-    "builtins.map": lambda m: Planted(map, eval, [_code(m)]),
-    "collections.namedtuple": lambda m: Planted(collections.namedtuple, "X", "a"),
-    "torch.distributed.tensor.DTensor": lambda m: Planted(torch.distributed.tensor.DTensor),
+    "torch.storage._load_from_bytes": lambda m: Injected(lambda: None),
+    "shutil.rmtree": lambda m: Injected(shutil.rmtree, str(m)),
+    "signal.signal": lambda m: Injected(signal.signal, 10, 1),
+    "types.FunctionType": lambda m: Injected(types.FunctionType, 1),
+    "builtins.type": lambda m: Injected(type, "X", (), {}),
+    "builtins.map": lambda m: Injected(map, eval, [_code(m)]),
+    "collections.namedtuple": lambda m: Injected(collections.namedtuple, "X", "a"),
+    "torch.distributed.tensor.DTensor": lambda m: Injected(torch.distributed.tensor.DTensor),
 }
 
 
-def planted(name: str, marker: Path, protocol: int) -> bytes:
+def injected(name: str, marker: Path, protocol: int) -> bytes:
     try:
-        return pickle.dumps({"args": [1, PLANTED[name](marker)]}, protocol=protocol)
+        return pickle.dumps({"args": [1, INJECTED[name](marker)]}, protocol=protocol)
     except (pickle.PicklingError, AttributeError):
         # pickle refuses to write these names.
         module, _, function = name.rpartition(".")
@@ -134,12 +134,12 @@ def checkpoint(written: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("protocol", [2, 4])
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("name", PLANTED)
-def test_a_planted_pickle_is_rejected_and_not_run(
+@pytest.mark.parametrize("name", INJECTED)
+def test_an_injected_pickle_is_rejected_and_not_run(
     checkpoint: Path, tmp_path: Path, name: str, place: str, protocol: int
 ) -> None:
     marker = tmp_path / "touched"
-    read = PLACES[place](checkpoint, planted(name, marker, protocol))
+    read = PLACES[place](checkpoint, injected(name, marker, protocol))
     with pytest.raises(UnsafePickle) as error:
         read()
     assert not marker.exists()
@@ -150,7 +150,7 @@ def test_a_planted_pickle_is_rejected_and_not_run(
 
 @pytest.mark.parametrize("name", ["posix.system", "builtins.eval", "builtins.exec", "io.open", "functools.partial"])
 def test_the_same_pickle_does_harm_with_the_standard_unpickler(tmp_path: Path, name: str) -> None:
-    pickle.loads(planted(name, tmp_path / "touched", 4))
+    pickle.loads(injected(name, tmp_path / "touched", 4))
     assert (tmp_path / "touched").exists()
 
 
@@ -182,15 +182,15 @@ def importable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_stand_in_neither_runs_nor_imports_its_class(importable: Path) -> None:
+def test_a_placeholder_neither_runs_nor_imports_its_class(importable: Path) -> None:
     for protocol in (2, 4):
-        stand_in = allowed.foreign("transformer_engine.state", "State")
+        placeholder = allowed.foreign("transformer_engine.state", "State")
         stream = io.BytesIO()
-        made = stand_in(1, 2)
+        made = placeholder(1, 2)
         made.__setstate__({"scale": 3})
-        safe_pickle._Pickler(stream, protocol=protocol).dump([made, stand_in])
+        safe_pickle._Pickler(stream, protocol=protocol).dump([made, placeholder])
         found, kind = loads(stream.getvalue(), "x")
-        assert found.scale == 3 and found == made and kind is stand_in
+        assert found.scale == 3 and found == made and kind is placeholder
         assert (kind.__module__, kind.__qualname__) == ("transformer_engine.state", "State")
     assert not (importable / "touched").exists() and "transformer_engine.state" not in sys.modules
     importlib.import_module("transformer_engine.state")
@@ -199,7 +199,7 @@ def test_a_stand_in_neither_runs_nor_imports_its_class(importable: Path) -> None
         del sys.modules[name]
 
 
-def test_functions_in_settings_get_stand_ins() -> None:
+def test_functions_in_settings_get_placeholders() -> None:
     stream = io.BytesIO()
     torch.save(argparse.Namespace(act=torch.nn.functional.silu, init=torch.nn.init.xavier_uniform_), stream)
     found = load_torch(io.BytesIO(stream.getvalue()), "x")
@@ -274,12 +274,12 @@ def build(target: bytes, state: object) -> bytes:
     ],
 )
 def test_referenced_objects_are_immutable(target: bytes) -> None:
-    states: list[Any] = [({}, {"__hash__": None, "planted": 1}), {"planted": 1}, (None, {"planted": 1})]
+    states: list[Any] = [({}, {"__hash__": None, "injected": 1}), {"injected": 1}, (None, {"injected": 1})]
     for state in states:
         with pytest.raises(DamagedCheckpoint):
             loads(build(target, state), "x")
-    assert not hasattr(loads(target + b".", "x"), "planted")
-    assert not any(hasattr(kind, "planted") for kind in (argparse.Namespace, MetadataIndex, Foreign, torch.Size))
+    assert not hasattr(loads(target + b".", "x"), "injected")
+    assert not any(hasattr(kind, "injected") for kind in (argparse.Namespace, MetadataIndex, Foreign, torch.Size))
 
 
 @pytest.mark.parametrize("member", [signal.Signals.SIGTERM, _MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT])
@@ -289,7 +289,7 @@ def test_members_of_enumerations_are_immutable(member: enum.Enum) -> None:
     data = b"\x80\x02" + kind + b"K" + bytes([member.value]) + b"\x85R"
     assert loads(data + b".", "x") is member
     with pytest.raises(UnsafePickle, match=f"x: modifies .*{member.name}"):
-        loads(build(data, {"_value_": 9, "planted": 1}), "x")
+        loads(build(data, {"_value_": 9, "injected": 1}), "x")
     assert vars(member) == before
 
 
@@ -297,14 +297,14 @@ def test_signals_as_python_3_10_pickles_them() -> None:
     before, data = dict(vars(signal.SIGTERM)), b"\x80\x02csignal\nSIGTERM\n"
     assert loads(data + b".", "x") is signal.SIGTERM
     with pytest.raises(UnsafePickle, match="x: modifies .*SIGTERM"):
-        loads(build(data, {"planted": 1}), "x")
+        loads(build(data, {"injected": 1}), "x")
     assert vars(signal.SIGTERM) == before
 
 
 def test_allowed_objects_are_immutable() -> None:
     for name, value in ALLOWED.items():
         with pytest.raises((TypeError, AttributeError)):
-            value.planted = 1
+            value.injected = 1
             pytest.fail(name)
 
 

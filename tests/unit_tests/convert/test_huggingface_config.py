@@ -187,7 +187,7 @@ def test_yarn_without_mscale() -> None:
     assert (from_config({**DEEPSEEK, "rope_parameters": rope}).rope.mscale_all) == 0.0
     weighted = from_config({**DEEPSEEK, "rope_parameters": {**rope, "mscale": 0.7, "mscale_all_dim": 0.9}}).rope
     assert (weighted.mscale, weighted.mscale_all) == (0.7, 0.9)
-    with pytest.raises(NotImplementedError, match="mscale_all_dim: expected mscale beside it"):
+    with pytest.raises(NotImplementedError, match="mscale_all_dim: expected mscale as well"):
         from_config({**DEEPSEEK, "rope_parameters": {**rope, "mscale_all_dim": 1.0}})
 
 

@@ -1,4 +1,4 @@
-"""The estimate of activations beside the tensors that a layer of Megatron saves for backward."""
+"""The estimate of activations against the tensors that a layer of Megatron saves for backward."""
 
 from types import SimpleNamespace
 from typing import Any

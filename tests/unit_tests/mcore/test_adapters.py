@@ -21,7 +21,7 @@ def adapted(config: Any) -> torch.nn.Module:
     """A frozen GPT with an adapter at every linear layer."""
 
     class Adapted(torch.nn.Module):
-        """A linear layer and its adapter, which tensor-parallel ranks divide as they divide the layer."""
+        """A linear layer and its adapter, which tensor-parallel ranks split as they split the layer."""
 
         def __init__(self, base: Any) -> None:
             super().__init__()

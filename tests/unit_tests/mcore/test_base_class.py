@@ -26,7 +26,7 @@ def test_megatron_asks_for_its_ddp_where_it_is_known() -> None:
 
 
 def _asks_for_ddp_alone(node: ast.AST) -> bool:
-    """Whether a node is ``isinstance(x, (DDP, ...))`` without a class of Megatron's FSDP beside DDP."""
+    """Whether a node is ``isinstance(x, (DDP, ...))`` without a class of Megatron's FSDP in addition to DDP."""
     if not isinstance(node, ast.Call) or getattr(node.func, "id", "") not in ("isinstance", "issubclass"):
         return False
     classes = {part.id for part in ast.walk(node.args[1]) if isinstance(part, ast.Name)}

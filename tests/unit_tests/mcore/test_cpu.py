@@ -223,7 +223,7 @@ def test_other_devices_are_kept(device: Any) -> None:
     assert torch_view.on_cpu(device) is device
 
 
-def test_the_stand_in_for_a_class_passes_for_it() -> None:
+def test_the_fake_class_passes_for_the_real_one() -> None:
     device = torch_view.device_class(torch.device)
     assert device("cuda", 1) == device("cuda:0") == device(0) == torch.device("cpu")
     assert device("meta") == torch.device("meta")

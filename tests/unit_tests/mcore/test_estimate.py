@@ -140,7 +140,7 @@ def test_estimated_bytes_of_quantized_weights(ranks: RankPool, kind: str, format
     ranks.run(4, _quantized, kind, format)
 
 
-# Bytes of a weight, beside those of bf16: at rest over all ranks, and in the passes.
+# Bytes of a weight, in addition to those of bf16: at rest over all ranks, and in the passes.
 RATES = {
     "delayed": (0.5, 0.5, 0.5),
     "tensorwise": (0.5, 0.5, 0.5),

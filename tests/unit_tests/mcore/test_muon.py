@@ -79,7 +79,7 @@ def _steps(nesterov: bool, steps: int, outer: str | None = None) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_steps_are_bit_equal_to_those_on_whole_matrices(ranks: RankPool, world_size: int, nesterov: bool) -> None:
+def test_steps_are_bit_equal_to_those_on_full_matrices(ranks: RankPool, world_size: int, nesterov: bool) -> None:
     ranks.run(world_size, _steps, nesterov, 3)
 
 

@@ -163,13 +163,13 @@ def test_what_was_imported_before_install_raises_an_error() -> None:
     assert MegatronFSDP.__init__ is before
 
 
-def test_a_stand_in_for_the_wrapper() -> None:
-    def stand_in() -> None: ...
+def test_a_mock_of_the_wrapper() -> None:
+    def mock() -> None: ...
 
-    install(stand_in)
+    install(mock)
     from megatron.core.distributed import FullyShardedDataParallel
 
-    assert FullyShardedDataParallel is stand_in
+    assert FullyShardedDataParallel is mock
 
 
 def test_a_megatron_that_lacks_a_name_is_refused_and_nothing_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,11 +258,11 @@ def test_nothing_is_patched_after_uninstall(bridge: Any) -> None:
     assert bridge("checkpointing").generate_state_dict() == "theirs" and not is_installed()
 
 
-def test_a_stand_in_reaches_modules_that_are_imported_later(bridge: Any) -> None:
-    def stand_in() -> None: ...
+def test_a_mock_reaches_modules_that_are_imported_later(bridge: Any) -> None:
+    def mock() -> None: ...
 
-    install(stand_in)
-    assert bridge("setup").megatron_FSDP is stand_in
+    install(mock)
+    assert bridge("setup").megatron_FSDP is mock
 
 
 def test_importing_a_module_that_lacks_a_name_raises_an_error(bridge: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""--use-precision-aware-optimizer: Transformer Engine's FusedAdam, by a stand-in with its interface."""
+"""--use-precision-aware-optimizer: Transformer Engine's FusedAdam, by a mock with its interface."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -48,7 +48,7 @@ def _equals_ddp(strategy: str, changes: dict[str, Any], format: str = "5x7") -> 
         found = mm.train(strategy, build=partial(quantized_gpt, format=format), fp8_param_gather=True, **changes)
     part = "parametrizations.weight.original"
     expected.weights = {name.replace(part, "weight"): weight for name, weight in expected.weights.items()}
-    # A weight beside the border of two values is rounded to either.
+    # A weight next to the border of two values is rounded to either.
     mm.assert_same(found, expected, atol=2e-4, norms=1e-5)
 
 

@@ -39,7 +39,7 @@ def test_tensor_parallel_ranks_have_a_shard_of_each_section(
     assert kind is not None and kind.spread
     layout = kind.layout(Owner(module, False, parameter, sum(expected.values())))
     assert layout is not None and dict(layout.sections) == expected and layout.spread and not layout.apart
-    assert kind.layout(Owner(module, False, parameter, 1)) is None, "another number of rows"
+    assert kind.layout(Owner(module, False, parameter, 1)) is None, "a different number of rows"
     assert kind.layout(Owner(SimpleNamespace(), False, SimpleNamespace(), sum(expected.values()))) is None
 
 

@@ -1,4 +1,4 @@
-"""Mistakes planted in the engine, one per test: the simulated device must find each, and name its place.
+"""Mistakes injected in the engine, one per test: the simulated device must find each, and name its place.
 
 Every run is made twice, without the mistake and with it. Only the second may be reported.
 """
@@ -312,12 +312,12 @@ def _copies_from_pageable_memory(any_rank: Callable[..., Any], context: CommCont
 
 def _blocking_copy() -> None:
     plant = _replace(CommContext, "any_rank", _copies_from_pageable_memory)
-    for planted in (None, plant):
-        with _simulation(planted) as sim:
+    for injected in (None, plant):
+        with _simulation(injected) as sim:
             model, optimizer = sharded()
             data = batches(1, 1).to(DEVICE)
             with sim.no_host_wait():
-                if planted is None:
+                if injected is None:
                     _step(model, optimizer, data[0])
                     continue
                 with pytest.raises(HostWait, match="makes the host wait") as raised:
@@ -386,8 +386,8 @@ def _fails_once(reduce_scatter: Callable[..., None]) -> Callable[..., None]:
 
 
 def _fail_in_task() -> None:
-    for planted in (None, _replace(CudaStream, "run", _raises_without_wait)):
-        with _simulation(planted) as sim, pytest.MonkeyPatch.context() as patch:
+    for injected in (None, _replace(CudaStream, "run", _raises_without_wait)):
+        with _simulation(injected) as sim, pytest.MonkeyPatch.context() as patch:
             patch.setattr(BACKEND, "reduce_scatter", _fails_once(BACKEND.reduce_scatter))
             model, optimizer = sharded()
             data = batches(2, 1).to(DEVICE)
@@ -395,7 +395,7 @@ def _fail_in_task() -> None:
                 _step(model, optimizer, data[0])
             _step(model, optimizer, data[1])
             reports = [str(race) for race in sim.races]
-            if planted is None:
+            if injected is None:
                 assert reports == []
             else:
                 assert any("reduce_scatter" in r and " _reduce" in r and "on stream 0" in r for r in reports), reports
@@ -429,12 +429,12 @@ def _waits_on_current_device(run: Callable[..., Handle], stream: CudaStream, tas
 
 
 def _train_beside_current_device() -> None:
-    for planted in (None, _replace(CudaStream, "run", _waits_on_current_device)):
-        with _simulation(planted) as sim, pytest.MonkeyPatch.context() as patch:
+    for injected in (None, _replace(CudaStream, "run", _waits_on_current_device)):
+        with _simulation(injected) as sim, pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.cuda, "current_stream", _beside(torch.cuda.current_stream, torch.cuda.Stream()))
             _train(sim, ZERO_3)
             found = [race for race in sim.races if "_unshard" in str(race) and "reads on stream 0" in str(race)]
-            assert bool(found) == (planted is not None) and bool(sim.races) == bool(found)
+            assert bool(found) == (injected is not None) and bool(sim.races) == bool(found)
 
 
 def test_the_current_stream_of_another_device_is_found(ranks: RankPool) -> None:
@@ -442,14 +442,14 @@ def test_the_current_stream_of_another_device_is_found(ranks: RankPool) -> None:
 
 
 def _load_after_step() -> None:
-    for planted in (None, _replace(Engine, "wait_before_write", _left_out)):
-        with _simulation(planted) as sim:
+    for injected in (None, _replace(Engine, "wait_before_write", _left_out)):
+        with _simulation(injected) as sim:
             model, optimizer = sharded(**ZERO_3, **OFFLOAD)
             state = {name: value.clone() for name, value in model.state_dict().items()}
             _step(model, optimizer, batches(1, 1).to(DEVICE)[0])
             model.load_state_dict(state)
             reports = [str(race) for race in sim.races]
-            if planted is None:
+            if injected is None:
                 assert reports == []
             else:
                 assert any("_cast_into" in r and "writes on the host" in r and "copy_shard" in r for r in reports)

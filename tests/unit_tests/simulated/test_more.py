@@ -1,4 +1,4 @@
-"""What scripts do between and around steps, on the simulated device: no unordered accesses to memory."""
+"""Actions of scripts between and around steps, on the simulated device: no unordered accesses to memory."""
 
 import gc
 import tempfile
@@ -12,7 +12,7 @@ from torch import nn
 
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.optim import matrix_exchange
-from megatron.fsdp.optim.whole_matrices import WholeMatrices
+from megatron.fsdp.optim.full_matrices import FullMatrices
 from megatron.fsdp.state.consistency import inconsistent_weights
 from megatron.fsdp.state.export import save_safetensors
 from megatron_fsdp import fully_shard_model, fully_shard_optimizer, register_forward_method
@@ -73,7 +73,7 @@ def _use_memory() -> None:
     _ = [torch.zeros(100, device=DEVICE) for _ in range(300)]
 
 
-def _whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
+def _full_state(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
@@ -111,7 +111,7 @@ def _step_twice(model: nn.Module, optimizer: Optimizer, tokens: torch.Tensor) ->
 
 
 def _load_after_start_param_sync(model: nn.Module, optimizer: Optimizer, tokens: torch.Tensor) -> None:
-    state = _whole_state(model)
+    state = _full_state(model)
     _step(model, optimizer, tokens)
     model.start_param_sync()
     model.load_state_dict(state)
@@ -126,9 +126,9 @@ def _broadcast_after_start_param_sync(model: nn.Module, optimizer: Optimizer, to
 
 def _state_between_forward_and_backward(model: nn.Module, optimizer: Optimizer, tokens: torch.Tensor) -> None:
     loss = loss_of(model, tokens)
-    _whole_state(model)
+    _full_state(model)
     loss.backward()
-    _whole_state(model)
+    _full_state(model)
     optimizer.step()
     optimizer.zero_grad()
 
@@ -266,7 +266,7 @@ def _exchange_matrices(settings: dict[str, Any]) -> None:
         model, optimizer = sharded(Model, **settings)
         mains = [param.main for param in model.engine.params() if len(param.local_shape) == 2]
         sums = {main: torch.zeros_like(local_shard(main)) for main in mains}
-        matrices = WholeMatrices(mains, lambda main: float(main.numel()))
+        matrices = FullMatrices(mains, lambda main: float(main.numel()))
         for tokens in batches(3, 1).to(DEVICE).flatten(0, 1):
             _step(model, optimizer, tokens)
             matrices.map(
@@ -279,7 +279,7 @@ def _exchange_matrices(settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_whole_matrices(ranks: RankPool, settings: str) -> None:
+def test_full_matrices(ranks: RankPool, settings: str) -> None:
     ranks.run(1, _exchange_matrices, SETTINGS[settings])
 
 

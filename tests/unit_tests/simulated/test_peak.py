@@ -28,7 +28,7 @@ DTYPES = {"fp32": (4, 4), "bf16": (2, 4)}  # bytes of a compute weight and of a 
 
 
 def _model(dtype: str) -> nn.Module:
-    """Blocks whose rows leave little padding, of many weights: one gradient is small beside the unit's."""
+    """Blocks whose rows leave little padding, of many weights: one gradient is small compared with the unit's."""
     model = TinyModel(width=WIDTH, depth=DEPTH, vocabulary=16)
     for block in model.blocks:
         block.up = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(7)], nn.Linear(WIDTH, 3 * WIDTH))

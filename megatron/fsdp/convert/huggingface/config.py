@@ -182,7 +182,7 @@ def _yarn(config: Settings, values: Mapping[str, Any], base: float) -> Rope:
     original = int(values.get("original_max_position_embeddings") or config.get("max_position_embeddings"))
     mscale, mscale_all = values.get("mscale"), values.get("mscale_all_dim")
     if mscale_all and not mscale:
-        config.problems.append("rope mscale_all_dim: expected mscale beside it")
+        config.problems.append("rope mscale_all_dim: expected mscale as well")
     if values.get("attention_factor") is not None:
         config.problems.append("rope attention_factor: expected none; it is derived from factor and mscale")
     if values.get("truncate", True) is not True:

@@ -1,6 +1,6 @@
 """Positions of parameters in Megatron-Core's flat buffers: arithmetic on sizes, without tensors.
 
-Each model-parallel rank has one buffer per model chunk and dtype, divided into buckets. A buffer stores the rank's
+Each model-parallel rank has one buffer per model chunk and dtype, split into buckets. A buffer stores the rank's
 parameters in reverse order of registration, each aligned to 64 elements of its bucket. The sizes determine the
 parameters of each pipeline stage: stages hold successive parts of the model that fill their buffers exactly.
 """

@@ -2,7 +2,7 @@
 
 Megatron-Core leaves both to Transformer Engine. The results here are exact, but every rank gathers all keys and values.
 
-A sequence is divided into 2n chunks for n ranks. Megatron-Core gives rank r the chunks r and 2n - 1 - r, so that with a
+A sequence is split into 2n chunks for n ranks. Megatron-Core gives rank r the chunks r and 2n - 1 - r, so that with a
 causal mask all ranks have equally much to compute.
 """
 

@@ -71,7 +71,7 @@ class MegatronFinder(MetaPathFinder):
         fromlist: Sequence[str] | None = (),
         level: int = 0,
     ) -> Any:
-        """Import as usual; return the view of the module, or the stand-in for an absent one, if one exists."""
+        """Import as usual; return the view of the module, or the fake for an absent one, if one exists."""
         importer = (globals or {}).get("__name__", "")
         package = name.partition(".")[0]
         try:

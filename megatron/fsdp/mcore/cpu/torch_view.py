@@ -54,9 +54,9 @@ def unchanged(function: Any = None, *args: Any, **kwargs: Any) -> Any:
 
 
 class StandInClass(type):
-    """Metaclass of a stand-in for a class. Calling the stand-in makes real instances, which count as its instances.
+    """Metaclass of a fake for a class. Calling the fake makes real instances, which count as its instances.
 
-    A function would not do: the stand-in has to work in ``isinstance``, in annotations and as a namespace.
+    A function would not do: the fake has to work in ``isinstance``, in annotations and as a namespace.
     """
 
     real: type
@@ -77,7 +77,7 @@ class StandInClass(type):
 
 
 def device_class(real: type) -> type:
-    """Return a stand-in for ``torch.device`` that makes the CPU device for anything that names a CUDA device."""
+    """Return a fake for ``torch.device`` that makes the CPU device for anything that names a CUDA device."""
 
     def create(device: Any, index: int | None = None) -> torch.device:
         if on_cpu(device) is CPU:
@@ -88,7 +88,7 @@ def device_class(real: type) -> type:
 
 
 def mesh_class(real: Any) -> type:
-    """Return a stand-in for ``DeviceMesh`` that makes meshes of CPUs for "cuda"."""
+    """Return a fake for ``DeviceMesh`` that makes meshes of CPUs for "cuda"."""
 
     def from_group(group: Any, device_type: str, *args: Any, **kwargs: Any) -> Any:
         return real.from_group(group, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
@@ -98,7 +98,7 @@ def mesh_class(real: Any) -> type:
 
 
 def loader_class(real: Any) -> type:
-    """Return a stand-in for ``DataLoader`` whose loaders draw seeds from their own random numbers."""
+    """Return a fake for ``DataLoader`` whose loaders draw seeds from their own random numbers."""
 
     def create(*args: Any, **kwargs: Any) -> Any:
         kwargs["pin_memory"] = False

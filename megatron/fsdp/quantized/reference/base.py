@@ -1,6 +1,6 @@
-"""A tensor that is dequantized for every product, and its storage: the base of the formats in plain torch.
+"""A tensor that is dequantized for every matmul, and its storage: the base of the formats in plain torch.
 
-They show what training with quantized weights computes, on every device. They are not meant for speed: matrix products
+They show what training with quantized weights computes, on every device. They are not meant for speed: matmuls
 run on dequantized weights, in the dtype that the weight appears to have.
 """
 
@@ -68,7 +68,7 @@ class ReferenceTensor(torch.Tensor):
         """The weight as a plain tensor of its dtype.
 
         Args:
-            direction: The products that read it. None: those of the pass that the weight was last prepared for.
+            direction: The matmuls that read it. None: those of the pass that the weight was last prepared for.
         """
         if direction is None:
             direction = next(reversed(self.dequantized), Direction.FORWARD)
@@ -83,7 +83,7 @@ class ReferenceTensor(torch.Tensor):
 
     @torch.no_grad()
     def decoded(self, direction: Direction) -> torch.Tensor:
-        """Dequantize the bytes that products of this direction read."""
+        """Dequantize the bytes that matmuls of this direction read."""
         return self.stored_as.decode(self, direction).view(self.shape).to(self.dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -140,7 +140,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: torch.Tensor, weight: ReferenceTensor) -> torch.Tensor:
         output = F.linear(input, weight.dequantize(Direction.FORWARD))
-        # Under autocast, the product is in another dtype than its factors.
+        # Under autocast, the matmul is in another dtype than its factors.
         ctx.save_for_backward(input.to(output.dtype), weight)
         return output
 
@@ -189,7 +189,7 @@ class ReferenceStorage:
         raise NotImplementedError
 
     def decode(self, parameter: ReferenceTensor, direction: Direction) -> torch.Tensor:
-        """The float32 values that products of this direction read; of the parameter's number of elements."""
+        """The float32 values that matmuls of this direction read; of the parameter's number of elements."""
         raise NotImplementedError
 
     def source(self, direction: Direction) -> Direction:
@@ -204,7 +204,7 @@ class ReferenceStorage:
         return parameter.dequantize() if parameter.initial is None else parameter.initial
 
     def bind(self, parameter: Any, planes: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """The state starts anew: the first quantization of main weights sets it."""
+        """The state is reset: the first quantization of main weights sets it."""
         device = planes[0].device
         if (parameter.device, parameter.dtype) != (device, dtype):
             # What such a tensor reports cannot be changed.

@@ -77,7 +77,7 @@ _SCALE_BYTES = torch.float32.itemsize
 
 @dataclass(frozen=True)
 class Float8Storage(ReferenceStorage):
-    """8-bit values that ranks may divide anywhere. Each block's scale comes from all ranks, and is on all ranks.
+    """8-bit values that ranks may split anywhere. Each block's scale comes from all ranks, and is on all ranks.
 
     The state is, for each block, what its 8-bit values are multiplied by, and with delayed scaling the largest
     magnitudes of the last ``history + 1`` quantizations, the latest first; 0 where there are none.
@@ -198,7 +198,7 @@ def _largest(values: torch.Tensor, blocks: torch.Tensor, count: int) -> torch.Te
 
 
 def _scale(largest: torch.Tensor) -> torch.Tensor:
-    """What a block's values are multiplied by."""
+    """The factors that blocks' values are multiplied by."""
     return torch.where(largest > 0, divide(torch.finfo(E4M3).max, largest), 1.0)
 
 

@@ -1,6 +1,6 @@
 """Weights in MXFP8, in plain torch: 8-bit floats (e4m3) with a power of 2 as the scale of every 32 values.
 
-Blocks lie along the dimension that a product sums over. Forward sums over columns and the gradient of the input sums
+Blocks lie along the dimension that a matmul sums over. Forward sums over columns and the gradient of the input sums
 over rows, so there are two copies of the weight, and a pass gathers the one that it reads.
 """
 

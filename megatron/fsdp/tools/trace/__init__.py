@@ -21,7 +21,7 @@ from torch import nn
 from megatron.fsdp.comm.backends import moves_data
 from megatron.fsdp.module import ShardedModel
 from megatron.fsdp.runtime.engine import Engine, engines_of
-from megatron.fsdp.tools.trace.clock import Meeting, clock_of, meet, offset
+from megatron.fsdp.tools.trace.clock import SyncPoint, clock_of, meet, offset
 from megatron.fsdp.tools.trace.recorder import StepRecorder
 from megatron.fsdp.tools.trace.spans import Kind, RankTrace, Row, Span, UnitTimes, mark_late_ranks
 from megatron.fsdp.tools.trace.timeline import Timeline
@@ -51,7 +51,7 @@ def trace_step(model: nn.Module | Engine, all_ranks: bool = True) -> Iterator[Ti
     group = engine.index.dense.dp_group
     if not moves_data(group):
         all_ranks = False
-    meetings = meet(group, engine.device) if all_ranks else []
+    sync_points = meet(group, engine.device) if all_ranks else []
     recorder = StepRecorder(engine, clock_of(engine.device))
     timeline = Timeline()
     recorder.start()
@@ -60,7 +60,7 @@ def trace_step(model: nn.Module | Engine, all_ranks: bool = True) -> Iterator[Ti
     finally:
         recorder.stop()
     mine = recorder.trace(dist.get_rank())
-    timeline.ranks = _collect(mine, meetings, group) if all_ranks else [mine]
+    timeline.ranks = _collect(mine, sync_points, group) if all_ranks else [mine]
 
 
 def _engine_of(model: nn.Module | Engine) -> Engine:
@@ -73,11 +73,11 @@ def _engine_of(model: nn.Module | Engine) -> Engine:
     return found[0]
 
 
-def _collect(mine: RankTrace, meetings: list[Meeting], group: dist.ProcessGroup) -> list[RankTrace]:
+def _collect(mine: RankTrace, sync_points: list[SyncPoint], group: dist.ProcessGroup) -> list[RankTrace]:
     """Gather the recordings of all ranks on the first rank, with times on its clock; other ranks return nothing."""
     first = dist.get_rank(group) == 0
-    gathered: list[tuple[RankTrace, list[Meeting]]] | None = [(mine, meetings)] * group.size() if first else None
-    dist.gather_object((mine, meetings), gathered, group=group, group_dst=0)
+    gathered: list[tuple[RankTrace, list[SyncPoint]]] | None = [(mine, sync_points)] * group.size() if first else None
+    dist.gather_object((mine, sync_points), gathered, group=group, group_dst=0)
     if gathered is None:
         return []
     shifted = [trace.shifted(*offset(gathered[0][1], met)) if i else trace for i, (trace, met) in enumerate(gathered)]

@@ -73,7 +73,7 @@ def clock_of(device: torch.device) -> HostClock:
     return CudaClock(device) if device.type == "cuda" else HostClock()
 
 
-class Meeting(NamedTuple):
+class SyncPoint(NamedTuple):
     """One rank's clock before and after an all-reduce, which no rank leaves before all ranks have entered it."""
 
     before: int
@@ -87,9 +87,9 @@ class Offset(NamedTuple):
     error: int
 
 
-def meet(group: dist.ProcessGroup, device: torch.device, rounds: int = ROUNDS) -> list[Meeting]:
+def meet(group: dist.ProcessGroup, device: torch.device, rounds: int = ROUNDS) -> list[SyncPoint]:
     """Synchronize all ranks of the group a few times and record the clock around each. A collective."""
-    meetings = []
+    sync_points = []
     for _ in range(rounds):
         flag = torch.zeros(1, device=device)
         if device.type == "cuda":
@@ -97,22 +97,22 @@ def meet(group: dist.ProcessGroup, device: torch.device, rounds: int = ROUNDS) -
         before = time.perf_counter_ns()
         dist.all_reduce(flag, group=group)
         flag.item()  # wait: on CUDA, the host does not wait for the all-reduce
-        meetings.append(Meeting(before, time.perf_counter_ns()))
-    return meetings
+        sync_points.append(SyncPoint(before, time.perf_counter_ns()))
+    return sync_points
 
 
-def offset(first: list[Meeting], other: list[Meeting]) -> Offset:
+def offset(first: list[SyncPoint], other: list[SyncPoint]) -> Offset:
     """Compute the offset from another rank's clock to the first rank's.
 
-    In every meeting, each rank leaves after the other one has entered. Both facts bound the offset, as in Cristian's
-    algorithm, and the bounds of all meetings hold at the same time.
+    At every sync point, each rank leaves after the other one has entered. Both facts bound the offset, as in Cristian's
+    algorithm, and the bounds of all sync points hold at the same time.
 
     Raises:
-        ValueError: There are no meetings, or the ranks recorded different numbers of them.
+        ValueError: There are no sync points, or the ranks recorded different numbers of them.
     """
     if not first or len(first) != len(other):
         raise ValueError(
-            f"expected the same number of meetings of both ranks, at least one; got {len(first)} and {len(other)}"
+            f"expected the same number of sync points of both ranks, at least one; got {len(first)} and {len(other)}"
         )
     least = max(f.before - o.after for f, o in zip(first, other, strict=True))
     most = min(f.after - o.before for f, o in zip(first, other, strict=True))

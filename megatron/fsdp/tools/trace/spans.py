@@ -8,7 +8,7 @@ MILLISECOND = 1e6  # in nanoseconds
 
 
 class _Text(str, Enum):
-    """What ``StrEnum`` is, which Python 3.10 lacks: a member's text is its value."""
+    """A ``StrEnum``, which Python 3.10 lacks: a member's text is its value."""
 
     __str__ = str.__str__
 

@@ -1,4 +1,4 @@
-"""Runs pretrain_gpt.py with an error planted in this project's FSDP, which ``FSDP_PLANTED`` selects."""
+"""Runs pretrain_gpt.py with an error injected in this project's FSDP, which ``FSDP_INJECTED`` selects."""
 
 import os
 import sys
@@ -72,13 +72,13 @@ def swapped_shard() -> None:
     SENDS.all_gather = all_gather
 
 
-PLANTED = (missed_reduction, wrong_divisor, stale_weights, skipped_parameter, swapped_shard)
+INJECTED = (missed_reduction, wrong_divisor, stale_weights, skipped_parameter, swapped_shard)
 
 if __name__ == "__main__":
     import pretrain_gpt
 
     if "--use-megatron-fsdp" in sys.argv:
-        for plant in PLANTED:
-            if plant.__name__ == os.environ.get("FSDP_PLANTED"):
+        for plant in INJECTED:
+            if plant.__name__ == os.environ.get("FSDP_INJECTED"):
                 plant()
     pretrain_gpt.main()

@@ -1,4 +1,4 @@
-"""Stand-ins for what our plug-in uses of Transformer Engine, in plain torch: it does not run without a GPU.
+"""Mocks for what our plug-in uses of Transformer Engine, in plain torch: it does not run without a GPU.
 
 They have its module paths, class names, fields and call order, and raise an AssertionError where its kernels would read
 freed or stale memory or write that of other ranks. Their arithmetic is real but not meant to equal its kernels' bits.
@@ -284,7 +284,7 @@ def _package() -> dict[str, ModuleType]:
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """Context in which ``import transformer_engine`` finds the stand-ins."""
+    """Context in which ``import transformer_engine`` finds the mocks."""
     made_in_forward.clear()
     package = _package()
     assert not package.keys() & sys.modules.keys(), "the real Transformer Engine is imported"

@@ -17,7 +17,7 @@ Read = Callable[[nn.Parameter, torch.Tensor], None]
 Compute = Callable[[nn.Parameter, torch.Tensor], torch.Tensor]
 
 
-class WholeMatrices:
+class FullMatrices:
     """Applies a function to tensors with the layout of main weights. All ranks of the model need one.
 
     A matrix that is also tensor-parallel is full if it is the tensor-parallel rank's. Its owners on all of these ranks

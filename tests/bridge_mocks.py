@@ -1,4 +1,4 @@
-"""Stand-ins for the packages that Megatron-Bridge imports and that have no build for a CPU or are not needed here.
+"""Mocks for the packages that Megatron-Bridge imports and that have no build for a CPU or are not needed here.
 
 Only Megatron-Bridge's modules see them: for those of Megatron-Core the packages are not installed.
 """
@@ -42,7 +42,7 @@ class _AnyModule(ModuleType):
 
 
 class _Absent(dict[tuple[str, str | None], Any]):
-    """Stand-ins by the importing module and the package that it imports."""
+    """Mocks by the importing module and the package that it imports."""
 
     def __contains__(self, key: Any) -> bool:
         importer, package = key
