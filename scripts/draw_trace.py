@@ -32,6 +32,11 @@ COLORS = {
 WAIT_COLORS = {Kind.GATHER: "#d62f2f", Kind.REDUCTION: "#f08a8a", Kind.OTHER: "#8a3030"}
 LABELS = {Kind.ENGINE: "engine (issues, copies gradients)"}
 WAIT_LABELS = {kind: f"computation waits for a {kind}" for kind in (Kind.GATHER, Kind.REDUCTION)}
+LATE_LABEL = "hatched: another rank has not arrived yet"
+ROWS_TITLE = "Activity of each rank{shown}; bars are labeled with units"
+UNITS_TITLE = "Communication per unit and its exposed share, mean of ranks: {exposed:.1f} ms exposed in total"
+# A picture's metadata have these words, so that a test finds a picture on a page with older ones.
+WORDS = "; ".join((ROWS_TITLE, UNITS_TITLE, LATE_LABEL, *Row, *Kind, *LABELS.values(), *WAIT_LABELS.values()))
 WAIT_LABELS[Kind.OTHER] = f"computation waits for {Kind.OTHER}"
 
 LATE_STYLE: dict[str, Any] = {"hatch": "////", "edgecolor": "#ffffff", "linewidth": 0}
@@ -79,7 +84,7 @@ def draw(traces: list[RankTrace], path: str | Path) -> None:
     _draw_rows(above, shown, of=len(traces))
     _draw_units(below, traces)
     _add_legend(figure, [span for trace in shown for span in trace.spans])
-    figure.savefig(path)
+    figure.savefig(path, metadata={"Title": WORDS})
 
 
 def _draw_rows(axes: "Axes", traces: list[RankTrace], of: int) -> None:
@@ -107,7 +112,7 @@ def _draw_rows(axes: "Axes", traces: list[RankTrace], of: int) -> None:
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)
     shown = "" if of == len(traces) else f", {len(traces)} of {of} ranks"
-    axes.set_title(f"Activity of each rank{shown}; bars are labeled with units", loc="left", fontsize=11)
+    axes.set_title(ROWS_TITLE.format(shown=shown), loc="left", fontsize=11)
 
 
 def _draw_row(axes: "Axes", spans: list[Span], y: float, first: int, length: int) -> None:
@@ -146,7 +151,7 @@ def _add_legend(figure: "Figure", spans: list[Span]) -> None:
     patches = [Patch(color=color, label=label) for color, label in entries]
     patches.append(Patch(facecolor="white", edgecolor="#cccccc", label="outside the model"))
     if any(span.late for span in spans):
-        patches.append(Patch(facecolor="#888888", label="hatched: another rank has not arrived yet", **LATE_STYLE))
+        patches.append(Patch(facecolor="#888888", label=LATE_LABEL, **LATE_STYLE))
     figure.legend(handles=patches, loc="outside lower center", ncols=5, fontsize=8.5, frameon=False)
 
 
@@ -171,7 +176,7 @@ def _draw_units(axes: "Axes", traces: list[RankTrace]) -> None:
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     exposed, late = sum(times.exposed for times in mean.values()), sum(times.late for times in mean.values())
-    title = f"Communication per unit and its exposed share, mean of ranks: {exposed:.1f} ms exposed in total"
+    title = UNITS_TITLE.format(exposed=exposed)
     if late:
         title += f", {late:.1f} ms of it waiting for another rank"
     axes.set_title(title, loc="left", fontsize=11)

@@ -21,6 +21,7 @@ from megatron.fsdp.tools.trace.watch import StepWatcher
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
 from scripts import draw_trace
 from tests.exchanges import wrapped
+from tests.launch import ROOT
 from tests.models import Block, TinyModel, adamw, batches, device, loss_of
 from tests.ranks import DEVICE, RankPool
 
@@ -388,6 +389,10 @@ def test_picture(ranks: RankPool, tmp_path: Path) -> None:
     draw_trace.main([str(tmp_path / "trace.json"), str(tmp_path / "trace.png")])
     content = (tmp_path / "trace.png").read_bytes()
     assert content.startswith(b"\x89PNG") and len(content) < 300_000
+    for picture in (content, (ROOT / "docs" / "trace.png").read_bytes()):
+        assert draw_trace.WORDS.encode() in picture, (
+            "the picture has other words than scripts/draw_trace.py: draw it again"
+        )
 
 
 def test_table(ranks: RankPool) -> None:
