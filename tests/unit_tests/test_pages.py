@@ -109,6 +109,16 @@ def test_the_guide_describes_every_argument() -> None:
     assert not [name for name in arguments if not re.search(rf"`{name}\b", text)]
 
 
+def test_launch_scripts_have_the_recommended_settings() -> None:
+    block = re.search(r"^FSDP=\((.*?)^\)", (DOCS / "guide" / "settings.md").read_text(), re.DOTALL | re.MULTILINE)
+    assert block is not None
+    wanted = set(re.findall(r"--[\w-]+", block[1]))
+    scripts = [path.read_text() for path in (DOCS.parent / "examples" / "megatron_fsdp").glob("*.s*")]
+    used = [set(re.findall(r"--[\w-]+", text)) for text in scripts if "--use-megatron-fsdp" in text]
+    assert len(used) == 3 and all(flags >= wanted for flags in used), [wanted - flags for flags in used]
+    assert not any(flags & {"--no-gradient-accumulation-fusion", "--grad-reduce-in-bf16"} for flags in used)
+
+
 def test_no_page_runs_code_from_a_hidden_import_of_the_tests() -> None:
     assert [page.name for page in DOCS.rglob("*.md") if "from tests." in page.read_text()] == []
 

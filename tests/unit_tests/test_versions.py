@@ -36,6 +36,12 @@ def test_the_metadata_names_the_versions() -> None:
     assert f'"torch>={TRIED_TORCH[0]}"' in (ROOT / "pyproject.toml").read_text()
 
 
+def test_the_quick_start_names_the_python_of_megatron_core() -> None:
+    oldest = re.search(r"megatron-core.*python_version >= '([\d.]+)'", (ROOT / "pyproject.toml").read_text())
+    assert oldest is not None
+    assert f"Python {oldest[1]} or later" in (ROOT / "docs" / "start" / "megatron.md").read_text()
+
+
 def test_a_tried_version_does_not_warn(caplog: pytest.LogCaptureFixture) -> None:
     patches.warn_if_untried.cache_clear()
     for version in TRIED_TORCH:

@@ -106,8 +106,8 @@ def fully_shard_model(
             peak has two of the largest unit; small units take many collectives.
         zero_dp_strategy: What is sharded over the ranks of ``dp_shard_dim``: 0 or ``"no_shard"`` shards nothing, 1 or
             ``"optim"`` the main weights and the optimizer's state, 2 or ``"optim_grads"`` also the gradients, 3 or
-            ``"optim_grads_params"`` also the compute weights. Reads as the name. Weights are unsharded twice per step
-            with 3, once with 1 and 2, and never with 0.
+            ``"optim_grads_params"`` also the compute weights. Reads as the name. Weights are unsharded twice per
+            micro-batch with 3, once per step with 1 and 2, and never with 0.
         outer_dp_sharding_strategy: What is sharded over the ranks of ``dp_outer_dim``: 0 or ``"no_shard"`` replicates
             the shards of the inner axis (HSDP), 1 or ``"optim"`` shards main weights and optimizer state again (hybrid
             FSDP). Reads as the name. ``"optim"`` takes one more all-gather per step.
