@@ -14,7 +14,7 @@ PYTEST_FLAGS ?=
 MKDOCS := NO_MKDOCS_2_WARNING=1 PYTHONWARNINGS=ignore .venv/bin/mkdocs
 PYTEST := $(PYTHON) -m pytest $(PYTEST_FLAGS)
 
-# The versions of torch that are tested beside the one in constraints.txt, oldest first. TRIED_TORCH in
+# The versions of torch that are tested in addition to the one in constraints.txt, oldest first. TRIED_TORCH in
 # megatron/fsdp/version.py lists all of them.
 TORCH_VERSIONS := 2.11.0 2.15.0
 TORCH_STAMPS := $(TORCH_VERSIONS:%=.venv-torch-%/.installed)
@@ -108,7 +108,7 @@ parity: install ## train with Megatron's DDP and with FSDP in its loop, and comp
 fuzz: install ## run random programs plain and sharded, and compare; write fuzz_output/table.md (FUZZ_FLAGS="--programs 500")
 	@$(PYTHON) -W ignore -m tests.fuzz $(FUZZ_FLAGS)
 
-bench: install ## benchmark beside FSDP2, the original and DDP; write out/benchmarks, docs/status.md (BENCH_FLAGS="--only step,memory --quick")
+bench: install ## benchmark against FSDP2, NVIDIA's and DDP; write out/benchmarks, docs/status.md (BENCH_FLAGS="--only step,memory --quick")
 	@status=0; $(PYTHON) -W ignore -m benchmarks $(BENCH_FLAGS) || status=$$?; $(PYTHON) -m benchmarks.report; exit $$status
 
 bench-report: install ## write the tables, plots and docs/status.md from the results in out/benchmarks

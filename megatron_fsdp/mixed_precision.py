@@ -1,4 +1,4 @@
-"""The mixed-precision policy, and the original's functions for FP8 tensors that scripts need."""
+"""The mixed-precision policy, and NVIDIA's functions for FP8 tensors that scripts need."""
 
 from typing import Any, NoReturn
 

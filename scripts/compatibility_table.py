@@ -123,7 +123,7 @@ FEATURES = (
     ),
     Feature("fused weight gradients (mocked)", ("test_fused.py",)),
     Feature("a whole iteration in a CUDA graph", (), simulated=("test_graphs.py",)),
-    Feature("no wait of the host for the device in a step", (), simulated=("test_engine.py::test_strategies",)),
+    Feature("no host-device sync in a step", (), simulated=("test_engine.py::test_strategies",)),
     Feature("faults injected into the engine are found", (), simulated=("test_faults.py",)),
     Feature(
         "quantized weights: formats in plain torch",
@@ -138,7 +138,7 @@ FEATURES = (
         simulated=("test_interleaved.py",),
     ),
     Feature("torchao's 8-bit Adam", ("test_block_state.py",)),
-    Feature("state dicts, torch.distributed.checkpoint, other numbers of ranks", ("test_state_dict.py",)),
+    Feature("state dicts, torch.distributed.checkpoint, a different number of ranks", ("test_state_dict.py",)),
     Feature("checkpoints across granularities", ("test_granularity.py::test_checkpoint_is_loaded_whatever_was_cut",)),
     Feature("one order of communication, under random delays", ("test_order.py",)),
     Feature("memory follows the formulas, 8 to 4,096 ranks", ("test_memory.py",), simulated=("test_peak.py",)),

@@ -2,7 +2,7 @@
 
     python scripts/layout_table.py [shapes.json]
 
-A cell holds our padding in percent, the number of parameters that are cut inside a row, and the original's padding.
+A cell holds our padding in percent, the number of parameters that are cut inside a row, and that of NVIDIA's engine.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Megatron's training loop from the command line: resuming, other numbers of ranks, and third-party scripts."""
+"""Megatron's training loop from the command line: resuming, different numbers of ranks, and third-party scripts."""
 
 import functools
 import re

@@ -57,6 +57,10 @@ WORDS = {
     "the host (waits) for the (device|GPU)": "host-device sync",
     "start(s|ed) anew": "restarts",
     "[Pp]lanted": "injected",
+    r"\b[Bb](eside)\b": "against, next to, in addition to",
+    r"\b[Ll]en(ds|t)\b": "allocate, reuse",
+    r"\b[Mm](eeting)s?\b": "sync point",
+    r'"{3}What\b': "the noun",
 }
 
 

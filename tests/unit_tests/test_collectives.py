@@ -148,16 +148,16 @@ class Counted:
     """Counts calls, and checks that it is given the memory that it allocated."""
 
     def __init__(self) -> None:
-        self.calls, self.lent = 0, set[int]()
+        self.calls, self.given = 0, set[int]()
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         memory = torch.empty(*size, dtype=dtype, device=device)
-        self.lent.add(memory.untyped_storage().data_ptr())
+        self.given.add(memory.untyped_storage().data_ptr())
         return memory
 
     def called(self, *tensors: torch.Tensor) -> None:
         self.calls += 1
-        assert all(tensor.untyped_storage().data_ptr() in self.lent for tensor in tensors)
+        assert all(tensor.untyped_storage().data_ptr() in self.given for tensor in tensors)
 
 
 class Gather(Counted):

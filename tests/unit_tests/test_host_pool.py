@@ -37,9 +37,9 @@ def test_views_of_unsharded_weights_see_the_memory_that_they_get() -> None:
     view, place = flat[10:20], flat.data_ptr()
     pool.free(flat)
     assert flat.untyped_storage().nbytes() == 0
-    lent = _scratch(pool, 1000)
-    assert lent.data_ptr() == place
-    pool.give_back(lent.fill_(3.0))
+    taken = _scratch(pool, 1000)
+    assert taken.data_ptr() == place
+    pool.give_back(taken.fill_(3.0))
     pool.allocate(flat)
     assert flat.data_ptr() == place and view.tolist() == [3.0] * 10
     pool.allocate(flat)  # it has memory
@@ -54,10 +54,10 @@ def _given_back(pool: HostPool, numel: int) -> StorageWeakRef:
 
 def test_new_memory_takes_the_place_of_as_much_that_is_kept() -> None:
     pool = HostPool(keeps_gradients=False)
-    lent = [_scratch(pool, 1000) for _ in range(3)]
-    kept = [StorageWeakRef(tensor.untyped_storage()) for tensor in lent]
-    while lent:
-        pool.give_back(lent.pop(0))
+    taken = [_scratch(pool, 1000) for _ in range(3)]
+    kept = [StorageWeakRef(tensor.untyped_storage()) for tensor in taken]
+    while taken:
+        pool.give_back(taken.pop(0))
     _scratch(pool, 1500)
     assert [reference.expired() for reference in kept] == [True, True, False]
 

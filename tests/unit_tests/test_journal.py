@@ -180,7 +180,7 @@ def test_two_sharded_models_of_one_process_are_distinguished(ranks: RankPool) ->
 def _wait_for_ever() -> tuple[list[str], str]:
     """Rank 1 issues another operation than rank 0, and neither ends."""
     JOURNAL.clear()
-    watch_end()  # so that destroying this process group clears the recorded disagreement
+    watch_end()  # so that destroying this process group clears the recorded mismatch
     channel, task, told = JOURNAL.channel([0, 1]), Task(), list[str]()
     channel.note("gather a, 12 bytes", [task])
     channel.note("gather b" if dist.get_rank() else "reduce a", [task])

@@ -347,7 +347,7 @@ def test_padding_of_real_models(name: str, dp_size: int) -> None:
         assert layout.padding <= max(dp_size * -(-share // ALIGNMENT) * ALIGNMENT - total, 0.05 * total)
         if plan_layout(UNITS[name], dp_size, block(1)).padding < 0.05 * total:
             assert not layout.cut_rows
-    # Where the original has rows and little padding, so have we.
+    # Where NVIDIA's engine has rows and little padding, so have we.
     original = DATA["units"][name]["original_padding_percent"][str(dp_size)]
     assert 100 * layout.padding / total <= max(original, 5.0 if total < 10_000 * dp_size else 0.0) + 0.01
     if original <= 0.99 and total >= 10_000 * dp_size:

@@ -121,8 +121,8 @@ def test_after_an_error_the_groups_end_without_waiting_for_the_device(calls: lis
 def test_buffers_suffice_for_every_rank() -> None:
     first, second = FixedPool(2, CPU), FixedPool(2, CPU)
     for pool, sizes in ((first, [10, 40]), (second, [30, 20, 5])):
-        lent = [pool.scratch(size, torch.float32, CPU, True) for size in sizes]
-        pool.give_back(lent[0])
+        taken = [pool.scratch(size, torch.float32, CPU, True) for size in sizes]
+        pool.give_back(taken[0])
         pool.for_unit(0, 1, inner_apart=False).reserve(sizes[0], torch.float32, CPU)
     merged = sufficient([first.buffers(), second.buffers()])
     assert [size for *_, size in merged] == [120, 5, 20, 40]

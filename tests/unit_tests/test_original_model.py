@@ -1,4 +1,4 @@
-"""MegatronFSDP has the constructor, attributes and methods that code for the original uses."""
+"""MegatronFSDP has the constructor, attributes and methods that code for NVIDIA's uses."""
 
 import dataclasses
 from pathlib import Path

@@ -36,7 +36,7 @@ class MegatronFSDP(ShardedModel):
     Args:
         module: The model. All ranks must build the same one.
         dist_index: Mesh and axes to shard over. None: one axis of all ranks.
-        ddp_config: Settings of data parallelism, Megatron-Core's or ours. None: everything is sharded, and
+        ddp_config: Settings of data parallelism, Megatron-Core's or this project's. None: everything is sharded, and
             communication overlaps with computation.
         mixed_precision_policy: Dtypes of main weights, gradients and communication. None: the defaults of
             :class:`MixedPrecisionPolicy`. Dtypes in ``ddp_config`` have no effect here.
@@ -255,7 +255,7 @@ class MegatronFSDP(ShardedModel):
                 unit.use(WeightState.UNSHARDED)
 
     def _replace_param_with_distributed_if_needed(self) -> None:
-        # Part of the original's documented use: scripts call it before they create an optimizer.
+        # Part of the documented use of NVIDIA's: scripts call it before they create an optimizer.
         self.synchronize_param_gather()
 
     # Schedules that call modules inside units ------------------------------------------------------------------

@@ -93,18 +93,18 @@ class CollectiveMismatch(RuntimeError):
 
 
 # The proof that ranks disagree, so that no collective can end; else empty. Set by the watchdog, read by all waits.
-_disagreement: list[str] = []
+_mismatch: list[str] = []
 
 
 def fail_all_waits(reason: str) -> None:
     """Make every wait on the host, in progress or later, raise :class:`CollectiveMismatch` with ``reason``."""
-    _disagreement[:] = [reason]
+    _mismatch[:] = [reason]
 
 
 def raise_if_ranks_disagree() -> None:
     """End a wait on the host if :func:`fail_all_waits` was called."""
-    if _disagreement:
-        raise CollectiveMismatch(_disagreement[0])
+    if _mismatch:
+        raise CollectiveMismatch(_mismatch[0])
 
 
 def wait_for(work: dist.Work, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -355,7 +355,7 @@ def is_capturing() -> bool:
 
 def finish_tasks() -> None:
     """Wait for the tasks of all streams, for a limited time. Called when the process groups or the process end."""
-    if not all([stream.finish() for stream in _STREAMS.values()]) and not _disagreement:
+    if not all([stream.finish() for stream in _STREAMS.values()]) and not _mismatch:
         logger.warning(
             "FSDP: communication did not end within %.0f s and is abandoned. Another rank has failed, or it runs other "
             "units.",
@@ -364,7 +364,7 @@ def finish_tasks() -> None:
 
 
 def _seconds_to_end() -> float:
-    if _disagreement:
+    if _mismatch:
         return 0.0
     return SECONDS_TO_END if error_at_end() is None else SECONDS_TO_END_AFTER_ERRORS
 
@@ -411,7 +411,7 @@ class _End:
                 function()
             except Exception as error:  # noqa: BLE001 - see above
                 logger.warning("FSDP: while the process groups ended: %s", error)
-        _disagreement.clear()
+        _mismatch.clear()
 
 
 _END = _End()

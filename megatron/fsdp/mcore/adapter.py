@@ -97,7 +97,7 @@ def _attach(optimizer: torch.optim.Optimizer) -> None:
 
 
 class WeightInstaller:
-    """The part of the original's ``param_and_grad_buffer`` that Megatron-Core's optimizer and training loop use.
+    """The part of NVIDIA's ``param_and_grad_buffer`` that Megatron-Core's optimizer and training loop use.
 
     Args:
         module: The sharded module.
@@ -174,7 +174,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
         # The training loop sets this to request full gradients, which are not supported; see limits.LIMITS.
         self.force_all_reduce = False
         for param in sharded.engine.params():
-            # Attributes that Megatron-Core and Megatron-Bridge read from the parameters of the original's FSDP.
+            # Attributes that Megatron-Core and Megatron-Bridge read from the parameters of NVIDIA's FSDP.
             marks = {
                 "orig_param": param.compute,
                 "__fsdp_param__": True,

@@ -36,7 +36,7 @@ def get_async_strategy(original: Callable[..., Any], *args: Any, **kwargs: Any) 
 def _like_nvrx(plan: Callable[..., Any]) -> Callable[..., Any]:
     """Make Megatron-Core's planning of a save usable in place of nvidia-resiliency-ext's, which Megatron calls it as.
 
-    Megatron-Core's has no ``enable_cache``, with which later saves reuse the first one's plan, and returns plans beside
+    Megatron-Core's has no ``enable_cache``, with which later saves reuse the first one's plan, and returns plans with
     what the end of the save needs.
     """
     if "enable_cache" in inspect.signature(plan).parameters:

@@ -142,7 +142,7 @@ def test_empty_map_is_none(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     (tmp_path / "out").mkdir()
     source = sample("torch_dist_dp2") / ITERATION
-    # As the original's documentation has it: options first, and a map after the folders. The output may be there.
+    # As in NVIDIA's documentation: options first, and a map after the folders. The output may be there.
     words = ("--swiglu", f"{source}/", f"{tmp_path}/out/", "--param-to-param-group-map-json", path if text else "")
     result = run(TO_FSDP, *words)
     assert result.exit_code == 0, result.output

@@ -134,7 +134,7 @@ def _merges(folder: Path, tp: int) -> None:
 
 
 def test_adapters_are_saved_alone_and_merged(ranks: RankPool, tmp_path: Path) -> None:
-    """On other numbers of ranks than they were saved on."""
+    """On different numbers of ranks than they were saved on."""
     ranks.run(2, _saves, tmp_path)
     ranks.run(1, _merges, tmp_path, 1)
     ranks.run(4, _merges, tmp_path, 2)

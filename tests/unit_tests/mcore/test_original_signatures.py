@@ -1,4 +1,4 @@
-"""Calls written for the original reach the same parameters here: signatures compared with megatron-core's copy."""
+"""Calls written for NVIDIA's engine reach the same parameters here: signatures compared with megatron-core's copy."""
 
 import dataclasses
 import importlib
@@ -14,7 +14,7 @@ import megatron_fsdp
 import megatron_fsdp.package_info
 from megatron_fsdp import MixedPrecisionPolicy
 
-# Internals of the original, which scripts cannot use without its buffers and streams.
+# Internals of NVIDIA's engine, which scripts cannot use without its buffers and streams.
 INTERNAL = {
     "RegisterFSDPBackwardFunction",
     "TrainingState",
@@ -55,7 +55,7 @@ def _same_default(ours: inspect.Parameter, theirs: inspect.Parameter) -> bool:
 @pytest.mark.parametrize("name", ["fully_shard", "fully_shard_model", "fully_shard_optimizer"])
 def test_signature_matches_the_original(name: str) -> None:
     theirs, ours = _parameters(_original(name)), _parameters(getattr(megatron_fsdp, name))
-    # Parameters that the original does not have come last, and by keyword only.
+    # Parameters that NVIDIA's does not have come last, and by keyword only.
     assert list(ours)[: len(theirs)] == list(theirs)
     assert all(p.kind is p.KEYWORD_ONLY for p in list(ours.values())[len(theirs) :])
     for parameter, expected in zip(ours.values(), theirs.values(), strict=False):
