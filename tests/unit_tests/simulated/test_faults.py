@@ -118,8 +118,8 @@ def _slot_taken_from_unit_in_use(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Unit, "yield_slot", lambda *unused: None)
 
 
-def _resharded_before_backward(use: Callable[..., None], unit: Unit, state: WeightState) -> None:
-    use(unit, state)
+def _resharded_before_backward(use: Callable[..., None], unit: Unit, state: WeightState, *direction: Any) -> None:
+    use(unit, state, *direction)
     if state is WeightState.BACKWARD and not unit.is_root:
         unit.reshard()
         unit._set_versions(readable=True)  # autograd would notice
