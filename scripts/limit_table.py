@@ -17,7 +17,8 @@ def of_limits() -> str:
     """The tables of Megatron's settings that are refused, changed and ignored."""
     lines = ["| setting | error | why | what to do |", "|---|---|---|---|"]
     for limit in limits.LIMITS:
-        lines.append(f"| `{limit.setting}` | {limit.error.__name__} | {limit.reason} | {limit.remedy} |")
+        reason = limit.reason.removeprefix(limits.NOT_YET)
+        lines.append(f"| `{limit.setting}` | {limit.error.__name__} | {reason} | {limit.remedy} |")
     lines += ["", "| setting | is set to | why |", "|---|---|---|"]
     for adjustment in limits.ADJUSTMENTS:
         lines.append(f"| `{adjustment.setting}` | `{adjustment.value}` | {adjustment.reason} |")

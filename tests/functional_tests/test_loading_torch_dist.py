@@ -4,7 +4,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from click.testing import CliRunner
 
+from megatron.fsdp.convert.cli import cli
 from scripts.parity import fsdp_arguments
 from scripts.parity_cases import ALLTOALL, EP, LLAMA, PP, TP
 from tests.checkpoints import plain_objects, plain_tensors, same
@@ -115,6 +117,15 @@ def test_options_of_loading(corpus: Path, tmp_path: Path) -> None:
     (folder / TRACKER).write_text("release")
     released = losses(train(corpus, MODEL, *OURS, "--load", str(folder)))
     assert len(released) == SAVED + len(whole) and released[:2] == fresh
+
+
+def test_a_folder_that_is_a_checkpoint(corpus: Path, tmp_path: Path) -> None:
+    source, output = save(corpus, MODEL, tmp_path / "run"), tmp_path / "output"
+    whole = losses(train(corpus, MODEL, *OURS, "--load", str(source.parent)))
+    words = ["convert-torch-dist-to-fsdp-dtensor", "--swiglu", str(source), str(output)]
+    assert f"--load {output}" in CliRunner().invoke(cli, words).output
+    for folder in (output, source):
+        assert losses(train(corpus, MODEL, *OURS, "--load", str(folder))) == whole
 
 
 def test_another_model_raises(corpus: Path, tmp_path: Path) -> None:

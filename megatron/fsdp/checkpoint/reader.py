@@ -39,6 +39,9 @@ COMMON = "common.pt"
 FORMAT_FILE = "metadata.json"
 COMMON_KEY = "common_state/shard_0_1"
 
+# The beginning of an address on object storage, also as a Path has it.
+REMOTE = re.compile("[a-z][a-z0-9+.-]+:/")
+
 _LARGEST = 1 << 63
 # Dimensions along which a tensor may be cut into chunks.
 _MOST_CUTS = 8

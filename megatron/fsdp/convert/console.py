@@ -8,7 +8,7 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from megatron.fsdp.checkpoint.allowed import Foreign
-from megatron.fsdp.checkpoint.reader import checkpoint_folder
+from megatron.fsdp.checkpoint.reader import REMOTE, checkpoint_folder
 from megatron.fsdp.convert.inspecting import SHOWN, listed
 from megatron.fsdp.convert.options import ReadOptions, WriteOptions
 
@@ -75,6 +75,7 @@ def command(name: str, divided: bool = False) -> Callable[[Callable[..., Result]
             try:
                 if enable_msc:
                     require_msc()
+                _require_local(options.values())
                 result = function(**options)
             except EXPECTED as error:
                 if traced and isinstance(error, MemoryError):
@@ -152,14 +153,22 @@ def require_msc() -> None:
         ) from None
 
 
+def _require_local(values: Iterable[Any]) -> None:
+    """Raise NotImplementedError if a path is on object storage."""
+    for path in values:
+        if isinstance(path, Path) and REMOTE.match(str(path)):
+            raise NotImplementedError(
+                f"{path}: expected a folder in a file system; got an address on object storage. Mount the storage, and "
+                "give the mounted folder."
+            )
+
+
 def folder_of(path: Path) -> Path:
     """The checkpoint in or below a folder, see ``checkpoint_folder``.
 
     Raises:
-        FileNotFoundError: There is none, or the path is on object storage.
+        FileNotFoundError: There is none.
     """
-    if str(path).startswith("msc:/"):
-        raise FileNotFoundError(f"{path}: expected a folder in a file system; mount the storage to read from it.")
     return checkpoint_folder(path)
 
 

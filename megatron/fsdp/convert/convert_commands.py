@@ -20,7 +20,7 @@ from megatron.fsdp.convert.console import (
 from megatron.fsdp.convert.groups import EXPERTS, OPTION
 from megatron.fsdp.convert.options import ReadOptions, WriteOptions
 from megatron.fsdp.convert.rewrites import FSDP_DTENSOR, TORCH_DIST
-from megatron.fsdp.convert.run import format_of, lay_out, read_state, write_state
+from megatron.fsdp.convert.run import format_of, lay_out, read_state, tracked_as, write_state
 from megatron.fsdp.naming.names import without_half
 
 # Options that only one format of the output has.
@@ -123,7 +123,9 @@ def convert(input_dir: Path, output_dir: Path, format: str | None, **options: An
     }
     shown = ("parameters", "step", "lr", "weight_decay", EXPERTS)
     groups = [", ".join(f"{name} {group.get(name)}" for name in shown) for group in facts["optimizer_groups"]]
-    end = f"Converted checkpoint saved to {output_dir}."
+    end = f"Converted checkpoint saved to {output_dir}. Train from it with FSDP and --load {output_dir}."
+    if other == TORCH_DIST and not tracked_as(output_dir):
+        end += " Megatron's DDP loads it only from a folder with a name such as iter_0000100: convert it into one."
     return Result(facts, facts | {"optimizer_groups": groups}, end)
 
 

@@ -108,14 +108,20 @@ def write_state(
     return draft
 
 
+def tracked_as(path: Path) -> str:
+    """What a tracker file says of a checkpoint; empty if Megatron looks for no folder of this name."""
+    match = re.fullmatch(r"iter_(\d+)", path.name)
+    if match is None:
+        return RELEASE if path.name == RELEASE else ""
+    return str(int(match[1])) if path.name == f"iter_{int(match[1]):07d}" else ""
+
+
 def _update_tracker(path: Path) -> None:
     """Write the new checkpoint into the tracker file, unless the file names a later one."""
-    match = re.fullmatch(rf"iter_(\d+)|{RELEASE}", path.name)
-    if match is None:
+    text, tracker = tracked_as(path), path.parent / TRACKER
+    if not text:
         return
-    tracker = path.parent / TRACKER
     found = tracker.read_bytes().decode(errors="replace").strip() if tracker.is_file() else ""
-    text = str(int(match[1])) if match[1] else RELEASE
-    later = match[1] and re.fullmatch("[0-9]{1,18}", found) and int(found) > int(text)
+    later = text != RELEASE and re.fullmatch("[0-9]{1,18}", found) and int(found) > int(text)
     if not later:
         write_file(tracker, text.encode())

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from megatron.fsdp.checkpoint.reader import REMOTE
 from megatron.fsdp.sharding.strategy import INNER
 
 logger = logging.getLogger(__name__)
@@ -104,17 +105,36 @@ class Adjustment(Rule):
     value: Any
 
 
+def _makes_gtp_groups() -> bool:
+    from megatron.core import parallel_state
+
+    return hasattr(parallel_state, "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT")
+
+
 def _is_false(name: str, condition: Condition = lambda s: True) -> Condition:
     return lambda s: s[name] is False and condition(s)
 
 
+NOT_YET = "Not supported by this FSDP yet: "
+
+
 def _not_yet(setting: str, what: str, remedy: str = "Leave it off.", condition: Condition | None = None) -> Limit:
-    reason = f"Not supported by this FSDP yet: {what}."
+    reason = f"{NOT_YET}{what}."
     return Limit(setting, reason, remedy, NotImplementedError, condition=condition)
 
 
 # Names of Muon; the second is deprecated.
 MUON = ("muon", "dist_muon")
+
+
+def _narrows(settings: Settings) -> bool:
+    """Whether Megatron clips gradients that are not fp32, which have the dtype of the main weights."""
+    dtype = settings["megatron_fsdp_main_params_dtype"]
+    if dtype in (None, "auto"):
+        dtype = "bf16" if settings["bf16"] or settings["fp16"] else "fp32"
+    clips = bool(settings["clip_grad"]) and not settings["use_precision_aware_optimizer"]
+    return clips and dtype not in ("fp32", torch.float32)
+
 
 _NOT_WITH_MUON = ("fp16", "use_precision_aware_optimizer", "optimizer_cpu_offload")
 
@@ -157,13 +177,12 @@ LIMITS: tuple[Limit, ...] = (
     ),
     Limit(
         "defer_embedding_wgrad_compute",
-        "The output layer's weight gradient would be computed after its unit's gradients were reduced, and be lost. "
-        "Megatron-Core's FSDP does not read it.",
+        "The output layer's weight gradient would be computed after its unit's gradients were reduced, and be lost.",
     ),
     Limit(
         "fsdp_double_buffer with overlap_moe_expert_parallel_comm",
         "A forward and a backward that overlap use units in opposite orders, which collide in a double buffer. "
-        "Megatron-Core's FSDP refuses this as well. nccl_ub turns the double buffer on.",
+        "nccl_ub turns the double buffer on.",
         "Leave fsdp_double_buffer and nccl_ub off.",
         condition=lambda s: (
             bool(s["overlap_moe_expert_parallel_comm"]) and bool(s["fsdp_double_buffer"] or s["nccl_ub"])
@@ -183,14 +202,53 @@ LIMITS: tuple[Limit, ...] = (
     _not_yet("overlap_param_gather_with_optimizer_step", "all-gathering weights during the optimizer's step"),
     Limit(
         "param_name_patterns_for_fp32_local_accumulation",
-        "The gradients of a unit are accumulated in one dtype. Megatron-Core's FSDP does not read the patterns.",
+        "The gradients of a unit are accumulated in one dtype.",
         "Set megatron_fsdp_main_grads_dtype (--megatron-fsdp-main-grads-dtype) to fp32, for all gradients.",
     ),
     Limit(
         "save_wgrads_interval",
-        "It saves the gradients in main_grad after an all-reduce of full gradients. Here they are sharded and have no "
-        "main_grad, as in Megatron-Core's FSDP, so the files would have none.",
+        "Sharded gradients have no main_grad, as in Megatron-Core's FSDP, so the files would have none.",
         "Train with Megatron's DistributedDataParallel to save them.",
+    ),
+    Limit(
+        "save_params_interval with sharded weights",
+        "The files would have one rank's shards only.",
+        "Save checkpoints (--save-interval).",
+        condition=lambda s: bool(s["save_params_interval"]) and s["data_parallel_sharding_strategy"] != "no_shard",
+    ),
+    _not_yet(
+        "save or load on object storage",
+        "s3://, gs:// and msc://",
+        "Mount the storage.",
+        lambda s: any(REMOTE.match(str(s[name])) for name in ("save", "load", "pretrained_checkpoint")),
+    ),
+    _not_yet(
+        "non_persistent_ckpt_type global",
+        "resuming from such checkpoints",
+        "Use --save-interval and --save-retain-interval.",
+        lambda s: s["non_persistent_ckpt_type"] == "global",
+    ),
+    Limit(
+        "ckpt_convert_format",
+        "A run with FSDP saves fsdp_dtensor only.",
+        "Use megatron-fsdp-inspector convert.",
+    ),
+    Limit(
+        "megatron_fsdp_main_params_dtype other than fp32 with clip_grad",
+        "Megatron clips fp32 gradients only, and theirs have the main weights' dtype.",
+        "Set it to fp32, or clip_grad (--clip-grad) to 0.",
+        condition=_narrows,
+    ),
+    _not_yet(
+        "moe_single_grouped_weight or moe_single_grouped_bias",
+        "Transformer Engine's grouped tensors",
+        condition=lambda s: bool(s["moe_single_grouped_weight"] or s["moe_single_grouped_bias"]),
+    ),
+    Limit(
+        "use_sharp for the group dp",
+        "Megatron-Core 0.19 reads that group before it creates it.",
+        "Set sharp_enabled_group (--sharp-enabled-group) to dp_replica.",
+        condition=lambda s: bool(s["use_sharp"]) and s["sharp_enabled_group"] != "dp_replica" and _makes_gtp_groups(),
     ),
     _not_yet("optimizer_cuda_graph", "capturing the optimizer's step in a CUDA graph"),
     _not_yet(
@@ -226,6 +284,8 @@ def _quantizes(settings: Settings) -> bool:
     return any(settings[name] for name in ("fp8", "fp4", "quant_recipe"))
 
 
+_REGISTERED = "it selects how nccl_ub registers buffers"
+
 ADJUSTMENTS: tuple[Adjustment, ...] = (
     Adjustment(
         "average_in_collective",
@@ -257,6 +317,12 @@ ADJUSTMENTS: tuple[Adjustment, ...] = (
         condition=_is_false("fsdp_double_buffer", lambda s: bool(s["nccl_ub"])),
     ),
     Adjustment(
+        "fsdp_manual_registration",
+        f"{_REGISTERED}, which is off",
+        False,
+        condition=lambda s: bool(s["fsdp_manual_registration"]) and not s["nccl_ub"],
+    ),
+    Adjustment(
         "megatron_fsdp_cuda_graph_mode",
         "a graph of a whole iteration needs buffers and gradients at fixed addresses",
         True,
@@ -283,7 +349,6 @@ ADJUSTMENTS: tuple[Adjustment, ...] = (
 )
 
 _UNITS = "all parameters of a unit are unsharded or reduced together"
-_REGISTERED = "it selects how nccl_ub registers buffers"
 
 
 def _offloads_and_narrows(name: str) -> Condition:
@@ -292,7 +357,7 @@ def _offloads_and_narrows(name: str) -> Condition:
 
 IGNORED: tuple[Rule, ...] = (
     Rule("suggested_communication_unit_size with fsdp_double_buffer", "two units have buffers, as in Megatron-Core"),
-    Rule("num_buckets", f"{_UNITS}. Megatron-Core's FSDP does not read it either"),
+    Rule("num_buckets", _UNITS),
     # Only on the command line: Megatron's loop computes the config's, with or without it.
     Rule("bucket_size", _UNITS, condition=lambda s: s["ddp_bucket_size"] is not None),
     Rule("pad_buckets_for_high_nccl_busbw", "shards have as little padding as the layout allows"),
@@ -335,7 +400,6 @@ IGNORED: tuple[Rule, ...] = (
         for name in ("exp_avg_dtype", "exp_avg_sq_dtype")
     ),
     Rule("disable_symmetric_registration without nccl_ub", _REGISTERED),
-    Rule("fsdp_manual_registration without nccl_ub", _REGISTERED),
     Rule(
         "torch_fsdp2_reshard_after_forward",
         "it is a setting of PyTorch's FSDP2; data_parallel_sharding_strategy optim_grads keeps weights after forward",

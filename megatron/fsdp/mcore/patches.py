@@ -239,7 +239,12 @@ MEGATRON = Patches(
         _patch(
             f"{_CHECKPOINTING}:get_load_checkpoint_path_by_args",
             "raises a TypeError with fsdp_dtensor if --pretrained-checkpoint is given without --load",
-            "torch_dist:load_path",
+            "resuming:load_path",
+        ),
+        _patch(
+            f"{_CHECKPOINTING}:get_checkpoint_name",
+            "finds a checkpoint only in folders iter_* and release of the folder that --load names",
+            "resuming:checkpoint_name",
         ),
         _patch(
             f"{_CHECKPOINTING}:read_metadata",

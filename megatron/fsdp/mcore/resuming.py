@@ -1,21 +1,23 @@
 """Decides which checkpoint Megatron's training loop resumes from.
 
 A tracker file names the latest checkpoint. If that checkpoint is incomplete or damaged, the run resumes from the newest
-one that is whole; if the tracker file is missing, it looks for checkpoints itself.
+one that is whole; if the tracker file is missing, it looks for checkpoints itself. A folder may also be a checkpoint.
 """
 
 import logging
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from megatron.fsdp.checkpoint.checksums import METADATA
+from megatron.fsdp.checkpoint.loading import load_objects
 from megatron.fsdp.checkpoint.newest import folder_of, iterations_in, newest_complete
-from megatron.fsdp.checkpoint.reader import FORMAT_FILE, RELEASE, TRACKER
+from megatron.fsdp.checkpoint.reader import COMMON, FORMAT_FILE, RELEASE, TRACKER, common_state
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +28,14 @@ VERIFY = "MEGATRON_FSDP_VERIFY_CHECKPOINT"
 
 # An iteration as Megatron writes it. Longer numbers would exceed Python's limit on conversions.
 _ITERATION = re.compile(r"[0-9]{1,18}")
+_LEGACY = (
+    "expected an fsdp_dtensor or torch_dist checkpoint; got the legacy format torch. Load it with Megatron's DDP and "
+    "--auto-detect-ckpt-format, and save it with --ckpt-format torch_dist."
+)
 # Checkpoints whose files this process has compared with their checksums. It need not do so again to load them.
 _compared: set[Path] = set()
+# The folder that Megatron is loading, if it was given itself instead of the folder above it.
+_given: list[Path] = []
 
 
 def megatron_arguments() -> Any:
@@ -69,29 +77,115 @@ def read_metadata(original: Callable[..., Any], tracker_filename: str) -> tuple[
 
 
 def load_base_checkpoint(original: Callable[..., Any], load_dir: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
-    """Load a checkpoint; without a tracker file, load the newest whole checkpoint in the folder.
+    """Load a checkpoint; without a tracker file, the newest whole one in the folder, or the folder itself.
 
     Megatron would start from random weights, and later overwrite the checkpoints in the folder.
+
+    Raises:
+        RuntimeError: The folder has files of a checkpoint, and none that can be loaded.
     """
     chosen = getattr(args, "ckpt_step", None)
-    found = None
-    if load_dir is not None and not chosen and uses_fsdp_dtensor(args) and not _has_tracker(Path(load_dir)):
-        found = _untracked(Path(load_dir))
-    if found is None:
+    if load_dir is None or chosen or not uses_fsdp_dtensor(args) or _has_tracker(Path(load_dir)):
         return original(load_dir, args, *rest, **kwargs)
-    args.ckpt_step = found
+    folder = Path(load_dir)
+    found = _untracked(folder)
+    itself = found is None and _is_checkpoint(folder)
+    if found is None and not itself:
+        _require_usable(folder)
+        return original(load_dir, args, *rest, **kwargs)
+    # Megatron takes no iteration 0 for a number of an iteration.
+    args.ckpt_step = found or _iteration_in(folder) or 1
     try:
-        return original(load_dir, args, *rest, **kwargs)
+        if not itself:
+            return original(load_dir, args, *rest, **kwargs)
+        with _giving(folder):
+            state, name, _, kind = original(load_dir, args, *rest, **kwargs)
+            return state, name, folder.name == RELEASE, kind
     finally:
         args.ckpt_step = chosen
 
 
+def checkpoint_name(original: Callable[..., str], checkpoints_path: Any, *rest: Any, **kwargs: Any) -> str:
+    """The folder of a checkpoint in another folder, which may be that folder itself."""
+    return str(_given[0]) if _given else original(checkpoints_path, *rest, **kwargs)
+
+
+def load_path(original: Callable[..., str], args: Any, load_arg: str = "load") -> str:
+    """The folder of the checkpoint to load; with ``--pretrained-checkpoint`` alone, that of its checkpoint."""
+    load_arg = load_arg if getattr(args, load_arg) is not None else "pretrained_checkpoint"
+    folder = getattr(args, load_arg)
+    itself = folder is not None and not _has_tracker(Path(folder)) and _is_checkpoint(Path(folder))
+    return str(folder) if itself else original(args, load_arg)
+
+
 def checkpoint_exists(original: Callable[..., bool], checkpoints_path: Any) -> bool:
-    """Whether a folder has a checkpoint, with or without a tracker file."""
+    """Whether a folder has a checkpoint, with or without a tracker file, or is one.
+
+    Raises:
+        RuntimeError: The folder has files of a checkpoint, and none that can be loaded.
+    """
     if original(checkpoints_path):
         return True
-    ours = checkpoints_path is not None and uses_fsdp_dtensor(megatron_arguments())
-    return ours and bool(_completed(Path(checkpoints_path)))
+    if checkpoints_path is None or not uses_fsdp_dtensor(megatron_arguments()):
+        return False
+    folder = Path(checkpoints_path)
+    found = _is_checkpoint(folder) or bool(_completed(folder))
+    if not found:
+        _require_usable(folder)
+    return found
+
+
+@contextmanager
+def _giving(folder: Path) -> Iterator[None]:
+    _given.append(folder)
+    try:
+        yield
+    finally:
+        _given.clear()
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    """Whether a folder is a checkpoint itself."""
+    return _of_first_rank((folder / METADATA).is_file())
+
+
+def _iteration_in(folder: Path) -> int:
+    """The iteration that a checkpoint was saved at."""
+    in_common = (folder / FORMAT_FILE).exists()
+    found = common_state(folder, verify=False) if in_common else load_objects(folder, ["iteration"])
+    return int(found.get("iteration", 0))
+
+
+def _require_usable(folder: Path) -> None:
+    """Raise RuntimeError if a folder without a usable checkpoint has files of one. A collective."""
+    if problem := _of_first_rank(_unusable(folder)):
+        raise RuntimeError(f"{folder}: {problem}")
+
+
+def _unusable(folder: Path) -> str:
+    """Why files of a checkpoint in a folder cannot be loaded, and what to do; empty if there are none."""
+    if not folder.is_dir():
+        return "expected a folder; got a file. Give the checkpoint's folder to --load." if folder.exists() else ""
+    names = sorted(path.name for path in folder.iterdir())
+    numbered = [name for name in names if re.fullmatch(r"iter_\d+", name)]
+    if any(_is_legacy(folder / name) for name in ("", RELEASE, *numbered)):
+        return _LEGACY
+    misnamed = [name for name in numbered if (folder / name / METADATA).is_file()]
+    if misnamed:
+        wanted = folder_of(folder, int(misnamed[0][5:])).name
+        return f"expected checkpoints named like {wanted}; got {misnamed[0]}. Rename it, or give it itself to --load."
+    if any(name.endswith(".safetensors") for name in names):
+        return (
+            "expected a checkpoint of Megatron; got safetensors files. Convert them with megatron-fsdp-inspector "
+            "import-safetensors, and load its output with --finetune."
+        )
+    parts = [name for name in names if name.endswith(".distcp") or name in (COMMON, FORMAT_FILE)]
+    if parts:
+        return (
+            f"expected a whole checkpoint; got {parts[0]} without {METADATA}: it was not saved or not copied to the "
+            "end. Save, copy or convert it again, or give another --load."
+        )
+    return ""
 
 
 def _verifies() -> bool:
@@ -153,8 +247,9 @@ def _newest(folder: Path, wanted: int | None) -> int | None:
 
 def refuse_legacy(folder: Path) -> None:
     """Raise RuntimeError if a checkpoint is of Megatron's legacy format, which FSDP cannot load."""
-    if not (folder / METADATA).exists() and any(folder.glob("mp_rank_*")):
-        raise RuntimeError(
-            f"{folder}: expected an fsdp_dtensor or torch_dist checkpoint; got the legacy format torch. "
-            "Load it with Megatron's DDP and --auto-detect-ckpt-format, and save it with --ckpt-format torch_dist."
-        )
+    if _is_legacy(folder):
+        raise RuntimeError(f"{folder}: {_LEGACY}")
+
+
+def _is_legacy(folder: Path) -> bool:
+    return not (folder / METADATA).exists() and any(folder.glob("mp_rank_*"))

@@ -68,11 +68,6 @@ class Reader(FileSystemReader):
         return view(loads)(opened).metadata
 
 
-def load_path(original: Callable[..., str], args: Any, load_arg: str = "load") -> str:
-    """The folder of the checkpoint to load; with ``--pretrained-checkpoint`` alone, that of its checkpoint."""
-    return original(args, load_arg if getattr(args, load_arg) is not None else "pretrained_checkpoint")
-
-
 def checkpoint_format(original: Callable[..., str], checkpoint_name: Any, args: Any) -> str:
     """The format of a checkpoint. A run with FSDP loads ``torch_dist`` in the same way as ``fsdp_dtensor``.
 

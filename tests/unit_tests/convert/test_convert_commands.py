@@ -76,6 +76,15 @@ def test_report_as_text(tmp_path: Path) -> None:
     assert back.exit_code == 0 and "output format: torch_dist\n" in back.stdout
 
 
+def test_the_tracker_file_names_only_what_megatron_finds(tmp_path: Path) -> None:
+    from megatron.fsdp.convert.run import _update_tracker, tracked_as
+
+    names = ("iter_0000002", "release", "iter_12345678", "iter_5", "iter_00000005", "output")
+    assert [tracked_as(tmp_path / name) for name in names] == ["2", "release", "12345678", "", "", ""]
+    _update_tracker(tmp_path / "iter_5")
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_other_format_is_the_default(tmp_path: Path) -> None:
     for source, target in ((sample("torch_dist_dp2") / ITERATION, "a"), (tmp_path / "a", "b")):
         report = json.loads(run("convert", source, tmp_path / target, "--json").stdout)

@@ -59,6 +59,17 @@ BROKEN: dict[str, dict[str, Any]] = {
         "moe_latent_size": 8,
         "overlap_moe_expert_parallel_comm": True,
     },
+    "save_params_interval with sharded weights": {"save_params_interval": 10},
+    "moe_single_grouped_weight or moe_single_grouped_bias": {"moe_single_grouped_weight": True},
+    "use_sharp for the group dp": {"use_sharp": True},
+    "save or load on object storage": {"save": "msc://bucket/run"},
+    "non_persistent_ckpt_type global": {"non_persistent_ckpt_type": "global"},
+    "ckpt_convert_format": {"ckpt_convert_format": "torch_dist"},
+    "megatron_fsdp_main_params_dtype other than fp32 with clip_grad": {
+        "megatron_fsdp_main_params_dtype": "auto",
+        "bf16": True,
+        "clip_grad": 1.0,
+    },
     "param_name_patterns_for_fp32_local_accumulation": {"param_name_patterns_for_fp32_local_accumulation": ("all",)},
 }
 
@@ -74,6 +85,43 @@ def test_each_limit_is_an_error_that_says_what_to_do(limit: limits.Limit) -> Non
     assert any(line.startswith(f"{limit.setting}: ") for line in str(caught.value).splitlines())
     assert limit.reason in str(caught.value) and limit.remedy in str(caught.value)
     assert caught.type is limit.error
+
+
+@pytest.mark.parametrize(
+    ("words", "refused"),
+    [
+        ("--save msc://bucket/run", "save or load on object storage"),
+        ("--load s3://bucket/run", "save or load on object storage"),
+        ("--pretrained-checkpoint gs://bucket/run", "save or load on object storage"),
+        ("--save /mnt/bucket/run --load runs/s3", ""),
+        ("--save-params-interval 5 --data-parallel-sharding-strategy optim", "save_params_interval"),
+        ("--save-params-interval 5 --data-parallel-sharding-strategy optim_grads_params", "save_params_interval"),
+        ("--save-params-interval 5 --data-parallel-sharding-strategy no_shard", ""),
+        ("--non-persistent-ckpt-type global", "non_persistent_ckpt_type"),
+        ("--ckpt-convert-format torch_dist", "ckpt_convert_format"),
+        ("--bf16 --megatron-fsdp-main-params-dtype bf16", "megatron_fsdp_main_params_dtype"),
+        ("--bf16 --megatron-fsdp-main-params-dtype auto", "megatron_fsdp_main_params_dtype"),
+        ("--bf16 --megatron-fsdp-main-params-dtype bf16 --clip-grad 0", ""),
+        ("--megatron-fsdp-main-params-dtype auto", ""),
+        ("--bf16 --megatron-fsdp-main-params-dtype fp32", ""),
+        ("--moe-single-grouped-weight", "moe_single_grouped_weight"),
+        ("--moe-single-grouped-bias", "moe_single_grouped_weight or moe_single_grouped_bias"),
+        ("--use-sharp", "use_sharp"),
+        ("--use-sharp --sharp-enabled-group dp_replica", ""),
+    ],
+)
+def test_flags_are_refused_before_megatron_validates_them(words: str, refused: str) -> None:
+    args = _command_line().parse_args(["--use-megatron-fsdp", *words.split()])
+    if not refused:
+        assert validate_args(lambda args: "validated", args) == "validated"
+        return
+    with pytest.raises((ValueError, NotImplementedError), match=f"^{refused}"):
+        validate_args(lambda args: pytest.fail("Megatron's validation ran"), args)
+
+
+def test_manual_registration_is_off_where_megatron_asserts_that_buffers_are_registered() -> None:
+    args = _command_line().parse_args(["--use-megatron-fsdp", "--fsdp-manual-registration"])
+    assert validate_args(lambda args: args.fsdp_manual_registration, args) is False
 
 
 def test_all_that_is_wrong_is_said_at_once() -> None:
@@ -105,6 +153,7 @@ ADJUSTED: dict[str, dict[str, Any]] = {
     },
     "reuse_grad_buf_for_mxfp8_param_ag": {"reuse_grad_buf_for_mxfp8_param_ag": True},
     "fsdp_double_buffer": {"nccl_ub": True, "fsdp_double_buffer": False},
+    "fsdp_manual_registration": {"fsdp_manual_registration": True, "nccl_ub": False},
     "megatron_fsdp_cuda_graph_mode": {"cuda_graph_impl": "full_iteration", "megatron_fsdp_cuda_graph_mode": False},
     "megatron_fsdp_version": {"megatron_fsdp_version": 2},
     "overlap_grad_reduce": {"overlap_grad_reduce": False, "data_parallel_sharding_strategy": "optim_grads"},

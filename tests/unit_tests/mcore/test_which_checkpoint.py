@@ -135,6 +135,63 @@ def test_empty_folder_is_a_first_start(monkeypatch: pytest.MonkeyPatch, checkpoi
     assert at_base(monkeypatch, checkpoints, **OURS, ckpt_step=None) == (None, None), "that is read elsewhere"
 
 
+def given(monkeypatch: pytest.MonkeyPatch, folder: Path) -> tuple[Any, str, bool]:
+    """What Megatron's loader gets for a folder that is a checkpoint: the iteration, the path, and whether a release."""
+    from megatron.fsdp.mcore import resuming
+
+    def load(load_dir: str, args: SimpleNamespace) -> tuple[Any, str, bool, str]:
+        name = resuming.checkpoint_name(lambda load_dir, iteration: f"{load_dir}/{iteration}", load_dir, args.ckpt_step)
+        return args.ckpt_step, name, False, "kind"
+
+    args = SimpleNamespace(**OURS, ckpt_step=None, load=str(folder), pretrained_checkpoint=None)
+    monkeypatch.setattr(resuming, "megatron_arguments", lambda: args)
+    assert resuming.checkpoint_exists(lambda path: False, str(folder))
+    assert resuming.load_path(lambda args, name: "Megatron's", args) == str(folder)
+    return resuming.load_base_checkpoint(load, str(folder), args)[:3]
+
+
+@pytest.mark.parametrize("name", ["output", "iter_0000020", "release", "iter_20"])
+def test_a_folder_that_is_a_checkpoint(monkeypatch: pytest.MonkeyPatch, checkpoints: Path, name: str) -> None:
+    from megatron.fsdp.mcore import resuming
+
+    folder = checkpoints / name
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        state = {"weight": torch.ones(3), "iteration": 7}
+        dcp.save(state, storage_writer=Writer(folder), planner=Planner())
+    assert given(monkeypatch, folder) == (7, str(folder), name == "release")
+    assert resuming.checkpoint_name(lambda path: path, "later") == "later"
+    # A run that saved into the folder resumes from what it saved.
+    shutil.copytree(checkpoints / "iter_0000010", folder / "iter_0000010")
+    assert at_base(monkeypatch, folder, **OURS, ckpt_step=None) == (10, None)
+
+
+UNUSABLE = {
+    "a file": (lambda folder: (folder.rmdir(), folder.write_text("")), "expected a folder; got a file"),
+    "legacy": (lambda folder: (folder / "iter_0000005" / "mp_rank_00").mkdir(parents=True), "the legacy format torch"),
+    "half": (lambda folder: (folder / "__0_0.distcp").touch(), "__0_0.distcp without .metadata.*convert it again"),
+    "weights": (lambda folder: (folder / "model.safetensors").touch(), "import-safetensors"),
+    "misnamed": (
+        lambda folder: ((folder / "iter_5").mkdir(), (folder / "iter_5" / ".metadata").touch()),
+        "named like iter_0000005; got iter_5",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", UNUSABLE)
+def test_files_that_cannot_be_loaded_raise(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str) -> None:
+    from megatron.fsdp.mcore import resuming
+
+    make, match = UNUSABLE[kind]
+    folder = tmp_path / "run"
+    folder.mkdir()
+    make(folder)
+    with pytest.raises(RuntimeError, match=f"{folder}: .*{match}"):
+        at_base(monkeypatch, folder, **OURS, ckpt_step=None)
+    with pytest.raises(RuntimeError, match=match):  # and --pretrained-checkpoint is not loaded in its place
+        resuming.checkpoint_exists(lambda path: False, str(folder))
+
+
 def test_unusable_checkpoints_raise(monkeypatch: pytest.MonkeyPatch, checkpoints: Path) -> None:
     for iteration in (10, 20):
         (checkpoints / f"iter_{iteration:07d}" / ".metadata").write_bytes(b"?")
