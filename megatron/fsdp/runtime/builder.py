@@ -33,6 +33,7 @@ from megatron.fsdp.runtime.partition import (
     check_not_wrapped,
     check_parameters,
     check_quantized,
+    mark_experts,
     offloaded_units,
     parameters_of,
     partition,
@@ -158,6 +159,7 @@ def _check_and_divide(
     if config.init_model_with_meta_device:
         check_can_materialize(module)
     classes = resolve_unit_classes(module, unit_modules)
+    mark_experts(params, index)
     tp_mesh = tensor_parallel_mesh(params, index)
     if config.average_in_collective and not backend_of(index.dense.inner, device).can_average:
         raise ValueError("average_in_collective: gloo can sum only. Leave it off; the result is the same.")
