@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -33,6 +35,7 @@ from megatron.fsdp.runtime.partition import (
     check_not_wrapped,
     check_parameters,
     check_quantized,
+    log_nested_units,
     mark_experts,
     offloaded_units,
     parameters_of,
@@ -46,6 +49,8 @@ from megatron.fsdp.runtime.structure import reject_structural_changes
 from megatron.fsdp.runtime.unit import Unit
 from megatron.fsdp.sharding.mesh import MeshIndex, default_index
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -132,6 +137,8 @@ def make_blueprint(
         for part in root.walk():
             check_quantized(part, device, settings(part).policy)
     reshards = unit_modules is not None or bool(root.children)
+    if settings_of is None and dist.get_rank() == 0:
+        _log_surprises(root, config)
 
     def settings_to_compare(part: UnitPart) -> str:
         if settings_of is not None:
@@ -142,6 +149,12 @@ def make_blueprint(
 
     agreement = Agreement(index, *fingerprint(root, config, index, settings_to_compare))
     return Blueprint(module, root, config, index, device, tp_mesh, settings, reshards, channel, agreement)
+
+
+def _log_surprises(root: UnitPart, config: FSDPConfig) -> None:
+    """Log what users of another FSDP, or of the defaults, may not expect of the units."""
+    if not config.enable_fine_grained_param_gather:
+        log_nested_units(root)
 
 
 def _check_and_divide(

@@ -331,6 +331,22 @@ def partition(
     return root
 
 
+def log_nested_units(root: UnitPart) -> None:
+    """Log that units nest, if they do: with the same classes, Megatron-Core's own FSDP divides the model otherwise."""
+    nested = [(outer, inner) for outer in root.walk() if outer is not root for inner in outer.children]
+    if nested:
+        outer, inner = nested[0]
+        kinds = ", ".join(sorted({type(inner.module).__name__ for _, inner in nested}))
+        logger.info(
+            "FSDP: %d units are inside other units, such as %s in %s. A parameter belongs to the innermost one; with "
+            "Megatron-Core's own FSDP, to the outermost. For that, leave %s out of fsdp_unit_modules.",
+            len(nested),
+            inner.name,
+            outer.name,
+            kinds,
+        )
+
+
 def public_name(name: str) -> str:
     """The name of a parameter or buffer in the model's state dict."""
     return name.replace(_CHECKPOINT_PREFIX, "")
