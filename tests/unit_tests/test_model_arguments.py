@@ -297,6 +297,29 @@ def test_a_mesh_of_experts_without_the_axes_matters_to_experts_only(ranks: RankP
     ranks.run(2, _unmatched_expert_mesh, strategy)
 
 
+def _full_weights() -> list[list[str]]:
+    """What is logged where every rank keeps full weights, and does not where that is asked for."""
+    unasked, single = megatron_fsdp.DistributedDataParallelConfig(), nn.Linear(4, 4).to(device())
+    found = []
+    for shard in (
+        lambda: fully_shard_model(copy.deepcopy(single)),
+        lambda: megatron_fsdp.MegatronFSDP(copy.deepcopy(single), ddp_config=unasked),
+        lambda: fully_shard_model(copy.deepcopy(single), fsdp_unit_modules=[]),
+        lambda: fully_shard_model(copy.deepcopy(single), zero_dp_strategy=0),
+    ):
+        with logged() as texts:
+            shard()
+        found.append(texts)
+    return found
+
+
+def test_full_weights_are_logged_once(ranks: RankPool) -> None:
+    (units, nothing_sharded, *asked_for), other = ranks.run(2, _full_weights)
+    assert len(units) == len(nothing_sharded) == 1 and not any(asked_for) and not any(other)
+    assert "fsdp_unit_modules is None: every rank keeps full compute weights" in units[0]
+    assert "Set it to optim_grads_params to shard them" in nothing_sharded[0]
+
+
 def _axes_in_another_order() -> None:
     mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "outer"))
     with pytest.raises(ValueError, match=r"in the order \['outer', 'dp'\].*mesh_dim_names=\('outer', 'dp'\)"):

@@ -138,7 +138,7 @@ def make_blueprint(
             check_quantized(part, device, settings(part).policy)
     reshards = unit_modules is not None or bool(root.children)
     if settings_of is None and dist.get_rank() == 0:
-        _log_surprises(root, config)
+        _log_surprises(root, config, reshards)
 
     def settings_to_compare(part: UnitPart) -> str:
         if settings_of is not None:
@@ -151,10 +151,15 @@ def make_blueprint(
     return Blueprint(module, root, config, index, device, tp_mesh, settings, reshards, channel, agreement)
 
 
-def _log_surprises(root: UnitPart, config: FSDPConfig) -> None:
+def _log_surprises(root: UnitPart, config: FSDPConfig, reshards: bool) -> None:
     """Log what users of another FSDP, or of the defaults, may not expect of the units."""
     if not config.enable_fine_grained_param_gather:
         log_nested_units(root)
+    if config.sharding.inner.shards_parameters and not reshards and dist.get_world_size() > 1:
+        logger.warning(
+            "FSDP: fsdp_unit_modules is None: every rank keeps full compute weights, although the strategy shards "
+            "them. Give the classes of the model's layers, or [] for a single unit."
+        )
 
 
 def _check_and_divide(
