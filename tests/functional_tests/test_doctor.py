@@ -71,6 +71,9 @@ FILES = {
     "at_once.py": "import os\nos._exit(4)\n",
     "false.py": "x = 1\nassert x == 2\n",
 }
+ON_GPU = ["--gpu", "h100", *WORDS, "--bf16"]
+GRAPH = ("--cuda-graph-impl", "full_iteration")
+LOCAL = ("--transformer-impl", "local")
 # Commands with an exit code, and what the report or, with code 2, stderr contains.
 MISTAKES: dict[str, tuple[list[str], int, tuple[str, ...]]] = {
     "limits": (
@@ -100,6 +103,15 @@ MISTAKES: dict[str, tuple[list[str], int, tuple[str, ...]]] = {
         ("argument --hidden-size: expected one argument", "usage: --hidden-size"),
     ),
     "no number": ([*WORDS, "--num-layers", "four"], 1, ("argument --num-layers: invalid int value: 'four'",)),
+    # As on a GPU, which has Transformer Engine unless Megatron's own layers are chosen.
+    "graph": (
+        [*ON_GPU, "--cuda-graph-impl", "full_iteration"],
+        1,
+        ("--no-check-for-nan-in-loss-and-grad should be set",),
+    ),
+    "fp4": ([*ON_GPU, *LOCAL, "--fp4-format", "e2m1"], 1, ("ERROR  ValueError: fp4: needs Transformer Engine",)),
+    "delayed": ([*ON_GPU, "--delay-wgrad-compute"], 1, ("overlap_moe_expert_parallel_comm must be enabled",)),
+    "local": ([*ON_GPU, *LOCAL, "--delay-wgrad-compute"], 1, ("delay_wgrad_compute: needs Transformer Engine",)),
     "no fsdp": ([SCRIPT, "--num-layers", "2"], 1, ("does not contain --use-megatron-fsdp",)),
     "crash": (["crash.py"], 1, ("ModuleNotFoundError: No module named 'no_such_module'", "at crash.py:2")),
     "never": (["never.py"], 1, ("The script ended without wrapping a model",)),
@@ -118,6 +130,15 @@ STAGES = "--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights
 ACCEPTED = {
     "plain": WORDS,
     "fits": ["--gpu", "h100", "--json", *WORDS, "--bf16", *STAGES],
+    "as on a gpu": [
+        *ON_GPU,
+        "--cuda-graph-impl",
+        "full_iteration",
+        "--no-check-for-nan-in-loss-and-grad",
+        "--use-nccl-ub",
+    ],
+    "needs transformer engine": [*ON_GPU, "--fp8-format", "hybrid", "--te-rng-tracker"],
+    "megatron's layers": [*ON_GPU, *LOCAL],
     "does not fit": ["--device-memory", "1GB", *WORDS],
 }
 
@@ -162,6 +183,11 @@ def test_the_fullest_stage_is_compared_with_the_device(results: dict[str, Result
     without = sum(fit["memory"][name] for name in ("weights", "gradients", "optimizer", "buffers"))
     assert without == found["peak_without_activations"]
     assert fit["memory"]["activations"] > 6 * 60_000 * 32 and fit["fewest_ranks"] == 2
+
+
+@pytest.mark.parametrize("name", ["as on a gpu", "needs transformer engine", "megatron's layers"])
+def test_what_starts_on_a_gpu_is_accepted(results: dict[str, Result], name: str) -> None:
+    assert results[name].code == 0 and "does it fit?           fits" in results[name].out, results[name]
 
 
 def test_what_does_not_fit_has_its_own_exit_code(results: dict[str, Result]) -> None:
