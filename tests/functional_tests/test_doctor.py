@@ -235,6 +235,16 @@ def test_launch_scripts_pass_valid_arguments(name: str) -> None:
     assert found["bytes"][0]["elements"] == pytest.approx(expected[name], rel=0.01)
 
 
+def test_launch_scripts_fit_into_their_gpus(tmp_path: Path) -> None:
+    """With the numbers of ranks and micro-batches that they have by default; all are for GPUs with 80 GB."""
+    files = (path for path in (ROOT / "examples").rglob("*") if path.suffix in (".sh", ".sbatch"))
+    scripts = [path for path in files if "convert" not in path.name]
+    assert {LLAMA3_8B, LLAMA3_70B, DEEPSEEK_V3} <= {path.name for path in scripts}
+    commands = [["--gpu", "h100", "--world-size", *words_of(path)] for path in scripts]
+    for path, found in zip(scripts, run_doctor(commands, ROOT), strict=True):
+        assert found.code == 0 and "does it fit?" in found.out, f"{path.name}: {found.out}{found.err}"
+
+
 def flag(words: list[str], name: str) -> str:
     return words[words.index(name) + 1]
 
@@ -291,4 +301,4 @@ def test_submitted_jobs_run_the_printed_command(name: str, tmp_path: Path) -> No
     if name == DEEPSEEK_V3:
         assert expected[0] == str(megatron / "pretrain_gpt.py") and words[start - 1] == "megatron.fsdp.launch"
         assert flag(words, "--expert-model-parallel-size") == "16"
-        assert flag(words, "--wandb-exp-name") == "DeepSeek-V3-TP1EP16-MBS4GBS2048-first try"
+        assert flag(words, "--wandb-exp-name") == "DeepSeek-V3-TP1EP16-MBS1GBS2048-first try"
