@@ -1,7 +1,9 @@
 """Tiny models with shapes that divide nothing evenly, and the unsharded reference that sharded runs are compared to."""
 
 import copy
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,21 @@ STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 def device() -> torch.device:
     """Where this rank computes."""
     return torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device("cpu")
+
+
+@contextmanager
+def logged(level: int = logging.WARNING) -> Iterator[list[str]]:
+    """Collect what the engine logs at this level or above."""
+    engine, texts = logging.getLogger("megatron.fsdp"), list[str]()
+    handler, before = logging.Handler(level), engine.level
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    engine.addHandler(handler)
+    engine.setLevel(level)
+    try:
+        yield texts
+    finally:
+        engine.setLevel(before)
+        engine.removeHandler(handler)
 
 
 class Block(nn.Module):

@@ -71,6 +71,9 @@ FILES = {
     "at_once.py": "import os\nos._exit(4)\n",
     "false.py": "x = 1\nassert x == 2\n",
 }
+ON_GPU = ["--gpu", "h100", *WORDS, "--bf16"]
+GRAPH = ("--cuda-graph-impl", "full_iteration")
+LOCAL = ("--transformer-impl", "local")
 # Commands with an exit code, and what the report or, with code 2, stderr contains.
 MISTAKES: dict[str, tuple[list[str], int, tuple[str, ...]]] = {
     "limits": (
@@ -100,6 +103,15 @@ MISTAKES: dict[str, tuple[list[str], int, tuple[str, ...]]] = {
         ("argument --hidden-size: expected one argument", "usage: --hidden-size"),
     ),
     "no number": ([*WORDS, "--num-layers", "four"], 1, ("argument --num-layers: invalid int value: 'four'",)),
+    # As on a GPU, which has Transformer Engine unless Megatron's own layers are chosen.
+    "graph": (
+        [*ON_GPU, "--cuda-graph-impl", "full_iteration"],
+        1,
+        ("--no-check-for-nan-in-loss-and-grad should be set",),
+    ),
+    "fp4": ([*ON_GPU, *LOCAL, "--fp4-format", "e2m1"], 1, ("ERROR  ValueError: fp4: needs Transformer Engine",)),
+    "delayed": ([*ON_GPU, "--delay-wgrad-compute"], 1, ("overlap_moe_expert_parallel_comm must be enabled",)),
+    "local": ([*ON_GPU, *LOCAL, "--delay-wgrad-compute"], 1, ("delay_wgrad_compute: needs Transformer Engine",)),
     "no fsdp": ([SCRIPT, "--num-layers", "2"], 1, ("does not contain --use-megatron-fsdp",)),
     "crash": (["crash.py"], 1, ("ModuleNotFoundError: No module named 'no_such_module'", "at crash.py:2")),
     "never": (["never.py"], 1, ("The script ended without wrapping a model",)),
@@ -118,6 +130,15 @@ STAGES = "--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights
 ACCEPTED = {
     "plain": WORDS,
     "fits": ["--gpu", "h100", "--json", *WORDS, "--bf16", *STAGES],
+    "as on a gpu": [
+        *ON_GPU,
+        "--cuda-graph-impl",
+        "full_iteration",
+        "--no-check-for-nan-in-loss-and-grad",
+        "--use-nccl-ub",
+    ],
+    "needs transformer engine": [*ON_GPU, "--fp8-format", "hybrid", "--te-rng-tracker"],
+    "megatron's layers": [*ON_GPU, *LOCAL],
     "does not fit": ["--device-memory", "1GB", *WORDS],
 }
 
@@ -164,6 +185,11 @@ def test_the_fullest_stage_is_compared_with_the_device(results: dict[str, Result
     assert fit["memory"]["activations"] > 6 * 60_000 * 32 and fit["fewest_ranks"] == 2
 
 
+@pytest.mark.parametrize("name", ["as on a gpu", "needs transformer engine", "megatron's layers"])
+def test_what_starts_on_a_gpu_is_accepted(results: dict[str, Result], name: str) -> None:
+    assert results[name].code == 0 and "does it fit?           fits" in results[name].out, results[name]
+
+
 def test_what_does_not_fit_has_its_own_exit_code(results: dict[str, Result]) -> None:
     found = results["does not fit"]
     assert found.code == 3 and "does not fit by 0.8 GiB: 1.8 of 0.9 GiB" in found.out
@@ -207,6 +233,16 @@ def test_launch_scripts_pass_valid_arguments(name: str) -> None:
     experts = 59 * 256 * 3 * 7168 * 2048  # of 58 layers and that one
     expected = {LLAMA3_8B: 8.03e9, LLAMA3_70B: 70.6e9 / 4, DEEPSEEK_V3: 682.6e9 - experts * 7 / 8}
     assert found["bytes"][0]["elements"] == pytest.approx(expected[name], rel=0.01)
+
+
+def test_launch_scripts_fit_into_their_gpus(tmp_path: Path) -> None:
+    """With the numbers of ranks and micro-batches that they have by default; all are for GPUs with 80 GB."""
+    files = (path for path in (ROOT / "examples").rglob("*") if path.suffix in (".sh", ".sbatch"))
+    scripts = [path for path in files if "convert" not in path.name]
+    assert {LLAMA3_8B, LLAMA3_70B, DEEPSEEK_V3} <= {path.name for path in scripts}
+    commands = [["--gpu", "h100", "--world-size", *words_of(path)] for path in scripts]
+    for path, found in zip(scripts, run_doctor(commands, ROOT), strict=True):
+        assert found.code == 0 and "does it fit?" in found.out, f"{path.name}: {found.out}{found.err}"
 
 
 def flag(words: list[str], name: str) -> str:
@@ -265,4 +301,4 @@ def test_submitted_jobs_run_the_printed_command(name: str, tmp_path: Path) -> No
     if name == DEEPSEEK_V3:
         assert expected[0] == str(megatron / "pretrain_gpt.py") and words[start - 1] == "megatron.fsdp.launch"
         assert flag(words, "--expert-model-parallel-size") == "16"
-        assert flag(words, "--wandb-exp-name") == "DeepSeek-V3-TP1EP16-MBS4GBS2048-first try"
+        assert flag(words, "--wandb-exp-name") == "DeepSeek-V3-TP1EP16-MBS1GBS2048-first try"

@@ -1,6 +1,5 @@
 """Ranks compare their models before sharding, and all of them raise the same error if the models differ."""
 
-import logging
 import re
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from megatron.fsdp.comm.journal import Journal
 from megatron.fsdp.fsdp2 import fully_shard
 from megatron.fsdp.runtime import agreement
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model
+from tests.models import logged
 from tests.ranks import RankPool
 
 
@@ -241,31 +241,17 @@ def _seeded(seed: int, build: Callable[[], nn.Module] = Buffered, device: str = 
 def _share(interface: str, sync: bool | None, on_meta: bool) -> tuple[dict[str, torch.Tensor], list[str]]:
     """Shard a model with a seed per rank, over 2 x 2 ranks. Returns its state, and what was logged."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-    rank, logged = dist.get_rank(), Logged()
+    rank = dist.get_rank()
     model = _seeded(rank, device="meta" if on_meta and rank else "cpu")
-    logging.getLogger("megatron.fsdp").addHandler(logged)
-    try:
+    with logged() as texts:
         if interface == "fsdp2":
             for layer in model.layers:  # type: ignore[union-attr]
                 fully_shard(layer, mesh=mesh)
-            return _state(fully_shard(model, mesh=mesh)), logged.texts
+            return _state(fully_shard(model, mesh=mesh)), texts
         axes: dict[str, Any] = {"device_mesh": mesh, "dp_shard_dim": "inner", "dp_outer_dim": "outer"}
         units = [nn.Linear] if interface == "units" else None
         sharded = fully_shard_model(model, **axes, fsdp_unit_modules=units, device="cpu", sync_module_states=sync)
-        return _state(sharded), logged.texts
-    finally:
-        logging.getLogger("megatron.fsdp").removeHandler(logged)
-
-
-class Logged(logging.Handler):
-    """Collects warnings."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
+        return _state(sharded), texts
 
 
 @pytest.mark.parametrize(

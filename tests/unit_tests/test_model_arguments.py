@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import inspect
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,18 @@ from megatron_fsdp import (
     register_optimizer,
 )
 from scripts import argument_table
-from tests.models import DEVICE, Block, TinyModel, adamw, assert_same_training, batches, device, loss_of, main_weights
+from tests.models import (
+    DEVICE,
+    Block,
+    TinyModel,
+    adamw,
+    assert_same_training,
+    batches,
+    device,
+    logged,
+    loss_of,
+    main_weights,
+)
 from tests.ranks import RankPool
 
 # Frozen: users' calls depend on names, order and defaults of the first 33.
@@ -225,6 +237,40 @@ def test_experts_are_sharded_over_their_own_mesh(ranks: RankPool) -> None:
     assert found[0][1] + found[2][1] == found[1][1] + found[3][1] == 64
 
 
+class Mixture(nn.Module):
+    """A dense layer and two experts whose parameters have no marks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared_experts, self.experts = nn.Linear(8, 8), nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+
+def _experts_by_name() -> tuple[dict[str, int], list[str]]:
+    dense = init_device_mesh(DEVICE, (4,), mesh_dim_names=("dp",))
+    expert = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "ep"))
+    model = nn.Sequential(Mixture(), Mixture()).to(device())
+    model[1].experts[1].bias.allreduce = True  # a mark counts more than the name
+    with logged(logging.INFO) as texts:
+        sharded = fully_shard_model(model, dense, "dp", expt_device_mesh=expert, fsdp_unit_modules=[])
+    sizes = {entry.name: local_shard(entry.main).numel() for entry in sharded.engine.params()}
+    without = nn.Linear(8, 8).to(device())
+    with pytest.raises(ValueError, match=r"expt_device_mesh serves no parameter.*'\.experts\.' in their names"):
+        fully_shard_model(without, dense, "dp", expt_device_mesh=expert)
+    whole = init_device_mesh(DEVICE, (4, 1), mesh_dim_names=("dp", "ep"))
+    fully_shard_model(without, dense, "dp", expt_device_mesh=whole)  # every rank has all experts: it changes nothing
+    return sizes, [text for text in texts if "expt_device_mesh" in text]
+
+
+def test_experts_are_known_by_their_names_as_well(ranks: RankPool) -> None:
+    found = ranks.run(4, _experts_by_name)
+    for name in found[0][0]:
+        numel = 64 if name.endswith("weight") else 8
+        is_expert = ".experts." in name and name != "1.experts.1.bias"
+        assert sum(sizes[name] for sizes, _ in found) == numel * (2 if is_expert else 1), name
+    assert [len(texts) for _, texts in found] == [1, 0, 0, 0]
+    assert "serves 7 of 12 parameters: 0.experts.0.weight, 0.experts.0.bias," in found[0][1][0]
+
+
 def _unmatched_expert_mesh(strategy: str) -> None:
     """The recipe of a long-used example: a mesh of experts whose axes have other names."""
     mesh = init_device_mesh(DEVICE, (1, 2, 1, 1), mesh_dim_names=("dp_outer", "dp_shard", "cp", "tp"))
@@ -249,6 +295,29 @@ def _unmatched_expert_mesh(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 def test_a_mesh_of_experts_without_the_axes_matters_to_experts_only(ranks: RankPool, strategy: str) -> None:
     ranks.run(2, _unmatched_expert_mesh, strategy)
+
+
+def _full_weights() -> list[list[str]]:
+    """What is logged where every rank keeps full weights, and does not where that is asked for."""
+    unasked, single = megatron_fsdp.DistributedDataParallelConfig(), nn.Linear(4, 4).to(device())
+    found = []
+    for shard in (
+        lambda: fully_shard_model(copy.deepcopy(single)),
+        lambda: megatron_fsdp.MegatronFSDP(copy.deepcopy(single), ddp_config=unasked),
+        lambda: fully_shard_model(copy.deepcopy(single), fsdp_unit_modules=[]),
+        lambda: fully_shard_model(copy.deepcopy(single), zero_dp_strategy=0),
+    ):
+        with logged() as texts:
+            shard()
+        found.append(texts)
+    return found
+
+
+def test_full_weights_are_logged_once(ranks: RankPool) -> None:
+    (units, nothing_sharded, *asked_for), other = ranks.run(2, _full_weights)
+    assert len(units) == len(nothing_sharded) == 1 and not any(asked_for) and not any(other)
+    assert "fsdp_unit_modules is None: every rank keeps full compute weights" in units[0]
+    assert "Set it to optim_grads_params to shard them" in nothing_sharded[0]
 
 
 def _axes_in_another_order() -> None:

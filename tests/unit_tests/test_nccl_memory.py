@@ -17,8 +17,8 @@ from megatron.fsdp.buffers.pool import FixedPool, sufficient
 from megatron.fsdp.comm import registered_memory
 from megatron.fsdp.comm.registered_memory import NcclMemory, check_can_register
 from megatron_fsdp import FSDPConfig, FSDPDistributedIndex, MegatronFSDP
-from tests.models import TinyModel
-from tests.nccl_recorder import Event, Recorder, assert_alike
+from tests.models import TinyModel, logged
+from tests.nccl_recorder import Communicator, Event, Recorder, assert_alike
 from tests.ranks import RankPool
 
 CPU = torch.device("cpu")
@@ -95,7 +95,8 @@ def test_everything_is_done_on_the_models_device(calls: list[str], symmetric: bo
     assert calls == [
         *("synchronize cuda:1", "current device cuda:1", "pool of the allocator", "device before"),
         *("allocate in the pool on cuda:1", "allocate"),
-        *("synchronize cuda:1", f"register with 0 {options}", f"register with 1 {options}"),
+        *("synchronize cuda:1", f"register with 0 {options}"),
+        *("synchronize cuda:1", f"register with 1 {options}"),
     ]
     calls.clear()
     del memory
@@ -274,6 +275,43 @@ def test_experts_of_other_sizes_are_registered_without_windows(ranks: RankPool) 
         assert warned
         assert {event.what for event in events} >= {"local", "deregister"}
         assert not any(event.what == "window" for event in events)
+
+
+def _windows_fail(failing: list[int]) -> tuple[list[Event], list[str], torch.Tensor]:
+    """Registering windows with the second group fails on these ranks, after a part of the segments."""
+    register = Communicator.register_mem_pool
+
+    def fail(self: Communicator, pool: Any, symm: bool = False) -> None:
+        register(self, pool, symm)
+        if symm and len(pool.registered_with) == 2 and dist.get_rank() in failing:
+            raise RuntimeError("NCCL error: unhandled system error")
+
+    with (
+        logged() as texts,
+        Recorder().installed() as recorder,
+        patch.object(Communicator, "register_mem_pool", fail if failing else register),
+    ):
+        torch.manual_seed(3)
+        model = _sharded(Model(12), _index(False), sync_model_each_microbatch=False)
+        for _ in range(3):
+            _step(model)
+        (pool,) = recorder.registered
+        assert pool.windows is not bool(failing) and len(pool.registered_with) == 4
+        weights = model(torch.ones(2, 12)).detach()
+        del model
+        gc.collect()
+    return recorder.events, [text for text in texts if "register" in text], weights
+
+
+@pytest.mark.parametrize("failing", [[1], [0, 1, 2, 3]], ids=["one", "all"])
+def test_all_ranks_register_local_memory_if_windows_fail(ranks: RankPool, failing: list[int]) -> None:
+    found = ranks.run(4, _windows_fail, failing)
+    assert_alike([events for events, *_ in found])
+    assert [len(texts) for _, texts, _ in found] == [1, 0, 0, 0]
+    assert "all ranks register local memory" in found[0][1][0]
+    for (events, _, output), (_, _, expected) in zip(found, ranks.run(4, _windows_fail, []), strict=True):
+        assert len({event.group for event in events if event.what == "local"}) == 4
+        torch.testing.assert_close(output, expected, rtol=0, atol=0)
 
 
 def _added(registration: dict[str, bool]) -> tuple[list[Event], list[int], int]:

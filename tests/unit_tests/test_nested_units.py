@@ -1,6 +1,9 @@
 """Units inside units: the innermost unit owns a parameter. That training is equal is in test_training.py."""
 
+import logging
+
 from megatron_fsdp import fully_shard_model
+from tests.models import logged
 from tests.ranks import RankPool
 from tests.training_models import Gate, Levels, Middle, Outer
 
@@ -25,3 +28,19 @@ _PARTS = ["", ".inner.0", ".inner.0.gate", ".inner.1", ".inner.1.gate"]
 
 def test_the_innermost_unit_owns(ranks: RankPool) -> None:
     ranks.run(2, _owners)
+
+
+def _log() -> list[list[str]]:
+    found = []
+    for classes, fine in (([Outer, Middle, Gate], False), ([Outer], False), ([Outer, Gate], True)):
+        with logged(logging.INFO) as texts:
+            fully_shard_model(Levels(), fsdp_unit_modules=classes, enable_fine_grained_param_gather=fine)
+        found.append([text for text in texts if "inside other units" in text])
+    return found
+
+
+def test_nesting_is_logged_once(ranks: RankPool) -> None:
+    (first, alone, fine), other = ranks.run(2, _log)
+    assert len(first) == 1 and "8 units are inside other units, such as outer.0.inner.0 in outer.0." in first[0]
+    assert first[0].endswith("to the outermost. For that, leave Gate, Middle out of fsdp_unit_modules.")
+    assert not alone and not fine and not any(other)

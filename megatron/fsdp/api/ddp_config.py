@@ -10,6 +10,10 @@ from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
 from megatron.fsdp.sharding.strategy import INNER, resolve_strategy
 
+NOTHING_SHARDED = (
+    "data_parallel_sharding_strategy is no_shard: every rank keeps full weights, gradients and optimizer state, as "
+    "with DDP. Set it to optim_grads_params to shard them (ZeRO-3)."
+)
 # The settings that Megatron's configs have under another name. All others have one name.
 FLAGS = {
     "zero_dp_strategy": "data_parallel_sharding_strategy",

@@ -95,8 +95,8 @@ def fully_shard_model(
         tp_dim: Name of the tensor-parallel dimension, if the mesh has one.
         hybrid_fsdp_group: Process group of all ranks of ``dp_outer_dim`` and ``dp_shard_dim``. None: created if needed.
         hybrid_fsdp_expt_group: The same for ``expt_device_mesh``.
-        expt_device_mesh: Mesh of parameters whose ``allreduce`` attribute is False (experts), with dimensions of the
-            same names. Ignored by models without experts.
+        expt_device_mesh: Mesh of experts, with dimensions of the same names: of parameters whose ``allreduce``
+            attribute is False, or that lack it and have ``.experts.`` in their names.
         fsdp_group_ag: A second process group with the ranks of ``dp_shard_dim``, for all-gathers, which can then
             overlap with reduce-scatters. NCCL allocates buffers for one more communicator.
         expt_fsdp_group_ag: The same for ``expt_device_mesh``.

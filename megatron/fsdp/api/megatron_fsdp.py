@@ -2,15 +2,17 @@
 
 import dataclasses
 import inspect
+import logging
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from megatron.fsdp.api.ddp_config import DistributedDataParallelConfig, from_megatron, to_megatron
+from megatron.fsdp.api.ddp_config import NOTHING_SHARDED, DistributedDataParallelConfig, from_megatron, to_megatron
 from megatron.fsdp.api.index import FSDPDistributedIndex
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.helpers.arguments import described
@@ -19,6 +21,8 @@ from megatron.fsdp.quantized.storage import Direction
 from megatron.fsdp.runtime.partition import UnitClasses
 from megatron.fsdp.runtime.unit import WeightState
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
+
+logger = logging.getLogger(__name__)
 
 
 class MegatronFSDP(ShardedModel):
@@ -107,6 +111,8 @@ class MegatronFSDP(ShardedModel):
         elif given := sorted(name for name in _SETTINGS if arguments[name] != _DEFAULTS[name]):
             raise ValueError(f"config has all settings; got {', '.join(given)} besides it.")
         super().__init__(module, config, dist_index, fsdp_unit_modules, device)
+        if ddp_config is not None and not config.sharding.inner.shards_optimizer and dist.get_rank() == 0:
+            logger.warning("FSDP: %s", NOTHING_SHARDED)
         self.dist_index = dist_index or FSDPDistributedIndex(self.engine.index.device_mesh)
         self.ddp_config = to_megatron(config) if ddp_config is None else ddp_config
         # Weak: the model owns its parameters, and must be freed as soon as its last user drops it.

@@ -4,6 +4,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -84,12 +85,17 @@ class NcclMemory:
         with torch.cuda.use_mem_pool(self._pool, device=self._device):
             function()
 
-    def register(self, symmetric: bool) -> None:
+    def register(self, symmetric: bool, any_failed: Callable[[bool], bool] = bool) -> None:
         """Register the pool with all communicators, which must exist: each has run a collective on the device.
 
         Args:
             symmetric: As windows of symmetric memory, which NCCL 2.27 and later can reduce in the network. A
                 collective. Each collective must then find its buffers at the same offsets on all ranks.
+            any_failed: Called after each communicator with whether it has failed on this rank; returns whether it has
+                on any. All ranks must go on alike, because they would wait for each other in the next one.
+
+        Raises:
+            RuntimeError: A communicator cannot register the pool, which is then registered with none.
         """
         registered: list[Any] = []
         self._end = weakref.finalize(self, _deregister, self._pool, registered, self._device)
@@ -97,13 +103,20 @@ class NcclMemory:
         self._end.atexit = False
         _registrations.append(self._end)
         at_end(deregister_all)
-        # Registering maps memory of other devices, for which no kernel may run that waits for another rank.
-        torch.cuda.synchronize(self._device)
         for backend in self._backends:
-            if symmetric:
-                backend.register_mem_pool(self._pool, symm=True)
-            else:
-                backend.register_mem_pool(self._pool)
+            # Registering maps memory of other devices, for which no kernel may run that waits for another rank.
+            torch.cuda.synchronize(self._device)
+            failure: RuntimeError | None = None
+            try:
+                backend.register_mem_pool(self._pool, **({"symm": True} if symmetric else {}))
+            except RuntimeError as error:
+                failure = error
+            if any_failed(failure is not None):
+                torch.cuda.synchronize(self._device)
+                with suppress(RuntimeError):  # it has registered the segments before the one that failed, or none
+                    backend.deregister_mem_pool(self._pool)
+                self.deregister()
+                raise failure or RuntimeError("NCCL could not register memory on another rank.")
             registered.append(backend)
 
     def deregister(self) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from megatron.fsdp.api.ddp_config import NOTHING_SHARDED
 from megatron.fsdp.checkpoint.reader import REMOTE
 from megatron.fsdp.sharding.strategy import INNER
 
@@ -428,7 +429,12 @@ def check(settings: Settings) -> None:
 
 
 def adjust(settings: Settings) -> None:
-    """Change the settings in ``ADJUSTMENTS``. Log each change, and each setting that is ignored, once."""
+    """Change the settings in ``ADJUSTMENTS``. Log each change, and each setting that is ignored, once.
+
+    A strategy that shards nothing is the default of Megatron's configs, so that is logged as well.
+    """
+    if settings["data_parallel_sharding_strategy"] == "no_shard":
+        _log_once(NOTHING_SHARDED)
     for ignored in IGNORED:
         if ignored.applies(settings):
             _log_once(f"{ignored.setting} has no effect: {ignored.reason}.")

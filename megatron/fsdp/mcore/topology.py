@@ -133,7 +133,7 @@ def make_index(groups: ProcessGroupCollection | None, device: torch.device) -> F
         inner = groups.expt_dp if outer is None else groups.intra_expt_dp
         experts = _Groups(_or_alone(groups.expt_tp, groups.expt_dp), inner, groups.expt_dp, outer)
     apart = not experts.same_ranks(dense)
-    return FSDPDistributedIndex(
+    index = FSDPDistributedIndex(
         dense.mesh(device.type),
         dp_shard_dim=INNER,
         dp_outer_dim=None if outer is None else OUTER,
@@ -144,6 +144,8 @@ def make_index(groups: ProcessGroupCollection | None, device: torch.device) -> F
         fsdp_group_ag=groups.dp_cp_ag,
         expt_fsdp_group_ag=groups.expt_dp_ag if apart else None,
     )
+    index.expects_experts = False  # not every pipeline stage has any
+    return index
 
 
 def _or_alone(group: dist.ProcessGroup | None, like: dist.ProcessGroup) -> dist.ProcessGroup:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -33,6 +35,8 @@ from megatron.fsdp.runtime.partition import (
     check_not_wrapped,
     check_parameters,
     check_quantized,
+    log_nested_units,
+    mark_experts,
     offloaded_units,
     parameters_of,
     partition,
@@ -45,6 +49,8 @@ from megatron.fsdp.runtime.structure import reject_structural_changes
 from megatron.fsdp.runtime.unit import Unit
 from megatron.fsdp.sharding.mesh import MeshIndex, default_index
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -131,6 +137,8 @@ def make_blueprint(
         for part in root.walk():
             check_quantized(part, device, settings(part).policy)
     reshards = unit_modules is not None or bool(root.children)
+    if settings_of is None and dist.get_rank() == 0:
+        _log_surprises(root, config, reshards)
 
     def settings_to_compare(part: UnitPart) -> str:
         if settings_of is not None:
@@ -141,6 +149,17 @@ def make_blueprint(
 
     agreement = Agreement(index, *fingerprint(root, config, index, settings_to_compare))
     return Blueprint(module, root, config, index, device, tp_mesh, settings, reshards, channel, agreement)
+
+
+def _log_surprises(root: UnitPart, config: FSDPConfig, reshards: bool) -> None:
+    """Log what users of another FSDP, or of the defaults, may not expect of the units."""
+    if not config.enable_fine_grained_param_gather:
+        log_nested_units(root)
+    if config.sharding.inner.shards_parameters and not reshards and dist.get_world_size() > 1:
+        logger.warning(
+            "FSDP: fsdp_unit_modules is None: every rank keeps full compute weights, although the strategy shards "
+            "them. Give the classes of the model's layers, or [] for a single unit."
+        )
 
 
 def _check_and_divide(
@@ -158,6 +177,7 @@ def _check_and_divide(
     if config.init_model_with_meta_device:
         check_can_materialize(module)
     classes = resolve_unit_classes(module, unit_modules)
+    mark_experts(params, index)
     tp_mesh = tensor_parallel_mesh(params, index)
     if config.average_in_collective and not backend_of(index.dense.inner, device).can_average:
         raise ValueError("average_in_collective: gloo can sum only. Leave it off; the result is the same.")

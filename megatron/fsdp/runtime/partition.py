@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import logging
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,6 +24,8 @@ from megatron.fsdp.quantized.storage import storage_of
 from megatron.fsdp.runtime.other_engines import check_no_other_engine
 from megatron.fsdp.sharding.mesh import MeshIndex
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
+
+logger = logging.getLogger(__name__)
 
 # torch's wrapper for activation checkpointing removes this prefix from the names of parameters and in state dicts.
 _CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."
@@ -234,6 +237,37 @@ def check_quantized(part: UnitPart, device: torch.device, policy: MixedPrecision
             )
 
 
+def mark_experts(params: list[ShardedParameter], index: MeshIndex) -> None:
+    """Mark the parameters that the mesh of experts serves, if there is one, and log them.
+
+    Parameters without Megatron-Core's mark ``allreduce`` are experts if their names say so, as in its own FSDP.
+
+    Raises:
+        ValueError: The mesh serves no parameter.
+    """
+    if index.expt_device_mesh is None and index.expert_mesh_error is None:
+        return
+    for param in params:
+        if not hasattr(param.compute, "allreduce") and any(".experts." in f".{name}" for name in param.names):
+            param.compute.allreduce = False  # type: ignore[attr-defined]
+    found = [param.name for param in params if param.key.expert]
+    is_first = index.dense.dp_group.rank() == 0
+    if found and is_first:
+        names = ", ".join([*found[:4], *(["..."] if len(found) > 4 else [])])
+        logger.info("FSDP: expt_device_mesh serves %d of %d parameters: %s", len(found), len(params), names)
+    if found or not index.expects_experts:
+        return
+    problem = (
+        "expt_device_mesh serves no parameter: different experts would be trained as one. Before sharding, set "
+        "parameter.allreduce = False for experts, or have '.experts.' in their names. Without experts, leave the mesh "
+        "out."
+    )
+    if index.divides_experts:
+        raise ValueError(problem)
+    if index.expert_mesh_error is not None and is_first:
+        logger.warning("FSDP: %s", problem)
+
+
 def tensor_parallel_mesh(params: list[ShardedParameter], index: MeshIndex) -> DeviceMesh | None:
     """The tensor-parallel mesh, if any parameter is a DTensor over one or is marked as tensor-parallel.
 
@@ -295,6 +329,22 @@ def partition(
                 f"fsdp_unit_modules: {kind} has no forward. Give the class whose forward reads {part.name}."
             )
     return root
+
+
+def log_nested_units(root: UnitPart) -> None:
+    """Log that units nest, if they do: with the same classes, Megatron-Core's own FSDP divides the model otherwise."""
+    nested = [(outer, inner) for outer in root.walk() if outer is not root for inner in outer.children]
+    if nested:
+        outer, inner = nested[0]
+        kinds = ", ".join(sorted({type(inner.module).__name__ for _, inner in nested}))
+        logger.info(
+            "FSDP: %d units are inside other units, such as %s in %s. A parameter belongs to the innermost one; with "
+            "Megatron-Core's own FSDP, to the outermost. For that, leave %s out of fsdp_unit_modules.",
+            len(nested),
+            inner.name,
+            outer.name,
+            kinds,
+        )
 
 
 def public_name(name: str) -> str:

@@ -29,7 +29,8 @@ class BufferRegistration:
 
     With symmetric windows, each collective needs its buffers at the same offsets on all ranks. They are, because the
     pool allocates buffers in the order of the plan, which all ranks share, and the sizes are equal. Where the sizes of
-    parameter groups differ between ranks, as experts may, buffers are registered without symmetric windows.
+    parameter groups differ between ranks, as experts may, or NCCL cannot register symmetric windows, all ranks register
+    buffers without them.
 
     Args:
         pool: The buffers.
@@ -89,18 +90,32 @@ class BufferRegistration:
         buffers, alike = self._agree()
         if self._symmetric and not alike:
             logger.warning("FSDP: ranks have parameter groups of other sizes: no symmetric memory is registered.")
-        device = self._context.device
+        self._allocate(buffers)
+        if self._symmetric and alike:
+            try:
+                self._memory.register(True, self._on_any_rank)
+            except RuntimeError as error:
+                self._symmetric = False
+                if self._context.dp_group.rank() == 0:
+                    logger.warning("FSDP: all ranks register local memory, because symmetric memory failed: %s", error)
+                self._allocate(buffers)
+        if not self._memory.registered:
+            self._memory.register(False)
+
+    def _allocate(self, buffers: list[Buffer]) -> None:
+        """Move the buffers to memory that is not registered yet. A collective."""
         failure: Exception | None = None
         try:
-            self._memory.allocate(functools.partial(self._pool.renew, buffers, device))
+            self._memory.allocate(functools.partial(self._pool.renew, buffers, self._context.device))
         except Exception as error:  # noqa: BLE001 - the other ranks must hear of any
             failure = error
         # The first collective of a group makes its communicator, to which nothing can be registered before. And
         # a rank that cannot go on must say so here, because the others would wait for it in a registration.
-        failed = self._context.any_rank([failure is not None], *self._groups, *self._parties)
-        if any(failed.read()):
+        if self._on_any_rank(failure is not None):
             raise failure or RuntimeError("nccl_ub: another rank could not allocate memory to register with NCCL.")
-        self._memory.register(self._symmetric and alike)
+
+    def _on_any_rank(self, flag: bool) -> bool:
+        return any(self._context.any_rank([flag], *self._groups, *self._parties).read())
 
     def _agree(self) -> tuple[list[Buffer], bool]:
         """Buffers that suffice for all ranks, and whether all have parameter groups of the same sizes."""

@@ -57,8 +57,9 @@ class MeshIndex:
         hybrid_fsdp_expt_group: The corresponding group of ``expt_device_mesh``.
         hsdp_outer_dp_shard: Whether the optimizer state is sharded over the outer axis. The strategy decides that; the
             value is kept as an attribute.
-        expt_device_mesh: Mesh of expert parameters (those whose ``allreduce`` attribute is False), with the same axis
-            names. A mesh without these axes is ignored unless the model has experts.
+        expt_device_mesh: Mesh of expert parameters (those whose ``allreduce`` attribute is False, or that lack it and
+            have ``.experts.`` in their names), with the same axis names. A mesh without these axes is ignored unless
+            the model has experts.
         fsdp_group_ag: A separate process group with the ranks of the inner axis, which lets all-gathers run
             concurrently with reductions.
         expt_fsdp_group_ag: The corresponding group of ``expt_device_mesh``.
@@ -66,6 +67,8 @@ class MeshIndex:
     Attributes:
         dense: Axes of all parameters except experts.
         experts: Axes of experts; equal to ``dense`` without ``expt_device_mesh``.
+        expert_mesh_error: Why ``expt_device_mesh`` cannot be used; None if it can, or there is none.
+        expects_experts: Whether a mesh of experts is an error for a model that has none.
 
     Raises:
         ValueError: A name is not an axis of the mesh, no name is given for a mesh with several axes, or the ranks of a
@@ -110,8 +113,9 @@ class MeshIndex:
         self.hsdp_outer_dp_shard = hsdp_outer_dp_shard
         self.dense = self._axes(device_mesh, hybrid_fsdp_group, fsdp_group_ag)
         self.experts = self.dense
-        self._expert_mesh_error = None if expt_device_mesh is None else self._missing_axis(expt_device_mesh)
-        if self._expert_mesh_error is not None:
+        self.expects_experts = True
+        self.expert_mesh_error = None if expt_device_mesh is None else self._missing_axis(expt_device_mesh)
+        if self.expert_mesh_error is not None:
             self.expt_device_mesh = None
         elif expt_device_mesh is not None:
             self.experts = self._axes(expt_device_mesh, hybrid_fsdp_expt_group, expt_fsdp_group_ag)
@@ -126,6 +130,12 @@ class MeshIndex:
                 return str(error)
         return None
 
+    @property
+    def divides_experts(self) -> bool:
+        """Whether experts are sharded over other ranks than dense parameters."""
+        dense, experts = (set(dist.get_process_group_ranks(axes.dp_group)) for axes in (self.dense, self.experts))
+        return dense != experts
+
     def check_expert(self, name: str) -> None:
         """Check that the expert parameter ``name`` can be sharded.
 
@@ -133,9 +143,9 @@ class MeshIndex:
             ValueError: ``expt_device_mesh`` lacks a data-parallel axis.
         """
         # Deferred until an expert is found, because scripts pass expt_device_mesh for models without experts as well.
-        if self._expert_mesh_error is not None:
+        if self.expert_mesh_error is not None:
             raise ValueError(
-                f"Expert {name} cannot be sharded over expt_device_mesh: {self._expert_mesh_error} Name its axes, or "
+                f"Expert {name} cannot be sharded over expt_device_mesh: {self.expert_mesh_error} Name its axes, or "
                 "flattened sub-meshes of it, like dp_shard_dim and dp_outer_dim."
             )
 

@@ -4,7 +4,8 @@
 
 One process is enough for any number of ranks, and no memory is allocated for weights. The report lists the mesh, units,
 dtypes, collectives and bytes per rank, or every unsupported setting with a remedy. With --gpu or --device-memory, it
-says whether the command fits into a device's memory, and which changes would make it fit. Progress is shown on stderr.
+judges the arguments as on a GPU, says whether the command fits into the device's memory, and which changes would make
+it fit. Progress is shown on stderr.
 
 Exit codes: 0 the command would start to train; 1 it would not; 2 these options or the script's path are wrong; 3 it
 would start, and is estimated not to fit into the device's memory.

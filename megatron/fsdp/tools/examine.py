@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from megatron.fsdp.helpers.spelling import did_you_mean
+from megatron.fsdp.mcore import cpu
+from megatron.fsdp.mcore.cpu import arguments as cpu_arguments
 from megatron.fsdp.mcore.limits import MUON, Settings, broken
 from megatron.fsdp.mcore.patches import install, uninstall
 from megatron.fsdp.tools.activations import activation_bytes, workload
@@ -231,9 +234,11 @@ def _examining(
         report.muon = args.optimizer in MUON
         backend = getattr(args.attention_backend, "name", str(args.attention_backend))
         examination.fused = args.transformer_impl != "local" and backend not in ("unfused", "local")
-        args.fake_process_group = True
         args.async_save = False  # nothing is saved, and its library may be missing on this machine
         args.use_gloo_process_groups = args.enable_gloo_process_groups = False
+        if examination.capacity is not None and cpu.is_enabled():
+            _validate_as_on_gpu(validate_args, copy.deepcopy(args), *rest, **kwargs)
+        args.fake_process_group = True
         result = validate_args(args, *rest, **kwargs)
         args.init_model_with_meta_device = True
         args.perform_initialization = False  # only shapes are read
@@ -242,6 +247,32 @@ def _examining(
         return result
 
     return validate
+
+
+def _validate_as_on_gpu(validate_args: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> None:
+    """Raise what Megatron would raise on a GPU, before the arguments are changed for a CPU.
+
+    Transformer Engine counts as installed there if it is to provide the layers.
+    """
+    arguments: Any = importlib.import_module("megatron.training.arguments")
+    core: Any = importlib.import_module("megatron.core.utils")
+    installed = find_spec("transformer_engine") is not None
+    with ExitStack() as stack:
+        stack.enter_context(_replaced(cpu_arguments, "adjust", lambda args: []))
+        if not installed and args.transformer_impl == "transformer_engine":
+            stack.enter_context(_replaced(core, "_te_version", core.PkgVersion("99")))
+        elif not installed:
+            rows = cpu_arguments.TRANSFORMER_ENGINE
+            given = [row.argument for row in rows if getattr(args, row.argument) not in (None, row.value)]
+            if given:
+                raise ValueError(
+                    f"{', '.join(given)}: needs Transformer Engine. Leave it off, or give --transformer-impl "
+                    f"transformer_engine; got {args.transformer_impl}."
+                )
+        result = validate_args(args, *rest, **kwargs)
+        for row in cpu_arguments.LIBRARIES:
+            setattr(result, row.argument, row.value)  # Megatron would look for their kernels on this machine
+        arguments.core_transformer_config_from_args(result)
 
 
 class _LargeOnMeta(TorchFunctionMode):

@@ -176,6 +176,22 @@ def test_each_adjustment_is_made_and_logged_once(
     assert adjustment.reason in messages[0]
 
 
+def test_the_default_strategy_of_megatrons_config_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    limits._log_once.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        for strategy in ("optim", "optim_grads", "optim_grads_params"):
+            adjust(
+                Settings(
+                    DistributedDataParallelConfig(use_megatron_fsdp=True, data_parallel_sharding_strategy=strategy)
+                )
+            )
+        assert not [record for record in caplog.records if "no_shard" in record.message]
+        for _ in range(2):
+            adjust(Settings(DistributedDataParallelConfig(use_megatron_fsdp=True)))
+    (message,) = [record.message for record in caplog.records if "no_shard" in record.message]
+    assert "every rank keeps full weights" in message and "optim_grads_params" in message
+
+
 def test_nothing_is_adjusted_where_there_is_no_reason() -> None:
     arguments_ = SimpleNamespace(
         overlap_grad_reduce=False,

@@ -29,9 +29,8 @@ class Adjustment:
     only: Any = None
 
 
-ADJUSTMENTS: tuple[Adjustment, ...] = (
-    Adjustment("distributed_backend", "gloo", "NCCL connects GPUs only"),
-    Adjustment("transformer_impl", "local", "Transformer Engine needs CUDA"),
+# What Transformer Engine does, besides layers.
+TRANSFORMER_ENGINE: tuple[Adjustment, ...] = (
     Adjustment("fp8", None, "Transformer Engine needs CUDA"),
     Adjustment("fp8_param_gather", False, "Transformer Engine needs CUDA"),
     Adjustment("fp4", None, "Transformer Engine needs CUDA"),
@@ -39,6 +38,9 @@ ADJUSTMENTS: tuple[Adjustment, ...] = (
     Adjustment("te_rng_tracker", False, "Transformer Engine needs CUDA"),
     Adjustment("delay_wgrad_compute", False, "Transformer Engine needs CUDA"),
     Adjustment("tp_comm_overlap", False, "Transformer Engine needs CUDA"),
+)
+# What libraries with CUDA kernels do.
+LIBRARIES: tuple[Adjustment, ...] = (
     Adjustment("gradient_accumulation_fusion", False, "the fused weight gradient is a CUDA kernel"),
     Adjustment("masked_softmax_fusion", False, "the fused softmax is a CUDA kernel"),
     Adjustment("no_persist_layer_norm", True, "the persistent layer norm is a CUDA kernel"),
@@ -46,6 +48,12 @@ ADJUSTMENTS: tuple[Adjustment, ...] = (
     Adjustment("moe_permute_fusion", False, "the fused permutation is a CUDA kernel"),
     Adjustment("moe_token_dispatcher_type", "alltoall", "the flex dispatcher's libraries need CUDA", only="flex"),
     Adjustment("moe_router_fusion", False, "the fused router is a CUDA kernel"),
+)
+ADJUSTMENTS: tuple[Adjustment, ...] = (
+    Adjustment("distributed_backend", "gloo", "NCCL connects GPUs only"),
+    Adjustment("transformer_impl", "local", "Transformer Engine needs CUDA"),
+    *TRANSFORMER_ENGINE,
+    *LIBRARIES,
     Adjustment("cuda_graph_impl", "none", "CUDA graphs need CUDA"),
     Adjustment("gradient_reduce_div_fusion", False, "only NCCL can scale during a reduction"),
     Adjustment("nccl_ub", False, "buffers are registered with NCCL"),
