@@ -166,7 +166,7 @@ def test_extras_name_no_unrelated_project(installed: Path) -> None:
 
 
 def find_python(path: Path, home: Path) -> Ended:
-    return start(["/bin/sh", ROOT / "scripts" / "find_python.sh"], PATH=str(path), HOME=str(home))
+    return start(["/bin/sh", ROOT / "scripts" / "find_python.sh"], PATH=str(path), HOME=str(home), PYENV_ROOT="")
 
 
 def write_program(path: Path, body: str) -> Path:

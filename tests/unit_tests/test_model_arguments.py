@@ -298,7 +298,7 @@ def test_a_mesh_of_experts_without_the_axes_matters_to_experts_only(ranks: RankP
 
 
 def _full_weights() -> list[list[str]]:
-    """What is logged where every rank keeps full weights, and does not where that is asked for."""
+    """The messages logged where every rank keeps full weights, and none where that is asked for."""
     unasked, single = megatron_fsdp.DistributedDataParallelConfig(), nn.Linear(4, 4).to(device())
     found = []
     for shard in (

@@ -109,7 +109,7 @@ def write_state(
 
 
 def tracked_as(path: Path) -> str:
-    """What a tracker file says of a checkpoint; empty if Megatron looks for no folder of this name."""
+    """Text of a checkpoint's tracker file; empty if Megatron looks for no folder of this name."""
     match = re.fullmatch(r"iter_(\d+)", path.name)
     if match is None:
         return RELEASE if path.name == RELEASE else ""

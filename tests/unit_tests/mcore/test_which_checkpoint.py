@@ -136,7 +136,7 @@ def test_empty_folder_is_a_first_start(monkeypatch: pytest.MonkeyPatch, checkpoi
 
 
 def given(monkeypatch: pytest.MonkeyPatch, folder: Path) -> tuple[Any, str, bool]:
-    """What Megatron's loader gets for a folder that is a checkpoint: the iteration, the path, and whether a release."""
+    """The result of Megatron's loader for a folder that is a checkpoint: iteration, path, whether a release."""
     from megatron.fsdp.mcore import resuming
 
     def load(load_dir: str, args: SimpleNamespace) -> tuple[Any, str, bool, str]:
