@@ -6,6 +6,7 @@ import io
 import os
 import pickle
 import re
+import time
 import zlib
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -33,10 +34,12 @@ from megatron.fsdp.checkpoint.checksums import (
     FileSum,
     as_hex,
     crc32_of,
+    naming,
     sync_folder,
     write_file,
 )
 from megatron.fsdp.checkpoint.reader import COMMON, FORMAT_FILE, format_of
+from megatron.fsdp.checkpoint.storage import as_path, is_remote, writing
 
 # Bytes to write before the disk is asked to flush them.
 BLOCK = 32 << 20
@@ -66,7 +69,7 @@ def write_items(path: Path, items: Iterable[tuple[MetadataIndex, Any]]) -> list[
     results, flushed = [], 0
     flushing: list[concurrent.futures.Future[None]] = []
     # A thread flushes to the disk while this one writes more: otherwise everything would wait for the final fsync.
-    with open(path, "wb", _BUFFER) as file, concurrent.futures.ThreadPoolExecutor(1) as flusher:
+    with naming(path), writing(path, _BUFFER) as file, concurrent.futures.ThreadPoolExecutor(1) as flusher:
         output = ChecksummedFile(file)
         for index, data in items:
             start = output.length
@@ -76,14 +79,15 @@ def write_items(path: Path, items: Iterable[tuple[MetadataIndex, Any]]) -> list[
                 output.write(data.getbuffer() if isinstance(data, io.BytesIO) else data)
             place = _StorageInfo(path.name, start, output.length - start)
             results.append(WriteResult(index, place.length, place))
-            if output.length - flushed >= BLOCK and all(flush.done() for flush in flushing):
+            if not is_remote(path) and output.length - flushed >= BLOCK and all(flush.done() for flush in flushing):
                 flushing.append(flusher.submit(os.fdatasync, file.fileno()))
                 flushed = output.length
         # The kernel reports a disk error to one fsync only, which may have been one of these.
         for flush in flushing:
             flush.result()
-        file.flush()
-        os.fsync(file.fileno())
+        if not is_remote(path):
+            file.flush()
+            os.fsync(file.fileno())
     return [*results, file_result(path.name, output.length, output.crc32)]
 
 
@@ -114,24 +118,27 @@ class AtomicSaveMixin:
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Create the folder. The base class would also warn that it overwrites files, which this class does not."""
-        Path(self.path).mkdir(parents=True, exist_ok=True)
+        as_path(self.path).mkdir(parents=True, exist_ok=True)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Choose file names that no other save into this folder has, including saves that are under way."""
-        folder = Path(self.path)
+        folder = as_path(self.path)
         self._earlier = {path.name for path in folder.glob(_DATA)}
         # Never reuse a name: another job may be reading the file, and would find other data at the same offsets.
         generation = 1 + max((found for name in self._earlier if (found := _generation(name)) is not None), default=-1)
-        while not _reserve(folder, generation):
-            generation += 1
-        self._reserved = (_first_file(generation),)
+        if is_remote(folder):  # without locks, only a name that no other job can think of is not used twice
+            generation = max(generation, time.time_ns())
+        else:
+            while not _reserve(folder, generation):
+                generation += 1
+            self._reserved = (_first_file(generation),)
         return [replace(plan, storage_data=_StoragePrefix(_name(rank, generation))) for rank, plan in enumerate(plans)]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write checksums and metadata, which completes the checkpoint, then remove the files of the earlier one."""
         metadata.storage_meta = StorageMeta(checkpoint_id=str(self.path), save_id=self.save_id)
-        folder = Path(self.path)
+        folder = as_path(self.path)
         sums, data = complete(metadata, (result for of_rank in results for result in of_rank))
         with _locked(folder):
             _require_all(folder, sums)
@@ -146,7 +153,7 @@ class AtomicSaveMixin:
                 _restore_sums(folder, before)
                 raise
             # The folder itself may be new, too.
-            for parent in folder.absolute().parents[:2]:
+            for parent in () if is_remote(folder) else folder.absolute().parents[:2]:
                 with suppress(OSError):
                     sync_folder(parent)
             if good.metadata:
@@ -205,6 +212,9 @@ def _remove(path: Path) -> None:
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Context that excludes other jobs, where the file system supports locks."""
+    if is_remote(folder):
+        yield
+        return
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with suppress(OSError):
@@ -273,7 +283,7 @@ class Writer(AtomicSaveMixin, FileSystemWriter):
         if not plan.items:
             done.set_result([])
             return done
-        self._written = Path(self.path) / f"{plan.storage_data.prefix}0.distcp"
+        self._written = as_path(self.path) / f"{plan.storage_data.prefix}0.distcp"
         items = ((item.index, planner.resolve_data(item)) for item in plan.items)
         try:
             results = write_items(self._written, items)
@@ -285,7 +295,7 @@ class Writer(AtomicSaveMixin, FileSystemWriter):
 
     def discard(self) -> None:
         """Remove the files of this save, which has failed on this rank or on another."""
-        for path in {self._written} if self._written else {Path(self.path) / name for name in self._reserved}:
+        for path in {self._written} if self._written else {as_path(self.path) / name for name in self._reserved}:
             remove_save(path)
 
 

@@ -9,10 +9,13 @@ import secrets
 import stat
 import time
 import zlib
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
+
+from megatron.fsdp.checkpoint.storage import is_remote
 
 NAME = "checksums.json"
 METADATA = ".metadata"
@@ -157,7 +160,7 @@ def read_json(path: Path) -> Any:
 def crc32_of(path: Path) -> str:
     """CRC-32 of a file as eight hexadecimal digits."""
     crc, buffer = 0, memoryview(bytearray(_BLOCK))
-    with open(path, "rb", buffering=0) as file:
+    with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
             crc = zlib.crc32(buffer[:count], crc)
     return as_hex(crc)
@@ -209,13 +212,27 @@ def _product(a: int, b: int) -> int:
     return product
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Context whose errors of the file system name the file. Writing to a full disk raises one that does not."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
 def write_file(path: Path, data: bytes) -> None:
     """Write or replace a file atomically: after a crash or power failure, it is either complete or unchanged."""
+    if is_remote(path):
+        path.write_bytes(data)
+        return
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
     # Fails if there is such a file or link. Links could lead to files of others.
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
     try:
-        with open(descriptor, "wb") as file:
+        with naming(path), open(descriptor, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -233,6 +250,8 @@ def write_file(path: Path, data: bytes) -> None:
 
 def sync_folder(path: Path) -> None:
     """Make files that were created, renamed or removed in a folder survive a power failure."""
+    if is_remote(path):
+        return
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

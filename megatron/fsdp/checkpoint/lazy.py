@@ -91,6 +91,15 @@ class LazyTensor:
 
         return LazyTensor(_with(self.shape, dim, length), self.dtype, read)
 
+    def with_rows(self, rows: int) -> "LazyTensor":
+        """The first rows, followed by rows of zeros if the tensor has fewer."""
+        missing = rows - self.shape[0]
+        if missing <= 0:
+            return self.narrow(0, 0, rows)
+        shape = (missing, *self.shape[1:])
+        zeros = LazyTensor(shape, self.dtype, lambda region: torch.zeros(region.sizes, dtype=self.dtype))
+        return cat([self, zeros])
+
     def select(self, dim: int, index: int) -> "LazyTensor":
         """Remove a dimension by picking one index of it, as ``torch.select`` does."""
         part = self.narrow(dim, index, 1)

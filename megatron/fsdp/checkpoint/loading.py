@@ -17,8 +17,9 @@ from torch.distributed.checkpoint.utils import find_tensor_shard
 from megatron.fsdp.checkpoint.checksums import METADATA, Checksums, DamagedCheckpoint, crc32_of
 from megatron.fsdp.checkpoint.coordination import attempt, gather_from_ranks, rank_and_world_size
 from megatron.fsdp.checkpoint.lazy import LazyTensor
-from megatron.fsdp.checkpoint.matching import Aliases, Strictness, match, report, unexpected_keys
+from megatron.fsdp.checkpoint.matching import Aliases, Match, Strictness, match, report, unexpected_keys
 from megatron.fsdp.checkpoint.reader import CheckpointReader, open_checkpoint
+from megatron.fsdp.checkpoint.storage import as_path
 from megatron.fsdp.helpers.codes import check_values
 
 logger = logging.getLogger(__name__)
@@ -88,7 +89,7 @@ def load(
         ValueError: Shapes differ.
         CheckpointException: A value cannot be read, or weights would be loaded from codes, such as 8-bit floats.
     """
-    folder, strictness = Path(folder), strictness or Strictness()
+    folder, strictness = as_path(folder), strictness or Strictness()
     for left in reversed(range(ATTEMPTS)):
         opened = None
         try:
@@ -114,11 +115,19 @@ def _viewed(opened: CheckpointReader, view: View) -> Contents:
     return contents
 
 
+def _matched(wanted: dict[str, Any], metadata: Metadata, aliases: Aliases, strictness: Strictness) -> Match:
+    """Look up every key. Ranks that have an embedding read the tokenizer and saved arguments, which may fail."""
+    found, error = attempt(lambda: match(wanted, metadata, aliases, strictness.padding))
+    if found is None or error:
+        raise RuntimeError(error)
+    return found
+
+
 @torch.no_grad()
 def _load(state_dict: dict[str, Any], opened: Contents, folder: Path, aliases: Aliases, strictness: Strictness) -> None:
     metadata = opened.metadata
     wanted, paths = flatten_state_dict(state_dict)
-    found = match(wanted, metadata, aliases)
+    found = _matched(wanted, metadata, aliases, strictness)
     unexpected = [k for k in unexpected_keys(found.sources.values(), metadata) if not strictness.extra(k)]
     text = report(found, unexpected, metadata, strictness)
     if text:
@@ -129,7 +138,10 @@ def _load(state_dict: dict[str, Any], opened: Contents, folder: Path, aliases: A
             if name in opened.tensors and isinstance(wanted[key], torch.Tensor):
                 check_values(name, opened.tensors[name].dtype, wanted[key].dtype)
         for key, name in found.sources.items():
-            values[key] = _read(wanted[key], name, found.starts.get(key, 0), opened)
+            stored = opened.tensors.get(name)
+            if key in found.padded and stored is not None:
+                stored = stored.with_rows(wanted[key].shape[0])
+            values[key] = _read(wanted[key], name, stored, found.starts.get(key, 0), opened)
     except Exception as error:
         failure = _wrap_exception(error)
     failures = {rank: failed for rank, failed in enumerate(gather_from_ranks(failure)) if failed is not None}
@@ -151,13 +163,12 @@ def _replace(container: Any, path: tuple[str | int, ...], value: Any) -> None:
         container[key] = value
 
 
-def _read(target: Any, name: str, start: int, opened: Contents) -> Any:
+def _read(target: Any, name: str, stored: LazyTensor | None, start: int, opened: Contents) -> Any:
     """Read a value of the checkpoint. If ``target`` is a tensor, read into it and return it.
 
     Model and checkpoint may disagree about what is a tensor: an optimizer's step is a tensor for some optimizers, and a
     number for others.
     """
-    stored = opened.tensors.get(name)
     if not isinstance(target, torch.Tensor):
         return opened.read_object(name) if stored is None else stored.whole().item()
     if stored is None:

@@ -27,6 +27,10 @@ class Rows(NamedTuple):
 
 # Maps a key to the other names that its value may have in a checkpoint, the likeliest first.
 Aliases = Callable[[str], Sequence[str | Rows]]
+Shape = tuple[int, ...]
+# Judges a key by its shape in the model and in the checkpoint. None: load the rows that both have, and set the model's
+# further rows to zero. Otherwise the text that the error adds.
+Padding = Callable[[str, Shape, Shape], str | None]
 # Keys that a message lists.
 SHOWN = 50
 
@@ -41,19 +45,21 @@ class Reaction(Enum):
 
 @dataclass(frozen=True)
 class Strictness:
-    """The reaction to keys that only the model or only the checkpoint has. A different shape is always an error.
+    """The reaction to keys that only the model or only the checkpoint has, and to different shapes.
 
     Attributes:
         missing: Reaction to keys that the model has and the checkpoint lacks.
         unexpected: Reaction to keys that the checkpoint has and the model of every rank lacks.
         optional: Whether a key may be missing in any case.
         extra: Whether a key may be unexpected in any case, because it describes the checkpoint itself.
+        padding: Whether shapes differ by padding only. By default they never do.
     """
 
     missing: Reaction = Reaction.RAISE
     unexpected: Reaction = Reaction.IGNORE
     optional: Callable[[str], bool] = lambda key: False
     extra: Callable[[str], bool] = lambda key: False
+    padding: Padding = lambda key, shape, stored: ""
 
 
 @dataclass
@@ -64,22 +70,25 @@ class Match:
         sources: The checkpoint's name of every key that is loaded.
         starts: The first row of every key that is some rows of a larger stored tensor.
         missing: Keys that the checkpoint lacks.
-        misshaped: The expected and the stored shape of keys whose shapes differ.
+        padded: Keys of which only the rows are loaded that both sides have.
+        misshaped: The expected and the stored shape of keys whose shapes differ, as text.
     """
 
     sources: dict[str, str] = field(default_factory=dict)
     starts: dict[str, int] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
-    misshaped: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    padded: list[str] = field(default_factory=list)
+    misshaped: dict[str, str] = field(default_factory=dict)
 
 
-def match(wanted: Mapping[str, Any], metadata: Metadata, aliases: Aliases) -> Match:
+def match(wanted: Mapping[str, Any], metadata: Metadata, aliases: Aliases, padding: Padding) -> Match:
     """Look up every key of a model in a checkpoint.
 
     Args:
         wanted: The model's tensors and objects, by key.
         metadata: Of the checkpoint.
         aliases: Other names to try for a key that the checkpoint lacks.
+        padding: Whether different shapes are accepted.
     """
     found = Match()
     there = metadata.state_dict_metadata
@@ -99,7 +108,11 @@ def match(wanted: Mapping[str, Any], metadata: Metadata, aliases: Aliases) -> Ma
                 shape = (sum(lengths), *shape[1:])
             # A single element, such as an optimizer's step, may be stored with any number of dimensions.
             if shape != tuple(stored.size) and not value.numel() == stored.size.numel() == 1:
-                found.misshaped[key] = shape, tuple(stored.size)
+                why_not = padding(key, shape, tuple(stored.size))
+                if why_not is None:
+                    found.padded.append(key)
+                else:
+                    found.misshaped[key] = f"expected {shape}; the checkpoint has {tuple(stored.size)}{why_not}"
     return found
 
 
@@ -132,10 +145,10 @@ def report(found: Match, unexpected: Sequence[str], metadata: Metadata, strictne
     """
     of_ranks = gather_from_ranks(([key for key in found.missing if not strictness.optional(key)], found.misshaped))
     missing = list(dict.fromkeys(key for keys, _ in of_ranks for key in keys))
-    misshaped = {key: shapes for _, of_rank in of_ranks for key, shapes in of_rank.items()}
+    misshaped = {key: text for _, of_rank in of_ranks for key, text in of_rank.items()}
     names = unexpected or metadata.state_dict_metadata.keys()
     hints = [f"{key}.{did_you_mean(key, names, 0.8)}" for key in missing[:SHOWN]]
-    shapes = [f"{key}: expected {want}; the checkpoint has {got}" for key, (want, got) in misshaped.items()]
+    shapes = [f"{key}: {text}" for key, text in misshaped.items()]
     kinds = (
         (len(missing), "missing", hints, strictness.missing),
         (len(unexpected), "unexpected", unexpected[:SHOWN], strictness.unexpected),

@@ -6,7 +6,6 @@ import functools
 import io
 import itertools
 import math
-import os
 import re
 import zlib
 from pathlib import Path
@@ -30,6 +29,7 @@ from megatron.fsdp.checkpoint.checksums import (
     size_of,
 )
 from megatron.fsdp.checkpoint.lazy import LazyTensor, Region
+from megatron.fsdp.checkpoint.storage import is_remote, read_at
 from megatron.fsdp.checkpoint.strided import read_region
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -38,9 +38,6 @@ RELEASE = "release"
 COMMON = "common.pt"
 FORMAT_FILE = "metadata.json"
 COMMON_KEY = "common_state/shard_0_1"
-
-# The beginning of an address on object storage, also as a Path has it.
-REMOTE = re.compile("[a-z][a-z0-9+.-]+:/")
 
 _LARGEST = 1 << 63
 # Dimensions along which a tensor may be cut into chunks.
@@ -367,9 +364,10 @@ class CheckpointReader:
             self.checksums.check_file(self.path, name)
             self._sound.add(name)
         path = self.path / name
-        size_of(path)
+        if not is_remote(path):  # there, a request would be sent for it, and nothing else than a file can be opened
+            size_of(path)
         try:
-            return open(path, "rb", buffering=0)
+            return path.open("rb", buffering=0)
         except FileNotFoundError as error:  # removed in between by another job that saves into the folder
             raise DamagedCheckpoint(f"{path}: expected a file; got none.") from error
 
@@ -418,7 +416,7 @@ def common_state(path: Path, verify: bool = True) -> dict[str, Any]:
         checksums = Checksums.load(path) if verify else None
         if checksums:
             checksums.check_file(path, COMMON)
-        with open(path / COMMON, "rb") as file:
+        with (path / COMMON).open("rb") as file:
             found = safe_pickle.load_torch(file, str(path / COMMON))
     else:
         reader = CheckpointReader(path, verify)
@@ -534,14 +532,14 @@ def untiled(shape: tuple[int, ...], regions: list[Region]) -> str:
 
 def _window(file: IO[bytes], offset: int, length: int) -> IO[bytes]:
     """Return a stream of a range of a file. Closing it leaves the file open."""
-    return io.BufferedReader(_Window(file.fileno(), offset, length))
+    return io.BufferedReader(_Window(file, offset, length))
 
 
 class _Window(io.RawIOBase):
     # torch's own view of a file range seeks before the range's beginning without an error.
-    def __init__(self, descriptor: int, offset: int, length: int) -> None:
+    def __init__(self, file: IO[bytes], offset: int, length: int) -> None:
         super().__init__()
-        self._descriptor, self._offset, self._length, self._position = descriptor, offset, length, 0
+        self._file, self._offset, self._length, self._position = file, offset, length, 0
 
     def readable(self) -> bool:
         return True
@@ -561,6 +559,6 @@ class _Window(io.RawIOBase):
 
     def readinto(self, buffer: Buffer) -> int:
         view = memoryview(buffer)[: max(self._length - self._position, 0)]
-        count = os.preadv(self._descriptor, [view], self._offset + self._position) if view else 0
+        count = read_at(self._file, view, self._offset + self._position) if view else 0
         self._position += count
         return count

@@ -10,7 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megatron.fsdp.checkpoint.checksums import sync_folder, write_file
+from megatron.fsdp.checkpoint.checksums import METADATA, sync_folder, write_file
+from megatron.fsdp.checkpoint.storage import is_remote
 
 # Seconds to wait for another process that makes no progress.
 PATIENCE = 600.0
@@ -38,6 +39,8 @@ class Staging:
 
     def __init__(self, path: Path, process: int, plan: Any, own: str) -> None:
         self.path, self.partial = path, path.with_name(f"{path.name}.partial")
+        if is_remote(path):  # objects cannot be renamed: the checkpoint is complete with its .metadata
+            self.partial = path
         self.plan = hashlib.sha256(json.dumps(plan).encode()).hexdigest()
         self._process, self._own = process, rf"{own}|{_OWN}"
 
@@ -63,8 +66,12 @@ class Staging:
         self._require_absent()
         self._require_own()
         if not planned():
-            shutil.rmtree(self.partial, ignore_errors=True)
-            self.partial.mkdir(parents=True)
+            if is_remote(self.partial):
+                for left in self.partial.iterdir():
+                    left.unlink()
+            else:
+                shutil.rmtree(self.partial, ignore_errors=True)
+                self.partial.mkdir(parents=True)
             write_file(path, self.plan.encode())
         return True
 
@@ -86,12 +93,16 @@ class Staging:
         for path in self.partial.iterdir():
             if path.name not in names:
                 path.unlink()
+        if is_remote(self.path):
+            return
         sync_folder(self.partial)
         self._require_absent()
         self.partial.rename(self.path)
         sync_folder(self.path.parent)
 
     def _is_there(self) -> bool:
+        if is_remote(self.path):
+            return (self.path / METADATA).is_file()
         return self.path.exists() and not (self.path.is_dir() and not any(self.path.iterdir()))
 
     def _require_absent(self) -> None:
@@ -99,7 +110,8 @@ class Staging:
             raise FileExistsError(f"{self.path}: expected no such folder yet, or an empty one; it has contents.")
 
     def _require_own(self) -> None:
-        left = sorted(self.partial.rglob("*")) if self.partial.is_dir() else []
+        find = self.partial.iterdir() if is_remote(self.partial) else self.partial.rglob("*")
+        left = sorted(find) if self.partial.is_dir() else []
         foreign = [path for path in left if path.is_symlink() or not re.fullmatch(self._own, path.name)]
         if self.partial.is_symlink() or foreign:
             found = f"{foreign[0].name!r} in it" if foreign else "a link"

@@ -1,6 +1,5 @@
 """Reads a region of a strided tensor straight from a file, without reading the full tensor."""
 
-import os
 from typing import IO
 
 import torch
@@ -8,6 +7,7 @@ import torch
 from megatron.fsdp.checkpoint.archive import memory
 from megatron.fsdp.checkpoint.checksums import DamagedCheckpoint
 from megatron.fsdp.checkpoint.lazy import Region
+from megatron.fsdp.checkpoint.storage import read_at
 
 # Elements that are not contiguous in the file are read through a buffer of at most this many bytes.
 SCRATCH = 4 << 20
@@ -67,8 +67,7 @@ def _read_in_steps(file: IO[bytes], first: int, stride: tuple[int, ...], target:
 def _fill(file: IO[bytes], offset: int, target: torch.Tensor) -> None:
     view = memory(target)
     while view:
-        # preadv leaves the file position alone and writes into the tensor's own memory. It may read less than asked.
-        count = os.preadv(file.fileno(), [view], offset)
+        count = read_at(file, view, offset)  # into the tensor's own memory; maybe less than asked
         if not count:
             raise DamagedCheckpoint(f"{file.name}: expected {len(view)} more bytes at {offset}; the file ends there.")
         view, offset = view[count:], offset + count

@@ -177,8 +177,8 @@ def _finish(draft: Draft, staging: Staging, blocks: list[_Piece]) -> None:
         results.append(file_result(name, len(data), zlib.crc32(data)))
     sums, data = complete(metadata, results)
     sums.fingerprint = staging.plan
-    write_file(folder / METADATA, data)
     sums.save(folder)
+    write_file(folder / METADATA, data)  # last: on object storage this completes the checkpoint
     staging.finish({METADATA, NAME, *sums.files})
 
 

@@ -20,12 +20,13 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from megatron.fsdp.checkpoint.allowed import Foreign
-from megatron.fsdp.checkpoint.reader import REMOTE, checkpoint_folder
+from megatron.fsdp.checkpoint.reader import checkpoint_folder
+from megatron.fsdp.checkpoint.storage import REMOTE, as_path
 from megatron.fsdp.convert.inspecting import SHOWN, listed
 from megatron.fsdp.convert.options import ReadOptions, WriteOptions
 
 # Errors that a user, a file or the system can cause. Any other error is a bug and keeps its traceback.
-EXPECTED = (ValueError, OSError, NotImplementedError, RuntimeError, MemoryError)
+EXPECTED = (ValueError, OSError, ImportError, NotImplementedError, RuntimeError, MemoryError)
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _Options = TypeVar("_Options", ReadOptions, WriteOptions)
@@ -56,7 +57,7 @@ class Result(NamedTuple):
             click.echo(f"\n{self.end}")
 
 
-def command(name: str, divided: bool = False) -> Callable[[Callable[..., Result]], click.Command]:
+def command(name: str, divided: bool = False, local: bool = False) -> Callable[[Callable[..., Result]], click.Command]:
     """Make a command of a function that returns its result, and add ``--json`` and ``--enable-msc``.
 
     Expected errors become one line on standard error and the exit status 1.
@@ -64,6 +65,7 @@ def command(name: str, divided: bool = False) -> Callable[[Callable[..., Result]
     Args:
         name: The command's name.
         divided: Whether processes that torchrun or srun started divide the work. Otherwise only the first one runs it.
+        local: Whether it works in a file system only.
     """
 
     def decorate(function: Callable[..., Result]) -> click.Command:
@@ -75,8 +77,9 @@ def command(name: str, divided: bool = False) -> Callable[[Callable[..., Result]
             try:
                 if enable_msc:
                     require_msc()
-                _require_local(options.values())
-                result = function(**options)
+                if local:
+                    _require_local(options.values())
+                result = function(**{k: as_path(v) if isinstance(v, Path) else v for k, v in options.items()})
             except EXPECTED as error:
                 if traced and isinstance(error, MemoryError):
                     click.echo(traceback.format_exc(), err=True)

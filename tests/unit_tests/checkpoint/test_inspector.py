@@ -548,12 +548,8 @@ def test_the_multi_storage_client_must_be_installed(small: Path, monkeypatch: py
         assert "--enable-msc: expected the package multistorageclient to be installed" in error
     monkeypatch.setitem(sys.modules, "multistorageclient", pytest)
     assert as_json("inspect", small, "--enable-msc") == as_json("inspect", small)
-    for words in (
-        ("inspect", "msc://b/run", "--enable-msc"),
-        ("convert", small, "s3://b/run"),
-        ("diff", small, "gs://b"),
-    ):
-        assert "expected a folder in a file system" in error_of(*words)
+    assert "expected a folder in a file system" in error_of("import-safetensors", small, "s3://b/run")
+    assert "expected one of s3://, gs://, msc://" in error_of("inspect", "hdfs://host/run")
 
 
 def test_only_the_first_process_prints(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
